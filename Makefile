@@ -1,0 +1,27 @@
+# make demo   trains a Mask R-CNN on photographs of coins, evaluates it, and draws what it found
+# make test   runs the whole test suite
+#
+# Both make the environment in VENV when it is not there. VENV=path uses another one, PYTHON=path
+# makes it with another Python (3.9 to 3.11).
+
+PYTHON ?= python3
+VENV ?= .venv
+OUTPUT ?= output/coins
+PYTEST_ARGS ?=
+
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.PHONY: demo test lint venv
+
+demo: venv
+	$(VENV)/bin/python projects/Coins/demo.py --output-dir $(OUTPUT)
+
+test: venv
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: venv
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+
+venv:
+	@$(PYTHON) tools/make_venv.py $(VENV)

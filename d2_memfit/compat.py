@@ -1,0 +1,94 @@
+"""The differences between Detectron2 v0.6 and main.
+
+Both call themselves 0.6, so each difference is found by looking for the feature. They stand here
+and nowhere else.
+"""
+
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Callable
+
+import torch.distributed as dist
+from detectron2.engine import DefaultTrainer, SimpleTrainer, TrainerBase, defaults
+from detectron2.engine.defaults import create_ddp_model as _create_ddp_model
+from detectron2.utils import comm
+from detectron2.utils.events import get_event_storage
+from torch import nn
+
+# Main saves optimizer and scaler with DefaultTrainer's state, v0.6 only iteration and hooks.
+SAVES_INNER_TRAINER = "state_dict" in vars(DefaultTrainer)
+
+# Main's hooks can act after the backward pass; v0.6 has no such moment.
+_HAS_AFTER_BACKWARD = hasattr(TrainerBase, "after_backward")
+
+# Main writes each rank's own data time too.
+_WRITES_RANK_DATA_TIME = "cur_iter" in inspect.signature(SimpleTrainer.write_metrics).parameters
+
+
+def has_compiled_ops() -> bool:
+    """Whether Detectron2's C++ operators are there. The fast COCO evaluation needs them."""
+    if importlib.util.find_spec("detectron2._C") is None:
+        return False
+    from detectron2 import _C
+
+    return hasattr(_C, "COCOevalEvaluateImages")
+
+
+def after_backward(trainer: TrainerBase) -> None:
+    """Call the hooks that main knows to call after the backward pass."""
+    if _HAS_AFTER_BACKWARD:
+        trainer.after_backward()
+
+
+def put_rank_data_time(seconds: float) -> None:
+    """Write this rank's own data time where Detectron2 does."""
+    if _WRITES_RANK_DATA_TIME:
+        get_event_storage().put_scalar("rank_data_time", seconds)
+
+
+def create_ddp_model(model: nn.Module, **kwargs: Any) -> nn.Module:
+    """Detectron2's ``create_ddp_model``, also for the CPU, where DDP takes no device ids."""
+    if next(model.parameters()).device.type == "cpu":
+        kwargs.setdefault("device_ids", None)
+    return _create_ddp_model(model, **kwargs)
+
+
+@contextmanager
+def default_trainer_parts(
+    create_trainer: Callable, create_checkpointer: Callable
+) -> Iterator[None]:
+    """While open, ``DefaultTrainer.__init__`` makes its parts with the functions given here.
+
+    Neither release has a hook for them. Replacing them afterwards would start the data loader's
+    workers twice on v0.6, and hooks that were built in between would keep the old ones.
+
+    Args:
+        create_trainer: called as ``create_trainer(model, data_loader, optimizer)``.
+        create_checkpointer: called as :class:`DetectionCheckpointer` is.
+    """
+    parts = {
+        "SimpleTrainer": create_trainer,
+        "AMPTrainer": create_trainer,
+        "DetectionCheckpointer": create_checkpointer,
+        "create_ddp_model": create_ddp_model,
+    }
+    originals = {name: getattr(defaults, name) for name in parts}
+    try:
+        vars(defaults).update(parts)
+        yield
+    finally:
+        vars(defaults).update(originals)
+
+
+def create_local_process_group(ranks_per_machine: int) -> None:
+    """Tell ``comm`` which ranks share this machine. All ranks must call it."""
+    if hasattr(comm, "create_local_process_group"):
+        comm.create_local_process_group(ranks_per_machine)
+        return
+    for first in range(0, dist.get_world_size(), ranks_per_machine):
+        ranks = list(range(first, first + ranks_per_machine))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            comm._LOCAL_PROCESS_GROUP = group

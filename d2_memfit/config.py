@@ -1,0 +1,114 @@
+"""Every config key of d2_memfit. The defaults leave Detectron2's behaviour unchanged."""
+
+import difflib
+import numbers
+import re
+from collections.abc import Iterator, Sequence
+
+import yaml
+from detectron2.config import CfgNode as CN
+from detectron2.config import get_cfg as _get_detectron2_cfg
+
+from .errors import ConfigError
+
+__all__ = ["add_memfit_config", "check_config", "check_positive_int", "get_cfg", "load_cfg"]
+
+_C = CN()
+
+_C.SOLVER = CN()
+# Batches from the data loader behind one optimizer step. The effective batch, in images, is
+# IMS_PER_BATCH x ACCUMULATION_STEPS. MAX_ITER, STEPS and all periods count optimizer steps.
+_C.SOLVER.ACCUMULATION_STEPS = 1
+
+_C.MEMFIT = CN()
+# Images that each rank sends through the model in one forward and backward. None means the loader's
+# batch, IMS_PER_BATCH / number of ranks. A smaller number needs less memory; the effective batch
+# stays as it is.
+_C.MEMFIT.MICRO_BATCH = None
+# Number format of mixed precision when SOLVER.AMP.ENABLED: "float16", with a gradient scaler as in
+# Detectron2, or "bfloat16", without one (CPUs, and GPUs from Ampere on).
+_C.MEMFIT.AMP_DTYPE = "float16"
+
+
+def add_memfit_config(cfg: CN) -> None:
+    """Add the keys of d2_memfit to a Detectron2 config. Those it has already keep their values."""
+    _add_missing(cfg, _C)
+
+
+def get_cfg() -> CN:
+    """Detectron2's ``get_cfg()`` plus the keys of d2_memfit."""
+    cfg = _get_detectron2_cfg()
+    add_memfit_config(cfg)
+    return cfg
+
+
+def load_cfg(config_file: str = "", opts: Sequence[str] = ()) -> CN:
+    """:func:`get_cfg`, then a config file, then ``KEY VALUE`` pairs from a command line.
+
+    Raises:
+        ConfigError: the file does not exist or is not safe YAML, or a key or value is wrong.
+    """
+    cfg = get_cfg()
+    try:
+        if config_file:
+            cfg.merge_from_file(config_file, allow_unsafe=False)
+        cfg.merge_from_list(list(opts))
+    except (AssertionError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError) as e:
+        raise ConfigError(_explain(e, cfg)) from e
+    return cfg
+
+
+def check_config(cfg: CN, world_size: int = 1) -> None:
+    """Raise :class:`ConfigError` on the first value that cannot work on ``world_size`` ranks."""
+    check_positive_int("SOLVER.ACCUMULATION_STEPS", cfg.SOLVER.ACCUMULATION_STEPS)
+    if cfg.MEMFIT.MICRO_BATCH is not None:
+        check_positive_int("MEMFIT.MICRO_BATCH", cfg.MEMFIT.MICRO_BATCH)
+    if cfg.MEMFIT.AMP_DTYPE not in ("float16", "bfloat16"):
+        raise ConfigError(
+            f"MEMFIT.AMP_DTYPE must be 'float16' or 'bfloat16', got {cfg.MEMFIT.AMP_DTYPE!r}. "
+            "For float32, set SOLVER.AMP.ENABLED False"
+        )
+    check_positive_int("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH)
+    if cfg.SOLVER.IMS_PER_BATCH % world_size:
+        raise ConfigError(
+            f"SOLVER.IMS_PER_BATCH must be divisible by the number of ranks, {world_size}, "
+            f"got {cfg.SOLVER.IMS_PER_BATCH}"
+        )
+
+
+def check_positive_int(name: str, value: object) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _explain(error: Exception, cfg: CN) -> str:
+    """One line that names the key, what it should be, and what was given."""
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    unknown = re.search(r"Non-existent.* key: (\S+)", text)
+    if unknown:
+        near = difflib.get_close_matches(unknown[1], list(_keys(cfg)), n=3)
+        return f"there is no config key {unknown[1]}" + (
+            f" (near: {', '.join(near)})" if near else ""
+        )
+    mismatch = re.search(
+        r"<class '(\w+)'> vs.* with values \(.* vs\. (.*)\) for .* key: (\S+)", text
+    )
+    if mismatch:
+        return f"{mismatch[3]} must be of type {mismatch[1]}, got {mismatch[2]}"
+    return text
+
+
+def _keys(cfg: CN, prefix: str = "") -> Iterator[str]:
+    for key, value in cfg.items():
+        yield prefix + key
+        if isinstance(value, CN):
+            yield from _keys(value, f"{prefix}{key}.")
+
+
+def _add_missing(cfg: CN, defaults: CN) -> None:
+    for key, value in defaults.items():
+        if key not in cfg:
+            setattr(cfg, key, value.clone() if isinstance(value, CN) else value)
+        elif isinstance(value, CN):
+            _add_missing(cfg[key], value)

@@ -1,0 +1,132 @@
+"""The default trainer of Detectron2, with accumulation, in one changed base class."""
+
+import logging
+from functools import partial
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.engine import DefaultTrainer
+from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
+
+from .. import compat
+from ..config import add_memfit_config, check_config
+from ..errors import ConfigError
+from .checkpoint import MemfitCheckpointer
+from .precision import Precision
+from .train_loop import AccumulatingTrainer
+
+__all__ = ["MemfitMixin", "MemfitTrainer"]
+
+logger = logging.getLogger(__name__)
+
+
+class MemfitMixin:
+    """For projects with a trainer of their own: ``class Trainer(MemfitMixin, TheirTrainer)``.
+
+    The inner trainer becomes an :class:`AccumulatingTrainer`. All ``build_*`` methods and hooks are
+    the project's. Optimizer, gradient scaler and learning rate are in its checkpoints on v0.6 too.
+    Checkpoints of plain Detectron2, v0.6 or main, can be resumed; what they lack is logged.
+
+    A config without the keys of d2_memfit gets their defaults.
+
+    Raises:
+        ConfigError: a value in the config cannot work.
+        TypeError: the project's ``__init__`` makes an inner trainer of its own.
+    """
+
+    def __init__(self, cfg: CfgNode, *args: Any, **kwargs: Any) -> None:
+        if not logging.getLogger("d2_memfit").isEnabledFor(logging.INFO):
+            setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
+        cfg = _with_memfit_keys(cfg)
+        check_config(cfg)
+        cfg = self.auto_scale_workers(cfg, comm.get_world_size())
+        check_config(cfg, comm.get_world_size())
+        create_trainer = partial(
+            AccumulatingTrainer,
+            accumulation_steps=cfg.SOLVER.ACCUMULATION_STEPS,
+            precision=Precision.from_cfg(cfg),
+            images_per_micro_batch=cfg.MEMFIT.MICRO_BATCH,
+        )
+        with compat.default_trainer_parts(create_trainer, MemfitCheckpointer):
+            super().__init__(cfg, *args, **kwargs)
+        if not isinstance(self._trainer, AccumulatingTrainer):
+            raise TypeError(
+                f"{type(self).__name__} makes an inner trainer of its own, a "
+                f"{type(self._trainer).__name__}: derive that from d2_memfit.AccumulatingTrainer"
+            )
+        if type(self).run_step is not DefaultTrainer.run_step and cfg.SOLVER.ACCUMULATION_STEPS > 1:
+            logger.warning(
+                "%s overrides run_step. SOLVER.ACCUMULATION_STEPS %d works only if that calls "
+                "self._trainer.run_step()",
+                type(self).__name__,
+                cfg.SOLVER.ACCUMULATION_STEPS,
+            )
+
+    @staticmethod
+    def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
+        """Detectron2's rule, where a rank that accumulates K batches counts as K ranks.
+
+        With SOLVER.REFERENCE_WORLD_SIZE 8, SOLVER.IMS_PER_BATCH 16 is an 8-GPU recipe of 2 images
+        per GPU. One GPU with SOLVER.ACCUMULATION_STEPS 8 does it as IMS_PER_BATCH 2 x 8: the same
+        effective batch, so learning rate, steps and iterations stay as they are. With
+        ACCUMULATION_STEPS 4 the effective batch is halved, and Detectron2 halves the learning rate
+        and doubles the iterations. Without REFERENCE_WORLD_SIZE, IMS_PER_BATCH means what it says.
+
+        Returns:
+            CfgNode: a new config to be taken as it is, with REFERENCE_WORLD_SIZE 0; or, if there is
+            nothing to do, the same.
+        """
+        steps = cfg.SOLVER.ACCUMULATION_STEPS
+        reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
+        if reference == 0 or steps == 1:
+            return DefaultTrainer.auto_scale_workers(cfg, num_workers)
+        if cfg.SOLVER.IMS_PER_BATCH % reference:
+            raise ConfigError(
+                f"SOLVER.IMS_PER_BATCH must be divisible by SOLVER.REFERENCE_WORLD_SIZE, "
+                f"{reference}, got {cfg.SOLVER.IMS_PER_BATCH}"
+            )
+        scaled = DefaultTrainer.auto_scale_workers(cfg, num_workers * steps).clone()
+        scaled.defrost()
+        scaled.SOLVER.IMS_PER_BATCH //= steps
+        scaled.SOLVER.REFERENCE_WORLD_SIZE = 0
+        if cfg.is_frozen():
+            scaled.freeze()
+        logger.info(
+            "SOLVER.REFERENCE_WORLD_SIZE %d: %d ranks x %d accumulation steps, IMS_PER_BATCH %d",
+            reference,
+            num_workers,
+            steps,
+            scaled.SOLVER.IMS_PER_BATCH,
+        )
+        return scaled
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if not compat.SAVES_INNER_TRAINER:
+            state["_trainer"] = self._trainer.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "_trainer" not in state_dict:
+            logger.warning(
+                "The checkpoint has no optimizer state (Detectron2 v0.6 saves none). Iteration and "
+                "learning rate are resumed, momentum starts at zero"
+            )
+            state_dict = {**state_dict, "_trainer": self._trainer.state_dict()}
+        super().load_state_dict(state_dict)
+        if not compat.SAVES_INNER_TRAINER:
+            self._trainer.load_state_dict(state_dict["_trainer"])
+
+
+class MemfitTrainer(MemfitMixin, DefaultTrainer):
+    """Use it in place of ``DefaultTrainer``."""
+
+
+def _with_memfit_keys(cfg: CfgNode) -> CfgNode:
+    complete = cfg.clone()
+    complete.defrost()
+    add_memfit_config(complete)
+    if cfg.is_frozen():
+        complete.freeze()
+    return complete

@@ -1,0 +1,115 @@
+"""Start the processes of a job, on GPUs or on the CPU, or join those that torchrun started."""
+
+import os
+from datetime import timedelta
+from typing import Callable, Optional
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from detectron2.engine import launch as _detectron2_launch
+from detectron2.engine.launch import DEFAULT_TIMEOUT, _find_free_port
+from detectron2.utils import comm
+
+from .. import compat
+
+__all__ = ["launch", "world_size"]
+
+
+def launch(
+    main_func: Callable,
+    num_gpus_per_machine: int,
+    num_machines: int = 1,
+    machine_rank: int = 0,
+    dist_url: Optional[str] = None,
+    args: tuple = (),
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> None:
+    """Detectron2's ``launch``, which also works under torchrun, and on machines without a GPU.
+
+    Under torchrun, or any launcher that sets the variables torchrun sets (RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), this process is one rank of the job;
+    the arguments about machines are not used then. Without a GPU, ``num_gpus_per_machine``
+    processes share the CPU's cores and talk over gloo.
+
+    Args:
+        main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout: as in
+            Detectron2.
+    """
+    env = os.environ
+    num_ranks = num_gpus_per_machine * num_machines
+    if _is_torchrun():
+        ranks_here, local_rank = int(env["LOCAL_WORLD_SIZE"]), int(env["LOCAL_RANK"])
+        rank, num_ranks = int(env["RANK"]), int(env["WORLD_SIZE"])
+        _run_rank(main_func, args, "env://", rank, num_ranks, local_rank, ranks_here, timeout)
+    elif torch.cuda.is_available() or num_ranks <= 1:
+        _detectron2_launch(
+            main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout
+        )
+    else:
+        if dist_url == "auto":
+            dist_url = f"tcp://127.0.0.1:{_find_free_port()}"
+        mp.start_processes(
+            _run_cpu_rank,
+            args=(
+                main_func,
+                args,
+                dist_url,
+                machine_rank,
+                num_ranks,
+                num_gpus_per_machine,
+                timeout,
+            ),
+            nprocs=num_gpus_per_machine,
+            start_method="spawn",
+        )
+
+
+def world_size(num_gpus_per_machine: int, num_machines: int = 1) -> int:
+    """Number of ranks that :func:`launch` would have with these arguments, here and now."""
+    return int(os.environ["WORLD_SIZE"]) if _is_torchrun() else num_gpus_per_machine * num_machines
+
+
+def _is_torchrun() -> bool:
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))
+
+
+def _run_cpu_rank(
+    local_rank: int,
+    main_func: Callable,
+    args: tuple,
+    url: Optional[str],
+    machine_rank: int,
+    num_ranks: int,
+    ranks_here: int,
+    timeout: timedelta,
+) -> None:
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
+    rank = machine_rank * ranks_here + local_rank
+    _run_rank(main_func, args, url, rank, num_ranks, local_rank, ranks_here, timeout)
+
+
+def _run_rank(
+    main_func: Callable,
+    args: tuple,
+    url: Optional[str],
+    rank: int,
+    num_ranks: int,
+    local_rank: int,
+    ranks_here: int,
+    timeout: timedelta,
+) -> None:
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(
+        "nccl" if has_gpu else "gloo",
+        init_method=url,
+        world_size=num_ranks,
+        rank=rank,
+        timeout=timeout,
+    )
+    compat.create_local_process_group(ranks_here)
+    comm.synchronize()
+    main_func(*args)
+    dist.destroy_process_group()

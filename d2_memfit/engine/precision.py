@@ -1,0 +1,94 @@
+"""The number formats of a training run: float32, float16 with a gradient scaler, or bfloat16."""
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Optional, Union
+
+import torch
+from detectron2.config import CfgNode
+
+from ..errors import ConfigError
+
+__all__ = ["Precision"]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+class Precision:
+    """How the forward is computed, how a loss goes backward, and how the optimizer steps.
+
+    On a GPU, float16 is what Detectron2's ``AMPTrainer`` does.
+
+    Args:
+        name: "float32", "float16" or "bfloat16"; "fp32", "fp16" and "bf16" for short.
+        device: where the model is.
+
+    Raises:
+        ConfigError: the name is none of these, or the device cannot compute in this format.
+    """
+
+    def __init__(self, name: str, device: Union[torch.device, str]) -> None:
+        if name not in _DTYPES:
+            raise ConfigError(f"the precision must be one of {', '.join(_DTYPES)}, got {name!r}")
+        self.dtype = _DTYPES[name]
+        self.device_type = torch.device(device).type
+        self.scaler: Optional[torch.amp.GradScaler] = None
+        if self.dtype != torch.float32:
+            _check_device(self.dtype, torch.device(device))
+        if self.dtype == torch.float16:
+            self.scaler = torch.amp.GradScaler(self.device_type)
+
+    @classmethod
+    def from_cfg(cls, cfg: CfgNode) -> "Precision":
+        """The precision that SOLVER.AMP.ENABLED, MEMFIT.AMP_DTYPE and MODEL.DEVICE ask for."""
+        name = cfg.MEMFIT.AMP_DTYPE if cfg.SOLVER.AMP.ENABLED else "float32"
+        return cls(name, cfg.MODEL.DEVICE)
+
+    def autocast(self) -> AbstractContextManager:
+        """The context for a forward."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of ``loss`` to those that are there, scaled where there is a scaler."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step with the complete gradients of an iteration; call it once per iteration.
+
+        Returns:
+            bool: False if the gradients were not finite. Then nothing was changed but the scale.
+        """
+        if self.scaler is None:
+            optimizer.step()
+            return True
+        scale = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= scale
+
+
+def _check_device(dtype: torch.dtype, device: torch.device) -> None:
+    name = str(dtype).split(".")[1]
+    if not torch.amp.is_autocast_available(device.type):
+        raise ConfigError(
+            f"MEMFIT.AMP_DTYPE {name}: PyTorch has no mixed precision on the device {device.type}. "
+            "Set SOLVER.AMP.ENABLED False"
+        )
+    if (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise ConfigError(
+            "MEMFIT.AMP_DTYPE bfloat16 needs a GPU of the Ampere generation or later, and this is "
+            f"{torch.cuda.get_device_name(device)}. Set MEMFIT.AMP_DTYPE float16"
+        )

@@ -1,0 +1,68 @@
+"""Gradients over several ranks: the mean over all images, whatever their number on each rank."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Union
+
+import torch
+import torch.distributed as dist
+from detectron2.utils import comm
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .window import Report
+
+__all__ = ["all_reduce_gradients", "image_share"]
+
+# As DistributedDataParallel's default: little memory, and large enough for a network's speed.
+_BUCKET_BYTES = 25 * 2**20
+
+
+def image_share(num_images: int, model: nn.Module) -> Union[float, torch.Tensor]:
+    """What to multiply a loss with, so that DDP's mean over ranks is the mean over images.
+
+    Exactly 1 where all ranks have the same number of images, and without DDP. A tensor on the
+    model's device, so that a GPU need not wait for it.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return 1.0
+    total = torch.tensor(float(num_images), device=next(model.parameters()).device)
+    dist.all_reduce(total, group=model.process_group)
+    return num_images * dist.get_world_size(model.process_group) / total
+
+
+def all_reduce_gradients(model: nn.Module, reports: Sequence[Report]) -> None:
+    """Replace each gradient by its mean over the ranks, weighted by their images.
+
+    A rank without a gradient for a parameter takes part with zeros. A parameter that has none on
+    any rank stays without one, so that the optimizer leaves it alone, as it does on one rank.
+
+    Args:
+        model: wrapped in DDP, with gradients that were accumulated under ``no_sync``. For any other
+            model nothing is done.
+        reports: of all ranks.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    share = reports[comm.get_rank()].num_images / sum(r.num_images for r in reports)
+    on_any_rank = [any(has) for has in zip(*(r.has_gradient for r in reports))]
+    for bucket in _buckets(p for p, has in zip(model.parameters(), on_any_rank) if has):
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = torch.cat([g.reshape(-1) for g in gradients]).mul_(share)
+        dist.all_reduce(flat, group=model.process_group)
+        for p, gradient, mean in zip(bucket, gradients, flat.split([g.numel() for g in gradients])):
+            p.grad = gradient.copy_(mean.view_as(gradient))
+
+
+def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Runs of parameters of one type and device, of about ``_BUCKET_BYTES`` each."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for p in parameters:
+        kind_changes = bucket and (p.dtype, p.device) != (bucket[0].dtype, bucket[0].device)
+        if kind_changes or size >= _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += p.numel() * p.element_size()
+    if bucket:
+        yield bucket

@@ -1,0 +1,37 @@
+"""What a user can put right. The text names the key or file, the value, and what to do."""
+
+import functools
+import sys
+from typing import Any, Callable
+
+__all__ = ["CheckpointError", "ConfigError", "DataError", "MemfitError", "exit_on_error"]
+
+
+class MemfitError(Exception):
+    """Base of them all. The command-line tools print it as one line and exit with status 2."""
+
+
+class ConfigError(MemfitError, ValueError):
+    """A config key, or the argument of the same meaning, has a value that cannot work."""
+
+
+class DataError(MemfitError, RuntimeError):
+    """A dataset cannot be read, has nothing to train on, or ended too early."""
+
+
+class CheckpointError(MemfitError, RuntimeError):
+    """A checkpoint file is missing or cannot be read."""
+
+
+def exit_on_error(main: Callable) -> Callable:
+    """Decorate the main function of a tool: a :class:`MemfitError` ends it with one line."""
+
+    @functools.wraps(main)
+    def main_without_traceback(*args: Any) -> Any:
+        try:
+            return main(*args)
+        except MemfitError as e:
+            print(f"error: {e}", file=sys.stderr)
+            sys.exit(2)
+
+    return main_without_traceback

@@ -1,0 +1,66 @@
+"""The evaluator that goes with a dataset, with or without Detectron2's compiled operators."""
+
+import os
+from typing import Optional
+
+from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
+from detectron2.evaluation import (
+    CityscapesInstanceEvaluator,
+    CityscapesSemSegEvaluator,
+    COCOEvaluator,
+    COCOPanopticEvaluator,
+    DatasetEvaluator,
+    DatasetEvaluators,
+    LVISEvaluator,
+    PascalVOCDetectionEvaluator,
+    SemSegEvaluator,
+)
+
+from . import compat
+
+__all__ = ["build_coco_evaluator", "build_evaluator"]
+
+
+def build_evaluator(
+    cfg: CfgNode, dataset_name: str, output_folder: Optional[str] = None
+) -> DatasetEvaluator:
+    """The evaluator that Detectron2's ``tools/train_net.py`` takes for the dataset's type.
+
+    Args:
+        cfg: for OUTPUT_DIR.
+        dataset_name: a registered dataset.
+        output_folder: where predictions go; OUTPUT_DIR/inference unless told.
+
+    Raises:
+        NotImplementedError: Detectron2 has no evaluator for this type.
+    """
+    folder = output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")
+    kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
+    evaluators = {
+        "coco": lambda: [build_coco_evaluator(dataset_name, folder)],
+        "coco_panoptic_seg": lambda: [
+            SemSegEvaluator(dataset_name, distributed=True, output_dir=folder),
+            build_coco_evaluator(dataset_name, folder),
+            COCOPanopticEvaluator(dataset_name, folder),
+        ],
+        "sem_seg": lambda: [SemSegEvaluator(dataset_name, distributed=True, output_dir=folder)],
+        "cityscapes_instance": lambda: [CityscapesInstanceEvaluator(dataset_name)],
+        "cityscapes_sem_seg": lambda: [CityscapesSemSegEvaluator(dataset_name)],
+        "pascal_voc": lambda: [PascalVOCDetectionEvaluator(dataset_name)],
+        "lvis": lambda: [LVISEvaluator(dataset_name, output_dir=folder)],
+    }
+    if kind not in evaluators:
+        raise NotImplementedError(
+            f"no evaluator for the dataset {dataset_name!r} with evaluator_type {kind!r}: "
+            "override build_evaluator of the trainer"
+        )
+    made = evaluators[kind]()
+    return made[0] if len(made) == 1 else DatasetEvaluators(made)
+
+
+def build_coco_evaluator(dataset_name: str, output_folder: str) -> COCOEvaluator:
+    """Detectron2's evaluator, with its fast implementation where that was compiled."""
+    return COCOEvaluator(
+        dataset_name, output_dir=output_folder, use_fast_impl=compat.has_compiled_ops()
+    )

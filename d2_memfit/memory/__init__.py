@@ -1,0 +1,5 @@
+"""Where memory goes."""
+
+from .meter import TensorMeter
+
+__all__ = ["TensorMeter"]

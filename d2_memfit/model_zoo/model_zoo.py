@@ -1,0 +1,44 @@
+"""Configs by name, from the installed package or from a checkout."""
+
+import difflib
+from pathlib import Path
+
+from detectron2.config import CfgNode
+
+from ..config import load_cfg
+from ..errors import ConfigError
+
+__all__ = ["get_config", "get_config_file", "list_configs"]
+
+_INSTALLED = Path(__file__).parent / "configs"
+_CHECKOUT = Path(__file__).parents[2] / "configs"
+_ROOT = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+
+
+def list_configs() -> list[str]:
+    """Names of all configs, such as "COCO-Detection/faster_rcnn_R_50_FPN_1x_1gpu.yaml"."""
+    files = sorted(_ROOT.glob("*/**/*.yaml"))  # those at the top are bases of others
+    return [file.relative_to(_ROOT).as_posix() for file in files]
+
+
+def get_config_file(config_path: str) -> str:
+    """Path of a config file.
+
+    Args:
+        config_path: one of :func:`list_configs`.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if config_path not in list_configs():
+        near = difflib.get_close_matches(config_path, list_configs(), n=3)
+        raise ConfigError(
+            f"no config {config_path!r} in d2_memfit"
+            + (f" (near: {', '.join(near)})" if near else "")
+        )
+    return str(_ROOT / config_path)
+
+
+def get_config(config_path: str) -> CfgNode:
+    """The config of this name, complete with Detectron2's defaults."""
+    return load_cfg(get_config_file(config_path))

@@ -1,0 +1,111 @@
+"""Make a small instance-segmentation dataset in COCO's format out of one photograph of 24 coins.
+
+    python projects/Coins/make_dataset.py FOLDER
+
+The photograph is ``skimage.data.coins()`` (Greek coins from Pompeii, Brooklyn Museum; no known
+copyright restrictions), which comes with scikit-image. Masks are found by thresholding, watershed
+and labelling. Training images are crops, flips and scales of its upper half, validation images of
+its lower half; a gap between two rows of coins separates them. The same seed gives the same files.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+from scipy import ndimage
+from skimage import data, filters, measure, morphology, segmentation
+
+SPLIT_ROW = 150  # between the second and the third row of coins
+SPLITS = {"train": (slice(None, SPLIT_ROW), 64), "val": (slice(SPLIT_ROW, None), 16)}
+MIN_VISIBLE_PIXELS = 100  # less of a coin than this, at the border of a crop, is no object
+
+
+def find_coins(photograph: np.ndarray) -> np.ndarray:
+    """Label the coins.
+
+    Args:
+        photograph: (H, W) uint8.
+
+    Returns:
+        (H, W) int: 0 for background, and a number for each coin.
+    """
+    seeds = np.zeros(photograph.shape, dtype=int)
+    seeds[photograph < 30] = 1
+    seeds[photograph > 150] = 2
+    is_coin = segmentation.watershed(filters.sobel(photograph), seeds) == 2
+    is_coin = morphology.remove_small_objects(ndimage.binary_fill_holes(is_coin), 200)
+    return measure.label(is_coin)
+
+
+def random_view(photograph: np.ndarray, labels: np.ndarray, rng: np.random.Generator):
+    """A crop of both, flipped and scaled at random."""
+    height, width = photograph.shape
+    h = rng.integers(int(0.75 * height), height + 1)
+    w = rng.integers(int(1.1 * height), int(1.6 * height))
+    top, left = rng.integers(0, height - h + 1), rng.integers(0, width - w + 1)
+    views = [a[top : top + h, left : left + w] for a in (photograph, labels.astype(np.int16))]
+    for axis in (0, 1):
+        if rng.random() < 0.5:
+            views = [np.flip(a, axis) for a in views]
+    scale = rng.uniform(1.0, 1.6)
+    image = cv2.resize(np.ascontiguousarray(views[0]), None, fx=scale, fy=scale)
+    mask = cv2.resize(
+        np.ascontiguousarray(views[1]), image.shape[::-1], interpolation=cv2.INTER_NEAREST
+    )
+    return image, mask
+
+
+def coin_annotation(mask: np.ndarray) -> dict:
+    """COCO's annotation of one coin, but for its ids.
+
+    Args:
+        mask: (H, W) bool.
+    """
+    contours, _ = cv2.findContours(
+        mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE
+    )
+    polygon = max(contours, key=cv2.contourArea)
+    x, y, w, h = cv2.boundingRect(polygon)
+    return {
+        "category_id": 1,
+        "segmentation": [polygon.flatten().astype(float).tolist()],
+        "bbox": [x, y, w, h],
+        "area": int(mask.sum()),
+        "iscrowd": 0,
+    }
+
+
+def make_dataset(folder: Path, seed: int = 0) -> None:
+    """Write ``train.json``, ``val.json`` and the images they name into ``folder``."""
+    photograph = data.coins()
+    labels = find_coins(photograph)
+    rng = np.random.default_rng(seed)
+    for split, (rows, num_images) in SPLITS.items():
+        coco = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "coin"}]}
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        for image_id in range(num_images):
+            image, mask = random_view(photograph[rows], labels[rows], rng)
+            name = f"{image_id:03d}.png"
+            cv2.imwrite(str(folder / split / name), image)
+            height, width = image.shape
+            coco["images"].append(
+                {"id": image_id, "file_name": name, "height": height, "width": width}
+            )
+            for coin in np.unique(mask[mask > 0]):
+                if (mask == coin).sum() >= MIN_VISIBLE_PIXELS:
+                    coco["annotations"].append(
+                        {
+                            "id": len(coco["annotations"]) + 1,
+                            "image_id": image_id,
+                            **coin_annotation(mask == coin),
+                        }
+                    )
+        (folder / f"{split}.json").write_text(json.dumps(coco))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    make_dataset(parser.parse_args().folder)

@@ -1,0 +1,30 @@
+"""`pip install .` installs d2_memfit with its configs. Detectron2 stays the user's choice."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+setup(
+    name="d2_memfit",
+    version="0.1.0",
+    description="Makes any Detectron2 training job fit the memory its user has",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.9",
+    # configs/ is installed as the data of d2_memfit.model_zoo.configs
+    packages=[*find_packages(include=["d2_memfit*"]), "d2_memfit.model_zoo.configs"],
+    package_dir={"d2_memfit.model_zoo.configs": "configs"},
+    package_data={"d2_memfit.model_zoo.configs": ["**/*.yaml"]},
+    # Detectron2 (v0.6 or main) is not named: it comes from many places, and none may be replaced.
+    install_requires=[
+        "torch>=2.6",
+        "torchvision",
+        "fvcore",
+        "iopath",
+        "pycocotools",
+        "opencv-python-headless",
+    ],
+)

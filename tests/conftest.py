@@ -1,0 +1,46 @@
+import logging
+
+import pytest
+from ranks import Ranks
+from tiny import import_from
+
+import_from("projects/Coins")
+import_from("tools")
+
+
+@pytest.fixture(scope="session")
+def coins(tmp_path_factory):
+    """Folder of the Coins dataset, registered as coins_train and coins_val."""
+    from make_dataset import make_dataset
+
+    from d2_memfit.data import register_coco
+
+    folder = tmp_path_factory.mktemp("coins")
+    make_dataset(folder)
+    for split in ("train", "val"):
+        register_coco(f"coins_{split}", str(folder / f"{split}.json"), str(folder / split))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def three_ranks():
+    ranks = Ranks(3)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture
+def log(caplog):
+    """caplog for our loggers, which Detectron2's setup_logger keeps from the root logger."""
+    logger = logging.getLogger("d2_memfit")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, "d2_memfit")
+    yield caplog
+    logger.removeHandler(caplog.handler)

@@ -1,0 +1,190 @@
+"""Gradients over ranks: real processes, real models, gloo."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from detectron2.engine import SimpleTrainer
+from detectron2.utils.events import EventStorage
+from tiny import (
+    every_anchor_counts,
+    images,
+    parameters,
+    relative_difference,
+    tiny_cfg,
+    tiny_model,
+)
+
+from d2_memfit import AccumulatingTrainer, compat
+
+NUM_ITERATIONS = 5
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+
+
+def run(trainer, num_iterations=NUM_ITERATIONS):
+    with EventStorage() as storage:
+        for trainer.iter in range(num_iterations):
+            storage.iter = trainer.iter
+            trainer.run_step()
+    return storage
+
+
+def proposal_network():
+    return tiny_model(every_anchor_counts(tiny_cfg("proposal_network")))
+
+
+def batches(iteration, sizes_of_ranks):
+    """The iteration's 8 images, cut into each rank's micro-batches."""
+    all_images = iter(images(8, first=8 * iteration))
+    return [[[next(all_images) for _ in range(n)] for n in sizes] for sizes in sizes_of_ranks]
+
+
+def train_on_rank(rank, sizes_of_ranks):
+    model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
+    loader = [b for i in range(NUM_ITERATIONS) for b in batches(i, sizes_of_ranks)[rank]]
+    steps = len(sizes_of_ranks[rank])
+    storage = run(AccumulatingTrainer(model, loader, sgd(model), steps))
+    metrics = {}
+    if rank == 0:
+        metrics = {k: [v for v, _ in h.values()] for k, h in storage.histories().items()}
+    return parameters(model.module), metrics
+
+
+@pytest.mark.parametrize(
+    "sizes_of_ranks",
+    [
+        pytest.param([[2, 2], [2, 2]], id="4+4"),
+        pytest.param([[3, 2], [2, 1]], id="5+3"),
+        pytest.param([[1, 2], [1, 1], [2, 1]], id="3+2+3"),
+        pytest.param([[4], [4]], id="one-forward"),
+        pytest.param([[6], [2]], id="one-forward-6+2"),
+    ],
+)
+def test_ranks_step_as_one_process_with_the_full_batch(sizes_of_ranks, request):
+    ranks = request.getfixturevalue("two_ranks" if len(sizes_of_ranks) == 2 else "three_ranks")
+    full = proposal_network()
+    before = parameters(full)
+    expected = run(
+        AccumulatingTrainer(full, [images(8, 8 * i) for i in range(NUM_ITERATIONS)], sgd(full))
+    )
+    (actual, metrics), *others = ranks.run(train_on_rank, sizes_of_ranks)
+    moved = relative_difference(parameters(full), before)
+    assert moved > 1e-4
+    assert relative_difference(actual, parameters(full)) < 1e-5 * moved
+    for other, _ in others:
+        assert all(torch.equal(other[name], actual[name]) for name in actual)
+    losses = [v for v, _ in expected.history("total_loss").values()]
+    assert metrics["total_loss"] == pytest.approx(losses, rel=1e-5)
+    assert metrics["effective_batch"] == [8] * NUM_ITERATIONS
+
+
+def train_with_detectron2_on_rank(rank, ours):
+    model = compat.create_ddp_model(tiny_model(tiny_cfg("mask_rcnn")), broadcast_buffers=False)
+    loader = [images(2, first=4 * i + 2 * rank) for i in range(NUM_ITERATIONS)]
+    torch.manual_seed(rank)
+    run((AccumulatingTrainer if ours else SimpleTrainer)(model, loader, sgd(model)))
+    return parameters(model.module)
+
+
+def test_one_forward_on_two_ranks_is_detectron2_to_the_last_bit(two_ranks):
+    plain, _ = two_ranks.run(train_with_detectron2_on_rank, False)
+    ours, _ = two_ranks.run(train_with_detectron2_on_rank, True)
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
+class Lopsided(torch.nn.Module):
+    """Its parameters: one that all images use, one that odd images use, one that none uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.always = torch.nn.Parameter(torch.ones(2))
+        self.odd = torch.nn.Parameter(torch.ones(2))
+        self.never = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, batch):
+        loss = sum(n * self.always.sum() for n in batch)
+        return {"loss": (loss + sum(n * self.odd.sum() for n in batch if n % 2)) / len(batch)}
+
+
+def train_lopsided(rank):
+    model = compat.create_ddp_model(Lopsided())
+    loader = [[[2], [4, 6]], [[1], [3, 5]]][rank] * NUM_ITERATIONS
+    run(AccumulatingTrainer(model, loader, sgd(model), 2))
+    return parameters(model.module), [p.grad is None for p in model.parameters()]
+
+
+def test_parameters_that_a_rank_or_all_ranks_do_not_use(two_ranks):
+    full = Lopsided()
+    run(AccumulatingTrainer(full, [[2, 4, 6, 1, 3, 5]] * NUM_ITERATIONS, sgd(full)))
+    for actual, without_gradient in two_ranks.run(train_lopsided):
+        assert relative_difference(actual, parameters(full)) < 1e-6
+        assert without_gradient == [False, False, True]
+        assert actual["never"].tolist() == [1.0, 1.0]  # weight decay leaves it alone too
+
+
+class Waiting(torch.nn.Module):
+    """Rank 1 starts its first forward only when rank 0 is done with its last backward."""
+
+    def __init__(self, rank, flag):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.rank, self.flag, self.backwards = rank, Path(flag), 0
+        self.weight.register_hook(self.count)
+
+    def forward(self, batch):
+        while self.rank == 1 and not self.flag.exists():
+            time.sleep(0.01)
+        return {"loss": self.weight * len(batch)}
+
+    def count(self, gradient):
+        self.backwards += 1
+        if self.rank == 0 and self.backwards == 3:
+            self.flag.touch()
+
+
+def train_waiting(rank, flag):
+    """Names of the collectives, and how many backwards were done when each was called."""
+    module = Waiting(rank, flag)
+    model = compat.create_ddp_model(module, broadcast_buffers=False)
+    trainer = AccumulatingTrainer(model, [[1], [2], [3]] * 2, sgd(model), 3)
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "gather"):
+            original = getattr(dist, name)
+
+            def recorded(*args, original=original, **kwargs):
+                calls.append((original.__name__, module.backwards))
+                return original(*args, **kwargs)
+
+            patch.setattr(dist, name, recorded)
+        run(trainer, 1)
+    return calls
+
+
+def test_no_rank_waits_before_its_last_backward_and_gradients_are_reduced_once(two_ranks, tmp_path):
+    for calls in two_ranks.run(train_waiting, str(tmp_path / "flag")):
+        assert {backwards for _, backwards in calls} == {3}
+        assert [name for name, _ in calls].count("all_reduce") == 1
+
+
+def train_on_nan(rank):
+    model = compat.create_ddp_model(Lopsided())
+    nan = float("nan")
+    loader = [[{"value": 1.0, "file_name": f"rank{rank}.png", "image_id": rank}]]
+    model.module.forward = lambda batch: {"loss": model.module.always.sum() * (nan if rank else 1)}
+    trainer = AccumulatingTrainer(model, loader * 2, sgd(model), 2)
+    with pytest.raises(FloatingPointError) as e:
+        run(trainer, 1)
+    return str(e.value), model.module.always.tolist()
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all(two_ranks):
+    for message, weights in two_ranks.run(train_on_nan):
+        assert "rank 1: losses {'loss': nan} on the images rank1.png (image_id 1)" in message
+        assert "rank0.png" not in message
+        assert weights == [1.0, 1.0]

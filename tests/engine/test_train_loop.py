@@ -1,0 +1,404 @@
+import copy
+import time
+
+import pytest
+import torch
+from detectron2.engine import SimpleTrainer
+from detectron2.solver.build import maybe_add_gradient_clipping
+from detectron2.utils.events import EventStorage, get_event_storage
+from tiny import (
+    every_anchor_counts,
+    images,
+    parameters,
+    relative_difference,
+    tiny_cfg,
+    tiny_model,
+)
+
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.errors import ConfigError, DataError
+from d2_memfit.memory import TensorMeter
+
+
+def sgd(model, lr=0.01):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
+
+
+def run(trainer, num_iterations=5):
+    """Iterations as TrainerBase.train makes them; returns the event storage."""
+    with EventStorage() as storage:
+        for trainer.iter in range(num_iterations):
+            storage.iter = trainer.iter
+            trainer.run_step()
+    return storage
+
+
+def values(storage, name):
+    return [value for value, _ in storage.history(name).values()]
+
+
+def cut(batches, sizes):
+    """Cut each batch into smaller ones of these sizes."""
+    for batch in batches:
+        start = 0
+        for size in sizes:
+            yield batch[start : start + size]
+            start += size
+
+
+BATCHES = [images(8, first=8 * i) for i in range(5)]
+
+
+class ToyModel(torch.nn.Module):
+    """One parameter; the loss is its mean product with the images' values."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, batch):
+        mean = torch.stack([x["value"] for x in batch]).mean()
+        storage = get_event_storage()
+        storage.put_scalar("toy/mean", mean.item())
+        with storage.name_scope("stage1"):
+            storage.put_scalar("count", len(batch), smoothing_hint=False)
+        return {"loss_a": self.weight * mean, "loss_b": 2 * self.weight * mean}
+
+
+def toys(*numbers):
+    return [
+        {"value": torch.tensor(float(n)), "file_name": f"toy_{n}.png", "image_id": n}
+        for n in numbers
+    ]
+
+
+@pytest.mark.parametrize("family", ["proposal_network", "faster_rcnn", "mask_rcnn", "retinanet"])
+def test_one_forward_per_iteration_is_detectron2_to_the_last_bit(family):
+    cfg = tiny_cfg(family)
+    results = []
+    # The first backward of its kind in a process may round otherwise than all later ones, hence
+    # one run before the two that count.
+    for make_trainer in (SimpleTrainer, SimpleTrainer, AccumulatingTrainer):
+        model = tiny_model(cfg)
+        storage = run(make_trainer(model, BATCHES, sgd(model)))
+        results.append((parameters(model), storage))
+    _, (expected, plain), (actual, ours) = results
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    for name in plain.histories():
+        if "data_time" not in name:
+            assert ours.history(name).values() == plain.history(name).values(), name
+    assert set(ours.histories()) == {*plain.histories(), "effective_batch"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "tolerance"),
+    [
+        pytest.param((2, 2, 2, 2), torch.float32, 1e-5, id="4x2"),
+        pytest.param((3, 3, 2), torch.float32, 1e-5, id="uneven"),
+        pytest.param((3, 3, 2), torch.float64, 1e-12, id="uneven-float64"),
+    ],
+)
+def test_accumulated_steps_equal_those_of_the_full_batch(sizes, dtype, tolerance):
+    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
+    start = tiny_model(cfg, dtype=dtype)
+    # The proposals are not in the loss, and torchvision's NMS takes no float64.
+    start.proposal_generator.predict_proposals = lambda *args: None
+    full, accumulated = copy.deepcopy(start), copy.deepcopy(start)
+    expected = run(AccumulatingTrainer(full, BATCHES, sgd(full)))
+    actual = run(
+        AccumulatingTrainer(accumulated, cut(BATCHES, sizes), sgd(accumulated), len(sizes))
+    )
+    before, full, accumulated = map(parameters, (start, full, accumulated))
+    moved = relative_difference(full, before)
+    assert moved > 1e-4
+    assert relative_difference(accumulated, full) < tolerance * moved
+    assert values(actual, "total_loss") == pytest.approx(values(expected, "total_loss"), rel=1e-5)
+
+
+def test_micro_batch_cuts_the_window_anew():
+    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
+    full, cut_anew = tiny_model(cfg), tiny_model(cfg)
+    run(AccumulatingTrainer(full, BATCHES, sgd(full)))
+    sizes = []
+    cut_anew.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    loader = cut(BATCHES, (4, 4))
+    run(AccumulatingTrainer(cut_anew, loader, sgd(cut_anew), 2, images_per_micro_batch=3))
+    assert sizes == [3, 3, 2] * 5
+    assert relative_difference(parameters(cut_anew), parameters(full)) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("clip_type", "value", "norm_type"),
+    [("value", 1e-3, 2.0), ("norm", 0.01, 2.0), ("norm", 0.01, 1.0)],
+)
+def test_clipping_sees_the_complete_gradient(clip_type, value, norm_type):
+    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
+    clip = cfg.SOLVER.CLIP_GRADIENTS
+    clip.ENABLED, clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE = (
+        True,
+        clip_type,
+        value,
+        norm_type,
+    )
+    results = []
+    for sizes, steps in (((8,), 1), ((2, 2, 2, 2), 4)):
+        model = tiny_model(cfg)
+        optimizer = maybe_add_gradient_clipping(cfg, sgd(model))
+        run(AccumulatingTrainer(model, cut(BATCHES, sizes), optimizer, steps))
+        results.append(parameters(model))
+    unclipped = tiny_model(cfg)
+    run(AccumulatingTrainer(unclipped, BATCHES, sgd(unclipped)))
+    effect = relative_difference(parameters(unclipped), results[0])
+    assert effect > 1e-4  # clipping was active
+    assert relative_difference(results[1], results[0]) < 1e-4 * effect
+
+
+def test_metrics_are_means_over_images_with_one_entry_per_iteration():
+    model = ToyModel()
+    loader = [toys(1, 2, 3), toys(10), toys(4, 5, 6), toys(20)]
+    storage = run(
+        AccumulatingTrainer(model, loader, torch.optim.SGD(model.parameters(), 0.0), 2), 2
+    )
+    assert values(storage, "loss_a") == [4.0, 35 / 4]
+    assert values(storage, "loss_b") == [8.0, 70 / 4]
+    assert values(storage, "total_loss") == [12.0, 105 / 4]
+    assert values(storage, "effective_batch") == [4, 4]
+    # what the model's own code logs: the mean of its values, weighted by images
+    assert values(storage, "toy/mean") == [4.0, 35 / 4]
+    assert values(storage, "stage1/count") == [2.5, 2.5]
+    assert storage.smoothing_hints()["stage1/count"] is False
+    assert [iteration for _, iteration in storage.history("toy/mean").values()] == [0, 1]
+
+
+def test_real_models_write_one_entry_per_key_and_iteration():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    storage = run(AccumulatingTrainer(model, cut(BATCHES, (2, 2, 2, 2)), sgd(model), 4), 3)
+    assert "roi_head/num_fg_samples" in storage.histories()
+    for name, history in storage.histories().items():
+        assert [iteration for _, iteration in history.values()] == [0, 1, 2], name
+
+
+def test_images_of_a_window_are_written_once():
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.VIS_PERIOD = 1
+    model = tiny_model(cfg)
+    with EventStorage() as storage:
+        AccumulatingTrainer(model, cut(BATCHES, (2, 2, 2, 2)), sgd(model), 4).run_step()
+    assert len(storage._vis_data) == 1
+
+
+def test_data_time_is_that_of_all_batches_of_a_window():
+    def slow_loader():
+        for _ in range(3):
+            time.sleep(0.05)
+            yield toys(1)
+
+    model = ToyModel()
+    trainer = AccumulatingTrainer(model, slow_loader(), sgd(model), 3)
+    assert values(run(trainer, 1), "data_time")[0] >= 0.15
+
+
+def test_a_loss_may_be_a_tensor_and_a_batch_of_any_type():
+    class Sum(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return (self.weight * x).sum(dim=1).mean()
+
+    model = Sum()
+    loader = [torch.full((2, 3), 1.0), torch.full((4, 3), 4.0)]
+    trainer = AccumulatingTrainer(model, loader, torch.optim.SGD(model.parameters(), 1.0), 2)
+    storage = run(trainer, 1)
+    assert values(storage, "total_loss") == [9.0]
+    assert model.weight.tolist() == [-2.0, -2.0, -2.0]  # 1 - (2 x 1 + 4 x 4) / 6
+
+
+def test_old_gradients_are_gone_before_the_forward():
+    model = ToyModel()
+    gradients = []
+    model.register_forward_pre_hook(lambda module, args: gradients.append(module.weight.grad))
+    run(AccumulatingTrainer(model, [toys(1), toys(2)] * 2, sgd(model), 2), 2)
+    assert gradients[0] is None
+    assert gradients[2] is None
+
+
+def test_a_loss_that_is_not_finite_raises_before_the_step_and_names_the_images():
+    model = ToyModel()
+    trainer = AccumulatingTrainer(
+        model, [toys(1, 2), toys(3, float("nan")), toys(4)], sgd(model), accumulation_steps=3
+    )
+    with pytest.raises(FloatingPointError, match=r"iteration=0") as e:
+        run(trainer)
+    assert "toy_3.png (image_id 3), toy_nan.png" in str(e.value)
+    assert "toy_1.png" not in str(e.value)
+    assert model.weight.item() == 1.0
+
+
+def test_a_loader_that_ends_within_a_window_is_named_and_nothing_is_stepped():
+    model = ToyModel()
+    trainer = AccumulatingTrainer(model, [toys(1), toys(2), toys(3)], sgd(model), 2)
+    with pytest.raises(DataError, match="ended after 1 of the 2 batches"):
+        run(trainer)
+    after_one_step = ToyModel()
+    run(AccumulatingTrainer(after_one_step, [toys(1), toys(2)], sgd(after_one_step), 2), 1)
+    assert torch.equal(model.weight, after_one_step.weight)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_numbers_that_are_not_positive_integers_are_refused(value):
+    model = ToyModel()
+    with pytest.raises(ConfigError, match=r"SOLVER.ACCUMULATION_STEPS must be a positive integer"):
+        AccumulatingTrainer(model, [], sgd(model), accumulation_steps=value)
+    with pytest.raises(ConfigError, match=r"MEMFIT.MICRO_BATCH must be a positive integer"):
+        AccumulatingTrainer(model, [], sgd(model), images_per_micro_batch=value)
+
+
+def test_a_micro_batch_size_needs_batches_that_are_lists():
+    model = ToyModel()
+    loader = [torch.ones(2, 3)]
+    with pytest.raises(ConfigError, match="gives Tensor"):
+        run(AccumulatingTrainer(model, loader, sgd(model), images_per_micro_batch=1), 1)
+
+
+def test_float16_steps_once_per_window():
+    cfg = tiny_cfg("mask_rcnn")
+    model = tiny_model(cfg)
+    optimizer = sgd(model)
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(len(windows)))
+    windows = []
+    model.register_forward_hook(lambda *_: windows.append(1))
+    trainer = AccumulatingTrainer(model, cut(BATCHES, (2, 2, 2, 2)), optimizer, 4, "fp16")
+    trainer.precision.scaler.load_state_dict(
+        {**trainer.precision.scaler.state_dict(), "growth_interval": 1}
+    )
+    scale = trainer.precision.scaler.get_scale()
+    before = parameters(model)
+    run(trainer, 2)
+    assert steps == [4, 8]
+    assert trainer.precision.scaler.get_scale() == scale * 4  # one update per iteration
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert relative_difference(parameters(model), before) > 1e-5
+
+
+def test_float16_gradients_are_those_of_the_full_batch():
+    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
+    results = []
+    for sizes, steps, precision in (((8,), 1, "fp32"), ((8,), 1, "fp16"), ((3, 3, 2), 3, "fp16")):
+        model = tiny_model(cfg)
+        run(AccumulatingTrainer(model, cut(BATCHES, sizes), sgd(model), steps, precision))
+        results.append(parameters(model))
+    full32, full16, accumulated16 = results
+    moved = relative_difference(full32, parameters(tiny_model(cfg)))
+    rounding = relative_difference(full16, full32)
+    assert 0 < rounding < 0.05 * moved
+    assert relative_difference(accumulated16, full16) < 2 * rounding
+
+
+def test_an_overflow_in_one_micro_batch_skips_the_whole_step(log):
+    model = ToyModel()
+    optimizer = sgd(model)
+    loader = [toys(1), toys(1e35), toys(1), toys(1), toys(1), toys(1)]
+    trainer = AccumulatingTrainer(model, loader, optimizer, 3, "fp16")
+    scale = trainer.precision.scaler.get_scale()
+    run(trainer, 1)
+    assert model.weight.item() == 1.0
+    assert trainer.precision.scaler.get_scale() == scale / 2
+    assert "Iteration 0: gradients overflowed float16" in log.text
+    with EventStorage():
+        trainer.run_step()
+    assert model.weight.item() < 1.0
+
+
+def test_bfloat16_has_no_scaler_and_trains():
+    cfg = tiny_cfg("mask_rcnn")
+    model = tiny_model(cfg)
+    dtypes = set()
+    model.backbone.register_forward_hook(lambda m, args, out: dtypes.add(out["p2"].dtype))
+    trainer = AccumulatingTrainer(model, cut(BATCHES, (2, 2, 2, 2)), sgd(model), 4, "bf16")
+    before = parameters(model)
+    run(trainer, 2)
+    assert dtypes == {torch.bfloat16}
+    assert trainer.precision.scaler is None
+    assert relative_difference(parameters(model), before) > 1e-5
+
+
+def test_a_scaler_is_saved_and_loaded_and_its_absence_is_logged(log):
+    model = ToyModel()
+    trainer = AccumulatingTrainer(model, [toys(1)] * 9, sgd(model), 1, "fp16")
+    run(trainer, 1)
+    trainer.precision.scaler.update(128.0)
+    state = copy.deepcopy(trainer.state_dict())
+    other = AccumulatingTrainer(model, [toys(1)] * 9, sgd(model), 1, "fp16")
+    other.load_state_dict(state)
+    assert other.precision.scaler.get_scale() == 128.0
+    del state["grad_scaler"]
+    other.load_state_dict(state)
+    assert "has no grad_scaler" in log.text
+
+
+@pytest.mark.parametrize("family", ["mask_rcnn", "retinanet"])
+def test_accumulation_needs_the_memory_of_one_micro_batch(family):
+    """Plus the gradients that wait for the next; here they are small beside the activations."""
+    cfg = tiny_cfg(family)
+    num_images = 4
+    batch = images(num_images, size=896)
+    peaks = {}
+    for steps, size in ((1, 1), (num_images, 1), (1, num_images)):
+        model = tiny_model(cfg)
+        trainer = AccumulatingTrainer(
+            model, cut([batch] * 9, [size] * (num_images // size)), sgd(model), steps
+        )
+        with TensorMeter() as meter:
+            run(trainer, 2)
+        peaks[steps, size] = meter.peak_bytes
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert peaks[num_images, 1] <= peaks[1, 1] + 1.01 * gradients
+    assert peaks[num_images, 1] == pytest.approx(peaks[1, 1], rel=0.01)
+    assert peaks[1, num_images] > 3 * peaks[1, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestOnGpu:
+    def test_float16_is_detectron2s_amp_trainer_to_the_last_bit(self):
+        from detectron2.engine import AMPTrainer
+
+        cfg = tiny_cfg("mask_rcnn")
+        cfg.MODEL.DEVICE = "cuda"
+        results = []
+        for make in (AMPTrainer, lambda *args: AccumulatingTrainer(*args, precision="fp16")):
+            model = tiny_model(cfg)
+            run(make(model, BATCHES, sgd(model)))
+            results.append(parameters(model))
+        assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+    @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+    def test_accumulated_steps_equal_those_of_the_full_batch(self, precision):
+        cfg = every_anchor_counts(tiny_cfg("proposal_network"))
+        cfg.MODEL.DEVICE = "cuda"
+        results = []
+        for sizes, steps in (((8,), 1), ((3, 3, 2), 3)):
+            model = tiny_model(cfg)
+            run(AccumulatingTrainer(model, cut(BATCHES, sizes), sgd(model), steps, precision))
+            results.append(parameters(model))
+        moved = relative_difference(results[0], parameters(tiny_model(cfg)))
+        tolerance = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}[precision]
+        assert relative_difference(results[1], results[0]) < tolerance * moved
+
+    def test_accumulation_needs_the_memory_of_one_micro_batch(self):
+        cfg = tiny_cfg("mask_rcnn")
+        cfg.MODEL.DEVICE = "cuda"
+        peaks = {}
+        for steps in (1, 4):
+            model = tiny_model(cfg)
+            trainer = AccumulatingTrainer(
+                model, cut([images(4, size=512)] * 9, [1] * 4), sgd(model), steps
+            )
+            run(trainer, 1)
+            torch.cuda.reset_peak_memory_stats()
+            run(trainer, 1)
+            peaks[steps] = torch.cuda.max_memory_allocated()
+        assert peaks[4] == pytest.approx(peaks[1], rel=0.01)

@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Train or evaluate by a LazyConfig: Detectron2's tools/lazyconfig_train_net.py, with accumulation.
+
+    tools/lazyconfig_train_net.py --config-file FILE.py [--num-gpus N] [--resume] [path.key=value]
+
+It reads, beside the fields of Detectron2's configs/common/train.py:
+
+    train.accumulation_steps    batches from the loader behind one optimizer step (1)
+    train.micro_batch           images in one forward on each rank (None: the loader's batch)
+    train.amp.enabled           mixed precision (False)
+    train.amp.dtype             "float16" or "bfloat16" ("float16")
+"""
+
+import argparse
+
+import torch
+from detectron2.config import LazyConfig, instantiate
+from detectron2.engine import default_argument_parser, default_setup, default_writers, hooks
+from detectron2.evaluation import inference_on_dataset, print_csv_format
+from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
+from omegaconf import DictConfig
+
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.compat import create_ddp_model
+from d2_memfit.config import check_positive_int
+from d2_memfit.engine import MemfitCheckpointer, Precision, launch
+from d2_memfit.errors import exit_on_error
+
+
+def evaluate(cfg: DictConfig, model: torch.nn.Module):
+    if "evaluator" not in cfg.dataloader:
+        return None
+    results = inference_on_dataset(
+        model, instantiate(cfg.dataloader.test), instantiate(cfg.dataloader.evaluator)
+    )
+    print_csv_format(results)
+    return results
+
+
+def train(cfg: DictConfig, model: torch.nn.Module, resume: bool) -> None:
+    cfg.optimizer.params.model = model
+    optimizer = instantiate(cfg.optimizer)
+    model = create_ddp_model(model, **cfg.train.ddp)
+    trainer = AccumulatingTrainer(
+        model, instantiate(cfg.dataloader.train), optimizer, **accumulation(cfg.train)
+    )
+    checkpointer = MemfitCheckpointer(model, cfg.train.output_dir, trainer=trainer)
+    is_main = comm.is_main_process()
+    writers = default_writers(cfg.train.output_dir, cfg.train.max_iter) if is_main else []
+    trainer.register_hooks(
+        [
+            hooks.IterationTimer(),
+            hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
+            hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if is_main else None,
+            hooks.EvalHook(cfg.train.eval_period, lambda: evaluate(cfg, model)),
+            hooks.PeriodicWriter(writers, period=cfg.train.log_period) if is_main else None,
+        ]
+    )
+    checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
+    # The checkpoint has the iteration that was just finished.
+    start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
+    trainer.train(start_iter, cfg.train.max_iter)
+
+
+def accumulation(cfg_train: DictConfig) -> dict:
+    """The arguments of AccumulatingTrainer that a config gives, checked."""
+    steps = cfg_train.get("accumulation_steps", 1)
+    micro_batch = cfg_train.get("micro_batch")
+    check_positive_int("train.accumulation_steps", steps)
+    if micro_batch is not None:
+        check_positive_int("train.micro_batch", micro_batch)
+    dtype = cfg_train.amp.get("dtype", "float16") if cfg_train.amp.enabled else "float32"
+    return {
+        "accumulation_steps": steps,
+        "precision": Precision(dtype, cfg_train.device),
+        "images_per_micro_batch": micro_batch,
+    }
+
+
+@exit_on_error
+def main(args: argparse.Namespace) -> None:
+    cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file), args.opts)
+    if str(cfg.train.device).startswith("cuda") and not torch.cuda.is_available():
+        cfg.train.device = "cpu"
+    accumulation(cfg.train)  # what is wrong is found before anything is written
+    default_setup(cfg, args)
+    logger = setup_logger(cfg.train.output_dir, distributed_rank=comm.get_rank(), name="d2_memfit")
+    if not torch.cuda.is_available():
+        logger.warning("No GPU is visible: running on the CPU")
+
+    model = instantiate(cfg.model).to(cfg.train.device)
+    logger.info("Model:\n%s", model)
+    if args.eval_only:
+        MemfitCheckpointer(model).load(cfg.train.init_checkpoint)
+        evaluate(cfg, create_ddp_model(model))
+    else:
+        train(cfg, model, args.resume)
+
+
+if __name__ == "__main__":
+    args = default_argument_parser(epilog=__doc__).parse_args()
+    launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Make a virtual environment with PyTorch, Detectron2 v0.6 and what the demo and the tests need.
+
+    python3 tools/make_venv.py .venv
+
+For machines that have no Detectron2. An environment that this script did not make is left as it
+is, so that `make VENV=/path/to/yours test` runs in yours. Needs Python 3.9 to 3.11, about 6 GB of
+disk and two minutes.
+"""
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements" / "dev.txt"
+DETECTRON2 = ROOT / "requirements" / "detectron2.txt"
+DETECTRON2_OPS = ROOT / "requirements" / "detectron2_ops.py"
+
+# Folders of Detectron2's archive, and where its own setup.py would install them.
+PACKAGES = {
+    "detectron2": "detectron2",
+    "projects/PointRend/point_rend": "detectron2/projects/point_rend",
+    "projects/DeepLab/deeplab": "detectron2/projects/deeplab",
+    "projects/Panoptic-DeepLab/panoptic_deeplab": "detectron2/projects/panoptic_deeplab",
+}
+
+WRONG_PYTHON = """\
+error: Detectron2 v0.6 needs NumPy < 1.24, which exists for Python 3.9 to 3.11; this is Python {}.
+Either name another Python:                      make PYTHON=python3.11 test
+or your own environment, with Detectron2 main:   make VENV=/path/to/environment test"""
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("venv", type=Path, help="folder of the environment")
+    venv = parser.parse_args().venv.absolute()
+
+    inputs = (Path(__file__), REQUIREMENTS, DETECTRON2, DETECTRON2_OPS)
+    wanted = " ".join(hashlib.sha256(f.read_bytes()).hexdigest() for f in inputs)
+    marker = venv / "made-by-d2_memfit"
+    if venv.exists() and (not marker.exists() or marker.read_text() == wanted):
+        return
+    if not (3, 9) <= sys.version_info[:2] <= (3, 11):
+        sys.exit(WRONG_PYTHON.format(".".join(map(str, sys.version_info[:2]))))
+
+    print(f"Setting up {venv} (once, about two minutes) ...", flush=True)
+    shutil.rmtree(venv, ignore_errors=True)
+    venv.mkdir(parents=True)
+    marker.write_text("incomplete")  # so that a set-up that was interrupted is made again
+    try:
+        run(sys.executable, "-m", "venv", venv)
+        install(venv / "bin" / "python")
+    except subprocess.CalledProcessError as e:
+        sys.exit(f"error: the set-up of {venv} failed in: {' '.join(e.cmd)}")
+    marker.write_text(wanted)
+
+
+def install(python):
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "--quiet")
+    run(*pip, "install", "-r", REQUIREMENTS)
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site_packages = Path(subprocess.check_output([python, "-c", purelib], text=True).strip())
+    with tempfile.TemporaryDirectory() as folder:
+        # pip checks the archive's hash first. To read its metadata it runs setup.py, which
+        # imports PyTorch: hence no build isolation.
+        flags = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes")
+        run(*pip, "download", *flags, "-r", DETECTRON2, "-d", folder)
+        (archive,) = Path(folder).glob("*.tar.gz")
+        shutil.unpack_archive(archive, folder)
+        (source,) = (p for p in Path(folder).iterdir() if p.is_dir())
+        for origin, target in PACKAGES.items():
+            shutil.copytree(source / origin, site_packages / target)
+    shutil.copy(DETECTRON2_OPS, site_packages / "detectron2" / "_C.py")
+    run(*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT)
+
+
+def run(*command):
+    subprocess.run([str(c) for c in command], check=True, stdin=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()

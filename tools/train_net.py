@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Train or evaluate a detector: Detectron2's tools/train_net.py, with the keys of d2_memfit.
+
+    tools/train_net.py --config-file FILE [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
+    tools/train_net.py --coco NAME JSON IMAGE_DIR ... DATASETS.TRAIN "('NAME',)"
+    torchrun --nproc-per-node N tools/train_net.py --config-file FILE
+
+Without a GPU it trains on the CPU, on N processes with --num-gpus N.
+"""
+
+import argparse
+import os
+from collections import OrderedDict
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine import default_argument_parser, default_setup, hooks
+from detectron2.evaluation import verify_results
+from detectron2.modeling import GeneralizedRCNNWithTTA
+from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
+
+from d2_memfit import MemfitTrainer
+from d2_memfit.config import check_config, load_cfg
+from d2_memfit.data import check_coco_file, check_datasets, register_coco
+from d2_memfit.engine import MemfitCheckpointer, Precision, launch, world_size
+from d2_memfit.errors import exit_on_error
+from d2_memfit.evaluation import build_evaluator
+
+
+class Trainer(MemfitTrainer):
+    @classmethod
+    def build_evaluator(cls, cfg, dataset_name, output_folder=None):
+        return build_evaluator(cfg, dataset_name, output_folder)
+
+    @classmethod
+    def test_with_TTA(cls, cfg, model):
+        """Evaluate with test-time augmentation, which R-CNNs can do."""
+        folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
+        evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
+        results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
+        return OrderedDict((k + "_TTA", v) for k, v in results.items())
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    parser = default_argument_parser(epilog=__doc__)
+    parser.add_argument(
+        "--coco",
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("NAME", "JSON", "IMAGE_DIR"),
+        help="register a dataset in COCO's format under this name; may be repeated",
+    )
+    return parser.parse_args(argv)
+
+
+def make_cfg(args: argparse.Namespace) -> CfgNode:
+    for dataset in args.coco:
+        register_coco(*dataset)
+    cfg = load_cfg(args.config_file, args.opts)
+    if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
+        cfg.MODEL.DEVICE = "cpu"
+    cfg.freeze()
+    return cfg
+
+
+def check(args: argparse.Namespace) -> None:
+    """Find what cannot work before a process is started or OUTPUT_DIR is touched."""
+    cfg = make_cfg(args)
+    ranks = world_size(args.num_gpus, args.num_machines)
+    check_config(cfg)
+    check_config(Trainer.auto_scale_workers(cfg, ranks), ranks)
+    Precision.from_cfg(cfg)
+    check_datasets(cfg, args.eval_only)
+    for name, json_file, image_dir in args.coco:
+        if name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
+            check_coco_file(name, json_file, image_dir)
+    if args.resume:
+        MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR).check_last()
+
+
+@exit_on_error
+def main(args: argparse.Namespace) -> None:
+    """What every rank does."""
+    cfg = make_cfg(args)
+    default_setup(cfg, args)
+    logger = setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
+    if not torch.cuda.is_available():
+        logger.warning("No GPU is visible: running on the CPU")
+
+    if args.eval_only:
+        model = Trainer.build_model(cfg)
+        checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
+        checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
+        results = Trainer.test(cfg, model)
+        if cfg.TEST.AUG.ENABLED:
+            results.update(Trainer.test_with_TTA(cfg, model))
+        if comm.is_main_process():
+            verify_results(cfg, results)
+        return
+
+    trainer = Trainer(cfg)
+    trainer.resume_or_load(resume=args.resume)
+    if cfg.TEST.AUG.ENABLED:
+        trainer.register_hooks(
+            [hooks.EvalHook(0, lambda: trainer.test_with_TTA(cfg, trainer.model))]
+        )
+    trainer.train()
+
+
+@exit_on_error
+def run() -> None:
+    args = parse_args()
+    check(args)
+    launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
+
+
+if __name__ == "__main__":
+    run()
