@@ -4,6 +4,7 @@ import difflib
 import numbers
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import yaml
 from detectron2.config import CfgNode as CN
@@ -49,12 +50,11 @@ def load_cfg(config_file: str = "", opts: Sequence[str] = ()) -> CN:
         ConfigError: the file does not exist or is not safe YAML, or a key or value is wrong.
     """
     cfg = get_cfg()
-    try:
-        if config_file:
+    if config_file:
+        with _explained(cfg, f"{config_file}: "):
             cfg.merge_from_file(config_file, allow_unsafe=False)
+    with _explained(cfg):
         cfg.merge_from_list(list(opts))
-    except (AssertionError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError) as e:
-        raise ConfigError(_explain(e, cfg)) from e
     return cfg
 
 
@@ -82,21 +82,22 @@ def check_positive_int(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a positive integer, got {value!r}")
 
 
-def _explain(error: Exception, cfg: CN) -> str:
-    """One line that names the key, what it should be, and what was given."""
-    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-    unknown = re.search(r"Non-existent.* key: (\S+)", text)
-    if unknown:
-        near = difflib.get_close_matches(unknown[1], list(_keys(cfg)), n=3)
-        return f"there is no config key {unknown[1]}" + (
-            f" (near: {', '.join(near)})" if near else ""
-        )
-    mismatch = re.search(
-        r"<class '(\w+)'> vs.* with values \(.* vs\. (.*)\) for .* key: (\S+)", text
-    )
-    if mismatch:
-        return f"{mismatch[3]} must be of type {mismatch[1]}, got {mismatch[2]}"
-    return text
+@contextmanager
+def _explained(cfg: CN, where: str = "") -> Iterator[None]:
+    """Make one line out of what merging raises, with the key and what is wrong with it."""
+    try:
+        yield
+    except (AssertionError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError) as e:
+        text = " ".join(str(e.args[0] if isinstance(e, KeyError) and e.args else e).split())
+        unknown = re.search(r"Non-existent.* key: (\S+)", text)
+        if unknown:
+            near = difflib.get_close_matches(unknown[1], list(_keys(cfg)), n=3)
+            text = f"there is no config key {unknown[1]}"
+            text += f" (near: {', '.join(near)})" if near else ""
+        mismatch = re.search(r"<class '(\w+)'> vs.* \(.* vs\. (.*)\) for config key: (\S+)", text)
+        if mismatch:
+            text = f"{mismatch[3]} must be of type {mismatch[1]}, got {mismatch[2]}"
+        raise ConfigError(where + text) from e
 
 
 def _keys(cfg: CN, prefix: str = "") -> Iterator[str]:

@@ -72,10 +72,10 @@ def check(args: argparse.Namespace) -> None:
     check_config(cfg)
     check_config(Trainer.auto_scale_workers(cfg, ranks), ranks)
     Precision.from_cfg(cfg)
-    check_datasets(cfg, args.eval_only)
     for name, json_file, image_dir in args.coco:
         if name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
             check_coco_file(name, json_file, image_dir)
+    check_datasets(cfg, args.eval_only)
     if args.resume:
         MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR).check_last()
 

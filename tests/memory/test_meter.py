@@ -1,0 +1,47 @@
+import torch
+
+from d2_memfit.memory import TensorMeter
+
+
+def test_what_comes_to_life_counts_until_it_is_freed():
+    with TensorMeter() as meter:
+        a = torch.zeros(1000)
+        assert meter.live_bytes == 4000
+        b = a + 1
+        assert meter.live_bytes == 8000
+        del a
+        assert meter.live_bytes == 4000
+    del b
+    assert meter.live_bytes == 0
+    assert meter.peak_bytes == 8000
+
+
+def test_views_and_operators_in_place_cost_nothing():
+    with TensorMeter() as meter:
+        a = torch.zeros(10, 100)
+        view = a.t()[3:].reshape(-1, 10)[0]
+        a.add_(1).relu_()
+        del a
+        assert meter.live_bytes == 4000  # the view keeps all of it
+        del view
+        assert meter.live_bytes == 0
+
+
+def test_what_was_alive_before_does_not_count():
+    before = torch.zeros(1000)
+    with TensorMeter() as meter:
+        view = before[1:]
+        del before
+        assert meter.live_bytes == 0
+        del view
+        assert meter.live_bytes == 0
+
+
+def test_what_autograd_saves_counts_until_the_backward():
+    weight = torch.ones(100, requires_grad=True)
+    with TensorMeter() as meter:
+        loss = (weight * 2).exp().sum()
+        assert meter.live_bytes == 400 + 4  # the result of exp, and the loss
+        loss.backward()
+        assert meter.live_bytes == 400 + 4  # the gradient, and the loss
+    assert weight.grad is not None

@@ -1,0 +1,61 @@
+import json
+import subprocess
+import sys
+
+import cv2
+import numpy as np
+from make_dataset import SPLIT_ROW, find_coins, make_dataset
+from skimage import data
+from tiny import ROOT, read_metrics
+
+
+def test_all_coins_are_found_and_no_coin_is_in_both_halves():
+    labels = find_coins(data.coins())
+    assert labels.max() == 24
+    upper, lower = np.unique(labels[:SPLIT_ROW]), np.unique(labels[SPLIT_ROW:])
+    assert set(upper) & set(lower) == {0}
+    assert len(upper) == len(lower) == 13
+
+
+def test_the_dataset_is_the_same_every_time(coins, tmp_path):
+    make_dataset(tmp_path)
+    for file in coins.rglob("*"):
+        if file.is_file():
+            assert (tmp_path / file.relative_to(coins)).read_bytes() == file.read_bytes()
+
+
+def test_annotations_fit_their_images(coins):
+    for split, num_images in (("train", 64), ("val", 16)):
+        coco = json.loads((coins / f"{split}.json").read_text())
+        assert len(coco["images"]) == num_images
+        sizes = {i["id"]: (i["width"], i["height"]) for i in coco["images"]}
+        for image in coco["images"]:
+            pixels = cv2.imread(str(coins / split / image["file_name"]))
+            assert pixels.shape == (image["height"], image["width"], 3)
+        for annotation in coco["annotations"]:
+            x, y, w, h = annotation["bbox"]
+            width, height = sizes[annotation["image_id"]]
+            assert 0 <= x < x + w <= width
+            assert 0 <= y < y + h <= height
+            polygon = np.array(annotation["segmentation"][0]).reshape(-1, 2)
+            assert len(polygon) >= 3
+
+
+def test_the_demo_learns_to_find_coins(tmp_path):
+    """Half of its iterations; `make demo` has them all."""
+    demo = [sys.executable, "-W", "ignore", ROOT / "projects" / "Coins" / "demo.py"]
+    options = ["SOLVER.MAX_ITER", "60", "TEST.EVAL_PERIOD", "0"]
+    result = subprocess.run(
+        [str(c) for c in [*demo, "--output-dir", tmp_path, *options]],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=ROOT,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    (last,) = [m for m in read_metrics(tmp_path) if "bbox/AP50" in m]
+    assert last["bbox/AP50"] >= 50
+    assert f"box AP50 {last['bbox/AP50']:.1f}" in result.stdout
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+    picture = cv2.imread(str(tmp_path / "predictions.png"))
+    assert picture.std() > 10

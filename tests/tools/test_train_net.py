@@ -1,0 +1,160 @@
+"""tools/train_net.py as users run it: as a process where that matters, else as a call."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import train_net
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from tiny import ROOT, read_metrics, tiny_cfg
+
+TRAIN_NET = str(ROOT / "tools" / "train_net.py")
+TIMEOUT_S = 180
+
+
+@pytest.fixture
+def arguments(coins, tmp_path):
+    """Arguments that train for two iterations, and an OUTPUT_DIR in which nothing is yet."""
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.MODEL.DEVICE = "cuda"  # the default of Detectron2, though there may be none
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("cli_train",), ("cli_val",)
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.SOLVER.ACCUMULATION_STEPS = 2
+    cfg.SOLVER.MAX_ITER = 2
+    config_file = tmp_path / "tiny.yaml"
+    config_file.write_text(cfg.dump())
+    arguments = ["--config-file", config_file, "--dist-url", "auto"]
+    for split in ("train", "val"):
+        arguments += ["--coco", f"cli_{split}", coins / f"{split}.json", coins / split]
+    return [str(a) for a in [*arguments, "OUTPUT_DIR", tmp_path / "output"]]
+
+
+def call(capsys, *arguments):
+    """Exit status and what was printed to standard error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train_net.py", *map(str, arguments)])
+        try:
+            train_net.run()
+        except SystemExit as e:
+            return e.code, capsys.readouterr().err
+    return 0, capsys.readouterr().err
+
+
+def run(*command, **env):
+    return subprocess.run(
+        [str(c) for c in command],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
+    )
+
+
+def outputs(folder):
+    """Every file in the folder with its content."""
+    return {f: f.read_bytes() for f in sorted(Path(folder).rglob("*")) if f.is_file()}
+
+
+def test_training_evaluation_and_resuming(arguments, tmp_path, capsys):
+    output_dir = tmp_path / "output"
+    assert call(capsys, *arguments)[0] == 0
+    assert (output_dir / "model_final.pth").exists()
+    assert list(output_dir.glob("events.out.tfevents.*"))
+    (last,) = [m for m in read_metrics(output_dir) if "effective_batch" in m]
+    assert last["iteration"] == 1
+    assert last["effective_batch"] == 4
+    log = (output_dir / "log.txt").read_text()
+    assert torch.cuda.is_available() or "No GPU is visible: running on the CPU" in log
+
+    checkpoint = torch.load(output_dir / "model_final.pth", weights_only=True)
+    assert checkpoint["trainer"]["_trainer"]["optimizer"]["state"]
+    assert call(capsys, "--resume", *arguments, "SOLVER.MAX_ITER", 4)[0] == 0
+    assert "Starting training from iteration 2" in (output_dir / "log.txt").read_text()
+
+    results = output_dir / "inference" / "coco_instances_results.json"
+    results.unlink()
+    weights = output_dir / "model_final.pth"
+    assert call(capsys, "--eval-only", *arguments, "MODEL.WEIGHTS", weights)[0] == 0
+    assert results.exists()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
+@pytest.mark.parametrize("launcher", ["--num-gpus", "torchrun"])
+def test_two_ranks(arguments, tmp_path, launcher):
+    if launcher == "torchrun":
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, TRAIN_NET]
+    else:
+        command = [TRAIN_NET, "--num-gpus", 2]
+    result = run(sys.executable, "-W", "ignore", *command, *arguments)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    output_dir = tmp_path / "output"
+    (last,) = [m for m in read_metrics(output_dir) if "effective_batch" in m]
+    assert last["effective_batch"] == 4  # 2 images, one on each rank, x 2 steps
+    assert any("bbox/AP50" in m for m in read_metrics(output_dir))
+    assert (
+        "Rank of current process: 1. World size: 2"
+        in next(output_dir.glob("log.txt.rank1")).read_text()
+    )
+
+
+def test_an_error_is_one_line_of_the_process(tmp_path):
+    result = run(sys.executable, "-W", "ignore", TRAIN_NET, "SOLVER.ACCUMULATION_STEPS", 0)
+    assert result.returncode == 2
+    assert result.stderr == "error: SOLVER.ACCUMULATION_STEPS must be a positive integer, got 0\n"
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["SOLVER.ACCUMULATION_STEPS", 0], "SOLVER.ACCUMULATION_STEPS must be a positive integer"),
+        (["SOLVER.ACCUMULATION_STEPS", -1], "SOLVER.ACCUMULATION_STEPS must be a positive integer"),
+        (["SOLVER.ACCUMULATION_STEPS", 1.5], "SOLVER.ACCUMULATION_STEPS must be of type int"),
+        (["MEMFIT.MICRO_BATCH", 0], "MEMFIT.MICRO_BATCH must be a positive integer, got 0"),
+        (["MEMFIT.MICRO_BATCH", "two"], "MEMFIT.MICRO_BATCH must be a positive integer, got 'two'"),
+        (["MEMFIT.NO_SUCH_KEY", 1], "there is no config key MEMFIT.NO_SUCH_KEY"),
+        (["MEMFIT.AMP_DTYPE", "float8"], "MEMFIT.AMP_DTYPE must be 'float16' or 'bfloat16'"),
+        (["SOLVER.IMS_PER_BATCH", 0], "SOLVER.IMS_PER_BATCH must be a positive integer"),
+        (["DATASETS.TRAIN", "()"], "DATASETS.TRAIN is empty"),
+        (["DATASETS.TRAIN", "('cli_trian',)"], "near: cli_train"),
+        (["--num-gpus", 3], "divisible by the number of ranks, 3, got 2"),
+        (["--coco", "other", "no/such.json", "no"], "cannot open no/such.json"),
+        (["--coco", "other", "BROKEN", "no"], "is not valid JSON"),
+        (["--coco", "other", "EMPTY", "no"], "dataset other is empty"),
+        (["--resume"], "cannot read the checkpoint"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_leaves_the_output_alone(
+    arguments, tmp_path, capsys, extra, message
+):
+    output_dir = tmp_path / "output"
+    output_dir.mkdir()
+    (output_dir / "config.yaml").write_text("of an earlier run\n")
+    (output_dir / "model_0000001.pth").write_text("truncated")
+    (output_dir / "last_checkpoint").write_text("model_0000001.pth")
+    before = outputs(output_dir)
+    (tmp_path / "BROKEN").write_text('{"images": [')
+    (tmp_path / "EMPTY").write_text('{"images": [], "annotations": [], "categories": []}')
+    extra = [str(tmp_path / a) if a in ("BROKEN", "EMPTY") else a for a in extra]
+    if "--coco" in extra:
+        arguments = [*arguments, "DATASETS.TRAIN", "('other',)"]
+    is_option = str(extra[0]).startswith("--")
+    status, printed = call(capsys, *(extra + arguments if is_option else arguments + extra))
+    if "other" in DatasetCatalog:
+        DatasetCatalog.remove("other")
+        MetadataCatalog.remove("other")
+    assert status == 2
+    assert printed.startswith("error: ")
+    assert message in printed
+    assert printed.count("\n") == 1
+    assert outputs(output_dir) == before
+
+
+def test_resuming_where_there_is_nothing_starts_afresh(arguments, tmp_path, capsys):
+    assert call(capsys, "--resume", *arguments, "DATASETS.TEST", "()")[0] == 0
+    log = (tmp_path / "output" / "log.txt").read_text()
+    assert "to resume: training starts at iteration 0" in log
+    assert "Starting training from iteration 0" in log
