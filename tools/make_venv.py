@@ -47,8 +47,9 @@ def main():
     marker = venv / "made-by-d2_memfit"
     if venv.exists() and (not marker.exists() or marker.read_text() == wanted):
         return
-    if not (3, 9) <= sys.version_info[:2] <= (3, 11):
-        sys.exit(WRONG_PYTHON.format(".".join(map(str, sys.version_info[:2]))))
+    complaint = complaint_about(sys.version_info[:2])
+    if complaint:
+        sys.exit(complaint)
 
     print(f"Setting up {venv} (once, about two minutes) ...", flush=True)
     shutil.rmtree(venv, ignore_errors=True)
@@ -60,6 +61,13 @@ def main():
     except subprocess.CalledProcessError as e:
         sys.exit(f"error: the set-up of {venv} failed in: {' '.join(e.cmd)}")
     marker.write_text(wanted)
+
+
+def complaint_about(version):
+    """Why this version of Python cannot be used and what to do; None if it can."""
+    if (3, 9) <= version <= (3, 11):
+        return None
+    return WRONG_PYTHON.format(".".join(map(str, version)))
 
 
 def install(python):

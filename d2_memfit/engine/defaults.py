@@ -55,6 +55,12 @@ class MemfitMixin:
                 f"{type(self).__name__} makes an inner trainer of its own, a "
                 f"{type(self._trainer).__name__}: derive that from d2_memfit.AccumulatingTrainer"
             )
+        logger.info(
+            "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, on %d ranks",
+            cfg.SOLVER.IMS_PER_BATCH,
+            cfg.SOLVER.ACCUMULATION_STEPS,
+            comm.get_world_size(),
+        )
         if type(self).run_step is not DefaultTrainer.run_step and cfg.SOLVER.ACCUMULATION_STEPS > 1:
             logger.warning(
                 "%s overrides run_step. SOLVER.ACCUMULATION_STEPS %d works only if that calls "
@@ -92,13 +98,6 @@ class MemfitMixin:
         scaled.SOLVER.REFERENCE_WORLD_SIZE = 0
         if cfg.is_frozen():
             scaled.freeze()
-        logger.info(
-            "SOLVER.REFERENCE_WORLD_SIZE %d: %d ranks x %d accumulation steps, IMS_PER_BATCH %d",
-            reference,
-            num_workers,
-            steps,
-            scaled.SOLVER.IMS_PER_BATCH,
-        )
         return scaled
 
     def state_dict(self) -> dict[str, Any]:

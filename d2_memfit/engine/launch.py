@@ -71,7 +71,8 @@ def world_size(num_gpus_per_machine: int, num_machines: int = 1) -> int:
 
 
 def _is_torchrun() -> bool:
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return all(name in os.environ for name in names)
 
 
 def _run_cpu_rank(

@@ -1,8 +1,10 @@
 """tools/train_net.py as users run it: as a process where that matters, else as a call."""
 
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ def arguments(coins, tmp_path):
     cfg.SOLVER.MAX_ITER = 2
     config_file = tmp_path / "tiny.yaml"
     config_file.write_text(cfg.dump())
-    arguments = ["--config-file", config_file, "--dist-url", "auto"]
+    arguments = ["--config-file", config_file]
     for split in ("train", "val"):
         arguments += ["--coco", f"cli_{split}", coins / f"{split}.json", coins / split]
     return [str(a) for a in [*arguments, "OUTPUT_DIR", tmp_path / "output"]]
@@ -43,13 +45,13 @@ def call(capsys, *arguments):
     return 0, capsys.readouterr().err
 
 
-def run(*command, **env):
+def run(command):
     return subprocess.run(
         [str(c) for c in command],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
 
@@ -81,27 +83,42 @@ def test_training_evaluation_and_resuming(arguments, tmp_path, capsys):
     assert results.exists()
 
 
+def commands_of_two_ranks(launcher, url):
+    """The commands to type, one on each machine."""
+    python = [sys.executable, "-W", "ignore"]
+    torchrun = [*python, "-m", "torch.distributed.run"]
+    address, port = url.rpartition("//")[2].split(":")
+    nodes = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", address, "--master-port", port]
+    machines = ["--num-gpus", 1, "--num-machines", 2, "--dist-url", url]
+    return {
+        "num-gpus": [[*python, TRAIN_NET, "--num-gpus", 2, "--dist-url", "auto"]],
+        "machines": [[*python, TRAIN_NET, *machines, "--machine-rank", i] for i in (0, 1)],
+        "torchrun": [[*torchrun, "--standalone", "--nproc-per-node", 2, TRAIN_NET]],
+        "torchrun-nodes": [[*torchrun, *nodes, "--node-rank", i, TRAIN_NET] for i in (0, 1)],
+    }[launcher]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
-@pytest.mark.parametrize("launcher", ["--num-gpus", "torchrun"])
+@pytest.mark.parametrize("launcher", ["num-gpus", "machines", "torchrun", "torchrun-nodes"])
 def test_two_ranks(arguments, tmp_path, launcher):
-    if launcher == "torchrun":
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, TRAIN_NET]
-    else:
-        command = [TRAIN_NET, "--num-gpus", 2]
-    result = run(sys.executable, "-W", "ignore", *command, *arguments)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{s.getsockname()[1]}"
+    commands = [[*command, *arguments] for command in commands_of_two_ranks(launcher, url)]
+    with ThreadPoolExecutor() as machines:
+        results = list(machines.map(run, commands))
+    for result in results:
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     output_dir = tmp_path / "output"
-    (last,) = [m for m in read_metrics(output_dir) if "effective_batch" in m]
-    assert last["effective_batch"] == 4  # 2 images, one on each rank, x 2 steps
-    assert any("bbox/AP50" in m for m in read_metrics(output_dir))
-    assert (
-        "Rank of current process: 1. World size: 2"
-        in next(output_dir.glob("log.txt.rank1")).read_text()
-    )
+    metrics = read_metrics(output_dir)
+    assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [4]
+    assert any("bbox/AP50" in m for m in metrics)
+    log_of_rank_1 = (output_dir / "log.txt.rank1").read_text()
+    assert "Rank of current process: 1. World size: 2" in log_of_rank_1
 
 
 def test_an_error_is_one_line_of_the_process(tmp_path):
-    result = run(sys.executable, "-W", "ignore", TRAIN_NET, "SOLVER.ACCUMULATION_STEPS", 0)
+    result = run([sys.executable, "-W", "ignore", TRAIN_NET, "SOLVER.ACCUMULATION_STEPS", 0])
     assert result.returncode == 2
     assert result.stderr == "error: SOLVER.ACCUMULATION_STEPS must be a positive integer, got 0\n"
 

@@ -1,0 +1,36 @@
+"""The parts of the set-up that need no network; `make test` runs the rest."""
+
+import sys
+
+import make_venv
+import pytest
+from tiny import ROOT
+
+
+@pytest.mark.parametrize("version", [(3, 8), (3, 12), (3, 13)])
+def test_a_python_that_numpy_does_not_support_is_told_what_to_do(version):
+    message = make_venv.complaint_about(version)
+    assert f"this is Python {version[0]}.{version[1]}" in message
+    assert "make PYTHON=python3.11" in message
+    assert "make VENV=" in message
+
+
+@pytest.mark.parametrize("version", [(3, 9), (3, 10), (3, 11)])
+def test_other_pythons_are_fine(version):
+    assert make_venv.complaint_about(version) is None
+
+
+def test_an_environment_of_the_users_own_is_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["make_venv.py", str(tmp_path)])
+    make_venv.main()
+    assert [f.name for f in tmp_path.rglob("*")] == ["bin", "python"]
+
+
+def test_every_package_is_pinned():
+    lines = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
+    packages = [line for line in lines if line and not line.startswith("#")]
+    assert len(packages) > 50
+    assert all("==" in line for line in packages)
+    assert "--hash=sha256:" in (ROOT / "requirements" / "detectron2.txt").read_text()

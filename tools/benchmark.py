@@ -1,0 +1,33 @@
+#!/usr/bin/env python3
+"""Measure what d2_memfit costs and what it computes; each benchmark says how.
+
+tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
+tools/benchmark.py gradients        how far accumulated gradients are from the full batch's
+"""
+
+import argparse
+
+from benchmarks import accumulation, gradients
+
+BENCHMARKS = {"accumulation": accumulation, "gradients": gradients}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="benchmark", required=True)
+    for name, benchmark in BENCHMARKS.items():
+        command = commands.add_parser(
+            name,
+            description=benchmark.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        benchmark.add_arguments(command)
+        command.set_defaults(run=benchmark.run)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

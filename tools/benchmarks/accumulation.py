@@ -1,0 +1,124 @@
+"""Time and memory of gradient accumulation against plain Detectron2.
+
+The model is Detectron2's Mask R-CNN R50-FPN with random weights; the images are photographs of
+coins. Time: plain SimpleTrainer with one image per iteration, and AccumulatingTrainer, in turn in
+one run; the figure is the ratio of the medians of the time per image. Memory: the peak of all live
+tensors, counted byte by byte, in an iteration after the first, when optimizer state is there.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Callable
+
+import torch
+from detectron2 import model_zoo
+from detectron2.engine import SimpleTrainer
+from detectron2.modeling import build_model
+from detectron2.utils.events import EventStorage
+
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.memory import TensorMeter
+
+from .common import coin_images, machine, markdown_table
+
+CONFIG = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", type=int, nargs=2, default=[480, 640], help="height, width")
+    parser.add_argument("--steps", type=int, default=4, help="accumulation steps")
+    parser.add_argument("--rounds", type=int, default=9, help="measurements of each side")
+
+
+def run(args: argparse.Namespace) -> None:
+    images = coin_images(args.steps, *args.size)
+    singles = [[image] for image in images]
+    print(f"Mask R-CNN R50-FPN, {args.size[0]} x {args.size[1]} pixels. {machine()}.\n")
+    print(compare_times(singles, args.rounds), "\n")
+    print(compare_memory(images, singles))
+
+
+class Side:
+    """One of the two that are compared, with a model and an optimizer of its own."""
+
+    def __init__(self, create_trainer: Callable, batches: list, iterations_per_round: int) -> None:
+        torch.manual_seed(0)
+        cfg = model_zoo.get_config(CONFIG)
+        cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+        model = build_model(cfg)
+        # A rate of 0: all rounds compute the same.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        self.trainer = create_trainer(model, _forever(batches), optimizer)
+        self.iterations_per_round = iterations_per_round
+        self.seconds: list = []
+
+    def round(self) -> None:
+        torch.manual_seed(0)
+        with EventStorage():
+            _synchronize()
+            start = time.perf_counter()
+            for _ in range(self.iterations_per_round):
+                self.trainer.run_step()
+            _synchronize()
+            self.seconds.append(time.perf_counter() - start)
+
+
+def compare_times(singles: list, rounds: int) -> str:
+    steps = len(singles)
+    sides = {
+        "plain, 1 image": Side(SimpleTrainer, singles, steps),
+        "ours, 1 x 1": Side(AccumulatingTrainer, singles, steps),
+        f"ours, {steps} x 1": Side(
+            lambda *args: AccumulatingTrainer(*args, accumulation_steps=steps), singles, 1
+        ),
+    }
+    for side in sides.values():
+        side.round()  # to warm up
+        side.seconds.clear()
+    for _ in range(rounds):
+        for side in sides.values():
+            side.round()
+    medians = {name: statistics.median(side.seconds) / steps for name, side in sides.items()}
+    plain = next(iter(medians.values()))
+    rows = [
+        [name, f"{median:.3f}", f"{min(side.seconds) / steps:.3f}", f"{median / plain:.3f}"]
+        for (name, median), side in zip(medians.items(), sides.values())
+    ]
+    header = ["", "s per image (median)", "s per image (best)", "ratio of medians"]
+    return markdown_table(header, rows)
+
+
+def compare_memory(images: list, singles: list) -> str:
+    steps = len(singles)
+    sides = {
+        "plain, 1 image": Side(SimpleTrainer, singles, 1),
+        "ours, 1 x 1": Side(AccumulatingTrainer, singles, 1),
+        f"ours, {steps} x 1": Side(
+            lambda *args: AccumulatingTrainer(*args, accumulation_steps=steps), singles, 1
+        ),
+        f"plain, {steps} images": Side(SimpleTrainer, [images], 1),
+    }
+    rows = []
+    for name, side in sides.items():
+        with TensorMeter() as meter:
+            for _ in range(2):
+                meter.peak_bytes = meter.live_bytes
+                side.round()
+        rows.append([name, f"{meter.peak_bytes / 2**20:.0f}"])
+    gradients = sum(p.numel() * p.element_size() for p in side.trainer.model.parameters())
+    header = ["", "peak of activations, gradients and optimizer state, MiB"]
+    return markdown_table(header, rows) + (
+        f"\n\nThe gradients alone are at most {gradients / 2**20:.0f} MiB. They wait for the next "
+        "micro-batch while its activations are alive."
+    )
+
+
+def _forever(batches: list):
+    while True:
+        yield from batches
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,152 @@
+"""How far the gradient of an accumulated window is from that of the full batch.
+
+Each model is the small one of projects/Coins, or made from it, trained on photographs of coins for
+a while. Then 8 images of one size go through it as one batch, and cut into micro-batches, with the
+same sampled anchors and proposals. The figure is, over all parameters and in float32,
+
+    norm(accumulated - full) / norm(full)
+
+About 1e-6 is float32 rounding. More comes from losses that are not means over images: the mask loss
+is a mean over foreground proposals, and RetinaNet divides by a running mean of the number of
+positive anchors in a batch, which starts at 100 and follows the micro-batches.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from detectron2.solver import build_optimizer
+from detectron2.utils.events import EventStorage
+from torch import nn
+
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.config import load_cfg
+
+from .common import coin_images, machine, markdown_table
+
+CONFIG = Path(__file__).resolve().parents[2] / "projects/Coins/configs/mask_rcnn_coins.yaml"
+NUM_IMAGES = 8
+CUTS = {"8 x 1": (1,) * 8, "4 x 2": (2,) * 4, "2 x 4": (4,) * 2, "3 + 3 + 2": (3, 3, 2)}
+# As many proposals as in Detectron2's zoo, so that few images fill the quota of foreground.
+ROIS = "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE 512 MODEL.RPN.POST_NMS_TOPK_TRAIN 1000"
+FAMILIES = {
+    # More anchors than there are, and a weight that makes up for the division by their number.
+    "RPN, every anchor sampled": "MODEL.META_ARCHITECTURE ProposalNetwork "
+    "MODEL.RPN.BATCH_SIZE_PER_IMAGE 16384 MODEL.RPN.LOSS_WEIGHT 10.0",
+    "Faster R-CNN": f"MODEL.MASK_ON False {ROIS}",
+    "Mask R-CNN": f"MODEL.MASK_ON True {ROIS}",
+    "RetinaNet": "MODEL.META_ARCHITECTURE RetinaNet MODEL.RETINANET.NUM_CLASSES 1 "
+    "MODEL.BACKBONE.NAME build_retinanet_resnet_fpn_backbone MODEL.RETINANET.NUM_CONVS 2 "
+    "MODEL.RESNETS.OUT_FEATURES ['res3','res4','res5'] SOLVER.BASE_LR 0.005 "
+    "MODEL.FPN.IN_FEATURES ['res3','res4','res5']",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--train", type=int, default=60, help="iterations before the measurement")
+
+
+def run(args: argparse.Namespace) -> None:
+    images = coin_images(64, 160, 224)
+    rows = []
+    for name, opts in FAMILIES.items():
+        model = train(load_cfg(str(CONFIG), opts.split()), images, args.train)
+        if hasattr(model, "loss_normalizer"):
+            rows.append([f"{name}, first iteration", *gaps(model, images, normalizer=100.0)])
+            rows.append([f"{name}, later", *gaps(model, images, normalizer=None)])
+        else:
+            rows.append([name, *gaps(model, images)])
+    print(f"{machine()}. Norm of the gradient's difference by that of the full batch's.\n")
+    print(markdown_table(["", *CUTS], rows))
+
+
+def train(cfg: CfgNode, images: list, num_iterations: int) -> nn.Module:
+    torch.manual_seed(0)
+    if not torch.cuda.is_available():
+        cfg.MODEL.DEVICE = "cpu"
+    model = build_model(cfg)
+    optimizer = build_optimizer(cfg, model)
+    loader = ([images[i] for i in torch.randperm(len(images))[:4]] for _ in range(10**9))
+    trainer = AccumulatingTrainer(model, loader, optimizer, accumulation_steps=2)
+    with EventStorage():
+        for _ in range(num_iterations):
+            trainer.run_step()
+    return model
+
+
+def gaps(model: nn.Module, images: list, **normalizer: Any) -> list:
+    """For each of CUTS, the relative difference of its gradient to the full batch's."""
+    samples = Samples(model)
+    full = gradient(model, images, (NUM_IMAGES,), **normalizer)
+    result = []
+    for sizes in CUTS.values():
+        cut = gradient(model, images, sizes, **normalizer)
+        result.append(f"{((cut - full).norm() / full.norm()).item():.1e}")
+    samples.stop()
+    return result
+
+
+def gradient(model: nn.Module, images: list, sizes: tuple, **normalizer: Any) -> torch.Tensor:
+    """The gradient of one iteration, as one vector.
+
+    Args:
+        sizes: images in each micro-batch.
+        normalizer: RetinaNet's running mean before the iteration. None lets it settle first.
+    """
+    batches, start = [], 0
+    for size in sizes:
+        batches.append(images[start : start + size])
+        start += size
+    with EventStorage():
+        if normalizer.get("normalizer"):
+            model.loss_normalizer = normalizer["normalizer"]
+        elif normalizer:
+            with torch.no_grad():
+                for i in range(100):
+                    model(batches[i % len(batches)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        AccumulatingTrainer(model, batches, optimizer, len(sizes)).run_step()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+class Samples:
+    """Makes a model sample, for each image, what it sampled when it first saw the image."""
+
+    METHODS = (
+        ("proposal_generator", "label_and_sample_anchors"),  # -> (labels, boxes), lists over images
+        ("roi_heads", "label_and_sample_proposals"),  # -> list over images
+    )
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept: dict = {}
+        self._images: list = []  # of the batch that is in the model
+        self._hook = model.register_forward_pre_hook(self._look_at_batch)
+        self._modules = []
+        for owner, method in self.METHODS:
+            if hasattr(model, owner):
+                self._wrap(getattr(model, owner), method)
+
+    def stop(self) -> None:
+        self._hook.remove()
+        for module, method in self._modules:
+            delattr(module, method)
+
+    def _look_at_batch(self, model: nn.Module, args: tuple) -> None:
+        self._images = [image["image_id"] for image in args[0]]
+
+    def _wrap(self, module: nn.Module, method: str) -> None:
+        original = getattr(module, method)
+        self._modules.append((module, method))
+
+        def sample(*args: Any) -> Any:
+            if (method, self._images[0]) not in self._kept:
+                result = original(*args)
+                per_image = zip(*result) if isinstance(result, tuple) else result
+                self._kept.update({(method, i): r for i, r in zip(self._images, per_image)})
+            kept = [self._kept[method, i] for i in self._images]
+            return tuple(map(list, zip(*kept))) if isinstance(kept[0], tuple) else kept
+
+        setattr(module, method, sample)
