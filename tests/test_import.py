@@ -2,20 +2,17 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import venv
 from pathlib import Path
 
-from tiny import ROOT
+from tiny import ROOT, run_process
 
 
 def test_without_detectron2_one_clear_error_names_the_ways_to_get_it(tmp_path):
     venv.create(tmp_path / "empty")
     command = [tmp_path / "empty" / "bin" / "python", "-c", "import d2_memfit"]
-    result = subprocess.run(
-        command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path
-    )
+    result = run_process(command, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     assert result.returncode == 1
     message = result.stderr[result.stderr.index("ImportError") :]
     assert "this environment has none" in message
@@ -30,26 +27,22 @@ def test_pip_installs_the_package_with_its_configs(tmp_path):
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--target", target, source], check=True, cwd=tmp_path)
+    installed = run_process([*pip, "--target", target, source], cwd=tmp_path)
+    assert installed.returncode == 0, installed.stderr
     script = (
         "import d2_memfit; from d2_memfit import model_zoo;"
         "names = model_zoo.list_configs();"
         "print(d2_memfit.__file__); print(model_zoo.get_config_file(names[0]));"
         "print(len(names), model_zoo.get_config(names[0]).SOLVER.ACCUMULATION_STEPS)"
     )
-    result = subprocess.run(
+    elsewhere = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "tests")]
+    result = run_process(
         [sys.executable, "-W", "ignore", "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": os.pathsep.join([str(target), *_without_checkout(sys.path)])},
+        env={"PYTHONPATH": os.pathsep.join([str(target), *elsewhere])},
         cwd=tmp_path,
     )
+    assert result.returncode == 0, result.stderr
     package, config, rest = result.stdout.splitlines()
     assert package.startswith(str(target))
     assert config.startswith(str(target))
     assert rest.endswith(" 8")
-
-
-def _without_checkout(paths):
-    return [p for p in paths if Path(p or ".").resolve() not in (ROOT, ROOT / "tests")]

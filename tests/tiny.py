@@ -1,6 +1,8 @@
 """Real Detectron2 models, small enough that a test trains them in a second, and images for them."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -114,6 +116,17 @@ def relative_difference(actual, expected):
 def read_metrics(output_dir):
     """metrics.json as a list of dicts."""
     return [json.loads(line) for line in (Path(output_dir) / "metrics.json").open()]
+
+
+def run_process(command, timeout_s=180, **kwargs):
+    """Run a command to its end in a process that can import what this one can."""
+    return subprocess.run(
+        [str(c) for c in command],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        **{"env": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, **kwargs},
+    )
 
 
 def import_from(folder):

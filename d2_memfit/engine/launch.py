@@ -1,6 +1,7 @@
 """Start the processes of a job, on GPUs or on the CPU, or join those that torchrun started."""
 
 import os
+import tempfile
 from datetime import timedelta
 from typing import Callable, Optional
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from detectron2.engine import launch as _detectron2_launch
-from detectron2.engine.launch import DEFAULT_TIMEOUT, _find_free_port
+from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
 
 from .. import compat
@@ -47,22 +48,15 @@ def launch(
             main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout
         )
     else:
-        if dist_url == "auto":
-            dist_url = f"tcp://127.0.0.1:{_find_free_port()}"
-        mp.start_processes(
-            _run_cpu_rank,
-            args=(
-                main_func,
-                args,
-                dist_url,
-                machine_rank,
-                num_ranks,
-                num_gpus_per_machine,
-                timeout,
-            ),
-            nprocs=num_gpus_per_machine,
-            start_method="spawn",
-        )
+        with tempfile.TemporaryDirectory() as folder:  # a file, unlike a port, is always free
+            url = f"file://{folder}/rendezvous" if dist_url == "auto" else dist_url
+            ranks_here = num_gpus_per_machine
+            mp.start_processes(
+                _run_cpu_rank,
+                args=(main_func, args, url, machine_rank, num_ranks, ranks_here, timeout),
+                nprocs=ranks_here,
+                start_method="spawn",
+            )
 
 
 def world_size(num_gpus_per_machine: int, num_machines: int = 1) -> int:

@@ -1,12 +1,11 @@
 import json
-import subprocess
 import sys
 
 import cv2
 import numpy as np
 from make_dataset import SPLIT_ROW, find_coins, make_dataset
 from skimage import data
-from tiny import ROOT, read_metrics
+from tiny import ROOT, read_metrics, run_process
 
 
 def test_all_coins_are_found_and_no_coin_is_in_both_halves():
@@ -45,13 +44,7 @@ def test_the_demo_learns_to_find_coins(tmp_path):
     """Half of its iterations; `make demo` has them all."""
     demo = [sys.executable, "-W", "ignore", ROOT / "projects" / "Coins" / "demo.py"]
     options = ["SOLVER.MAX_ITER", "60", "TEST.EVAL_PERIOD", "0"]
-    result = subprocess.run(
-        [str(c) for c in [*demo, "--output-dir", tmp_path, *options]],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=ROOT,
-    )
+    result = run_process([*demo, "--output-dir", tmp_path, *options], timeout_s=400)
     assert result.returncode == 0, result.stderr[-4000:]
     (last,) = [m for m in read_metrics(tmp_path) if "bbox/AP50" in m]
     assert last["bbox/AP50"] >= 50

@@ -1,8 +1,6 @@
 """tools/train_net.py as users run it: as a process where that matters, else as a call."""
 
-import os
 import socket
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,10 +9,9 @@ import pytest
 import torch
 import train_net
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from tiny import ROOT, read_metrics, tiny_cfg
+from tiny import ROOT, read_metrics, run_process, tiny_cfg
 
 TRAIN_NET = str(ROOT / "tools" / "train_net.py")
-TIMEOUT_S = 180
 
 
 @pytest.fixture
@@ -43,16 +40,6 @@ def call(capsys, *arguments):
         except SystemExit as e:
             return e.code, capsys.readouterr().err
     return 0, capsys.readouterr().err
-
-
-def run(command):
-    return subprocess.run(
-        [str(c) for c in command],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
 
 
 def outputs(folder):
@@ -106,7 +93,7 @@ def test_two_ranks(arguments, tmp_path, launcher):
         url = f"tcp://127.0.0.1:{s.getsockname()[1]}"
     commands = [[*command, *arguments] for command in commands_of_two_ranks(launcher, url)]
     with ThreadPoolExecutor() as machines:
-        results = list(machines.map(run, commands))
+        results = list(machines.map(run_process, commands))
     for result in results:
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     output_dir = tmp_path / "output"
@@ -118,9 +105,12 @@ def test_two_ranks(arguments, tmp_path, launcher):
 
 
 def test_an_error_is_one_line_of_the_process(tmp_path):
-    result = run([sys.executable, "-W", "ignore", TRAIN_NET, "SOLVER.ACCUMULATION_STEPS", 0])
+    result = run_process(
+        [sys.executable, "-W", "ignore", TRAIN_NET, "SOLVER.ACCUMULATION_STEPS", 0]
+    )
     assert result.returncode == 2
-    assert result.stderr == "error: SOLVER.ACCUMULATION_STEPS must be a positive integer, got 0\n"
+    message = "error: SOLVER.ACCUMULATION_STEPS must be a positive integer, got 0\n"
+    assert result.stderr == message
 
 
 @pytest.mark.parametrize(
