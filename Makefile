@@ -14,14 +14,14 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 .PHONY: demo test lint venv
 
 demo: venv
-	$(VENV)/bin/python projects/Coins/demo.py --output-dir $(OUTPUT)
+	"$(VENV)/bin/python" projects/Coins/demo.py --output-dir "$(OUTPUT)"
 
 test: venv
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	"$(VENV)/bin/python" -m pytest $(PYTEST_ARGS)
 
 lint: venv
-	$(VENV)/bin/python -m ruff check .
-	$(VENV)/bin/python -m ruff format --check .
+	"$(VENV)/bin/python" -m ruff check .
+	"$(VENV)/bin/python" -m ruff format --check .
 
 venv:
-	@$(PYTHON) tools/make_venv.py $(VENV)
+	@"$(PYTHON)" tools/make_venv.py "$(VENV)"

@@ -2,7 +2,8 @@
 
 import importlib.util
 
-if importlib.util.find_spec("detectron2") is None:
+# A folder of this name, such as that of a clone, would be found too, but has no origin.
+if getattr(importlib.util.find_spec("detectron2"), "origin", None) is None:
     raise ImportError(
         "d2_memfit extends Detectron2, and this environment has none. Ways to get it:\n"
         "  - main, with a compiler: pip install "

@@ -11,6 +11,7 @@ from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg as _get_detectron2_cfg
 
 from .errors import ConfigError
+from .yaml_arithmetic import arithmetic_in_yaml
 
 __all__ = ["add_memfit_config", "check_config", "check_positive_int", "get_cfg", "load_cfg"]
 
@@ -51,7 +52,7 @@ def load_cfg(config_file: str = "", opts: Sequence[str] = ()) -> CN:
     """
     cfg = get_cfg()
     if config_file:
-        with _explained(cfg, f"{config_file}: "):
+        with _explained(cfg, f"{config_file}: "), arithmetic_in_yaml():
             cfg.merge_from_file(config_file, allow_unsafe=False)
     with _explained(cfg):
         cfg.merge_from_list(list(opts))
@@ -60,6 +61,10 @@ def load_cfg(config_file: str = "", opts: Sequence[str] = ()) -> CN:
 
 def check_config(cfg: CN, world_size: int = 1) -> None:
     """Raise :class:`ConfigError` on the first value that cannot work on ``world_size`` ranks."""
+    known = set(_keys(_C.MEMFIT))
+    for key in _keys(cfg.MEMFIT):
+        if key not in known:
+            raise ConfigError(_no_such_key(f"MEMFIT.{key}", cfg))
     check_positive_int("SOLVER.ACCUMULATION_STEPS", cfg.SOLVER.ACCUMULATION_STEPS)
     if cfg.MEMFIT.MICRO_BATCH is not None:
         check_positive_int("MEMFIT.MICRO_BATCH", cfg.MEMFIT.MICRO_BATCH)
@@ -84,20 +89,29 @@ def check_positive_int(name: str, value: object) -> None:
 
 @contextmanager
 def _explained(cfg: CN, where: str = "") -> Iterator[None]:
-    """Make one line out of what merging raises, with the key and what is wrong with it."""
+    """Make one line out of what merging raises, with the key and what is wrong with it.
+
+    yacs says "Non-existent config key: MEMFIT.X", and "Type mismatch (<class 'int'> vs. <class
+    'float'>) with values (1 vs. 2.5) for config key: SOLVER.X".
+    """
     try:
         yield
-    except (AssertionError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError) as e:
+    except (AssertionError, KeyError, OSError, ValueError, yaml.YAMLError) as e:
         text = " ".join(str(e.args[0] if isinstance(e, KeyError) and e.args else e).split())
         unknown = re.search(r"Non-existent.* key: (\S+)", text)
         if unknown:
-            near = difflib.get_close_matches(unknown[1], list(_keys(cfg)), n=3)
-            text = f"there is no config key {unknown[1]}"
-            text += f" (near: {', '.join(near)})" if near else ""
+            text = _no_such_key(unknown[1], cfg)
         mismatch = re.search(r"<class '(\w+)'> vs.* \(.* vs\. (.*)\) for config key: (\S+)", text)
         if mismatch:
             text = f"{mismatch[3]} must be of type {mismatch[1]}, got {mismatch[2]}"
         raise ConfigError(where + text) from e
+    except (AttributeError, TypeError) as e:  # from looking for keys in what has none
+        raise ConfigError(f"{where}not a config: it must be a mapping of keys to values") from e
+
+
+def _no_such_key(key: str, cfg: CN) -> str:
+    near = difflib.get_close_matches(key, sorted(set(_keys(cfg)) - {key}), n=3)
+    return f"there is no config key {key}" + (f" (near: {', '.join(near)})" if near else "")
 
 
 def _keys(cfg: CN, prefix: str = "") -> Iterator[str]:

@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -55,11 +56,25 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
                 )
 
 
-def check_coco_file(name: str, json_file: str, image_dir: str) -> None:
-    """Read a COCO file, and check that there are images and annotations in it.
+# What Detectron2 takes from each entry of these lists of a COCO file.
+_FIELDS = {
+    "images": {"id", "file_name", "height", "width"},
+    "annotations": {"id", "image_id", "category_id", "bbox"},
+    "categories": {"id", "name"},
+}
+
+
+def check_coco_file(name: str, json_file: str, image_dir: str, for_training: bool) -> None:
+    """Read a COCO file, and check what Detectron2 relies on.
+
+    Args:
+        name, json_file, image_dir: as for :func:`register_coco`.
+        for_training: there must be objects to learn from. Without, annotations may be missing, as
+            in COCO's test sets.
 
     Raises:
-        DataError: it is missing, is not such a file, or is empty; or its images are elsewhere.
+        DataError: the file is missing, is no such file, or has nothing in it; or its images are
+            elsewhere.
     """
     try:
         with PathManager.open(json_file) as f:
@@ -68,13 +83,42 @@ def check_coco_file(name: str, json_file: str, image_dir: str) -> None:
         raise DataError(f"dataset {name}: cannot open {json_file} ({e.strerror})") from e
     except ValueError as e:
         raise DataError(f"dataset {name}: {json_file} is not valid JSON ({e})") from e
-    for key in ("images", "annotations", "categories"):
-        if not isinstance(coco, dict) or not isinstance(coco.get(key), list):
-            raise DataError(f"dataset {name}: {json_file} has no list {key!r}, so it is not COCO's")
-        if not coco[key]:
-            raise DataError(
-                f"dataset {name} is empty: the list {key!r} of {json_file} has no entries"
-            )
-    first_image = os.path.join(image_dir, str(coco["images"][0].get("file_name")))
+    if not isinstance(coco, dict):
+        raise DataError(f"dataset {name}: {json_file} is not COCO's format, it has no 'images'")
+    if not for_training:
+        coco.setdefault("annotations", [])
+    for key in _FIELDS:
+        _check_entries(f"dataset {name}: the list {key!r} of {json_file}", coco.get(key), key)
+    if not coco["images"]:
+        raise DataError(f"dataset {name} is empty: the list 'images' of {json_file} has no entries")
+
+    categories = {c["id"] for c in coco["categories"]}
+    images = {i["id"] for i in coco["images"]}
+    for a in coco["annotations"]:
+        for field, known in (("category_id", categories), ("image_id", images)):
+            if a[field] not in known:
+                raise DataError(
+                    f"dataset {name}: in {json_file}, the annotation with id {a['id']} has the "
+                    f"{field} {a[field]}, and there is nothing with that id"
+                )
+    if for_training and not any(not a.get("iscrowd", 0) for a in coco["annotations"]):
+        raise DataError(
+            f"dataset {name} is empty: {json_file} has no annotations but those of crowds, which "
+            "are not trained on"
+        )
+    first_image = os.path.join(image_dir, str(coco["images"][0]["file_name"]))
     if not PathManager.isfile(first_image):
         raise DataError(f"dataset {name}: its first image {first_image} does not exist")
+
+
+def _check_entries(where: str, entries: Any, key: str) -> None:
+    if not isinstance(entries, list):
+        raise DataError(f"{where} is missing, so it is not COCO's format")
+    for entry in entries:
+        missing = _FIELDS[key] - set(entry) if isinstance(entry, dict) else _FIELDS[key]
+        if missing:
+            raise DataError(f"{where} has an entry without {', '.join(sorted(missing))}: {entry}")
+    ids = [entry["id"] for entry in entries]
+    if len(set(ids)) < len(ids):
+        twice = next(i for i in ids if ids.count(i) > 1)
+        raise DataError(f"{where} has the id {twice} more than once")

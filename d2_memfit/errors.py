@@ -4,6 +4,8 @@ import functools
 import sys
 from typing import Any, Callable
 
+from torch.multiprocessing import ProcessExitedException
+
 __all__ = ["CheckpointError", "ConfigError", "DataError", "MemfitError", "exit_on_error"]
 
 
@@ -24,7 +26,11 @@ class CheckpointError(MemfitError, RuntimeError):
 
 
 def exit_on_error(main: Callable) -> Callable:
-    """Decorate the main function of a tool: a :class:`MemfitError` ends it with one line."""
+    """Decorate the main function of a tool, and that of its ranks.
+
+    A :class:`MemfitError` is printed as one line, and the exit status is 2. The process that
+    started a rank which ended so ends with the same status.
+    """
 
     @functools.wraps(main)
     def main_without_traceback(*args: Any) -> Any:
@@ -33,5 +39,9 @@ def exit_on_error(main: Callable) -> Callable:
         except MemfitError as e:
             print(f"error: {e}", file=sys.stderr)
             sys.exit(2)
+        except ProcessExitedException as e:
+            if e.exit_code != 2:
+                print(f"error: {e}", file=sys.stderr)
+            sys.exit(e.exit_code)
 
     return main_without_traceback

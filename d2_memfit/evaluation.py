@@ -1,7 +1,8 @@
 """The evaluator that goes with a dataset, with or without Detectron2's compiled operators."""
 
+import inspect
 import os
-from typing import Optional
+from typing import Any, Optional
 
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
@@ -16,10 +17,12 @@ from detectron2.evaluation import (
     PascalVOCDetectionEvaluator,
     SemSegEvaluator,
 )
+from detectron2.utils.registry import locate
+from omegaconf import ListConfig
 
 from . import compat
 
-__all__ = ["build_coco_evaluator", "build_evaluator"]
+__all__ = ["build_coco_evaluator", "build_evaluator", "use_available_implementation"]
 
 
 def build_evaluator(
@@ -64,3 +67,16 @@ def build_coco_evaluator(dataset_name: str, output_folder: str) -> COCOEvaluator
     return COCOEvaluator(
         dataset_name, output_dir=output_folder, use_fast_impl=compat.has_compiled_ops()
     )
+
+
+def use_available_implementation(evaluator: Any) -> None:
+    """The same choice in a LazyConfig.
+
+    Args:
+        evaluator: a ``LazyCall``, or a list of them. Those of ``COCOEvaluator`` that do not say
+            which implementation to use get the one that is there.
+    """
+    for call in evaluator if isinstance(evaluator, ListConfig) else [evaluator]:
+        target = locate(call._target_) if isinstance(call._target_, str) else call._target_
+        if inspect.isclass(target) and issubclass(target, COCOEvaluator):
+            call.setdefault("use_fast_impl", compat.has_compiled_ops())

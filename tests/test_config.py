@@ -1,4 +1,9 @@
+from pathlib import Path
+
 import pytest
+import yaml
+from detectron2 import model_zoo
+from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
 from d2_memfit import add_memfit_config, get_cfg
@@ -68,7 +73,11 @@ def test_a_wrong_override_is_named(opts, message):
     [
         ("MEMFIT:\n  MICROBATCH: 2\n", r"no config key MEMFIT\.MICROBATCH"),
         ("SOLVER: [1, 2\n", r"while parsing"),
+        ("", r"not a config"),
+        ("just text", r"not a config"),
         ("OUTPUT_DIR: !!python/object/apply:os.getcwd []\n", r"could not determine a constructor"),
+        ('OUTPUT_DIR: !!python/object/apply:eval ["open(1)"]\n', r"only arithmetic is computed"),
+        ('OUTPUT_DIR: !!python/object/apply:eval ["[].__class__"]\n', r"only arithmetic"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path, text, message):
@@ -77,6 +86,21 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as e:
         load_cfg(str(file))
     assert "wrong.yaml" in str(e.value)
+
+
+def test_every_config_of_detectron2s_zoo_loads_without_running_code():
+    folder = Path(model_zoo.__file__).parent / "configs"
+    files = sorted(folder.rglob("*.yaml"))
+    assert len(files) > 80
+    for file in files:
+        expected = get_detectron2_cfg()
+        expected.merge_from_file(str(file))
+        cfg = load_cfg(str(file))
+        del cfg.SOLVER["ACCUMULATION_STEPS"]
+        del cfg["MEMFIT"]
+        assert cfg == expected, file
+    with pytest.raises(yaml.constructor.ConstructorError):
+        yaml.safe_load('!!python/object/apply:eval ["1 + 1"]')  # elsewhere it stays an error
 
 
 def test_a_file_that_does_not_exist_is_named():
@@ -91,6 +115,15 @@ def test_accumulation_steps_are_a_positive_integer(value):
     with pytest.raises(ConfigError) as e:
         check_config(cfg)
     assert str(e.value) == f"SOLVER.ACCUMULATION_STEPS must be a positive integer, got {value!r}"
+
+
+def test_unknown_keys_are_found_that_no_merge_has_seen():
+    cfg = get_cfg()
+    cfg.MEMFIT = CfgNode({"MICROBATCH": 1, "MICRO_BATCH": None, "AMP_DTYPE": "float16"})
+    with pytest.raises(
+        ConfigError, match=r"no config key MEMFIT\.MICROBATCH \(near: MEMFIT\.MICRO"
+    ):
+        check_config(cfg)
 
 
 def test_images_are_shared_equally_among_ranks():

@@ -17,7 +17,7 @@ def cfg_with(train=(), test=()):
 def test_coins_are_fine(coins):
     check_datasets(cfg_with(("coins_train",), ("coins_val",)))
     for split in ("train", "val"):
-        check_coco_file(f"coins_{split}", str(coins / f"{split}.json"), str(coins / split))
+        check_coco_file(f"coins_{split}", str(coins / f"{split}.json"), str(coins / split), True)
 
 
 def test_the_same_dataset_may_be_registered_twice_and_another_may_not_take_its_name(coins):
@@ -45,27 +45,70 @@ def test_a_builtin_dataset_that_is_not_on_disk_is_named():
         check_datasets(cfg_with(("coco_2017_train",)))
 
 
+def crowd_only(coco):
+    for a in coco["annotations"]:
+        a["iscrowd"] = 1
+
+
+def set_in_first(key, field, value):
+    def change(coco):
+        coco[key][0][field] = value
+
+    return change
+
+
+def drop_from_first(key, field):
+    return lambda coco: coco[key][0].pop(field)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda coco: coco.update(images=[]), "empty: the list 'images'"),
+        (lambda coco: coco.update(images=["a"]), "'images' .* has an entry without file_name"),
+        (lambda coco: coco.pop("images"), "'images' .* is missing"),
+        (lambda coco: coco.pop("annotations"), "'annotations' .* is missing"),
+        (lambda coco: coco.update(annotations=[]), "empty: .* no annotations"),
+        (crowd_only, "empty: .* no annotations but those of crowds"),
+        (drop_from_first("images", "id"), "'images' .* has an entry without id"),
+        (drop_from_first("annotations", "bbox"), "'annotations' .* has an entry without bbox"),
+        (set_in_first("annotations", "category_id", 9), "category_id 9, and there is nothing"),
+        (set_in_first("annotations", "image_id", 999), "image_id 999, and there is nothing"),
+        (set_in_first("annotations", "id", 2), "'annotations' .* has the id 2 more than once"),
+        (set_in_first("images", "file_name", "no.png"), r"first image .*no\.png does not exist"),
+    ],
+)
+def test_a_coco_file_that_cannot_be_trained_on_is_explained(coins, tmp_path, change, message):
+    file = tmp_path / "broken.json"
+    coco = json.loads((coins / "val.json").read_text())
+    change(coco)
+    file.write_text(json.dumps(coco))
+    with pytest.raises(DataError, match=message) as e:
+        check_coco_file("broken", str(file), str(coins / "val"), for_training=True)
+    assert "dataset broken" in str(e.value)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "cannot open"),
         ("", "not valid JSON"),
         ('{"images": [', "not valid JSON"),
-        ("[]", "no list 'images'"),
-        ('{"images": []}', "empty: the list 'images'"),
-        ("no annotations", "empty: the list 'annotations'"),
-        ("wrong folder", r"first image .*000\.png does not exist"),
+        ("[]", "not COCO's format"),
     ],
 )
-def test_a_coco_file_that_cannot_be_trained_on_is_explained(coins, tmp_path, content, message):
+def test_a_file_that_is_not_coco_is_named(tmp_path, content, message):
     file = tmp_path / "broken.json"
-    coco = json.loads((coins / "val.json").read_text())
-    if content == "no annotations":
-        coco["annotations"] = []
-    if content in ("no annotations", "wrong folder"):
-        content = json.dumps(coco)
     if content is not None:
         file.write_text(content)
     with pytest.raises(DataError, match=message) as e:
-        check_coco_file("broken", str(file), str(tmp_path))
-    assert "dataset broken" in str(e.value)
+        check_coco_file("broken", str(file), str(tmp_path), for_training=True)
+    assert str(file) in str(e.value)
+
+
+def test_a_dataset_to_evaluate_on_needs_no_annotations(coins, tmp_path):
+    file = tmp_path / "image_info.json"
+    coco = json.loads((coins / "val.json").read_text())
+    del coco["annotations"]
+    file.write_text(json.dumps(coco))
+    check_coco_file("test", str(file), str(coins / "val"), for_training=False)

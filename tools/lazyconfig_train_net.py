@@ -12,6 +12,7 @@ It reads, beside the fields of Detectron2's configs/common/train.py:
 """
 
 import argparse
+import os
 
 import torch
 from detectron2.config import LazyConfig, instantiate
@@ -24,8 +25,9 @@ from omegaconf import DictConfig
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.config import check_positive_int
-from d2_memfit.engine import MemfitCheckpointer, Precision, launch
-from d2_memfit.errors import exit_on_error
+from d2_memfit.engine import MemfitCheckpointer, Precision, launch, usable_device
+from d2_memfit.errors import ConfigError, exit_on_error
+from d2_memfit.evaluation import use_available_implementation
 
 
 def evaluate(cfg: DictConfig, model: torch.nn.Module):
@@ -78,15 +80,23 @@ def accumulation(cfg_train: DictConfig) -> dict:
     }
 
 
+def load_config(args: argparse.Namespace) -> DictConfig:
+    if not os.path.isfile(args.config_file):
+        raise ConfigError(f"--config-file {args.config_file!r} does not exist")
+    cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file), args.opts)
+    cfg.train.device = usable_device(cfg.train.device)
+    if "evaluator" in cfg.dataloader:
+        use_available_implementation(cfg.dataloader.evaluator)
+    return cfg
+
+
 @exit_on_error
 def main(args: argparse.Namespace) -> None:
-    cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file), args.opts)
-    if str(cfg.train.device).startswith("cuda") and not torch.cuda.is_available():
-        cfg.train.device = "cpu"
-    accumulation(cfg.train)  # what is wrong is found before anything is written
+    """What every rank does."""
+    cfg = load_config(args)
     default_setup(cfg, args)
     logger = setup_logger(cfg.train.output_dir, distributed_rank=comm.get_rank(), name="d2_memfit")
-    if not torch.cuda.is_available():
+    if cfg.train.device == "cpu" and not torch.cuda.is_available():
         logger.warning("No GPU is visible: running on the CPU")
 
     model = instantiate(cfg.model).to(cfg.train.device)
@@ -98,6 +108,17 @@ def main(args: argparse.Namespace) -> None:
         train(cfg, model, args.resume)
 
 
-if __name__ == "__main__":
+@exit_on_error
+def run() -> None:
     args = default_argument_parser(epilog=__doc__).parse_args()
+    cfg = load_config(args)
+    if not args.eval_only:
+        accumulation(cfg.train)
+    # What is wrong is found before a process is started or anything is written.
+    checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.train.output_dir)
+    checkpointer.check(cfg.train.init_checkpoint, resume=args.resume and not args.eval_only)
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
+
+
+if __name__ == "__main__":
+    run()

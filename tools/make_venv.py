@@ -45,6 +45,8 @@ def main():
     inputs = (Path(__file__), REQUIREMENTS, DETECTRON2, DETECTRON2_OPS)
     wanted = " ".join(hashlib.sha256(f.read_bytes()).hexdigest() for f in inputs)
     marker = venv / "made-by-d2_memfit"
+    if venv.exists() and not marker.exists() and not (venv / "bin" / "python").exists():
+        sys.exit(f"error: {venv} is no environment: it has no bin/python. Name another one")
     if venv.exists() and (not marker.exists() or marker.read_text() == wanted):
         return
     complaint = complaint_about(sys.version_info[:2])

@@ -23,8 +23,8 @@ from detectron2.utils.logger import setup_logger
 from d2_memfit import MemfitTrainer
 from d2_memfit.config import check_config, load_cfg
 from d2_memfit.data import check_coco_file, check_datasets, register_coco
-from d2_memfit.engine import MemfitCheckpointer, Precision, launch, world_size
-from d2_memfit.errors import exit_on_error
+from d2_memfit.engine import MemfitCheckpointer, Precision, launch, usable_device, world_size
+from d2_memfit.errors import ConfigError, exit_on_error
 from d2_memfit.evaluation import build_evaluator
 
 
@@ -59,8 +59,7 @@ def make_cfg(args: argparse.Namespace) -> CfgNode:
     for dataset in args.coco:
         register_coco(*dataset)
     cfg = load_cfg(args.config_file, args.opts)
-    if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
-        cfg.MODEL.DEVICE = "cpu"
+    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
     cfg.freeze()
     return cfg
 
@@ -69,15 +68,20 @@ def check(args: argparse.Namespace) -> None:
     """Find what cannot work before a process is started or OUTPUT_DIR is touched."""
     cfg = make_cfg(args)
     ranks = world_size(args.num_gpus, args.num_machines)
-    check_config(cfg)
-    check_config(Trainer.auto_scale_workers(cfg, ranks), ranks)
+    if not args.eval_only:
+        check_config(cfg)
+        check_config(Trainer.auto_scale_workers(cfg, ranks), ranks)
     Precision.from_cfg(cfg)
     for name, json_file, image_dir in args.coco:
-        if name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
-            check_coco_file(name, json_file, image_dir)
+        trains = name in cfg.DATASETS.TRAIN and not args.eval_only
+        if trains or name in cfg.DATASETS.TEST:
+            needs_objects = trains and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
+            check_coco_file(name, json_file, image_dir, needs_objects)
     check_datasets(cfg, args.eval_only)
-    if args.resume:
-        MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR).check_last()
+    if os.path.exists(cfg.OUTPUT_DIR) and not os.path.isdir(cfg.OUTPUT_DIR):
+        raise ConfigError(f"OUTPUT_DIR must be a folder, and {cfg.OUTPUT_DIR} is a file")
+    checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR)
+    checkpointer.check(cfg.MODEL.WEIGHTS, resume=args.resume)
 
 
 @exit_on_error
@@ -86,7 +90,7 @@ def main(args: argparse.Namespace) -> None:
     cfg = make_cfg(args)
     default_setup(cfg, args)
     logger = setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
-    if not torch.cuda.is_available():
+    if cfg.MODEL.DEVICE == "cpu" and not torch.cuda.is_available():
         logger.warning("No GPU is visible: running on the CPU")
 
     if args.eval_only:

@@ -2,7 +2,7 @@
 
 from .checkpoint import MemfitCheckpointer
 from .defaults import MemfitMixin, MemfitTrainer
-from .launch import launch, world_size
+from .launch import launch, usable_device, world_size
 from .precision import Precision
 from .train_loop import AccumulatingTrainer
 
@@ -13,5 +13,6 @@ __all__ = [
     "MemfitTrainer",
     "Precision",
     "launch",
+    "usable_device",
     "world_size",
 ]

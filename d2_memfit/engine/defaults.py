@@ -6,6 +6,7 @@ from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer
+from detectron2.solver import LRMultiplier
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
@@ -32,10 +33,22 @@ class MemfitMixin:
 
     Raises:
         ConfigError: a value in the config cannot work.
-        TypeError: the project's ``__init__`` makes an inner trainer of its own.
+        TypeError: it is not the first base class, or the project's ``__init__`` does not take the
+            config first, or makes an inner trainer of its own.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if DefaultTrainer in order and order.index(DefaultTrainer) < order.index(MemfitMixin):
+            raise TypeError(f"MemfitMixin must be the first base class of {cls.__name__}")
+
     def __init__(self, cfg: CfgNode, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(cfg, CfgNode):
+            raise TypeError(
+                f"the first argument of {type(self).__name__} must be the config, as in "
+                f"DefaultTrainer, got a {type(cfg).__name__}"
+            )
         if not logging.getLogger("d2_memfit").isEnabledFor(logging.INFO):
             setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
         cfg = _with_memfit_keys(cfg)
@@ -83,16 +96,19 @@ class MemfitMixin:
             CfgNode: a new config to be taken as it is, with REFERENCE_WORLD_SIZE 0; or, if there is
             nothing to do, the same.
         """
-        steps = cfg.SOLVER.ACCUMULATION_STEPS
+        steps = cfg.SOLVER.get("ACCUMULATION_STEPS", 1)
         reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
-        if reference == 0 or steps == 1:
-            return DefaultTrainer.auto_scale_workers(cfg, num_workers)
+        if reference == 0 or (steps == 1 and reference == num_workers):
+            return cfg
         if cfg.SOLVER.IMS_PER_BATCH % reference:
             raise ConfigError(
                 f"SOLVER.IMS_PER_BATCH must be divisible by SOLVER.REFERENCE_WORLD_SIZE, "
                 f"{reference}, got {cfg.SOLVER.IMS_PER_BATCH}"
             )
-        scaled = DefaultTrainer.auto_scale_workers(cfg, num_workers * steps).clone()
+        scaled = DefaultTrainer.auto_scale_workers(cfg, num_workers * steps)
+        if steps == 1:
+            return scaled
+        scaled = scaled.clone()
         scaled.defrost()
         scaled.SOLVER.IMS_PER_BATCH //= steps
         scaled.SOLVER.REFERENCE_WORLD_SIZE = 0
@@ -107,7 +123,8 @@ class MemfitMixin:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if "_trainer" not in state_dict:
+        has_optimizer = "_trainer" in state_dict
+        if not has_optimizer:
             logger.warning(
                 "The checkpoint has no optimizer state (Detectron2 v0.6 saves none). Iteration and "
                 "learning rate are resumed, momentum starts at zero"
@@ -116,6 +133,10 @@ class MemfitMixin:
         super().load_state_dict(state_dict)
         if not compat.SAVES_INNER_TRAINER:
             self._trainer.load_state_dict(state_dict["_trainer"])
+        if not has_optimizer and isinstance(self.scheduler, LRMultiplier):
+            # It is in the optimizer's state. The scheduler sets it only when it steps.
+            for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_lr()):
+                group["lr"] = lr
 
 
 class MemfitTrainer(MemfitMixin, DefaultTrainer):

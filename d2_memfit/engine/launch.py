@@ -13,8 +13,9 @@ from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
 
 from .. import compat
+from ..errors import ConfigError
 
-__all__ = ["launch", "world_size"]
+__all__ = ["launch", "usable_device", "world_size"]
 
 
 def launch(
@@ -47,6 +48,8 @@ def launch(
         _detectron2_launch(
             main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout
         )
+    elif dist_url == "auto" and num_machines > 1:
+        raise ConfigError("--dist-url auto works on one machine; name the first one's address")
     else:
         with tempfile.TemporaryDirectory() as folder:  # a file, unlike a port, is always free
             url = f"file://{folder}/rendezvous" if dist_url == "auto" else dist_url
@@ -61,7 +64,14 @@ def launch(
 
 def world_size(num_gpus_per_machine: int, num_machines: int = 1) -> int:
     """Number of ranks that :func:`launch` would have with these arguments, here and now."""
-    return int(os.environ["WORLD_SIZE"]) if _is_torchrun() else num_gpus_per_machine * num_machines
+    if _is_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    return max(1, num_gpus_per_machine * num_machines)
+
+
+def usable_device(device: str) -> str:
+    """The device itself, or "cpu" where it is a CUDA device and there is none."""
+    return "cpu" if device.startswith("cuda") and not torch.cuda.is_available() else device
 
 
 def _is_torchrun() -> bool:

@@ -37,11 +37,15 @@ class Precision:
     def __init__(self, name: str, device: Union[torch.device, str]) -> None:
         if name not in _DTYPES:
             raise ConfigError(f"the precision must be one of {', '.join(_DTYPES)}, got {name!r}")
+        try:
+            device = torch.device(device)
+        except RuntimeError as e:
+            raise ConfigError(f"MODEL.DEVICE {device!r} is no device of PyTorch: {e}") from e
         self.dtype = _DTYPES[name]
-        self.device_type = torch.device(device).type
+        self.device_type = device.type
         self.scaler: Optional[torch.amp.GradScaler] = None
         if self.dtype != torch.float32:
-            _check_device(self.dtype, torch.device(device))
+            _check_device(self.dtype, device)
         if self.dtype == torch.float16:
             self.scaler = torch.amp.GradScaler(self.device_type)
 
@@ -83,6 +87,8 @@ def _check_device(dtype: torch.dtype, device: torch.device) -> None:
             f"MEMFIT.AMP_DTYPE {name}: PyTorch has no mixed precision on the device {device.type}. "
             "Set SOLVER.AMP.ENABLED False"
         )
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"MODEL.DEVICE {device}: no GPU is visible")
     if (
         device.type == "cuda"
         and dtype == torch.bfloat16

@@ -5,13 +5,12 @@ from typing import Union
 
 import torch
 import torch.distributed as dist
-from detectron2.utils import comm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .window import Report
+from .window import Report, Window
 
-__all__ = ["all_reduce_gradients", "image_share"]
+__all__ = ["average_gradients", "image_share"]
 
 # As DistributedDataParallel's default: little memory, and large enough for a network's speed.
 _BUCKET_BYTES = 25 * 2**20
@@ -30,24 +29,29 @@ def image_share(num_images: int, model: nn.Module) -> Union[float, torch.Tensor]
     return num_images * dist.get_world_size(model.process_group) / total
 
 
-def all_reduce_gradients(model: nn.Module, reports: Sequence[Report]) -> None:
-    """Replace each gradient by its mean over the ranks, weighted by their images.
+def average_gradients(model: nn.Module, window: Window, reports: Sequence[Report]) -> None:
+    """Make the window's gradients the mean over all its images, and with DDP over all ranks'.
 
-    A rank without a gradient for a parameter takes part with zeros. A parameter that has none on
-    any rank stays without one, so that the optimizer leaves it alone, as it does on one rank.
+    On a rank without a gradient for a parameter, zeros take part. A parameter that has none on any
+    rank stays without one, so that the optimizer leaves it alone, as it does on one rank.
 
     Args:
-        model: wrapped in DDP, with gradients that were accumulated under ``no_sync``. For any other
-            model nothing is done.
-        reports: of all ranks.
+        model: its gradients are sums over images, divided by ``window.expected_images``. If it is
+            wrapped in DDP, they were accumulated under ``no_sync``.
+        window: that of this rank.
+        reports: of all ranks, on the model's parameters.
     """
     if not isinstance(model, DistributedDataParallel):
+        if window.num_images != window.expected_images:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(window.expected_images / window.num_images)
         return
-    share = reports[comm.get_rank()].num_images / sum(r.num_images for r in reports)
+    scale = window.expected_images / sum(r.num_images for r in reports)
     on_any_rank = [any(has) for has in zip(*(r.has_gradient for r in reports))]
     for bucket in _buckets(p for p, has in zip(model.parameters(), on_any_rank) if has):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = torch.cat([g.reshape(-1) for g in gradients]).mul_(share)
+        flat = torch.cat([g.reshape(-1) for g in gradients]).mul_(scale)
         dist.all_reduce(flat, group=model.process_group)
         for p, gradient, mean in zip(bucket, gradients, flat.split([g.numel() for g in gradients])):
             p.grad = gradient.copy_(mean.view_as(gradient))

@@ -10,51 +10,59 @@ __all__ = ["WindowStorage"]
 class WindowStorage(EventStorage):
     """What ``get_event_storage()`` gives to the model's own code while a window runs.
 
-    It collects scalars until :meth:`write`, then gives the run's storage their mean, weighted by
-    images. Of the images and histograms of one name, the run's storage gets the window's first.
-    Questions about earlier values are answered by the run's storage.
-
-    Attributes:
-        num_images: images of the micro-batch that runs now; the trainer sets it.
+    Scalars stay here until :meth:`write` gives the run's storage their mean, weighted by images.
+    Images and histograms go to the run's storage at once, for each name those of the first
+    micro-batch that has any. ``history``, ``histories`` and ``latest`` prefer the window's values
+    and fall back to those of the run's storage.
     """
 
     def __init__(self, storage: EventStorage) -> None:
         super().__init__(storage.iter)
-        self.num_images = 1
         self._storage = storage
-        self._scalars: dict[str, list[tuple[float, int]]] = {}
-        self._hints: dict[str, bool] = {}
-        self._passed_on: set[str] = set()
+        self._micro_batch = 0
+        self._num_images = 1
+        self._weights: dict[str, list[int]] = {}  # images behind each entry of a scalar's history
+        self._first: dict[tuple[str, str], int] = {}  # (kind, name) -> micro-batch
 
-    def put_scalar(
-        self, name: str, value: Any, smoothing_hint: bool = True, **_kwargs: Any
-    ) -> None:
-        name = self._current_prefix + name
-        self._scalars.setdefault(name, []).append((float(value), self.num_images))
-        self._hints[name] = smoothing_hint
+    def next_micro_batch(self, num_images: int) -> None:
+        """What is put from now on belongs to another micro-batch, of so many images."""
+        self._micro_batch += 1
+        self._num_images = num_images
+
+    def put_scalar(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        super().put_scalar(name, value, *args, **kwargs)
+        self._weights.setdefault(self._current_prefix + name, []).append(self._num_images)
 
     def put_image(self, img_name: str, img_tensor: Any) -> None:
-        if img_name not in self._passed_on:
-            self._passed_on.add(img_name)
+        if self._is_first("image", img_name):
             self._storage.put_image(img_name, img_tensor)
 
     def put_histogram(self, hist_name: str, hist_tensor: Any, bins: int = 1000) -> None:
-        if hist_name not in self._passed_on:
-            self._passed_on.add(hist_name)
+        if self._is_first("histogram", hist_name):
             self._storage.put_histogram(hist_name, hist_tensor, bins)
 
     def history(self, name: str) -> Any:
-        return self._storage.history(name)
+        own = super().histories()
+        return own[name] if name in own else self._storage.history(name)
 
     def histories(self) -> Any:
-        return self._storage.histories()
+        return {**self._storage.histories(), **super().histories()}
 
     def latest(self) -> Any:
-        return self._storage.latest()
+        return {**self._storage.latest(), **super().latest()}
 
     def write(self) -> None:
-        """Give the run's storage one value per scalar."""
-        for name, entries in self._scalars.items():
-            images = sum(n for _, n in entries)
-            mean = sum(value * n for value, n in entries) / images
-            self._storage.put_scalar(name, mean, smoothing_hint=self._hints[name])
+        """Give the run's storage one value per scalar and iteration."""
+        for name, history in super().histories().items():
+            entries: dict[int, list[tuple[float, int]]] = {}
+            for (value, iteration), num_images in zip(history.values(), self._weights[name]):
+                entries.setdefault(iteration, []).append((value, num_images))
+            for iteration, values in entries.items():
+                mean = sum(v * n for v, n in values) / sum(n for _, n in values)
+                # Only main's put_scalar can be told an iteration other than the current one.
+                at = {} if iteration == self.iter else {"cur_iter": iteration}
+                hint = self.smoothing_hints()[name]
+                self._storage.put_scalar(name, mean, smoothing_hint=hint, **at)
+
+    def _is_first(self, kind: str, name: str) -> bool:
+        return self._first.setdefault((kind, name), self._micro_batch) == self._micro_batch

@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 from ..config import check_positive_int
+from ..errors import ConfigError
 from .precision import Precision
-from .reduce import all_reduce_gradients, image_share
+from .reduce import average_gradients, image_share
 from .storage import WindowStorage
-from .window import MicroBatch, check_finite, load_window, write_metrics
+from .window import MicroBatch, Window, check_finite, write_metrics
 
 __all__ = ["AccumulatingTrainer"]
 
@@ -63,35 +64,39 @@ class AccumulatingTrainer(SimpleTrainer):
         check_positive_int("SOLVER.ACCUMULATION_STEPS", accumulation_steps)
         if images_per_micro_batch is not None:
             check_positive_int("MEMFIT.MICRO_BATCH", images_per_micro_batch)
-        if isinstance(precision, str):
+        if not isinstance(precision, Precision):
             precision = Precision(precision, next(model.parameters()).device)
-        super().__init__(model, data_loader, optimizer)
         self.accumulation_steps = accumulation_steps
         self.precision = precision
         self.images_per_micro_batch = images_per_micro_batch
+        if isinstance(model, DistributedDataParallel) and not self._one_forward_per_iteration:
+            _check_ddp(model)
+        super().__init__(model, data_loader, optimizer)
 
     def run_step(self) -> None:
         """One iteration."""
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
-        window = load_window(
+        window = Window(
             self._data_loader_iter, self.accumulation_steps, self.images_per_micro_batch
         )
         self.optimizer.zero_grad(set_to_none=True)  # first, so that the forward has their memory
 
         if self._one_forward_per_iteration:
-            (micro_batch,) = window.micro_batches
-            self._forward_backward(micro_batch, image_share(window.num_images, self.model))
+            (micro_batch,) = window
+            self._forward_backward(micro_batch, image_share(micro_batch.num_images, self.model))
+            reports = comm.all_gather(window.report())
+            check_finite(reports, self.iter)
         else:
             with WindowStorage(get_event_storage()) as storage, self._no_sync():
-                for micro_batch in window.micro_batches:
-                    storage.num_images = micro_batch.num_images
-                    self._forward_backward(micro_batch, micro_batch.num_images / window.num_images)
+                for micro_batch in window:
+                    storage.next_micro_batch(micro_batch.num_images)
+                    weight = micro_batch.num_images / window.expected_images
+                    self._forward_backward(micro_batch, weight)
             storage.write()
+            reports = comm.all_gather(window.report(self.model.parameters()))
+            check_finite(reports, self.iter)
+            average_gradients(self.model, window, reports)
 
-        reports = comm.all_gather(window.report(self.model))
-        check_finite(reports, self.iter)
-        if not self._one_forward_per_iteration:
-            all_reduce_gradients(self.model, reports)
         compat.after_backward(self)
         write_metrics(reports)
         if not self.precision.step(self.optimizer):
@@ -119,7 +124,7 @@ class AccumulatingTrainer(SimpleTrainer):
         return self.accumulation_steps == 1 and self.images_per_micro_batch is None
 
     def _no_sync(self) -> AbstractContextManager:
-        """DDP must not reduce in the forward and backward of a window; it looks at both."""
+        """Keeps DDP from reducing gradients; it must be open in forward and backward."""
         is_ddp = isinstance(self.model, DistributedDataParallel)
         return self.model.no_sync() if is_ddp else contextlib.nullcontext()
 
@@ -141,3 +146,17 @@ class AccumulatingTrainer(SimpleTrainer):
                 "starts at %g",
                 self.precision.scaler.get_scale(),
             )
+
+
+def _check_ddp(model: DistributedDataParallel) -> None:
+    """Say which of DDP's options do not go with gradients that it does not reduce itself."""
+    if model.static_graph:
+        raise ConfigError(
+            "DistributedDataParallel(static_graph=True) cannot accumulate gradients: set "
+            "static_graph False, or SOLVER.ACCUMULATION_STEPS 1"
+        )
+    if model._comm_hooks:
+        logger.warning(
+            "The communication hooks of DistributedDataParallel (such as fp16_compression) are not "
+            "used: with accumulation, gradients are reduced once per iteration in their own type"
+        )

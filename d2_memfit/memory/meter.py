@@ -1,6 +1,7 @@
 """Memory in tensors, counted byte by byte."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ class TensorMeter(TorchDispatchMode):
 
     It sees every storage that an operator returns, in forward and in backward, and follows it until
     it is freed, so that views, in-place operators and what autograd saves count as they are. What
-    was alive before does not count. The count is exact, and the same on every run; an operator's
-    scratch memory is not in it.
+    was alive before does not count, nor does an operator's scratch memory. The count is exact, and
+    the same on every run.
 
     Attributes:
         live_bytes: alive now.
@@ -27,32 +28,37 @@ class TensorMeter(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._known: set[int] = set()  # storages, by address: counted ones, and those of arguments
+        self._counted: dict[int, int] = {}  # bytes by the address of a storage
+        self._older: set[int] = set()  # addresses of storages that were alive before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        for tensor in _tensors((args, kwargs)):
-            self._follow(tensor.untyped_storage(), num_bytes=0)
+        for storage in _storages((args, kwargs)):
+            if storage._cdata not in self._counted and storage._cdata not in self._older:
+                self._older.add(storage._cdata)
+                self._when_freed(storage, self._older.discard)
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            self._follow(storage, storage.nbytes())
+        for storage in _storages(result):
+            if storage._cdata not in self._older:
+                self._count(storage)
         return result
 
-    def _follow(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        address = storage._cdata
-        if address in self._known:
-            return
-        self._known.add(address)
-        weakref.finalize(storage, self._freed, address, num_bytes).atexit = False
-        self.live_bytes += num_bytes
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._counted:
+            self._when_freed(storage, self._uncount)
+        before = self._counted.get(storage._cdata, 0)  # not 0 where an operator resized it
+        self._counted[storage._cdata] = storage.nbytes()
+        self.live_bytes += storage.nbytes() - before
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _freed(self, address: int, num_bytes: int) -> None:
-        self._known.discard(address)
-        self.live_bytes -= num_bytes
+    def _uncount(self, address: int) -> None:
+        self.live_bytes -= self._counted.pop(address)
+
+    @staticmethod
+    def _when_freed(storage: torch.UntypedStorage, function: Callable) -> None:
+        weakref.finalize(storage, function, storage._cdata).atexit = False
 
 
-def _tensors(values: Any) -> list:
-    return [v for v in tree_iter(values) if isinstance(v, torch.Tensor)]
+def _storages(values: Any) -> list:
+    return [v.untyped_storage() for v in tree_iter(values) if isinstance(v, torch.Tensor)]

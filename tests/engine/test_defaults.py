@@ -1,6 +1,7 @@
 """MemfitTrainer and MemfitMixin, on the Coins photographs."""
 
 import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,6 +197,16 @@ def test_a_project_with_an_inner_trainer_of_its_own_is_told_what_to_do(cfg):
         Trainer(cfg)
 
 
+def test_the_mixin_must_come_first(cfg):
+    with pytest.raises(TypeError, match="MemfitMixin must be the first base class of Trainer"):
+
+        class Trainer(DefaultTrainer, MemfitMixin):
+            pass
+
+    with pytest.raises(TypeError, match="first argument of FixedTrainer must be the config"):
+        FixedTrainer(None)
+
+
 def test_a_project_that_overrides_run_step_is_warned(cfg, log):
     class Trainer(FixedTrainer):
         def run_step(self):
@@ -271,6 +282,7 @@ def test_a_run_that_was_resumed_ends_as_one_that_was_not(cfg, tmp_path, amp):
 
 @pytest.mark.parametrize("saves_optimizer", [True, False], ids=["as main", "as v0.6"])
 def test_checkpoints_of_plain_detectron2_are_resumed(cfg, log, saves_optimizer):
+    cfg.SOLVER.WARMUP_ITERS = 2
     plain = interrupt_after(2, FixedDefaultTrainer, cfg)
     file = plain.checkpointer.get_checkpoint_file()
     checkpoint = torch.load(file, weights_only=True)
@@ -292,6 +304,9 @@ def test_checkpoints_of_plain_detectron2_are_resumed(cfg, log, saves_optimizer):
         assert all(map(torch.equal, momenta(resumed), momenta(plain)))
     resumed.train()
     assert resumed.iter == 3
+    straight = train(FixedDefaultTrainer, cfg)
+    rates = [[lr for lr, _ in t.storage.history("lr").values()] for t in (straight, resumed)]
+    assert rates[1] == rates[0][2:]  # from the first iteration on
 
 
 def test_plain_detectron2_resumes_our_checkpoints(cfg):
@@ -308,7 +323,7 @@ def test_resuming_without_a_checkpoint_says_so_and_starts_afresh(cfg, log):
     trainer = FixedTrainer(cfg)
     trainer.resume_or_load(resume=True)
     assert trainer.start_iter == 0
-    assert f"no checkpoint in {cfg.OUTPUT_DIR} to resume" in log.text
+    assert f"no checkpoint in {cfg.OUTPUT_DIR} to resume: starting afresh" in log.text
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, -1000])
@@ -328,6 +343,24 @@ def test_weights_that_do_not_exist_are_named(cfg):
     cfg.MODEL.WEIGHTS = "no/such/weights.pth"
     with pytest.raises(CheckpointError, match=r"no/such/weights\.pth does not exist"):
         FixedTrainer(cfg).resume_or_load(resume=False)
+
+
+def test_damaged_weights_in_the_current_folder_are_named(cfg, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("weights.pth").write_text("not weights")
+    cfg.MODEL.WEIGHTS = "weights.pth"
+    with pytest.raises(CheckpointError, match=r"cannot read the checkpoint weights\.pth"):
+        FixedTrainer(cfg).resume_or_load(resume=False)
+
+
+def test_a_checkpoint_with_python_objects_is_told_how_to_convert(cfg, tmp_path):
+    file = tmp_path / "objects.pth"
+    torch.save({"model": {}, "path": tmp_path}, file)
+    cfg.MODEL.WEIGHTS = str(file)
+    with pytest.raises(CheckpointError, match=r"Python objects .*weights_only=False"):
+        FixedTrainer(cfg).resume_or_load(resume=False)
+    torch.save({"model": torch.load(file, weights_only=False)["model"]}, file)
+    FixedTrainer(cfg).resume_or_load(resume=False)
 
 
 def recipe(**solver):
@@ -371,8 +404,17 @@ def test_without_a_reference_nothing_is_scaled():
 
 
 def test_a_recipe_that_cannot_be_divided_is_refused():
-    with pytest.raises(ConfigError, match=r"divisible by SOLVER\.REFERENCE_WORLD_SIZE, 8, got 12"):
-        MemfitTrainer.auto_scale_workers(recipe(IMS_PER_BATCH=12, ACCUMULATION_STEPS=8), 1)
+    for steps in (1, 8):
+        with pytest.raises(ConfigError, match=r"by SOLVER\.REFERENCE_WORLD_SIZE, 8, got 12"):
+            MemfitTrainer.auto_scale_workers(recipe(IMS_PER_BATCH=12, ACCUMULATION_STEPS=steps), 1)
+
+
+def test_a_config_without_our_keys_scales_as_detectron2s():
+    cfg = get_detectron2_cfg()
+    cfg.SOLVER.REFERENCE_WORLD_SIZE = 8
+    for num_ranks in (2, 8):
+        expected = DefaultTrainer.auto_scale_workers(cfg, num_ranks)
+        assert MemfitTrainer.auto_scale_workers(cfg, num_ranks) == expected
 
 
 def test_the_trainer_uses_the_scaled_recipe(cfg):

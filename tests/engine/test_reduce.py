@@ -1,5 +1,6 @@
 """Gradients over ranks: real processes, real models, gloo."""
 
+import logging
 import time
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from tiny import (
 )
 
 from d2_memfit import AccumulatingTrainer, compat
+from d2_memfit.engine import reduce
+from d2_memfit.errors import ConfigError
 
 NUM_ITERATIONS = 5
 
@@ -107,20 +110,25 @@ class Lopsided(torch.nn.Module):
         self.never = torch.nn.Parameter(torch.ones(2))
 
     def forward(self, batch):
-        loss = sum(n * self.always.sum() for n in batch)
-        return {"loss": (loss + sum(n * self.odd.sum() for n in batch if n % 2)) / len(batch)}
+        numbers = [image["number"] for image in batch]
+        loss = sum(n * self.always.sum() for n in numbers)
+        return {"loss": (loss + sum(n * self.odd.sum() for n in numbers if n % 2)) / len(batch)}
+
+
+def numbers(*values):
+    return [{"number": n} for n in values]
 
 
 def train_lopsided(rank):
     model = compat.create_ddp_model(Lopsided())
-    loader = [[[2], [4, 6]], [[1], [3, 5]]][rank] * NUM_ITERATIONS
+    loader = [[numbers(2), numbers(4, 6)], [numbers(1), numbers(3, 5)]][rank] * NUM_ITERATIONS
     run(AccumulatingTrainer(model, loader, sgd(model), 2))
     return parameters(model.module), [p.grad is None for p in model.parameters()]
 
 
 def test_parameters_that_a_rank_or_all_ranks_do_not_use(two_ranks):
     full = Lopsided()
-    run(AccumulatingTrainer(full, [[2, 4, 6, 1, 3, 5]] * NUM_ITERATIONS, sgd(full)))
+    run(AccumulatingTrainer(full, [numbers(2, 4, 6, 1, 3, 5)] * NUM_ITERATIONS, sgd(full)))
     for actual, without_gradient in two_ranks.run(train_lopsided):
         assert relative_difference(actual, parameters(full)) < 1e-6
         assert without_gradient == [False, False, True]
@@ -151,7 +159,7 @@ def train_waiting(rank, flag):
     """Names of the collectives, and how many backwards were done when each was called."""
     module = Waiting(rank, flag)
     model = compat.create_ddp_model(module, broadcast_buffers=False)
-    trainer = AccumulatingTrainer(model, [[1], [2], [3]] * 2, sgd(model), 3)
+    trainer = AccumulatingTrainer(model, [numbers(i) for i in range(3)], sgd(model), 3)
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "gather"):
@@ -170,6 +178,112 @@ def test_no_rank_waits_before_its_last_backward_and_gradients_are_reduced_once(t
     for calls in two_ranks.run(train_waiting, str(tmp_path / "flag")):
         assert {backwards for _, backwards in calls} == {3}
         assert [name for name, _ in calls].count("all_reduce") == 1
+
+
+class Mixed(torch.nn.Module):
+    """Parameters of two types and several sizes, one laid out otherwise than it is indexed."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.parameters_ = torch.nn.ParameterList(
+            torch.rand(shape, generator=generator).to(dtype).to(memory_format=layout)
+            for shape, dtype, layout in (
+                ((5, 3), torch.float32, torch.contiguous_format),
+                ((4, 3, 2, 2), torch.float32, torch.channels_last),
+                ((7,), torch.float64, torch.contiguous_format),
+                ((2, 2), torch.float32, torch.contiguous_format),
+                ((300,), torch.float32, torch.contiguous_format),
+            )
+        )
+
+    def forward(self, batch):
+        factor = sum(image["number"] for image in batch) / len(batch)
+        return {"loss": sum((p * p).sum() for p in self.parameters_).float() * factor}
+
+
+def train_mixed(rank, bucket_bytes):
+    model = compat.create_ddp_model(Mixed())
+    loader = [[numbers(2), numbers(4, 6)], [numbers(1), numbers(3, 5)]][rank] * NUM_ITERATIONS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce, "_BUCKET_BYTES", bucket_bytes)
+        run(AccumulatingTrainer(model, loader, torch.optim.SGD(model.parameters(), 1e-3), 2))
+    return parameters(model.module)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
+def test_all_buckets_are_reduced(two_ranks, bucket_bytes):
+    full = Mixed()
+    loader = [numbers(2, 4, 6, 1, 3, 5)] * NUM_ITERATIONS
+    run(AccumulatingTrainer(full, loader, torch.optim.SGD(full.parameters(), 1e-3)))
+    for actual in two_ranks.run(train_mixed, bucket_bytes):
+        for name, expected in parameters(full).items():
+            assert torch.allclose(actual[name], expected, rtol=1e-5), name
+
+
+def train_in_float16(rank, overflows):
+    """Rank 1 overflows in the second iteration, if at all."""
+    model = compat.create_ddp_model(Lopsided())
+    large = 1e37 if rank and overflows else 1.0
+    loader = [numbers(1), numbers(3), numbers(1), numbers(large), numbers(1), numbers(3)]
+    trainer = AccumulatingTrainer(model, loader, sgd(model), 2, "fp16")
+    scales, weights = [], []
+    with EventStorage():
+        for trainer.iter in range(3):
+            trainer.run_step()
+            scales.append(trainer.precision.scaler.get_scale())
+            weights.append(model.module.always.tolist())
+    return scales, weights
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks):
+    (scales, weights), other = two_ranks.run(train_in_float16, True)
+    assert (scales, weights) == other
+    assert scales[1] == scales[0] / 2
+    assert weights[1] == weights[0] != weights[2]
+    (scales, weights), _ = two_ranks.run(train_in_float16, False)
+    assert scales[1] == scales[0]
+    assert weights[1] != weights[0]
+
+
+def train_slowly(rank):
+    def loader():
+        for i in range(2):
+            time.sleep(0.2 if rank else 0)
+            yield numbers(i)
+
+    model = compat.create_ddp_model(Lopsided())
+    storage = run(AccumulatingTrainer(model, loader(), sgd(model), 2), 1)
+    return storage.history("data_time").latest() if rank == 0 else None
+
+
+def test_data_time_is_that_of_the_slowest_rank(two_ranks):
+    data_time, _ = two_ranks.run(train_slowly)
+    assert data_time >= 0.4
+
+
+def options_of_ddp(rank):
+    def trainer(steps, **kwargs):
+        model = compat.create_ddp_model(Lopsided(), **kwargs)
+        return AccumulatingTrainer(model, [], sgd(model), steps)
+
+    with pytest.raises(ConfigError, match="static_graph"):
+        trainer(2, static_graph=True)
+    trainer(1, static_graph=True)
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("d2_memfit").addHandler(handler)
+    trainer(1, fp16_compression=True)
+    assert not messages
+    trainer(2, fp16_compression=True)
+    logging.getLogger("d2_memfit").removeHandler(handler)
+    return messages
+
+
+def test_options_of_ddp_that_do_not_go_with_accumulation_are_named(two_ranks):
+    for (message,) in two_ranks.run(options_of_ddp):
+        assert "fp16_compression" in message
 
 
 def train_on_nan(rank):

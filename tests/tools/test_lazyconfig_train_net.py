@@ -1,70 +1,120 @@
 """tools/lazyconfig_train_net.py with a config made of Detectron2's own parts."""
 
+import sys
+
 import lazyconfig_train_net
 import pytest
 import torch
-from detectron2.engine import default_argument_parser
-from tiny import read_metrics
+from tiny import ROOT, read_metrics, run_process
+
+LAZYCONFIG_TRAIN_NET = ROOT / "tools" / "lazyconfig_train_net.py"
 
 CONFIG = """
 import detectron2.data.transforms as T
+import torch
 from detectron2.config import LazyCall as L
-from detectron2.data import DatasetMapper, build_detection_train_loader
-from detectron2.data import get_detection_dataset_dicts
+from detectron2.data import DatasetMapper, build_detection_test_loader
+from detectron2.data import build_detection_train_loader, get_detection_dataset_dicts
+from detectron2.evaluation import COCOEvaluator
 from detectron2.solver.build import get_default_optimizer_params
 from fvcore.common.param_scheduler import CosineParamScheduler
-import torch
+
+from d2_memfit.data import register_coco
 from tiny import tiny_cfg, tiny_model
 
+for split in ("train", "val"):
+    register_coco(f"lazy_{split}", f"COINS/{split}.json", f"COINS/{split}")
+
 model = L(tiny_model)(cfg=L(tiny_cfg)(family="faster_rcnn"))
+mapper = dict(
+    augmentations=[L(T.ResizeShortestEdge)(short_edge_length=64)], image_format="BGR"
+)
 dataloader = dict(
     train=L(build_detection_train_loader)(
-        dataset=L(get_detection_dataset_dicts)(names="coins_train"),
-        mapper=L(DatasetMapper)(
-            is_train=True, augmentations=[L(T.ResizeShortestEdge)(short_edge_length=64)],
-            image_format="BGR",
-        ),
+        dataset=L(get_detection_dataset_dicts)(names="lazy_train"),
+        mapper=L(DatasetMapper)(is_train=True, **mapper),
         total_batch_size=2,
         num_workers=0,
-    )
+    ),
+    test=L(build_detection_test_loader)(
+        dataset=L(get_detection_dataset_dicts)(names="lazy_val", filter_empty=False),
+        mapper=L(DatasetMapper)(is_train=False, **mapper),
+    ),
+    evaluator=L(COCOEvaluator)(dataset_name="lazy_val", output_dir="OUTPUT/inference"),
 )
 optimizer = L(torch.optim.SGD)(
     params=L(get_default_optimizer_params)(base_lr=0.01), lr=0.01, momentum=0.9
 )
 lr_multiplier = L(CosineParamScheduler)(start_value=1.0, end_value=0.1)
 train = dict(
-    output_dir="", init_checkpoint="", max_iter=2, amp=dict(enabled=False), ddp=dict(),
-    checkpointer=dict(period=100), eval_period=0, log_period=1, device="cuda",
+    output_dir="OUTPUT", init_checkpoint="", max_iter=2, amp=dict(enabled=False),
+    ddp=dict(broadcast_buffers=False), checkpointer=dict(period=100), eval_period=0,
+    log_period=1, device="cuda",
 )
 """
 
 
-def run(tmp_path, *overrides):
+@pytest.fixture
+def arguments(coins, tmp_path):
     config = tmp_path / "config.py"
-    config.write_text(CONFIG)
-    output = f"train.output_dir={tmp_path / 'output'}"
-    parser = default_argument_parser()
-    lazyconfig_train_net.main(parser.parse_args(["--config-file", str(config), output, *overrides]))
-    return tmp_path / "output"
+    output = str(tmp_path / "output")
+    config.write_text(CONFIG.replace("COINS", str(coins)).replace("OUTPUT", output))
+    return ["--config-file", str(config)]
 
 
-def test_accumulation_and_mixed_precision(coins, tmp_path):
-    output = run(
-        tmp_path,
-        "train.accumulation_steps=3",
-        "train.amp.enabled=True",
-        "train.amp.dtype=bfloat16",
-    )
-    assert [m["effective_batch"] for m in read_metrics(output)] == [6, 6]
+def run(*arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["lazyconfig_train_net.py", *map(str, arguments)])
+        lazyconfig_train_net.run()
+
+
+def test_accumulation_mixed_precision_evaluation_and_resuming(arguments, tmp_path):
+    output = tmp_path / "output"
+    arguments += ["train.accumulation_steps=3"]
+    run(*arguments, "train.amp.enabled=True", "train.amp.dtype=bfloat16")
+    metrics = read_metrics(output)
+    assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [6, 6]
+    assert any("bbox/AP50" in m for m in metrics)
     checkpoint = torch.load(output / "model_final.pth", weights_only=True)
     assert checkpoint["trainer"]["optimizer"]["state"]
 
+    run("--resume", *arguments, "train.max_iter=3")
+    iterations = [m["iteration"] for m in read_metrics(output) if "effective_batch" in m]
+    assert iterations == [0, 1, 2]
 
-@pytest.mark.parametrize(("key", "value"), [("accumulation_steps", 0), ("micro_batch", 1.5)])
-def test_bad_numbers_are_one_line(tmp_path, capsys, key, value):
+    results = output / "inference" / "coco_instances_results.json"
+    results.unlink()
+    run("--eval-only", *arguments, f"train.init_checkpoint={output / 'model_final.pth'}")
+    assert results.exists()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
+def test_two_ranks(arguments, tmp_path):
+    command = [sys.executable, "-W", "ignore", LAZYCONFIG_TRAIN_NET, *arguments]
+    options = ["--num-gpus", 2, "--dist-url", "auto", "train.accumulation_steps=3"]
+    result = run_process([*command, *options])
+    assert result.returncode == 0, result.stderr[-4000:]
+    metrics = read_metrics(tmp_path / "output")
+    assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [6, 6]
+    assert (tmp_path / "output" / "log.txt.rank1").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["train.accumulation_steps=0"], "train.accumulation_steps must be a positive integer"),
+        (["train.micro_batch=1.5"], "train.micro_batch must be a positive integer, got 1.5"),
+        (["train.amp.enabled=True", "train.amp.dtype=float8"], "the precision must be one of"),
+        (["train.init_checkpoint=no.pth"], "the checkpoint no.pth does not exist"),
+        (["--config-file", "no.py"], "--config-file 'no.py' does not exist"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, tmp_path, capsys, options, message):
+    is_option = options[0].startswith("--")
     with pytest.raises(SystemExit) as e:
-        run(tmp_path, f"train.{key}={value}")
+        run(*(options if is_option else arguments + options))
     assert e.value.code == 2
-    message = f"error: train.{key} must be a positive integer, got {value}\n"
-    assert capsys.readouterr().err == message
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {message}")
+    assert printed.count("\n") == 1
     assert not (tmp_path / "output").exists()

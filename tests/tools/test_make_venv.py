@@ -1,5 +1,6 @@
 """The parts of the set-up that need no network; `make test` runs the rest."""
 
+import re
 import sys
 
 import make_venv
@@ -28,9 +29,17 @@ def test_an_environment_of_the_users_own_is_left_alone(tmp_path, monkeypatch):
     assert [f.name for f in tmp_path.rglob("*")] == ["bin", "python"]
 
 
+def test_a_folder_that_is_no_environment_is_named(tmp_path, monkeypatch):
+    (tmp_path / "precious.txt").write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["make_venv.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="is no environment"):
+        make_venv.main()
+    assert [f.name for f in tmp_path.iterdir()] == ["precious.txt"]
+
+
 def test_every_package_is_pinned():
     lines = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
     packages = [line for line in lines if line and not line.startswith("#")]
     assert len(packages) > 50
-    assert all("==" in line for line in packages)
+    assert all(re.match(r"[\w.-]+==\d[\w.]*( *;| *#|$)", line) for line in packages)
     assert "--hash=sha256:" in (ROOT / "requirements" / "detectron2.txt").read_text()

@@ -104,6 +104,25 @@ def test_two_ranks(arguments, tmp_path, launcher):
     assert "Rank of current process: 1. World size: 2" in log_of_rank_1
 
 
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
+def test_an_error_of_a_rank_is_one_line(arguments):
+    """Of a file that no one looks into before training."""
+    weights = Path(arguments[1]).with_name("weights.pkl")
+    weights.write_text("not weights")
+    command = [sys.executable, "-W", "ignore", TRAIN_NET, "--num-gpus", 2, "--dist-url", "auto"]
+    result = run_process([*command, *arguments, "MODEL.WEIGHTS", weights])
+    assert result.returncode == 2
+    assert f"error: cannot read the checkpoint {weights}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_evaluation_needs_nothing_of_what_training_needs(arguments, tmp_path, capsys):
+    """No batch that can be shared, no dataset to train on; no GPUs are asked for either."""
+    options = ["--num-gpus", 0, "--eval-only", *arguments, "SOLVER.IMS_PER_BATCH", 7]
+    assert call(capsys, *options, "DATASETS.TRAIN", "()")[0] == 0
+    assert (tmp_path / "output" / "inference" / "coco_instances_results.json").exists()
+
+
 def test_an_error_is_one_line_of_the_process(tmp_path):
     result = run_process(
         [sys.executable, "-W", "ignore", TRAIN_NET, "SOLVER.ACCUMULATION_STEPS", 0]
@@ -111,6 +130,13 @@ def test_an_error_is_one_line_of_the_process(tmp_path):
     assert result.returncode == 2
     message = "error: SOLVER.ACCUMULATION_STEPS must be a positive integer, got 0\n"
     assert result.stderr == message
+
+
+FILES = {
+    "BROKEN.json": '{"images": [',
+    "EMPTY.json": '{"images": [], "annotations": [], "categories": []}',
+    "BROKEN.pth": "not weights",
+}
 
 
 @pytest.mark.parametrize(
@@ -127,9 +153,14 @@ def test_an_error_is_one_line_of_the_process(tmp_path):
         (["DATASETS.TRAIN", "()"], "DATASETS.TRAIN is empty"),
         (["DATASETS.TRAIN", "('cli_trian',)"], "near: cli_train"),
         (["--num-gpus", 3], "divisible by the number of ranks, 3, got 2"),
+        (["SOLVER.REFERENCE_WORLD_SIZE", 3], "divisible by SOLVER.REFERENCE_WORLD_SIZE, 3, got 2"),
+        (["MODEL.DEVICE", "nosuch"], "MODEL.DEVICE 'nosuch' is no device of PyTorch"),
+        (["MODEL.WEIGHTS", "no/such.pth"], "the checkpoint no/such.pth does not exist"),
+        (["MODEL.WEIGHTS", "BROKEN.pth"], "cannot read the checkpoint"),
+        (["OUTPUT_DIR", "BROKEN.pth"], "OUTPUT_DIR must be a folder"),
         (["--coco", "other", "no/such.json", "no"], "cannot open no/such.json"),
-        (["--coco", "other", "BROKEN", "no"], "is not valid JSON"),
-        (["--coco", "other", "EMPTY", "no"], "dataset other is empty"),
+        (["--coco", "other", "BROKEN.json", "no"], "is not valid JSON"),
+        (["--coco", "other", "EMPTY.json", "no"], "dataset other is empty"),
         (["--resume"], "cannot read the checkpoint"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
@@ -143,9 +174,9 @@ def test_bad_input_is_one_line_and_leaves_the_output_alone(
     (output_dir / "model_0000001.pth").write_text("truncated")
     (output_dir / "last_checkpoint").write_text("model_0000001.pth")
     before = outputs(output_dir)
-    (tmp_path / "BROKEN").write_text('{"images": [')
-    (tmp_path / "EMPTY").write_text('{"images": [], "annotations": [], "categories": []}')
-    extra = [str(tmp_path / a) if a in ("BROKEN", "EMPTY") else a for a in extra]
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    extra = [str(tmp_path / a) if a in FILES else a for a in extra]
     if "--coco" in extra:
         arguments = [*arguments, "DATASETS.TRAIN", "('other',)"]
     is_option = str(extra[0]).startswith("--")
@@ -163,5 +194,5 @@ def test_bad_input_is_one_line_and_leaves_the_output_alone(
 def test_resuming_where_there_is_nothing_starts_afresh(arguments, tmp_path, capsys):
     assert call(capsys, "--resume", *arguments, "DATASETS.TEST", "()")[0] == 0
     log = (tmp_path / "output" / "log.txt").read_text()
-    assert "to resume: training starts at iteration 0" in log
+    assert "to resume: starting afresh" in log
     assert "Starting training from iteration 0" in log

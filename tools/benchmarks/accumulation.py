@@ -2,17 +2,21 @@
 
 The model is Detectron2's Mask R-CNN R50-FPN with random weights; the images are photographs of
 coins. Time: plain SimpleTrainer with one image per iteration, and AccumulatingTrainer, in turn in
-one run; the figure is the ratio of the medians of the time per image. Memory: the peak of all live
-tensors, counted byte by byte, in an iteration after the first, when optimizer state is there.
+one run, each with a loader of its own that gives the same images in the same order; the figure is
+the ratio of the medians of the time per image. Memory: the peak of all live tensors, counted byte
+by byte, in an iteration after the first, when optimizer state is there.
 """
 
 import argparse
 import statistics
 import time
-from typing import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from detectron2 import model_zoo
+from detectron2.data import build_detection_train_loader
+from detectron2.data.samplers import TrainingSampler
 from detectron2.engine import SimpleTrainer
 from detectron2.modeling import build_model
 from detectron2.utils.events import EventStorage
@@ -20,7 +24,7 @@ from detectron2.utils.events import EventStorage
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.memory import TensorMeter
 
-from .common import coin_images, machine, markdown_table
+from .common import coins, machine, markdown_table
 
 CONFIG = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
@@ -28,28 +32,41 @@ CONFIG = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, nargs=2, default=[480, 640], help="height, width")
     parser.add_argument("--steps", type=int, default=4, help="accumulation steps")
-    parser.add_argument("--rounds", type=int, default=9, help="measurements of each side")
+    parser.add_argument("--rounds", type=int, default=11, help="measurements of each side")
+    parser.add_argument("--workers", type=int, default=1, help="processes of each loader")
 
 
 def run(args: argparse.Namespace) -> None:
-    images = coin_images(args.steps, *args.size)
-    singles = [[image] for image in images]
     print(f"Mask R-CNN R50-FPN, {args.size[0]} x {args.size[1]} pixels. {machine()}.\n")
-    print(compare_times(singles, args.rounds), "\n")
-    print(compare_memory(images, singles))
+    with coins(*args.size) as (dicts, mapper):
+
+        def loader() -> Iterable:
+            sampler = TrainingSampler(len(dicts), seed=0)
+            return build_detection_train_loader(
+                dicts,
+                mapper=mapper,
+                sampler=sampler,
+                total_batch_size=1,
+                num_workers=args.workers,
+            )
+
+        print(compare_times(loader, args.steps, args.rounds), "\n")
+        print(compare_memory([mapper(d) for d in dicts[: args.steps]]))
 
 
 class Side:
-    """One of the two that are compared, with a model and an optimizer of its own."""
+    """One of those that are compared, with a model and an optimizer of its own."""
 
-    def __init__(self, create_trainer: Callable, batches: list, iterations_per_round: int) -> None:
+    def __init__(
+        self, create_trainer: Callable, loader: Iterable, iterations_per_round: int = 1
+    ) -> None:
         torch.manual_seed(0)
         cfg = model_zoo.get_config(CONFIG)
         cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
         model = build_model(cfg)
         # A rate of 0: all rounds compute the same.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-        self.trainer = create_trainer(model, _forever(batches), optimizer)
+        self.trainer = create_trainer(model, loader, optimizer)
         self.iterations_per_round = iterations_per_round
         self.seconds: list = []
 
@@ -64,14 +81,11 @@ class Side:
             self.seconds.append(time.perf_counter() - start)
 
 
-def compare_times(singles: list, rounds: int) -> str:
-    steps = len(singles)
+def compare_times(loader: Callable, steps: int, rounds: int) -> str:
     sides = {
-        "plain, 1 image": Side(SimpleTrainer, singles, steps),
-        "ours, 1 x 1": Side(AccumulatingTrainer, singles, steps),
-        f"ours, {steps} x 1": Side(
-            lambda *args: AccumulatingTrainer(*args, accumulation_steps=steps), singles, 1
-        ),
+        "plain, 1 image": Side(SimpleTrainer, loader(), steps),
+        "ours, 1 x 1": Side(AccumulatingTrainer, loader(), steps),
+        f"ours, {steps} x 1": Side(_accumulating(steps), loader()),
     }
     for side in sides.values():
         side.round()  # to warm up
@@ -89,15 +103,14 @@ def compare_times(singles: list, rounds: int) -> str:
     return markdown_table(header, rows)
 
 
-def compare_memory(images: list, singles: list) -> str:
-    steps = len(singles)
+def compare_memory(images: list) -> str:
+    steps = len(images)
+    singles = [[image] for image in images] * 2
     sides = {
-        "plain, 1 image": Side(SimpleTrainer, singles, 1),
-        "ours, 1 x 1": Side(AccumulatingTrainer, singles, 1),
-        f"ours, {steps} x 1": Side(
-            lambda *args: AccumulatingTrainer(*args, accumulation_steps=steps), singles, 1
-        ),
-        f"plain, {steps} images": Side(SimpleTrainer, [images], 1),
+        "plain, 1 image": Side(SimpleTrainer, singles),
+        "ours, 1 x 1": Side(AccumulatingTrainer, singles),
+        f"ours, {steps} x 1": Side(_accumulating(steps), singles),
+        f"plain, {steps} images": Side(SimpleTrainer, [images] * 2),
     }
     rows = []
     for name, side in sides.items():
@@ -114,9 +127,8 @@ def compare_memory(images: list, singles: list) -> str:
     )
 
 
-def _forever(batches: list):
-    while True:
-        yield from batches
+def _accumulating(steps: int) -> Callable:
+    return partial(AccumulatingTrainer, accumulation_steps=steps)
 
 
 def _synchronize() -> None:

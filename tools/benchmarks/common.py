@@ -3,6 +3,8 @@
 import platform
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,8 +15,13 @@ from detectron2.data.datasets import load_coco_json
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "projects" / "Coins"))
 
 
-def coin_images(num_images: int, height: int, width: int) -> list:
-    """Dataset dicts of photographs of coins, with boxes and masks, all of one size in pixels."""
+@contextmanager
+def coins(height: int, width: int) -> Iterator[tuple]:
+    """Photographs of coins with boxes and masks, all of one size in pixels.
+
+    Yields:
+        (dicts, mapper): Detectron2's dataset dicts, and what makes of one the input of a model.
+    """
     from make_dataset import make_dataset
 
     mapper = DatasetMapper(
@@ -27,8 +34,7 @@ def coin_images(num_images: int, height: int, width: int) -> list:
     with tempfile.TemporaryDirectory() as folder:
         make_dataset(Path(folder))
         # By a dataset's name the categories are numbered from 0.
-        dicts = load_coco_json(f"{folder}/train.json", f"{folder}/train", "benchmark_coins")
-        return [mapper(d) for d in dicts[:num_images]]
+        yield load_coco_json(f"{folder}/train.json", f"{folder}/train", "benchmark_coins"), mapper
 
 
 def machine() -> str:

@@ -25,7 +25,7 @@ from torch import nn
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.config import load_cfg
 
-from .common import coin_images, machine, markdown_table
+from .common import coins, machine, markdown_table
 
 CONFIG = Path(__file__).resolve().parents[2] / "projects/Coins/configs/mask_rcnn_coins.yaml"
 NUM_IMAGES = 8
@@ -50,15 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    images = coin_images(64, 160, 224)
+    with coins(160, 224) as (dicts, mapper):
+        images = [mapper(d) for d in dicts]
     rows = []
     for name, opts in FAMILIES.items():
         model = train(load_cfg(str(CONFIG), opts.split()), images, args.train)
+        rows.append([name, *gaps(model, images)])
         if hasattr(model, "loss_normalizer"):
-            rows.append([f"{name}, first iteration", *gaps(model, images, normalizer=100.0)])
-            rows.append([f"{name}, later", *gaps(model, images, normalizer=None)])
-        else:
-            rows.append([name, *gaps(model, images)])
+            rows.append([f"{name}, its normaliser at 100", *gaps(model, images, at_start=True)])
     print(f"{machine()}. Norm of the gradient's difference by that of the full batch's.\n")
     print(markdown_table(["", *CUTS], rows))
 
@@ -77,39 +76,43 @@ def train(cfg: CfgNode, images: list, num_iterations: int) -> nn.Module:
     return model
 
 
-def gaps(model: nn.Module, images: list, **normalizer: Any) -> list:
+def gaps(model: nn.Module, images: list, at_start: bool = False) -> list:
     """For each of CUTS, the relative difference of its gradient to the full batch's."""
     samples = Samples(model)
-    full = gradient(model, images, (NUM_IMAGES,), **normalizer)
+    full = gradient(model, images, (NUM_IMAGES,), at_start)
     result = []
     for sizes in CUTS.values():
-        cut = gradient(model, images, sizes, **normalizer)
+        cut = gradient(model, images, sizes, at_start)
         result.append(f"{((cut - full).norm() / full.norm()).item():.1e}")
     samples.stop()
     return result
 
 
-def gradient(model: nn.Module, images: list, sizes: tuple, **normalizer: Any) -> torch.Tensor:
+def gradient(model: nn.Module, images: list, sizes: tuple, at_start: bool) -> torch.Tensor:
     """The gradient of one iteration, as one vector.
 
     Args:
         sizes: images in each micro-batch.
-        normalizer: RetinaNet's running mean before the iteration. None lets it settle first.
+        at_start: give RetinaNet's normaliser the value that it starts with, instead of the one it
+            settles on: the mean number of positive anchors in these micro-batches.
     """
-    batches, start = [], 0
-    for size in sizes:
-        batches.append(images[start : start + size])
-        start += size
+    images = iter(images)
+    batches = [[next(images) for _ in range(size)] for size in sizes]
+    if at_start:
+        model.loss_normalizer = 100.0
+    elif hasattr(model, "loss_normalizer"):
+        positives = [count_positive_anchors(model, batch) for batch in batches]
+        model.loss_normalizer = sum(positives) / len(positives)
     with EventStorage():
-        if normalizer.get("normalizer"):
-            model.loss_normalizer = normalizer["normalizer"]
-        elif normalizer:
-            with torch.no_grad():
-                for i in range(100):
-                    model(batches[i % len(batches)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         AccumulatingTrainer(model, batches, optimizer, len(sizes)).run_step()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def count_positive_anchors(model: nn.Module, batch: list) -> float:
+    with EventStorage() as storage, torch.no_grad():
+        model(batch)
+        return storage.history("num_pos_anchors").latest() * len(batch)  # it logs the mean
 
 
 class Samples:
