@@ -13,7 +13,7 @@ from typing import Any, Callable
 import torch.distributed as dist
 from detectron2.engine import DefaultTrainer, SimpleTrainer, TrainerBase, defaults
 from detectron2.engine.defaults import create_ddp_model as _create_ddp_model
-from detectron2.utils import comm
+from detectron2.utils import comm, events
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
@@ -46,6 +46,12 @@ def put_rank_data_time(seconds: float) -> None:
     """Write this rank's own data time where Detectron2 does."""
     if _WRITES_RANK_DATA_TIME:
         get_event_storage().put_scalar("rank_data_time", seconds)
+
+
+def current_iteration() -> int:
+    """That of the training that runs, or 0. Only main can be asked whether one does."""
+    stack = events._CURRENT_STORAGE_STACK
+    return stack[-1].iter if stack else 0
 
 
 def create_ddp_model(model: nn.Module, **kwargs: Any) -> nn.Module:

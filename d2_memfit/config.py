@@ -13,7 +13,13 @@ from detectron2.config import get_cfg as _get_detectron2_cfg
 from .errors import ConfigError
 from .yaml_arithmetic import arithmetic_in_yaml
 
-__all__ = ["add_memfit_config", "check_config", "check_positive_int", "get_cfg", "load_cfg"]
+__all__ = [
+    "add_memfit_config",
+    "check_config",
+    "check_positive_int",
+    "get_cfg",
+    "load_cfg",
+]
 
 _C = CN()
 
@@ -30,6 +36,26 @@ _C.MEMFIT.MICRO_BATCH = None
 # Number format of mixed precision when SOLVER.AMP.ENABLED: "float16", with a gradient scaler as in
 # Detectron2, or "bfloat16", without one (CPUs, and GPUs from Ampere on).
 _C.MEMFIT.AMP_DTYPE = "float16"
+# Device memory that the job may use on each rank, in GB (2^30 bytes), the CUDA context included.
+# It cannot take more: on a GPU PyTorch's allocator is limited, on a Linux CPU the kernel limits the
+# process and each of the loader's workers. None is no limit.
+_C.MEMFIT.BUDGET_GB = None
+
+_C.MEMFIT.OOM = CN()
+# What an out-of-memory error does: "raise" ends the run, as in Detectron2; "split" undoes what was
+# begun and runs the same images again in smaller micro-batches, in training and in evaluation.
+_C.MEMFIT.OOM.POLICY = "raise"
+# Iterations without an out-of-memory error before a micro-batch that was halved is doubled again.
+_C.MEMFIT.OOM.GROW_AFTER = 1000
+# Whether an image that does not fit alone may be trained on at 0.7, 0.49 or 0.34 of its size.
+_C.MEMFIT.OOM.ALLOW_RESIZE = False
+# What is done about an image that fits in no way: "raise" an error that names it, or "skip" it.
+_C.MEMFIT.OOM.LAST_RESORT = "raise"
+# The share of all images seen that may be skipped, rounded up to a whole image, before the run ends
+# with an error.
+_C.MEMFIT.OOM.MAX_SKIPPED = 0.001
+# Names of classes of modules, beside SyncBN, that communicate with other ranks in their forward.
+_C.MEMFIT.OOM.COMMUNICATING_MODULES = []
 
 
 def add_memfit_config(cfg: CN) -> None:

@@ -4,9 +4,18 @@ import functools
 import sys
 from typing import Any, Callable
 
+import torch
 from torch.multiprocessing import ProcessExitedException
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "MemfitError", "exit_on_error"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "HostMemoryError",
+    "MemfitError",
+    "OutOfMemoryError",
+    "exit_on_error",
+]
 
 
 class MemfitError(Exception):
@@ -23,6 +32,14 @@ class DataError(MemfitError, RuntimeError):
 
 class CheckpointError(MemfitError, RuntimeError):
     """A checkpoint file is missing or cannot be read."""
+
+
+class HostMemoryError(MemfitError, RuntimeError):
+    """The data loader ran out of the host's memory. It is not tried again."""
+
+
+class OutOfMemoryError(MemfitError, torch.OutOfMemoryError):
+    """All that recovery can do was done, or ruled out by the config, and memory ran out again."""
 
 
 def exit_on_error(main: Callable) -> Callable:

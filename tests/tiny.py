@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from detectron2.modeling import build_model
-from detectron2.structures import BitMasks, Boxes, Instances
+from detectron2.structures import BitMasks, Boxes, Instances, Keypoints
 
 from d2_memfit import get_cfg
 
@@ -19,7 +19,7 @@ def tiny_cfg(family="mask_rcnn", image_size=64):
     """A detector with a ResNet-50 of a tenth of its channels, and FPN.
 
     Args:
-        family: "proposal_network", "faster_rcnn", "mask_rcnn" or "retinanet".
+        family: "proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn" or "retinanet".
         image_size: length of the shorter side, in pixels.
     """
     cfg = get_cfg()
@@ -30,6 +30,7 @@ def tiny_cfg(family="mask_rcnn", image_size=64):
         "retinanet": "RetinaNet",
     }.get(family, "GeneralizedRCNN")
     cfg.MODEL.MASK_ON = family == "mask_rcnn"
+    cfg.MODEL.KEYPOINT_ON = family == "keypoint_rcnn"
     cfg.MODEL.PIXEL_STD = [300.0, 300.0, 300.0]  # keeps the activations of random weights small
     cfg.MODEL.BACKBONE.FREEZE_AT = 0
     cfg.MODEL.RESNETS.DEPTH = 50
@@ -48,6 +49,8 @@ def tiny_cfg(family="mask_rcnn", image_size=64):
     cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 32
     cfg.MODEL.ROI_MASK_HEAD.CONV_DIM = 16
     cfg.MODEL.ROI_MASK_HEAD.NUM_CONV = 1
+    cfg.MODEL.ROI_KEYPOINT_HEAD.CONV_DIMS = [16]
+    cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS = 2
     if family == "retinanet":
         cfg.MODEL.BACKBONE.NAME = "build_retinanet_resnet_fpn_backbone"
         cfg.MODEL.RESNETS.OUT_FEATURES = ["res3", "res4", "res5"]
@@ -78,7 +81,9 @@ def tiny_model(cfg, seed=0, dtype=torch.float32):
 
 
 def image(index, size=64, num_instances=3):
-    """A dataset dict of Detectron2 with random pixels, boxes, masks; a function of ``index``."""
+    """A dataset dict of Detectron2 with random pixels, boxes, masks, and a keypoint in two corners
+    of each box; a function of ``index``.
+    """
     rng = torch.Generator().manual_seed(index)
     corner = torch.rand(num_instances, 2, generator=rng) * size * 0.6
     extent = (torch.rand(num_instances, 2, generator=rng) * 0.3 + 0.1) * size
@@ -89,6 +94,9 @@ def image(index, size=64, num_instances=3):
     for mask, (x0, y0, x1, y1) in zip(masks, instances.gt_boxes.tensor.long().tolist()):
         mask[y0:y1, x0:x1] = True
     instances.gt_masks = BitMasks(masks)
+    visible = torch.full((num_instances, 2, 1), 2.0)
+    corners = instances.gt_boxes.tensor.reshape(num_instances, 2, 2)
+    instances.gt_keypoints = Keypoints(torch.cat([corners, visible], dim=2))
     return {
         "image": torch.randint(0, 256, (3, size, size), dtype=torch.uint8, generator=rng),
         "instances": instances,

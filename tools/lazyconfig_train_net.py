@@ -9,10 +9,13 @@ It reads, beside the fields of Detectron2's configs/common/train.py:
     train.micro_batch           images in one forward on each rank (None: the loader's batch)
     train.amp.enabled           mixed precision (False)
     train.amp.dtype             "float16" or "bfloat16" ("float16")
+    train.budget_gb             as MEMFIT.BUDGET_GB (None)
+    train.oom                   a dict with the keys of MEMFIT.OOM in lower case ({})
 """
 
 import argparse
 import os
+from typing import Optional
 
 import torch
 from detectron2.config import LazyConfig, instantiate
@@ -25,17 +28,26 @@ from omegaconf import DictConfig
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.config import check_positive_int
-from d2_memfit.engine import MemfitCheckpointer, Precision, launch, usable_device
+from d2_memfit.engine import (
+    MemfitCheckpointer,
+    Precision,
+    RecoveryOptions,
+    launch,
+    recovering_inference,
+    usable_device,
+)
 from d2_memfit.errors import ConfigError, exit_on_error
 from d2_memfit.evaluation import use_available_implementation
+from d2_memfit.memory import check_budget, enforce_budget, use_expandable_segments
 
 
 def evaluate(cfg: DictConfig, model: torch.nn.Module):
     if "evaluator" not in cfg.dataloader:
         return None
-    results = inference_on_dataset(
-        model, instantiate(cfg.dataloader.test), instantiate(cfg.dataloader.evaluator)
-    )
+    with recovering_inference(model, recovery_options(cfg.train)):
+        results = inference_on_dataset(
+            model, instantiate(cfg.dataloader.test), instantiate(cfg.dataloader.evaluator)
+        )
     print_csv_format(results)
     return results
 
@@ -77,7 +89,14 @@ def accumulation(cfg_train: DictConfig) -> dict:
         "accumulation_steps": steps,
         "precision": Precision(dtype, cfg_train.device),
         "images_per_micro_batch": micro_batch,
+        "recovery": recovery_options(cfg_train),
     }
+
+
+def recovery_options(cfg_train: DictConfig) -> Optional[RecoveryOptions]:
+    oom, budget_gb = cfg_train.get("oom", {}), cfg_train.get("budget_gb")
+    check_budget(budget_gb)
+    return RecoveryOptions.from_keys(oom, cfg_train.output_dir, budget_gb)
 
 
 def load_config(args: argparse.Namespace) -> DictConfig:
@@ -99,6 +118,7 @@ def main(args: argparse.Namespace) -> None:
     if cfg.train.device == "cpu" and not torch.cuda.is_available():
         logger.warning("No GPU is visible: running on the CPU")
 
+    enforce_budget(cfg.train.get("budget_gb"), cfg.train.device)
     model = instantiate(cfg.model).to(cfg.train.device)
     logger.info("Model:\n%s", model)
     if args.eval_only:
@@ -112,8 +132,12 @@ def main(args: argparse.Namespace) -> None:
 def run() -> None:
     args = default_argument_parser(epilog=__doc__).parse_args()
     cfg = load_config(args)
-    if not args.eval_only:
+    if args.eval_only:
+        recovery_options(cfg.train)
+    else:
         accumulation(cfg.train)
+    if cfg.train.get("budget_gb") is not None:
+        use_expandable_segments()
     # What is wrong is found before a process is started or anything is written.
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.train.output_dir)
     checkpointer.check(cfg.train.init_checkpoint, resume=args.resume and not args.eval_only)

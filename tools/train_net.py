@@ -23,9 +23,17 @@ from detectron2.utils.logger import setup_logger
 from d2_memfit import MemfitTrainer
 from d2_memfit.config import check_config, load_cfg
 from d2_memfit.data import check_coco_file, check_datasets, register_coco
-from d2_memfit.engine import MemfitCheckpointer, Precision, launch, usable_device, world_size
+from d2_memfit.engine import (
+    MemfitCheckpointer,
+    Precision,
+    RecoveryOptions,
+    launch,
+    usable_device,
+    world_size,
+)
 from d2_memfit.errors import ConfigError, exit_on_error
 from d2_memfit.evaluation import build_evaluator
+from d2_memfit.memory import check_budget, use_expandable_segments
 
 
 class Trainer(MemfitTrainer):
@@ -64,7 +72,7 @@ def make_cfg(args: argparse.Namespace) -> CfgNode:
     return cfg
 
 
-def check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> CfgNode:
     """Find what cannot work before a process is started or OUTPUT_DIR is touched."""
     cfg = make_cfg(args)
     ranks = world_size(args.num_gpus, args.num_machines)
@@ -72,6 +80,8 @@ def check(args: argparse.Namespace) -> None:
         check_config(cfg)
         check_config(Trainer.auto_scale_workers(cfg, ranks), ranks)
     Precision.from_cfg(cfg)
+    RecoveryOptions.from_cfg(cfg)
+    check_budget(cfg.MEMFIT.BUDGET_GB)
     for name, json_file, image_dir in args.coco:
         trains = name in cfg.DATASETS.TRAIN and not args.eval_only
         if trains or name in cfg.DATASETS.TEST:
@@ -82,6 +92,7 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"OUTPUT_DIR must be a folder, and {cfg.OUTPUT_DIR} is a file")
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR)
     checkpointer.check(cfg.MODEL.WEIGHTS, resume=args.resume)
+    return cfg
 
 
 @exit_on_error
@@ -116,7 +127,9 @@ def main(args: argparse.Namespace) -> None:
 @exit_on_error
 def run() -> None:
     args = parse_args()
-    check(args)
+    cfg = check(args)
+    if cfg.MEMFIT.BUDGET_GB is not None:
+        use_expandable_segments()
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
 
 

@@ -2,8 +2,10 @@
 
 from .checkpoint import MemfitCheckpointer
 from .defaults import MemfitMixin, MemfitTrainer
+from .inference import recovering_inference
 from .launch import launch, usable_device, world_size
 from .precision import Precision
+from .recovery_options import RecoveryOptions
 from .train_loop import AccumulatingTrainer
 
 __all__ = [
@@ -12,7 +14,9 @@ __all__ = [
     "MemfitMixin",
     "MemfitTrainer",
     "Precision",
+    "RecoveryOptions",
     "launch",
+    "recovering_inference",
     "usable_device",
     "world_size",
 ]

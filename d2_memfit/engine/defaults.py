@@ -9,12 +9,16 @@ from detectron2.engine import DefaultTrainer
 from detectron2.solver import LRMultiplier
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
+from torch import nn
 
 from .. import compat
 from ..config import add_memfit_config, check_config
 from ..errors import ConfigError
+from ..memory import enforce_budget
 from .checkpoint import MemfitCheckpointer
+from .inference import recovering_inference
 from .precision import Precision
+from .recovery_options import RecoveryOptions
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["MemfitMixin", "MemfitTrainer"]
@@ -60,7 +64,9 @@ class MemfitMixin:
             accumulation_steps=cfg.SOLVER.ACCUMULATION_STEPS,
             precision=Precision.from_cfg(cfg),
             images_per_micro_batch=cfg.MEMFIT.MICRO_BATCH,
+            recovery=RecoveryOptions.from_cfg(cfg),
         )
+        enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
         with compat.default_trainer_parts(create_trainer, MemfitCheckpointer):
             super().__init__(cfg, *args, **kwargs)
         if not isinstance(self._trainer, AccumulatingTrainer):
@@ -115,6 +121,14 @@ class MemfitMixin:
         if cfg.is_frozen():
             scaled.freeze()
         return scaled
+
+    @classmethod
+    def test(cls, cfg: CfgNode, model: nn.Module, evaluators: Any = None) -> Any:
+        """As the project's, under MEMFIT.BUDGET_GB and MEMFIT.OOM."""
+        cfg = _with_memfit_keys(cfg)
+        enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
+        with recovering_inference(model, RecoveryOptions.from_cfg(cfg)):
+            return super().test(cfg, model, evaluators)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .window import Report, Window
+from .report import Report
+from .window import Window
 
 __all__ = ["average_gradients", "image_share"]
 

@@ -1,5 +1,6 @@
 """One entry per key and iteration, out of what a model logs in every forward of a window."""
 
+import copy
 from typing import Any
 
 from detectron2.utils.events import EventStorage
@@ -50,6 +51,15 @@ class WindowStorage(EventStorage):
 
     def latest(self) -> Any:
         return {**self._storage.latest(), **super().latest()}
+
+    def mark(self) -> Any:
+        """The scalars so far, for :meth:`rewind`."""
+        return copy.deepcopy((self._history, self._latest_scalars, self._weights))
+
+    def rewind(self, mark: Any) -> None:
+        """Forget the scalars that were put since, and a name scope that an error has left open."""
+        self._history, self._latest_scalars, self._weights = copy.deepcopy(mark)
+        self._current_prefix = ""
 
     def write(self) -> None:
         """Give the run's storage one value per scalar and iteration."""

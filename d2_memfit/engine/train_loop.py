@@ -17,9 +17,12 @@ from .. import compat
 from ..config import check_positive_int
 from ..errors import ConfigError
 from .precision import Precision
+from .recovery import Recovery, RecoveryReport
+from .recovery_options import RecoveryOptions
 from .reduce import average_gradients, image_share
+from .report import check_finite, report, write_metrics
 from .storage import WindowStorage
-from .window import MicroBatch, Window, check_finite, write_metrics
+from .window import MicroBatch, Window
 
 __all__ = ["AccumulatingTrainer"]
 
@@ -38,6 +41,9 @@ class AccumulatingTrainer(SimpleTrainer):
     backward runs. With more, ranks do not communicate until their last backward is done; then they
     reduce the gradients once.
 
+    With ``recovery``, images that do not fit into memory are run again in smaller pieces, by each
+    rank for itself, so that ranks do not communicate until their last backward is done here either.
+
     The model may be any that takes a batch and returns a loss or a dict of losses, wrapped in
     ``DistributedDataParallel`` on several ranks.
 
@@ -46,10 +52,11 @@ class AccumulatingTrainer(SimpleTrainer):
         accumulation_steps: batches from the loader behind one optimizer step.
         precision: a :class:`Precision`, or the name of one: "fp32", "fp16", "bf16".
         images_per_micro_batch: images in one forward; None for the loader's batches as they come.
+        recovery: what to do when memory runs out; None is an error, as in Detectron2.
 
     Raises:
         ConfigError: one of the numbers is not a positive integer, or the model's device cannot
-            compute in this precision.
+            compute in this precision, or the model cannot be run again on one rank alone.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class AccumulatingTrainer(SimpleTrainer):
         accumulation_steps: int = 1,
         precision: Union[Precision, str] = "fp32",
         images_per_micro_batch: Optional[int] = None,
+        recovery: Optional[RecoveryOptions] = None,
     ) -> None:
         check_positive_int("SOLVER.ACCUMULATION_STEPS", accumulation_steps)
         if images_per_micro_batch is not None:
@@ -69,37 +77,48 @@ class AccumulatingTrainer(SimpleTrainer):
         self.accumulation_steps = accumulation_steps
         self.precision = precision
         self.images_per_micro_batch = images_per_micro_batch
-        if isinstance(model, DistributedDataParallel) and not self._one_forward_per_iteration:
+        self.recovery = recovery and Recovery(
+            recovery,
+            model.module if _is_ddp(model) else model,
+            images_per_micro_batch,
+            mixed_precision=precision.dtype != torch.float32,
+        )
+        if _is_ddp(model) and not self._reduces_in_backward:
             _check_ddp(model)
         super().__init__(model, data_loader, optimizer)
 
     def run_step(self) -> None:
         """One iteration."""
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
-        window = Window(
-            self._data_loader_iter, self.accumulation_steps, self.images_per_micro_batch
-        )
+        window = Window(self._data_loader_iter, self.accumulation_steps)
         self.optimizer.zero_grad(set_to_none=True)  # first, so that the forward has their memory
 
-        if self._one_forward_per_iteration:
-            (micro_batch,) = window
-            self._forward_backward(micro_batch, image_share(micro_batch.num_images, self.model))
-            reports = comm.all_gather(window.report())
-            check_finite(reports, self.iter)
+        if self._reduces_in_backward:
+            micro_batch = window.take()
+            share = image_share(micro_batch.num_images, self.model)
+            self._backward(self._forward(micro_batch), share)
+            reports = comm.all_gather(report(window))
         else:
             with WindowStorage(get_event_storage()) as storage, self._no_sync():
-                for micro_batch in window:
-                    storage.next_micro_batch(micro_batch.num_images)
-                    weight = micro_batch.num_images / window.expected_images
-                    self._forward_backward(micro_batch, weight)
+                recovery_report = self._accumulate(window, storage)
             storage.write()
-            reports = comm.all_gather(window.report(self.model.parameters()))
-            check_finite(reports, self.iter)
-            average_gradients(self.model, window, reports)
+            # The vote: up to here, a rank could do its window again without the others.
+            reports = comm.all_gather(report(window, self.model.parameters(), recovery_report))
+            if self.recovery is not None:
+                self.recovery.end_iteration([r.recovery for r in reports])
+        check_finite(reports, self.iter)
+        if not any(r.num_images for r in reports):
+            logger.warning("Iteration %d: all images were skipped, and so is the step", self.iter)
+            return
+        with self._explained("reduction", window):
+            if not self._reduces_in_backward:
+                average_gradients(self.model, window, reports)
 
         compat.after_backward(self)
         write_metrics(reports)
-        if not self.precision.step(self.optimizer):
+        with self._explained("optimizer", window):
+            was_finite = self.precision.step(self.optimizer)
+        if not was_finite:
             logger.warning(
                 "Iteration %d: gradients overflowed float16. The step is skipped, and the loss "
                 "scale is lowered to %g",
@@ -107,35 +126,64 @@ class AccumulatingTrainer(SimpleTrainer):
                 self.precision.scaler.get_scale(),
             )
 
-    def _forward_backward(
-        self, micro_batch: MicroBatch, weight: Union[float, torch.Tensor]
-    ) -> None:
-        """Add the gradients of ``weight x loss`` to those of the window."""
+    def _accumulate(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
+        """Run a window's micro-batches one after another; each counts by its images."""
+
+        def backward(loss: torch.Tensor, micro_batch: MicroBatch) -> None:
+            self._backward(loss, micro_batch.num_images / window.expected_images)
+
+        if self.recovery is not None:
+            return self.recovery.run(window, storage, self.iter, self._forward, backward)
+        while (micro_batch := window.take(self.images_per_micro_batch)) is not None:
+            storage.next_micro_batch(micro_batch.num_images)
+            backward(self._forward(micro_batch), micro_batch)
+        return None
+
+    def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """The sum of the model's losses. Each is kept in the micro-batch, too."""
         with self.precision.autocast():
             losses = self.model(micro_batch.data)
             if isinstance(losses, torch.Tensor):
                 losses = {"total_loss": losses}
             total = sum(losses.values())
         micro_batch.losses = {name: loss.detach() for name, loss in losses.items()}
-        self.precision.backward(total * weight)
+        return total
+
+    def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
+        """Add the gradients of ``weight x loss`` to those of the window."""
+        self.precision.backward(loss * weight)
+
+    def _explained(self, phase: str, window: Window) -> AbstractContextManager:
+        """For what cannot be done again when memory runs out."""
+        if self.recovery is None:
+            return contextlib.nullcontext()
+        return self.recovery.explained(phase, window.micro_batches[-1].data, self.iter)
 
     @property
-    def _one_forward_per_iteration(self) -> bool:
-        return self.accumulation_steps == 1 and self.images_per_micro_batch is None
+    def _reduces_in_backward(self) -> bool:
+        """Whether DDP reduces the gradients while they are computed, as in Detectron2."""
+        return (
+            self.accumulation_steps == 1
+            and self.images_per_micro_batch is None
+            and self.recovery is None
+        )
 
     def _no_sync(self) -> AbstractContextManager:
         """Keeps DDP from reducing gradients; it must be open in forward and backward."""
-        is_ddp = isinstance(self.model, DistributedDataParallel)
-        return self.model.no_sync() if is_ddp else contextlib.nullcontext()
+        return self.model.no_sync() if _is_ddp(self.model) else contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if self.precision.scaler is not None:
             state["grad_scaler"] = self.precision.scaler.state_dict()
+        if self.recovery is not None:
+            state["recovery"] = self.recovery.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        if self.recovery is not None and "recovery" in state_dict:
+            self.recovery.load_state_dict(state_dict["recovery"])
         if self.precision.scaler is None:
             return
         if "grad_scaler" in state_dict:
@@ -146,6 +194,10 @@ class AccumulatingTrainer(SimpleTrainer):
                 "starts at %g",
                 self.precision.scaler.get_scale(),
             )
+
+
+def _is_ddp(model: nn.Module) -> bool:
+    return isinstance(model, DistributedDataParallel)
 
 
 def _check_ddp(model: DistributedDataParallel) -> None:

@@ -1,19 +1,17 @@
-"""A window, one rank's share of an iteration: taken from the loader, cut, weighted, reported."""
+"""A window, one rank's share of an iteration: taken from the loader and cut into micro-batches."""
 
-import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
-from detectron2.utils import comm
-from detectron2.utils.events import get_event_storage
 
-from .. import compat
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, HostMemoryError
+from ..memory import error_line, is_loader_out_of_memory
 
-__all__ = ["MicroBatch", "Report", "Window", "check_finite", "write_metrics"]
+__all__ = ["MicroBatch", "Window", "image_names"]
 
 
 @dataclass
@@ -27,29 +25,20 @@ class MicroBatch:
     def num_images(self) -> int:
         return _num_images(self.data)
 
-
-@dataclass
-class Report:
-    """What the ranks tell each other about their windows. It is pickled, and small."""
-
-    num_images: int
-    loss_sums: dict[str, float]  # each loss, summed over images
-    data_time: float  # seconds
-    not_finite: list[str]  # one line for each micro-batch with a loss of infinity or NaN
-    has_gradient: list[bool]  # for each parameter that is asked for, in the model's order
+    @property
+    def can_be_split(self) -> bool:
+        return _is_list_of_images(self.data) and self.num_images > 1
 
 
 class Window:
-    """The micro-batches of one iteration. They are taken from the loader while iterating.
+    """The micro-batches of one iteration, taken from the loader one after another.
 
     Taking them one by one, and not all at once, lets the loader's workers prepare the next batch
-    while the model computes.
+    while the model computes. What did not fit can be put back and taken again in smaller pieces.
 
     Args:
         batches: the loader's iterator.
         accumulation_steps: how many of its batches make a window.
-        images_per_micro_batch: where to cut the stream of images, whatever the loader's batches;
-            the last micro-batch may have fewer. None keeps the loader's batches.
 
     Attributes:
         micro_batches: those taken so far.
@@ -58,117 +47,116 @@ class Window:
             as that was taken. With batches of one size it is their number of images.
     """
 
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        accumulation_steps: int,
-        images_per_micro_batch: Optional[int] = None,
-    ) -> None:
+    def __init__(self, batches: Iterator[Any], accumulation_steps: int) -> None:
         self.micro_batches: list[MicroBatch] = []
         self.data_time = 0.0
         self.expected_images = 0
         self._batches = batches
         self._accumulation_steps = accumulation_steps
-        self._images_per_micro_batch = images_per_micro_batch
+        self._steps_taken = 0
+        self._waiting: deque[Any] = deque()  # loaded, or put back: these go before new batches
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        """
+    def take(self, num_images: Optional[int] = None) -> Optional[MicroBatch]:
+        """The next micro-batch, or None at the window's end.
+
+        Args:
+            num_images: how many, whatever the loader's batches; the last may have fewer. None is
+                a batch as it comes.
+
         Raises:
             DataError: the loader ended within the window.
+            HostMemoryError: the loader ran out of memory.
             ConfigError: its batches are not lists of dataset dicts, so they cannot be cut.
         """
-        size = self._images_per_micro_batch
-        uncut: list[Any] = []
-        for step in range(self._accumulation_steps):
-            batch = self._take_batch(step)
-            if size is None:
-                yield self._add(batch)
-                continue
-            if not _is_list_of_images(batch):
-                raise ConfigError(
-                    f"MEMFIT.MICRO_BATCH {size} needs a data loader that gives lists of dataset "
-                    f"dicts, and this one gives a {type(batch).__name__}"
-                )
-            uncut += batch
-            while len(uncut) >= size:
-                yield self._add(uncut[:size])
-                del uncut[:size]
-        if uncut:
-            yield self._add(uncut)
+        data = self._next_batch()
+        if data is None:
+            return None
+        if num_images is not None:
+            data = self._regroup(data, num_images)
+        self.micro_batches.append(MicroBatch(data))
+        return self.micro_batches[-1]
+
+    def put_back(self) -> None:
+        """Undo the last :meth:`take`."""
+        self._waiting.appendleft(self.micro_batches.pop().data)
+
+    def start_over(self) -> None:
+        """Undo all of them. The images come again in the same order."""
+        while self.micro_batches:
+            self.put_back()
+
+    def replace(self, old: Any, new: Any) -> None:
+        """Take ``new`` instead of ``old``, one of the images or batches that were put back.
+
+        Args:
+            new: None leaves it out.
+        """
+        for i, data in enumerate(self._waiting):
+            if data is old:
+                self._waiting[i] = new
+            elif _is_list_of_images(data):
+                images = [new if image is old else image for image in data]
+                self._waiting[i] = [image for image in images if image is not None] or None
+        self._waiting = deque(data for data in self._waiting if data is not None)
 
     @property
     def num_images(self) -> int:
         """Images taken so far."""
         return sum(m.num_images for m in self.micro_batches)
 
-    def report(self, parameters: Iterable[torch.Tensor] = ()) -> Report:
-        """Sum up the losses after the last backward. This waits for the device."""
-        sums: dict[str, float] = {}
-        not_finite = []
-        for m in self.micro_batches:
-            losses = {name: loss.item() for name, loss in m.losses.items()}
-            for name, loss in losses.items():
-                sums[name] = sums.get(name, 0.0) + m.num_images * loss
-            if not math.isfinite(sum(losses.values())):
-                not_finite.append(f"losses {losses} on the images {_image_names(m.data)}")
-        has_gradient = [p.grad is not None for p in parameters]
-        return Report(self.num_images, sums, self.data_time, not_finite, has_gradient)
-
-    def _take_batch(self, step: int) -> Any:
+    def _next_batch(self) -> Any:
+        if self._waiting:
+            return self._waiting.popleft()
+        if self._steps_taken == self._accumulation_steps:
+            return None
         start = time.perf_counter()
         try:
             batch = next(self._batches)
         except StopIteration:
             raise DataError(
-                f"the data loader ended after {step} of the {self._accumulation_steps} batches "
-                "that an iteration takes. Train with an endless loader, such as "
-                "build_detection_train_loader makes, or lower SOLVER.MAX_ITER or "
-                "SOLVER.ACCUMULATION_STEPS"
+                f"the data loader ended after {self._steps_taken} of the "
+                f"{self._accumulation_steps} batches that an iteration takes. Train with an "
+                "endless loader, such as build_detection_train_loader makes, or lower "
+                "SOLVER.MAX_ITER or SOLVER.ACCUMULATION_STEPS"
             ) from None
+        except Exception as e:
+            if not is_loader_out_of_memory(e):
+                raise
+            raise HostMemoryError(
+                f"the data loader ran out of the host's memory ({error_line(e)}). Lower "
+                "DATALOADER.NUM_WORKERS: each worker has images, and memory, of its own"
+            ) from e
         self.data_time += time.perf_counter() - start
-        if step == 0:
+        if self._steps_taken == 0:
             self.expected_images = self._accumulation_steps * _num_images(batch)
+        self._steps_taken += 1
         return batch
 
-    def _add(self, data: Any) -> MicroBatch:
-        self.micro_batches.append(MicroBatch(data))
-        return self.micro_batches[-1]
+    def _regroup(self, data: Any, num_images: int) -> list:
+        images: list = []
+        while data is not None:
+            if not _is_list_of_images(data):
+                raise ConfigError(
+                    f"MEMFIT.MICRO_BATCH {num_images} needs a data loader that gives lists of "
+                    f"dataset dicts, and this one gives a {type(data).__name__}"
+                )
+            images += data
+            if len(images) >= num_images:
+                break
+            data = self._next_batch()
+        if len(images) > num_images:
+            self._waiting.appendleft(images[num_images:])
+        return images[:num_images]
 
 
-def check_finite(reports: Sequence[Report], iteration: int) -> None:
-    """Raise FloatingPointError, on every rank, if any rank had a loss of infinity or NaN.
-
-    Args:
-        reports: of all ranks, in their order.
-        iteration: for the message.
-    """
-    lines = [f"rank {rank}: {line}" for rank, r in enumerate(reports) for line in r.not_finite]
-    if lines:
-        raise FloatingPointError(
-            f"Loss became infinite or NaN at iteration={iteration}!\n"
-            + "\n".join(lines)
-            + "\nLook at the annotations of these images; or lower SOLVER.BASE_LR, lengthen "
-            "SOLVER.WARMUP_ITERS, or set SOLVER.CLIP_GRADIENTS.ENABLED True"
-        )
-
-
-def write_metrics(reports: Sequence[Report]) -> None:
-    """Write what ``SimpleTrainer`` writes, once per iteration, as means over all images.
-
-    ``data_time`` is that of the slowest rank. ``effective_batch`` is the number of images.
-    """
-    storage = get_event_storage()
-    compat.put_rank_data_time(reports[comm.get_rank()].data_time)
-    if not comm.is_main_process():
-        return
-    num_images = sum(r.num_images for r in reports)
-    names = dict.fromkeys(name for r in reports for name in r.loss_sums)
-    losses = {k: sum(r.loss_sums.get(k, 0.0) for r in reports) / num_images for k in names}
-    storage.put_scalar("data_time", max(r.data_time for r in reports))
-    storage.put_scalar("total_loss", sum(losses.values()))
-    if len(losses) > 1:
-        storage.put_scalars(**losses)
-    storage.put_scalar("effective_batch", num_images, smoothing_hint=False)
+def image_names(data: Any) -> str:
+    """The images of a micro-batch, as a user knows them."""
+    if not _is_list_of_images(data):
+        return f"of a {type(data).__name__}, which has no names"
+    return ", ".join(
+        f"{image.get('file_name', 'without file_name')} (image_id {image.get('image_id')})"
+        for image in data
+    )
 
 
 def _is_list_of_images(data: Any) -> bool:
@@ -178,12 +166,3 @@ def _is_list_of_images(data: Any) -> bool:
 def _num_images(data: Any) -> int:
     """Length of a list of dataset dicts or of a tensor. Data of any other kind counts as one."""
     return len(data) if _is_list_of_images(data) or isinstance(data, torch.Tensor) else 1
-
-
-def _image_names(data: Any) -> str:
-    if not _is_list_of_images(data):
-        return f"of a {type(data).__name__}, which has no names"
-    return ", ".join(
-        f"{image.get('file_name', 'without file_name')} (image_id {image.get('image_id')})"
-        for image in data
-    )

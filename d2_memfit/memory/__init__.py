@@ -1,5 +1,21 @@
-"""Where memory goes."""
+"""Where memory goes, how it is limited, and how it runs out."""
 
-from .meter import TensorMeter
+from .budget import check_budget, enforce_budget, use_expandable_segments
+from .meter import DeviceMemory, ProcessMemory, TensorMeter, device_memory, process_memory
+from .oom import error_line, is_loader_out_of_memory, is_out_of_memory
+from .release import release_memory
 
-__all__ = ["TensorMeter"]
+__all__ = [
+    "DeviceMemory",
+    "ProcessMemory",
+    "TensorMeter",
+    "check_budget",
+    "device_memory",
+    "enforce_budget",
+    "error_line",
+    "is_loader_out_of_memory",
+    "is_out_of_memory",
+    "process_memory",
+    "release_memory",
+    "use_expandable_segments",
+]

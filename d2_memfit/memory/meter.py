@@ -1,14 +1,48 @@
-"""Memory in tensors, counted byte by byte."""
+"""How much memory is in use: by tensors, byte by byte, and by the process."""
 
+import re
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["TensorMeter"]
+__all__ = ["DeviceMemory", "ProcessMemory", "TensorMeter", "device_memory", "process_memory"]
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Memory of this process, in bytes; 0 where the system is not Linux."""
+
+    resident_bytes: int  # in RAM
+    data_bytes: int  # private and writable, touched or not: what RLIMIT_DATA limits
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory that this process takes of a device, in bytes."""
+
+    allocated_bytes: int  # in tensors; on the CPU, what the process has in RAM
+    reserved_bytes: int  # taken from the system; on the CPU, what RLIMIT_DATA limits
+
+
+def process_memory() -> ProcessMemory:
+    status = Path("/proc/self/status")
+    text = status.read_text() if status.exists() else ""
+    kib = {k: int(v) for k, v in re.findall(r"^(VmRSS|VmData):\s+(\d+) kB", text, re.MULTILINE)}
+    return ProcessMemory(kib.get("VmRSS", 0) * 2**10, kib.get("VmData", 0) * 2**10)
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """What is in use now."""
+    if device.type == "cuda":
+        return DeviceMemory(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
+    process = process_memory()
+    return DeviceMemory(process.resident_bytes, process.data_bytes)
 
 
 class TensorMeter(TorchDispatchMode):

@@ -1,0 +1,84 @@
+"""What is done about one image that does not fit alone, from the harmless to the last resort."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..techniques import checkpointed, resize_image
+from .recovery_options import RecoveryOptions
+from .window import Window
+
+__all__ = ["RAISE", "SKIP", "Escalation", "low_memory_forward"]
+
+AGAIN = "caches are freed and it is run again"
+LOW_MEMORY = "it is run again with checkpointed activations, kept on the host"
+RESIZE = "it is run again at 0.7 of its size, {:.2f} of the original"
+SKIP = "it is skipped"
+RAISE = "training stops"
+
+RESIZE_FACTOR = 0.7
+MAX_RESIZES = 3
+
+
+@dataclass
+class _HardImage:
+    original: Any  # a dataset dict, or a batch that cannot be split
+    failures: int = 0
+    num_resizes: int = 0
+
+
+class Escalation:
+    """How far each image of a window has come. One object for each window."""
+
+    def __init__(self, options: RecoveryOptions) -> None:
+        self._options = options
+        self._hard: dict[int, _HardImage] = {}  # by the id of the image that is run for it
+
+    def needs_low_memory(self, data: Any) -> bool:
+        """Whether this micro-batch is an image that failed with freed caches too."""
+        hard = self._hard.get(id(_image(data)))
+        return hard is not None and hard.failures >= 2
+
+    def ease(self, data: Any, window: Window) -> str:
+        """Take the next step about a micro-batch of one image, which was put back.
+
+        Returns:
+            str: what is done, one of this file's texts.
+        """
+        image = _image(data)
+        hard = self._hard.setdefault(id(image), _HardImage(image))
+        hard.failures += 1
+        if hard.failures == 1:
+            return AGAIN
+        if hard.failures == 2:
+            return LOW_MEMORY
+        if self._options.allow_resize and hard.num_resizes < MAX_RESIZES and _has_pixels(image):
+            hard.num_resizes += 1
+            factor = RESIZE_FACTOR**hard.num_resizes
+            smaller = resize_image(hard.original, factor)
+            self._hard[id(smaller)] = hard
+            window.replace(image, smaller)
+            return RESIZE.format(factor)
+        if self._options.last_resort == "skip":
+            window.replace(image, None)
+            return SKIP
+        return RAISE
+
+
+@contextmanager
+def low_memory_forward(model: nn.Module) -> Iterator[None]:
+    """For a forward whose backward needs little of the device: slower, with the same gradients."""
+    with checkpointed(model), torch.autograd.graph.save_on_cpu():
+        yield
+
+
+def _image(data: Any) -> Any:
+    return data[0] if isinstance(data, list) and len(data) == 1 else data
+
+
+def _has_pixels(image: Any) -> bool:
+    return isinstance(image, dict) and isinstance(image.get("image"), torch.Tensor)

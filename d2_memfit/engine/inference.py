@@ -1,0 +1,117 @@
+"""Evaluation that survives the batch that does not fit, with the same results."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Callable, Optional
+
+from torch import nn
+
+from .. import compat
+from ..errors import OutOfMemoryError
+from ..memory import is_out_of_memory, release_memory
+from .escalation import RAISE
+from .oom_record import Failure, OomEvent, OomRecord, final_error
+from .recovery_options import RecoveryOptions
+
+__all__ = ["recovering_inference"]
+
+logger = logging.getLogger(__name__)
+
+# What Detectron2's models call to bring results to the size of the file; masks grow most there.
+_POSTPROCESSORS = ("detector_postprocess", "sem_seg_postprocess")
+
+
+@contextmanager
+def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -> Iterator[None]:
+    """While open, a batch that does not fit in the model's forward is tried again with less.
+
+    First with results post-processed on the host, then one image at a time. What worked is kept for
+    the batches that follow.
+
+    Args:
+        options: None changes nothing.
+
+    Raises:
+        OutOfMemoryError: from the forward, if one image alone does not fit.
+    """
+    if options is None:
+        yield
+        return
+    original = vars(model).get("forward")
+    model.forward = _RecoveringForward(model, model.forward, options)
+    try:
+        yield
+    finally:
+        if original is None:
+            del model.forward
+        else:
+            model.forward = original
+
+
+class _RecoveringForward:
+    def __init__(self, model: nn.Module, forward: Callable, options: RecoveryOptions) -> None:
+        self._model = model
+        self._forward = forward
+        self._options = options
+        self._record = OomRecord(options.output_dir)
+        self._on_host = False
+        self._one_by_one = False
+
+    def __call__(self, batch: Any) -> Any:
+        if self._one_by_one and _is_list_of_many(batch):
+            return [result for image in batch for result in self([image])]
+        failure = None
+        try:
+            with _postprocessing_on_host(self._model) if self._on_host else nullcontext():
+                return self._forward(batch)
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
+            failure = Failure(e, "evaluation", next(self._model.parameters()).device)
+        release_memory(next(self._model.parameters()).device)
+        self._ease(failure, batch)
+        return self(batch)
+
+    def _ease(self, failure: Failure, batch: Any) -> None:
+        iteration = compat.current_iteration()
+        event = OomEvent.of(failure, iteration, batch, self._model, self._options.budget_gb)
+        if not self._on_host:
+            self._on_host = True
+            event.action = "results are post-processed on the host"
+        elif _is_list_of_many(batch):
+            self._one_by_one = True
+            event.action = "the images are run one at a time"
+        else:
+            event.action = RAISE
+        self._record.append(event)
+        logger.warning("%s. Now %s", event, event.action)
+        if event.action == RAISE:
+            raise OutOfMemoryError(final_error(event, self._options, mixed_precision=False))
+
+
+@contextmanager
+def _postprocessing_on_host(model: nn.Module) -> Iterator[None]:
+    """Move results to the host before they grow, in all files that the model's classes are from."""
+    classes = {c for part in model.modules() for c in type(part).__mro__}
+    files = {sys.modules[c.__module__] for c in classes}
+    originals = [(f, n, getattr(f, n)) for f in files for n in _POSTPROCESSORS if hasattr(f, n)]
+    for file, name, postprocess in originals:
+        setattr(file, name, _on_host(postprocess))
+    try:
+        yield
+    finally:
+        for file, name, postprocess in originals:
+            setattr(file, name, postprocess)
+
+
+def _on_host(postprocess: Callable) -> Callable:
+    def postprocess_on_host(results: Any, *args: Any, **kwargs: Any) -> Any:
+        return postprocess(results.to("cpu"), *args, **kwargs)
+
+    return postprocess_on_host
+
+
+def _is_list_of_many(batch: Any) -> bool:
+    return isinstance(batch, list) and len(batch) > 1

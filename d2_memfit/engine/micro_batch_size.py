@@ -1,0 +1,78 @@
+"""How many images go through the model at once, learned from what did not fit."""
+
+from typing import Any, Optional
+
+__all__ = ["MicroBatchSize"]
+
+
+class MicroBatchSize:
+    """Halved when memory runs out, doubled again after a while without.
+
+    A size that fails again after growing waits longer before it is tried the next time: from the
+    second failure in a row on, twice as long each time.
+
+    Args:
+        configured: images in one forward; None is the loader's batch as it comes.
+        grow_after: iterations without an out-of-memory error before the size is doubled.
+
+    Attributes:
+        images: the size for now; None is the loader's batch.
+    """
+
+    def __init__(self, configured: Optional[int], grow_after: int) -> None:
+        self._configured = configured
+        self._grow_after = grow_after
+        self._full = configured or 0  # images in the largest micro-batch that is asked for
+        self._clean_iterations = 0
+        self._failed_growths = 0  # in a row
+        self._has_just_grown = False
+        self.images = configured
+
+    def halve(self, num_images: int) -> int:
+        """After a micro-batch of so many images, at least two, did not fit.
+
+        Returns:
+            int: the new size.
+        """
+        self._full = max(self._full, num_images)
+        if self._has_just_grown:
+            self._failed_growths += 1
+        self._has_just_grown = False
+        self._clean_iterations = 0
+        self.images = num_images // 2
+        return self.images
+
+    def end_iteration(self, clean: bool) -> bool:
+        """Count an iteration, with (``clean``) or without enough memory.
+
+        Returns:
+            bool: whether the size has grown.
+        """
+        self._clean_iterations = self._clean_iterations + 1 if clean else 0
+        if self._clean_iterations < self._wait:
+            return False
+        if self._has_just_grown:  # and has held since
+            self._failed_growths = 0
+            self._has_just_grown = False
+        if self.images == self._configured:
+            return False
+        self._clean_iterations = 0
+        self._has_just_grown = True
+        self.images *= 2
+        if self.images >= self._full:
+            self.images = self._configured
+        return True
+
+    @property
+    def _wait(self) -> int:
+        return self._grow_after * 2 ** max(0, self._failed_growths - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in ("_configured", "_grow_after")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what was learned, but never beyond what is configured now."""
+        vars(self).update(state)
+        if self._configured is not None:
+            self._full = self._configured
+            self.images = min(self.images or self._configured, self._configured)

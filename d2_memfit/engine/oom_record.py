@@ -1,0 +1,159 @@
+"""What is known of an out-of-memory error: for the log, for the final error, and on file."""
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional
+
+import torch
+from detectron2.utils import comm
+from detectron2.utils.file_io import PathManager
+from torch import nn
+
+from ..memory import device_memory, error_line
+from .recovery_options import RecoveryOptions
+
+__all__ = ["Failure", "OomEvent", "OomRecord", "final_error", "padded_size"]
+
+_GB = 2**30
+
+
+class Failure:
+    """What can be known of an out-of-memory error only while it is handled.
+
+    It holds no reference to the error, whose traceback would keep tensors alive.
+    """
+
+    def __init__(self, error: BaseException, phase: str, device: torch.device) -> None:
+        self.error = error_line(error)
+        self.phase = phase
+        self.memory = device_memory(device)
+
+
+@dataclass
+class OomEvent:
+    """One out-of-memory error. Sizes are in pixels, memory is in GB (2^30 bytes)."""
+
+    iteration: int
+    phase: str  # forward, backward, reduction, optimizer or evaluation
+    micro_batch: int  # images in it
+    images: list[dict[str, Any]]  # file_name, image_id, height, width, num_instances of each
+    padded_size: Optional[tuple[int, int]]  # height and width of the batch that they make
+    allocated_gb: float
+    reserved_gb: float
+    budget_gb: Optional[float]
+    error: str
+    action: str = ""  # what was done about it
+    rank: int = field(default_factory=comm.get_rank)
+    time: float = field(default_factory=time.time)  # seconds since 1970
+
+    @classmethod
+    def of(
+        cls,
+        failure: "Failure",
+        iteration: int,
+        data: Any,
+        model: nn.Module,
+        budget_gb: Optional[float],
+    ) -> "OomEvent":
+        """What a failure meant for a micro-batch (``data``) of a model, without DDP around it."""
+        memory = failure.memory
+        return cls(
+            iteration=iteration,
+            phase=failure.phase,
+            micro_batch=len(data) if isinstance(data, (list, torch.Tensor)) else 1,
+            images=[_describe(image) for image in _images(data)],
+            padded_size=padded_size(data, model),
+            allocated_gb=round(memory.allocated_bytes / _GB, 3),
+            reserved_gb=round(memory.reserved_bytes / _GB, 3),
+            budget_gb=budget_gb,
+            error=failure.error,
+        )
+
+    def __str__(self) -> str:
+        names = ", ".join(
+            f"{i['file_name']} (image_id {i['image_id']}, {i['height']} x {i['width']} pixels, "
+            f"{i['num_instances']} instances)"
+            for i in self.images
+        )
+        size = " x ".join(map(str, self.padded_size)) if self.padded_size else "unknown size"
+        budget = "no budget" if self.budget_gb is None else f"a budget of {self.budget_gb:g} GB"
+        return (
+            f"Out of memory in the {self.phase} of iteration {self.iteration} on rank {self.rank}, "
+            f"with a micro-batch of {self.micro_batch}, padded to {size}: {names or 'no images'}. "
+            f"{self.allocated_gb:.2f} GB allocated, {self.reserved_gb:.2f} GB reserved, {budget}. "
+            f"The error was: {self.error}"
+        )
+
+
+class OomRecord:
+    """Appends events to ``memfit_oom.jsonl``, one JSON object per line.
+
+    Each event is one write of one line, so the file can be parsed whenever the process ends, and
+    several ranks can share it.
+
+    Args:
+        output_dir: its folder; an empty text for no file.
+    """
+
+    FILE_NAME = "memfit_oom.jsonl"
+
+    def __init__(self, output_dir: str = "") -> None:
+        self._path = os.path.join(output_dir, self.FILE_NAME) if output_dir else None
+
+    def append(self, event: OomEvent) -> None:
+        if self._path is None:
+            return
+        PathManager.mkdirs(os.path.dirname(self._path))
+        with PathManager.open(self._path, "a") as f:
+            f.write(json.dumps(asdict(event)) + "\n")
+
+
+def final_error(event: OomEvent, options: RecoveryOptions, mixed_precision: bool) -> str:
+    """The text of the error that ends a run: what happened, and the next three things to try."""
+    if event.phase == "evaluation":
+        steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
+    elif event.phase in ("reduction", "optimizer"):
+        steps = [
+            "a smaller MEMFIT.MICRO_BATCH",
+            "a higher MODEL.BACKBONE.FREEZE_AT: frozen weights need no gradients",
+        ]
+    else:
+        steps = [] if mixed_precision else ["SOLVER.AMP.ENABLED True"]
+        steps += ["a smaller INPUT.MAX_SIZE_TRAIN"]
+        steps += [] if options.allow_resize else ["MEMFIT.OOM.ALLOW_RESIZE True"]
+        steps += [] if options.last_resort == "skip" else ["MEMFIT.OOM.LAST_RESORT skip"]
+    if options.budget_gb is None:
+        steps += ["another process may be using the device: look there", "a smaller backbone"]
+    else:
+        steps += ["a larger MEMFIT.BUDGET_GB", "a smaller backbone"]
+    tries = "; ".join(f"({i}) {step}" for i, step in enumerate(steps[:3], 1))
+    return f"{event}. Next things to try: {tries}"
+
+
+def padded_size(data: Any, model: nn.Module) -> Optional[tuple[int, int]]:
+    """Height and width, in pixels, that the model pads the images of a micro-batch to."""
+    sizes = [image["image"].shape[-2:] for image in _images(data)]
+    if not sizes:
+        return None
+    divisor = max(1, getattr(getattr(model, "backbone", None), "size_divisibility", 1))
+    height, width = (-(-max(sides) // divisor) * divisor for sides in zip(*sizes))
+    return height, width
+
+
+def _describe(image: dict[str, Any]) -> dict[str, Any]:
+    height, width = image["image"].shape[-2:]
+    return {
+        "file_name": image.get("file_name"),
+        "image_id": image.get("image_id"),
+        "height": height,
+        "width": width,
+        "num_instances": len(image["instances"]) if "instances" in image else None,
+    }
+
+
+def _images(data: Any) -> list[dict[str, Any]]:
+    """Those of a micro-batch that are dataset dicts with pixels."""
+    dicts = [d for d in data if isinstance(d, dict)] if isinstance(data, list) else []
+    return [d for d in dicts if isinstance(d.get("image"), torch.Tensor)]

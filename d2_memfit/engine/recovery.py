@@ -1,0 +1,266 @@
+"""When a micro-batch does not fit: undo it, and run the same images in a way that needs less."""
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Callable, Optional
+
+import torch
+from detectron2.utils import comm
+from detectron2.utils.events import get_event_storage
+from torch import nn
+
+from ..errors import OutOfMemoryError
+from ..memory import is_out_of_memory, release_memory
+from .escalation import RAISE, SKIP, Escalation, low_memory_forward
+from .micro_batch_size import MicroBatchSize
+from .oom_record import Failure, OomEvent, OomRecord, final_error
+from .recovery_options import RecoveryOptions
+from .snapshot import Snapshot
+from .storage import WindowStorage
+from .window import MicroBatch, Window
+
+__all__ = ["Recovery", "RecoveryReport"]
+
+logger = logging.getLogger(__name__)
+
+# Iterations in a row in which the CUDA allocator had to retry, before it counts as too close.
+_MAX_RISING = 3
+
+
+@dataclass
+class RecoveryReport:
+    """What a rank tells the others about the memory of its window."""
+
+    micro_batch: int = 0  # images in the largest
+    oom_events: int = 0
+    retried_images: int = 0
+    seen_images: int = 0  # with those that were skipped
+    skipped_images: int = 0
+    final_error: str = ""
+    size: dict[str, Any] = field(default_factory=dict)  # state of the MicroBatchSize
+
+
+class Recovery:
+    """Runs windows to their end, whatever fits. One for each trainer.
+
+    Args:
+        options: what may be done.
+        model: without DDP around it.
+        images_per_micro_batch: as for the trainer.
+        mixed_precision: whether it is on, for the advice in the last error.
+
+    Attributes:
+        size: how many images go through the model at once.
+        oom_events, retried_images, skipped_images: totals over all ranks and iterations.
+    """
+
+    def __init__(
+        self,
+        options: RecoveryOptions,
+        model: nn.Module,
+        images_per_micro_batch: Optional[int],
+        mixed_precision: bool,
+    ) -> None:
+        self.size = MicroBatchSize(images_per_micro_batch, options.grow_after)
+        self.oom_events = self.retried_images = self.skipped_images = self._seen_images = 0
+        self._options = options
+        self._model = model
+        self._mixed_precision = mixed_precision
+        self._device = next(model.parameters()).device
+        self._record = OomRecord(options.output_dir)
+        self._may_retry = not options.check_communication(model, images_per_micro_batch)
+        self._sizes = [self.size.state_dict()]  # of all ranks
+        self._alloc_retries = self._rising = 0
+        self._escalation = Escalation(options)
+        self._report = RecoveryReport()
+
+    def run(
+        self,
+        window: Window,
+        storage: WindowStorage,
+        iteration: int,
+        forward: Callable[[MicroBatch], torch.Tensor],
+        backward: Callable[[torch.Tensor, MicroBatch], None],
+    ) -> RecoveryReport:
+        """Accumulate the gradients of a window.
+
+        An error in a forward has touched no gradient: its micro-batch is done again. An error in a
+        backward may have: the window starts over. No image is lost, and none counts twice.
+
+        Raises:
+            OutOfMemoryError: at once, where ranks communicate within the forward. In all other
+                cases the ranks must agree first, see :meth:`end_iteration`.
+        """
+        self._report = RecoveryReport()
+        self._escalation = Escalation(self._options)
+        start = None
+        while (micro_batch := window.take(self.size.images)) is not None:
+            before = Snapshot(self._model, storage)
+            start = start or before
+            storage.next_micro_batch(micro_batch.num_images)
+            failure = self._attempt(micro_batch, storage, forward, backward)
+            if failure is None:
+                continue
+            # No exception is being handled here, so nothing holds the tensors of the attempt.
+            if failure.phase == "forward":
+                self._report.retried_images += micro_batch.num_images
+                before.restore()
+                window.put_back()
+            else:
+                self._report.retried_images += window.num_images
+                start.restore()
+                self._model.zero_grad(set_to_none=True)
+                window.start_over()
+            release_memory(self._device)
+            self._react(failure, micro_batch, window, iteration)
+            if self._report.final_error:
+                self._model.zero_grad(set_to_none=True)
+                break
+        self._report.seen_images = window.num_images + self._report.skipped_images
+        self._report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
+        self._watch_allocator(window, iteration)
+        if self.size.end_iteration(clean=not self._report.oom_events):
+            logger.info(
+                "Iteration %d: memory was enough for a while, the micro-batch grows to %s images",
+                iteration,
+                self.size.images or "the loader's batch of",
+            )
+        self._report.size = self.size.state_dict()
+        return self._report
+
+    def end_iteration(self, reports: Sequence[RecoveryReport]) -> None:
+        """Count what happened on all ranks, and log it.
+
+        Raises:
+            OutOfMemoryError: on every rank, if an image of any rank fits in no way, or too many
+                were skipped.
+        """
+        errors = [r.final_error for r in reports if r.final_error]
+        if errors:
+            raise OutOfMemoryError("\n".join(errors))
+        self._sizes = [r.size for r in reports]
+        self.oom_events += sum(r.oom_events for r in reports)
+        self.retried_images += sum(r.retried_images for r in reports)
+        self.skipped_images += sum(r.skipped_images for r in reports)
+        self._seen_images += sum(r.seen_images for r in reports)
+        get_event_storage().put_scalars(
+            smoothing_hint=False,
+            **{
+                "memfit/micro_batch": min(r.micro_batch for r in reports),
+                "memfit/oom_events": self.oom_events,
+                "memfit/retried_images": self.retried_images,
+            },
+        )
+        if self.skipped_images > math.ceil(self._options.max_skipped * self._seen_images):
+            raise OutOfMemoryError(
+                f"{self.skipped_images} of {self._seen_images} images did not fit and were "
+                f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self._options.max_skipped} allows"
+            )
+
+    @contextmanager
+    def explained(self, phase: str, data: Any, iteration: int) -> Iterator[None]:
+        """Say what is known when memory runs out where nothing can be done again.
+
+        Raises:
+            OutOfMemoryError: instead of the original error.
+        """
+        try:
+            yield
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
+            event = self._event(Failure(e, phase, self._device), data, iteration)
+            event.action = RAISE
+            self._record.append(event)
+            text = final_error(event, self._options, self._mixed_precision)
+            raise OutOfMemoryError(text) from e
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sizes": self._sizes,
+            "oom_events": self.oom_events,
+            "retried_images": self.retried_images,
+            "skipped_images": self.skipped_images,
+            "seen_images": self._seen_images,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        sizes, rank = state["sizes"], comm.get_rank()
+        same_ranks = len(sizes) == comm.get_world_size()
+        own = sizes[rank] if same_ranks else min(sizes, key=lambda s: s["images"] or math.inf)
+        self.size.load_state_dict(own)
+        self._sizes = sizes if same_ranks else [own] * comm.get_world_size()
+        self.oom_events = state["oom_events"]
+        self.retried_images = state["retried_images"]
+        self.skipped_images = state["skipped_images"]
+        self._seen_images = state["seen_images"]
+
+    def _attempt(
+        self,
+        micro_batch: MicroBatch,
+        storage: WindowStorage,
+        forward: Callable[[MicroBatch], torch.Tensor],
+        backward: Callable[[torch.Tensor, MicroBatch], None],
+    ) -> Optional[Failure]:
+        low_memory = self._escalation.needs_low_memory(micro_batch.data)
+        phase = "forward"
+        try:
+            with low_memory_forward(self._model) if low_memory else contextlib.nullcontext():
+                loss = forward(micro_batch)
+            done = Snapshot(self._model, storage) if low_memory else None
+            phase = "backward"
+            backward(loss, micro_batch)
+            if done is not None:  # what the blocks' second forwards have changed
+                done.restore()
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
+            return Failure(e, phase, self._device)
+        return None
+
+    def _react(
+        self, failure: Failure, micro_batch: MicroBatch, window: Window, iteration: int
+    ) -> None:
+        """Decide how the images are run again, and say so."""
+        self._report.oom_events += 1
+        event = self._event(failure, micro_batch.data, iteration)
+        if not self._may_retry:
+            event.action = RAISE
+        elif micro_batch.can_be_split:
+            size = self.size.halve(micro_batch.num_images)
+            event.action = f"the micro-batch is halved to {size} and its images are run again"
+        else:
+            event.action = self._escalation.ease(micro_batch.data, window)
+        self._record.append(event)
+        logger.warning("%s. Now %s", event, event.action)
+        if event.action == SKIP:
+            self._report.skipped_images += 1
+        elif event.action == RAISE:
+            self._report.final_error = final_error(event, self._options, self._mixed_precision)
+            if not self._may_retry:
+                raise OutOfMemoryError(self._report.final_error)
+
+    def _watch_allocator(self, window: Window, iteration: int) -> None:
+        """Halve before the crash: an allocator that must retry again and again is near it."""
+        if self._device.type != "cuda":
+            return
+        retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
+        self._rising = self._rising + 1 if retries > self._alloc_retries else 0
+        self._alloc_retries = retries
+        if self._rising < _MAX_RISING or self._report.micro_batch < 2:
+            return
+        self._rising = 0
+        largest = max(window.micro_batches, key=lambda m: m.num_images)
+        error = torch.OutOfMemoryError(f"num_alloc_retries rose in {_MAX_RISING} iterations")
+        event = self._event(Failure(error, "allocator", self._device), largest.data, iteration)
+        size = self.size.halve(largest.num_images)
+        event.action = f"the micro-batch is halved to {size} before it fails"
+        self._record.append(event)
+        logger.warning("%s. Now %s", event, event.action)
+
+    def _event(self, failure: Failure, data: Any, iteration: int) -> OomEvent:
+        return OomEvent.of(failure, iteration, data, self._model, self._options.budget_gb)

@@ -1,0 +1,97 @@
+"""What recovery from an out-of-memory error may do."""
+
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Optional
+
+from detectron2.config import CfgNode
+from detectron2.layers import NaiveSyncBatchNorm
+from detectron2.utils import comm
+from torch import nn
+
+from ..config import check_positive_int
+from ..errors import ConfigError
+
+__all__ = ["RecoveryOptions"]
+
+
+@dataclass(frozen=True)
+class RecoveryOptions:
+    """The keys of the config's node MEMFIT.OOM, and what recovery must know beside them.
+
+    Args:
+        grow_after, allow_resize, last_resort, max_skipped, communicating_modules: as the keys.
+        output_dir: where the record goes; an empty text for none.
+        budget_gb: MEMFIT.BUDGET_GB, for messages.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    grow_after: int = 1000
+    allow_resize: bool = False
+    last_resort: str = "raise"
+    max_skipped: float = 0.001
+    communicating_modules: Sequence[str] = ()
+    output_dir: str = ""
+    budget_gb: Optional[float] = None
+
+    def __post_init__(self) -> None:
+        check_positive_int("MEMFIT.OOM.GROW_AFTER", self.grow_after)
+        if self.last_resort not in ("raise", "skip"):
+            raise ConfigError(
+                f"MEMFIT.OOM.LAST_RESORT must be 'raise' or 'skip', got {self.last_resort!r}"
+            )
+        is_share = isinstance(self.max_skipped, numbers.Real) and 0 <= self.max_skipped <= 1
+        if not is_share:
+            raise ConfigError(f"MEMFIT.OOM.MAX_SKIPPED must be 0 to 1, got {self.max_skipped!r}")
+
+    @classmethod
+    def from_keys(
+        cls, oom: Mapping[str, Any], output_dir: str, budget_gb: Optional[float]
+    ) -> Optional["RecoveryOptions"]:
+        """The options of a node MEMFIT.OOM, or of one with the same keys in lower case.
+
+        Returns:
+            None where the policy is "raise".
+        """
+        keys = {key.lower(): value for key, value in oom.items()}
+        policy = keys.pop("policy", "raise")
+        if policy not in ("raise", "split"):
+            raise ConfigError(f"MEMFIT.OOM.POLICY must be 'raise' or 'split', got {policy!r}")
+        unknown = keys.keys() - {f.name for f in fields(cls)}
+        if unknown:
+            raise ConfigError(f"there is no config key MEMFIT.OOM.{min(unknown).upper()}")
+        options = cls(**keys, output_dir=output_dir, budget_gb=budget_gb)
+        return None if policy == "raise" else options
+
+    @classmethod
+    def from_cfg(cls, cfg: CfgNode) -> Optional["RecoveryOptions"]:
+        return cls.from_keys(cfg.MEMFIT.OOM, cfg.OUTPUT_DIR, cfg.MEMFIT.BUDGET_GB)
+
+    def check_communication(self, model: nn.Module, images_per_micro_batch: Optional[int]) -> bool:
+        """Whether ranks talk to each other within the model's forward.
+
+        Then a rank cannot run its images again by itself: the others would wait, or take its
+        messages for those of another layer.
+
+        Raises:
+            ConfigError: they do, and nothing fixes the micro-batch.
+        """
+        if comm.get_world_size() == 1:
+            return False
+        names = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, (nn.SyncBatchNorm, NaiveSyncBatchNorm))
+            or type(module).__name__ in self.communicating_modules
+        ]
+        if names and images_per_micro_batch is None:
+            raise ConfigError(
+                f"MEMFIT.OOM.POLICY split cannot run a rank's images again, because {names[0]} "
+                "communicates with other ranks in each forward. Set another MODEL.*.NORM, such as "
+                "GN; or MEMFIT.MICRO_BATCH, to keep the micro-batch fixed: then an error that says "
+                "all is all you get; or MEMFIT.OOM.POLICY raise"
+            )
+        return bool(names)

@@ -1,0 +1,82 @@
+"""What each rank reports of its window, and what all ranks make of the reports together."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from detectron2.utils import comm
+from detectron2.utils.events import get_event_storage
+
+from .. import compat
+from .recovery import RecoveryReport
+from .window import Window, image_names
+
+__all__ = ["Report", "check_finite", "report", "write_metrics"]
+
+
+@dataclass
+class Report:
+    """What the ranks tell each other about their windows. It is pickled, and small."""
+
+    num_images: int
+    loss_sums: dict[str, float]  # each loss, summed over images
+    data_time: float  # seconds
+    not_finite: list[str]  # one line for each micro-batch with a loss of infinity or NaN
+    has_gradient: list[bool]  # for each parameter that is asked for, in the model's order
+    recovery: Optional[RecoveryReport] = None
+
+
+def report(
+    window: Window,
+    parameters: Iterable[torch.Tensor] = (),
+    recovery: Optional[RecoveryReport] = None,
+) -> Report:
+    """Sum up a window's losses after its last backward. This waits for the device."""
+    sums: dict[str, float] = {}
+    not_finite = []
+    for m in window.micro_batches:
+        losses = {name: loss.item() for name, loss in m.losses.items()}
+        for name, loss in losses.items():
+            sums[name] = sums.get(name, 0.0) + m.num_images * loss
+        if not math.isfinite(sum(losses.values())):
+            not_finite.append(f"losses {losses} on the images {image_names(m.data)}")
+    has_gradient = [p.grad is not None for p in parameters]
+    return Report(window.num_images, sums, window.data_time, not_finite, has_gradient, recovery)
+
+
+def check_finite(reports: Sequence[Report], iteration: int) -> None:
+    """Raise FloatingPointError, on every rank, if any rank had a loss of infinity or NaN.
+
+    Args:
+        reports: of all ranks, in their order.
+        iteration: for the message.
+    """
+    lines = [f"rank {rank}: {line}" for rank, r in enumerate(reports) for line in r.not_finite]
+    if lines:
+        raise FloatingPointError(
+            f"Loss became infinite or NaN at iteration={iteration}!\n"
+            + "\n".join(lines)
+            + "\nLook at the annotations of these images; or lower SOLVER.BASE_LR, lengthen "
+            "SOLVER.WARMUP_ITERS, or set SOLVER.CLIP_GRADIENTS.ENABLED True"
+        )
+
+
+def write_metrics(reports: Sequence[Report]) -> None:
+    """Write what ``SimpleTrainer`` writes, once per iteration, as means over all images.
+
+    ``data_time`` is that of the slowest rank. ``effective_batch`` is the number of images.
+    """
+    storage = get_event_storage()
+    compat.put_rank_data_time(reports[comm.get_rank()].data_time)
+    if not comm.is_main_process():
+        return
+    num_images = sum(r.num_images for r in reports)
+    names = dict.fromkeys(name for r in reports for name in r.loss_sums)
+    losses = {k: sum(r.loss_sums.get(k, 0.0) for r in reports) / num_images for k in names}
+    storage.put_scalar("data_time", max(r.data_time for r in reports))
+    storage.put_scalar("total_loss", sum(losses.values()))
+    if len(losses) > 1:
+        storage.put_scalars(**losses)
+    storage.put_scalar("effective_batch", num_images, smoothing_hint=False)

@@ -1,0 +1,63 @@
+"""What a forward and a backward change beside gradients, kept so that they can be undone."""
+
+import random
+from numbers import Number
+
+import numpy as np
+import torch
+from torch import nn
+
+from .storage import WindowStorage
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot:
+    """The state to go back to, as it is when this is made.
+
+    It holds the random generators of Python, NumPy and PyTorch, on the host and on the model's
+    device; the model's buffers, such as running statistics of batch normalisation; plain numbers
+    among the attributes of its modules, such as RetinaNet's running normaliser; and the scalars
+    that were logged in this window.
+
+    Args:
+        model: without DDP around it.
+        storage: that of the window.
+    """
+
+    def __init__(self, model: nn.Module, storage: WindowStorage) -> None:
+        self._storage = storage
+        self._scalars = storage.mark()
+        self._device = next(model.parameters()).device
+        self._python_rng = random.getstate()
+        self._numpy_rng = np.random.get_state()
+        self._torch_rng = torch.get_rng_state()
+        if self._device.type != "cpu":
+            self._device_rng = torch.get_device_module(self._device).get_rng_state(self._device)
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._numbers = [(module, _numbers(module)) for module in model.modules()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back. It can be done more than once."""
+        self._storage.rewind(self._scalars)
+        random.setstate(self._python_rng)
+        np.random.set_state(self._numpy_rng)
+        torch.set_rng_state(self._torch_rng)
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).set_rng_state(self._device_rng, self._device)
+        for module, name, buffer, value in self._buffers:
+            module._buffers[name] = buffer.copy_(value)
+        for module, numbers in self._numbers:
+            for name in _numbers(module).keys() - numbers.keys():  # it came with the first forward
+                delattr(module, name)
+            vars(module).update(numbers)
+
+
+def _numbers(module: nn.Module) -> dict[str, Number]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, Number)}

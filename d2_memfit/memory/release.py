@@ -1,0 +1,25 @@
+"""Giving back what a failed attempt has left behind."""
+
+import ctypes
+import gc
+import sys
+
+import torch
+
+__all__ = ["release_memory"]
+
+
+def release_memory(device: torch.device) -> None:
+    """Free what nothing refers to any more, on the device and on the host.
+
+    Call it outside the ``except`` block: the traceback of an error that is being handled keeps the
+    tensors of its frames alive (pytorch/pytorch#18853).
+    """
+    gc.collect()
+    # A backward that failed leaves tasks in the queue of its thread, with the graph and gradients
+    # that belong to them. The next backward of the thread throws them away.
+    torch.ones((), requires_grad=True).backward()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+    elif sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):  # glibc
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,77 @@
+"""One image and its annotations at another size."""
+
+from typing import Any
+
+import torch
+from detectron2.structures import (
+    BitMasks,
+    Boxes,
+    Instances,
+    Keypoints,
+    PolygonMasks,
+    RotatedBoxes,
+)
+from torch.nn import functional as F
+
+__all__ = ["resize_image"]
+
+
+def resize_image(image: dict[str, Any], factor: float) -> dict[str, Any]:
+    """A dataset dict, as Detectron2's mappers make it, at ``factor`` of its size.
+
+    Args:
+        image: with "image", a tensor (C, H, W). "instances", "proposals" and "sem_seg" (H, W) are
+            resized with it; "height" and "width", the size in the file, stay.
+        factor: applied to height and width, which stay at least 1 pixel.
+
+    Returns:
+        dict: a new one. The given one is as it was.
+    """
+    old = image["image"].shape[-2:]
+    new = tuple(max(1, round(side * factor)) for side in old)
+    resized = {**image, "image": _resize_pixels(image["image"], new, "bilinear")}
+    for key in ("instances", "proposals"):
+        if key in image:
+            resized[key] = _resize_instances(image[key], new)
+    if "sem_seg" in image:
+        resized["sem_seg"] = _resize_pixels(image["sem_seg"], new, "nearest")
+    return resized
+
+
+def _resize_pixels(pixels: torch.Tensor, size: tuple, mode: str) -> torch.Tensor:
+    """Keeps the type of the pixels; any dimensions may stand before height and width."""
+    if pixels.numel() == 0:  # an image without objects has no masks
+        return pixels.new_zeros((*pixels.shape[:-2], *size))
+    shape = (1, -1, *pixels.shape[-2:])
+    options = {"align_corners": False, "antialias": True} if mode == "bilinear" else {}
+    result = F.interpolate(pixels.reshape(shape).float(), size=size, mode=mode, **options)
+    if not pixels.dtype.is_floating_point and mode == "bilinear":
+        result = result.round()
+    return result.reshape(*pixels.shape[:-2], *size).to(pixels.dtype)
+
+
+def _resize_instances(instances: Instances, size: tuple) -> Instances:
+    height, width = instances.image_size
+    scale = (size[1] / width, size[0] / height)
+    fields = {name: _resize_field(f, *scale, size) for name, f in instances.get_fields().items()}
+    return Instances(size, **fields)
+
+
+def _resize_field(field: Any, scale_x: float, scale_y: float, size: tuple) -> Any:
+    if isinstance(field, (Boxes, RotatedBoxes)):
+        field = field.clone()
+        field.scale(scale_x, scale_y)
+        return field
+    if isinstance(field, Keypoints):
+        tensor = field.tensor.clone()  # (N, K, 3): x, y, visibility
+        tensor[..., 0] *= scale_x
+        tensor[..., 1] *= scale_y
+        return Keypoints(tensor)
+    if isinstance(field, PolygonMasks):
+        xy = (scale_x, scale_y)
+        return PolygonMasks(
+            [[(p.reshape(-1, 2) * xy).reshape(-1) for p in polygons] for polygons in field.polygons]
+        )
+    if isinstance(field, BitMasks):
+        return BitMasks(_resize_pixels(field.tensor, size, "nearest"))
+    return field  # classes, scores: nothing with pixels
