@@ -12,7 +12,7 @@ from ..techniques import checkpointed, resize_image
 from .recovery_options import RecoveryOptions
 from .window import Window
 
-__all__ = ["RAISE", "SKIP", "Escalation", "low_memory_forward"]
+__all__ = ["RAISE", "SKIP", "Escalation", "low_memory_step"]
 
 AGAIN = "caches are freed and it is run again"
 LOW_MEMORY = "it is run again with checkpointed activations, kept on the host"
@@ -70,8 +70,8 @@ class Escalation:
 
 
 @contextmanager
-def low_memory_forward(model: nn.Module) -> Iterator[None]:
-    """For a forward whose backward needs little of the device: slower, with the same gradients."""
+def low_memory_step(model: nn.Module) -> Iterator[None]:
+    """For a forward and backward that need little of the device: slower, the same gradients."""
     with checkpointed(model), torch.autograd.graph.save_on_cpu():
         yield
 

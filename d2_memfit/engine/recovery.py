@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import OutOfMemoryError
 from ..memory import is_out_of_memory, release_memory
-from .escalation import RAISE, SKIP, Escalation, low_memory_forward
+from .escalation import RAISE, SKIP, Escalation, low_memory_step
 from .micro_batch_size import MicroBatchSize
 from .oom_record import Failure, OomEvent, OomRecord, final_error
 from .recovery_options import RecoveryOptions
@@ -209,12 +209,12 @@ class Recovery:
         low_memory = self._escalation.needs_low_memory(micro_batch.data)
         phase = "forward"
         try:
-            with low_memory_forward(self._model) if low_memory else contextlib.nullcontext():
+            with low_memory_step(self._model) if low_memory else contextlib.nullcontext():
                 loss = forward(micro_batch)
-            done = Snapshot(self._model, storage) if low_memory else None
-            phase = "backward"
-            backward(loss, micro_batch)
-            if done is not None:  # what the blocks' second forwards have changed
+                done = Snapshot(self._model, storage) if low_memory else None
+                phase = "backward"
+                backward(loss, micro_batch)
+            if done is not None:  # the model's parts have run their forwards more than once
                 done.restore()
         except Exception as e:
             if not is_out_of_memory(e):

@@ -1,0 +1,133 @@
+import json
+
+import pytest
+import torch
+from detectron2.evaluation import inference_on_dataset
+from injection import Injector
+from tiny import images, tiny_cfg, tiny_model
+
+from d2_memfit.engine import RecoveryOptions, recovering_inference
+from d2_memfit.errors import OutOfMemoryError
+
+FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
+
+
+class Collector:
+    def reset(self):
+        self.outputs = []
+
+    def process(self, inputs, outputs):
+        self.outputs += [{"image_id": i["image_id"], **o} for i, o in zip(inputs, outputs)]
+
+    def evaluate(self):
+        return {"outputs": self.outputs}
+
+
+def evaluate(model, options=None, batch_size=3):
+    loader = [images(batch_size, first=10 * i) for i in range(2)]
+    with recovering_inference(model, options):
+        return inference_on_dataset(model, loader, Collector())["outputs"]
+
+
+def assert_same_outputs(actual, expected):
+    assert [o["image_id"] for o in actual] == [o["image_id"] for o in expected]
+    for a, e in zip(actual, expected):
+        for kind in e.keys() - {"image_id"}:
+            fields = e[kind].get_fields()
+            for name, field in fields.items():
+                x, y = (getattr(f, "tensor", f) for f in (a[kind].get(name), field))
+                torch.testing.assert_close(x, y)
+
+
+def actions(folder):
+    return [json.loads(line)["action"] for line in (folder / "memfit_oom.jsonl").open()]
+
+
+class FailsOn:
+    """In place of a model's forward: fails where it is told to, before it computes."""
+
+    def __init__(self, model, condition):
+        self.forward, self.condition = model.forward, condition
+
+    def __call__(self, batch):
+        if self.condition(batch):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.forward(batch)
+
+
+class Injected:
+    """In place of a model's forward: allocations in it go through an injector."""
+
+    def __init__(self, model):
+        self.forward, self.injector = model.forward, Injector()
+
+    def __call__(self, batch):
+        with self.injector:
+            return self.forward(batch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_are_the_same_one_image_at_a_time(family, tmp_path):
+    model = tiny_model(tiny_cfg(family))
+    expected = evaluate(model)
+    model.forward = FailsOn(model, lambda batch: len(batch) > 1)
+    actual = evaluate(model, RecoveryOptions(output_dir=str(tmp_path)))
+    assert_same_outputs(actual, expected)
+    assert actions(tmp_path) == [
+        "results are post-processed on the host",
+        "the images are run one at a time",
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_failure_anywhere_changes_no_result(family):
+    model = tiny_model(tiny_cfg(family))
+    model.forward = Injected(model)
+    expected = evaluate(model)
+    num_allocations = model.forward.injector.num_allocations
+    for point in range(1, num_allocations, num_allocations // 5):
+        model.forward.injector = Injector([point])
+        assert_same_outputs(evaluate(model, RecoveryOptions()), expected)
+        assert model.forward.injector.num_allocations > num_allocations
+
+
+def test_results_are_on_the_host_before_they_grow():
+    from detectron2.modeling.meta_arch import rcnn
+
+    from d2_memfit.engine.inference import _postprocessing_on_host
+
+    moved = []
+
+    class Results:
+        def to(self, device):
+            moved.append(device)
+            raise StopIteration
+
+    original = rcnn.detector_postprocess
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    with _postprocessing_on_host(model), pytest.raises(StopIteration):
+        rcnn.detector_postprocess(Results(), 10, 10)
+    assert moved == ["cpu"]
+    assert rcnn.detector_postprocess is original
+
+
+def test_an_image_that_fits_in_no_way_is_named():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    model.forward = FailsOn(model, lambda batch: True)
+    with pytest.raises(OutOfMemoryError, match=r"in the evaluation .*image_0.png.*MAX_SIZE_TEST"):
+        evaluate(model, RecoveryOptions())
+
+
+def test_without_options_and_afterwards_the_model_is_as_it_was():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    with recovering_inference(model, None):
+        assert "forward" not in vars(model)
+    with recovering_inference(model, RecoveryOptions()):
+        assert "forward" in vars(model)
+    assert "forward" not in vars(model)
+
+
+def test_other_errors_pass():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    with recovering_inference(model, RecoveryOptions()), pytest.raises(TypeError):
+        model.eval()(None)

@@ -1,0 +1,171 @@
+"""Ranks of which one runs out of memory: none hangs, and all agree."""
+
+import random
+
+import pytest
+import torch
+from injection import InjectedTrainer, Injector, iterate
+from tiny import (
+    every_anchor_counts,
+    images,
+    parameters,
+    relative_difference,
+    tiny_cfg,
+    tiny_model,
+)
+
+from d2_memfit import AccumulatingTrainer, compat
+from d2_memfit.engine import RecoveryOptions
+from d2_memfit.engine.micro_batch_size import MicroBatchSize
+from d2_memfit.errors import OutOfMemoryError
+
+NUM_IMAGES = 2  # of a rank in an iteration
+
+
+class WithUnusedParameter(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, batch):
+        return self.model(batch)
+
+
+def proposal_network():
+    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
+    return WithUnusedParameter(tiny_model(cfg))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9)
+
+
+def images_of(iteration, rank, num_ranks):
+    first = (iteration * num_ranks + rank) * NUM_IMAGES
+    return images(NUM_IMAGES, first=first % 64, size=32)
+
+
+def train_with_failures(rank, num_ranks, num_iterations, seed):
+    """In each iteration one rank fails somewhere, in forward or backward."""
+    model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
+    loader = [images_of(i, rank, num_ranks) for i in range(num_iterations)]
+    trainer = InjectedTrainer(model, loader, sgd(model), recovery=RecoveryOptions())
+    rng = random.Random(seed)  # the same on all ranks
+    num_allocations = 1000
+    for i in range(num_iterations):
+        unlucky, point = rng.randrange(num_ranks), rng.randrange(1, num_allocations)
+        trainer.injector = Injector([point] if rank == unlucky and i else [])
+        trainer.recovery.size = MicroBatchSize(None, grow_after=1)
+        iterate(trainer, first=i)
+        num_allocations = min(num_allocations, trainer.injector.num_allocations)
+    return parameters(model.module), trainer.recovery.oom_events
+
+
+@pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks"])
+def test_ranks_that_fail_in_turn_agree_bit_for_bit(ranks, request):
+    ranks = request.getfixturevalue(ranks)
+    outcomes = ranks.run(train_with_failures, ranks.num_ranks, 100, 0)
+    (first, num_events), *others = outcomes
+    assert num_events == 99
+    for other, _ in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def test_ranks_that_failed_computed_the_full_batch(two_ranks):
+    num_iterations = 5
+    (actual, num_events), _ = two_ranks.run(train_with_failures, 2, num_iterations, 1)
+    assert num_events == num_iterations - 1
+    full = proposal_network()
+    loader = [images_of(i, 0, 2) + images_of(i, 1, 2) for i in range(num_iterations)]
+    iterate(AccumulatingTrainer(full, loader, sgd(full)), num_iterations)
+    assert relative_difference(actual, parameters(full)) < 1e-5
+
+
+def train_where_one_image_fits_in_no_way(rank):
+    model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
+    trainer = InjectedTrainer(
+        model, [images_of(0, rank, 2)], sgd(model), recovery=RecoveryOptions()
+    )
+    if rank == 1:
+        trainer.injector = Injector(range(10**6))
+    try:
+        iterate(trainer)
+    except OutOfMemoryError as e:
+        return str(e)
+    return None
+
+
+def test_the_last_error_is_raised_on_every_rank(two_ranks):
+    first, second = two_ranks.run(train_where_one_image_fits_in_no_way)
+    assert first == second
+    assert "on rank 1, with a micro-batch of 1" in first
+    assert "image_2.png" in first
+
+
+def sizes_after_resuming(rank, state):
+    model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
+    trainer = AccumulatingTrainer(model, [[]], sgd(model), recovery=RecoveryOptions())
+    trainer.load_state_dict({**trainer.state_dict(), "recovery": state})
+    return trainer.recovery.size.images
+
+
+def recovery_state_after_a_failure(rank):
+    model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
+    trainer = InjectedTrainer(
+        model, [images_of(0, rank, 2)], sgd(model), recovery=RecoveryOptions()
+    )
+    trainer.injector = Injector([5] if rank == 1 else [])
+    iterate(trainer)
+    return trainer.state_dict()["recovery"]
+
+
+def test_each_rank_resumes_the_size_that_it_has_learned(two_ranks):
+    state, _ = two_ranks.run(recovery_state_after_a_failure)  # the first rank writes checkpoints
+    assert two_ranks.run(sizes_after_resuming, state) == [None, 1]
+
+
+def resume_on_one(state):
+    model = proposal_network()
+    trainer = AccumulatingTrainer(model, [[]], sgd(model), recovery=RecoveryOptions())
+    trainer.load_state_dict({**trainer.state_dict(), "recovery": state})
+    return trainer.recovery.size.images
+
+
+def test_another_number_of_ranks_resumes_the_smallest(two_ranks):
+    state, _ = two_ranks.run(recovery_state_after_a_failure)
+    assert resume_on_one(state) == 1
+
+
+class Communicating(torch.nn.Module):
+    pass
+
+
+def train_with_communication(rank, norm, micro_batch):
+    model = proposal_network()
+    if norm == "SyncBN":
+        model.norm = torch.nn.SyncBatchNorm(4)
+    else:
+        model.norm = Communicating()
+    options = RecoveryOptions(communicating_modules=["Communicating"])
+    ddp = compat.create_ddp_model(model, broadcast_buffers=False) if norm != "SyncBN" else model
+    trainer = InjectedTrainer(
+        ddp,
+        [images_of(0, rank, 2)],
+        sgd(model),
+        images_per_micro_batch=micro_batch,
+        recovery=options,
+    )
+    trainer.injector = Injector([5])
+    iterate(trainer)
+
+
+@pytest.mark.parametrize("norm", ["SyncBN", "named by the user"])
+def test_modules_that_communicate_in_forward_are_refused(two_ranks, norm):
+    with pytest.raises(AssertionError, match=r"ConfigError.*communicates with other ranks"):
+        two_ranks.run(train_with_communication, norm, None)
+
+
+def test_with_a_fixed_micro_batch_they_are_taken_but_nothing_is_tried_again(two_ranks):
+    with pytest.raises(AssertionError, match=r"OutOfMemoryError: Out of memory in the forward"):
+        two_ranks.run(train_with_communication, "named by the user", 1)
