@@ -60,7 +60,8 @@ def enforce_budget(budget_gb: Optional[float], device: str) -> None:
         return
     kind = torch.device(device).type
     if kind == "cuda":
-        _limit_cuda(budget_gb, torch.device(device))
+        index = torch.device(device).index
+        _limit_cuda(budget_gb, torch.cuda.current_device() if index is None else index)
     elif kind == "cpu" and sys.platform == "linux":
         _limit_process(budget_gb)
     else:
@@ -82,7 +83,7 @@ def use_expandable_segments() -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def _limit_cuda(budget_gb: float, device: torch.device) -> None:
+def _limit_cuda(budget_gb: float, device: int) -> None:
     free, total = (n / _GB for n in torch.cuda.mem_get_info(device))
     if budget_gb > total:
         raise ConfigError(

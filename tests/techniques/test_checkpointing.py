@@ -25,8 +25,8 @@ def step(model, batch, is_on, autocast=False):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_the_same(family, autocast):
-    # In bfloat16 on a CPU, the gradient of a convolution with one output pixel can be garbage, so the
-    # smallest feature map must be larger.
+    # In bfloat16 on a CPU, the gradient of a convolution with one output pixel can be garbage,
+    # hence larger images.
     batch = images(2, size=128)
     results = []
     for is_on in (False, False, True):  # the first warms up

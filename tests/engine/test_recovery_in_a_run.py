@@ -1,0 +1,114 @@
+"""Recovery in whole runs: MemfitTrainer and tools/train_net.py, budgets, checkpoints, kills."""
+
+import json
+import re
+import signal
+import sys
+
+import pytest
+import torch
+from tiny import ROOT, read_metrics, run_process, tiny_cfg
+
+TRAIN_NET = ROOT / "tools" / "train_net.py"
+
+
+def read_record(output_dir):
+    return [json.loads(line) for line in (output_dir / "memfit_oom.jsonl").open()]
+
+
+@pytest.fixture
+def cfg(coins, tmp_path):
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("cli_train",), ("cli_val",)
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.MEMFIT.OOM.POLICY = "split"
+    cfg.OUTPUT_DIR = str(tmp_path / "output")
+    return cfg
+
+
+def train_net(cfg, coins, tmp_path, *options, code=""):
+    """Run the tool, with some code before it."""
+    config_file = tmp_path / "config.yaml"
+    config_file.write_text(cfg.dump())
+    arguments = ["--config-file", config_file]
+    for split in ("train", "val"):
+        arguments += ["--coco", f"cli_{split}", coins / f"{split}.json", coins / split]
+    arguments += options
+    program = f"import sys, runpy\n{code}\nrunpy.run_path({str(TRAIN_NET)!r}, run_name='__main__')"
+    return run_process([sys.executable, "-W", "ignore", "-c", program, *arguments], timeout_s=300)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
+def test_a_budget_that_detectron2_exceeds_is_kept(cfg, coins, tmp_path):
+    """In training and in evaluation, and each worker of the loader has one of its own."""
+    cfg.INPUT.MIN_SIZE_TRAIN = (1024,)
+    cfg.INPUT.MAX_SIZE_TRAIN = 2048
+    cfg.SOLVER.IMS_PER_BATCH = 8
+    cfg.SOLVER.MAX_ITER = 2
+    cfg.DATALOADER.NUM_WORKERS = 1
+    cfg.MEMFIT.BUDGET_GB = 0.01
+    refused = train_net(cfg, coins, tmp_path)
+    assert refused.returncode == 2
+    taken_gb = float(re.search(r"not more than the ([\d.]+) GB", refused.stderr)[1])
+
+    cfg.MEMFIT.BUDGET_GB = taken_gb + 0.9
+    plain = train_net(cfg, coins, tmp_path, "MEMFIT.OOM.POLICY", "raise")
+    assert plain.returncode == 1
+    assert "can't allocate memory" in plain.stderr or "could not create" in plain.stderr
+    ours = train_net(cfg, coins, tmp_path)
+    assert ours.returncode == 0, ours.stderr[-4000:]
+    output_dir = tmp_path / "output"
+    first = read_record(output_dir)[0]
+    assert first["budget_gb"] == cfg.MEMFIT.BUDGET_GB
+    assert first["micro_batch"] == 8
+    assert first["reserved_gb"] <= first["budget_gb"]
+    assert len(first["images"]) == 8
+    assert any("segm/AP50" in line for line in read_metrics(output_dir))
+    (metrics,) = [m for m in read_metrics(output_dir) if "effective_batch" in m]
+    assert metrics["effective_batch"] == 8
+    assert metrics["memfit/oom_events"] == len(read_record(output_dir))
+    assert metrics["memfit/micro_batch"] < 8
+
+
+FAILS_IN_ITERATIONS_1_AND_3 = """
+import os, signal, torch
+from d2_memfit.engine import recovery, train_loop
+
+class Trainer(train_loop.AccumulatingTrainer):
+    def _forward(self, micro_batch):
+        if self.iter in (1, 3) and micro_batch.num_images > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super()._forward(micro_batch)
+
+from d2_memfit.engine import defaults
+defaults.AccumulatingTrainer = Trainer
+"""
+
+IS_KILLED_IN_ITERATION_3 = """
+release, events = recovery.release_memory, []
+def release_memory(device):
+    events.append(release(device))
+    if len(events) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+recovery.release_memory = release_memory
+"""
+
+
+def test_a_run_that_was_killed_in_a_recovery_is_resumed(cfg, coins, tmp_path):
+    cfg.SOLVER.MAX_ITER = 6
+    cfg.SOLVER.CHECKPOINT_PERIOD = 2
+    cfg.DATASETS.TEST = ()
+    cfg.MEMFIT.OOM.GROW_AFTER = 1
+    code = FAILS_IN_ITERATIONS_1_AND_3
+    killed = train_net(cfg, coins, tmp_path, code=code + IS_KILLED_IN_ITERATION_3)
+    assert killed.returncode == -signal.SIGKILL
+    output_dir = tmp_path / "output"
+    assert [event["iteration"] for event in read_record(output_dir)] == [1]
+    checkpoint = torch.load(output_dir / "model_0000001.pth", weights_only=True)
+    assert checkpoint["trainer"]["_trainer"]["recovery"]["sizes"][0]["images"] == 1
+
+    resumed = train_net(cfg, coins, tmp_path, "--resume", code=code)
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    assert "Starting training from iteration 2" in (output_dir / "log.txt").read_text()
+    assert (output_dir / "model_final.pth").exists()
+    assert [event["iteration"] for event in read_record(output_dir)] == [1, 3]
