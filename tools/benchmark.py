@@ -3,13 +3,14 @@
 
 tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
 tools/benchmark.py gradients        how far accumulated gradients are from the full batch's
+tools/benchmark.py recovery         what recovery from out-of-memory errors costs
 """
 
 import argparse
 
-from benchmarks import accumulation, gradients
+from benchmarks import accumulation, gradients, recovery
 
-BENCHMARKS = {"accumulation": accumulation, "gradients": gradients}
+BENCHMARKS = {"accumulation": accumulation, "gradients": gradients, "recovery": recovery}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from detectron2.utils.events import get_event_storage
 from torch import nn
 
 from ..errors import OutOfMemoryError
-from ..memory import is_out_of_memory, release_memory
+from ..memory import RisingRetries, is_out_of_memory, release_memory
 from .escalation import RAISE, SKIP, Escalation, low_memory_step
 from .micro_batch_size import MicroBatchSize
 from .oom_record import Failure, OomEvent, OomRecord, final_error
@@ -26,9 +26,6 @@ from .window import MicroBatch, Window
 __all__ = ["Recovery", "RecoveryReport"]
 
 logger = logging.getLogger(__name__)
-
-# Iterations in a row in which the CUDA allocator had to retry, before it counts as too close.
-_MAX_RISING = 3
 
 
 @dataclass
@@ -74,7 +71,7 @@ class Recovery:
         self._record = OomRecord(options.output_dir)
         self._may_retry = not options.check_communication(model, images_per_micro_batch)
         self._sizes = [self.size.state_dict()]  # of all ranks
-        self._alloc_retries = self._rising = 0
+        self._retries = RisingRetries()
         self._escalation = Escalation(options)
         self._report = RecoveryReport()
 
@@ -115,7 +112,7 @@ class Recovery:
                 start.restore()
                 self._model.zero_grad(set_to_none=True)
                 window.start_over()
-            release_memory(self._device)
+            release_memory(self._device, thorough=self._report.oom_events > 0)
             self._react(failure, micro_batch, window, iteration)
             if self._report.final_error:
                 self._model.zero_grad(set_to_none=True)
@@ -249,13 +246,10 @@ class Recovery:
         if self._device.type != "cuda":
             return
         retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
-        self._rising = self._rising + 1 if retries > self._alloc_retries else 0
-        self._alloc_retries = retries
-        if self._rising < _MAX_RISING or self._report.micro_batch < 2:
+        if not self._retries.too_close(retries) or self._report.micro_batch < 2:
             return
-        self._rising = 0
         largest = max(window.micro_batches, key=lambda m: m.num_images)
-        error = torch.OutOfMemoryError(f"num_alloc_retries rose in {_MAX_RISING} iterations")
+        error = torch.OutOfMemoryError(f"num_alloc_retries rises again and again, to {retries}")
         event = self._event(Failure(error, "allocator", self._device), largest.data, iteration)
         size = self.size.halve(largest.num_images)
         event.action = f"the micro-batch is halved to {size} before it fails"

@@ -9,13 +9,17 @@ import torch
 __all__ = ["release_memory"]
 
 
-def release_memory(device: torch.device) -> None:
+def release_memory(device: torch.device, thorough: bool = True) -> None:
     """Free what nothing refers to any more, on the device and on the host.
 
     Call it outside the ``except`` block: the traceback of an error that is being handled keeps the
     tensors of its frames alive (pytorch/pytorch#18853).
+
+    Args:
+        thorough: whether to look for cycles among all objects of the process, which takes some
+            tenths of a second, or among young ones only.
     """
-    gc.collect()
+    gc.collect(2 if thorough else 1)
     # A backward that failed leaves tasks in the queue of its thread, with the graph and gradients
     # that belong to them. The next backward of the thread throws them away.
     torch.ones((), requires_grad=True).backward()

@@ -24,3 +24,9 @@ def test_gradients():
     assert len(cuts) == 4
     assert len(table) == 6  # with the line below the header
     assert all(float(gap) < 1e-4 for gap in table["RPN, every anchor sampled"])
+
+
+def test_recovery():
+    table = benchmark("recovery", "--size", 64, 96, "--rounds", 1)
+    assert float(table["split, 1 image"][1]) > 0
+    assert float(table["the same after a failure, less the forward thrown away"][1]) > 0

@@ -9,24 +9,17 @@ by byte, in an iteration after the first, when optimizer state is there.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import torch
-from detectron2 import model_zoo
 from detectron2.data import build_detection_train_loader
 from detectron2.data.samplers import TrainingSampler
 from detectron2.engine import SimpleTrainer
-from detectron2.modeling import build_model
-from detectron2.utils.events import EventStorage
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.memory import TensorMeter
 
-from .common import coins, machine, markdown_table
-
-CONFIG = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
+from .common import Side, coins, machine, markdown_table, take_turns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,45 +47,13 @@ def run(args: argparse.Namespace) -> None:
         print(compare_memory([mapper(d) for d in dicts[: args.steps]]))
 
 
-class Side:
-    """One of those that are compared, with a model and an optimizer of its own."""
-
-    def __init__(
-        self, create_trainer: Callable, loader: Iterable, iterations_per_round: int = 1
-    ) -> None:
-        torch.manual_seed(0)
-        cfg = model_zoo.get_config(CONFIG)
-        cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-        model = build_model(cfg)
-        # A rate of 0: all rounds compute the same.
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-        self.trainer = create_trainer(model, loader, optimizer)
-        self.iterations_per_round = iterations_per_round
-        self.seconds: list = []
-
-    def round(self) -> None:
-        torch.manual_seed(0)
-        with EventStorage():
-            _synchronize()
-            start = time.perf_counter()
-            for _ in range(self.iterations_per_round):
-                self.trainer.run_step()
-            _synchronize()
-            self.seconds.append(time.perf_counter() - start)
-
-
 def compare_times(loader: Callable, steps: int, rounds: int) -> str:
     sides = {
         "plain, 1 image": Side(SimpleTrainer, loader(), steps),
         "ours, 1 x 1": Side(AccumulatingTrainer, loader(), steps),
         f"ours, {steps} x 1": Side(_accumulating(steps), loader()),
     }
-    for side in sides.values():
-        side.round()  # to warm up
-        side.seconds.clear()
-    for _ in range(rounds):
-        for side in sides.values():
-            side.round()
+    take_turns(sides.values(), rounds)
     medians = {name: statistics.median(side.seconds) / steps for name, side in sides.items()}
     plain = next(iter(medians.values()))
     rows = [
@@ -129,8 +90,3 @@ def compare_memory(images: list) -> str:
 
 def _accumulating(steps: int) -> Callable:
     return partial(AccumulatingTrainer, accumulation_steps=steps)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -1,16 +1,22 @@
-"""What the benchmarks share: real images, and tables that say where they come from."""
+"""What the benchmarks share: real images, sides in turn, tables that say where they come from."""
 
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from detectron2 import model_zoo
 from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
 from detectron2.data.datasets import load_coco_json
+from detectron2.modeling import build_model
+from detectron2.utils.events import EventStorage
+
+CONFIG = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "projects" / "Coins"))
 
@@ -37,6 +43,52 @@ def coins(height: int, width: int) -> Iterator[tuple]:
         yield load_coco_json(f"{folder}/train.json", f"{folder}/train", "benchmark_coins"), mapper
 
 
+class Side:
+    """One of those that are compared: a trainer of a Mask R-CNN R50-FPN with random weights.
+
+    Args:
+        create_trainer: called with a model, ``loader`` and an optimizer.
+        iterations_per_round: those that one measurement takes.
+
+    Attributes:
+        seconds: those that each round took.
+    """
+
+    def __init__(
+        self, create_trainer: Callable, loader: Iterable, iterations_per_round: int = 1
+    ) -> None:
+        torch.manual_seed(0)
+        cfg = model_zoo.get_config(CONFIG)
+        cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+        model = build_model(cfg)
+        # A rate of 0: all rounds compute the same.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        self.trainer = create_trainer(model, loader, optimizer)
+        self.iterations_per_round = iterations_per_round
+        self.seconds: list = []
+
+    def round(self) -> None:
+        torch.manual_seed(0)
+        with EventStorage():
+            _synchronize()
+            start = time.perf_counter()
+            for _ in range(self.iterations_per_round):
+                self.trainer.run_step()
+            _synchronize()
+            self.seconds.append(time.perf_counter() - start)
+
+
+def take_turns(sides: Iterable[Side], rounds: int) -> None:
+    """Measure all sides in turn, so that what else the machine does hits them alike."""
+    sides = list(sides)
+    for side in sides:
+        side.round()  # to warm up
+        side.seconds.clear()
+    for _ in range(rounds):
+        for side in sides:
+            side.round()
+
+
 def machine() -> str:
     """One line about what the figures were measured on."""
     device = f"CPU, {torch.get_num_threads()} threads"
@@ -48,3 +100,8 @@ def machine() -> str:
 def markdown_table(header: list, rows: list) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
