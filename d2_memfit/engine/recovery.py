@@ -235,7 +235,7 @@ class Recovery:
         self._record.append(event)
         logger.warning("%s. Now %s", event, event.action)
         if event.action == SKIP:
-            self._report.skipped_images += 1
+            self._report.skipped_images += micro_batch.num_images
         elif event.action == RAISE:
             self._report.final_error = final_error(event, self._options, self._mixed_precision)
             if not self._may_retry:
