@@ -77,7 +77,9 @@ def low_memory_step(model: nn.Module) -> Iterator[None]:
 
 
 def _image(data: Any) -> Any:
-    return data[0] if isinstance(data, list) and len(data) == 1 else data
+    """What :meth:`Window.replace` knows: a dataset dict, or a batch that is no list of them."""
+    is_one = isinstance(data, list) and len(data) == 1 and isinstance(data[0], dict)
+    return data[0] if is_one else data
 
 
 def _has_pixels(image: Any) -> bool:

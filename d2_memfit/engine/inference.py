@@ -4,9 +4,11 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Callable, Optional
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 from ..errors import OutOfMemoryError
@@ -14,6 +16,7 @@ from ..memory import is_out_of_memory, release_memory
 from .escalation import RAISE
 from .oom_record import Failure, OomEvent, OomRecord, final_error
 from .recovery_options import RecoveryOptions
+from .snapshot import Snapshot
 
 __all__ = ["recovering_inference"]
 
@@ -25,7 +28,7 @@ _POSTPROCESSORS = ("detector_postprocess", "sem_seg_postprocess")
 
 @contextmanager
 def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -> Iterator[None]:
-    """While open, a batch that does not fit in the model's forward is tried again with less.
+    """While open, a batch that does not fit when the model is called is tried again with less.
 
     First with results post-processed on the host, then one image at a time. What worked is kept for
     the batches that follow.
@@ -34,26 +37,29 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
         options: None changes nothing.
 
     Raises:
-        OutOfMemoryError: from the forward, if one image alone does not fit.
+        OutOfMemoryError: from the call, if one image alone does not fit.
     """
     if options is None:
         yield
         return
-    original = vars(model).get("forward")
-    model.forward = _RecoveringForward(model, model.forward, options)
+    original = type(model)
+    recovering = _RecoveringCall(model, options)
+    # The model's own class may define __call__ itself, as GeneralizedRCNNWithTTA does, and the
+    # project's code may ask for the class of the model: hence a class derived from it.
+    model.__class__ = type(
+        original.__name__, (original,), {"__call__": lambda self, batch: recovering(batch)}
+    )
     try:
         yield
     finally:
-        if original is None:
-            del model.forward
-        else:
-            model.forward = original
+        model.__class__ = original
 
 
-class _RecoveringForward:
-    def __init__(self, model: nn.Module, forward: Callable, options: RecoveryOptions) -> None:
-        self._model = model
-        self._forward = forward
+class _RecoveringCall:
+    def __init__(self, model: nn.Module, options: RecoveryOptions) -> None:
+        self._call = partial(type(model).__call__, model)
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._device = next(model.parameters()).device
         self._options = options
         self._record = OomRecord(options.output_dir)
         self._on_host = False
@@ -62,15 +68,17 @@ class _RecoveringForward:
     def __call__(self, batch: Any) -> Any:
         if self._one_by_one and _is_list_of_many(batch):
             return [result for image in batch for result in self([image])]
-        failure = None
+        # Detectron2's test-time augmentation turns heads off, and an error leaves them so.
+        before = Snapshot(self._model)
         try:
             with _postprocessing_on_host(self._model) if self._on_host else nullcontext():
-                return self._forward(batch)
+                return self._call(batch)
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
-            failure = Failure(e, "evaluation", next(self._model.parameters()).device)
-        release_memory(next(self._model.parameters()).device)
+            failure = Failure(e, "evaluation", self._device)
+        before.restore()
+        release_memory(self._device)
         self._ease(failure, batch)
         return self(batch)
 

@@ -68,7 +68,9 @@ class MicroBatchSize:
         return self._grow_after * 2 ** max(0, self._failed_growths - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("_configured", "_grow_after")}
+        state = {k: v for k, v in vars(self).items() if k not in ("_configured", "_grow_after")}
+        # What is configured is no knowledge; it may be configured otherwise when this is loaded.
+        return {**state, "images": None if self.images == self._configured else self.images}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what was learned, but never beyond what is configured now."""

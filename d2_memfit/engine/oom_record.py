@@ -107,7 +107,7 @@ class OomRecord:
             return
         PathManager.mkdirs(os.path.dirname(self._path))
         with PathManager.open(self._path, "a") as f:
-            f.write(json.dumps(asdict(event)) + "\n")
+            f.write(json.dumps(asdict(event), default=_plain) + "\n")
 
 
 def final_error(event: OomEvent, options: RecoveryOptions, mixed_precision: bool) -> str:
@@ -149,8 +149,20 @@ def _describe(image: dict[str, Any]) -> dict[str, Any]:
         "image_id": image.get("image_id"),
         "height": height,
         "width": width,
-        "num_instances": len(image["instances"]) if "instances" in image else None,
+        "num_instances": _num_instances(image),
     }
+
+
+def _num_instances(image: dict[str, Any]) -> Optional[int]:
+    instances = image.get("instances")
+    if instances is None:
+        return None
+    return len(instances) if instances.get_fields() else 0  # without fields they have no length
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of an image_id of any type."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _images(data: Any) -> list[dict[str, Any]]:

@@ -69,6 +69,7 @@ class Recovery:
         self._mixed_precision = mixed_precision
         self._device = next(model.parameters()).device
         self._record = OomRecord(options.output_dir)
+        self._is_size_configured = images_per_micro_batch is not None
         self._may_retry = not options.check_communication(model, images_per_micro_batch)
         self._sizes = [self.size.state_dict()]  # of all ranks
         self._retries = RisingRetries()
@@ -95,8 +96,9 @@ class Recovery:
         self._report = RecoveryReport()
         self._escalation = Escalation(self._options)
         start = None
-        while (micro_batch := window.take(self.size.images)) is not None:
-            before = Snapshot(self._model, storage)
+        while micro_batch := window.take(self.size.images, self._is_size_configured):
+            with self.explained("preparation", micro_batch.data, iteration):
+                before = Snapshot(self._model, storage)
             start = start or before
             storage.next_micro_batch(micro_batch.num_images)
             failure = self._attempt(micro_batch, storage, forward, backward)
@@ -243,7 +245,7 @@ class Recovery:
 
     def _watch_allocator(self, window: Window, iteration: int) -> None:
         """Halve before the crash: an allocator that must retry again and again is near it."""
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or not self._may_retry:
             return
         retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
         if not self._retries.too_close(retries) or self._report.micro_batch < 2:

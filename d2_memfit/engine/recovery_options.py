@@ -43,6 +43,15 @@ class RecoveryOptions:
             raise ConfigError(
                 f"MEMFIT.OOM.LAST_RESORT must be 'raise' or 'skip', got {self.last_resort!r}"
             )
+        if not isinstance(self.allow_resize, bool):
+            raise ConfigError(
+                f"MEMFIT.OOM.ALLOW_RESIZE must be True or False, got {self.allow_resize!r}"
+            )
+        if isinstance(self.communicating_modules, str):
+            raise ConfigError(
+                "MEMFIT.OOM.COMMUNICATING_MODULES must be a list of names, "
+                f"got {self.communicating_modules!r}"
+            )
         is_share = isinstance(self.max_skipped, numbers.Real) and 0 <= self.max_skipped <= 1
         if not is_share:
             raise ConfigError(f"MEMFIT.OOM.MAX_SKIPPED must be 0 to 1, got {self.max_skipped!r}")
@@ -56,11 +65,13 @@ class RecoveryOptions:
         Returns:
             None where the policy is "raise".
         """
+        if not isinstance(oom, Mapping):
+            raise ConfigError(f"MEMFIT.OOM must be a node with keys, got {oom!r}")
         keys = {key.lower(): value for key, value in oom.items()}
         policy = keys.pop("policy", "raise")
         if policy not in ("raise", "split"):
             raise ConfigError(f"MEMFIT.OOM.POLICY must be 'raise' or 'split', got {policy!r}")
-        unknown = keys.keys() - {f.name for f in fields(cls)}
+        unknown = keys.keys() - ({f.name for f in fields(cls)} - {"output_dir", "budget_gb"})
         if unknown:
             raise ConfigError(f"there is no config key MEMFIT.OOM.{min(unknown).upper()}")
         options = cls(**keys, output_dir=output_dir, budget_gb=budget_gb)

@@ -2,6 +2,7 @@
 
 import random
 from numbers import Number
+from typing import Optional
 
 import numpy as np
 import torch
@@ -17,17 +18,17 @@ class Snapshot:
 
     It holds the random generators of Python, NumPy and PyTorch, on the host and on the model's
     device; the model's buffers, such as running statistics of batch normalisation; plain numbers
-    among the attributes of its modules, such as RetinaNet's running normaliser; and the scalars
-    that were logged in this window.
+    (and Nones, which may become numbers) among the attributes of its modules, such as RetinaNet's
+    running normaliser; and the scalars that were logged in this window.
 
     Args:
         model: without DDP around it.
-        storage: that of the window.
+        storage: that of the window, where there is one.
     """
 
-    def __init__(self, model: nn.Module, storage: WindowStorage) -> None:
+    def __init__(self, model: nn.Module, storage: Optional[WindowStorage] = None) -> None:
         self._storage = storage
-        self._scalars = storage.mark()
+        self._scalars = storage and storage.mark()
         self._device = next(model.parameters()).device
         self._python_rng = random.getstate()
         self._numpy_rng = np.random.get_state()
@@ -45,7 +46,8 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Go back. It can be done more than once."""
-        self._storage.rewind(self._scalars)
+        if self._storage is not None:
+            self._storage.rewind(self._scalars)
         random.setstate(self._python_rng)
         np.random.set_state(self._numpy_rng)
         torch.set_rng_state(self._torch_rng)
@@ -59,5 +61,5 @@ class Snapshot:
             vars(module).update(numbers)
 
 
-def _numbers(module: nn.Module) -> dict[str, Number]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, Number)}
+def _numbers(module: nn.Module) -> dict[str, Optional[Number]]:
+    return {k: v for k, v in vars(module).items() if v is None or isinstance(v, Number)}

@@ -84,7 +84,7 @@ class AccumulatingTrainer(SimpleTrainer):
             mixed_precision=precision.dtype != torch.float32,
         )
         if _is_ddp(model) and not self._reduces_in_backward:
-            _check_ddp(model)
+            _check_ddp(model, recovers=recovery is not None)
         super().__init__(model, data_loader, optimizer)
 
     def run_step(self) -> None:
@@ -157,7 +157,8 @@ class AccumulatingTrainer(SimpleTrainer):
         """For what cannot be done again when memory runs out."""
         if self.recovery is None:
             return contextlib.nullcontext()
-        return self.recovery.explained(phase, window.micro_batches[-1].data, self.iter)
+        data = window.micro_batches[-1].data if window.micro_batches else []
+        return self.recovery.explained(phase, data, self.iter)
 
     @property
     def _reduces_in_backward(self) -> bool:
@@ -200,12 +201,18 @@ def _is_ddp(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 
-def _check_ddp(model: DistributedDataParallel) -> None:
+def _check_ddp(model: DistributedDataParallel, recovers: bool) -> None:
     """Say which of DDP's options do not go with gradients that it does not reduce itself."""
     if model.static_graph:
         raise ConfigError(
             "DistributedDataParallel(static_graph=True) cannot accumulate gradients: set "
             "static_graph False, or SOLVER.ACCUMULATION_STEPS 1"
+        )
+    if recovers and model.broadcast_buffers and any(True for _ in model.buffers()):
+        raise ConfigError(
+            "DistributedDataParallel(broadcast_buffers=True) communicates in a forward, which one "
+            "rank cannot run again alone: set broadcast_buffers False, as Detectron2 does, or "
+            "MEMFIT.OOM.POLICY raise"
         )
     if model._comm_hooks:
         logger.warning(

@@ -56,12 +56,15 @@ class Window:
         self._steps_taken = 0
         self._waiting: deque[Any] = deque()  # loaded, or put back: these go before new batches
 
-    def take(self, num_images: Optional[int] = None) -> Optional[MicroBatch]:
+    def take(
+        self, num_images: Optional[int] = None, across_batches: bool = True
+    ) -> Optional[MicroBatch]:
         """The next micro-batch, or None at the window's end.
 
         Args:
-            num_images: how many, whatever the loader's batches; the last may have fewer. None is
-                a batch as it comes.
+            num_images: how many; None is one of the loader's batches as it comes.
+            across_batches: whether to fill up to that number with images of the next batches; the
+                last may have fewer. Otherwise, batches are only cut.
 
         Raises:
             DataError: the loader ended within the window.
@@ -72,7 +75,7 @@ class Window:
         if data is None:
             return None
         if num_images is not None:
-            data = self._regroup(data, num_images)
+            data = self._regroup(data, num_images, across_batches)
         self.micro_batches.append(MicroBatch(data))
         return self.micro_batches[-1]
 
@@ -132,7 +135,7 @@ class Window:
         self._steps_taken += 1
         return batch
 
-    def _regroup(self, data: Any, num_images: int) -> list:
+    def _regroup(self, data: Any, num_images: int, across_batches: bool) -> list:
         images: list = []
         while data is not None:
             if not _is_list_of_images(data):
@@ -141,7 +144,7 @@ class Window:
                     f"dataset dicts, and this one gives a {type(data).__name__}"
                 )
             images += data
-            if len(images) >= num_images:
+            if len(images) >= num_images or not across_batches:
                 break
             data = self._next_batch()
         if len(images) > num_images:

@@ -45,6 +45,7 @@ _LOADER_SIGNS = (
     _Sign(r"DataLoader worker .* is killed by signal: Killed", "the kernel's OOM killer"),
     _Sign(r"DataLoader worker .* is killed by signal: Bus error", "/dev/shm is full"),
     _Sign(r"unable to (mmap|write to file|allocate shared memory)", "torch/lib/libshm: /dev/shm"),
+    _Sign(r"Caught \w*MemoryError in DataLoader worker", "torch/_utils.py: ExceptionWrapper"),
     _Sign(r"Insufficient memory", "OpenCV: cv::Error::StsNoMem"),
     _Sign(r"Cannot allocate memory", "errno ENOMEM, as when a worker is forked"),
 )

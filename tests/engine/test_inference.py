@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from detectron2.evaluation import inference_on_dataset
+from detectron2.modeling import GeneralizedRCNNWithTTA
 from injection import Injector
 from tiny import images, tiny_cfg, tiny_model
 
@@ -120,11 +121,37 @@ def test_an_image_that_fits_in_no_way_is_named():
 
 def test_without_options_and_afterwards_the_model_is_as_it_was():
     model = tiny_model(tiny_cfg("mask_rcnn"))
+    original = type(model)
     with recovering_inference(model, None):
-        assert "forward" not in vars(model)
+        assert type(model) is original
     with recovering_inference(model, RecoveryOptions()):
-        assert "forward" in vars(model)
-    assert "forward" not in vars(model)
+        assert type(model) is not original
+        assert isinstance(model, original)
+    assert type(model) is original
+
+
+def test_test_time_augmentation_is_recovered_too(tmp_path):
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.TEST.AUG.MIN_SIZES = (48, 64)
+    cfg.TEST.AUG.MAX_SIZE = 128
+    model = tiny_model(cfg).eval()
+    with_tta = GeneralizedRCNNWithTTA(cfg, model)
+    inference, failures = model.inference, []
+
+    def failing_once(*args, **kwargs):
+        if failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inference(*args, **kwargs)
+
+    with torch.no_grad(), recovering_inference(with_tta, RecoveryOptions(output_dir=str(tmp_path))):
+        expected = with_tta(images(1))
+        failures.append(1)
+        model.inference = failing_once
+        actual = with_tta(images(1))
+    assert not failures
+    assert len(actual[0]["instances"]) == len(expected[0]["instances"])
+    assert actions(tmp_path) == ["results are post-processed on the host"]
 
 
 def test_other_errors_pass():

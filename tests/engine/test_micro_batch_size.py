@@ -71,6 +71,13 @@ def test_its_state_goes_on_where_it_was():
     assert resumed.images == 8
 
 
+def test_what_was_configured_then_is_not_taken_for_learned():
+    for configured in (8, None):
+        resumed = MicroBatchSize(configured, grow_after=5)
+        resumed.load_state_dict(MicroBatchSize(2, grow_after=5).state_dict())
+        assert resumed.images == configured
+
+
 def test_a_smaller_size_that_is_configured_since_counts():
     size = MicroBatchSize(8, grow_after=5)
     fail(size, 8)

@@ -1,7 +1,10 @@
 import json
 import multiprocessing
+from pathlib import Path
 
+import numpy as np
 import torch
+from detectron2.structures import Instances
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.engine.oom_record import Failure, OomEvent, OomRecord, padded_size
@@ -47,6 +50,20 @@ def test_images_are_padded_as_the_model_does():
         model.preprocess_image([{**b, "image": b["image"]} for b in batch]).tensor.shape[-2:]
     )
     assert padded_size("something else", model) is None
+
+
+def test_ids_of_any_type_and_images_without_annotations_are_written(tmp_path):
+    model = tiny_model(tiny_cfg())
+    failure = Failure(MemoryError(), "forward", torch.device("cpu"))
+    pixels = torch.zeros(3, 8, 8)
+    batch = [
+        {"image": pixels, "image_id": np.int64(7), "instances": Instances((8, 8))},
+        {"image": pixels, "image_id": Path("a/b"), "file_name": "c"},
+    ]
+    OomRecord(str(tmp_path)).append(OomEvent.of(failure, 0, batch, model, None))
+    first, second = json.loads((tmp_path / "memfit_oom.jsonl").read_text())["images"]
+    assert (first["image_id"], first["num_instances"]) == (7, 0)
+    assert (second["image_id"], second["num_instances"]) == ("a/b", None)
 
 
 def append_many(folder, made):

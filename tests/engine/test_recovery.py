@@ -5,6 +5,8 @@ import json
 
 import pytest
 import torch
+from detectron2.modeling.meta_arch import retinanet
+from fvcore.nn import sigmoid_focal_loss
 from injection import (
     FailingTrainer,
     InjectedTrainer,
@@ -26,6 +28,14 @@ from d2_memfit.memory import TensorMeter
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
 NUM_POINTS = 200
 NUM_SAMPLED = 4
+
+
+@pytest.fixture(autouse=True)
+def no_torchscript(monkeypatch):
+    """TorchScript drops the text of errors that Python raises within it, as the injector does; that
+    of PyTorch's own errors it keeps (tests/memory/test_oom.py).
+    """
+    monkeypatch.setattr(retinanet, "sigmoid_focal_loss_jit", sigmoid_focal_loss)
 
 
 def sgd(model):
@@ -350,6 +360,46 @@ def test_a_batch_that_cannot_be_split_is_eased_as_a_whole(tmp_path):
     assert [e["action"] for e in read_record(tmp_path)] == ACTIONS[1:3]
 
 
+def test_a_batch_of_an_unknown_kind_can_be_skipped():
+    class NeverFits(CountingModel):
+        def forward(self, batch):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = NeverFits(2)
+    options = RecoveryOptions(last_resort="skip", max_skipped=1.0)
+    trainer = AccumulatingTrainer(model, [[torch.ones(4)]], sgd(model), recovery=options)
+    iterate(trainer)
+    assert trainer.recovery.skipped_images == 1
+
+
+def test_an_attribute_that_became_a_number_is_nothing_again():
+    seen = []
+
+    class Lazy(CountingModel):
+        def __init__(self):
+            super().__init__(2)
+            self.normalizer = None
+
+        def forward(self, batch):
+            seen.append(self.normalizer)
+            self.normalizer = 0.5
+            if len(batch) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(batch)
+
+    model = Lazy()
+    iterate(AccumulatingTrainer(model, batches(1), sgd(model), recovery=RecoveryOptions()))
+    assert seen == [None, None, 0.5]
+
+
+def test_a_learned_size_does_not_put_batches_together():
+    model = CountingModel(16)
+    trainer = AccumulatingTrainer(model, batches(4), sgd(model), 4, recovery=RecoveryOptions())
+    learned = {"sizes": [{"images": 4, "_full": 8}]}
+    trainer.recovery.load_state_dict({**trainer.recovery.state_dict(), **learned})
+    assert iterate(trainer).latest()["memfit/micro_batch"][0] == 2
+
+
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), AssertionError("no")])
 def test_other_errors_are_not_tried_again(error):
     calls = []
@@ -420,8 +470,13 @@ def test_recoveries_leave_no_memory_behind(few_objects):
         ({"grow_after": 0}, "MEMFIT.OOM.GROW_AFTER must be a positive integer, got 0"),
         ({"last_resort": "ignore"}, "LAST_RESORT must be 'raise' or 'skip', got 'ignore'"),
         ({"max_skipped": 2}, "MAX_SKIPPED must be 0 to 1, got 2"),
+        ({"allow_resize": "no"}, "ALLOW_RESIZE must be True or False, got 'no'"),
+        ({"communicating_modules": "Foo"}, "COMMUNICATING_MODULES must be a list of names"),
+        ({"output_dir": "x"}, "there is no config key MEMFIT.OOM.OUTPUT_DIR"),
+        ({"policy": ["split"]}, "MEMFIT.OOM.POLICY must be"),
+        ("split", "MEMFIT.OOM must be a node with keys, got 'split'"),
     ],
 )
 def test_options_that_cannot_work_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
-        RecoveryOptions(**options)
+        RecoveryOptions.from_keys(options, output_dir="", budget_gb=None)

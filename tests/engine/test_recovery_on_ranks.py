@@ -137,6 +137,33 @@ def test_another_number_of_ranks_resumes_the_smallest(two_ranks):
     assert resume_on_one(state) == 1
 
 
+def train_without_images_on_one_rank(rank):
+    model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
+    options = RecoveryOptions(last_resort="skip", max_skipped=1.0)
+    loader = [images_of(i, rank, 2) for i in range(2)]
+    trainer = InjectedTrainer(model, loader, sgd(model), recovery=options)
+    trainer.injector = Injector(range(10**6) if rank == 1 else [])
+    storage = iterate(trainer)
+    assert rank or storage.latest()["effective_batch"][0] == NUM_IMAGES
+    return parameters(model.module)
+
+
+def test_a_rank_whose_images_were_all_skipped_takes_the_others_step(two_ranks):
+    first, second = two_ranks.run(train_without_images_on_one_rank)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert relative_difference(first, parameters(proposal_network())) > 0
+
+
+def wrap_with_broadcasts(rank):
+    model = compat.create_ddp_model(proposal_network(), broadcast_buffers=True)
+    AccumulatingTrainer(model, [[]], sgd(model), recovery=RecoveryOptions())
+
+
+def test_ddp_that_broadcasts_buffers_in_the_forward_is_refused(two_ranks):
+    with pytest.raises(AssertionError, match=r"ConfigError.*broadcast_buffers False"):
+        two_ranks.run(wrap_with_broadcasts)
+
+
 class Communicating(torch.nn.Module):
     pass
 

@@ -42,6 +42,17 @@ def test_out_of_memory_is_known(error):
     assert is_out_of_memory(error)
 
 
+def test_out_of_memory_within_torchscript_is_known():
+    with pytest.raises(RuntimeError, match="TorchScript") as e:
+        torch.jit.script(too_large)()
+    assert is_out_of_memory(e.value)
+    assert "can't allocate memory" in error_line(e.value)
+
+
+def too_large():
+    return torch.zeros([1 << 50])
+
+
 @pytest.mark.parametrize("error", OTHERS, ids=repr)
 def test_nothing_else_is_taken_for_it(error):
     assert not is_out_of_memory(error)

@@ -89,7 +89,10 @@ class FailingTrainer(AccumulatingTrainer):
 def two_ranks(images: list, rounds: int) -> None:
     batch = images[2 * comm.get_rank() :][:1]
     sides = {
-        name: Side(lambda m, *args, c=create: c(create_ddp_model(m), *args), repeat(batch))
+        name: Side(
+            lambda m, *args, c=create: c(create_ddp_model(m, broadcast_buffers=False), *args),
+            repeat(batch),
+        )
         for name, create in (("raise", AccumulatingTrainer), ("split", SPLIT))
     }
     take_turns(sides.values(), rounds)
