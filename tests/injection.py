@@ -64,7 +64,7 @@ class InjectedTrainer(AccumulatingTrainer):
 
 
 class FailingTrainer(AccumulatingTrainer):
-    """Runs out of memory in micro-batches that ``fails(names, height, low_memory)`` says.
+    """Runs out of memory in micro-batches for which ``fails(image_ids)`` is true.
 
     ``phase`` is when, "forward" or "backward"; ``forwards`` are all that ended.
     """

@@ -132,12 +132,12 @@ def main(args: argparse.Namespace) -> None:
 def run() -> None:
     args = default_argument_parser(epilog=__doc__).parse_args()
     cfg = load_config(args)
+    if cfg.train.get("budget_gb") is not None:
+        use_expandable_segments()  # before anything asks the GPU
     if args.eval_only:
         recovery_options(cfg.train)
     else:
         accumulation(cfg.train)
-    if cfg.train.get("budget_gb") is not None:
-        use_expandable_segments()
     # What is wrong is found before a process is started or anything is written.
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.train.output_dir)
     checkpointer.check(cfg.train.init_checkpoint, resume=args.resume and not args.eval_only)

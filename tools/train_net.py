@@ -72,7 +72,7 @@ def make_cfg(args: argparse.Namespace) -> CfgNode:
     return cfg
 
 
-def check(args: argparse.Namespace) -> CfgNode:
+def check(args: argparse.Namespace) -> None:
     """Find what cannot work before a process is started or OUTPUT_DIR is touched."""
     cfg = make_cfg(args)
     ranks = world_size(args.num_gpus, args.num_machines)
@@ -92,7 +92,6 @@ def check(args: argparse.Namespace) -> CfgNode:
         raise ConfigError(f"OUTPUT_DIR must be a folder, and {cfg.OUTPUT_DIR} is a file")
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR)
     checkpointer.check(cfg.MODEL.WEIGHTS, resume=args.resume)
-    return cfg
 
 
 @exit_on_error
@@ -127,9 +126,9 @@ def main(args: argparse.Namespace) -> None:
 @exit_on_error
 def run() -> None:
     args = parse_args()
-    cfg = check(args)
-    if cfg.MEMFIT.BUDGET_GB is not None:
-        use_expandable_segments()
+    if make_cfg(args).MEMFIT.BUDGET_GB is not None:
+        use_expandable_segments()  # before anything asks the GPU
+    check(args)
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
 
 

@@ -123,12 +123,12 @@ class MemfitMixin:
         return scaled
 
     @classmethod
-    def test(cls, cfg: CfgNode, model: nn.Module, evaluators: Any = None) -> Any:
+    def test(cls, cfg: CfgNode, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As the project's, under MEMFIT.BUDGET_GB and MEMFIT.OOM."""
         cfg = _with_memfit_keys(cfg)
         enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
         with recovering_inference(model, RecoveryOptions.from_cfg(cfg)):
-            return super().test(cfg, model, evaluators)
+            return super().test(cfg, model, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

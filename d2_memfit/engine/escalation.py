@@ -60,7 +60,7 @@ class Escalation:
             hard.num_resizes += 1
             factor = RESIZE_FACTOR**hard.num_resizes
             smaller = resize_image(hard.original, factor)
-            self._hard[id(smaller)] = hard
+            self._hard[id(smaller)] = self._hard.pop(id(image))
             window.replace(image, smaller)
             return RESIZE.format(factor)
         if self._options.last_resort == "skip":

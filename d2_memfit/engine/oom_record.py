@@ -1,6 +1,7 @@
 """What is known of an out-of-memory error: for the log, for the final error, and on file."""
 
 import json
+import logging
 import os
 import time
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,8 @@ from torch import nn
 
 from ..memory import device_memory, error_line
 from .recovery_options import RecoveryOptions
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Failure", "OomEvent", "OomRecord", "final_error", "padded_size"]
 
@@ -36,7 +39,7 @@ class OomEvent:
     """One out-of-memory error. Sizes are in pixels, memory is in GB (2^30 bytes)."""
 
     iteration: int
-    phase: str  # forward, backward, reduction, optimizer or evaluation
+    phase: str  # forward, backward, reduction, optimizer, evaluation or allocator
     micro_batch: int  # images in it
     images: list[dict[str, Any]]  # file_name, image_id, height, width, num_instances of each
     padded_size: Optional[tuple[int, int]]  # height and width of the batch that they make
@@ -105,9 +108,13 @@ class OomRecord:
     def append(self, event: OomEvent) -> None:
         if self._path is None:
             return
-        PathManager.mkdirs(os.path.dirname(self._path))
-        with PathManager.open(self._path, "a") as f:
-            f.write(json.dumps(asdict(event), default=_plain) + "\n")
+        line = json.dumps(asdict(event), default=_plain) + "\n"
+        try:
+            PathManager.mkdirs(os.path.dirname(self._path))
+            with PathManager.open(self._path, "a") as f:
+                f.write(line)
+        except OSError as e:  # a full disk is no reason to end a run that was just saved
+            logger.warning("Cannot write %s (%s). The event was %s", self._path, e, line.strip())
 
 
 def final_error(event: OomEvent, options: RecoveryOptions, mixed_precision: bool) -> str:
@@ -120,7 +127,8 @@ def final_error(event: OomEvent, options: RecoveryOptions, mixed_precision: bool
             "a higher MODEL.BACKBONE.FREEZE_AT: frozen weights need no gradients",
         ]
     else:
-        steps = [] if mixed_precision else ["SOLVER.AMP.ENABLED True"]
+        steps = ["a smaller MEMFIT.MICRO_BATCH"] if event.micro_batch > 1 else []
+        steps += [] if mixed_precision else ["SOLVER.AMP.ENABLED True"]
         steps += ["a smaller INPUT.MAX_SIZE_TRAIN"]
         steps += [] if options.allow_resize else ["MEMFIT.OOM.ALLOW_RESIZE True"]
         steps += [] if options.last_resort == "skip" else ["MEMFIT.OOM.LAST_RESORT skip"]

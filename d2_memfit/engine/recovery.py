@@ -97,17 +97,16 @@ class Recovery:
         self._escalation = Escalation(self._options)
         start = None
         while micro_batch := window.take(self.size.images, self._is_size_configured):
-            with self.explained("preparation", micro_batch.data, iteration):
-                before = Snapshot(self._model, storage)
-            start = start or before
             storage.next_micro_batch(micro_batch.num_images)
-            failure = self._attempt(micro_batch, storage, forward, backward)
+            before, failure = self._attempt(micro_batch, storage, forward, backward)
+            start = start or before
             if failure is None:
                 continue
             # No exception is being handled here, so nothing holds the tensors of the attempt.
             if failure.phase == "forward":
                 self._report.retried_images += micro_batch.num_images
-                before.restore()
+                if before is not None:
+                    before.restore()
                 window.put_back()
             else:
                 self._report.retried_images += window.num_images
@@ -191,7 +190,8 @@ class Recovery:
         sizes, rank = state["sizes"], comm.get_rank()
         same_ranks = len(sizes) == comm.get_world_size()
         own = sizes[rank] if same_ranks else min(sizes, key=lambda s: s["images"] or math.inf)
-        self.size.load_state_dict(own)
+        if self._may_retry:  # otherwise all ranks must keep the same size
+            self.size.load_state_dict(own)
         self._sizes = sizes if same_ranks else [own] * comm.get_world_size()
         self.oom_events = state["oom_events"]
         self.retried_images = state["retried_images"]
@@ -204,10 +204,12 @@ class Recovery:
         storage: WindowStorage,
         forward: Callable[[MicroBatch], torch.Tensor],
         backward: Callable[[torch.Tensor, MicroBatch], None],
-    ) -> Optional[Failure]:
+    ) -> tuple[Optional[Snapshot], Optional[Failure]]:
+        """The state before it, None if there was no memory for that, and what went wrong."""
         low_memory = self._escalation.needs_low_memory(micro_batch.data)
-        phase = "forward"
+        before, phase = None, "forward"
         try:
+            before = Snapshot(self._model, storage)
             with low_memory_step(self._model) if low_memory else contextlib.nullcontext():
                 loss = forward(micro_batch)
                 done = Snapshot(self._model, storage) if low_memory else None
@@ -218,8 +220,8 @@ class Recovery:
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
-            return Failure(e, phase, self._device)
-        return None
+            return before, Failure(e, phase, self._device)
+        return before, None
 
     def _react(
         self, failure: Failure, micro_batch: MicroBatch, window: Window, iteration: int
@@ -255,6 +257,7 @@ class Recovery:
         event = self._event(Failure(error, "allocator", self._device), largest.data, iteration)
         size = self.size.halve(largest.num_images)
         event.action = f"the micro-batch is halved to {size} before it fails"
+        self._report.oom_events += 1
         self._record.append(event)
         logger.warning("%s. Now %s", event, event.action)
 

@@ -28,6 +28,8 @@ _LARGEST_CONTEXT_GB = 0.75
 _MMAP_THRESHOLD_BYTES = 2**20
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 
+_enforced: dict[str, float] = {}  # GB by device; an evaluation asks for it again
+
 
 def check_budget(budget_gb: object) -> None:
     """Raise :class:`ConfigError` unless it is a number above 0, or None."""
@@ -56,8 +58,9 @@ def enforce_budget(budget_gb: Optional[float], device: str) -> None:
             already.
     """
     check_budget(budget_gb)
-    if budget_gb is None:
+    if budget_gb is None or _enforced.get(device) == budget_gb:
         return
+    _enforced[device] = budget_gb
     kind = torch.device(device).type
     if kind == "cuda":
         index = torch.device(device).index
@@ -78,7 +81,7 @@ def use_expandable_segments() -> None:
 
     Only before CUDA is started; options that the user has set stay as they are.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if not any(name in os.environ for name in names):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -96,11 +99,12 @@ def _limit_cuda(budget_gb: float, device: int) -> None:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB {budget_gb:g} does not hold the CUDA context, {context:.2f} GB"
         )
-    if free + context < budget_gb:
+    available = total - taken + context
+    if available < budget_gb:
         logger.warning(
-            "MEMFIT.BUDGET_GB %g: other processes use the GPU, and only %.2f GB are free",
+            "MEMFIT.BUDGET_GB %g: other processes use the GPU, and only %.2f GB are left",
             budget_gb,
-            free + context,
+            available,
         )
     torch.cuda.set_per_process_memory_fraction((budget_gb - context) / total, device)
 
@@ -116,7 +120,6 @@ def _limit_process(budget_gb: float) -> None:
         )
     if hasattr(ctypes.CDLL(None), "mallopt"):  # glibc
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = int(budget_gb * _GB)
-    soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([int(budget_gb * _GB), *limits]), hard))

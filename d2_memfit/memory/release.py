@@ -1,8 +1,6 @@
 """Giving back what a failed attempt has left behind."""
 
-import ctypes
 import gc
-import sys
 
 import torch
 
@@ -25,5 +23,3 @@ def release_memory(device: torch.device, thorough: bool = True) -> None:
     torch.ones((), requires_grad=True).backward()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
-    elif sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):  # glibc
-        ctypes.CDLL(None).malloc_trim(0)

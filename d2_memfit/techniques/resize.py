@@ -54,6 +54,9 @@ def _resize_instances(instances: Instances, size: tuple) -> Instances:
     height, width = instances.image_size
     scale = (size[1] / width, size[0] / height)
     fields = {name: _resize_field(f, *scale, size) for name, f in instances.get_fields().items()}
+    for name, field in fields.items():  # masks without a class of their own, as Mask2Former's
+        if isinstance(field, torch.Tensor) and field.shape[-2:] == (height, width):
+            fields[name] = _resize_pixels(field, size, "nearest")
     return Instances(size, **fields)
 
 

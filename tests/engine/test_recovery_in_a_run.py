@@ -38,6 +38,13 @@ def train_net(cfg, coins, tmp_path, *options, code=""):
     return run_process([sys.executable, "-W", "ignore", "-c", program, *arguments], timeout_s=300)
 
 
+SAYS_ALLOCATOR_OPTIONS = """
+import atexit, os
+os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+atexit.register(lambda: print("options:", os.environ.get("PYTORCH_CUDA_ALLOC_CONF")))
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
 def test_a_budget_that_detectron2_exceeds_is_kept(cfg, coins, tmp_path):
     """In training and in evaluation, and each worker of the loader has one of its own."""
@@ -55,8 +62,9 @@ def test_a_budget_that_detectron2_exceeds_is_kept(cfg, coins, tmp_path):
     plain = train_net(cfg, coins, tmp_path, "MEMFIT.OOM.POLICY", "raise")
     assert plain.returncode == 1
     assert "can't allocate memory" in plain.stderr or "could not create" in plain.stderr
-    ours = train_net(cfg, coins, tmp_path)
+    ours = train_net(cfg, coins, tmp_path, code=SAYS_ALLOCATOR_OPTIONS)
     assert ours.returncode == 0, ours.stderr[-4000:]
+    assert "options: expandable_segments:True" in ours.stdout
     output_dir = tmp_path / "output"
     first = read_record(output_dir)[0]
     assert first["budget_gb"] == cfg.MEMFIT.BUDGET_GB

@@ -17,6 +17,9 @@ OUT_OF_MEMORY = [
     RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
     RuntimeError("GET was unable to find an engine to execute this computation"),
     RuntimeError("NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp:838"),
+    RuntimeError("NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("HIP out of memory. Tried to allocate 1.17 GiB."),
     RuntimeError("MPS backend out of memory (MPS allocated: 17.06 GB)."),
     RuntimeError(
