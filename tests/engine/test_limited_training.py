@@ -11,6 +11,8 @@ from tiny import ROOT, relative_difference, run_process
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process")
 
 EXTRA_MB = {"proposal_network": 330, "mask_rcnn": 620}
+# The proposal network's losses are means over images. The mask loss is one over all masks.
+LARGEST_DIFFERENCE = {"proposal_network": 1e-5, "mask_rcnn": 1e-3}
 
 
 def train(family, kind, extra_mb, output_dir):
@@ -38,11 +40,9 @@ def test_training_under_a_limit_ends_with_the_weights_of_enough_memory(family, t
     limited = train(family, "split", EXTRA_MB[family], tmp_path / "limited")
     assert limited.returncode == 0, limited.stderr[-4000:]
     assert events(tmp_path / "limited")
-    if family == "proposal_network":  # its loss is a mean over images
-        unlimited = train(family, "split", 0, tmp_path / "unlimited")
-        assert unlimited.returncode == 0, unlimited.stderr[-4000:]
-        assert not events(tmp_path / "unlimited")
-        difference = relative_difference(
-            weights(tmp_path / "limited"), weights(tmp_path / "unlimited")
-        )
-        assert difference < 1e-5
+    unlimited = train(family, "split", 0, tmp_path / "unlimited")
+    assert unlimited.returncode == 0, unlimited.stderr[-4000:]
+    assert not events(tmp_path / "unlimited")
+    difference = relative_difference(weights(tmp_path / "limited"), weights(tmp_path / "unlimited"))
+    print(f"{family}: relative difference of the weights {difference:.1e}")
+    assert difference < LARGEST_DIFFERENCE[family]
