@@ -26,5 +26,10 @@ setup(
         "iopath",
         "pycocotools",
         "opencv-python-headless",
+        "psutil",
     ],
+    extras_require={
+        "8bit": ["bitsandbytes"],  # MEMFIT.OPTIMIZER.STATES_8BIT
+        "plot": ["plotly"],  # tools/plot_memory.py
+    },
 )

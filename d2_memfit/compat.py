@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Callable
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from detectron2.engine.defaults import create_ddp_model as _create_ddp_model
 from detectron2.utils import comm, events
 from detectron2.utils.events import get_event_storage
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 # Main saves optimizer and scaler with DefaultTrainer's state, v0.6 only iteration and hooks.
 SAVES_INNER_TRAINER = "state_dict" in vars(DefaultTrainer)
@@ -61,9 +63,14 @@ def create_ddp_model(model: nn.Module, **kwargs: Any) -> nn.Module:
     return _create_ddp_model(model, **kwargs)
 
 
+def without_ddp(model: nn.Module) -> nn.Module:
+    """The model that ``DistributedDataParallel`` is around, or the model."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 @contextmanager
 def default_trainer_parts(
-    create_trainer: Callable, create_checkpointer: Callable
+    create_trainer: Callable, create_checkpointer: Callable, ddp_options: dict[str, Any]
 ) -> Iterator[None]:
     """While open, ``DefaultTrainer.__init__`` makes its parts with the functions given here.
 
@@ -73,12 +80,13 @@ def default_trainer_parts(
     Args:
         create_trainer: called as ``create_trainer(model, data_loader, optimizer)``.
         create_checkpointer: called as :class:`DetectionCheckpointer` is.
+        ddp_options: keyword arguments of ``DistributedDataParallel``, beside Detectron2's.
     """
     parts = {
         "SimpleTrainer": create_trainer,
         "AMPTrainer": create_trainer,
         "DetectionCheckpointer": create_checkpointer,
-        "create_ddp_model": create_ddp_model,
+        "create_ddp_model": partial(create_ddp_model, **ddp_options),
     }
     originals = {name: getattr(defaults, name) for name in parts}
     try:

@@ -1,22 +1,26 @@
-"""Every config key of d2_memfit. The defaults leave Detectron2's behaviour unchanged."""
+"""The config keys of d2_memfit. The defaults leave Detectron2's behaviour unchanged.
 
-import difflib
-import numbers
+Those of the techniques stand in their files, in :mod:`d2_memfit.techniques`.
+"""
+
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, Optional
 
 import yaml
 from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg as _get_detectron2_cfg
 
+from .checks import check_bool, check_choice, check_int, check_positive_int, near
 from .errors import ConfigError
+from .techniques import TECHNIQUES
 from .yaml_arithmetic import arithmetic_in_yaml
 
 __all__ = [
     "add_memfit_config",
+    "cfg_of_techniques",
     "check_config",
-    "check_positive_int",
     "get_cfg",
     "load_cfg",
 ]
@@ -57,10 +61,22 @@ _C.MEMFIT.OOM.MAX_SKIPPED = 0.001
 # Names of classes of modules, beside SyncBN, that communicate with other ranks in their forward.
 _C.MEMFIT.OOM.COMMUNICATING_MODULES = []
 
+_C.MEMFIT.MONITOR = CN()
+# Iterations between reports of all ranks' memory, as scalars memfit/..., and in the console's line.
+# None is no reports.
+_C.MEMFIT.MONITOR.PERIOD = None
+# Iterations over which memory must grow steadily for a warning that it leaks. None is no warning.
+_C.MEMFIT.MONITOR.LEAK_WINDOW = None
+# The iteration of which OUTPUT_DIR/memfit_memory_<iteration>.json says who has the memory at its
+# peak. With this or the next key, the signal SIGUSR1 asks for one more.
+_C.MEMFIT.MONITOR.SNAPSHOT_ITER = None
+# Whether OUTPUT_DIR/memfit_oom_<number>.json says the same at the first out-of-memory errors.
+_C.MEMFIT.MONITOR.SNAPSHOT_ON_OOM = False
+
 
 def add_memfit_config(cfg: CN) -> None:
     """Add the keys of d2_memfit to a Detectron2 config. Those it has already keep their values."""
-    _add_missing(cfg, _C)
+    _add_missing(cfg, _defaults())
 
 
 def get_cfg() -> CN:
@@ -85,21 +101,51 @@ def load_cfg(config_file: str = "", opts: Sequence[str] = ()) -> CN:
     return cfg
 
 
-def check_config(cfg: CN, world_size: int = 1) -> None:
-    """Raise :class:`ConfigError` on the first value that cannot work on ``world_size`` ranks."""
-    known = set(_keys(_C.MEMFIT))
+def cfg_of_techniques(keys: Mapping[str, Any]) -> CN:
+    """A config that has only nodes of MEMFIT set, such as a LazyConfig's ``train.memfit``.
+
+    Args:
+        keys: nested, in lower or upper case, such as ``{"checkpoint": {"modules": ["backbone"]}}``.
+
+    Raises:
+        ConfigError: a key or value is wrong.
+    """
+    cfg = get_cfg()
+    with _explained(cfg):
+        cfg.merge_from_other_cfg(CN({"MEMFIT": _in_upper_case(keys)}))
+    check_monitor(cfg)
+    _check_techniques(cfg)
+    return cfg
+
+
+def _in_upper_case(keys: Any) -> Any:
+    if not isinstance(keys, Mapping):
+        return keys
+    return {key.upper(): _in_upper_case(value) for key, value in keys.items()}
+
+
+def check_config(cfg: CN, world_size: Optional[int] = None) -> None:
+    """Raise :class:`ConfigError` on the first value that cannot work.
+
+    Args:
+        world_size: the number of ranks, where that is known.
+    """
+    known = set(_keys(_defaults().MEMFIT))
     for key in _keys(cfg.MEMFIT):
         if key not in known:
             raise ConfigError(_no_such_key(f"MEMFIT.{key}", cfg))
     check_positive_int("SOLVER.ACCUMULATION_STEPS", cfg.SOLVER.ACCUMULATION_STEPS)
     if cfg.MEMFIT.MICRO_BATCH is not None:
         check_positive_int("MEMFIT.MICRO_BATCH", cfg.MEMFIT.MICRO_BATCH)
-    if cfg.MEMFIT.AMP_DTYPE not in ("float16", "bfloat16"):
-        raise ConfigError(
-            f"MEMFIT.AMP_DTYPE must be 'float16' or 'bfloat16', got {cfg.MEMFIT.AMP_DTYPE!r}. "
-            "For float32, set SOLVER.AMP.ENABLED False"
-        )
+    # Without mixed precision it is float32: SOLVER.AMP.ENABLED False.
+    check_choice("MEMFIT.AMP_DTYPE", cfg.MEMFIT.AMP_DTYPE, ("float16", "bfloat16"))
+    check_monitor(cfg)
+    _check_techniques(cfg)
     check_positive_int("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH)
+    if world_size is None:
+        return
+    for _, technique in TECHNIQUES:
+        technique.check(cfg, world_size)
     if cfg.SOLVER.IMS_PER_BATCH % world_size:
         raise ConfigError(
             f"SOLVER.IMS_PER_BATCH must be divisible by the number of ranks, {world_size}, "
@@ -107,10 +153,28 @@ def check_config(cfg: CN, world_size: int = 1) -> None:
         )
 
 
-def check_positive_int(name: str, value: object) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+def check_monitor(cfg: CN) -> None:
+    """Raise :class:`ConfigError` on the first value of MEMFIT.MONITOR that cannot work."""
+    monitor = cfg.MEMFIT.MONITOR
+    if monitor.PERIOD is not None:
+        check_positive_int("MEMFIT.MONITOR.PERIOD", monitor.PERIOD)
+    if monitor.LEAK_WINDOW is not None:
+        check_int("MEMFIT.MONITOR.LEAK_WINDOW", monitor.LEAK_WINDOW, at_least=40)
+    if monitor.SNAPSHOT_ITER is not None:
+        check_int("MEMFIT.MONITOR.SNAPSHOT_ITER", monitor.SNAPSHOT_ITER, at_least=0)
+    check_bool("MEMFIT.MONITOR.SNAPSHOT_ON_OOM", monitor.SNAPSHOT_ON_OOM)
+
+
+def _check_techniques(cfg: CN) -> None:
+    for _, technique in TECHNIQUES:
+        technique.is_on(cfg)  # raises on a value that cannot work
+
+
+def _defaults() -> CN:
+    cfg = _C.clone()
+    for _, technique in TECHNIQUES:
+        technique.add_config(cfg)
+    return cfg
 
 
 @contextmanager
@@ -136,8 +200,7 @@ def _explained(cfg: CN, where: str = "") -> Iterator[None]:
 
 
 def _no_such_key(key: str, cfg: CN) -> str:
-    near = difflib.get_close_matches(key, sorted(set(_keys(cfg)) - {key}), n=3)
-    return f"there is no config key {key}" + (f" (near: {', '.join(near)})" if near else "")
+    return f"there is no config key {key}{near(key, sorted(set(_keys(cfg)) - {key}))}"
 
 
 def _keys(cfg: CN, prefix: str = "") -> Iterator[str]:

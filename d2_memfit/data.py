@@ -1,6 +1,5 @@
 """Datasets by their COCO files, and what can be said of a dataset before training starts."""
 
-import difflib
 import json
 import os
 from typing import Any
@@ -10,6 +9,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 from detectron2.utils.file_io import PathManager
 
+from .checks import near
 from .errors import ConfigError, DataError
 
 __all__ = ["check_coco_file", "check_datasets", "register_coco"]
@@ -42,11 +42,10 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
     for key, names in used.items():
         for name in names:
             if name not in DatasetCatalog:
-                near = difflib.get_close_matches(name, DatasetCatalog.list(), n=3)
                 raise ConfigError(
                     f"{key} names {name!r}, and there is no such dataset"
-                    + (f" (near: {', '.join(near)})" if near else "")
-                    + ". Register it, for example with --coco NAME JSON IMAGE_DIR"
+                    f"{near(name, DatasetCatalog.list())}. Register it, for example with "
+                    "--coco NAME JSON IMAGE_DIR"
                 )
             json_file = MetadataCatalog.get(name).get("json_file")
             if json_file and not PathManager.isfile(json_file):

@@ -4,13 +4,19 @@
 tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
 tools/benchmark.py gradients        how far accumulated gradients are from the full batch's
 tools/benchmark.py recovery         what recovery from out-of-memory errors costs
+tools/benchmark.py techniques       what each technique saves and costs
 """
 
 import argparse
 
-from benchmarks import accumulation, gradients, recovery
+from benchmarks import accumulation, gradients, recovery, techniques
 
-BENCHMARKS = {"accumulation": accumulation, "gradients": gradients, "recovery": recovery}
+BENCHMARKS = {
+    "accumulation": accumulation,
+    "gradients": gradients,
+    "recovery": recovery,
+    "techniques": techniques,
+}
 
 
 def main() -> None:

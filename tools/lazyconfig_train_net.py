@@ -11,6 +11,8 @@ It reads, beside the fields of Detectron2's configs/common/train.py:
     train.amp.dtype             "float16" or "bfloat16" ("float16")
     train.budget_gb             as MEMFIT.BUDGET_GB (None)
     train.oom                   a dict with the keys of MEMFIT.OOM in lower case ({})
+    train.memfit                the same for techniques and the monitor, such as
+                                {"checkpoint": {"modules": ["backbone"]}} ({})
 """
 
 import argparse
@@ -18,33 +20,38 @@ import os
 from typing import Optional
 
 import torch
-from detectron2.config import LazyConfig, instantiate
+from detectron2.config import CfgNode, LazyConfig, instantiate
 from detectron2.engine import default_argument_parser, default_setup, default_writers, hooks
 from detectron2.evaluation import inference_on_dataset, print_csv_format
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.compat import create_ddp_model
-from d2_memfit.config import check_positive_int
+from d2_memfit.checks import check_positive_int
+from d2_memfit.compat import create_ddp_model, without_ddp
+from d2_memfit.config import cfg_of_techniques
 from d2_memfit.engine import (
+    ConsolidateOptimizer,
     MemfitCheckpointer,
     Precision,
     RecoveryOptions,
     launch,
+    memory_hooks,
     recovering_inference,
     usable_device,
 )
 from d2_memfit.errors import ConfigError, exit_on_error
 from d2_memfit.evaluation import use_available_implementation
 from d2_memfit.memory import check_budget, enforce_budget, use_expandable_segments
+from d2_memfit.techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
 
 
 def evaluate(cfg: DictConfig, model: torch.nn.Module):
     if "evaluator" not in cfg.dataloader:
         return None
-    with recovering_inference(model, recovery_options(cfg.train)):
+    memfit, options = techniques(cfg.train), recovery_options(cfg.train)
+    with ready_to_evaluate(without_ddp(model), memfit), recovering_inference(model, options):
         results = inference_on_dataset(
             model, instantiate(cfg.dataloader.test), instantiate(cfg.dataloader.evaluator)
         )
@@ -53,18 +60,24 @@ def evaluate(cfg: DictConfig, model: torch.nn.Module):
 
 
 def train(cfg: DictConfig, model: torch.nn.Module, resume: bool) -> None:
+    memfit = techniques(cfg.train)
+    model = apply_techniques("model", model, memfit)
     cfg.optimizer.params.model = model
-    optimizer = instantiate(cfg.optimizer)
-    model = create_ddp_model(model, **cfg.train.ddp)
-    trainer = AccumulatingTrainer(
-        model, instantiate(cfg.dataloader.train), optimizer, **accumulation(cfg.train)
-    )
+    optimizer = apply_techniques("optimizer", instantiate(cfg.optimizer), memfit)
+    model = create_ddp_model(model, **apply_techniques("ddp", dict(cfg.train.ddp), memfit))
+    build_loader = apply_techniques("loader", instantiate, memfit)
+    loader = build_loader(cfg.dataloader.train)
+    trainer = AccumulatingTrainer(model, loader, optimizer, **accumulation(cfg.train))
     checkpointer = MemfitCheckpointer(model, cfg.train.output_dir, trainer=trainer)
     is_main = comm.is_main_process()
     writers = default_writers(cfg.train.output_dir, cfg.train.max_iter) if is_main else []
+    periods = cfg.train.checkpointer.period, cfg.train.eval_period
+    is_sharded = isinstance(optimizer, ShardedOptimizer)
     trainer.register_hooks(
         [
+            *memory_hooks(memfit.MEMFIT.MONITOR, cfg.train.output_dir, cfg.train.get("budget_gb")),
             hooks.IterationTimer(),
+            ConsolidateOptimizer(optimizer, *periods) if is_sharded else None,
             hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
             hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if is_main else None,
             hooks.EvalHook(cfg.train.eval_period, lambda: evaluate(cfg, model)),
@@ -99,11 +112,29 @@ def recovery_options(cfg_train: DictConfig) -> Optional[RecoveryOptions]:
     return RecoveryOptions.from_keys(oom, cfg_train.output_dir, budget_gb)
 
 
+def techniques(cfg_train: DictConfig) -> CfgNode:
+    """The config for techniques and the monitor, checked."""
+    memfit = cfg_of_techniques(
+        OmegaConf.to_container(OmegaConf.create(cfg_train.get("memfit", {})))
+    )
+    if memfit.MEMFIT.HOST.BUDGET_GB is not None:
+        raise ConfigError(
+            "train.memfit.host.budget_gb cannot be used in a LazyConfig: lower "
+            "dataloader.train.num_workers"
+        )
+    elsewhere = {"micro_batch", "amp_dtype", "budget_gb", "oom"}
+    for key in elsewhere & set(cfg_train.get("memfit", {})):
+        name = "amp.dtype" if key == "amp_dtype" else key
+        raise ConfigError(f"train.memfit.{key} is train.{name} in a LazyConfig")
+    return memfit
+
+
 def load_config(args: argparse.Namespace) -> DictConfig:
     if not os.path.isfile(args.config_file):
         raise ConfigError(f"--config-file {args.config_file!r} does not exist")
     cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file), args.opts)
     cfg.train.device = usable_device(cfg.train.device)
+    techniques(cfg.train)
     if "evaluator" in cfg.dataloader:
         use_available_implementation(cfg.dataloader.evaluator)
     return cfg

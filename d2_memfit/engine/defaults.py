@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from detectron2.config import CfgNode
-from detectron2.engine import DefaultTrainer
+from detectron2.engine import DefaultTrainer, HookBase
 from detectron2.solver import LRMultiplier
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
@@ -15,10 +15,13 @@ from .. import compat
 from ..config import add_memfit_config, check_config
 from ..errors import ConfigError
 from ..memory import enforce_budget
+from ..techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
 from .checkpoint import MemfitCheckpointer
+from .hooks import memory_hooks
 from .inference import recovering_inference
 from .precision import Precision
 from .recovery_options import RecoveryOptions
+from .sharding import ConsolidateOptimizer
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["MemfitMixin", "MemfitTrainer"]
@@ -59,6 +62,7 @@ class MemfitMixin:
         check_config(cfg)
         cfg = self.auto_scale_workers(cfg, comm.get_world_size())
         check_config(cfg, comm.get_world_size())
+        cfg = apply_techniques("config", cfg, cfg)
         create_trainer = partial(
             AccumulatingTrainer,
             accumulation_steps=cfg.SOLVER.ACCUMULATION_STEPS,
@@ -67,13 +71,20 @@ class MemfitMixin:
             recovery=RecoveryOptions.from_cfg(cfg),
         )
         enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
-        with compat.default_trainer_parts(create_trainer, MemfitCheckpointer):
+        self._apply_techniques_when_built(cfg)
+        ddp_options = apply_techniques("ddp", {}, cfg)
+        with compat.default_trainer_parts(create_trainer, MemfitCheckpointer, ddp_options):
             super().__init__(cfg, *args, **kwargs)
         if not isinstance(self._trainer, AccumulatingTrainer):
             raise TypeError(
                 f"{type(self).__name__} makes an inner trainer of its own, a "
                 f"{type(self._trainer).__name__}: derive that from d2_memfit.AccumulatingTrainer"
             )
+        first = memory_hooks(cfg.MEMFIT.MONITOR, cfg.OUTPUT_DIR, cfg.MEMFIT.BUDGET_GB)
+        if isinstance(self._trainer.optimizer, ShardedOptimizer):
+            periods = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
+            first.append(ConsolidateOptimizer(self._trainer.optimizer, *periods))
+        self._register_first(first)
         logger.info(
             "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, on %d ranks",
             cfg.SOLVER.IMS_PER_BATCH,
@@ -87,6 +98,21 @@ class MemfitMixin:
                 type(self).__name__,
                 cfg.SOLVER.ACCUMULATION_STEPS,
             )
+
+    def _register_first(self, hooks: list[HookBase]) -> None:
+        """Before the project's, which write and save."""
+        others, self._hooks = self._hooks, []
+        self.register_hooks(hooks)
+        self._hooks += others
+
+    def _apply_techniques_when_built(self, cfg: CfgNode) -> None:
+        """Whatever class of the project has the ``build_*`` methods, techniques come after them."""
+        build_model, build_optimizer = self.build_model, self.build_optimizer
+        self.build_model = lambda *a, **k: apply_techniques("model", build_model(*a, **k), cfg)
+        self.build_optimizer = lambda *a, **k: apply_techniques(
+            "optimizer", build_optimizer(*a, **k), cfg
+        )
+        self.build_train_loader = apply_techniques("loader", self.build_train_loader, cfg)
 
     @staticmethod
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
@@ -127,7 +153,11 @@ class MemfitMixin:
         """As the project's, under MEMFIT.BUDGET_GB and MEMFIT.OOM."""
         cfg = _with_memfit_keys(cfg)
         enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
-        with recovering_inference(model, RecoveryOptions.from_cfg(cfg)):
+        options = RecoveryOptions.from_cfg(cfg)
+        with (
+            ready_to_evaluate(compat.without_ddp(model), cfg),
+            recovering_inference(model, options),
+        ):
             return super().test(cfg, model, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,18 +1,17 @@
 """Evaluation that survives the batch that does not fit, with the same results."""
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 from ..errors import OutOfMemoryError
 from ..memory import is_out_of_memory, release_memory
+from ..techniques import results_on_host
 from .escalation import RAISE
 from .oom_record import Failure, OomEvent, OomRecord, final_error
 from .recovery_options import RecoveryOptions
@@ -21,9 +20,6 @@ from .snapshot import Snapshot
 __all__ = ["recovering_inference"]
 
 logger = logging.getLogger(__name__)
-
-# What Detectron2's models call to bring results to the size of the file; masks grow most there.
-_POSTPROCESSORS = ("detector_postprocess", "sem_seg_postprocess")
 
 
 @contextmanager
@@ -58,7 +54,7 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
 class _RecoveringCall:
     def __init__(self, model: nn.Module, options: RecoveryOptions) -> None:
         self._call = partial(type(model).__call__, model)
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._model = compat.without_ddp(model)
         self._device = next(model.parameters()).device
         self._options = options
         self._record = OomRecord(options.output_dir)
@@ -71,7 +67,7 @@ class _RecoveringCall:
         # Detectron2's test-time augmentation turns heads off, and an error leaves them so.
         before = Snapshot(self._model)
         try:
-            with _postprocessing_on_host(self._model) if self._on_host else nullcontext():
+            with results_on_host(self._model) if self._on_host else nullcontext():
                 return self._call(batch)
         except Exception as e:
             if not is_out_of_memory(e):
@@ -97,28 +93,6 @@ class _RecoveringCall:
         logger.warning("%s. Now %s", event, event.action)
         if event.action == RAISE:
             raise OutOfMemoryError(final_error(event, self._options, mixed_precision=False))
-
-
-@contextmanager
-def _postprocessing_on_host(model: nn.Module) -> Iterator[None]:
-    """Move results to the host before they grow, in all files that the model's classes are from."""
-    classes = {c for part in model.modules() for c in type(part).__mro__}
-    files = {sys.modules[c.__module__] for c in classes}
-    originals = [(f, n, getattr(f, n)) for f in files for n in _POSTPROCESSORS if hasattr(f, n)]
-    for file, name, postprocess in originals:
-        setattr(file, name, _on_host(postprocess))
-    try:
-        yield
-    finally:
-        for file, name, postprocess in originals:
-            setattr(file, name, postprocess)
-
-
-def _on_host(postprocess: Callable) -> Callable:
-    def postprocess_on_host(results: Any, *args: Any, **kwargs: Any) -> Any:
-        return postprocess(results.to("cpu"), *args, **kwargs)
-
-    return postprocess_on_host
 
 
 def _is_list_of_many(batch: Any) -> bool:

@@ -212,11 +212,8 @@ class Recovery:
             before = Snapshot(self._model, storage)
             with low_memory_step(self._model) if low_memory else contextlib.nullcontext():
                 loss = forward(micro_batch)
-                done = Snapshot(self._model, storage) if low_memory else None
                 phase = "backward"
                 backward(loss, micro_batch)
-            if done is not None:  # the model's parts have run their forwards more than once
-                done.restore()
         except Exception as e:
             if not is_out_of_memory(e):
                 raise

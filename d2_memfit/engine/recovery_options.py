@@ -10,7 +10,7 @@ from detectron2.layers import NaiveSyncBatchNorm
 from detectron2.utils import comm
 from torch import nn
 
-from ..config import check_positive_int
+from ..checks import check_bool, check_choice, check_positive_int, check_strings
 from ..errors import ConfigError
 
 __all__ = ["RecoveryOptions"]
@@ -39,19 +39,9 @@ class RecoveryOptions:
 
     def __post_init__(self) -> None:
         check_positive_int("MEMFIT.OOM.GROW_AFTER", self.grow_after)
-        if self.last_resort not in ("raise", "skip"):
-            raise ConfigError(
-                f"MEMFIT.OOM.LAST_RESORT must be 'raise' or 'skip', got {self.last_resort!r}"
-            )
-        if not isinstance(self.allow_resize, bool):
-            raise ConfigError(
-                f"MEMFIT.OOM.ALLOW_RESIZE must be True or False, got {self.allow_resize!r}"
-            )
-        if isinstance(self.communicating_modules, str):
-            raise ConfigError(
-                "MEMFIT.OOM.COMMUNICATING_MODULES must be a list of names, "
-                f"got {self.communicating_modules!r}"
-            )
+        check_choice("MEMFIT.OOM.LAST_RESORT", self.last_resort, ("raise", "skip"))
+        check_bool("MEMFIT.OOM.ALLOW_RESIZE", self.allow_resize)
+        check_strings("MEMFIT.OOM.COMMUNICATING_MODULES", self.communicating_modules)
         is_share = isinstance(self.max_skipped, numbers.Real) and 0 <= self.max_skipped <= 1
         if not is_share:
             raise ConfigError(f"MEMFIT.OOM.MAX_SKIPPED must be 0 to 1, got {self.max_skipped!r}")
@@ -69,8 +59,7 @@ class RecoveryOptions:
             raise ConfigError(f"MEMFIT.OOM must be a node with keys, got {oom!r}")
         keys = {key.lower(): value for key, value in oom.items()}
         policy = keys.pop("policy", "raise")
-        if policy not in ("raise", "split"):
-            raise ConfigError(f"MEMFIT.OOM.POLICY must be 'raise' or 'split', got {policy!r}")
+        check_choice("MEMFIT.OOM.POLICY", policy, ("raise", "split"))
         unknown = keys.keys() - ({f.name for f in fields(cls)} - {"output_dir", "budget_gb"})
         if unknown:
             raise ConfigError(f"there is no config key MEMFIT.OOM.{min(unknown).upper()}")

@@ -1,13 +1,13 @@
 """What a forward and a backward change beside gradients, kept so that they can be undone."""
 
 import random
-from numbers import Number
 from typing import Optional
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..techniques import ModuleState
 from .storage import WindowStorage
 
 __all__ = ["Snapshot"]
@@ -17,9 +17,8 @@ class Snapshot:
     """The state to go back to, as it is when this is made.
 
     It holds the random generators of Python, NumPy and PyTorch, on the host and on the model's
-    device; the model's buffers, such as running statistics of batch normalisation; plain numbers
-    (and Nones, which may become numbers) among the attributes of its modules, such as RetinaNet's
-    running normaliser; and the scalars that were logged in this window.
+    device; what a forward changes in the model (:class:`ModuleState`); and the scalars that were
+    logged in this window.
 
     Args:
         model: without DDP around it.
@@ -35,15 +34,8 @@ class Snapshot:
         self._torch_rng = torch.get_rng_state()
         if self._device.type != "cpu":
             self._device_rng = torch.get_device_module(self._device).get_rng_state(self._device)
-        self._buffers = [
-            (module, name, buffer, buffer.clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._numbers = [(module, _numbers(module)) for module in model.modules()]
+        self._module_state = ModuleState(model)
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Go back. It can be done more than once."""
         if self._storage is not None:
@@ -53,13 +45,4 @@ class Snapshot:
         torch.set_rng_state(self._torch_rng)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).set_rng_state(self._device_rng, self._device)
-        for module, name, buffer, value in self._buffers:
-            module._buffers[name] = buffer.copy_(value)
-        for module, numbers in self._numbers:
-            for name in _numbers(module).keys() - numbers.keys():  # it came with the first forward
-                delattr(module, name)
-            vars(module).update(numbers)
-
-
-def _numbers(module: nn.Module) -> dict[str, Optional[Number]]:
-    return {k: v for k, v in vars(module).items() if v is None or isinstance(v, Number)}
+        self._module_state.restore()

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Optional, Union
 
@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
-from ..config import check_positive_int
+from ..checks import check_positive_int
 from ..errors import ConfigError
+from ..memory import is_out_of_memory
 from .precision import Precision
 from .recovery import Recovery, RecoveryReport
 from .recovery_options import RecoveryOptions
@@ -54,6 +55,9 @@ class AccumulatingTrainer(SimpleTrainer):
         images_per_micro_batch: images in one forward; None for the loader's batches as they come.
         recovery: what to do when memory runs out; None is an error, as in Detectron2.
 
+    Attributes:
+        out_of_memory_observers: called when memory runs out, before anything is freed.
+
     Raises:
         ConfigError: one of the numbers is not a positive integer, or the model's device cannot
             compute in this precision, or the model cannot be run again on one rank alone.
@@ -77,9 +81,10 @@ class AccumulatingTrainer(SimpleTrainer):
         self.accumulation_steps = accumulation_steps
         self.precision = precision
         self.images_per_micro_batch = images_per_micro_batch
+        self.out_of_memory_observers: list[Callable[[], None]] = []
         self.recovery = recovery and Recovery(
             recovery,
-            model.module if _is_ddp(model) else model,
+            compat.without_ddp(model),
             images_per_micro_batch,
             mixed_precision=precision.dtype != torch.float32,
         )
@@ -141,7 +146,7 @@ class AccumulatingTrainer(SimpleTrainer):
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the model's losses. Each is kept in the micro-batch, too."""
-        with self.precision.autocast():
+        with self._observed(), self.precision.autocast():
             losses = self.model(micro_batch.data)
             if isinstance(losses, torch.Tensor):
                 losses = {"total_loss": losses}
@@ -151,7 +156,25 @@ class AccumulatingTrainer(SimpleTrainer):
 
     def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
         """Add the gradients of ``weight x loss`` to those of the window."""
-        self.precision.backward(loss * weight)
+        with self._observed():
+            self.precision.backward(loss * weight)
+
+    @contextlib.contextmanager
+    def _observed(self) -> Iterator[None]:
+        """Let observers see the memory as it is when it runs out."""
+        try:
+            yield
+        except Exception as e:
+            if is_out_of_memory(e):
+                self._notify_observers()
+            raise
+
+    def _notify_observers(self) -> None:
+        for observe in self.out_of_memory_observers:
+            try:
+                observe()
+            except Exception as e:  # the run may yet go on
+                logger.warning("What was to be seen of the memory is lost: %s", e)
 
     def _explained(self, phase: str, window: Window) -> AbstractContextManager:
         """For what cannot be done again when memory runs out."""

@@ -1,17 +1,27 @@
 """How much memory is in use: by tensors, byte by byte, and by the process."""
 
+import ctypes
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["DeviceMemory", "ProcessMemory", "TensorMeter", "device_memory", "process_memory"]
+__all__ = [
+    "DeviceMemory",
+    "ProcessMemory",
+    "TensorMeter",
+    "device_memory",
+    "process_memory",
+    "storages",
+    "used_bytes",
+]
 
 
 @dataclass(frozen=True)
@@ -19,6 +29,7 @@ class ProcessMemory:
     """Memory of this process, in bytes; 0 where the system is not Linux."""
 
     resident_bytes: int  # in RAM
+    peak_resident_bytes: int
     data_bytes: int  # private and writable, touched or not: what RLIMIT_DATA limits
 
 
@@ -28,21 +39,72 @@ class DeviceMemory:
 
     allocated_bytes: int  # in tensors; on the CPU, what the process has in RAM
     reserved_bytes: int  # taken from the system; on the CPU, what RLIMIT_DATA limits
+    peak_allocated_bytes: int  # the most since the process began, or since somebody reset it
+    peak_reserved_bytes: int  # on the CPU not known before it is seen: what it is now
 
 
 def process_memory() -> ProcessMemory:
     status = Path("/proc/self/status")
     text = status.read_text() if status.exists() else ""
-    kib = {k: int(v) for k, v in re.findall(r"^(VmRSS|VmData):\s+(\d+) kB", text, re.MULTILINE)}
-    return ProcessMemory(kib.get("VmRSS", 0) * 2**10, kib.get("VmData", 0) * 2**10)
+    kib = {
+        k: int(v) for k, v in re.findall(r"^(VmRSS|VmHWM|VmData):\s+(\d+) kB", text, re.MULTILINE)
+    }
+    return ProcessMemory(*(kib.get(key, 0) * 2**10 for key in ("VmRSS", "VmHWM", "VmData")))
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
     """What is in use now."""
     if device.type == "cuda":
-        return DeviceMemory(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
+        return DeviceMemory(
+            torch.cuda.memory_allocated(device),
+            torch.cuda.memory_reserved(device),
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.max_memory_reserved(device),
+        )
     process = process_memory()
-    return DeviceMemory(process.resident_bytes, process.data_bytes)
+    return DeviceMemory(
+        process.resident_bytes,
+        process.data_bytes,
+        process.peak_resident_bytes,
+        process.data_bytes,
+    )
+
+
+def used_bytes(device: torch.device) -> int:
+    """What is in use on the device, without what allocators hold ready for the next time.
+
+    On the CPU it is what malloc has given away (glibc); elsewhere what the process has in RAM.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if _mallinfo is None:
+        return process_memory().resident_bytes
+    info = _mallinfo()
+    return info.uordblks + info.hblkhd
+
+
+class _MallocInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc's malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _find_mallinfo() -> Optional[Callable]:
+    if sys.platform != "linux":
+        return None
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # from glibc 2.33 on
+    if mallinfo is not None:
+        mallinfo.restype = _MallocInfo
+    return mallinfo
+
+
+_mallinfo = _find_mallinfo()
 
 
 class TensorMeter(TorchDispatchMode):
@@ -68,12 +130,12 @@ class TensorMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        for storage in _storages((args, kwargs)):
+        for storage in storages((args, kwargs)):
             if storage._cdata not in self._counted and storage._cdata not in self._older:
                 self._older.add(storage._cdata)
                 self._when_freed(storage, self._older.discard)
         result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
+        for storage in storages(result):
             if storage._cdata not in self._older:
                 self._count(storage)
         return result
@@ -94,5 +156,7 @@ class TensorMeter(TorchDispatchMode):
         weakref.finalize(storage, function, storage._cdata).atexit = False
 
 
-def _storages(values: Any) -> list:
-    return [v.untyped_storage() for v in tree_iter(values) if isinstance(v, torch.Tensor)]
+def storages(values: Any) -> list[torch.UntypedStorage]:
+    """Of all tensors in nested containers, but for sparse ones, which have none."""
+    tensors = [v for v in tree_iter(values) if isinstance(v, torch.Tensor)]
+    return [t.untyped_storage() for t in tensors if t.layout == torch.strided]

@@ -1,10 +1,10 @@
 """Configs by name, from the installed package or from a checkout."""
 
-import difflib
 from pathlib import Path
 
 from detectron2.config import CfgNode
 
+from ..checks import near
 from ..config import load_cfg
 from ..errors import ConfigError
 
@@ -31,10 +31,8 @@ def get_config_file(config_path: str) -> str:
         ConfigError: there is none of this name.
     """
     if config_path not in list_configs():
-        near = difflib.get_close_matches(config_path, list_configs(), n=3)
         raise ConfigError(
-            f"no config {config_path!r} in d2_memfit"
-            + (f" (near: {', '.join(near)})" if near else "")
+            f"no config {config_path!r} in d2_memfit{near(config_path, list_configs())}"
         )
     return str(_ROOT / config_path)
 

@@ -1,6 +1,35 @@
-"""Ways to use less memory. They know nothing of trainers."""
+"""Ways to use less memory, one file each. They know nothing of trainers."""
+
+from importlib import import_module
+from pkgutil import iter_modules
 
 from .checkpointing import checkpointed
+from .evaluation import results_on_host
+from .module_state import ModuleState
+from .registry import (
+    TECHNIQUES,
+    TIERS,
+    Technique,
+    apply_techniques,
+    get_technique,
+    ready_to_evaluate,
+)
 from .resize import resize_image
+from .zero import ShardedOptimizer
 
-__all__ = ["checkpointed", "resize_image"]
+__all__ = [
+    "TECHNIQUES",
+    "TIERS",
+    "ModuleState",
+    "ShardedOptimizer",
+    "Technique",
+    "apply_techniques",
+    "checkpointed",
+    "get_technique",
+    "ready_to_evaluate",
+    "resize_image",
+    "results_on_host",
+]
+
+for _module in iter_modules(__path__):  # each registers what it has
+    import_module(f"{__name__}.{_module.name}")

@@ -97,7 +97,7 @@ def test_a_failure_anywhere_changes_no_result(family):
 def test_results_are_on_the_host_before_they_grow():
     from detectron2.modeling.meta_arch import rcnn
 
-    from d2_memfit.engine.inference import _postprocessing_on_host
+    from d2_memfit.techniques import results_on_host
 
     moved = []
 
@@ -108,7 +108,7 @@ def test_results_are_on_the_host_before_they_grow():
 
     original = rcnn.detector_postprocess
     model = tiny_model(tiny_cfg("mask_rcnn"))
-    with _postprocessing_on_host(model), pytest.raises(StopIteration):
+    with results_on_host(model), pytest.raises(StopIteration):
         rcnn.detector_postprocess(Results(), 10, 10)
     assert moved == ["cpu"]
     assert rcnn.detector_postprocess is original

@@ -107,6 +107,17 @@ def test_two_ranks(arguments, tmp_path):
         (["train.amp.enabled=True", "train.amp.dtype=float8"], "the precision must be one of"),
         (["+train.oom.policy=never"], "MEMFIT.OOM.POLICY must be 'raise' or 'split', got 'never'"),
         (["+train.oom.grow_afer=1"], "there is no config key MEMFIT.OOM.GROW_AFER"),
+        (
+            ["+train.memfit.heads.chunk_size=0"],
+            "MEMFIT.HEADS.CHUNK_SIZE must be a positive integer",
+        ),
+        (
+            ["+train.memfit.head.chunk_size=1"],
+            "there is no config key MEMFIT.HEAD (near: MEMFIT.HEADS",
+        ),
+        (["+train.memfit.oom.policy=split"], "train.memfit.oom is train.oom in a LazyConfig"),
+        (["+train.memfit.monitor.period=0"], "MEMFIT.MONITOR.PERIOD must be a positive integer"),
+        (["+train.memfit.host.budget_gb=1"], "train.memfit.host.budget_gb cannot be used"),
         (["train.budget_gb=-1"], "MEMFIT.BUDGET_GB must be a number of GB above 0"),
         (["train.init_checkpoint=no.pth"], "the checkpoint no.pth does not exist"),
         (["--config-file", "no.py"], "--config-file 'no.py' does not exist"),
@@ -121,3 +132,13 @@ def test_bad_input_is_one_line(arguments, tmp_path, capsys, options, message):
     assert printed.startswith(f"error: {message}")
     assert printed.count("\n") == 1
     assert not (tmp_path / "output").exists()
+
+
+def test_techniques_are_applied(arguments, tmp_path, log):
+    keys = ["matching.chunk_size=100", "checkpoint.modules=[backbone]", "host.shared_dataset=True"]
+    keys += ["evaluation.on_host=True", "monitor.period=1", "monitor.snapshot_iter=1"]
+    run(*arguments, *(f"+train.memfit.{key}" for key in keys))
+    assert all("memfit/allocated_peak_gb" in m for m in read_metrics(tmp_path / "output")[:2])
+    assert (tmp_path / "output" / "memfit_memory_1.json").exists()
+    for name in ("ChunkedMatching", "ActivationCheckpointing", "SharedDataset", "EvaluationOnHost"):
+        assert f"Technique {name} (exact) is on" in log.text

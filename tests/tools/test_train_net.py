@@ -123,6 +123,14 @@ def test_evaluation_needs_nothing_of_what_training_needs(arguments, tmp_path, ca
     assert (tmp_path / "output" / "inference" / "coco_instances_results.json").exists()
 
 
+def test_a_pattern_that_matches_nothing_is_one_line(arguments, capsys):
+    options = ["MEMFIT.CHECKPOINT.MODULES", "['backbone.botom_up']"]
+    code, error = call(capsys, *arguments, *options)
+    assert code == 2
+    assert "error: MEMFIT.CHECKPOINT.MODULES: no module of the model matches" in error
+    assert "near: backbone.bottom_up" in error
+
+
 def test_an_error_is_one_line_of_the_process(tmp_path):
     result = run_process(
         [sys.executable, "-W", "ignore", TRAIN_NET, "SOLVER.ACCUMULATION_STEPS", 0]
@@ -156,6 +164,11 @@ FILES = {
         (["MEMFIT.OOM.LAST_RESORT", "x"], "MEMFIT.OOM.LAST_RESORT must be 'raise' or 'skip', got"),
         (["MEMFIT.OOM.MAX_SKIPPED", 2.0], "MEMFIT.OOM.MAX_SKIPPED must be 0 to 1, got 2.0"),
         (["MEMFIT.OOM.ALLOW_RESIZE", "x"], "MEMFIT.OOM.ALLOW_RESIZE must be of type bool, got x"),
+        (["MEMFIT.OPTIMIZER.ZERO", True], "MEMFIT.OPTIMIZER.ZERO shares optimizer states"),
+        (["MEMFIT.MATCHING.CHUNK_SIZE", 0], "MEMFIT.MATCHING.CHUNK_SIZE must be a positive"),
+        (["MEMFIT.HOST.BUDGET_GB", "much"], "MEMFIT.HOST.BUDGET_GB must be a positive number"),
+        (["MEMFIT.MONITOR.PERIOD", 0], "MEMFIT.MONITOR.PERIOD must be a positive integer, got 0"),
+        (["MEMFIT.MONITOR.LEAK_WINDOW", 9], "LEAK_WINDOW must be an integer of at least 40"),
         (["SOLVER.IMS_PER_BATCH", 0], "SOLVER.IMS_PER_BATCH must be a positive integer"),
         (["DATASETS.TRAIN", "()"], "DATASETS.TRAIN is empty"),
         (["DATASETS.TRAIN", "('cli_trian',)"], "near: cli_train"),

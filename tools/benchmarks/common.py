@@ -4,7 +4,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from detectron2.data import transforms as T
 from detectron2.data.datasets import load_coco_json
 from detectron2.modeling import build_model
 from detectron2.utils.events import EventStorage
+
+from d2_memfit.config import load_cfg
+from d2_memfit.techniques import apply_techniques
 
 CONFIG = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
@@ -49,20 +52,26 @@ class Side:
     Args:
         create_trainer: called with a model, ``loader`` and an optimizer.
         iterations_per_round: those that one measurement takes.
+        opts: keys and values for the config, in turn, which turn techniques on.
 
     Attributes:
         seconds: those that each round took.
     """
 
     def __init__(
-        self, create_trainer: Callable, loader: Iterable, iterations_per_round: int = 1
+        self,
+        create_trainer: Callable,
+        loader: Iterable,
+        iterations_per_round: int = 1,
+        opts: Sequence = (),
     ) -> None:
         torch.manual_seed(0)
-        cfg = model_zoo.get_config(CONFIG)
+        cfg = load_cfg(model_zoo.get_config_file(CONFIG), opts)
         cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-        model = build_model(cfg)
+        model = apply_techniques("model", build_model(cfg), cfg)
         # A rate of 0: all rounds compute the same.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        optimizer = apply_techniques("optimizer", optimizer, cfg)
         self.trainer = create_trainer(model, loader, optimizer)
         self.iterations_per_round = iterations_per_round
         self.seconds: list = []

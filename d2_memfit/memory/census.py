@@ -1,0 +1,127 @@
+"""The tensors that Python can see, and who holds them."""
+
+import gc
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .meter import storages
+
+__all__ = [
+    "TensorCensus",
+    "bytes_by_kind",
+    "dense_tensors",
+    "holders",
+    "live_tensors",
+    "optimizer_states",
+]
+
+
+class TensorCensus:
+    """The tensors that exist when this is made, to tell those that came later."""
+
+    def __init__(self) -> None:
+        self._known = {id(t): weakref.ref(t) for t in dense_tensors()}
+
+    def newcomers(self) -> list[torch.Tensor]:
+        """Tensors that have come since, one for each storage."""
+        new = [t for t in dense_tensors() if self._known.get(id(t), lambda: None)() is not t]
+        return list({t.untyped_storage()._cdata: t for t in new}.values())
+
+
+def bytes_by_kind(tensors: Iterable[torch.Tensor]) -> Counter:
+    """Bytes by what tensors are, such as "float32 [256, 100] on cpu"."""
+    kinds: Counter = Counter()
+    for t in tensors:
+        kinds[_kind(t)] += t.untyped_storage().nbytes()
+    return kinds
+
+
+def holders(tensors: Iterable[torch.Tensor], owners: Iterable[tuple[str, Any]]) -> Counter:
+    """Bytes of some tensors by the owner that holds them, directly or in its attributes.
+
+    Args:
+        owners: names, and modules, hooks or other objects. A tensor counts for the first of them
+            that leads to it.
+    """
+    wanted = {id(t): t.untyped_storage().nbytes() for t in tensors}
+    held: Counter = Counter()
+    owners = list(owners)
+    visited = {id(owner) for _, owner in owners}
+    for name, owner in owners:
+        for obj in _reachable(owner, visited):
+            held[name] += wanted.pop(id(obj), 0)
+    return +held
+
+
+def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Those of this rank, where ranks share them among them."""
+    return list(getattr(optimizer, "optim", optimizer).state.values())
+
+
+def live_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> tuple[Counter, list[dict[str, Any]]]:
+    """Bytes on a device by owner, and a table of the tensors, the largest first.
+
+    Owners are "parameters", "gradients", "buffers", "optimizer", and "tensors" for all others that
+    Python can see.
+    """
+    owner_of: dict[int, str] = {}
+    for owner, owned in (
+        ("parameters", list(model.parameters())),
+        ("gradients", [p.grad for p in model.parameters()]),
+        ("buffers", list(model.buffers())),
+        ("optimizer", optimizer_states(optimizer)),
+    ):
+        owner_of.update((s._cdata, owner) for s in storages(owned))
+    rows: dict[tuple, dict[str, Any]] = {}
+    seen = set()
+    for t in dense_tensors():
+        storage = t.untyped_storage()
+        if t.device != device or storage._cdata in seen:
+            continue
+        seen.add(storage._cdata)
+        owner = owner_of.get(storage._cdata, "tensors")
+        row = {"owner": owner, "kind": _kind(t), "count": 0, "bytes": 0}
+        row = rows.setdefault((owner, row["kind"]), row)
+        row["count"] += 1
+        row["bytes"] += storage.nbytes()
+    table = sorted(rows.values(), key=lambda row: -row["bytes"])
+    owners: Counter = Counter()
+    for row in table:
+        owners[row["owner"]] += row["bytes"]
+    return owners, table
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).replace("torch.", "")
+    return f"{dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def _reachable(owner: Any, visited: set[int]) -> Iterator[Any]:
+    """What an object holds, without what other owners hold, breadth first."""
+    queue = deque(gc.get_referents(owner))
+    while queue:
+        obj = queue.popleft()
+        # Not isinstance, which fails on a proxy of what is gone.
+        if id(obj) in visited or issubclass(type(obj), (type, ModuleType, FrameType)):
+            continue
+        visited.add(id(obj))
+        yield obj
+        if issubclass(type(obj), FunctionType):  # not its globals, which lead everywhere
+            queue.extend([obj.__closure__, obj.__defaults__])
+        else:
+            queue.extend(gc.get_referents(obj))
+
+
+def dense_tensors() -> Iterator[torch.Tensor]:
+    """All tensors that Python knows and that have a storage, which sparse ones do not."""
+    for obj in gc.get_objects():
+        if issubclass(type(obj), torch.Tensor) and obj.layout == torch.strided:
+            yield obj

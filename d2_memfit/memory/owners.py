@@ -1,0 +1,136 @@
+"""Whose memory it is: parameters, gradients, the optimizer, or the activations of which module."""
+
+from collections import Counter
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from .census import dense_tensors, optimizer_states
+from .meter import TensorMeter, storages
+
+__all__ = ["OwnerMeter"]
+
+_MODEL = "activations: model"  # what the model's own code makes, between its modules
+
+
+class OwnerMeter(TensorMeter):
+    """A :class:`TensorMeter` of the model's device that knows the owners of what it counts.
+
+    What the model, its gradients, the optimizer and other tensors that Python knows have when it is
+    opened counts from the start.
+    Owners are "parameters", "buffers", "gradients", "optimizer", "inputs" (what the model makes of
+    its batch before it calls a module), "activations: " and one of the model's top-level modules or
+    a stage of the backbone, "backward" (what only the backward needs), and "other" (what is made
+    outside of the model).
+
+    Args:
+        model: without DDP around it.
+        optimizer: of this model.
+
+    Attributes:
+        live: bytes alive now, by owner.
+        peak: bytes by owner at the time when most was alive.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optional[torch.optim.Optimizer] = None) -> None:
+        super().__init__()
+        self.live: Counter = Counter()
+        self.peak: Counter = Counter()
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._optimizer = optimizer
+        self._owners: dict[int, str] = {}  # by the address of a storage
+        self._running: list[str] = []  # owners of the forwards that are running, the innermost last
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "OwnerMeter":
+        try:
+            self._begin()
+        except BaseException:
+            self._remove_hooks()
+            raise
+        return super().__enter__()
+
+    def _begin(self) -> None:
+        for name, module in self._model.named_modules():
+            self._hooks += [
+                module.register_forward_pre_hook(lambda *_, n=name: self._enter_module(n)),
+                module.register_forward_hook(lambda *_: self._leave_module(), always_call=True),
+            ]
+        for parameter in self._model.parameters():
+            self._own("parameters", parameter)
+            self._own("gradients", parameter.grad)
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(
+                    lambda p: self._own("gradients", p.grad)
+                )
+                self._hooks.append(hook)
+        self._own("buffers", list(self._model.buffers()))
+        if self._optimizer is not None:
+            self._own_states(self._optimizer)
+            self._hooks.append(self._optimizer.register_step_post_hook(self._own_states))
+        for tensor in dense_tensors():  # such as another copy of the model
+            if tensor.untyped_storage()._cdata not in self._owners:
+                self._own("other", tensor)
+
+    def __exit__(self, *error: Any) -> None:
+        self._remove_hooks()
+        super().__exit__(*error)
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._running.clear()
+
+    def _enter_module(self, name: str) -> None:
+        if not name:
+            self._running.append("inputs")
+            return
+        if self._running == ["inputs"]:
+            self._running = [_MODEL]
+        parts = name.split(".")
+        is_stage = parts[0] == "backbone" and parts[1:] and parts[1].startswith("res")
+        depth = 3 if parts[:2] == ["backbone", "bottom_up"] else 2 if is_stage else 1
+        self._running.append("activations: " + ".".join(parts[:depth]))
+
+    def _leave_module(self) -> None:
+        if self._running:
+            self._running.pop()
+
+    def _own_states(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._own("optimizer", optimizer_states(optimizer))
+
+    def _own(self, owner: str, tensors: Any) -> None:
+        """These belong to it, whatever made them."""
+        for storage in storages(tensors):
+            self._older.discard(storage._cdata)
+            self._count(storage)
+            if storage._cdata in self._owners:
+                self._move(storage._cdata, owner)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type != self._device.type:
+            return
+        before = self._counted.get(storage._cdata, 0)
+        owner = self._owners.setdefault(storage._cdata, self._current_owner())
+        self.live[owner] += storage.nbytes() - before
+        peak = self.peak_bytes
+        super()._count(storage)
+        if self.peak_bytes > peak:
+            self.peak = +self.live
+
+    def _uncount(self, address: int) -> None:
+        self.live[self._owners.pop(address)] -= self._counted[address]
+        super()._uncount(address)
+
+    def _move(self, address: int, owner: str) -> None:
+        self.live[self._owners[address]] -= self._counted[address]
+        self.live[owner] += self._counted[address]
+        self._owners[address] = owner
+
+    def _current_owner(self) -> str:
+        if self._running:
+            return self._running[-1]
+        in_backward = torch._C._current_graph_task_id() != -1
+        return "backward" if in_backward else "other"

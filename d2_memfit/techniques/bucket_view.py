@@ -1,0 +1,45 @@
+"""Gradients that are views into the buffers of DistributedDataParallel."""
+
+from typing import Any
+
+from detectron2.config import CfgNode
+
+from ..checks import check_bool
+from .registry import TECHNIQUES, Technique
+
+__all__ = ["GradientBucketView"]
+
+
+@TECHNIQUES.register()
+class GradientBucketView(Technique):
+    """With several ranks, a parameter's gradient lies in the buffer that DDP reduces it in.
+
+    Saves a copy of all gradients on each rank. Costs nothing. Code that keeps or detaches gradients
+    in place does not go with it.
+
+    Source: ``gradient_as_bucket_view`` of
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+    """
+
+    tier = "exact"
+    part = "ddp"
+
+    @classmethod
+    def add_config(cls, cfg: CfgNode) -> None:
+        cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
+        # Whether gradients are views into DDP's buffers, instead of copies beside them.
+        cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW = False
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        return {"MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW": True}
+
+    @classmethod
+    def is_on(cls, cfg: CfgNode) -> bool:
+        value = cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW
+        check_bool("MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW", value)
+        return value
+
+    @classmethod
+    def apply(cls, kwargs: dict[str, Any], cfg: CfgNode) -> dict[str, Any]:
+        return {**kwargs, "gradient_as_bucket_view": True}

@@ -1,0 +1,75 @@
+"""Optimizer states in 8 bits."""
+
+import inspect
+from typing import Any
+
+from detectron2.config import CfgNode
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ..checks import check_bool
+from ..errors import ConfigError
+from .optimizer_implementation import has_known_step
+from .registry import TECHNIQUES, Technique
+
+__all__ = ["EightBitOptimizerStates"]
+
+_IN_8_BITS = {SGD: "SGD8bit", Adam: "Adam8bit", AdamW: "AdamW8bit"}
+
+
+@TECHNIQUES.register()
+class EightBitOptimizerStates(Technique):
+    """Momentum and, for Adam, variance are kept in 8 bits, in blocks with a scale each.
+
+    Saves three quarters of the optimizer's states. Costs little time. Needs bitsandbytes. States of
+    checkpoints without it cannot be resumed, and the other way round.
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
+    """
+
+    tier = "precision"
+    part = "optimizer"
+
+    @classmethod
+    def add_config(cls, cfg: CfgNode) -> None:
+        cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
+        # Whether the optimizer's states are kept in 8 bits.
+        cfg.MEMFIT.OPTIMIZER.STATES_8BIT = False
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        return {"MEMFIT.OPTIMIZER.STATES_8BIT": True}
+
+    @classmethod
+    def is_on(cls, cfg: CfgNode) -> bool:
+        check_bool("MEMFIT.OPTIMIZER.STATES_8BIT", cfg.MEMFIT.OPTIMIZER.STATES_8BIT)
+        return cfg.MEMFIT.OPTIMIZER.STATES_8BIT
+
+    @classmethod
+    def apply(cls, optimizer: Optimizer, cfg: CfgNode) -> Optimizer:
+        try:
+            import bitsandbytes
+        except ImportError as e:
+            raise ConfigError(
+                f"MEMFIT.OPTIMIZER.STATES_8BIT needs bitsandbytes ({e}): pip install bitsandbytes"
+            ) from e
+        original = type(optimizer)
+        base = next((c for c in original.__mro__ if c in _IN_8_BITS), None)
+        if base is None or not has_known_step(original):
+            names = ", ".join(c.__name__ for c in _IN_8_BITS)
+            raise ConfigError(
+                f"MEMFIT.OPTIMIZER.STATES_8BIT knows {names} with PyTorch's or Detectron2's steps, "
+                f"and not {original.__name__}. Set it False"
+            )
+        if base is SGD and not all(
+            g["momentum"] and not g["nesterov"] for g in optimizer.param_groups
+        ):
+            raise ConfigError(
+                "MEMFIT.OPTIMIZER.STATES_8BIT needs SOLVER.MOMENTUM above 0, which is the state, "
+                "and SOLVER.NESTEROV False, as bitsandbytes does not know it"
+            )
+        new = getattr(bitsandbytes.optim, _IN_8_BITS[base])
+        if original is not base:  # Detectron2's, with a step that clips gradients first
+            new = type(original.__name__, (new,), dict(vars(original)))
+        known = inspect.signature(new.__init__).parameters
+        options = {k: v for k, v in optimizer.defaults.items() if k in known}
+        return new(optimizer.param_groups, **options)

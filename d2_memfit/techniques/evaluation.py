@@ -1,0 +1,150 @@
+"""Results of an evaluation that grow to the size of the image on the host, one mask at a time."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Callable, Optional, Union
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.layers import paste_masks_in_image
+from detectron2.structures import Boxes, Instances
+from torch import nn
+
+from ..checks import check_bool
+from .modules import extend, replaced_functions, source_files
+from .registry import TECHNIQUES, Technique
+
+__all__ = ["EvaluationOnHost", "PastedMasks", "results_on_host"]
+
+
+@TECHNIQUES.register()
+class EvaluationOnHost(Technique):
+    """Results are post-processed on the host, and masks pasted into the image one at a time.
+
+    Saves the masks of all detections in the size of the image, on the device and on the host: 100
+    masks of 5000 x 5000 pixels are 2.5 GB. The evaluator turns each into a run-length code as it
+    comes. Costs time where the host pastes more slowly than the device.
+
+    Source: github.com/facebookresearch/detectron2/issues/1366, with ``paste_masks_in_image``.
+    """
+
+    tier = "exact"
+    part = "evaluation"
+
+    @classmethod
+    def add_config(cls, cfg: CfgNode) -> None:
+        cfg.MEMFIT.setdefault("EVALUATION", CfgNode())
+        # Whether results are brought to the size of the image on the host, one mask at a time.
+        cfg.MEMFIT.EVALUATION.ON_HOST = False
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        return {"MEMFIT.EVALUATION.ON_HOST": True}
+
+    @classmethod
+    def is_on(cls, cfg: CfgNode) -> bool:
+        check_bool("MEMFIT.EVALUATION.ON_HOST", cfg.MEMFIT.EVALUATION.ON_HOST)
+        return cfg.MEMFIT.EVALUATION.ON_HOST
+
+    @classmethod
+    def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
+        extend(model, _EvaluatesOnHost)
+        return model
+
+
+class _EvaluatesOnHost:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            return super().__call__(*args, **kwargs)
+        with results_on_host(self, _detector_postprocess_lazily):
+            return super().__call__(*args, **kwargs)
+
+
+def results_on_host(
+    model: nn.Module, detector_postprocess: Optional[Callable] = None
+) -> AbstractContextManager:
+    """While open, what Detectron2's models call to bring results to the size of the image runs on
+    the host.
+
+    Args:
+        detector_postprocess: what makes the function of this name out of Detectron2's, unless that
+            runs as it is.
+    """
+    replacements = {
+        "detector_postprocess": detector_postprocess or _on_host,
+        "sem_seg_postprocess": _on_host,
+    }
+    return replaced_functions(source_files(model.modules()), replacements)
+
+
+def _on_host(postprocess: Callable) -> Callable:
+    def postprocess_on_host(results: Any, *args: Any, **kwargs: Any) -> Any:
+        return postprocess(results.to("cpu"), *args, **kwargs)
+
+    return postprocess_on_host
+
+
+class PastedMasks:
+    """Masks [N, height, width] of the objects in an image, of which one exists at a time.
+
+    In place of the tensor that Detectron2 makes: it can be iterated and indexed like that, and
+    ``np.asarray`` makes all of them.
+
+    Args:
+        masks: the scores of each object's mask within its box [N, size, size].
+        boxes: in the image.
+        image_size: height and width in pixels.
+        threshold: the score from which on a pixel belongs to the object.
+    """
+
+    def __init__(
+        self, masks: torch.Tensor, boxes: Boxes, image_size: tuple[int, int], threshold: float
+    ) -> None:
+        self._masks = masks
+        self._boxes = boxes
+        self._image_size = image_size
+        self._threshold = threshold
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Union[torch.Tensor, "PastedMasks"]:
+        """One mask [height, width] by its number, or several as of a tensor."""
+        if isinstance(index, (int, np.integer)) or (np.ndim(index) == 0 and torch.is_tensor(index)):
+            masks, boxes = self._masks[int(index)][None], self._boxes[int(index)]
+            return paste_masks_in_image(masks, boxes, self._image_size, self._threshold)[0]
+        masks, boxes = self._masks[index], self._boxes[index]
+        return PastedMasks(masks, boxes, self._image_size, self._threshold)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        masks = [mask.numpy() for mask in self]
+        return np.stack(masks).astype(dtype or bool) if masks else np.zeros((0, *self._image_size))
+
+    def to(self, *args: Any, **kwargs: Any) -> "PastedMasks":
+        """They stay on the host."""
+        return self
+
+
+def _detector_postprocess_lazily(postprocess: Callable) -> Callable:
+    def postprocess_on_host(
+        results: Instances, output_height: int, output_width: int, mask_threshold: float = 0.5
+    ) -> Instances:
+        results = results.to("cpu")
+        if not results.has("pred_masks"):
+            return postprocess(results, output_height, output_width, mask_threshold)
+        # Under another name, masks are only filtered, along with boxes that have become empty.
+        results.roi_masks = results.pred_masks
+        results.remove("pred_masks")
+        results = postprocess(results, output_height, output_width, mask_threshold)
+        masks = results.roi_masks
+        results.remove("roi_masks")
+        masks = masks[:, 0] if isinstance(masks, torch.Tensor) else masks.tensor
+        size = (int(output_height), int(output_width))
+        results.pred_masks = PastedMasks(masks, results.pred_boxes, size, mask_threshold)
+        return results
+
+    return postprocess_on_host

@@ -1,0 +1,29 @@
+"""Activations in 16 bits."""
+
+from typing import Any
+
+from detectron2.config import CfgNode
+
+from .registry import TECHNIQUES, Technique
+
+__all__ = ["MixedPrecision"]
+
+
+@TECHNIQUES.register()
+class MixedPrecision(Technique):
+    """The forward computes in 16 bits where PyTorch's autocast says that it may.
+
+    Saves up to half of the activations; weights, gradients and losses stay in 32 bits, and losses,
+    ROI operators and labels too. Published for Detectron2: 5% of all memory for Mask R-CNN, 17% for
+    RetinaNet. Faster on GPUs with tensor cores.
+
+    Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; Detectron2's
+    SOLVER.AMP.
+    """
+
+    tier = "precision"
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        dtype = "bfloat16" if cfg.MODEL.DEVICE == "cpu" else "float16"
+        return {"SOLVER.AMP.ENABLED": True, "MEMFIT.AMP_DTYPE": dtype}

@@ -1,0 +1,109 @@
+"""Finding modules by patterns of their names, and changing what one of them does."""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from types import ModuleType
+from typing import Any, Callable
+
+from torch import nn
+
+from ..checks import near
+from ..errors import ConfigError
+
+__all__ = ["extend", "find_modules", "replaced_functions", "source_files"]
+
+
+def find_modules(model: nn.Module, key: str, patterns: Sequence[str]) -> list[nn.Module]:
+    """The modules whose names match one of the patterns, as in ``fnmatch``.
+
+    What is inside of a module that matches is not listed again: "backbone.bottom_up.res4.*" gives
+    the blocks of res4. Of a ``ModuleList`` or ``ModuleDict``, which is never called, the modules in
+    it are given.
+
+    Args:
+        key: the config key that has the patterns, for messages.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"{key}: no module of the model matches {pattern!r}"
+                f"{near(pattern, names, cutoff=0.4)}"
+            )
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not is_inside and any(fnmatchcase(name, pattern) for pattern in patterns):
+            found[name] = module
+    return [m for module in found.values() for m in _callable_modules(module)]
+
+
+def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        for child in module.children():
+            yield from _callable_modules(child)
+    else:
+        yield module
+
+
+def extend(module: nn.Module, mixin: type, **attributes: Any) -> None:
+    """Give one module a class that derives from ``mixin`` and its own class.
+
+    Its parameters keep their names, it is still an instance of its own class, and copies of it are
+    extended too.
+
+    Args:
+        attributes: of the new class, for the mixin's methods.
+    """
+    original = type(module)
+    base = getattr(original, "_extended_class", original)
+    extensions = [*getattr(original, "_extensions", []), (mixin, attributes)]
+
+    def reduce(self: nn.Module, protocol: int) -> tuple:
+        return _extended, (base, extensions), vars(self)
+
+    members = {
+        **attributes,
+        "__module__": original.__module__,
+        "__reduce_ex__": reduce,
+        "_extended_class": base,
+        "_extensions": extensions,
+    }
+    module.__class__ = type(original.__name__, (mixin, original), members)
+
+
+def _extended(base: type, extensions: list) -> nn.Module:
+    """For copies and pickles."""
+    module = base.__new__(base)
+    for mixin, attributes in extensions:
+        extend(module, mixin, **attributes)
+    return module
+
+
+def source_files(modules: Iterable[nn.Module]) -> set[ModuleType]:
+    """The files, as Python modules, that the modules' classes and their bases are from."""
+    return {sys.modules[c.__module__] for module in modules for c in type(module).__mro__}
+
+
+@contextmanager
+def replaced_functions(
+    files: Iterable[ModuleType], replacements: dict[str, Callable[[Callable], Callable]]
+) -> Iterator[None]:
+    """While open, functions that are known in some files by a name are others there.
+
+    Args:
+        replacements: for each name what makes the new function out of the original.
+    """
+    originals = [(f, n, getattr(f, n)) for f in files for n in replacements if hasattr(f, n)]
+    for file, name, original in originals:
+        setattr(file, name, replacements[name](original))
+    try:
+        yield
+    finally:
+        for file, name, original in originals:
+            setattr(file, name, original)

@@ -1,0 +1,199 @@
+"""Activations that wait for the backward in the host's RAM."""
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Optional, Union
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.utils.logger import log_first_n
+from torch import nn
+
+from ..checks import check_strings
+from ..errors import HostMemoryError
+from ..memory import available_host_bytes, error_line
+from .modules import extend, find_modules
+from .registry import TECHNIQUES, Technique
+
+__all__ = ["ActivationOffload"]
+
+logger = logging.getLogger(__name__)
+
+_SMALLEST_BYTES = 2**20  # what is smaller is not worth a copy
+_CHECK_EVERY_BYTES = 2**28
+_WARN_BELOW_BYTES = 2**31
+
+
+@TECHNIQUES.register()
+class ActivationOffload(Technique):
+    """What some modules save for the backward is copied to the host, and back when it is needed.
+
+    Saves their activations on the device; with checkpointing inside of these modules, the inputs
+    that this keeps. Costs as much of the host's RAM on each rank, and time where copies take longer
+    than computing: they run beside it, in page-locked memory.
+
+    Source: Rhu et al., "vDNN", arXiv:1602.08124; PyTorch's ``saved_tensors_hooks``.
+    """
+
+    tier = "exact"
+    part = "model"
+    order = 2  # the inputs that checkpoints keep are offloaded, too
+
+    @classmethod
+    def add_config(cls, cfg: CfgNode) -> None:
+        cfg.MEMFIT.setdefault("OFFLOAD", CfgNode())
+        # The modules whose saved activations are kept on the host, by patterns of their names, such
+        # as "backbone.bottom_up.res2" or "roi_heads". None are [].
+        cfg.MEMFIT.OFFLOAD.MODULES = []
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        return {"MEMFIT.OFFLOAD.MODULES": ["backbone"]}
+
+    @classmethod
+    def is_on(cls, cfg: CfgNode) -> bool:
+        check_strings("MEMFIT.OFFLOAD.MODULES", cfg.MEMFIT.OFFLOAD.MODULES)
+        return len(cfg.MEMFIT.OFFLOAD.MODULES) > 0
+
+    @classmethod
+    def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
+        device = next(model.parameters()).device
+        if device.type == "cpu":
+            logger.warning(
+                "MEMFIT.OFFLOAD.MODULES copies activations to the host, where they are already "
+                "with MODEL.DEVICE cpu: it saves nothing here"
+            )
+        offload = _Offload(device)
+        for module in find_modules(model, "MEMFIT.OFFLOAD.MODULES", cfg.MEMFIT.OFFLOAD.MODULES):
+            extend(module, _Offloaded, offload=offload)
+        return model
+
+
+class _Offloaded:
+    offload: "_Offload"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        weights = {t.untyped_storage().data_ptr() for t in (*self.parameters(), *self.buffers())}
+        with self.offload.of_a_forward(weights):
+            return super().forward(*args, **kwargs)
+
+
+class _OnHost:
+    """A saved tensor on the host, and again on the device as soon as it is fetched."""
+
+    def __init__(self, host: torch.Tensor, before: Optional["_OnHost"]) -> None:
+        self.host = host
+        self.before = before and weakref.ref(before)  # the one that was saved before it
+        self.fetched: Optional[torch.Tensor] = None
+        self.is_there: Optional[torch.cuda.Event] = None
+
+
+class _Offload:
+    """Moves what autograd saves to the host and back, on a GPU with a stream of its own."""
+
+    def __reduce__(self) -> tuple:
+        return _Offload, (self._device,)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._weights: set[int] = set()  # addresses of what is on the device anyway
+        # The tensor is kept, so that no other can have its address.
+        self._last: Optional[tuple[torch.Tensor, tuple, _OnHost]] = None
+        self._bytes_since_check = 0
+
+    @contextmanager
+    def of_a_forward(self, weights: set[int]) -> Iterator[None]:
+        before, self._weights = self._weights, weights
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._weights = before
+            self._last = None
+
+    def _pack(self, tensor: torch.Tensor) -> Union[torch.Tensor, _OnHost]:
+        if (
+            tensor.device != self._device
+            or tensor.nbytes < _SMALLEST_BYTES
+            or tensor.untyped_storage().data_ptr() in self._weights
+        ):
+            return tensor
+        identity = _identity(tensor)
+        before = None
+        if self._last is not None:
+            _, last_identity, before = self._last
+            if identity == last_identity:  # of the operator that made it, and of the next one
+                return before
+        self._check_host(tensor.nbytes)
+        packed = _OnHost(self._copy_to_host(tensor), before)
+        self._last = tensor, identity, packed
+        return packed
+
+    def _unpack(self, packed: Union[torch.Tensor, _OnHost]) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        self._fetch(packed)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(packed.is_there)
+            packed.fetched.record_stream(current)
+        before = packed.before and packed.before()
+        if before is not None:  # it is needed next, and comes while this one is used
+            self._fetch(before)
+        return packed.fetched
+
+    def _copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._stream is None:
+            return tensor.clone()
+        try:
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        except RuntimeError as e:
+            raise _no_host_memory(error_line(e)) from e
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        return host
+
+    def _fetch(self, packed: _OnHost) -> None:
+        if packed.fetched is not None:
+            return
+        if self._stream is None:
+            packed.fetched = packed.host
+            return
+        with torch.cuda.stream(self._stream):
+            packed.fetched = packed.host.to(self._device, non_blocking=True)
+            packed.is_there = self._stream.record_event()
+
+    def _check_host(self, num_bytes: int) -> None:
+        self._bytes_since_check += num_bytes
+        if self._bytes_since_check < _CHECK_EVERY_BYTES:
+            return
+        self._bytes_since_check = 0
+        available = available_host_bytes()
+        if available < _CHECK_EVERY_BYTES:
+            raise _no_host_memory(f"{available / 2**20:.0f} MiB are left")
+        if available < _WARN_BELOW_BYTES:
+            log_first_n(
+                logging.WARNING,
+                f"MEMFIT.OFFLOAD.MODULES: {available / 2**30:.1f} GB of the host's memory are left",
+                key="message",
+            )
+
+
+def _identity(tensor: torch.Tensor) -> tuple:
+    """What two tensors share if they are one, unchanged."""
+    address, version = tensor.data_ptr(), tensor._version
+    return address, version, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _no_host_memory(why: str) -> HostMemoryError:
+    return HostMemoryError(
+        f"MEMFIT.OFFLOAD.MODULES: no host memory for activations ({why}). Name fewer modules, "
+        "lower DATALOADER.NUM_WORKERS, or use MEMFIT.CHECKPOINT.MODULES instead"
+    )

@@ -1,0 +1,73 @@
+"""How an optimizer goes through the parameters."""
+
+from typing import Any
+
+from detectron2.config import CfgNode
+from torch.optim import Optimizer
+
+from ..checks import check_choice
+from ..errors import ConfigError
+from .registry import TECHNIQUES, Technique
+
+__all__ = ["OptimizerImplementation"]
+
+
+@TECHNIQUES.register()
+class OptimizerImplementation(Technique):
+    """The optimizer updates parameters one by one ("for-loop") or in one kernel ("fused").
+
+    Saves the copy of all gradients that PyTorch's choice on a GPU, "foreach", makes for weight
+    decay. Costs time with "for-loop", mostly where there are many small parameters; none with
+    "fused".
+
+    Source: https://docs.pytorch.org/docs/stable/optim.html#algorithms
+    """
+
+    tier = "exact"
+    part = "optimizer"
+
+    @classmethod
+    def add_config(cls, cfg: CfgNode) -> None:
+        cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
+        # "for-loop", "foreach" or "fused"; "default" is PyTorch's choice for the device.
+        cfg.MEMFIT.OPTIMIZER.IMPLEMENTATION = "default"
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        return {"MEMFIT.OPTIMIZER.IMPLEMENTATION": "for-loop"}
+
+    @classmethod
+    def is_on(cls, cfg: CfgNode) -> bool:
+        name = cfg.MEMFIT.OPTIMIZER.IMPLEMENTATION
+        choices = ("default", "for-loop", "foreach", "fused")
+        check_choice("MEMFIT.OPTIMIZER.IMPLEMENTATION", name, choices)
+        return name != "default"
+
+    @classmethod
+    def apply(cls, optimizer: Optimizer, cfg: CfgNode) -> Optimizer:
+        name = cfg.MEMFIT.OPTIMIZER.IMPLEMENTATION
+        options = {"foreach": name == "foreach", "fused": name == "fused"}
+        if not options.keys() <= optimizer.defaults.keys():
+            raise ConfigError(
+                f"MEMFIT.OPTIMIZER.IMPLEMENTATION {name}: a {type(optimizer).__name__} has no "
+                "other implementations. Set it 'default'"
+            )
+
+        optimizer.defaults.update(options)
+        for group in optimizer.param_groups:
+            group.update(options)
+
+        def keep_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            """Checkpoints have options, too."""
+            groups = [{**group, **options} for group in state["param_groups"]]
+            return {**state, "param_groups": groups}
+
+        optimizer.register_load_state_dict_pre_hook(keep_options)
+        return optimizer
+
+
+def has_known_step(cls: type[Optimizer]) -> bool:
+    """Whether an optimizer's step is PyTorch's, or that with Detectron2's clipping before it, which
+    looks at each parameter by itself.
+    """
+    return cls.step.__module__.startswith(("torch.optim.", "detectron2.solver."))

@@ -1,0 +1,201 @@
+"""Keys of Detectron2 that need less memory because something else is trained."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from detectron2.config import CfgNode
+
+from .registry import TECHNIQUES, Technique
+
+__all__: list[str] = []  # they are found by their names
+
+
+class _Recipe(Technique):
+    tier = "recipe"
+
+
+@TECHNIQUES.register()
+class PolygonMasks(_Recipe):
+    """Annotated masks stay polygons, and are drawn at the size of the mask head's output.
+
+    Saves one bit mask of the image's size per instance: 800 MB were reported. Changes: pixels at
+    the borders of masks; holes and run-length codes are not possible.
+
+    Source: github.com/facebookresearch/detectron2/issues/1912
+    """
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        is_bitmask = cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask"
+        return {"INPUT.MASK_FORMAT": "polygon"} if is_bitmask else {}
+
+
+@TECHNIQUES.register()
+class FewerProposals(_Recipe):
+    """The proposal network hands half as many proposals to the ROI heads, which sample from them.
+
+    Saves their share of non-maximum suppression, matching and sampling. Changes: the heads choose
+    from fewer proposals.
+
+    Source: Lin et al., "Feature Pyramid Networks", arXiv:1612.03144, for the number of 1000.
+    """
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        keys = ("MODEL.RPN.PRE_NMS_TOPK_TRAIN", "MODEL.RPN.POST_NMS_TOPK_TRAIN")
+        return _halved(cfg, keys, at_least=250)
+
+
+@TECHNIQUES.register()
+class SmallerRoiBatch(_Recipe):
+    """The ROI heads train on half as many proposals of each image.
+
+    Saves half of the activations of the box head, and of mask and keypoint heads, which run on the
+    foreground quarter. Changes: the sampling; small objects are seen less often.
+
+    Source: Girshick, "Fast R-CNN", arXiv:1504.08083, which takes 64 of an image, Detectron2 512.
+    """
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        return _halved(cfg, ("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE",), at_least=64)
+
+
+@TECHNIQUES.register()
+class SmallerRpnBatch(_Recipe):
+    """The proposal network's loss takes half as many anchors of each image.
+
+    Saves little: losses are small. Changes: the sampling.
+
+    Source: Ren et al., "Faster R-CNN", arXiv:1506.01497, for the number of 256.
+    """
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        return _halved(cfg, ("MODEL.RPN.BATCH_SIZE_PER_IMAGE",), at_least=64)
+
+
+@TECHNIQUES.register()
+class FewerDetections(_Recipe):
+    """Half as many detections of an image are kept in evaluation.
+
+    Saves the masks of the others, in the image's size. Changes: the recall on crowded images.
+
+    Source: github.com/facebookresearch/detectron2/issues/3949
+    """
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        return _halved(cfg, ("TEST.DETECTIONS_PER_IMAGE",), at_least=25)
+
+
+@TECHNIQUES.register()
+class FewerQueries(_Recipe):
+    """Half of the queries, in models that have them (DETR, MaskFormer, Mask2Former).
+
+    Saves their share of the decoder, and of the masks of all queries. Changes: the number of
+    objects that can be found; weights of queries no longer fit.
+
+    Source: Carion et al., "End-to-End Object Detection with Transformers", arXiv:2005.12872.
+    """
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        keys = ("MODEL.DETR.NUM_OBJECT_QUERIES", "MODEL.MASK_FORMER.NUM_OBJECT_QUERIES")
+        return _halved(cfg, keys, at_least=50)
+
+
+@TECHNIQUES.register()
+class OneImageSize(_Recipe):
+    """All images are trained on at the smallest of the config's sizes, without multi-scale.
+
+    Saves what larger sizes take: the peak is that of the largest. Changes: less augmentation.
+
+    Source: Detectron2's INPUT.MIN_SIZE_TRAIN.
+    """
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        sizes = cfg.INPUT.MIN_SIZE_TRAIN
+        return {"INPUT.MIN_SIZE_TRAIN": (min(sizes),)} if len(set(sizes)) > 1 else {}
+
+
+@TECHNIQUES.register()
+class SmallerImages(_Recipe):
+    """Images are trained on and evaluated at three quarters of the size.
+
+    Saves 44% of all activations that belong to pixels. Changes: small objects are harder to find.
+
+    Source: Detectron2's INPUT.MIN_SIZE_TRAIN and INPUT.MAX_SIZE_TRAIN.
+    """
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        if min(cfg.INPUT.MIN_SIZE_TRAIN) < 400:
+            return {}
+        sizes = {"INPUT.MIN_SIZE_TRAIN": tuple(_smaller(s) for s in cfg.INPUT.MIN_SIZE_TRAIN)}
+        for key in ("INPUT.MAX_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST"):
+            sizes[key] = _smaller(_value(cfg, key))
+        return sizes
+
+
+@TECHNIQUES.register()
+class MoreFrozenStages(_Recipe):
+    """One more stage of the backbone keeps its pretrained weights.
+
+    Saves its activations, gradients and optimizer states. Changes: that stage does not learn; it
+    needs pretrained weights.
+
+    Source: Detectron2's MODEL.BACKBONE.FREEZE_AT.
+    """
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        at = cfg.MODEL.BACKBONE.FREEZE_AT
+        return {"MODEL.BACKBONE.FREEZE_AT": at + 1} if at < 4 and cfg.MODEL.WEIGHTS else {}
+
+
+@TECHNIQUES.register()
+class LighterBackbone(_Recipe):
+    """The next smaller ResNet: 152, 101, 50, 34, 18 layers.
+
+    Saves activations, weights and optimizer states of the layers that are left out. Changes: the
+    model; MODEL.WEIGHTS must be those of the new one (Detectron2 has none for 34 and 18 layers, and
+    converts torchvision's with its ``tools/convert-torchvision-to-d2.py``).
+
+    Source: He et al., "Deep Residual Learning", arXiv:1512.03385; Detectron2's MODEL.RESNETS.DEPTH.
+    """
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        resnets = cfg.MODEL.RESNETS
+        if "resnet" not in cfg.MODEL.BACKBONE.NAME or resnets.NUM_GROUPS > 1:
+            return {}
+        smaller = [depth for depth in (101, 50, 34, 18) if depth < resnets.DEPTH]
+        if not smaller:
+            return {}
+        settings = {"MODEL.RESNETS.DEPTH": smaller[0]}
+        if smaller[0] < 50:
+            has_c4_head = cfg.MODEL.ROI_HEADS.NAME == "Res5ROIHeads"
+            if has_c4_head or resnets.RES5_DILATION > 1 or any(resnets.DEFORM_ON_PER_STAGE):
+                return {}  # these need bottleneck blocks
+            settings["MODEL.RESNETS.RES2_OUT_CHANNELS"] = 64
+        return settings
+
+
+def _halved(cfg: CfgNode, keys: Iterable[str], at_least: int) -> dict[str, int]:
+    values = {key: _value(cfg, key) for key in keys}
+    return {k: v // 2 for k, v in values.items() if v is not None and v // 2 >= at_least}
+
+
+def _value(cfg: CfgNode, key: str) -> Any:
+    """None where the config has no such key."""
+    for part in key.split("."):
+        if part not in cfg:
+            return None
+        cfg = cfg[part]
+    return cfg
+
+
+def _smaller(size: int) -> int:
+    return size * 3 // 4

@@ -1,0 +1,134 @@
+"""What a technique is, and how a job gets those that its config turns on."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from detectron2.config import CfgNode
+from fvcore.common.registry import Registry
+from torch import nn
+
+from ..checks import near
+from ..errors import ConfigError
+
+__all__ = [
+    "PARTS",
+    "TECHNIQUES",
+    "TIERS",
+    "Technique",
+    "apply_techniques",
+    "get_technique",
+    "ready_to_evaluate",
+]
+
+logger = logging.getLogger(__name__)
+
+TIERS = ("exact", "precision", "recipe")
+PARTS = ("config", "model", "optimizer", "ddp", "loader", "evaluation")
+
+
+class Technique:
+    """One way to use less memory: config keys that turn it on, and what it does to a part of a job.
+
+    A subclass says in its docstring what it saves, what it costs, and where that is from. It is
+    registered in ``TECHNIQUES`` under its own name; a file in this folder that does so is all that
+    it takes to add one.
+
+    Attributes:
+        tier: "exact" (the same gradients up to float rounding), "precision" (other number formats)
+            or "recipe" (something else is trained).
+        part: what :meth:`apply` is given.
+
+            - "config": the config, before anything is made from it
+            - "model": the model, before DDP is around it
+            - "optimizer": the optimizer, with its model's parameters
+            - "ddp": the keyword arguments of ``DistributedDataParallel``
+            - "loader": the function that makes the training loader of a config
+            - "evaluation": the model, before it is evaluated; its class is put back afterwards
+        order: techniques with a higher one are applied later, around the others.
+    """
+
+    tier: str
+    part: str = "config"
+    order: int = 0
+
+    @classmethod
+    def add_config(cls, cfg: CfgNode) -> None:
+        """Add its keys to a config. Their defaults turn it off."""
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        """The keys, and their values, that turn it on in this config; none if it can do nothing."""
+        raise NotImplementedError
+
+    @classmethod
+    def is_on(cls, cfg: CfgNode) -> bool:
+        """Whether :meth:`apply` has something to do.
+
+        Raises:
+            ConfigError: one of its keys has a value that cannot work.
+        """
+        return False  # Detectron2's own keys do all of it
+
+    @classmethod
+    def check(cls, cfg: CfgNode, num_ranks: int) -> None:
+        """Raise :class:`ConfigError` if it is on and cannot work on so many ranks."""
+
+    @classmethod
+    def apply(cls, part: Any, cfg: CfgNode) -> Any:
+        """Apply it, and return the part to go on with: the same one, changed, or another.
+
+        Raises:
+            ConfigError: it cannot work on this part.
+        """
+        return part
+
+
+TECHNIQUES: Registry = Registry("TECHNIQUE")  # of subclasses of Technique
+
+
+def get_technique(name: str) -> type[Technique]:
+    """A technique by its name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    known = dict(TECHNIQUES)
+    if name not in known:
+        raise ConfigError(
+            f"there is no technique {name!r}{near(name, known)}. There are: "
+            f"{', '.join(sorted(known))}"
+        )
+    return known[name]
+
+
+def apply_techniques(part_name: str, part: Any, cfg: CfgNode) -> Any:
+    """Apply what the config turns on to one part of a job.
+
+    Args:
+        part_name: one of ``PARTS``.
+
+    Returns:
+        The part to go on with.
+    """
+    for name, technique in sorted(TECHNIQUES, key=lambda item: (item[1].order, item[0])):
+        if technique.part == part_name and technique.is_on(cfg):
+            part = technique.apply(part, cfg)
+            logger.info("Technique %s (%s) is on", name, technique.tier)
+    return part
+
+
+@contextmanager
+def ready_to_evaluate(model: nn.Module, cfg: CfgNode) -> Iterator[None]:
+    """While open, the model is as the config wants it for its evaluation.
+
+    Args:
+        model: without DDP around it.
+    """
+    original = model.__class__
+    apply_techniques("evaluation", model, cfg)
+    try:
+        yield
+    finally:
+        model.__class__ = original

@@ -1,0 +1,96 @@
+"""Optimizer states of which each rank keeps a share (ZeRO, stage 1)."""
+
+import inspect
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.utils import comm
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+from ..checks import check_bool
+from ..errors import ConfigError
+from .optimizer_implementation import has_known_step
+from .registry import TECHNIQUES, Technique
+
+__all__ = ["ShardedOptimizer", "ShardedOptimizerStates"]
+
+
+@TECHNIQUES.register()
+class ShardedOptimizerStates(Technique):
+    """Each rank keeps the optimizer's states, and updates the parameters, of its share only.
+
+    Saves (1 - 1 / number of ranks) of the states: one copy of the parameters for SGD with momentum,
+    two for Adam. Costs a broadcast of the parameters after each step. Checkpoints have all states,
+    and can be loaded by any number of ranks, and by Detectron2.
+
+    Source: Rajbhandari et al., "ZeRO", arXiv:1910.02054; PyTorch's ``ZeroRedundancyOptimizer``.
+    """
+
+    tier = "exact"
+    part = "optimizer"
+
+    @classmethod
+    def add_config(cls, cfg: CfgNode) -> None:
+        cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
+        # Whether ranks share the optimizer's states among them. It needs at least two.
+        cfg.MEMFIT.OPTIMIZER.ZERO = False
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        return {"MEMFIT.OPTIMIZER.ZERO": True}
+
+    @classmethod
+    def is_on(cls, cfg: CfgNode) -> bool:
+        check_bool("MEMFIT.OPTIMIZER.ZERO", cfg.MEMFIT.OPTIMIZER.ZERO)
+        return cfg.MEMFIT.OPTIMIZER.ZERO
+
+    @classmethod
+    def check(cls, cfg: CfgNode, num_ranks: int) -> None:
+        if cls.is_on(cfg) and num_ranks == 1:
+            raise ConfigError(
+                "MEMFIT.OPTIMIZER.ZERO shares optimizer states among ranks, and there is one rank. "
+                "Set it False"
+            )
+
+    @classmethod
+    def apply(cls, optimizer: Optimizer, cfg: CfgNode) -> Optimizer:
+        cls.check(cfg, comm.get_world_size())
+        return ShardedOptimizer(optimizer)
+
+
+class ShardedOptimizer(ZeroRedundancyOptimizer):
+    """An optimizer of which each rank has a share of the states.
+
+    Its state dict is that of the whole, on rank 0, after all ranks have called
+    :meth:`consolidate_state_dict`, until the next step.
+
+    Args:
+        optimizer: of which this becomes a new one, with the same parameters and options.
+
+    Raises:
+        ConfigError: it has a step of its own, which may need the gradients of all parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        cls = type(optimizer)
+        if not has_known_step(cls):
+            raise ConfigError(
+                f"MEMFIT.OPTIMIZER.ZERO: the step of {cls.__name__} is not PyTorch's, so it may "
+                "need the gradients of all parameters, as clipping them together does. Set it False"
+            )
+        known = inspect.signature(cls.__init__).parameters
+        options = {k: v for k, v in optimizer.defaults.items() if k in known}
+        super().__init__(optimizer.param_groups, optimizer_class=cls, **options)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self._all_state_dicts = []  # they are no longer what is
+        return super().step(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # The original empties the entries of what it is given.
+        super().load_state_dict({**state_dict, "state": dict(state_dict["state"])})
+        self.state.clear()  # what this rank needs is in the states of its share
+        implementation = {k: self.defaults[k] for k in ("foreach", "fused") if k in self.defaults}
+        for group in (*self.param_groups, *self.optim.param_groups):
+            group.update(implementation)

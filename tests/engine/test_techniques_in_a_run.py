@@ -1,0 +1,150 @@
+"""All exact techniques at once, turned on by config keys: the same training."""
+
+import pytest
+import torch
+from detectron2.engine import DefaultTrainer, hooks
+from detectron2.utils.env import seed_all_rng
+from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
+
+from d2_memfit import MemfitMixin, MemfitTrainer
+from d2_memfit.techniques import TECHNIQUES, ShardedOptimizer
+
+
+@pytest.fixture
+def cfg(coins, tmp_path):
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.DATASETS.TRAIN = ("coins_train",)
+    cfg.DATASETS.TEST = ("coins_val",)
+    cfg.INPUT.MASK_FORMAT = "bitmask"
+    cfg.DATALOADER.NUM_WORKERS = 1
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.SOLVER.MAX_ITER = 3
+    cfg.OUTPUT_DIR = str(tmp_path / "output")
+    return cfg
+
+
+class Reseeded:
+    """What is sampled at random is a function of the iteration."""
+
+    def build_hooks(self):
+        reseed = hooks.CallbackHook(before_step=lambda trainer: torch.manual_seed(trainer.iter))
+        return [reseed, *super().build_hooks()]
+
+    @classmethod
+    def build_evaluator(cls, cfg, name):
+        from d2_memfit.evaluation import build_evaluator
+
+        return build_evaluator(cfg, name)
+
+
+class Trainer(Reseeded, MemfitTrainer):
+    pass
+
+
+def with_all_exact_techniques(cfg):
+    cfg = cfg.clone()
+    for name, technique in TECHNIQUES:
+        if technique.tier == "exact" and name != "ShardedOptimizerStates":  # that needs two ranks
+            for key, value in technique.settings(cfg).items():
+                cfg.merge_from_list([key, value])
+    cfg.MEMFIT.MATCHING.CHUNK_SIZE, cfg.MEMFIT.HEADS.CHUNK_SIZE = 100, 5
+    return cfg
+
+
+def train(trainer_class, cfg):
+    seed_all_rng(0)
+    trainer = trainer_class(cfg)
+    trainer.resume_or_load(resume=False)
+    trainer.train()
+    return trainer
+
+
+def test_weights_and_evaluation_are_those_without(cfg, log):
+    plain = train(Trainer, cfg)
+    changed = train(Trainer, with_all_exact_techniques(cfg))
+    for name in ("ActivationCheckpointing", "ChunkedMatching", "SharedDataset", "EvaluationOnHost"):
+        assert f"Technique {name} (exact) is on" in log.text
+    difference = relative_difference(parameters(changed.model), parameters(plain.model))
+    assert difference < 1e-6
+    results, expected = changed._last_eval_results, plain._last_eval_results
+    for task in ("bbox", "segm"):
+        assert results[task] == pytest.approx(expected[task], abs=1e-3, nan_ok=True)
+    assert changed.model.state_dict().keys() == plain.model.state_dict().keys()
+
+
+def test_a_checkpoint_loads_into_plain_detectron2(cfg):
+    train(Trainer, with_all_exact_techniques(cfg))
+    state = torch.load(f"{cfg.OUTPUT_DIR}/model_final.pth", weights_only=True)
+    tiny_model(cfg).load_state_dict(state["model"], strict=True)
+
+
+def test_a_project_that_builds_its_own_model_and_optimizer_gets_them_too(cfg):
+    class Theirs(DefaultTrainer):
+        @classmethod
+        def build_model(cls, cfg):
+            return tiny_model(cfg)
+
+        @classmethod
+        def build_optimizer(cls, cfg, model):
+            return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+        @classmethod
+        def build_train_loader(cls, cfg):
+            return [images(2)] * 10
+
+    class TheirsWithOurs(MemfitMixin, Theirs):
+        pass
+
+    class OursThenTheirs(MemfitTrainer):
+        build_model = Theirs.build_model
+        build_optimizer = Theirs.build_optimizer
+        build_train_loader = Theirs.build_train_loader
+
+    cfg.MEMFIT.CHECKPOINT.MODULES = ["backbone"]
+    cfg.MEMFIT.OPTIMIZER.IMPLEMENTATION = "fused"
+    for trainer_class in (TheirsWithOurs, OursThenTheirs):
+        trainer = trainer_class(cfg)
+        bases = type(trainer.model.backbone.bottom_up.res3).__mro__
+        assert "_Checkpointed" in [base.__name__ for base in bases]
+        assert trainer.optimizer.param_groups[0]["fused"]
+        assert trainer.scheduler.optimizer is trainer._trainer.optimizer is trainer.optimizer
+
+
+def train_on_rank(rank, cfg, resume):
+    class FixedTrainer(Trainer):
+        @classmethod
+        def build_train_loader(cls, cfg):
+            return iter([images(1, first=2 * i + rank) for i in range(10)])
+
+        @classmethod
+        def test(cls, cfg, model):
+            return {}
+
+    seed_all_rng(0)
+    trainer = FixedTrainer(cfg)
+    trainer.resume_or_load(resume)
+    trainer.train()
+    return parameters(trainer.model.module), isinstance(trainer.optimizer, ShardedOptimizer)
+
+
+def test_a_sharded_optimizer_is_saved_whole_and_resumed(cfg, two_ranks):
+    cfg.SOLVER.CHECKPOINT_PERIOD = 2
+    cfg.SOLVER.MAX_ITER = 4
+    results = {}
+    for zero in (False, True):
+        cfg.MEMFIT.OPTIMIZER.ZERO = zero
+        cfg.OUTPUT_DIR += "_zero" * zero
+        two_ranks.run(train_on_rank, cfg, False)
+        state = torch.load(f"{cfg.OUTPUT_DIR}/model_0000001.pth", weights_only=True)
+        results[zero] = state["trainer"]["_trainer"]["optimizer"]["state"]
+    assert results[True].keys() == results[False].keys()
+    for index, state in results[False].items():
+        assert torch.equal(results[True][index]["momentum_buffer"], state["momentum_buffer"])
+    cfg.SOLVER.MAX_ITER = 6
+    resumed = {}
+    for zero in (False, True):
+        cfg.MEMFIT.OPTIMIZER.ZERO = zero
+        resumed[zero] = two_ranks.run(train_on_rank, cfg, True)
+    for (plain, _), (sharded, is_sharded) in zip(resumed[False], resumed[True]):
+        assert is_sharded
+        assert relative_difference(sharded, plain) == 0

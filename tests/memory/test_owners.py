@@ -1,0 +1,92 @@
+import gc
+
+import pytest
+import torch
+from detectron2.utils.events import EventStorage
+from tiny import images, tiny_cfg, tiny_model
+
+from d2_memfit.memory import OwnerMeter, TensorCensus, bytes_by_kind, holders, live_tensors
+
+FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
+
+
+def bytes_of(tensors):
+    return sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_owners_add_up_and_have_what_is_theirs(family):
+    model = tiny_model(tiny_cfg(family))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with OwnerMeter(model, optimizer) as meter, EventStorage():
+        losses = model(images(2))
+        forward = dict(meter.live)
+        sum(losses.values()).backward()
+        del losses
+        optimizer.step()
+        assert meter.live["gradients"] == bytes_of(p.grad for p in model.parameters())
+        assert meter.live["parameters"] == bytes_of(model.parameters())
+        assert meter.live["buffers"] == bytes_of(model.buffers())
+        assert meter.live["optimizer"] == meter.live["gradients"]  # momentum
+        optimizer.zero_grad(set_to_none=True)
+        assert meter.live["gradients"] == 0
+    assert sum(meter.live.values()) == meter.live_bytes
+    assert sum(meter.peak.values()) == meter.peak_bytes
+    head = "head" if family == "retinanet" else "proposal_generator"
+    for part in ("backbone.bottom_up.res3", "backbone", head):
+        assert forward[f"activations: {part}"] > 0
+    assert (
+        forward["activations: backbone.bottom_up.res3"]
+        > forward["activations: backbone.bottom_up.res5"]
+    )
+
+
+def test_what_was_there_before_counts_from_the_start():
+    model = tiny_model(tiny_cfg("proposal_network"))
+    with EventStorage():
+        sum(model(images(1)).values()).backward()
+    with OwnerMeter(model) as meter:
+        assert meter.live["gradients"] == bytes_of(p.grad for p in model.parameters())
+        assert meter.peak_bytes == sum(meter.live.values())
+
+
+def test_nothing_of_it_is_left_on_the_model():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    with pytest.raises(KeyError), OwnerMeter(model), EventStorage():
+        model([{}])  # an image without pixels
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_newcomers_are_found_with_their_kind_and_holder():
+    class Holder:
+        def __init__(self):
+            self.kept = {"list": [torch.zeros(7, 100)]}
+
+    class Innocent:
+        other = None
+
+    census = TensorCensus()
+    holder, innocent = Holder(), Innocent()
+    innocent.other = holder  # what others hold is not theirs
+    new = census.newcomers()
+    assert bytes_by_kind(new)["float32 [7, 100] on cpu"] == 2800
+    assert holders(new, [("innocent", innocent), ("holder", holder)])["holder"] == 2800
+    assert holders(new, [("innocent", innocent), ("holder", holder)])["innocent"] == 0
+    del holder, innocent, new
+    gc.collect()
+    assert "float32 [7, 100] on cpu" not in bytes_by_kind(census.newcomers())
+
+
+def test_live_tensors_are_told_apart():
+    model = tiny_model(tiny_cfg("proposal_network"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with EventStorage():
+        sum(model(images(1)).values()).backward()
+    optimizer.step()
+    kept = torch.zeros(1234, 56)
+    owners, table = live_tensors(model, optimizer, torch.device("cpu"))
+    assert owners["parameters"] == bytes_of(model.parameters())
+    assert owners["gradients"] == owners["optimizer"] == owners["parameters"]
+    (row,) = [row for row in table if row["kind"] == "float32 [1234, 56] on cpu"]
+    assert row == {"owner": "tensors", "kind": row["kind"], "count": 1, "bytes": kept.nbytes}
+    assert [row["bytes"] for row in table] == sorted((row["bytes"] for row in table), reverse=True)

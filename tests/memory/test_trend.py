@@ -1,0 +1,42 @@
+import random
+
+import pytest
+
+from d2_memfit.memory import steady_growth
+
+MB = 2**20
+
+
+def series(num, growth=0.0, noise=0.0, seed=0):
+    rng = random.Random(seed)
+    return [100 * MB + growth * i + rng.random() * noise for i in range(num)]
+
+
+@pytest.mark.parametrize("noise", [0, MB, 10 * MB])
+def test_growth_is_measured_within_noise(noise):
+    assert steady_growth(series(400, 1e5, noise), MB) == pytest.approx(1e5, rel=0.1)
+
+
+def test_noise_is_no_growth():
+    for seed in range(200):
+        assert steady_growth(series(400, 0, 50 * MB, seed), MB) == 0
+
+
+def test_what_rises_and_stays_is_no_growth():
+    values = [100 * MB + min(i, 150) * 1e5 for i in range(400)]
+    assert steady_growth(values, MB) == 0
+
+
+def test_a_step_is_no_growth():
+    assert steady_growth([100 * MB] * 200 + [150 * MB] * 200, MB) == 0
+
+
+def test_less_than_what_counts_is_none():
+    assert steady_growth(series(400, 1000), MB) == 0
+
+
+def test_outliers_do_not_count():
+    values = series(400)
+    for i in range(0, 400, 7):
+        values[i] += 1000 * MB
+    assert steady_growth(values, MB) == 0

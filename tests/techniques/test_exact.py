@@ -1,0 +1,92 @@
+"""Each exact technique of models: the same losses, gradients, statistics and logged scalars."""
+
+import copy
+
+import pytest
+import torch
+from detectron2.utils.events import EventStorage
+from injection import seed_all
+from tiny import images, relative_difference, tiny_cfg, tiny_model
+
+from d2_memfit.techniques import TECHNIQUES, apply_techniques
+
+FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
+TECHNIQUES_OF_MODELS = {
+    name: technique
+    for name, technique in sorted(TECHNIQUES)
+    if technique.tier == "exact" and technique.part == "model"
+}
+
+
+def step(model, batch, dtype=None):
+    """Losses, gradients, buffers and logged scalars of a forward and a backward."""
+    model.zero_grad(set_to_none=True)
+    seed_all()
+    with EventStorage() as storage:
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            losses = model(copy.deepcopy(batch))
+        sum(losses.values()).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    scalars = {k: h.values() for k, h in storage.histories().items()}
+    return losses, gradients, buffers, scalars
+
+
+def settings(name, cfg):
+    settings = TECHNIQUES_OF_MODELS[name].settings(cfg)
+    for key in settings:
+        if key.endswith("CHUNK_SIZE"):
+            settings[key] = (
+                5 if "HEADS" in key else 37
+            )  # several chunks, of which the last is smaller
+    return settings
+
+
+def with_techniques(cfg, names):
+    cfg = cfg.clone()
+    for name in names:
+        for key, value in settings(name, cfg).items():
+            cfg.merge_from_list([key, value])
+    return cfg
+
+
+def cfg_of(family):
+    cfg = tiny_cfg(family)
+    cfg.MODEL.RESNETS.NORM = "BN"
+    cfg.MODEL.BACKBONE.FREEZE_AT = 2
+    cfg.INPUT.MASK_FORMAT = "bitmask"  # as those of images()
+    return cfg
+
+
+def assert_same_step(cfg, names, dtype=None):
+    batch = images(2, size=128 if dtype else 64)
+    step(tiny_model(cfg), batch, dtype)  # the first backward of a process may round differently
+    plain = tiny_model(cfg)
+    changed = apply_techniques("model", tiny_model(cfg), with_techniques(cfg, names))
+    for _ in range(2):  # running statistics of the first count in the second
+        expected, actual = step(plain, batch, dtype), step(changed, batch, dtype)
+        assert actual[3].keys() == expected[3].keys()  # scalars
+        assert dtype or actual[3] == expected[3]
+        for e, a in zip(expected[:3], actual[:3]):
+            assert a.keys() == e.keys()
+            if "ChunkedHeads" in names:  # the gradients of its weights are sums of those of chunks
+                assert relative_difference(a, e) < (1e-2 if dtype else 1e-6)
+            else:
+                assert all(torch.equal(a[k], e[k]) for k in e)
+
+
+@pytest.mark.parametrize("name", TECHNIQUES_OF_MODELS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone(name, family):
+    cfg = cfg_of(family)
+    if not settings(name, cfg):
+        pytest.skip(f"{name} has nothing to do in a {family}")
+    assert_same_step(cfg, [name])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_together(family, dtype):
+    cfg = cfg_of(family)
+    names = [name for name in TECHNIQUES_OF_MODELS if settings(name, cfg)]
+    assert_same_step(cfg, names, dtype)

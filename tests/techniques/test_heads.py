@@ -1,0 +1,73 @@
+import pytest
+import torch
+from detectron2.utils.events import EventStorage
+from tiny import images, tiny_cfg, tiny_model
+
+from d2_memfit.errors import ConfigError
+from d2_memfit.memory import TensorMeter
+from d2_memfit.techniques import get_technique
+
+
+def apply(model, chunk_size):
+    cfg = tiny_cfg()
+    cfg.MEMFIT.HEADS.CHUNK_SIZE = chunk_size
+    assert get_technique("ChunkedHeads").is_on(cfg)
+    return get_technique("ChunkedHeads").apply(model, cfg)
+
+
+@pytest.mark.parametrize("family", ["mask_rcnn", "keypoint_rcnn"])
+def test_layers_give_the_same_for_any_number_of_proposals(family):
+    cfg = tiny_cfg(family)
+    kind = family.split("_")[0] + "_head"
+    plain = getattr(tiny_model(cfg).roi_heads, kind)
+    changed = getattr(apply(tiny_model(cfg), 3).roi_heads, kind)
+    for num in (0, 1, 3, 8):
+        x = torch.rand(num, 16, 14, 14)
+        torch.testing.assert_close(changed.layers(x), plain.layers(x))
+
+
+def test_memory_is_that_of_one_chunk():
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.MODEL.ROI_MASK_HEAD.NUM_CONV = 4
+    x, peaks = torch.rand(64, 16, 14, 14), []
+    for chunk_size in (None, 4):
+        model = tiny_model(cfg)
+        head = (apply(model, chunk_size) if chunk_size else model).roi_heads.mask_head
+        with TensorMeter() as meter:
+            head.layers(x).sum().backward()
+        peaks.append(meter.peak_bytes)
+    assert peaks[1] < 0.35 * peaks[0]
+
+
+def test_the_weights_of_plain_detectron2_fit():
+    model = apply(tiny_model(tiny_cfg("mask_rcnn")), 4)
+    model.load_state_dict(tiny_model(tiny_cfg("mask_rcnn"), seed=1).state_dict(), strict=True)
+
+
+def test_evaluation_in_chunks_finds_the_same():
+    outputs = []
+    for chunk_size in (None, 3):
+        model = tiny_model(tiny_cfg("mask_rcnn"))
+        model = (apply(model, chunk_size) if chunk_size else model).eval()
+        with torch.no_grad(), EventStorage():
+            outputs.append(model(images(2)))
+    for a, e in zip(*outputs):
+        assert torch.equal(a["instances"].pred_masks, e["instances"].pred_masks)
+
+
+def test_a_model_without_such_heads_is_an_error():
+    with pytest.raises(ConfigError, match=r"HEADS.CHUNK_SIZE: the model has no mask or keypoint"):
+        apply(tiny_model(tiny_cfg("faster_rcnn")), 4)
+
+
+def test_a_head_with_batch_normalisation_is_an_error():
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.MODEL.ROI_MASK_HEAD.NORM = "BN"
+    with pytest.raises(ConfigError, match=r"MaskRCNNConvUpsampleHead has batch normalisation"):
+        apply(tiny_model(cfg), 4)
+
+
+@pytest.mark.parametrize("chunk_size", [0, -3, "all"])
+def test_a_chunk_size_that_cannot_work_is_an_error(chunk_size):
+    with pytest.raises(ConfigError, match=f"HEADS.CHUNK_SIZE .* got {chunk_size!r}"):
+        apply(None, chunk_size)

@@ -1,0 +1,78 @@
+import psutil
+import pytest
+from detectron2.data import build_detection_train_loader
+from tiny import tiny_cfg
+
+from d2_memfit.errors import ConfigError
+from d2_memfit.techniques import apply_techniques, get_technique, host_budget
+
+GB = 2**30
+
+
+def plan(budget_gb, workers=8, log=None):
+    """The config that comes out."""
+    cfg = tiny_cfg()
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (800,), 1333
+    cfg.DATALOADER.NUM_WORKERS = workers
+    cfg.MEMFIT.HOST.BUDGET_GB = budget_gb
+    cfg.freeze()
+    return apply_techniques("config", cfg, cfg)
+
+
+def own_gb():
+    return psutil.Process().memory_info().rss / GB
+
+
+def test_workers_are_as_many_as_fit(log):
+    assert plan(own_gb() + 10).DATALOADER.NUM_WORKERS == 8
+    cfg = plan(own_gb() + 1.0)
+    assert 1 <= cfg.DATALOADER.NUM_WORKERS <= 3
+    assert cfg.MEMFIT.HOST.PREFETCH == 1
+    assert f"DATALOADER.NUM_WORKERS {cfg.DATALOADER.NUM_WORKERS} of 8" in log.text
+    assert cfg.is_frozen()
+
+
+def test_there_are_none_where_none_fits():
+    assert plan(own_gb() / 2).DATALOADER.NUM_WORKERS == 0
+
+
+def test_what_the_machine_has_counts_too(monkeypatch):
+    monkeypatch.setattr(host_budget, "available_host_bytes", lambda: 0.7 * GB)
+    assert 1 <= plan(1000).DATALOADER.NUM_WORKERS <= 2
+
+
+def test_images_ahead_are_given_up_before_workers():
+    cfg = plan(10)
+    both, one = (host_budget.worker_bytes(cfg, p) * 8 / GB for p in (2, 1))
+    cfg = plan(own_gb() + (both + one) / 2)
+    assert (cfg.DATALOADER.NUM_WORKERS, cfg.MEMFIT.HOST.PREFETCH) == (8, 1)
+
+
+@pytest.mark.parametrize("grouping", [True, False])
+def test_the_loader_loads_as_many_ahead(grouping, coins):
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.DATASETS.TRAIN = ("coins_train",)
+    cfg.DATALOADER.NUM_WORKERS = 1
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = grouping
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.MEMFIT.HOST.PREFETCH = 1
+    loader = apply_techniques("loader", build_detection_train_loader, cfg)(cfg)
+    inner = loader.dataset if grouping else loader
+    assert inner.prefetch_factor == 1
+    assert len(next(iter(loader))) == 2
+
+
+@pytest.mark.parametrize("value", [0, -1, "8 gigs", True])
+def test_a_budget_that_cannot_work_is_an_error(value):
+    with pytest.raises(
+        ConfigError, match=f"HOST.BUDGET_GB must be a positive number, got {value!r}"
+    ):
+        plan(value)
+
+
+@pytest.mark.parametrize("value", [0, 1.5])
+def test_a_prefetch_that_cannot_work_is_an_error(value):
+    cfg = tiny_cfg()
+    cfg.MEMFIT.HOST.PREFETCH = value
+    with pytest.raises(ConfigError, match=f"HOST.PREFETCH must be a positive integer, got {value}"):
+        get_technique("LoaderPrefetch").is_on(cfg)

@@ -1,0 +1,136 @@
+import pytest
+import torch
+from detectron2.utils.events import EventStorage
+from tiny import images, tiny_cfg, tiny_model
+
+from d2_memfit.errors import ConfigError, HostMemoryError
+from d2_memfit.memory import TensorMeter
+from d2_memfit.techniques import get_technique, offload
+
+gpu = pytest.mark.gpu
+
+
+def apply(model, *modules):
+    cfg = tiny_cfg()
+    cfg.MEMFIT.OFFLOAD.MODULES = list(modules)
+    assert get_technique("ActivationOffload").is_on(cfg)
+    return get_technique("ActivationOffload").apply(model, cfg)
+
+
+def layers(device="cpu"):
+    """Each saves 4 MiB; the first saves twice what the second saves again."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential()
+    model.part = torch.nn.Sequential(
+        torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3, padding=1)
+    )
+    return model.to(device), torch.rand(1, 4, 512, 512, device=device, requires_grad=True)
+
+
+def gradients(model, x):
+    model.zero_grad(set_to_none=True)
+    model(x).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_each_tensor_is_copied_once(monkeypatch):
+    copies = []
+    copy = offload._Offload._copy_to_host
+    monkeypatch.setattr(
+        offload._Offload, "_copy_to_host", lambda *args: copies.append(args) or copy(*args)
+    )
+    model, x = layers()
+    expected = gradients(model, x)
+    for a, e in zip(gradients(apply(model, "part"), x), expected):
+        assert torch.equal(a, e)
+    assert len(copies) == 2  # the input, and what ReLU makes and the second convolution takes
+
+
+def test_a_change_in_place_is_no_other_result():
+    class InPlace(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            y = torch.sigmoid(x)
+            y.mul_(2)
+            return y * self.w
+
+    model = torch.nn.Sequential()
+    model.part = InPlace()
+    apply(model, "part")
+    model(torch.zeros(2**20, requires_grad=True)).sum().backward()
+    assert model.part.w.grad == 2**20  # plain PyTorch cannot tell, and raises
+
+
+def test_nothing_is_kept_after_the_backward():
+    model, x = layers()
+    apply(model, "part")
+    with TensorMeter() as meter:
+        gradients(model, x)
+        before = meter.live_bytes
+        gradients(model, x)
+    assert meter.live_bytes == before
+
+
+def test_on_the_cpu_a_warning_says_that_it_saves_nothing(log):
+    apply(layers()[0], "part")
+    assert "it saves nothing here" in log.text
+
+
+def test_inputs_of_checkpoints_within_are_offloaded(monkeypatch):
+    monkeypatch.setattr(offload, "_SMALLEST_BYTES", 1)
+    sizes = []
+    copy = offload._Offload._copy_to_host
+    monkeypatch.setattr(
+        offload._Offload, "_copy_to_host", lambda s, t: sizes.append(t.nbytes) or copy(s, t)
+    )
+    both, one = tiny_model(tiny_cfg("mask_rcnn")), tiny_model(tiny_cfg("mask_rcnn"))
+    cfg = tiny_cfg()
+    cfg.MEMFIT.CHECKPOINT.MODULES = ["backbone"]
+    get_technique("ActivationCheckpointing").apply(both, cfg)
+    totals = []
+    for model in (apply(one, "backbone"), apply(both, "backbone")):
+        sizes.clear()
+        with EventStorage():
+            sum(model(images(2)).values())
+        totals.append(sum(sizes))
+    assert 0 < totals[1] < 0.6 * totals[0]
+
+
+@pytest.mark.parametrize(("left", "error"), [(2**40, None), (2**30, "warning"), (2**20, "error")])
+def test_a_host_with_little_memory_left(left, error, monkeypatch, log):
+    monkeypatch.setattr(offload, "available_host_bytes", lambda: left)
+    monkeypatch.setattr(offload, "_CHECK_EVERY_BYTES", 2**22)
+    model, x = layers()
+    apply(model, "part")
+    log.clear()
+    if error == "error":
+        with pytest.raises(HostMemoryError, match=r"OFFLOAD.MODULES: no host memory .*1 MiB are"):
+            gradients(model, x)
+        return
+    gradients(model, x)
+    assert ("1.0 GB of the host's memory are left" in log.text) == (error == "warning")
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    with pytest.raises(ConfigError, match=r"OFFLOAD.MODULES: no module of the model matches 'prt'"):
+        apply(layers()[0], "prt")
+
+
+@gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_gradients_are_the_same_and_memory_is_less():
+    results, peaks = [], []
+    for is_on in (False, True):
+        model, x = layers("cuda")
+        if is_on:
+            apply(model, "part")
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            results.append(gradients(model, x))
+        peaks.append(torch.cuda.max_memory_allocated())
+    for a, e in zip(results[-1], results[2]):
+        torch.testing.assert_close(a, e)
+    assert peaks[1] < peaks[0]

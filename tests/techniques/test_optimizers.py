@@ -1,0 +1,242 @@
+"""Techniques that change an optimizer: the same steps, less memory, checkpoints for everybody."""
+
+import copy
+import itertools
+import sys
+
+import pytest
+import torch
+from detectron2.solver import build_optimizer
+from detectron2.utils.events import EventStorage
+from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
+
+from d2_memfit import AccumulatingTrainer, compat
+from d2_memfit.errors import ConfigError
+from d2_memfit.memory import TensorMeter
+from d2_memfit.techniques import ShardedOptimizer, apply_techniques, get_technique
+
+
+def cfg_with(*pairs, clip=False):
+    cfg = tiny_cfg("proposal_network")
+    cfg.SOLVER.CLIP_GRADIENTS.ENABLED = clip
+    cfg.merge_from_list([*pairs])
+    return cfg
+
+
+def make(cfg, model):
+    return apply_techniques("optimizer", build_optimizer(cfg, model), cfg)
+
+
+def train(cfg, num_iterations=3):
+    model = tiny_model(cfg)
+    optimizer = make(cfg, model)
+    iterate(AccumulatingTrainer(model, [images(2)] * num_iterations, optimizer), num_iterations)
+    return model, optimizer
+
+
+def iterate(trainer, num_iterations):
+    torch.manual_seed(0)
+    with EventStorage() as storage:
+        for trainer.iter in range(num_iterations):
+            storage.iter = trainer.iter
+            trainer.run_step()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("name", ["for-loop", "foreach", "fused"])
+def test_implementations_make_the_same_steps(name, clip):
+    key = "MEMFIT.OPTIMIZER.IMPLEMENTATION"
+    plain, _ = train(cfg_with(clip=clip))
+    model, optimizer = train(cfg_with(key, name, clip=clip))
+    assert relative_difference(parameters(model), parameters(plain)) < 1e-7
+    assert {(g["foreach"], g["fused"]) for g in optimizer.param_groups} == {
+        (name == "foreach", name == "fused")
+    }
+
+
+def test_the_implementation_is_the_configs_after_a_checkpoint_was_loaded():
+    _, plain = train(cfg_with())
+    _, optimizer = train(cfg_with("MEMFIT.OPTIMIZER.IMPLEMENTATION", "fused"))
+    optimizer.load_state_dict(plain.state_dict())
+    assert all(group["fused"] for group in optimizer.param_groups)
+
+
+def test_a_for_loop_needs_no_copy_of_all_gradients():
+    peaks = {}
+    for name in ("for-loop", "foreach"):
+        cfg = cfg_with("MEMFIT.OPTIMIZER.IMPLEMENTATION", name)
+        model = tiny_model(cfg)
+        optimizer = make(cfg, model)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()  # momentum is there from now on
+        with TensorMeter() as meter:
+            optimizer.step()
+        peaks[name] = meter.peak_bytes
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert peaks["foreach"] >= 0.9 * gradients
+    assert peaks["for-loop"] < 0.3 * gradients
+
+
+def test_an_optimizer_without_implementations_is_an_error():
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+    cfg = cfg_with("MEMFIT.OPTIMIZER.IMPLEMENTATION", "fused")
+    with pytest.raises(ConfigError, match=r"IMPLEMENTATION fused: a Own has no other"):
+        apply_techniques("optimizer", Own([torch.ones(1, requires_grad=True)]), cfg)
+
+
+def test_an_unknown_implementation_is_an_error():
+    cfg = cfg_with("MEMFIT.OPTIMIZER.IMPLEMENTATION", "fast")
+    with pytest.raises(ConfigError, match=r"IMPLEMENTATION must be 'default', .* got 'fast'"):
+        get_technique("OptimizerImplementation").is_on(cfg)
+
+
+def test_sharding_on_one_rank_is_an_error():
+    cfg = cfg_with("MEMFIT.OPTIMIZER.ZERO", True)
+    with pytest.raises(ConfigError, match=r"ZERO shares .* and there is one rank. Set it False"):
+        make(cfg, tiny_model(cfg))
+
+
+def train_on_rank(rank, pairs, clip, state=None, num_iterations=3):
+    """Parameters, momentum on this rank in bytes, the whole state dict on rank 0."""
+    cfg = cfg_with(*pairs, clip=clip)
+    model = tiny_model(cfg)
+    optimizer = make(cfg, model)
+    if state is not None:
+        # What comes from another process is shared with it, and would be changed there too.
+        optimizer.load_state_dict(copy.deepcopy(state))
+    ddp_options = apply_techniques("ddp", {}, cfg)
+    ddp = compat.create_ddp_model(model, broadcast_buffers=False, **ddp_options)
+    loader = [images(2, first=4 * i + 2 * rank) for i in range(num_iterations)]
+    iterate(AccumulatingTrainer(ddp, loader, optimizer), num_iterations)
+    local = getattr(optimizer, "optim", optimizer)
+    tensors = [t for s in local.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    own = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    if isinstance(optimizer, ShardedOptimizer):
+        assert not own
+        optimizer.consolidate_state_dict()
+    state = optimizer.state_dict() if rank == 0 else None
+    return parameters(model), sum(t.nbytes for t in tensors), state
+
+
+ZERO = ("MEMFIT.OPTIMIZER.ZERO", True)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_ranks_that_share_states_make_the_same_steps_with_half_of_them(two_ranks, clip):
+    plain = two_ranks.run(train_on_rank, (), clip)
+    shared = two_ranks.run(train_on_rank, ZERO, clip)
+    for (p, p_bytes, _), (s, s_bytes, _) in zip(plain, shared):
+        assert relative_difference(s, p) == 0
+        assert 0.4 * p_bytes < s_bytes < 0.6 * p_bytes
+
+
+def test_shared_states_are_saved_whole_and_load_anywhere(two_ranks):
+    (_, _, plain), _ = two_ranks.run(train_on_rank, (), False)
+    (_, _, shared), _ = two_ranks.run(train_on_rank, ZERO, False)
+    assert plain["state"].keys() == shared["state"].keys()
+    for index, state in plain["state"].items():
+        assert torch.equal(shared["state"][index]["momentum_buffer"], state["momentum_buffer"])
+    # From here on: on one rank with Detectron2's optimizer, and on two ranks in all four ways.
+    cfg = cfg_with()
+    model = tiny_model(cfg)
+    build_optimizer(cfg, model).load_state_dict(shared)
+    results = [
+        two_ranks.run(train_on_rank, pairs, False, state)[0][0]
+        for pairs, state in itertools.product(((), ZERO), (plain, shared))
+    ]
+    assert [relative_difference(r, results[0]) for r in results] == [0, 0, 0, 0]
+
+
+class FullModelClipping(torch.optim.SGD):
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 0.01)
+        return super().step(closure)
+
+
+def shard_one_with_a_step_of_its_own(rank):
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match=r"ZERO: the step of FullModelClipping is not PyTorch's"):
+        ShardedOptimizer(FullModelClipping(model.parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_clips_all_gradients_together_is_not_shared(two_ranks):
+    two_ranks.run(shard_one_with_a_step_of_its_own)
+
+
+def ask_for_states_that_are_not_gathered(rank):
+    model = torch.nn.Linear(3, 3)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.consolidate_state_dict()
+    if rank == 0:
+        assert len(optimizer.state_dict()["state"]) == 2
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="not been consolidated"):
+        optimizer.state_dict()
+
+
+def test_states_of_an_earlier_step_are_not_saved(two_ranks):
+    two_ranks.run(ask_for_states_that_are_not_gathered)
+
+
+def test_gradients_in_ddps_buffers_make_the_same_steps(two_ranks):
+    (plain, _, _), _ = two_ranks.run(train_on_rank, (), False)
+    pairs = ("MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW", True)
+    (views, _, _), _ = two_ranks.run(train_on_rank, pairs, False)
+    assert relative_difference(views, plain) == 0
+
+
+def test_eight_bits_without_their_library_are_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    cfg = cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True)
+    with pytest.raises(
+        ConfigError, match=r"STATES_8BIT needs bitsandbytes .*pip install bitsandbytes"
+    ):
+        make(cfg, tiny_model(cfg))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_eight_bits_step_nearly_the_same_with_a_quarter_of_the_states(clip):
+    pytest.importorskip("bitsandbytes")
+    results = []
+    for is_on in (False, True):
+        cfg = cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", is_on, clip=clip)
+        cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 0.1
+        torch.manual_seed(0)
+        model = torch.nn.Linear(256, 256)
+        optimizer = make(cfg, model)
+        for _ in range(10):
+            model.weight.grad, model.bias.grad = torch.randn(256, 256), torch.zeros(256)
+            optimizer.step()
+        states = [t for t in optimizer.state[model.weight].values() if torch.is_tensor(t)]
+        results.append((parameters(model), sum(t.nbytes for t in states), optimizer))
+    (plain, plain_bytes, _), (changed, changed_bytes, optimizer) = results
+    assert 0 < relative_difference(changed, plain) < 5e-2
+    assert changed_bytes < 0.3 * plain_bytes
+    again = make(cfg, model)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.state[model.weight]["state1"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}])
+def test_eight_bits_of_what_bitsandbytes_cannot_do_are_an_error(options):
+    pytest.importorskip("bitsandbytes")
+    cfg = cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True)
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1, **options)
+    with pytest.raises(ConfigError, match=r"needs SOLVER.MOMENTUM above 0, .*NESTEROV False"):
+        apply_techniques("optimizer", optimizer, cfg)
+
+
+def test_eight_bits_of_an_unknown_optimizer_are_an_error():
+    pytest.importorskip("bitsandbytes")
+    cfg = cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True)
+    optimizer = torch.optim.Rprop([torch.ones(1, requires_grad=True)])
+    with pytest.raises(ConfigError, match=r"STATES_8BIT knows SGD, Adam, AdamW .* not Rprop"):
+        apply_techniques("optimizer", optimizer, cfg)

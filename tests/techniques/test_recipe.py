@@ -1,0 +1,80 @@
+"""Techniques that change what is trained: the keys of Detectron2 that they set, on real models."""
+
+import pytest
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from detectron2.utils.events import EventStorage
+from tiny import images, tiny_cfg
+
+from d2_memfit import get_cfg
+from d2_memfit.memory import TensorMeter
+from d2_memfit.techniques import get_technique
+
+
+def with_technique(cfg, name):
+    cfg = cfg.clone()
+    for pair in get_technique(name).settings(cfg).items():
+        cfg.merge_from_list(list(pair))
+    return cfg
+
+
+def peak_of_a_step(cfg, size=64):
+    model = build_model(cfg)
+    with TensorMeter() as meter, EventStorage():
+        sum(model(images(2, size=size)).values()).backward()
+    return meter.peak_bytes
+
+
+@pytest.fixture
+def cfg():
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.MODEL.WEIGHTS = "pretrained.pth"
+    cfg.MODEL.RPN.PRE_NMS_TOPK_TRAIN = cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN = 1000
+    cfg.MODEL.RPN.BATCH_SIZE_PER_IMAGE = cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 256
+    return cfg
+
+
+@pytest.mark.parametrize("name", ["SmallerRoiBatch", "MoreFrozenStages", "FewerProposals"])
+def test_a_step_needs_less(cfg, name):
+    assert peak_of_a_step(with_technique(cfg, name)) < peak_of_a_step(cfg)
+
+
+def test_lighter_backbones_are_trained_down_to_18_layers(cfg):
+    peaks = [peak_of_a_step(cfg)]
+    for depth in (34, 18):
+        cfg = with_technique(cfg, "LighterBackbone")
+        assert depth == cfg.MODEL.RESNETS.DEPTH
+        assert cfg.MODEL.RESNETS.RES2_OUT_CHANNELS == 64
+        cfg.MODEL.RESNETS.STEM_OUT_CHANNELS = 64
+        peaks.append(peak_of_a_step(cfg))
+    assert peaks[2] < peaks[1]
+    assert get_technique("LighterBackbone").settings(cfg) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "opts", "expected"),
+    [
+        ("SmallerImages", [], {"INPUT.MIN_SIZE_TRAIN": (600,), "INPUT.MAX_SIZE_TRAIN": 999,
+                               "INPUT.MIN_SIZE_TEST": 600, "INPUT.MAX_SIZE_TEST": 999}),
+        ("SmallerImages", ["INPUT.MIN_SIZE_TRAIN", (320,)], {}),
+        ("OneImageSize", ["INPUT.MIN_SIZE_TRAIN", (640, 800)], {"INPUT.MIN_SIZE_TRAIN": (640,)}),
+        ("PolygonMasks", ["MODEL.MASK_ON", True, "INPUT.MASK_FORMAT", "bitmask"],
+         {"INPUT.MASK_FORMAT": "polygon"}),
+        ("FewerDetections", [], {"TEST.DETECTIONS_PER_IMAGE": 50}),
+        ("FewerDetections", ["TEST.DETECTIONS_PER_IMAGE", 30], {}),
+        ("SmallerRpnBatch", [], {"MODEL.RPN.BATCH_SIZE_PER_IMAGE": 128}),
+        ("MoreFrozenStages", ["MODEL.WEIGHTS", ""], {}),
+        ("FewerQueries", ["MODEL.DETR.NUM_OBJECT_QUERIES", 300],
+         {"MODEL.DETR.NUM_OBJECT_QUERIES": 150}),
+        ("LighterBackbone", ["MODEL.RESNETS.NUM_GROUPS", 32], {}),
+        ("LighterBackbone", ["MODEL.BACKBONE.NAME", "build_swin"], {}),
+        ("MixedPrecision", ["MODEL.DEVICE", "cpu"],
+         {"SOLVER.AMP.ENABLED": True, "MEMFIT.AMP_DTYPE": "bfloat16"}),
+        ("MixedPrecision", [], {"SOLVER.AMP.ENABLED": True, "MEMFIT.AMP_DTYPE": "float16"}),
+    ],
+)  # fmt: skip
+def test_settings_follow_the_config(name, opts, expected):
+    cfg = get_cfg()
+    cfg.MODEL.DETR = CfgNode({"NUM_OBJECT_QUERIES": 100})
+    cfg.merge_from_list(opts)
+    assert get_technique(name).settings(cfg) == expected

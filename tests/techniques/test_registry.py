@@ -1,0 +1,85 @@
+import logging
+
+import pytest
+from detectron2.config import CfgNode
+from tiny import tiny_cfg
+
+from d2_memfit import get_cfg
+from d2_memfit.config import check_config
+from d2_memfit.errors import ConfigError
+from d2_memfit.techniques import TECHNIQUES, TIERS, Technique, apply_techniques, get_technique
+from d2_memfit.techniques.registry import PARTS
+
+ALL = dict(sorted(TECHNIQUES))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_says_what_it_saves_and_costs_and_where_it_is_from(name):
+    technique = ALL[name]
+    assert technique.tier in TIERS
+    assert technique.part in PARTS
+    says = ["Saves", "Source:", "Changes:" if technique.tier == "recipe" else "Costs"]
+    if name != "MixedPrecision":  # which is faster
+        assert all(word in technique.__doc__ for word in says)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_is_off_by_default_and_its_settings_turn_it_on(name):
+    technique = ALL[name]
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.MODEL.WEIGHTS = "weights.pth"
+    cfg.INPUT.MIN_SIZE_TRAIN = (640, 800)
+    cfg.INPUT.MASK_FORMAT = "bitmask"
+    cfg.MODEL.RPN.BATCH_SIZE_PER_IMAGE = cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 256
+    cfg.MODEL.RPN.PRE_NMS_TOPK_TRAIN = cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN = 1000
+    cfg.DATALOADER.NUM_WORKERS = 2
+    cfg.MODEL.DETR = CfgNode({"NUM_OBJECT_QUERIES": 100})
+    assert not technique.is_on(cfg)
+    settings = technique.settings(cfg)
+    assert settings
+    for key, value in settings.items():
+        cfg.merge_from_list([key, value])
+    check_config(cfg)
+    if technique.part != "config" or name == "HostBudget":
+        assert technique.is_on(cfg)
+
+
+def test_settings_are_empty_where_there_is_nothing_to_do():
+    cfg = tiny_cfg("faster_rcnn")
+    for name in ("ChunkedHeads", "PolygonMasks", "OneImageSize", "FewerQueries", "LoaderPrefetch"):
+        assert get_technique(name).settings(cfg) == {}
+
+
+def test_an_unknown_name_is_an_error_that_lists_near_ones():
+    with pytest.raises(ConfigError, match=r"no technique 'ChunkedHead' \(near: ChunkedHeads"):
+        get_technique("ChunkedHead")
+
+
+def test_one_in_a_users_file_has_keys_and_is_applied(log):
+    @TECHNIQUES.register()
+    class Halving(Technique):
+        tier, part = "recipe", "model"
+
+        @classmethod
+        def add_config(cls, cfg):
+            cfg.MEMFIT.HALVING = False
+
+        @classmethod
+        def is_on(cls, cfg):
+            return cfg.MEMFIT.HALVING
+
+        @classmethod
+        def apply(cls, number, cfg):
+            return number / 2
+
+    try:
+        cfg = get_cfg()
+        assert apply_techniques("model", 8, cfg) == 8
+        assert not log.records
+        cfg.MEMFIT.HALVING = True
+        check_config(cfg)
+        assert apply_techniques("model", 8, cfg) == 4
+        assert "Technique Halving (recipe) is on" in log.text
+        assert log.records[0].levelno == logging.INFO
+    finally:
+        TECHNIQUES._obj_map.pop("Halving")

@@ -1,0 +1,93 @@
+import os
+import pickle
+import tempfile
+
+import numpy as np
+import pytest
+from detectron2.data import build_detection_train_loader
+from tiny import tiny_cfg
+
+from d2_memfit.errors import ConfigError, HostMemoryError
+from d2_memfit.techniques import apply_techniques, get_technique
+from d2_memfit.techniques.shared_dataset import SharedList
+
+ITEMS = [{"file_name": f"{i}.png", "annotations": [{"bbox": [i, 1, 2, 3]}] * i} for i in range(20)]
+
+
+def leftovers():
+    return [f for f in os.listdir(tempfile.gettempdir()) if f.startswith("d2_memfit_dataset_")]
+
+
+def test_items_are_those_that_went_in_and_no_file_is_left():
+    before = leftovers()
+    shared = SharedList(ITEMS)
+    assert len(shared) == len(ITEMS)
+    assert [shared[i] for i in range(len(shared))] == ITEMS
+    assert shared[3] is not shared[3]
+    assert leftovers() == before
+
+
+def test_a_process_that_is_spawned_gets_a_copy():
+    shared = pickle.loads(pickle.dumps(SharedList(ITEMS)))
+    assert shared[7] == ITEMS[7]
+
+
+def make_on_rank(rank):
+    shared = SharedList(ITEMS if rank == 0 else [])  # only the first rank's items count
+    with open("/proc/self/maps") as f:
+        (inode,) = {line.split()[4] for line in f if "d2_memfit_dataset_" in line}
+    return [shared[i] for i in range(len(shared))], inode
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="only Linux shows maps")
+def test_ranks_map_one_file(two_ranks):
+    (first, first_inode), (second, second_inode) = two_ranks.run(make_on_rank)
+    assert first == second == ITEMS
+    assert first_inode == second_inode
+    assert not leftovers()
+
+
+def test_the_loader_gives_the_same_images(coins):
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.DATASETS.TRAIN = ("coins_train",)
+    cfg.DATALOADER.NUM_WORKERS = 2
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.MEMFIT.HOST.SHARED_DATASET = True
+    build = apply_techniques("loader", build_detection_train_loader, cfg)
+    loader = build(cfg)
+    dataset = loader.dataset.dataset
+    while hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    while hasattr(dataset, "_dataset"):
+        dataset = dataset._dataset
+    assert isinstance(dataset, SharedList)
+    batch = next(iter(loader))
+    assert {os.path.dirname(image["file_name"]) for image in batch} == {str(coins / "train")}
+
+
+def test_a_folder_without_room_is_an_error_that_names_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(HostMemoryError, match=r"SHARED_DATASET: cannot write .*missing.*TMPDIR"):
+        SharedList(ITEMS)
+
+
+def share_what_cannot_be_pickled(rank):
+    with pytest.raises(HostMemoryError, match=r"SHARED_DATASET: cannot write .*pickle"):
+        SharedList([lambda: None])
+
+
+def test_an_error_of_one_rank_is_one_of_all(two_ranks):
+    before = leftovers()
+    two_ranks.run(share_what_cannot_be_pickled)
+    assert leftovers() == before
+
+
+def test_a_value_that_is_no_bool_is_an_error():
+    cfg = tiny_cfg()
+    cfg.MEMFIT.HOST.SHARED_DATASET = 1
+    with pytest.raises(ConfigError, match="SHARED_DATASET must be True or False, got 1"):
+        get_technique("SharedDataset").is_on(cfg)
+
+
+def test_indices_of_numpy_are_good():
+    assert SharedList(ITEMS)[np.int64(4)] == ITEMS[4]

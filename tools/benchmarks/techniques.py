@@ -1,0 +1,169 @@
+"""What each technique saves and costs: all alone, the exact ones also one after another.
+
+The model is Detectron2's Mask R-CNN R50-FPN with random weights; the images are photographs of
+coins with bit masks, each with up to 24 objects. Plain is Detectron2's SimpleTrainer. All sides
+take turns in one run; times are medians, and ratios those to plain.
+
+The peak is that of an iteration, counted byte by byte over all tensors, with parameters, gradients
+and momentum; activations are what is kept of a forward for its backward. What operators allocate
+for themselves does not count. Techniques of other parts of a job (loader, several ranks,
+evaluation, sizes of images) have tests and figures of their own.
+
+The second table is the labelling of anchors alone: 268,569 anchors, those of an image of
+800 x 1344 pixels, and 300 instances.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import repeat
+
+import torch
+from detectron2.engine import SimpleTrainer
+from detectron2.modeling.matcher import Matcher
+from detectron2.structures import Boxes, pairwise_iou
+from detectron2.utils.events import EventStorage
+
+from d2_memfit import AccumulatingTrainer, get_cfg
+from d2_memfit.memory import OwnerMeter, TensorMeter
+from d2_memfit.techniques import TECHNIQUES, get_technique
+from d2_memfit.techniques.matching import ChunkedMatcher, PairwiseQuality
+
+from .common import Side, coins, machine, markdown_table, take_turns
+
+MB = 2**20
+
+OTHER_TIERS = [
+    "MixedPrecision",
+    "FewerProposals",
+    "SmallerRoiBatch",
+    "SmallerRpnBatch",
+    "MoreFrozenStages",
+    "LighterBackbone",
+]
+# With random weights, boxes stay near their anchors, so that there are as many proposals as in
+# training.
+SMALL_ACTIVATIONS = ("MODEL.PIXEL_STD", [300.0, 300.0, 300.0])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", type=int, nargs=2, default=[800, 1344], help="height, width")
+    parser.add_argument("--images", type=int, default=2, help="images in an iteration")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
+    parser.add_argument("--only", nargs="+", metavar="TECHNIQUE", help="names of techniques")
+
+
+def run(args: argparse.Namespace) -> None:
+    print(f"Mask R-CNN R50-FPN, {args.images} images of {args.size[0]} x {args.size[1]} pixels.")
+    print(f"{machine()}.\n")
+    with coins(*args.size) as (dicts, mapper):
+        images = [mapper(d) for d in dicts[: args.images]]
+    exact = [n for n in exact_techniques_of_one_rank() if n in (args.only or [n])]
+    others = [n for n in OTHER_TIERS if n in (args.only or [n])]
+    print(training(images, args.rounds, exact, others), "\n")
+    print(matching(args.rounds))
+
+
+def exact_techniques_of_one_rank() -> list[str]:
+    """Those that change a model or an optimizer, on one device."""
+    names = [name for name, t in sorted(TECHNIQUES) if t.tier == "exact" and t.part == "model"]
+    if not torch.cuda.is_available():
+        names.remove("ActivationOffload")  # the host is the device
+    return [*names, "OptimizerImplementation"]
+
+
+def training(images: list, rounds: int, names: list[str], others: list[str]) -> str:
+    def side(trainer: Callable, names: list[str]) -> Side:
+        return Side(trainer, repeat(images), opts=[*SMALL_ACTIVATIONS, *settings(names)])
+
+    amp = partial(AccumulatingTrainer, precision="fp16" if torch.cuda.is_available() else "bf16")
+
+    sides = {
+        "plain Detectron2": side(SimpleTrainer, []),
+        "d2_memfit (gradients freed before the forward)": side(AccumulatingTrainer, []),
+        **{name: side(AccumulatingTrainer, [name]) for name in names},
+    }
+    for i in range(2, len(names) + 1):
+        sides[f"the first {i} together"] = side(AccumulatingTrainer, names[:i])
+    for name in others:
+        sides[name] = side(amp if name == "MixedPrecision" else AccumulatingTrainer, [name])
+    take_turns(sides.values(), rounds)
+    rows, base = [], None
+    for name, side in sides.items():
+        seconds = statistics.median(side.seconds) / len(images)
+        peak, activations = memory(side)
+        base = base or (peak, activations, seconds)
+        ratios = [f"{v / b:.2f}" for v, b in zip((peak, activations, seconds), base)]
+        values = [f"{peak / MB:.0f}", f"{activations / MB:.0f}", f"{seconds:.2f}"]
+        rows.append([name, *(x for pair in zip(values, ratios) for x in pair)])
+    header = ["", "peak MiB", "ratio", "activations MiB", "ratio", "s per image", "ratio"]
+    return markdown_table(header, rows)
+
+
+def settings(names: list[str]) -> list:
+    cfg = get_cfg()
+    cfg.MODEL.MASK_ON, cfg.INPUT.MASK_FORMAT = True, "bitmask"
+    on = [get_technique(name).settings(cfg) for name in names]
+    return [x for item in on for pair in item.items() for x in pair]
+
+
+def memory(side: Side) -> tuple[int, int]:
+    """Peak of an iteration, and what a forward keeps, in bytes."""
+    trainer = side.trainer
+    kept = []
+    with OwnerMeter(trainer.model, trainer.optimizer) as meter:
+
+        def look(*_: object) -> None:
+            owners = [owner for owner in meter.live if owner.startswith(("activations", "inputs"))]
+            kept.append(sum(meter.live[owner] for owner in owners))
+
+        hook = trainer.model.register_forward_hook(look)
+        with EventStorage():
+            trainer.run_step()
+        hook.remove()
+    return meter.peak_bytes, kept[0]
+
+
+def matching(rounds: int, num_anchors: int = 268_569, num_instances: int = 300) -> str:
+    generator = torch.Generator().manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def boxes(num: int) -> Boxes:
+        corner = torch.rand(num, 2, generator=generator) * 1000
+        extent = torch.rand(num, 2, generator=generator) * 200 + 1
+        return Boxes(torch.cat([corner, corner + extent], dim=1)).to(device)
+
+    instances, anchors = boxes(num_instances), boxes(num_anchors)
+    matcher = Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True)
+    chunk_size = get_technique("ChunkedMatching").settings(get_cfg())["MEMFIT.MATCHING.CHUNK_SIZE"]
+
+    def chunked() -> tuple:
+        quality = PairwiseQuality(
+            lambda rows, columns: pairwise_iou(instances[rows], anchors[columns]),
+            (num_instances, num_anchors),
+            chunk_size,
+        )
+        return ChunkedMatcher(matcher)(quality)
+
+    sides = {
+        "Detectron2": lambda: matcher(pairwise_iou(instances, anchors)),
+        f"chunks of {chunk_size}": chunked,
+    }
+    seconds: dict[str, list] = {name: [] for name in sides}
+    for _ in range(rounds + 1):
+        for name, label in sides.items():
+            start = time.perf_counter()
+            label()[0].sum().item()  # waits for the device
+            seconds[name].append(time.perf_counter() - start)
+    rows, base = [], None
+    for name, label in sides.items():
+        with TensorMeter() as meter:
+            label()
+        figures = meter.peak_bytes, statistics.median(seconds[name][1:])
+        base = base or figures
+        peak_ratio, time_ratio = (value / b for value, b in zip(figures, base))
+        peak, seconds_ = f"{figures[0] / MB:.0f}", f"{figures[1]:.3f}"
+        rows.append([name, peak, f"{peak_ratio:.3f}", seconds_, f"{time_ratio:.2f}"])
+    return markdown_table(["labelling of anchors", "peak MiB", "ratio", "s", "ratio"], rows)
