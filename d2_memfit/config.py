@@ -23,6 +23,7 @@ __all__ = [
     "check_config",
     "get_cfg",
     "load_cfg",
+    "with_memfit_keys",
 ]
 
 _C = CN()
@@ -77,6 +78,16 @@ _C.MEMFIT.MONITOR.SNAPSHOT_ON_OOM = False
 def add_memfit_config(cfg: CN) -> None:
     """Add the keys of d2_memfit to a Detectron2 config. Those it has already keep their values."""
     _add_missing(cfg, _defaults())
+
+
+def with_memfit_keys(cfg: CN) -> CN:
+    """A copy of a Detectron2 config that has the keys of d2_memfit."""
+    complete = cfg.clone()
+    complete.defrost()
+    add_memfit_config(complete)
+    if cfg.is_frozen():
+        complete.freeze()
+    return complete
 
 
 def get_cfg() -> CN:

@@ -1,5 +1,6 @@
 """Training: one window of images per iteration, whatever the memory."""
 
+from ..precision import Precision
 from .checkpoint import MemfitCheckpointer
 from .defaults import MemfitMixin, MemfitTrainer
 from .hooks import (
@@ -10,7 +11,6 @@ from .hooks import (
 )
 from .inference import recovering_inference
 from .launch import launch, usable_device, world_size
-from .precision import Precision
 from .recovery_options import RecoveryOptions
 from .sharding import ConsolidateOptimizer
 from .train_loop import AccumulatingTrainer

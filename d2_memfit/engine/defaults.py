@@ -12,14 +12,14 @@ from detectron2.utils.logger import setup_logger
 from torch import nn
 
 from .. import compat
-from ..config import add_memfit_config, check_config
+from ..config import check_config, with_memfit_keys
 from ..errors import ConfigError
 from ..memory import enforce_budget
+from ..precision import Precision
 from ..techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
 from .checkpoint import MemfitCheckpointer
 from .hooks import memory_hooks
 from .inference import recovering_inference
-from .precision import Precision
 from .recovery_options import RecoveryOptions
 from .sharding import ConsolidateOptimizer
 from .train_loop import AccumulatingTrainer
@@ -58,7 +58,7 @@ class MemfitMixin:
             )
         if not logging.getLogger("d2_memfit").isEnabledFor(logging.INFO):
             setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
-        cfg = _with_memfit_keys(cfg)
+        cfg = with_memfit_keys(cfg)
         check_config(cfg)
         cfg = self.auto_scale_workers(cfg, comm.get_world_size())
         check_config(cfg, comm.get_world_size())
@@ -151,7 +151,7 @@ class MemfitMixin:
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As the project's, under MEMFIT.BUDGET_GB and MEMFIT.OOM."""
-        cfg = _with_memfit_keys(cfg)
+        cfg = with_memfit_keys(cfg)
         enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
         options = RecoveryOptions.from_cfg(cfg)
         with (
@@ -185,12 +185,3 @@ class MemfitMixin:
 
 class MemfitTrainer(MemfitMixin, DefaultTrainer):
     """Use it in place of ``DefaultTrainer``."""
-
-
-def _with_memfit_keys(cfg: CfgNode) -> CfgNode:
-    complete = cfg.clone()
-    complete.defrost()
-    add_memfit_config(complete)
-    if cfg.is_frozen():
-        complete.freeze()
-    return complete

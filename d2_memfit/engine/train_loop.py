@@ -17,7 +17,7 @@ from .. import compat
 from ..checks import check_positive_int
 from ..errors import ConfigError
 from ..memory import is_out_of_memory
-from .precision import Precision
+from ..precision import Precision
 from .recovery import Recovery, RecoveryReport
 from .recovery_options import RecoveryOptions
 from .reduce import average_gradients, image_share

@@ -8,7 +8,9 @@ from .meter import (
     ProcessMemory,
     TensorMeter,
     device_memory,
+    on_host,
     process_memory,
+    storages,
     used_bytes,
 )
 from .oom import error_line, is_loader_out_of_memory, is_out_of_memory
@@ -34,9 +36,11 @@ __all__ = [
     "is_loader_out_of_memory",
     "is_out_of_memory",
     "live_tensors",
+    "on_host",
     "process_memory",
     "release_memory",
     "steady_growth",
+    "storages",
     "use_expandable_segments",
     "used_bytes",
 ]

@@ -3,8 +3,10 @@
 import ctypes
 import re
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -18,6 +20,7 @@ __all__ = [
     "ProcessMemory",
     "TensorMeter",
     "device_memory",
+    "on_host",
     "process_memory",
     "storages",
     "used_bytes",
@@ -107,6 +110,25 @@ def _find_mallinfo() -> Optional[Callable]:
 _mallinfo = _find_mallinfo()
 
 
+@contextmanager
+def on_host() -> Iterator[None]:
+    """While open, a :class:`TensorMeter` does not count what is made: it is the host's, even where
+    the CPU is the device.
+    """
+    outer, _on_host.is_open = _on_host.is_open, True
+    try:
+        yield
+    finally:
+        _on_host.is_open = outer
+
+
+class _OnHost(threading.local):
+    is_open = False
+
+
+_on_host = _OnHost()
+
+
 class TensorMeter(TorchDispatchMode):
     """While it is open as a context, it counts the bytes of all tensors that come to life.
 
@@ -130,15 +152,24 @@ class TensorMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        for storage in storages((args, kwargs)):
-            if storage._cdata not in self._counted and storage._cdata not in self._older:
-                self._older.add(storage._cdata)
-                self._when_freed(storage, self._older.discard)
-        result = func(*args, **(kwargs or {}))
+        self._ignore((args, kwargs))
+        result = self._call(func, args, kwargs or {})
+        if _on_host.is_open:
+            self._ignore(result)
         for storage in storages(result):
             if storage._cdata not in self._older:
                 self._count(storage)
         return result
+
+    def _ignore(self, tensors: Any) -> None:
+        """What is not counted yet is not counted later."""
+        for storage in storages(tensors):
+            if storage._cdata not in self._counted and storage._cdata not in self._older:
+                self._older.add(storage._cdata)
+                self._when_freed(storage, self._older.discard)
+
+    def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        return func(*args, **kwargs)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._counted:

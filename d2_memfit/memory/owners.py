@@ -59,20 +59,23 @@ class OwnerMeter(TensorMeter):
                 module.register_forward_hook(lambda *_: self._leave_module(), always_call=True),
             ]
         for parameter in self._model.parameters():
-            self._own("parameters", parameter)
-            self._own("gradients", parameter.grad)
+            self.own("parameters", parameter)
+            self.own("gradients", parameter.grad)
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(
-                    lambda p: self._own("gradients", p.grad)
+                    lambda p: self.own("gradients", p.grad)
                 )
                 self._hooks.append(hook)
-        self._own("buffers", list(self._model.buffers()))
+        self.own("buffers", list(self._model.buffers()))
         if self._optimizer is not None:
             self._own_states(self._optimizer)
             self._hooks.append(self._optimizer.register_step_post_hook(self._own_states))
+        self._own_others()
+
+    def _own_others(self) -> None:
         for tensor in dense_tensors():  # such as another copy of the model
             if tensor.untyped_storage()._cdata not in self._owners:
-                self._own("other", tensor)
+                self.own("other", tensor)
 
     def __exit__(self, *error: Any) -> None:
         self._remove_hooks()
@@ -99,9 +102,9 @@ class OwnerMeter(TensorMeter):
             self._running.pop()
 
     def _own_states(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._own("optimizer", optimizer_states(optimizer))
+        self.own("optimizer", optimizer_states(optimizer))
 
-    def _own(self, owner: str, tensors: Any) -> None:
+    def own(self, owner: str, tensors: Any) -> None:
         """These belong to it, whatever made them."""
         for storage in storages(tensors):
             self._older.discard(storage._cdata)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..checks import check_strings
 from ..errors import HostMemoryError
-from ..memory import available_host_bytes, error_line
+from ..memory import available_host_bytes, error_line, on_host
 from .modules import extend, find_modules
 from .registry import TECHNIQUES, Technique
 
@@ -149,7 +149,8 @@ class _Offload:
 
     def _copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._stream is None:
-            return tensor.clone()
+            with on_host():
+                return tensor.clone()
         try:
             host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         except RuntimeError as e:
@@ -164,7 +165,7 @@ class _Offload:
         if packed.fetched is not None:
             return
         if self._stream is None:
-            packed.fetched = packed.host
+            packed.fetched = packed.host.clone()  # in memory that counts as the device's
             return
         with torch.cuda.stream(self._stream):
             packed.fetched = packed.host.to(self._device, non_blocking=True)

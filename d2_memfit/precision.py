@@ -7,7 +7,7 @@ from typing import Optional, Union
 import torch
 from detectron2.config import CfgNode
 
-from ..errors import ConfigError
+from .errors import ConfigError
 
 __all__ = ["Precision"]
 

@@ -1,0 +1,214 @@
+"""From a timeline of tensors to what a device needs, and how long it takes."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch
+import yaml
+
+from ..checks import near
+from ..errors import ConfigError
+from ..memory import process_memory
+from .allocators import CachingAllocator, PageAllocator
+from .timeline import Allocate, Allocation, Convolution, Free, Timeline
+from .workspaces import WORKSPACES
+
+__all__ = ["DeviceModel", "DeviceUse", "device_names"]
+
+_FOLDER = Path(__file__).parent / "devices"
+_MB = 2**20
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """What a timeline needs of a device.
+
+    Attributes:
+        allocated_bytes: peak of what ``torch.cuda.memory_allocated`` counts.
+        reserved_bytes: peak of what the allocator takes, with what lies between blocks.
+        total_bytes: with the context.
+        breakdown: ``allocated_bytes`` by owner.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    total_bytes: int
+    breakdown: Counter
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """A device and the software on it, as data; see the files in ``devices/`` for the sources.
+
+    Attributes:
+        name: of its file.
+        description: for people.
+        is_gpu: whether PyTorch's caching allocator manages its memory.
+        convolution_workspace: a name in ``WORKSPACES``.
+        keeps_gradients: whether gradients are there in the forward.
+        foreach: whether the optimizer steps on all parameters at once, unless told otherwise.
+        cublas_workspace_mb: for products of matrices, kept by the allocator.
+        other_tensors_mb: that no dry run sees.
+        context_mb: what the process takes before its first tensor; None is what this process does.
+        flops_per_s: by number format.
+        bytes_per_s: of the memory.
+        seconds_per_operator: that a call takes at least.
+        device_name: as ``torch.cuda.get_device_name()`` says it, where it was measured.
+    """
+
+    name: str
+    description: str
+    is_gpu: bool
+    convolution_workspace: str
+    keeps_gradients: bool
+    foreach: bool
+    cublas_workspace_mb: float
+    other_tensors_mb: float
+    context_mb: Optional[float]
+    flops_per_s: dict[str, float]
+    bytes_per_s: float
+    seconds_per_operator: float
+    device_name: Optional[str] = None
+
+    @classmethod
+    def load(cls, name: Union[str, Path]) -> "DeviceModel":
+        """
+        Args:
+            name: of a family in ``devices/``, or the path of a file that
+                ``tools/calibrate_device.py`` has written.
+
+        Raises:
+            ConfigError: there is none, or the file is not one.
+        """
+        path = Path(name)
+        if path.suffix not in (".yaml", ".yml"):
+            path = _FOLDER / f"{name}.yaml"
+            if not path.is_file():
+                raise ConfigError(
+                    f"there is no device {str(name)!r}{near(str(name), device_names())}. There are "
+                    f"{', '.join(device_names())}, and files of tools/calibrate_device.py"
+                )
+        try:
+            values = yaml.safe_load(path.read_text())
+            device = cls(name=path.stem, **values)
+        except (OSError, TypeError, yaml.YAMLError) as e:
+            raise ConfigError(f"{path} is no file of a device: {e}") from e
+        if device.convolution_workspace not in WORKSPACES:
+            raise ConfigError(
+                f"{path}: convolution_workspace must be one of {', '.join(WORKSPACES)}, got "
+                f"{device.convolution_workspace!r}"
+            )
+        return device
+
+    @classmethod
+    def choose(cls, name: Optional[Union[str, Path]], torch_device: str) -> "DeviceModel":
+        """The one of a name; or of the GPU that is there, if a file has its name; or the family.
+
+        Args:
+            torch_device: as in MODEL.DEVICE.
+        """
+        if name is not None:
+            return cls.load(name)
+        if torch.device(torch_device).type == "cpu":
+            return cls.load("cpu")
+        if torch.cuda.is_available():
+            there = torch.cuda.get_device_name()
+            for device in map(cls.load, device_names()):
+                if device.device_name == there:
+                    return device
+        return cls.load("cuda")
+
+    def use(
+        self,
+        timeline: Timeline,
+        limit_bytes: Optional[int] = None,
+        expandable_segments: bool = False,
+    ) -> DeviceUse:
+        """What a timeline needs.
+
+        Args:
+            limit_bytes: of all that the process may take, context included.
+
+        Raises:
+            DoesNotFit: it is more than the limit.
+        """
+        context = self.context_bytes()
+        limit = None if limit_bytes is None else limit_bytes - context
+        allocator = (
+            CachingAllocator(limit, expandable_segments) if self.is_gpu else PageAllocator(limit)
+        )
+        account = _Account(allocator)
+        for megabytes, owner in (
+            (self.cublas_workspace_mb, "workspace"),
+            (self.other_tensors_mb, "other"),
+        ):
+            account.allocate(Allocation(int(megabytes * _MB), owner, "setup"))
+        workspace_bytes = WORKSPACES[self.convolution_workspace]
+        for event in timeline.events:
+            if isinstance(event, Convolution):
+                workspace = Allocation(workspace_bytes(event), "workspace", event.phase)
+                account.allocate(workspace)
+                account.free(workspace)
+            elif self.keeps_gradients and _is_of_later_gradients(event):
+                continue
+            elif isinstance(event, Allocate):
+                account.allocate(event.allocation)
+            else:
+                account.free(event.allocation)
+        return DeviceUse(
+            allocator.peak_allocated_bytes,
+            allocator.peak_reserved_bytes,
+            allocator.peak_reserved_bytes + context,
+            account.peak,
+        )
+
+    def context_bytes(self) -> int:
+        if self.context_mb is None:
+            return process_memory().data_bytes
+        return int(self.context_mb * _MB)
+
+    def seconds(self, timeline: Timeline) -> float:
+        """A lower bound for the time: operators one after another, each as fast as the device."""
+        computing = sum(
+            flops / self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+            for dtype, flops in timeline.flops.items()
+        )
+        moving = timeline.bytes_moved / self.bytes_per_s
+        return computing + moving + timeline.num_operators * self.seconds_per_operator
+
+
+class _Account:
+    """Who has what of an allocator's memory."""
+
+    def __init__(self, allocator: Union[CachingAllocator, PageAllocator]) -> None:
+        self._allocator = allocator
+        self._blocks: dict[Allocation, Any] = {}
+        self._live: Counter = Counter()
+        self.peak: Counter = Counter()
+
+    def allocate(self, allocation: Allocation) -> None:
+        if not allocation.num_bytes:
+            return
+        before, peak = self._allocator.allocated_bytes, self._allocator.peak_allocated_bytes
+        self._blocks[allocation] = self._allocator.allocate(allocation.num_bytes)
+        self._live[allocation.owner] += self._allocator.allocated_bytes - before
+        if self._allocator.peak_allocated_bytes > peak:
+            self.peak = +self._live
+
+    def free(self, allocation: Allocation) -> None:
+        if allocation in self._blocks:
+            before = self._allocator.allocated_bytes
+            self._allocator.free(self._blocks.pop(allocation))
+            self._live[allocation.owner] += self._allocator.allocated_bytes - before
+
+
+def _is_of_later_gradients(event: Union[Allocate, Free]) -> bool:
+    """Whether they come or go after the setup."""
+    is_of_setup = event.allocation.phase == "setup" and isinstance(event, Allocate)
+    return event.allocation.owner == "gradients" and not is_of_setup
+
+
+def device_names() -> list[str]:
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))

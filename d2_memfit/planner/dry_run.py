@@ -1,0 +1,236 @@
+"""Operators at full size that allocate what they would, and compute nothing large."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from ..memory import OwnerMeter, storages
+from .timeline import Allocate, Allocation, Convolution, Free, Timeline
+
+__all__ = ["DryRun", "WithoutValues", "is_hollow", "make_hollow", "make_real"]
+
+aten = torch.ops.aten
+
+_LARGE_BYTES = 2**20  # what is smaller is cheap to compute
+_RANDOM_FILLS = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
+_FILLS = {
+    *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default),
+    *(aten.ones.default, aten.ones_like.default, aten.new_ones.default),
+    *(aten.full.default, aten.full_like.default, aten.new_full.default),
+}
+# Their results share memory with their arguments, or arguments change their size: they cost little.
+_MOVES_NOTHING = {
+    *(aten._unsafe_view.default, aten._reshape_alias.default),
+    *(aten.resize_.default, aten.set_.source_Tensor),
+}
+
+
+class WithoutValues(TorchDispatchMode):
+    """While it is open, what is made of hollow tensors is hollow too.
+
+    Hollow are tensors whose values do not matter, such as a model's weights. What is computed from
+    them is not computed: its size is asked of PyTorch's meta kernels. Where it is large, memory is
+    asked for and never written to, so that it takes addresses and no RAM; where it is small it is
+    zeros. All the rest is computed: so labels are assigned, and proposals sampled, as ever.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class DryRun(OwnerMeter):
+    """An :class:`OwnerMeter` with all of :class:`WithoutValues`, which writes down what happens.
+
+    Args:
+        model, optimizer: as there. The model's parameters become hollow.
+        inputs: that are on the device before the model runs, in any containers.
+
+    Attributes:
+        phase: what the job is at; for who uses it to set.
+        timeline: what has happened.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optional[torch.optim.Optimizer] = None,
+        inputs: Any = None,
+    ) -> None:
+        super().__init__(model, optimizer)
+        make_hollow(list(model.parameters()))
+        self.phase = "setup"
+        self.timeline = Timeline()
+        self._inputs = inputs
+        self._is_paused = False
+        self._allocations: dict[int, Allocation] = {}  # by the address of a storage
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While open, operators compute, and nothing is written down."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def _own_others(self) -> None:
+        self.own("inputs", self._inputs)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._note(func, args, kwargs or {}, result)
+        return result
+
+    def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        return _run(func, args, kwargs)
+
+    def _note(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """What an operator does beside allocating its result."""
+        if func.is_view or func in _MOVES_NOTHING:
+            return
+        tensors = [t for t in tree_iter((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+        self.timeline.num_operators += 1
+        self.timeline.bytes_moved += sum(t.nbytes for t in tensors)
+        count_flops = flop_registry.get(func._overloadpacket)
+        if count_flops is not None:
+            dtype = str(tensors[0].dtype).replace("torch.", "")
+            self.timeline.flops[dtype] += count_flops(*args, **kwargs, out_val=result)
+        if func is aten.convolution.default:
+            self._note_convolution("forward", args[0], args[1], result, args)
+        elif func is aten.convolution_backward.default:
+            for direction, gradient in zip(("data", "filter"), result):
+                if gradient is not None:
+                    self._note_convolution(direction, args[1], args[2], args[0], args[1:])
+
+    def _note_convolution(
+        self, direction: str, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, args: tuple
+    ) -> None:
+        stride, groups = tuple(args[3]), args[8]
+        convolution = Convolution(
+            direction, x.shape, weight.shape, y.shape, stride, groups, x.dtype, self.phase
+        )
+        self.timeline.events.append(convolution)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        super()._count(storage)
+        address = storage._cdata
+        if address in self._counted and address not in self._allocations:
+            allocation = Allocation(storage.nbytes(), self._owners[address], self.phase)
+            self._allocations[address] = allocation
+            self.timeline.events.append(Allocate(allocation))
+
+    def _uncount(self, address: int) -> None:
+        super()._uncount(address)
+        self.timeline.events.append(Free(self._allocations.pop(address)))
+
+    def _move(self, address: int, owner: str) -> None:
+        super()._move(address, owner)
+        self._allocations[address].owner = owner
+
+
+def make_hollow(tensors: Any) -> Any:
+    """Say of tensors, in any containers, that their values do not matter. They are returned."""
+    for storage in storages(tensors):
+        storage.is_hollow = True
+    return tensors
+
+
+def make_real(tensors: Any) -> None:
+    """Say that the values have been computed after all."""
+    for storage in storages(tensors):
+        storage.is_hollow = False
+
+
+def is_hollow(tensors: Any) -> bool:
+    return any(getattr(storage, "is_hollow", False) for storage in storages(tensors))
+
+
+def _run(func: Any, args: tuple, kwargs: dict) -> Any:
+    if func.is_view or func in _MOVES_NOTHING:
+        return func(*args, **kwargs)
+    if func in _RANDOM_FILLS and args[0].nbytes >= _LARGE_BYTES:
+        return make_hollow(args[0])
+    if func in _FILLS:
+        filled = func(*tree_map(_to_meta, args), **{**kwargs, "device": "meta"})
+        is_real = filled.nbytes < _LARGE_BYTES or not filled.is_floating_point()
+        return func(*args, **kwargs) if is_real else _from_meta(filled)
+    if not is_hollow((args, kwargs)):
+        return func(*args, **kwargs)
+    try:
+        return _without_computing(func, args, kwargs)
+    except RuntimeError:  # no meta kernel, or the size of the result depends on values
+        for tensor in tree_iter((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and is_hollow(tensor):
+                tensor.zero_()
+        return func(*args, **kwargs)
+
+
+def _without_computing(func: Any, args: tuple, kwargs: dict) -> Any:
+    changed = _changed_arguments(func, args, kwargs)
+    make_hollow([t for t in changed if t.nbytes >= _LARGE_BYTES])
+    returns = func._schema.returns
+    if all(r.alias_info and r.alias_info.is_write for r in returns):
+        return (changed[0] if len(returns) == 1 else tuple(changed)) if returns else None
+    if func is aten.index.Tensor:
+        args = (args[0], _without_masks(args[1]))
+    fill = int(_asks_if_finite(func, args) or func.overloadpacket is aten.all)
+    args, kwargs = tree_map(_to_meta, (args, kwargs))
+    return tree_map(lambda t: _from_meta(t, fill), func(*args, **kwargs))
+
+
+def _asks_if_finite(func: Any, args: tuple) -> bool:
+    """As ``isfinite`` does, by ``x == x`` and ``x.abs() != inf``. The answer is yes."""
+    if func is aten.eq.Tensor:
+        return args[0] is args[1]
+    return func is aten.ne.Scalar and args[1] == math.inf
+
+
+def _changed_arguments(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    values = dict(zip((a.name for a in func._schema.arguments), args), **kwargs)
+    changed = [
+        values.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write
+    ]
+    return [t for t in tree_iter(changed) if isinstance(t, torch.Tensor)]
+
+
+def _without_masks(indices: list) -> list:
+    """As indexing does it: a mask becomes the indices of what it is true for."""
+    result = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            result.append(index)
+        elif is_hollow(index):
+            raise RuntimeError("the size of the result depends on values")
+        else:
+            result += index.nonzero().unbind(1)
+    return result
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _from_meta(value: Any, fill: int = 0) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    if result.nbytes < _LARGE_BYTES:
+        return result.fill_(fill)
+    return make_hollow(result)

@@ -1,0 +1,178 @@
+"""From a config to the memory that its job needs."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional, Union
+
+from detectron2.config import CfgNode
+
+from ..checks import check_positive_int
+from ..config import check_config, with_memfit_keys
+from ..errors import ConfigError, MemfitError
+from ..memory import error_line
+from . import job
+from .allocators import DoesNotFit
+from .device_model import DeviceModel, DeviceUse
+from .worst_case import WorstCase, evaluation_batch, training_batch, worst_case
+
+__all__ = ["DryJob", "MemoryEstimate", "estimate_memory"]
+
+_GB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What each GPU of a job needs in its largest iteration, in GB of 2^30 bytes.
+
+    Attributes:
+        device: what the estimate is for.
+        num_gpus: ranks that train together.
+        images_per_gpu: of a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
+        images_per_micro_batch: in one forward.
+        accumulation_steps: batches of the loader in one iteration.
+        image_size: height and width of the largest image in pixels.
+        num_instances: annotated objects in each image.
+        assumptions: what was not known, and what was taken instead.
+        peak_allocated_gb: what ``torch.cuda.max_memory_allocated`` would say after training.
+        peak_reserved_gb: the same for ``torch.cuda.max_memory_reserved``.
+        device_total_gb: what the process takes of the device, context included, in training and in
+            the evaluations between.
+        evaluation_gb: peak allocated in evaluation; None where nothing is evaluated.
+        breakdown: of ``peak_allocated_gb``, by owner, the largest first.
+        seconds_per_iteration: a lower bound, to be compared with others of the same device.
+    """
+
+    device: str
+    num_gpus: int
+    images_per_gpu: int
+    images_per_micro_batch: int
+    accumulation_steps: int
+    image_size: tuple[int, int]
+    num_instances: int
+    assumptions: tuple[str, ...]
+    peak_allocated_gb: float
+    peak_reserved_gb: float
+    device_total_gb: float
+    evaluation_gb: Optional[float]
+    breakdown: dict[str, float]
+    seconds_per_iteration: float
+
+
+def estimate_memory(
+    cfg: CfgNode,
+    num_gpus: int = 1,
+    device: Optional[Union[str, Path]] = None,
+    case: Optional[WorstCase] = None,
+) -> MemoryEstimate:
+    """What the job of a config needs, without a GPU: a dry run of its largest iteration.
+
+    Args:
+        num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH is of all of them.
+        device: the name of a family in ``d2_memfit/planner/devices``, or the path of a file of
+            ``tools/calibrate_device.py``. None is the CPU with MODEL.DEVICE cpu, else the GPU that
+            is there, else a current CUDA card.
+        case: sizes and objects of the largest batch. None is :func:`worst_case` of the config.
+
+    Raises:
+        ConfigError: a value in the config cannot work, or its model cannot be built.
+    """
+    check_positive_int("num_gpus", num_gpus)
+    cfg = with_memfit_keys(cfg)
+    check_config(cfg, num_gpus)
+    model = DeviceModel.choose(device, cfg.MODEL.DEVICE)
+    return DryJob(cfg, num_gpus, model, case or worst_case(cfg)).estimate()
+
+
+class DryJob:
+    """A job of which all that needs memory was done as a dry run.
+
+    Args:
+        cfg: with the keys of d2_memfit, and checked.
+        num_gpus, device, case: as for :func:`estimate_memory`.
+
+    Attributes:
+        training: timeline of an iteration of two micro-batches, unless it has only one; gradients
+            of the first are there in the second, and more would need no more.
+        evaluation: timeline of one image, or None.
+    """
+
+    def __init__(self, cfg: CfgNode, num_gpus: int, device: DeviceModel, case: WorstCase) -> None:
+        self.cfg = cfg
+        self.num_gpus = num_gpus
+        self.device = device
+        self.case = case
+        self._expandable_segments = cfg.MEMFIT.BUDGET_GB is not None
+        micro_batches = [
+            training_batch(cfg, case, num_images) for num_images in self.micro_batch_sizes()[:2]
+        ]
+        with _explained():
+            self.training = job.train(cfg, micro_batches, num_gpus, device.is_gpu)
+            self.evaluation = None
+            if cfg.DATASETS.TEST:
+                batch = evaluation_batch(cfg, case)
+                self.evaluation = job.evaluate(cfg, batch, num_gpus, device.is_gpu)
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Images of each forward of an iteration, on each rank."""
+        images = self.cfg.SOLVER.IMS_PER_BATCH // self.num_gpus
+        steps = self.cfg.SOLVER.ACCUMULATION_STEPS
+        size = self.cfg.MEMFIT.MICRO_BATCH
+        if size is None:
+            return [images] * steps
+        full, rest = divmod(images * steps, size)
+        return [size] * full + [rest] * (rest > 0)
+
+    def fits(self, limit_bytes: int) -> bool:
+        """Whether it runs where the process can take no more of the device, context included."""
+        try:
+            self._uses(limit_bytes)
+        except DoesNotFit:
+            return False
+        return True
+
+    def seconds(self) -> float:
+        """Of an iteration, at least; to be compared with others on the same device."""
+        sizes = self.micro_batch_sizes()
+        return self.device.seconds(self.training) * sum(sizes) / sum(sizes[:2])
+
+    def estimate(self) -> MemoryEstimate:
+        uses = self._uses()
+        sizes = self.micro_batch_sizes()
+        return MemoryEstimate(
+            device=self.device.description,
+            num_gpus=self.num_gpus,
+            images_per_gpu=self.cfg.SOLVER.IMS_PER_BATCH // self.num_gpus,
+            images_per_micro_batch=sizes[0],
+            accumulation_steps=self.cfg.SOLVER.ACCUMULATION_STEPS,
+            image_size=self.case.image_sizes[0],
+            num_instances=self.case.num_instances,
+            assumptions=self.case.assumptions,
+            peak_allocated_gb=uses[0].allocated_bytes / _GB,
+            peak_reserved_gb=uses[0].reserved_bytes / _GB,
+            device_total_gb=max(use.total_bytes for use in uses) / _GB,
+            evaluation_gb=uses[1].allocated_bytes / _GB if uses[1:] else None,
+            breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
+            seconds_per_iteration=self.seconds(),
+        )
+
+    def _uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
+        timelines = [t for t in (self.training, self.evaluation) if t is not None]
+        return [self.device.use(t, limit_bytes, self._expandable_segments) for t in timelines]
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Make one line of what a model raises that cannot be built from a config, or cannot run."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as e:
+        where = traceback.extract_tb(e.__traceback__)[-1]
+        raise ConfigError(
+            f"the model of this config does not run ({type(e).__name__}: {error_line(e)}, in "
+            f"{Path(where.filename).name}:{where.lineno})"
+        ) from e

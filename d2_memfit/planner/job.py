@@ -1,0 +1,166 @@
+"""What a job does that needs memory, as a dry run: a training step, an image's evaluation."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Callable
+
+import torch
+from detectron2 import layers
+from detectron2.config import CfgNode
+from detectron2.layers import mask_ops
+from detectron2.modeling import build_model
+from detectron2.solver import build_optimizer
+from detectron2.structures import Boxes
+from detectron2.utils.events import EventStorage
+from torch import nn
+from torch.optim import Optimizer
+
+from ..precision import Precision
+from ..techniques import apply_techniques, ready_to_evaluate
+from ..techniques.modules import replaced_functions
+from .dry_run import DryRun, WithoutValues, make_hollow
+from .matching import fast_matching
+from .timeline import Timeline
+from .worst_case import worst_detections, worst_proposals
+
+__all__ = ["evaluate", "train"]
+
+Batch = list[dict[str, Any]]
+
+
+def train(
+    cfg: CfgNode, micro_batches: Sequence[Batch], num_gpus: int = 1, like_gpu: bool = True
+) -> Timeline:
+    """A dry run of an iteration, which finds the optimizer's states and DDP's buckets there.
+
+    Args:
+        micro_batches: those of one iteration.
+        num_gpus: ranks that train together.
+        like_gpu: whether what depends on the device is as on a GPU, or else as on a CPU.
+    """
+    precision = Precision.from_cfg(_on_cpu(cfg))
+    num_images = sum(map(len, micro_batches))
+    with _job(cfg, micro_batches, num_gpus, like_gpu) as (run, model, optimizer):
+        optimizer.zero_grad(set_to_none=True)
+        for batch in micro_batches:
+            run.phase = "forward"
+            with worst_proposals(model, cfg, batch), precision.autocast():
+                losses = model(batch)
+                loss = losses if isinstance(losses, torch.Tensor) else sum(losses.values())
+            del losses
+            run.phase = "backward"
+            precision.backward(loss * (len(batch) / num_images))
+            del loss
+        run.phase = "optimizer"
+        precision.step(optimizer)
+    return run.timeline
+
+
+def evaluate(cfg: CfgNode, batch: Batch, num_gpus: int = 1, like_gpu: bool = True) -> Timeline:
+    """A dry run of an evaluation between two iterations of training."""
+    paste = {"paste_masks_in_image": _paste_like_gpu} if like_gpu else {}
+    with _job(cfg, batch, num_gpus, like_gpu) as (run, model, _):
+        run.phase = "evaluation"
+        model.eval()
+        with torch.no_grad(), ExitStack() as stack:
+            stack.enter_context(ready_to_evaluate(model, cfg))
+            stack.enter_context(worst_proposals(model, cfg, batch))
+            stack.enter_context(worst_detections(model))
+            stack.enter_context(replaced_functions([layers, mask_ops], paste))
+            model(batch)
+    return run.timeline
+
+
+@contextmanager
+def _job(
+    cfg: CfgNode, inputs: Any, num_gpus: int, like_gpu: bool
+) -> Iterator[tuple[DryRun, nn.Module, Optimizer]]:
+    """A job after its first iteration, gradients included."""
+    cfg = _on_cpu(cfg)
+    is_sharded = cfg.MEMFIT.OPTIMIZER.ZERO
+    cfg.MEMFIT.OPTIMIZER.ZERO = False
+    with torch.random.fork_rng(devices=[]), EventStorage():
+        torch.manual_seed(0)
+        with WithoutValues():
+            model = apply_techniques("model", build_model(cfg), cfg)
+            optimizer = apply_techniques("optimizer", build_optimizer(cfg, model), cfg)
+        if is_sharded:
+            _keep_share(optimizer, num_gpus)
+        if like_gpu:
+            _use_foreach(optimizer)
+        with DryRun(model, optimizer, inputs) as run:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            if num_gpus > 1:
+                buckets = make_hollow(torch.empty(sum(map(torch.numel, trained))))
+                run.own("DDP buckets", buckets)
+                if cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW:
+                    _keep_gradients_in(buckets, trained)
+            for p in trained:
+                if p.grad is None:
+                    p.grad = make_hollow(torch.zeros_like(p))
+                    run.own("gradients", p.grad)
+            optimizer.step()
+            with fast_matching(model, run):
+                yield run, model, optimizer
+
+
+def _on_cpu(cfg: CfgNode) -> CfgNode:
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.DEVICE = "cpu"
+    return cfg
+
+
+def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:
+    """Leave only the parameters of one rank, as ``ZeroRedundancyOptimizer`` deals them out: the
+    largest first, each to the rank that has the least.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    shares: list[list] = [[] for _ in range(num_ranks)]
+    for p in sorted(parameters, key=torch.numel, reverse=True):
+        min(shares, key=lambda share: sum(map(torch.numel, share))).append(p)
+    kept = {id(p) for p in max(shares, key=lambda share: sum(map(torch.numel, share)))}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in kept]
+
+
+def _use_foreach(optimizer: Optimizer) -> None:
+    """PyTorch's choice for parameters on a GPU."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def _keep_gradients_in(buckets: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+    """As DDP does it with ``gradient_as_bucket_view``."""
+    for p, view in zip(parameters, buckets.split([p.numel() for p in parameters])):
+        p.grad = view.view_as(p)
+        p.register_post_accumulate_grad_hook(partial(_move_gradient, view=p.grad))
+
+
+def _move_gradient(parameter: nn.Parameter, view: torch.Tensor) -> None:
+    if parameter.grad is not view:
+        parameter.grad = view.copy_(parameter.grad)
+
+
+def _paste_like_gpu(_: Callable) -> Callable:
+    """In place of Detectron2's ``paste_masks_in_image``, whose path depends on the device."""
+
+    def paste_masks_in_image(
+        masks: torch.Tensor, boxes: Any, image_shape: tuple[int, int], threshold: float = 0.5
+    ) -> torch.Tensor:
+        boxes = boxes.tensor if isinstance(boxes, Boxes) else boxes
+        num, (height, width) = len(masks), image_shape
+        result = torch.zeros(num, height, width, dtype=torch.bool)
+        bytes_of_all = num * height * width * mask_ops.BYTES_PER_FLOAT
+        num_chunks = math.ceil(bytes_of_all / mask_ops.GPU_MEM_LIMIT)
+        for chunk in torch.arange(num).chunk(max(num_chunks, 1)):
+            pasted, _ = mask_ops._do_paste_mask(
+                masks[chunk, None], boxes[chunk], height, width, skip_empty=False
+            )
+            result[chunk] = pasted >= threshold
+        return result
+
+    return paste_masks_in_image

@@ -1,0 +1,87 @@
+"""What a job allocates and frees, in order."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Union
+
+import torch
+
+__all__ = ["Allocate", "Allocation", "Convolution", "Event", "Free", "Timeline"]
+
+
+@dataclass(eq=False)
+class Allocation:
+    """Memory that was allocated at once.
+
+    Attributes:
+        owner: as in :class:`~d2_memfit.memory.OwnerMeter`.
+        phase: of the job, in which it was allocated, such as "forward".
+    """
+
+    num_bytes: int
+    owner: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One that runs, with what a library's choice of an algorithm for it depends on.
+
+    Attributes:
+        direction: "forward", or in the backward the gradient of "data" or of the "filter".
+        input: [N, channels, H, W].
+        weight: [output channels, input channels / groups, height, width].
+    """
+
+    direction: str
+    input: torch.Size
+    weight: torch.Size
+    output: torch.Size
+    stride: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype
+    phase: str
+
+
+@dataclass(frozen=True)
+class Allocate:
+    allocation: Allocation
+
+
+@dataclass(frozen=True)
+class Free:
+    allocation: Allocation
+
+
+Event = Union[Allocate, Free, Convolution]
+
+
+@dataclass
+class Timeline:
+    """
+    Attributes:
+        events: in the order in which they happen. A convolution comes after what it allocates.
+        flops: floating-point operations of convolutions and products of matrices, by the name of
+            their number format.
+        bytes_moved: read and written by all operators.
+        num_operators: that were called.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    flops: Counter = field(default_factory=Counter)
+    bytes_moved: int = 0
+    num_operators: int = 0
+
+    def peak(self) -> Counter:
+        """Bytes by owner at the time when most is alive."""
+        live: Counter = Counter()
+        most, total, peak = 0, 0, Counter()
+        for event in self.events:
+            if isinstance(event, Convolution):
+                continue
+            sign = 1 if isinstance(event, Allocate) else -1
+            live[event.allocation.owner] += sign * event.allocation.num_bytes
+            total += sign * event.allocation.num_bytes
+            if total > most:
+                most, peak = total, +live
+        return peak

@@ -1,0 +1,55 @@
+"""What a convolution takes beside its input, weight and result, while it runs."""
+
+import math
+from typing import Callable
+
+from .timeline import Convolution
+
+__all__ = ["WORKSPACES"]
+
+
+def _none(c: Convolution) -> int:
+    return 0
+
+
+def _layout(c: Convolution) -> int:
+    """Copies of input, weight and result in another order (channels last, or blocked), as kernels
+    for tensor cores and oneDNN want them.
+    """
+    sizes = sum(math.prod(shape) for shape in (c.input, c.weight, c.output))
+    return sizes * c.dtype.itemsize
+
+
+def _fft_or_winograd(c: Convolution) -> int:
+    """What cuDNN 7 takes where it works on transformed tiles, without tensor cores.
+
+    By Fourier transforms where the filter's are not larger than the data's and offsets in both fit
+    into 32 bits; else by Winograd's where the filter is 3 x 3; else, in place.
+
+    Sources: cuDNN's manual on CUDNN_CONVOLUTION_FWD_ALGO_FFT_TILING, whose tiles are 32 x 32;
+    Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv:1509.09308.
+    """
+    is_dense = len(c.weight) == 4 and set(c.stride) == {1} and c.groups == 1
+    if not is_dense:
+        return 0
+    channels_out, channels_in, *kernel = c.weight
+    num_images, _, *size = c.output
+    # Real transforms of 32 x 32 tiles: 32 x 17 complex numbers of 8 bytes.
+    tiles = num_images * math.prod(math.ceil(s / (33 - k)) for s, k in zip(size, kernel))
+    data = tiles * (channels_in + channels_out) * 32 * 17 * 8
+    filters = channels_in * channels_out * 32 * 17 * 8
+    if filters <= data <= 2**31:
+        return data + filters
+    if kernel != [3, 3]:
+        return 0
+    # Tiles of 6 x 6 for each 4 x 4 results.
+    tiles = num_images * math.prod(math.ceil(s / 4) for s in size)
+    return 36 * 4 * (tiles * (channels_in + channels_out) + channels_in * channels_out)
+
+
+# By the name that a device's file gives.
+WORKSPACES: dict[str, Callable[[Convolution], int]] = {
+    "none": _none,
+    "layout": _layout,
+    "fft_or_winograd": _fft_or_winograd,
+}

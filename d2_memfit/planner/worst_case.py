@@ -1,0 +1,285 @@
+"""The batch that needs the most memory of all that a config can produce."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.transforms import ResizeShortestEdge
+from detectron2.structures import BitMasks, Boxes, Instances, Keypoints, PolygonMasks
+from detectron2.utils.file_io import PathManager
+from torch import nn
+
+from ..errors import ConfigError
+from ..techniques.modules import replaced_functions, source_files
+
+__all__ = [
+    "WorstCase",
+    "evaluation_batch",
+    "training_batch",
+    "worst_case",
+    "worst_detections",
+    "worst_proposals",
+]
+
+# Where no dataset is there to count them: the most crowded image of COCO's training set has 93.
+_DEFAULT_INSTANCES = 100
+
+Size = tuple[int, int]  # height and width in pixels
+
+
+@dataclass(frozen=True)
+class WorstCase:
+    """What the largest batch is made of.
+
+    Attributes:
+        image_sizes: heights and widths in pixels of a batch's images, in turn; Detectron2 pads all
+            to the largest height and width.
+        num_instances: annotated objects in each image.
+        test_size: that of the largest image in evaluation.
+        original_size: to which its results are brought, masks included.
+        assumptions: what is not known, and what is taken instead; a line each.
+    """
+
+    image_sizes: tuple[Size, ...]
+    num_instances: int
+    test_size: Size
+    original_size: Size
+    assumptions: tuple[str, ...] = ()
+
+
+def worst_case(cfg: CfgNode) -> WorstCase:
+    """Find it from INPUT, DATALOADER, and the datasets where they are registered and present.
+
+    Of augmentations it knows those that Detectron2's ``DatasetMapper`` makes of a config.
+
+    Raises:
+        ConfigError: images keep their size, and no dataset says how large they are.
+    """
+    assumptions = []
+    train, test = _facts(cfg.DATASETS.TRAIN), _facts(cfg.DATASETS.TEST)
+    if train is None:
+        assumptions.append(
+            f"DATASETS.TRAIN {tuple(cfg.DATASETS.TRAIN)} cannot be read: images of any shape, with "
+            f"{_DEFAULT_INSTANCES} instances each"
+        )
+    if test is None:
+        assumptions.append(
+            f"DATASETS.TEST {tuple(cfg.DATASETS.TEST)} cannot be read: images of "
+            "any shape, whose results stay at the size of the network's input"
+        )
+    short, long = max(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MAX_SIZE_TRAIN
+    if train:
+        crops = [crop for size in train.sizes for crop in _crops(cfg, size)]
+        sizes = {_resized(size, short, long) for size in crops}
+    elif cfg.INPUT.CROP.ENABLED and cfg.INPUT.CROP.TYPE.startswith("absolute"):
+        sizes = {_resized(crop, short, long) for crop in _crops(cfg, (10**6, 10**6))}
+    else:
+        sizes = _any_shape("INPUT.MIN_SIZE_TRAIN", short, long)
+    if cfg.DATALOADER.ASPECT_RATIO_GROUPING:
+        image_sizes = (max(sizes, key=_padded_area),)
+    else:  # the highest and the widest image may meet
+        image_sizes = (max(sizes), max(sizes, key=lambda size: size[::-1]))
+    short, long = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
+    if test:
+        test_sizes = {_resized(size, short, long) for size in test.sizes}
+    else:
+        test_sizes = _any_shape("INPUT.MIN_SIZE_TEST", short, long)
+    test_size = max(test_sizes, key=_padded_area)
+    return WorstCase(
+        image_sizes,
+        train.num_instances if train else _DEFAULT_INSTANCES,
+        test_size,
+        max(test.sizes, key=math.prod) if test else test_size,
+        tuple(assumptions),
+    )
+
+
+@dataclass(frozen=True)
+class _Facts:
+    sizes: frozenset[Size]
+    num_instances: int  # in the most crowded image
+
+
+def _facts(names: Sequence[str]) -> Optional[_Facts]:
+    """None where one of the datasets is not there, or does not say how large its images are."""
+    sizes, num_instances = set(), 0
+    for name in names:
+        if name not in DatasetCatalog:
+            return None
+        json_file = MetadataCatalog.get(name).get("json_file")
+        if json_file and not PathManager.isfile(json_file):
+            return None
+        try:
+            dicts = DatasetCatalog.get(name)
+        except (OSError, ImportError):  # built-in ones whose files or packages are missing
+            return None
+        for d in dicts:
+            if "height" not in d or "width" not in d:
+                return None
+            sizes.add((d["height"], d["width"]))
+            objects = [a for a in d.get("annotations", []) if not a.get("iscrowd", 0)]
+            num_instances = max(num_instances, len(objects))
+    return _Facts(frozenset(sizes), max(num_instances, 1)) if sizes else None
+
+
+def _crops(cfg: CfgNode, size: Size) -> list[Size]:
+    """The most different shapes that INPUT.CROP makes of an image; resizing comes after it."""
+    if not cfg.INPUT.CROP.ENABLED:
+        return [size]
+    (height, width), (first, second) = size, cfg.INPUT.CROP.SIZE
+    if cfg.INPUT.CROP.TYPE == "absolute":
+        return [(min(height, first), min(width, second))]
+    if cfg.INPUT.CROP.TYPE == "absolute_range":
+        heights, widths = ({min(x, first), min(x, second)} for x in size)
+    elif cfg.INPUT.CROP.TYPE == "relative":
+        return [(int(height * first + 0.5), int(width * second + 0.5))]
+    else:
+        heights, widths = {int(height * first + 0.5), height}, {int(width * second + 0.5), width}
+    return [(h, w) for h in heights for w in widths]
+
+
+def _resized(size: Size, short: int, long: int) -> Size:
+    if short == 0:
+        return size
+    return ResizeShortestEdge.get_output_shape(*size, short, long)
+
+
+def _any_shape(key: str, short: int, long: int) -> set[Size]:
+    if short == 0:
+        raise ConfigError(
+            f"{key} 0 leaves images in their own sizes, and the dataset that would say what they "
+            "are cannot be read"
+        )
+    short = min(short, long)
+    return {(short, long), (long, short)}
+
+
+def _padded_area(size: Size) -> int:
+    return math.prod(-(-length // 32) * 32 for length in size)
+
+
+def training_batch(cfg: CfgNode, case: WorstCase, num_images: int) -> list[dict[str, Any]]:
+    """Dataset dicts of Detectron2's format, with all that its models ask of one."""
+    sizes = [case.image_sizes[i % len(case.image_sizes)] for i in range(num_images)]
+    topk = cfg.DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TRAIN
+    return [_image(cfg, size, case.num_instances, i, topk) for i, size in enumerate(sizes)]
+
+
+def evaluation_batch(cfg: CfgNode, case: WorstCase) -> list[dict[str, Any]]:
+    image = _image(cfg, case.test_size, 0, 0, cfg.DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TEST)
+    image["height"], image["width"] = case.original_size
+    return [image]
+
+
+def _image(
+    cfg: CfgNode, size: Size, num_instances: int, seed: int, num_proposals: int
+) -> dict[str, Any]:
+    height, width = size
+    boxes = _boxes(num_instances, size, seed)
+    image: dict[str, Any] = {
+        "image": torch.empty(3, height, width, dtype=torch.uint8),
+        "height": height,
+        "width": width,
+        "file_name": f"worst_case_{seed}",
+        "image_id": seed,
+    }
+    instances = Instances(size)
+    instances.gt_boxes = Boxes(boxes)
+    instances.gt_classes = torch.zeros(num_instances, dtype=torch.int64)
+    if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask":
+        instances.gt_masks = BitMasks(torch.empty(num_instances, height, width, dtype=torch.bool))
+    elif cfg.MODEL.MASK_ON:
+        corners = boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].double().numpy()
+        instances.gt_masks = PolygonMasks([[polygon] for polygon in corners])
+    if cfg.MODEL.KEYPOINT_ON:
+        keypoints = torch.full((num_instances, cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS, 3), 2.0)
+        keypoints[..., :2] = Boxes(boxes).get_centers()[:, None]
+        instances.gt_keypoints = Keypoints(keypoints)
+    if cfg.MODEL.META_ARCHITECTURE in ("PanopticFPN", "SemanticSegmentor"):
+        image["sem_seg"] = torch.zeros(height, width, dtype=torch.int64)
+    if cfg.MODEL.LOAD_PROPOSALS:
+        image["proposals"] = _proposals(boxes, size, num_proposals)
+    if num_instances:
+        image["instances"] = instances
+    return image
+
+
+def _boxes(num: int, size: Size, seed: int) -> torch.Tensor:
+    """Boxes [num, 4] of all sizes, anywhere in an image."""
+    generator = torch.Generator().manual_seed(seed)
+    extent = torch.tensor([size[1], size[0]], dtype=torch.float32)
+    corner, length = torch.rand(2, num, 2, generator=generator)
+    corner, length = corner * 0.8 * extent, (length * 0.18 + 0.02) * extent
+    return torch.cat([corner, corner + length], dim=1)
+
+
+def _proposals(boxes: torch.Tensor, size: Size, num: int) -> Instances:
+    """Half of them lie on the objects, so that they fill the quota of foreground."""
+    foreground = boxes.repeat(num // max(len(boxes), 1), 1)[: num // 2]
+    background = _boxes(num - len(foreground), size, seed=0)
+    proposals = Instances(size)
+    proposals.proposal_boxes = Boxes(torch.cat([foreground, background]))
+    proposals.objectness_logits = torch.zeros(num)
+    return proposals
+
+
+@contextmanager
+def worst_proposals(model: nn.Module, cfg: CfgNode, batch: list[dict[str, Any]]) -> Iterator[None]:
+    """While open, the proposal network of a model with ROI heads finds as many proposals as the
+    config allows, and half of them on objects.
+    """
+    generator = getattr(model, "proposal_generator", None)
+    if generator is None or not hasattr(model, "roi_heads"):
+        yield
+        return
+
+    def replace(module: nn.Module, args: tuple, output: tuple) -> tuple:
+        rpn = cfg.MODEL.RPN
+        num = rpn.POST_NMS_TOPK_TRAIN if module.training else rpn.POST_NMS_TOPK_TEST
+        proposals = []
+        for image in batch:
+            size = tuple(image["image"].shape[1:])
+            instances = image.get("instances", Instances(size, gt_boxes=Boxes(torch.empty(0, 4))))
+            proposals.append(_proposals(instances.gt_boxes.tensor, size, num))
+        return proposals, output[1]
+
+    hook = generator.register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def worst_detections(model: nn.Module) -> Iterator[None]:
+    """While open, ROI heads detect as many objects as they may, each as large as the image."""
+    files = source_files(model.modules())
+    with replaced_functions(files, {"fast_rcnn_inference": lambda _: _most_detections}):
+        yield
+
+
+def _most_detections(
+    boxes: tuple,
+    scores: tuple,
+    image_shapes: list,
+    score_thresh: float,
+    nms_thresh: float,
+    topk: int,
+) -> tuple[list[Instances], list[torch.Tensor]]:
+    """In place of Detectron2's ``fast_rcnn_inference``."""
+    results, kept = [], []
+    for scores_of_image, size in zip(scores, image_shapes):
+        num = min(topk, len(scores_of_image))
+        result = Instances(size)
+        whole = torch.tensor([0.0, 0.0, size[1], size[0]])
+        result.pred_boxes = Boxes(whole.repeat(num, 1))
+        result.scores = scores_of_image[:num, 0]
+        result.pred_classes = torch.zeros(num, dtype=torch.int64)
+        results.append(result)
+        kept.append(torch.arange(num))
+    return results, kept

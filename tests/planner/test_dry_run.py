@@ -1,0 +1,146 @@
+"""A dry run against the same step really computed."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from detectron2 import model_zoo
+
+from d2_memfit.config import load_cfg
+from d2_memfit.memory import process_memory
+from d2_memfit.planner import job
+from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_hollow, make_hollow
+from d2_memfit.planner.worst_case import WorstCase, evaluation_batch, training_batch
+
+CASE = WorstCase(((160, 224), (192, 160)), 7, (160, 224), (300, 400))
+
+# Real models at their full width, with images and numbers of proposals that can be computed.
+SMALL = [
+    *("MODEL.DEVICE", "cpu", "MODEL.PIXEL_STD", [300.0, 300.0, 300.0]),
+    *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 24, "TEST.DETECTIONS_PER_IMAGE", 5),
+    *("MODEL.RPN.POST_NMS_TOPK_TRAIN", 60, "MODEL.RPN.POST_NMS_TOPK_TEST", 20),
+]
+AMP = ["SOLVER.AMP.ENABLED", True, "MEMFIT.AMP_DTYPE", "bfloat16"]
+MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
+
+JOBS = {
+    "faster C4": ("COCO-Detection/faster_rcnn_R_50_C4_1x.yaml", []),
+    "faster DC5": ("COCO-Detection/faster_rcnn_R_50_DC5_1x.yaml", []),
+    "faster FPN": ("COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml", []),
+    "mask FPN": (MASK, []),
+    "mask FPN, bit masks": (MASK, ["INPUT.MASK_FORMAT", "bitmask"]),
+    "keypoint": ("COCO-Keypoints/keypoint_rcnn_R_50_FPN_1x.yaml", []),
+    "cascade": ("Misc/cascade_mask_rcnn_R_50_FPN_1x.yaml", []),
+    "retinanet": ("COCO-Detection/retinanet_R_50_FPN_1x.yaml", []),
+    "rpn": ("COCO-Detection/rpn_R_50_FPN_1x.yaml", []),
+    "fast, proposals given": ("COCO-Detection/fast_rcnn_R_50_FPN_1x.yaml", []),
+    "panoptic": ("COCO-PanopticSegmentation/panoptic_fpn_R_50_1x.yaml", []),
+    "semantic": (
+        "COCO-PanopticSegmentation/panoptic_fpn_R_50_1x.yaml",
+        ["MODEL.META_ARCHITECTURE", "SemanticSegmentor"],
+    ),
+    "GN": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", []),
+    "BN": (MASK, ["MODEL.RESNETS.NORM", "BN", "MODEL.BACKBONE.FREEZE_AT", 0]),
+    "SyncBN": (MASK, ["MODEL.RESNETS.NORM", "SyncBN", "MODEL.FPN.NORM", "SyncBN"]),
+    "clipping": (MASK, ["SOLVER.CLIP_GRADIENTS.ENABLED", True]),
+    "bfloat16": (MASK, AMP),
+    "micro-batches": (MASK, ["MEMFIT.MICRO_BATCH", 1]),
+    "checkpointing": (MASK, ["MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"]]),
+    "offload": (MASK, ["MEMFIT.OFFLOAD.MODULES", ["backbone"]]),
+    "chunked heads": (MASK, ["MEMFIT.HEADS.CHUNK_SIZE", 4]),
+    "chunked matching": (MASK, ["MEMFIT.MATCHING.CHUNK_SIZE", 64]),
+    "all together": (
+        MASK,
+        [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"], "MEMFIT.HEADS.CHUNK_SIZE", 4],
+    ),
+}
+
+
+def make_cfg(name):
+    file, opts = JOBS[name]
+    return load_cfg(model_zoo.get_config_file(file), [*SMALL, *opts])
+
+
+def train(cfg):
+    if cfg.MEMFIT.MICRO_BATCH:
+        batches = [training_batch(cfg, CASE, 1)] * 2
+    else:
+        batches = [training_batch(cfg, CASE, 2)]
+    return job.train(cfg, batches, num_gpus=2)
+
+
+@pytest.fixture
+def computing(monkeypatch):
+    """Makes a job compute all that it does not, without changing what is counted."""
+
+    def compute():
+        monkeypatch.setattr(job, "WithoutValues", nullcontext)
+        monkeypatch.setattr(DryRun, "_call", lambda self, func, args, kwargs: func(*args, **kwargs))
+
+    return compute
+
+
+def owners_of(timeline):
+    return {owner: size for owner, size in timeline.peak().items() if size}
+
+
+# The others take a minute or two, and are run before a release: pytest -m exhaustive.
+_QUICK = ("faster C4", "mask FPN", "retinanet", "panoptic", "all together")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in _QUICK else pytest.param(n, marks=pytest.mark.exhaustive) for n in JOBS]
+)
+def test_a_step_has_the_memory_of_one_that_is_computed(name, computing):
+    cfg = make_cfg(name)
+    dry = train(cfg)
+    computing()
+    computed = train(cfg)
+    peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
+    assert peak == pytest.approx(expected, rel=0.001)
+    assert dry.flops == computed.flops
+    for owner, size in owners_of(computed).items():
+        assert owners_of(dry).get(owner, 0) == pytest.approx(size, rel=0.01, abs=2**16)
+
+
+@pytest.mark.parametrize("name", ["mask FPN", "panoptic"])
+def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
+    cfg = make_cfg(name)
+    batch = evaluation_batch(cfg, CASE)
+    dry = job.evaluate(cfg, batch)
+    computing()
+    computed = job.evaluate(cfg, batch)
+    assert sum(dry.peak().values()) == pytest.approx(sum(computed.peak().values()), rel=0.001)
+
+
+def test_nothing_large_is_computed_or_touched():
+    cfg = load_cfg(model_zoo.get_config_file(MASK))
+    case = WorstCase(((800, 1333),), 20, (800, 1333), (800, 1333))
+    before = process_memory().peak_resident_bytes
+    timeline = job.train(cfg, [training_batch(cfg, case, 4)])
+    assert sum(timeline.peak().values()) > 4 * 2**30
+    assert process_memory().peak_resident_bytes < before + 1.5 * 2**30
+
+
+def test_what_is_made_of_hollow_tensors_is_hollow_if_it_is_large():
+    weight = make_hollow(torch.ones(1000, 1000))
+    with WithoutValues():
+        product = torch.ones(1000, 1000) @ weight
+        assert is_hollow(product)
+        assert product.shape == (1000, 1000)
+        assert torch.equal(product[:2].clone(), torch.zeros(2, 1000))  # small: zeros
+        assert is_hollow(product.t())
+        assert is_hollow(product.relu_())
+        assert product.isfinite().all()
+        assert product[torch.ones(1000, dtype=torch.bool)].shape == (1000, 1000)
+        assert not is_hollow(torch.arange(10**6).float() * 2)  # nothing hollow went in
+        assert len(product.gt(0).nonzero()) == 0  # of unknown values, none counts
+
+
+def test_an_operator_without_a_meta_kernel_computes_with_zeros():
+    @torch.library.custom_op("d2_memfit_test::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with WithoutValues():
+        assert torch.equal(double(make_hollow(torch.ones(2**20))), torch.zeros(2**20))
