@@ -75,6 +75,16 @@ _C.MEMFIT.MONITOR.SNAPSHOT_ITER = None
 _C.MEMFIT.MONITOR.SNAPSHOT_ON_OOM = False
 
 
+_C.MEMFIT.PLAN = CN()
+# Whether fit_config, and with it tools/train_net.py, plans before training so that the job fits
+# BUDGET_GB.
+_C.MEMFIT.PLAN.ENABLED = False
+# Share of the budget that a plan leaves free, for what no estimate knows.
+_C.MEMFIT.PLAN.MARGIN = 0.1
+# Tiers of techniques that a plan may use: "exact", "precision", "recipe".
+_C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
+
+
 def add_memfit_config(cfg: CN) -> None:
     """Add the keys of d2_memfit to a Detectron2 config. Those it has already keep their values."""
     _add_missing(cfg, _defaults())

@@ -1,7 +1,7 @@
 """From a timeline of tensors to what a device needs, and how long it takes."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -12,7 +12,7 @@ from ..checks import near
 from ..errors import ConfigError
 from ..memory import process_memory
 from .allocators import CachingAllocator, PageAllocator
-from .timeline import Allocate, Allocation, Convolution, Free, Timeline
+from .timeline import Allocate, Allocation, Convolution, Free, Timeline, Work
 from .workspaces import WORKSPACES
 
 __all__ = ["DeviceModel", "DeviceUse", "device_names"]
@@ -51,7 +51,8 @@ class DeviceModel:
         foreach: whether the optimizer steps on all parameters at once, unless told otherwise.
         cublas_workspace_mb: for products of matrices, kept by the allocator.
         other_tensors_mb: that no dry run sees.
-        context_mb: what the process takes before its first tensor; None is what this process does.
+        context_mb: what the process takes before its first tensor; in a file, null is what the
+            process takes that reads it.
         flops_per_s: by number format.
         bytes_per_s: of the memory.
         seconds_per_operator: that a call takes at least.
@@ -66,7 +67,7 @@ class DeviceModel:
     foreach: bool
     cublas_workspace_mb: float
     other_tensors_mb: float
-    context_mb: Optional[float]
+    context_mb: float
     flops_per_s: dict[str, float]
     bytes_per_s: float
     seconds_per_operator: float
@@ -100,6 +101,8 @@ class DeviceModel:
                 f"{path}: convolution_workspace must be one of {', '.join(WORKSPACES)}, got "
                 f"{device.convolution_workspace!r}"
             )
+        if device.context_mb is None:
+            device = replace(device, context_mb=process_memory().data_bytes / _MB)
         return device
 
     @classmethod
@@ -134,7 +137,7 @@ class DeviceModel:
         Raises:
             DoesNotFit: it is more than the limit.
         """
-        context = self.context_bytes()
+        context = int(self.context_mb * _MB)
         limit = None if limit_bytes is None else limit_bytes - context
         allocator = (
             CachingAllocator(limit, expandable_segments) if self.is_gpu else PageAllocator(limit)
@@ -164,19 +167,14 @@ class DeviceModel:
             account.peak,
         )
 
-    def context_bytes(self) -> int:
-        if self.context_mb is None:
-            return process_memory().data_bytes
-        return int(self.context_mb * _MB)
-
-    def seconds(self, timeline: Timeline) -> float:
-        """A lower bound for the time: operators one after another, each as fast as the device."""
+    def seconds(self, work: Work) -> float:
+        """Those that work takes at least: computing, moving, and starting of operators."""
         computing = sum(
             flops / self.flops_per_s.get(dtype, self.flops_per_s["float32"])
-            for dtype, flops in timeline.flops.items()
+            for dtype, flops in work.flops.items()
         )
-        moving = timeline.bytes_moved / self.bytes_per_s
-        return computing + moving + timeline.num_operators * self.seconds_per_operator
+        moving = work.bytes_moved / self.bytes_per_s
+        return computing + moving + work.num_operators * self.seconds_per_operator
 
 
 class _Account:

@@ -1,7 +1,7 @@
 """Operators at full size that allocate what they would, and compute nothing large."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -25,11 +25,8 @@ _FILLS = {
     *(aten.ones.default, aten.ones_like.default, aten.new_ones.default),
     *(aten.full.default, aten.full_like.default, aten.new_full.default),
 }
-# Their results share memory with their arguments, or arguments change their size: they cost little.
-_MOVES_NOTHING = {
-    *(aten._unsafe_view.default, aten._reshape_alias.default),
-    *(aten.resize_.default, aten.set_.source_Tensor),
-}
+# Views by another name, and what changes the size of its argument.
+_LIKE_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.resize_.default}
 
 
 class WithoutValues(TorchDispatchMode):
@@ -52,7 +49,7 @@ class DryRun(OwnerMeter):
 
     Args:
         model, optimizer: as there. The model's parameters become hollow.
-        inputs: that are on the device before the model runs, in any containers.
+        inputs: tensors that are on the device before the model runs. Large ones become hollow.
 
     Attributes:
         phase: what the job is at; for who uses it to set.
@@ -63,10 +60,11 @@ class DryRun(OwnerMeter):
         self,
         model: nn.Module,
         optimizer: Optional[torch.optim.Optimizer] = None,
-        inputs: Any = None,
+        inputs: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(model, optimizer)
         make_hollow(list(model.parameters()))
+        make_hollow([t for t in inputs if t.nbytes >= _LARGE_BYTES])
         self.phase = "setup"
         self.timeline = Timeline()
         self._inputs = inputs
@@ -99,15 +97,16 @@ class DryRun(OwnerMeter):
 
     def _note(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """What an operator does beside allocating its result."""
-        if func.is_view or func in _MOVES_NOTHING:
+        if _moves_nothing(func):
             return
         tensors = [t for t in tree_iter((args, kwargs, result)) if isinstance(t, torch.Tensor)]
-        self.timeline.num_operators += 1
-        self.timeline.bytes_moved += sum(t.nbytes for t in tensors)
+        work = self.timeline.work[self.phase]
+        work.num_operators += 1
+        work.bytes_moved += sum(t.nbytes for t in tensors)
         count_flops = flop_registry.get(func._overloadpacket)
         if count_flops is not None:
             dtype = str(tensors[0].dtype).replace("torch.", "")
-            self.timeline.flops[dtype] += count_flops(*args, **kwargs, out_val=result)
+            work.flops[dtype] += count_flops(*args, **kwargs, out_val=result)
         if func is aten.convolution.default:
             self._note_convolution("forward", args[0], args[1], result, args)
         elif func is aten.convolution_backward.default:
@@ -158,8 +157,12 @@ def is_hollow(tensors: Any) -> bool:
     return any(getattr(storage, "is_hollow", False) for storage in storages(tensors))
 
 
+def _moves_nothing(func: Any) -> bool:
+    return func.is_view or torch.Tag.inplace_view in func.tags or func in _LIKE_VIEWS
+
+
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
-    if func.is_view or func in _MOVES_NOTHING:
+    if _moves_nothing(func):
         return func(*args, **kwargs)
     if func in _RANDOM_FILLS and args[0].nbytes >= _LARGE_BYTES:
         return make_hollow(args[0])

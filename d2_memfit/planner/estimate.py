@@ -16,6 +16,7 @@ from ..memory import error_line
 from . import job
 from .allocators import DoesNotFit
 from .device_model import DeviceModel, DeviceUse
+from .timeline import Timeline
 from .worst_case import WorstCase, evaluation_batch, training_batch, worst_case
 
 __all__ = ["DryJob", "MemoryEstimate", "estimate_memory"]
@@ -99,19 +100,27 @@ class DryJob:
         evaluation: timeline of one image, or None.
     """
 
-    def __init__(self, cfg: CfgNode, num_gpus: int, device: DeviceModel, case: WorstCase) -> None:
+    def __init__(
+        self,
+        cfg: CfgNode,
+        num_gpus: int,
+        device: DeviceModel,
+        case: WorstCase,
+        evaluation: Optional[Timeline] = None,
+    ) -> None:
         self.cfg = cfg
         self.num_gpus = num_gpus
         self.device = device
         self.case = case
         self._expandable_segments = cfg.MEMFIT.BUDGET_GB is not None
-        micro_batches = [
-            training_batch(cfg, case, num_images) for num_images in self.micro_batch_sizes()[:2]
-        ]
+        sizes = self.micro_batch_sizes()
         with _explained():
-            self.training = job.train(cfg, micro_batches, num_gpus, device.is_gpu)
-            self.evaluation = None
-            if cfg.DATASETS.TEST:
+            batch = training_batch(cfg, case, sizes[0])
+            self.training = job.train(
+                cfg, [batch], num_gpus, device.is_gpu, accumulates=len(sizes) > 1
+            )
+            self.evaluation = evaluation
+            if evaluation is None and cfg.DATASETS.TEST:
                 batch = evaluation_batch(cfg, case)
                 self.evaluation = job.evaluate(cfg, batch, num_gpus, device.is_gpu)
 
@@ -133,10 +142,20 @@ class DryJob:
             return False
         return True
 
+    def training_bytes(self) -> int:
+        """That the process takes of the device in training, context included."""
+        return self._uses()[0].total_bytes
+
+    def total_bytes(self) -> int:
+        """The same with the evaluations between."""
+        return max(use.total_bytes for use in self._uses())
+
     def seconds(self) -> float:
         """Of an iteration, at least; to be compared with others on the same device."""
         sizes = self.micro_batch_sizes()
-        return self.device.seconds(self.training) * sum(sizes) / sum(sizes[:2])
+        work = self.training.work
+        of_largest = self.device.seconds(work["forward"]) + self.device.seconds(work["backward"])
+        return of_largest * sum(sizes) / sizes[0] + self.device.seconds(work["optimizer"])
 
     def estimate(self) -> MemoryEstimate:
         uses = self._uses()
@@ -152,7 +171,7 @@ class DryJob:
             assumptions=self.case.assumptions,
             peak_allocated_gb=uses[0].allocated_bytes / _GB,
             peak_reserved_gb=uses[0].reserved_bytes / _GB,
-            device_total_gb=max(use.total_bytes for use in uses) / _GB,
+            device_total_gb=self.total_bytes() / _GB,
             evaluation_gb=uses[1].allocated_bytes / _GB if uses[1:] else None,
             breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
             seconds_per_iteration=self.seconds(),

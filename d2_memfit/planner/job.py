@@ -23,15 +23,19 @@ from ..techniques.modules import replaced_functions
 from .dry_run import DryRun, WithoutValues, make_hollow
 from .matching import fast_matching
 from .timeline import Timeline
-from .worst_case import worst_detections, worst_proposals
+from .worst_case import tensors_of, worst_detections, worst_proposals
 
-__all__ = ["evaluate", "train"]
+__all__ = ["build", "evaluate", "train"]
 
 Batch = list[dict[str, Any]]
 
 
 def train(
-    cfg: CfgNode, micro_batches: Sequence[Batch], num_gpus: int = 1, like_gpu: bool = True
+    cfg: CfgNode,
+    micro_batches: Sequence[Batch],
+    num_gpus: int = 1,
+    like_gpu: bool = True,
+    accumulates: bool = False,
 ) -> Timeline:
     """A dry run of an iteration, which finds the optimizer's states and DDP's buckets there.
 
@@ -39,11 +43,14 @@ def train(
         micro_batches: those of one iteration.
         num_gpus: ranks that train together.
         like_gpu: whether what depends on the device is as on a GPU, or else as on a CPU.
+        accumulates: whether gradients of earlier micro-batches are there.
     """
     precision = Precision.from_cfg(_on_cpu(cfg))
     num_images = sum(map(len, micro_batches))
-    with _job(cfg, micro_batches, num_gpus, like_gpu) as (run, model, optimizer):
-        optimizer.zero_grad(set_to_none=True)
+    inputs = [image for batch in micro_batches for image in batch]
+    with _job(cfg, inputs, num_gpus, like_gpu) as (run, model, optimizer):
+        if not accumulates:
+            optimizer.zero_grad(set_to_none=True)
         for batch in micro_batches:
             run.phase = "forward"
             with worst_proposals(model, cfg, batch), precision.autocast():
@@ -73,24 +80,33 @@ def evaluate(cfg: CfgNode, batch: Batch, num_gpus: int = 1, like_gpu: bool = Tru
     return run.timeline
 
 
+def build(cfg: CfgNode) -> tuple[nn.Module, Optimizer]:
+    """Model and optimizer with the config's techniques, on the CPU and without values.
+
+    Raises:
+        ConfigError: a technique does not go with them.
+    """
+    on_cpu = _on_cpu(cfg)
+    without_zero = _with(cfg, "MEMFIT.OPTIMIZER.ZERO", False)  # it needs other ranks
+    with WithoutValues():
+        model = apply_techniques("model", build_model(on_cpu), cfg)
+        optimizer = build_optimizer(on_cpu, model)
+        return model, apply_techniques("optimizer", optimizer, without_zero)
+
+
 @contextmanager
 def _job(
-    cfg: CfgNode, inputs: Any, num_gpus: int, like_gpu: bool
+    cfg: CfgNode, inputs: Batch, num_gpus: int, like_gpu: bool
 ) -> Iterator[tuple[DryRun, nn.Module, Optimizer]]:
     """A job after its first iteration, gradients included."""
-    cfg = _on_cpu(cfg)
-    is_sharded = cfg.MEMFIT.OPTIMIZER.ZERO
-    cfg.MEMFIT.OPTIMIZER.ZERO = False
     with torch.random.fork_rng(devices=[]), EventStorage():
         torch.manual_seed(0)
-        with WithoutValues():
-            model = apply_techniques("model", build_model(cfg), cfg)
-            optimizer = apply_techniques("optimizer", build_optimizer(cfg, model), cfg)
-        if is_sharded:
+        model, optimizer = build(cfg)
+        if cfg.MEMFIT.OPTIMIZER.ZERO:
             _keep_share(optimizer, num_gpus)
         if like_gpu:
             _use_foreach(optimizer)
-        with DryRun(model, optimizer, inputs) as run:
+        with DryRun(model, optimizer, tensors_of(inputs)) as run:
             trained = [p for p in model.parameters() if p.requires_grad]
             if num_gpus > 1:
                 buckets = make_hollow(torch.empty(sum(map(torch.numel, trained))))
@@ -107,10 +123,14 @@ def _job(
 
 
 def _on_cpu(cfg: CfgNode) -> CfgNode:
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DEVICE = "cpu"
-    return cfg
+    return _with(cfg, "MODEL.DEVICE", "cpu")
+
+
+def _with(cfg: CfgNode, key: str, value: Any) -> CfgNode:
+    changed = cfg.clone()
+    changed.defrost()
+    changed.merge_from_list([key, value])
+    return changed
 
 
 def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:
@@ -153,7 +173,7 @@ def _paste_like_gpu(_: Callable) -> Callable:
     ) -> torch.Tensor:
         boxes = boxes.tensor if isinstance(boxes, Boxes) else boxes
         num, (height, width) = len(masks), image_shape
-        result = torch.zeros(num, height, width, dtype=torch.bool)
+        result = make_hollow(torch.empty(num, height, width, dtype=torch.bool))
         bytes_of_all = num * height * width * mask_ops.BYTES_PER_FLOAT
         num_chunks = math.ceil(bytes_of_all / mask_ops.GPU_MEM_LIMIT)
         for chunk in torch.arange(num).chunk(max(num_chunks, 1)):

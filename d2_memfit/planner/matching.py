@@ -1,40 +1,77 @@
-"""Labels of anchors, which a dry run really assigns, without the time of Detectron2's way."""
+"""Labels of anchors: a dry run's are real, and computed once for all images with the same boxes."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha1
+from typing import Any
 
 import torch
-from detectron2.structures import Boxes
+from detectron2.modeling.matcher import Matcher
+from detectron2.structures import Boxes, pairwise_iou
 from torch import nn
 
+from ..techniques.matching import ChunkedMatcher, PairwiseQuality
 from ..techniques.modules import replaced_functions, source_files
 from .dry_run import DryRun, is_hollow, make_hollow, make_real
 
 __all__ = ["fast_matching"]
 
 _CHUNK_SIZE = 4096
-_LARGE_MATRIX = 2**22  # pairs
+_LARGE_MATRIX = 2**20  # pairs
 
 
-def fast_matching(model: nn.Module, run: DryRun) -> AbstractContextManager:
-    """While open, the matrix of pairs of boxes is computed in pieces, which takes a quarter of the
-    time, and written down as if it were computed at once.
+@contextmanager
+def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
+    """While open, large matrices of pairs of boxes are written down, and not computed, and neither
+    is what a ``Matcher`` makes of them; its labels come from a matcher that works in chunks.
     """
+    pairs: dict[int, tuple[Boxes, Boxes]] = {}  # by the number of a matrix
 
-    def replace(pairwise_iou: Callable) -> Callable:
-        def fast_pairwise_iou(boxes1: Boxes, boxes2: Boxes) -> torch.Tensor:
+    def without_values(pairwise_iou: Callable) -> Callable:
+        def hollow_pairwise_iou(boxes1: Boxes, boxes2: Boxes) -> torch.Tensor:
             tensors = [boxes1.tensor, boxes2.tensor]
             if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_hollow(tensors):
                 return pairwise_iou(boxes1, boxes2)
             make_hollow(tensors)
             matrix = pairwise_iou(boxes1, boxes2)
-            make_real([*tensors, matrix])
-            with run.paused():
-                for start in range(0, len(boxes2), _CHUNK_SIZE):
-                    chunk = slice(start, start + _CHUNK_SIZE)
-                    matrix[:, chunk] = pairwise_iou(boxes1, boxes2[chunk])
+            make_real(tensors)
+            pairs[id(matrix)] = boxes1, boxes2
             return matrix
 
-        return fast_pairwise_iou
+        return hollow_pairwise_iou
 
-    return replaced_functions(source_files(model.modules()), {"pairwise_iou": replace})
+    call = Matcher.__call__
+
+    def match(self: Matcher, matrix: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found = call(self, matrix)
+        pair = pairs.pop(id(matrix), None)
+        if pair is not None:
+            with run.paused():
+                for result, real in zip(found, _labels(self, *pair)):
+                    result.copy_(real)
+            make_real(found)
+        return found
+
+    Matcher.__call__ = match
+    try:
+        files = source_files(model.modules())
+        with replaced_functions(files, {"pairwise_iou": without_values}):
+            yield
+    finally:
+        Matcher.__call__ = call
+
+
+def _labels(matcher: Matcher, boxes: Boxes, anchors: Boxes) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = [t.numpy().tobytes() for t in (boxes.tensor, anchors.tensor)]
+    key = sha1(repr(vars(matcher)).encode() + b"".join(tensors)).hexdigest()
+    if key not in _computed:
+        quality = PairwiseQuality(
+            lambda rows, columns: pairwise_iou(boxes[rows], anchors[columns]),
+            (len(boxes), len(anchors)),
+            _CHUNK_SIZE,
+        )
+        _computed[key] = ChunkedMatcher(matcher)(quality)
+    return _computed[key]
+
+
+_computed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # some MB for each size of images

@@ -1,12 +1,12 @@
 """What a job allocates and frees, in order."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Union
 
 import torch
 
-__all__ = ["Allocate", "Allocation", "Convolution", "Event", "Free", "Timeline"]
+__all__ = ["Allocate", "Allocation", "Convolution", "Event", "Free", "Timeline", "Work"]
 
 
 @dataclass(eq=False)
@@ -57,20 +57,31 @@ Event = Union[Allocate, Free, Convolution]
 
 
 @dataclass
+class Work:
+    """What operators do.
+
+    Attributes:
+        flops: floating-point operations of convolutions and products of matrices, by the name of
+            their number format.
+        bytes_moved: read and written.
+        num_operators: that were called.
+    """
+
+    flops: Counter = field(default_factory=Counter)
+    bytes_moved: int = 0
+    num_operators: int = 0
+
+
+@dataclass
 class Timeline:
     """
     Attributes:
         events: in the order in which they happen. A convolution comes after what it allocates.
-        flops: floating-point operations of convolutions and products of matrices, by the name of
-            their number format.
-        bytes_moved: read and written by all operators.
-        num_operators: that were called.
+        work: by phase.
     """
 
     events: list[Event] = field(default_factory=list)
-    flops: Counter = field(default_factory=Counter)
-    bytes_moved: int = 0
-    num_operators: int = 0
+    work: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
 
     def peak(self) -> Counter:
         """Bytes by owner at the time when most is alive."""

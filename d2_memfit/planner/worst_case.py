@@ -1,9 +1,10 @@
 """The batch that needs the most memory of all that a config can produce."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Optional
 
 import torch
@@ -20,6 +21,7 @@ from ..techniques.modules import replaced_functions, source_files
 __all__ = [
     "WorstCase",
     "evaluation_batch",
+    "tensors_of",
     "training_batch",
     "worst_case",
     "worst_detections",
@@ -107,10 +109,15 @@ class _Facts:
 
 def _facts(names: Sequence[str]) -> Optional[_Facts]:
     """None where one of the datasets is not there, or does not say how large its images are."""
+    if not all(name in DatasetCatalog for name in names):
+        return None
+    return _facts_of(tuple((name, DatasetCatalog[name]) for name in names))
+
+
+@lru_cache(maxsize=8)  # of names, and of what is registered under them now
+def _facts_of(datasets: tuple[tuple[str, Callable], ...]) -> Optional[_Facts]:
     sizes, num_instances = set(), 0
-    for name in names:
-        if name not in DatasetCatalog:
-            return None
+    for name, _ in datasets:
         json_file = MetadataCatalog.get(name).get("json_file")
         if json_file and not PathManager.isfile(json_file):
             return None
@@ -176,17 +183,26 @@ def evaluation_batch(cfg: CfgNode, case: WorstCase) -> list[dict[str, Any]]:
     return [image]
 
 
+def tensors_of(batch: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """All that goes to the device with a batch."""
+    values = [value for image in batch for value in image.values()]
+    for instances in [v for v in values if isinstance(v, Instances)]:
+        values += instances.get_fields().values()
+    values = [getattr(value, "tensor", value) for value in values]  # of boxes, masks, keypoints
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
 def _image(
-    cfg: CfgNode, size: Size, num_instances: int, seed: int, num_proposals: int
+    cfg: CfgNode, size: Size, num_instances: int, index: int, num_proposals: int
 ) -> dict[str, Any]:
     height, width = size
-    boxes = _boxes(num_instances, size, seed)
+    boxes = _boxes(num_instances, size, seed=0)  # the same in all, for labels to be found once
     image: dict[str, Any] = {
         "image": torch.empty(3, height, width, dtype=torch.uint8),
         "height": height,
         "width": width,
-        "file_name": f"worst_case_{seed}",
-        "image_id": seed,
+        "file_name": f"worst_case_{index}",
+        "image_id": index,
     }
     instances = Instances(size)
     instances.gt_boxes = Boxes(boxes)
@@ -221,7 +237,7 @@ def _boxes(num: int, size: Size, seed: int) -> torch.Tensor:
 def _proposals(boxes: torch.Tensor, size: Size, num: int) -> Instances:
     """Half of them lie on the objects, so that they fill the quota of foreground."""
     foreground = boxes.repeat(num // max(len(boxes), 1), 1)[: num // 2]
-    background = _boxes(num - len(foreground), size, seed=0)
+    background = _boxes(num - len(foreground), size, seed=1)
     proposals = Instances(size)
     proposals.proposal_boxes = Boxes(torch.cat([foreground, background]))
     proposals.objectness_logits = torch.zeros(num)

@@ -60,7 +60,7 @@ class ActivationOffload(Technique):
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
         device = next(model.parameters()).device
-        if device.type == "cpu":
+        if torch.device(cfg.MODEL.DEVICE).type == "cpu":
             logger.warning(
                 "MEMFIT.OFFLOAD.MODULES copies activations to the host, where they are already "
                 "with MODEL.DEVICE cpu: it saves nothing here"

@@ -98,9 +98,19 @@ def test_a_step_has_the_memory_of_one_that_is_computed(name, computing):
     computed = train(cfg)
     peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
     assert peak == pytest.approx(expected, rel=0.001)
-    assert dry.flops == computed.flops
+    assert {k: w.flops for k, w in dry.work.items()} == {
+        k: w.flops for k, w in computed.work.items()
+    }
     for owner, size in owners_of(computed).items():
         assert owners_of(dry).get(owner, 0) == pytest.approx(size, rel=0.01, abs=2**16)
+
+
+def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
+    cfg = make_cfg("mask FPN")
+    batch = training_batch(cfg, CASE, 1)
+    whole = job.train(cfg, [batch] * 3)
+    last = job.train(cfg, [batch], accumulates=True)
+    assert sum(last.peak().values()) == sum(whole.peak().values())
 
 
 @pytest.mark.parametrize("name", ["mask FPN", "panoptic"])

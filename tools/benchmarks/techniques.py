@@ -21,17 +21,19 @@ from functools import partial
 from itertools import repeat
 
 import torch
+from detectron2 import model_zoo
 from detectron2.engine import SimpleTrainer
 from detectron2.modeling.matcher import Matcher
 from detectron2.structures import Boxes, pairwise_iou
 from detectron2.utils.events import EventStorage
 
 from d2_memfit import AccumulatingTrainer, get_cfg
+from d2_memfit.config import load_cfg
 from d2_memfit.memory import OwnerMeter, TensorMeter
 from d2_memfit.techniques import TECHNIQUES, get_technique
 from d2_memfit.techniques.matching import ChunkedMatcher, PairwiseQuality
 
-from .common import Side, coins, machine, markdown_table, take_turns
+from .common import CONFIG, Side, coins, machine, markdown_table, take_turns
 
 MB = 2**20
 
@@ -103,8 +105,7 @@ def training(images: list, rounds: int, names: list[str], others: list[str]) -> 
 
 
 def settings(names: list[str]) -> list:
-    cfg = get_cfg()
-    cfg.MODEL.MASK_ON, cfg.INPUT.MASK_FORMAT = True, "bitmask"
+    cfg = load_cfg(model_zoo.get_config_file(CONFIG), ["INPUT.MASK_FORMAT", "bitmask"])
     on = [get_technique(name).settings(cfg) for name in names]
     return [x for item in on for pair in item.items() for x in pair]
 
@@ -114,6 +115,7 @@ def memory(side: Side) -> tuple[int, int]:
     trainer = side.trainer
     kept = []
     with OwnerMeter(trainer.model, trainer.optimizer) as meter:
+        of_other_sides = meter.live["other"]
 
         def look(*_: object) -> None:
             owners = [owner for owner in meter.live if owner.startswith(("activations", "inputs"))]
@@ -123,7 +125,7 @@ def memory(side: Side) -> tuple[int, int]:
         with EventStorage():
             trainer.run_step()
         hook.remove()
-    return meter.peak_bytes, kept[0]
+    return meter.peak_bytes - of_other_sides, kept[0]
 
 
 def matching(rounds: int, num_anchors: int = 268_569, num_instances: int = 300) -> str:
