@@ -17,7 +17,11 @@ setup(
     # configs/ is installed as the data of d2_memfit.model_zoo.configs
     packages=[*find_packages(include=["d2_memfit*"]), "d2_memfit.model_zoo.configs"],
     package_dir={"d2_memfit.model_zoo.configs": "configs"},
-    package_data={"d2_memfit.model_zoo.configs": ["**/*.yaml"]},
+    package_data={
+        "d2_memfit.model_zoo.configs": ["**/*.yaml"],
+        "d2_memfit.planner": ["devices/*.yaml"],
+    },
+    entry_points={"console_scripts": ["d2-memfit = d2_memfit.cli:main"]},
     # Detectron2 (v0.6 or main) is not named: it comes from many places, and none may be replaced.
     install_requires=[
         "torch>=2.6",

@@ -14,6 +14,7 @@ if getattr(importlib.util.find_spec("detectron2"), "origin", None) is None:
 
 from .config import add_memfit_config, get_cfg
 from .engine import AccumulatingTrainer, MemfitMixin, MemfitTrainer
+from .planner import estimate_memory, fit_config, plan_memory
 
 __version__ = "0.1.0"
 
@@ -22,5 +23,8 @@ __all__ = [
     "MemfitMixin",
     "MemfitTrainer",
     "add_memfit_config",
+    "estimate_memory",
+    "fit_config",
     "get_cfg",
+    "plan_memory",
 ]

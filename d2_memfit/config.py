@@ -12,15 +12,25 @@ import yaml
 from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg as _get_detectron2_cfg
 
-from .checks import check_bool, check_choice, check_int, check_positive_int, near
+from .checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_positive_int,
+    check_strings,
+    near,
+)
 from .errors import ConfigError
-from .techniques import TECHNIQUES
+from .memory import check_budget
+from .presets import budget_of_preset
+from .techniques import TECHNIQUES, TIERS
 from .yaml_arithmetic import arithmetic_in_yaml
 
 __all__ = [
     "add_memfit_config",
     "cfg_of_techniques",
     "check_config",
+    "check_plan",
     "get_cfg",
     "load_cfg",
     "with_memfit_keys",
@@ -45,6 +55,9 @@ _C.MEMFIT.AMP_DTYPE = "float16"
 # It cannot take more: on a GPU PyTorch's allocator is limited, on a Linux CPU the kernel limits the
 # process and each of the loader's workers. None is no limit.
 _C.MEMFIT.BUDGET_GB = None
+
+# A budget by the size of a card, such as "6GB", in place of BUDGET_GB; "" is none. See presets.py.
+_C.MEMFIT.PRESET = ""
 
 _C.MEMFIT.OOM = CN()
 # What an out-of-memory error does: "raise" ends the run, as in Detectron2; "split" undoes what was
@@ -134,6 +147,8 @@ def cfg_of_techniques(keys: Mapping[str, Any]) -> CN:
     cfg = get_cfg()
     with _explained(cfg):
         cfg.merge_from_other_cfg(CN({"MEMFIT": _in_upper_case(keys)}))
+    if cfg.MEMFIT.PLAN.ENABLED or cfg.MEMFIT.PRESET:
+        raise ConfigError("train.memfit: plans and presets are for yaml configs, not LazyConfigs")
     check_monitor(cfg)
     _check_techniques(cfg)
     return cfg
@@ -160,6 +175,7 @@ def check_config(cfg: CN, world_size: Optional[int] = None) -> None:
         check_positive_int("MEMFIT.MICRO_BATCH", cfg.MEMFIT.MICRO_BATCH)
     # Without mixed precision it is float32: SOLVER.AMP.ENABLED False.
     check_choice("MEMFIT.AMP_DTYPE", cfg.MEMFIT.AMP_DTYPE, ("float16", "bfloat16"))
+    check_plan(cfg)
     check_monitor(cfg)
     _check_techniques(cfg)
     check_positive_int("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH)
@@ -172,6 +188,23 @@ def check_config(cfg: CN, world_size: Optional[int] = None) -> None:
             f"SOLVER.IMS_PER_BATCH must be divisible by the number of ranks, {world_size}, "
             f"got {cfg.SOLVER.IMS_PER_BATCH}"
         )
+
+
+def check_plan(cfg: CN) -> None:
+    """Raise :class:`ConfigError` on the first value of the budget and the plan that cannot work."""
+    check_budget(cfg.MEMFIT.BUDGET_GB)
+    if cfg.MEMFIT.PRESET:
+        budget_of_preset(cfg.MEMFIT.PRESET)
+    plan = cfg.MEMFIT.PLAN
+    check_bool("MEMFIT.PLAN.ENABLED", plan.ENABLED)
+    if plan.ENABLED and cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
+        raise ConfigError("MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
+    margin = plan.MARGIN
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+        raise ConfigError(f"MEMFIT.PLAN.MARGIN must be a number from 0 to 1, got {margin!r}")
+    check_strings("MEMFIT.PLAN.ALLOW", plan.ALLOW)
+    for tier in plan.ALLOW:
+        check_choice("MEMFIT.PLAN.ALLOW", tier, TIERS)
 
 
 def check_monitor(cfg: CN) -> None:

@@ -5,17 +5,19 @@ tools/benchmark.py accumulation     time and memory of accumulation, against pla
 tools/benchmark.py gradients        how far accumulated gradients are from the full batch's
 tools/benchmark.py recovery         what recovery from out-of-memory errors costs
 tools/benchmark.py techniques       what each technique saves and costs
+tools/benchmark.py zoo              estimates against the memory that Detectron2's zoo publishes
 """
 
 import argparse
 
-from benchmarks import accumulation, gradients, recovery, techniques
+from benchmarks import accumulation, gradients, recovery, techniques, zoo
 
 BENCHMARKS = {
     "accumulation": accumulation,
     "gradients": gradients,
     "recovery": recovery,
     "techniques": techniques,
+    "zoo": zoo,
 }
 
 

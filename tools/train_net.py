@@ -20,8 +20,8 @@ from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
-from d2_memfit import MemfitTrainer
-from d2_memfit.config import check_config, load_cfg
+from d2_memfit import MemfitTrainer, fit_config
+from d2_memfit.config import check_config, check_plan, load_cfg
 from d2_memfit.data import check_coco_file, check_datasets, register_coco
 from d2_memfit.engine import (
     MemfitCheckpointer,
@@ -33,7 +33,8 @@ from d2_memfit.engine import (
 )
 from d2_memfit.errors import ConfigError, exit_on_error
 from d2_memfit.evaluation import build_evaluator
-from d2_memfit.memory import check_budget, use_expandable_segments
+from d2_memfit.memory import use_expandable_segments
+from d2_memfit.presets import with_preset
 
 
 class Trainer(MemfitTrainer):
@@ -66,7 +67,7 @@ def parse_args(argv=None) -> argparse.Namespace:
 def make_cfg(args: argparse.Namespace) -> CfgNode:
     for dataset in args.coco:
         register_coco(*dataset)
-    cfg = load_cfg(args.config_file, args.opts)
+    cfg = with_preset(load_cfg(args.config_file, args.opts))
     cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
     cfg.freeze()
     return cfg
@@ -81,7 +82,7 @@ def check(args: argparse.Namespace) -> None:
         check_config(Trainer.auto_scale_workers(cfg, ranks), ranks)
     Precision.from_cfg(cfg)
     RecoveryOptions.from_cfg(cfg)
-    check_budget(cfg.MEMFIT.BUDGET_GB)
+    check_plan(cfg)
     for name, json_file, image_dir in args.coco:
         trains = name in cfg.DATASETS.TRAIN and not args.eval_only
         if trains or name in cfg.DATASETS.TEST:
@@ -114,6 +115,7 @@ def main(args: argparse.Namespace) -> None:
             verify_results(cfg, results)
         return
 
+    cfg = fit_config(cfg)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=args.resume)
     if cfg.TEST.AUG.ENABLED:

@@ -16,6 +16,7 @@ from ..config import check_config, with_memfit_keys
 from ..errors import ConfigError
 from ..memory import enforce_budget
 from ..precision import Precision
+from ..presets import with_preset
 from ..techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
 from .checkpoint import MemfitCheckpointer
 from .hooks import memory_hooks
@@ -62,7 +63,7 @@ class MemfitMixin:
         check_config(cfg)
         cfg = self.auto_scale_workers(cfg, comm.get_world_size())
         check_config(cfg, comm.get_world_size())
-        cfg = apply_techniques("config", cfg, cfg)
+        cfg = apply_techniques("config", with_preset(cfg), cfg)
         create_trainer = partial(
             AccumulatingTrainer,
             accumulation_steps=cfg.SOLVER.ACCUMULATION_STEPS,

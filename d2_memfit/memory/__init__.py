@@ -1,6 +1,11 @@
 """Where memory goes, how it is limited, and how it runs out."""
 
-from .budget import check_budget, enforce_budget, use_expandable_segments
+from .budget import (
+    check_budget,
+    enforce_budget,
+    return_large_blocks,
+    use_expandable_segments,
+)
 from .census import TensorCensus, bytes_by_kind, holders, live_tensors
 from .host import available_host_bytes
 from .meter import (
@@ -39,6 +44,7 @@ __all__ = [
     "on_host",
     "process_memory",
     "release_memory",
+    "return_large_blocks",
     "steady_growth",
     "storages",
     "use_expandable_segments",

@@ -13,7 +13,12 @@ import torch
 from ..errors import ConfigError
 from .meter import process_memory
 
-__all__ = ["check_budget", "enforce_budget", "use_expandable_segments"]
+__all__ = [
+    "check_budget",
+    "enforce_budget",
+    "return_large_blocks",
+    "use_expandable_segments",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +91,12 @@ def use_expandable_segments() -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
+def return_large_blocks() -> None:
+    """From now on, blocks above a threshold go back to the system as soon as they are freed."""
+    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):  # glibc
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+
+
 def _limit_cuda(budget_gb: float, device: int) -> None:
     free, total = (n / _GB for n in torch.cuda.mem_get_info(device))
     if budget_gb > total:
@@ -118,8 +129,7 @@ def _limit_process(budget_gb: float) -> None:
             f"MEMFIT.BUDGET_GB {budget_gb:g} is not more than the {data_bytes / _GB:.2f} GB that "
             "the process takes before training"
         )
-    if hasattr(ctypes.CDLL(None), "mallopt"):  # glibc
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    return_large_blocks()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min([int(budget_gb * _GB), *limits]), hard))

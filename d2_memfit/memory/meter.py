@@ -166,7 +166,7 @@ class TensorMeter(TorchDispatchMode):
         for storage in storages(tensors):
             if storage._cdata not in self._counted and storage._cdata not in self._older:
                 self._older.add(storage._cdata)
-                self._when_freed(storage, self._older.discard)
+                self._when_freed(storage, self._forget)
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
@@ -182,9 +182,19 @@ class TensorMeter(TorchDispatchMode):
     def _uncount(self, address: int) -> None:
         self.live_bytes -= self._counted.pop(address)
 
+    def _forget(self, address: int) -> None:
+        self._older.discard(address)
+
     @staticmethod
-    def _when_freed(storage: torch.UntypedStorage, function: Callable) -> None:
-        weakref.finalize(storage, function, storage._cdata).atexit = False
+    def _when_freed(storage: torch.UntypedStorage, method: Callable) -> None:
+        # Weakly: a storage must not keep the meter alive, and with it the model that it is of.
+        weakref.finalize(storage, _call, weakref.WeakMethod(method), storage._cdata).atexit = False
+
+
+def _call(weak_method: weakref.WeakMethod, address: int) -> None:
+    method = weak_method()
+    if method is not None:
+        method(address)
 
 
 def storages(values: Any) -> list[torch.UntypedStorage]:

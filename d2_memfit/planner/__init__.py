@@ -1,5 +1,17 @@
-"""What a job needs, said before it is trained, and without a GPU."""
+"""What a job needs, and how it fits, said before it is trained, and without a GPU."""
 
 from .estimate import MemoryEstimate, estimate_memory
+from .fit import fit_config
+from .search import Plan, PlanStep, plan_memory
+from .worst_case import WorstCase, worst_case
 
-__all__ = ["MemoryEstimate", "estimate_memory"]
+__all__ = [
+    "MemoryEstimate",
+    "Plan",
+    "PlanStep",
+    "WorstCase",
+    "estimate_memory",
+    "fit_config",
+    "plan_memory",
+    "worst_case",
+]

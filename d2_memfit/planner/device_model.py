@@ -77,8 +77,7 @@ class DeviceModel:
     def load(cls, name: Union[str, Path]) -> "DeviceModel":
         """
         Args:
-            name: of a family in ``devices/``, or the path of a file that
-                ``tools/calibrate_device.py`` has written.
+            name: of a family in ``devices/``, or the path of a file like those.
 
         Raises:
             ConfigError: there is none, or the file is not one.
@@ -89,7 +88,7 @@ class DeviceModel:
             if not path.is_file():
                 raise ConfigError(
                     f"there is no device {str(name)!r}{near(str(name), device_names())}. There are "
-                    f"{', '.join(device_names())}, and files of tools/calibrate_device.py"
+                    f"{', '.join(device_names())}, and .yaml files like theirs"
                 )
         try:
             values = yaml.safe_load(path.read_text())

@@ -191,7 +191,9 @@ def _without_computing(func: Any, args: tuple, kwargs: dict) -> Any:
         args = (args[0], _without_masks(args[1]))
     fill = int(_asks_if_finite(func, args) or func.overloadpacket is aten.all)
     args, kwargs = tree_map(_to_meta, (args, kwargs))
-    return tree_map(lambda t: _from_meta(t, fill), func(*args, **kwargs))
+    result = tree_map(lambda t: _from_meta(t, fill), func(*args, **kwargs))
+    # Weights in 16 bits are weights still, however small.
+    return make_hollow(result) if func is aten._to_copy.default else result
 
 
 def _asks_if_finite(func: Any, args: tuple) -> bool:

@@ -13,6 +13,7 @@ from ..checks import check_positive_int
 from ..config import check_config, with_memfit_keys
 from ..errors import ConfigError, MemfitError
 from ..memory import error_line
+from ..techniques.host_budget import loader_bytes
 from . import job
 from .allocators import DoesNotFit
 from .device_model import DeviceModel, DeviceUse
@@ -44,6 +45,8 @@ class MemoryEstimate:
         evaluation_gb: peak allocated in evaluation; None where nothing is evaluated.
         breakdown: of ``peak_allocated_gb``, by owner, the largest first.
         seconds_per_iteration: a lower bound, to be compared with others of the same device.
+        num_workers: of the loader, on each rank.
+        host_gb: RAM that each rank takes with them, about; without the dataset.
     """
 
     device: str
@@ -60,6 +63,8 @@ class MemoryEstimate:
     evaluation_gb: Optional[float]
     breakdown: dict[str, float]
     seconds_per_iteration: float
+    num_workers: int
+    host_gb: float
 
 
 def estimate_memory(
@@ -72,8 +77,8 @@ def estimate_memory(
 
     Args:
         num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH is of all of them.
-        device: the name of a family in ``d2_memfit/planner/devices``, or the path of a file of
-            ``tools/calibrate_device.py``. None is the CPU with MODEL.DEVICE cpu, else the GPU that
+        device: the name of a family in ``d2_memfit/planner/devices``, or the path of a file like
+            those. None is the CPU with MODEL.DEVICE cpu, else the GPU that
             is there, else a current CUDA card.
         case: sizes and objects of the largest batch. None is :func:`worst_case` of the config.
 
@@ -175,6 +180,8 @@ class DryJob:
             evaluation_gb=uses[1].allocated_bytes / _GB if uses[1:] else None,
             breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
             seconds_per_iteration=self.seconds(),
+            num_workers=self.cfg.DATALOADER.NUM_WORKERS,
+            host_gb=loader_bytes(self.cfg, self.num_gpus) / _GB,
         )
 
     def _uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:

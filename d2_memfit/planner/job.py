@@ -88,7 +88,7 @@ def build(cfg: CfgNode) -> tuple[nn.Module, Optimizer]:
     """
     on_cpu = _on_cpu(cfg)
     without_zero = _with(cfg, "MEMFIT.OPTIMIZER.ZERO", False)  # it needs other ranks
-    with WithoutValues():
+    with torch.random.fork_rng(devices=[]), WithoutValues():
         model = apply_techniques("model", build_model(on_cpu), cfg)
         optimizer = build_optimizer(on_cpu, model)
         return model, apply_techniques("optimizer", optimizer, without_zero)

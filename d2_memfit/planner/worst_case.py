@@ -109,8 +109,12 @@ class _Facts:
 
 def _facts(names: Sequence[str]) -> Optional[_Facts]:
     """None where one of the datasets is not there, or does not say how large its images are."""
-    if not all(name in DatasetCatalog for name in names):
-        return None
+    for name in names:
+        if name not in DatasetCatalog:
+            return None
+        json_file = MetadataCatalog.get(name).get("json_file")
+        if json_file and not PathManager.isfile(json_file):
+            return None
     return _facts_of(tuple((name, DatasetCatalog[name]) for name in names))
 
 
@@ -118,9 +122,6 @@ def _facts(names: Sequence[str]) -> Optional[_Facts]:
 def _facts_of(datasets: tuple[tuple[str, Callable], ...]) -> Optional[_Facts]:
     sizes, num_instances = set(), 0
     for name, _ in datasets:
-        json_file = MetadataCatalog.get(name).get("json_file")
-        if json_file and not PathManager.isfile(json_file):
-            return None
         try:
             dicts = DatasetCatalog.get(name)
         except (OSError, ImportError):  # built-in ones whose files or packages are missing

@@ -21,6 +21,7 @@ _GB = 2**30
 # included. It was 75 MB after 20 images, with 80,000 dataset dicts (v0.6, Linux); reference counts
 # let it grow, so four times that is assumed.
 _WORKER_BYTES = 0.3 * _GB
+_TRAINER_BYTES = 1.5 * _GB  # PyTorch, Detectron2 and a CUDA context; without the dataset
 _DEFAULT_PREFETCH = 2  # PyTorch's
 
 
@@ -60,12 +61,13 @@ class HostBudget(Technique):
         own_bytes = psutil.Process().memory_info().rss
         budget = min(cfg.MEMFIT.HOST.BUDGET_GB * _GB, available_host_bytes() + own_bytes)
         left = budget / comm.get_local_size() - own_bytes
+        num_ranks = comm.get_world_size()
         wanted = cfg.DATALOADER.NUM_WORKERS
         prefetch = cfg.MEMFIT.HOST.PREFETCH or _DEFAULT_PREFETCH
         # Fewer images ahead first: that costs less than a worker.
-        if wanted * worker_bytes(cfg, prefetch) > left:
+        if wanted * worker_bytes(cfg, prefetch, num_ranks) > left:
             prefetch = 1
-        workers = max(0, min(wanted, int(left // worker_bytes(cfg, prefetch))))
+        workers = max(0, min(wanted, int(left // worker_bytes(cfg, prefetch, num_ranks))))
         logger.log(
             logging.WARNING if workers == 0 < wanted else logging.INFO,
             "MEMFIT.HOST.BUDGET_GB %g: DATALOADER.NUM_WORKERS %d of %d, each loads %d ahead and "
@@ -74,7 +76,7 @@ class HostBudget(Technique):
             workers,
             wanted,
             prefetch,
-            worker_bytes(cfg, prefetch) / _GB,
+            worker_bytes(cfg, prefetch, num_ranks) / _GB,
             left / _GB,
         )
         part = part.clone()
@@ -136,11 +138,22 @@ class LoaderPrefetch(Technique):
         return build_loader_with_prefetch
 
 
-def worker_bytes(cfg: CfgNode, prefetch: int) -> float:
+def loader_bytes(cfg: CfgNode, num_ranks: int) -> float:
+    """RAM that a rank takes, in bytes: itself, its window of images, and the loader's workers."""
+    prefetch = cfg.MEMFIT.HOST.PREFETCH or _DEFAULT_PREFETCH
+    window = cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS // num_ranks
+    own = _TRAINER_BYTES + window * _image_bytes(cfg)
+    return own + cfg.DATALOADER.NUM_WORKERS * worker_bytes(cfg, prefetch, num_ranks)
+
+
+def worker_bytes(cfg: CfgNode, prefetch: int, num_ranks: int) -> float:
     """RAM that a worker of the loader takes, in bytes: itself, the image that it works on, as read
     and as resized, and those that it has ready; without masks.
     """
-    height, width = max(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MAX_SIZE_TRAIN
-    batch = cfg.SOLVER.IMS_PER_BATCH // comm.get_world_size()
+    batch = cfg.SOLVER.IMS_PER_BATCH // num_ranks
     images = 1 if cfg.DATALOADER.ASPECT_RATIO_GROUPING else batch
-    return _WORKER_BYTES + (2 + prefetch) * images * 3 * height * width
+    return _WORKER_BYTES + (2 + prefetch) * images * _image_bytes(cfg)
+
+
+def _image_bytes(cfg: CfgNode) -> int:
+    return 3 * max(cfg.INPUT.MIN_SIZE_TRAIN) * cfg.INPUT.MAX_SIZE_TRAIN

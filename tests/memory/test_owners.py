@@ -1,4 +1,5 @@
 import gc
+import weakref
 
 import pytest
 import torch
@@ -55,6 +56,16 @@ def test_nothing_of_it_is_left_on_the_model():
     with pytest.raises(KeyError), OwnerMeter(model), EventStorage():
         model([{}])  # an image without pixels
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_meter_does_not_keep_its_model():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    gone = weakref.ref(model)
+    with OwnerMeter(model), EventStorage():
+        sum(model(images(1)).values()).backward()
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_newcomers_are_found_with_their_kind_and_holder():

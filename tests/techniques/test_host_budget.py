@@ -43,7 +43,7 @@ def test_what_the_machine_has_counts_too(monkeypatch):
 
 def test_images_ahead_are_given_up_before_workers():
     cfg = plan(10)
-    both, one = (host_budget.worker_bytes(cfg, p) * 8 / GB for p in (2, 1))
+    both, one = (host_budget.worker_bytes(cfg, p, num_ranks=1) * 8 / GB for p in (2, 1))
     cfg = plan(own_gb() + (both + one) / 2)
     assert (cfg.DATALOADER.NUM_WORKERS, cfg.MEMFIT.HOST.PREFETCH) == (8, 1)
 

@@ -115,6 +115,7 @@ def test_two_ranks(arguments, tmp_path):
             ["+train.memfit.head.chunk_size=1"],
             "there is no config key MEMFIT.HEAD (near: MEMFIT.HEADS",
         ),
+        (["+train.memfit.plan.enabled=true"], "train.memfit: plans and presets are for yaml"),
         (["+train.memfit.oom.policy=split"], "train.memfit.oom is train.oom in a LazyConfig"),
         (["+train.memfit.monitor.period=0"], "MEMFIT.MONITOR.PERIOD must be a positive integer"),
         (["+train.memfit.host.budget_gb=1"], "train.memfit.host.budget_gb cannot be used"),

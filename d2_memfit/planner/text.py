@@ -1,0 +1,79 @@
+"""Estimates and plans as tables for people."""
+
+from tabulate import tabulate
+
+from .estimate import MemoryEstimate
+from .search import Plan
+
+__all__ = ["describe_estimate", "describe_plan", "why_it_does_not_fit"]
+
+
+def describe_estimate(estimate: MemoryEstimate) -> str:
+    e = estimate
+    height, width = e.image_size
+    lines = [
+        f"{e.device}, {e.num_gpus} GPU{'s' * (e.num_gpus > 1)}",
+        f"Each iteration: {e.images_per_gpu} images per GPU x {e.accumulation_steps} steps, "
+        f"{e.images_per_micro_batch} at a time",
+        f"The largest images: {height} x {width} pixels, {e.num_instances} instances",
+        *(f"Assumed: {line}" for line in e.assumptions),
+        "",
+        _table(
+            [
+                ["peak allocated", e.peak_allocated_gb],
+                ["peak reserved", e.peak_reserved_gb],
+                ["evaluation, peak allocated", e.evaluation_gb],
+                ["of the device, with its context", e.device_total_gb],
+            ],
+            ["", "GB"],
+        ),
+        "",
+        _table(list(e.breakdown.items()), ["at the peak in training", "GB"]),
+    ]
+    return "\n".join(lines)
+
+
+def describe_plan(plan: Plan) -> str:
+    free = f"{plan.margin:.0%} of it left free"
+    lines = [f"Budget: {plan.budget_gb:g} GB, {free}. It needs {_needs(plan)}."]
+    if plan.steps:
+        rows = [
+            [s.name, s.tier, s.gb_before, s.gb_after, s.time_factor, _settings(s.settings)]
+            for s in plan.steps
+        ]
+        header = ["step", "tier", "GB before", "GB after", "time x", "settings"]
+        lines += ["", _table(rows, header)]
+        lines += [f"{s.name} changes {s.what}" for s in plan.steps if s.what]
+    e = plan.estimate
+    lines += [
+        "",
+        f"Time of an iteration, predicted: x {plan.time_factor:.2f}",
+        f"SOLVER.IMS_PER_BATCH {e.images_per_gpu * e.num_gpus} x SOLVER.ACCUMULATION_STEPS "
+        f"{e.accumulation_steps}, as before",
+        f"Host: {e.num_workers} workers of the loader on each rank, about {e.host_gb:.1f} GB",
+        "",
+        describe_estimate(e),
+    ]
+    if not plan.fits:
+        lines += ["", why_it_does_not_fit(plan)]
+    return "\n".join(lines)
+
+
+def why_it_does_not_fit(plan: Plan) -> str:
+    how = f"The smallest budget is {plan.smallest_budget_gb:.2f} GB"
+    if plan.must_allow:
+        how += f", unless MEMFIT.PLAN.ALLOW is {', '.join(plan.must_allow)}"
+    return f"MEMFIT.BUDGET_GB {plan.budget_gb:g}: the job does not fit. {how}"
+
+
+def _needs(plan: Plan) -> str:
+    before, after = plan.before.device_total_gb, plan.estimate.device_total_gb
+    return f"{after:.2f} GB" + (f", without the plan {before:.2f} GB" if plan.steps else "")
+
+
+def _settings(settings: dict) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
+
+
+def _table(rows: list, header: list) -> str:
+    return tabulate(rows, header, tablefmt="pipe", floatfmt=".2f")

@@ -1,0 +1,104 @@
+import random
+
+import pytest
+
+from d2_memfit.planner.allocators import CachingAllocator, DoesNotFit, PageAllocator
+
+MB = 2**20
+
+
+def test_small_blocks_share_segments_of_2_mib_in_steps_of_512_bytes():
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(1000) for _ in range(4)]
+    assert allocator.allocated_bytes == 4 * 1024
+    assert allocator.reserved_bytes == 2 * MB
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.allocated_bytes == 0
+    assert allocator.reserved_bytes == 2 * MB  # kept for the next time
+    allocator.allocate(MB)
+    assert allocator.reserved_bytes == 2 * MB  # neighbours that are free are one block again
+
+
+def test_blocks_below_10_mib_share_segments_of_20_mib():
+    allocator = CachingAllocator()
+    allocator.allocate(6 * MB)
+    allocator.allocate(6 * MB)
+    allocator.allocate(6 * MB)
+    assert allocator.reserved_bytes == 20 * MB
+    allocator.allocate(6 * MB)
+    assert allocator.reserved_bytes == 40 * MB
+
+
+def test_what_is_left_of_a_large_block_is_its_own_from_1_mib_on():
+    allocator = CachingAllocator()
+    whole = allocator.allocate(11 * MB)  # a segment of 12 MiB, whose rest is too small
+    assert allocator.allocated_bytes == 12 * MB
+    allocator.free(whole)
+    allocator.allocate(10 * MB)
+    assert allocator.allocated_bytes == 10 * MB
+    allocator.allocate(2 * MB)
+    assert allocator.reserved_bytes == 12 * MB
+
+
+def test_the_smallest_block_that_is_large_enough_is_taken():
+    allocator = CachingAllocator()
+    large, small = allocator.allocate(40 * MB), allocator.allocate(30 * MB)
+    allocator.free(large)
+    allocator.free(small)
+    assert allocator.allocate(29.5 * MB).size == 30 * MB
+    assert allocator.reserved_bytes == 70 * MB
+
+
+def test_at_the_limit_what_is_free_goes_back_first():
+    allocator = CachingAllocator(limit_bytes=100 * MB)
+    allocator.free(allocator.allocate(60 * MB))
+    allocator.allocate(80 * MB)  # does not fit beside the 60 that are free
+    assert allocator.reserved_bytes == 80 * MB
+    with pytest.raises(DoesNotFit):
+        allocator.allocate(30 * MB)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_fragments_are_what_expandable_segments_are_for(expandable):
+    allocator = CachingAllocator(expandable=expandable)
+    blocks = [allocator.allocate(20 * MB) for _ in range(10)]
+    for block in blocks:
+        allocator.free(block)
+    allocator.allocate(200 * MB)
+    assert allocator.reserved_bytes == (200 if expandable else 400) * MB
+
+
+def test_expandable_segments_give_back_pages():
+    allocator = CachingAllocator(limit_bytes=120 * MB, expandable=True)
+    blocks = [allocator.allocate(30 * MB) for _ in range(3)]
+    allocator.free(blocks[1])
+    allocator.allocate(35 * MB)  # 30 are free in the middle, of which one page of 20 can go
+    assert allocator.allocated_bytes == 95 * MB
+    assert allocator.reserved_bytes == 120 * MB
+
+
+def test_random_allocations_keep_the_books():
+    rng = random.Random(0)
+    for expandable in (False, True):
+        allocator = CachingAllocator(expandable=expandable)
+        live = []
+        for _ in range(3000):
+            if live and rng.random() < 0.48:
+                allocator.free(live.pop(rng.randrange(len(live))))
+            else:
+                live.append(allocator.allocate(int(10 ** rng.uniform(2, 7.8))))
+            assert allocator.allocated_bytes == sum(block.size for block in live)
+            free = sum(e[0] for pool in allocator._free.values() for e in pool)
+            assert allocator.allocated_bytes + free == allocator.reserved_bytes
+
+
+def test_the_system_takes_pages_back_at_once():
+    allocator = PageAllocator(limit_bytes=10 * 4096)
+    block = allocator.allocate(5000)
+    assert allocator.allocated_bytes == 2 * 4096
+    allocator.free(block)
+    assert allocator.allocated_bytes == 0
+    assert allocator.peak_reserved_bytes == 2 * 4096
+    with pytest.raises(DoesNotFit):
+        allocator.allocate(11 * 4096)

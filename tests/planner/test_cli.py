@@ -1,0 +1,88 @@
+import json
+import sys
+
+import pytest
+from tiny import ROOT, run_process, tiny_cfg
+
+from d2_memfit.cli import main
+from d2_memfit.config import load_cfg
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    file = tmp_path / "tiny.yaml"
+    file.write_text(cfg.dump())
+    return str(file)
+
+
+def test_an_estimate_is_a_table_or_json_with_the_names_of_python(config_file, capsys):
+    main(["estimate", "--config-file", config_file, "--device", "cuda"])
+    table = capsys.readouterr().out
+    assert "peak reserved" in table
+    assert "activations: backbone" in table
+    assert "Assumed: DATASETS.TRAIN" in table
+    main(
+        ["estimate", "--config-file", config_file, "--device", "cuda", "--json", "--num-gpus", "2"]
+    )
+    estimate = json.loads(capsys.readouterr().out)
+    assert estimate["images_per_gpu"] == 2
+    assert 0 < estimate["peak_allocated_gb"] <= estimate["peak_reserved_gb"]
+    assert estimate["peak_reserved_gb"] < estimate["device_total_gb"]
+    assert estimate["evaluation_gb"] > 0
+    assert sum(estimate["breakdown"].values()) == pytest.approx(estimate["peak_allocated_gb"])
+
+
+def test_a_plan_is_a_config_that_can_be_used_as_it_is(config_file, tmp_path, capsys):
+    plan_file = tmp_path / "plan.yaml"
+    common = ["--config-file", config_file, "--device", "cuda", "SOLVER.MAX_ITER", "7"]
+    main(["plan", "--budget", "6GB", "--output", str(plan_file), *common])
+    assert "Budget: 5.6 GB" in capsys.readouterr().out
+    planned = load_cfg(str(plan_file))
+    assert planned.MEMFIT.BUDGET_GB == 5.6
+    assert planned.MEMFIT.OOM.POLICY == "split"
+    assert not planned.MEMFIT.PLAN.ENABLED
+    expected = load_cfg(config_file, ["SOLVER.MAX_ITER", 7])
+    expected.MEMFIT.BUDGET_GB, expected.MEMFIT.OOM.POLICY = 5.6, "split"
+    assert planned == expected
+
+
+def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(config_file, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["plan", "--budget", "0.5", "--config-file", config_file, "--device", "cuda"])
+    assert e.value.code == 3
+    assert "The smallest budget is 0." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["plan", "--budget", "0"], "MEMFIT.BUDGET_GB must be a number of GB above 0"),
+        (["plan", "--budget", "-1"], "MEMFIT.BUDGET_GB must be a number of GB above 0"),
+        (
+            ["plan", "--budget", "6 gigs"],
+            "--budget must be a number of GB, such as 6, got '6 gigs'",
+        ),
+        (["plan", "--budget", "7GB"], "there is no preset '7GB' (near: "),
+        (["plan"], "--budget: name one"),
+        (["plan", "--budget", "6", "--allow", "all"], "allow must be some of exact, precision, re"),
+        (["estimate", "--device", "v10"], "there is no device 'v10' (near: v100)"),
+        (["estimate", "--num-gpus", "0"], "num_gpus must be a positive integer, got 0"),
+        (["estimate", "MEMFIT.NO_KEY", "1"], "there is no config key MEMFIT.NO_KEY"),
+        (["estimate", "MODEL.BACKBONE.NAME", "x"], "does not run (KeyError: "),
+        (["estimate", "SOLVER.MAX_ITER"], "a value is missing after SOLVER.MAX_ITER"),
+    ],
+)
+def test_bad_input_is_one_line(config_file, capsys, args, message):
+    with pytest.raises(SystemExit) as e:
+        main([args[0], "--config-file", config_file, *args[1:]])
+    assert e.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("error: ") and message in line], lines
+
+
+def test_the_tool_of_a_checkout_is_the_command(config_file):
+    run = run_process([sys.executable, ROOT / "tools" / "plan_memory.py", "estimate", "--help"])
+    assert run.returncode == 0
+    assert "d2-memfit estimate" in run.stdout

@@ -1,0 +1,98 @@
+"""Plans as part of a run."""
+
+import re
+import sys
+
+import pytest
+from tiny import ROOT, read_metrics, run_process, tiny_cfg
+
+from d2_memfit import fit_config
+from d2_memfit.config import load_cfg
+from d2_memfit.errors import ConfigError
+from d2_memfit.memory import process_memory
+
+GB = 2**30
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    cfg.MEMFIT.PLAN.ENABLED = True
+    cfg.OUTPUT_DIR = str(tmp_path / "output")
+    return cfg
+
+
+def test_without_a_plan_the_config_is_the_same_object(cfg):
+    cfg.MEMFIT.PLAN.ENABLED = False
+    assert fit_config(cfg) is cfg
+
+
+def test_a_plan_is_written_down_and_taken_again_when_a_run_is_resumed(cfg, tmp_path, log):
+    cfg.MEMFIT.BUDGET_GB = process_memory().data_bytes / GB + 20
+    cfg.freeze()
+    planned = fit_config(cfg)
+    assert planned.is_frozen()
+    assert planned.MEMFIT.OOM.POLICY == "split"
+    assert not planned.MEMFIT.PLAN.ENABLED
+    file = tmp_path / "output" / "memfit_plan.yaml"
+    assert load_cfg(str(file)).dump() == planned.dump()
+    assert "Budget: " in log.text
+    log.clear()
+    assert fit_config(cfg) == planned
+    assert f"The plan is that of {file}" in log.text
+    other = cfg.clone()
+    other.defrost()
+    other.SOLVER.IMS_PER_BATCH = 2
+    assert fit_config(other).SOLVER.IMS_PER_BATCH == 2
+    assert "Budget: " in log.text
+
+
+def test_a_preset_is_a_budget(cfg):
+    cfg.MEMFIT.PRESET = "24GB"
+    assert fit_config(cfg).MEMFIT.BUDGET_GB == 23.4
+
+
+def test_what_does_not_fit_is_an_error_with_the_smallest_budget(cfg, tmp_path):
+    cfg.MEMFIT.BUDGET_GB = 0.3
+    with pytest.raises(ConfigError, match=r"MEMFIT.BUDGET_GB 0.3: the job does not fit. The small"):
+        fit_config(cfg)
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_plan_needs_a_budget(cfg):
+    with pytest.raises(ConfigError, match=r"PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PR"):
+        fit_config(cfg)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
+def test_a_budget_that_detectron2_exceeds_is_planned_for_and_kept(coins, tmp_path):
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("fit_train",), ("fit_val",)
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (1024,), 2048
+    cfg.SOLVER.IMS_PER_BATCH = 8
+    cfg.SOLVER.MAX_ITER = 2
+    cfg.DATALOADER.NUM_WORKERS = 1
+    cfg.OUTPUT_DIR = str(tmp_path / "output")
+    config_file = tmp_path / "config.yaml"
+    config_file.write_text(cfg.dump())
+    command = [sys.executable, "-W", "ignore", ROOT / "tools" / "train_net.py"]
+    command += ["--config-file", config_file]
+    for split in ("train", "val"):
+        command += ["--coco", f"fit_{split}", coins / f"{split}.json", coins / split]
+
+    def train(budget_gb, *options):
+        options = ["MEMFIT.BUDGET_GB", budget_gb, *options]
+        return run_process([*command, *options], timeout_s=300)
+
+    taken_gb = float(re.search(r"than the ([\d.]+) GB", train(0.01).stderr)[1])
+    plain = train(taken_gb + 0.9)
+    assert plain.returncode == 1
+    planned = train(taken_gb + 0.9, "MEMFIT.PLAN.ENABLED", True)
+    assert planned.returncode == 0, planned.stderr[-4000:]
+    assert "smaller micro-batches" in planned.stdout
+    output_dir = tmp_path / "output"
+    assert not (output_dir / "memfit_oom.jsonl").exists()
+    assert any("segm/AP50" in line for line in read_metrics(output_dir))
+    (metrics,) = [m for m in read_metrics(output_dir) if "effective_batch" in m]
+    assert metrics["effective_batch"] == 8

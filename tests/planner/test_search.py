@@ -1,0 +1,117 @@
+import pytest
+import torch
+from detectron2 import model_zoo
+from tiny import tiny_cfg
+
+from d2_memfit import estimate_memory, plan_memory
+from d2_memfit.config import load_cfg
+from d2_memfit.errors import ConfigError
+from d2_memfit.planner import WorstCase
+from d2_memfit.planner.fit import planned_config
+
+MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
+
+
+# The smallest image sizes with which the planner's choices are those of larger ones.
+CASE = WorstCase(((320, 480),), 10, (320, 480), (320, 480))
+
+
+@pytest.fixture(scope="module")
+def mask():
+    """Mask R-CNN R50-FPN with an effective batch of 8."""
+    return load_cfg(model_zoo.get_config_file(MASK), ["SOLVER.IMS_PER_BATCH", 8])
+
+
+def plan(cfg, budget_gb, **kwargs):
+    return plan_memory(cfg, budget_gb, **{"device": "cuda", "case": CASE, **kwargs})
+
+
+def test_what_fits_is_left_alone(mask):
+    p = plan(mask, 24)
+    assert p.fits
+    assert p.steps == ()
+    assert p.settings == {"MEMFIT.BUDGET_GB": 24, "MEMFIT.OOM.POLICY": "split"}
+    assert p.time_factor == 1
+
+
+def test_micro_batches_come_first_and_the_effective_batch_stays(mask):
+    p = plan(mask, 4)
+    assert p.fits
+    assert [s.name for s in p.steps] == ["smaller micro-batches"]
+    assert p.settings["MEMFIT.MICRO_BATCH"] == 3  # 3, 3 and 2 are the 8
+    assert p.estimate.device_total_gb <= 4 * 0.9 < p.before.device_total_gb
+    planned = planned_config(mask, p)
+    assert planned.SOLVER == mask.SOLVER  # batch, learning rate, schedule
+    again = estimate_memory(planned, device="cuda", case=CASE)
+    assert again.device_total_gb == p.estimate.device_total_gb
+
+
+def test_techniques_are_taken_as_far_as_they_are_needed(mask):
+    all_of_them = plan(mask, 1, allow=["exact"])
+    assert not all_of_them.fits
+    names = [s.name for s in all_of_them.steps]
+    assert names.index("ChunkedHeads") < names.index("ActivationCheckpointing")
+    for step in all_of_them.steps:
+        if step.name == "ActivationCheckpointing":
+            assert 1.15 < step.time_factor < 1.4  # a forward more
+            assert step.settings == {"MEMFIT.CHECKPOINT.MODULES": ["backbone+heads"]}
+    enough = plan(mask, all_of_them.smallest_budget_gb + 0.01, allow=["exact"])
+    assert enough.fits
+    assert [s.name for s in enough.steps] == ["smaller micro-batches", "ChunkedHeads"]
+    assert enough.steps[1].gb_after < enough.steps[1].gb_before
+
+
+def test_what_does_not_fit_says_what_would_have_to_be_allowed(mask):
+    p = plan(mask, 1.4, allow=["exact"])
+    assert not p.fits
+    assert 1.4 < p.smallest_budget_gb < 2
+    assert p.must_allow == ("exact", "precision", "recipe")
+
+
+def test_ranks_share_optimizer_states_and_batches(mask):
+    alone, eight = plan(mask, 10), plan(mask, 10, num_gpus=8)
+    assert eight.before.images_per_gpu == 1
+    assert eight.before.device_total_gb < alone.before.device_total_gb
+
+
+def test_a_users_case_is_what_is_planned_for(mask):
+    small = WorstCase(((224, 224),), 5, (224, 224), (224, 224))
+    assert plan(mask, 9, case=small).before.device_total_gb < plan(mask, 9).before.device_total_gb
+
+
+@pytest.mark.parametrize(
+    ("budget", "kwargs", "message"),
+    [
+        (0, {}, "MEMFIT.BUDGET_GB must be a number of GB above 0"),
+        (-1, {}, "MEMFIT.BUDGET_GB must be a number of GB above 0"),
+        ("6 gigs", {}, "MEMFIT.BUDGET_GB must be a number of GB above 0"),
+        (None, {}, "a plan needs a budget"),
+        (6, {"num_gpus": 0}, "num_gpus must be a positive integer, got 0"),
+        (6, {"num_gpus": 3}, "SOLVER.IMS_PER_BATCH must be divisible by the number of ranks, 3"),
+        (6, {"allow": ["lossy"]}, "allow must be some of exact, precision, recipe, got"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(mask, budget, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(mask, budget, **kwargs)
+
+
+def test_an_unknown_device_is_refused(mask):
+    with pytest.raises(ConfigError, match=r"there is no device 'v10' \(near: v100\)"):
+        estimate_memory(mask, device="v10")
+
+
+def test_a_model_that_cannot_be_built_is_one_line():
+    cfg = tiny_cfg()
+    cfg.MODEL.BACKBONE.NAME = "no_such_backbone"
+    with pytest.raises(ConfigError, match=r"does not run .*no_such_backbone"):
+        estimate_memory(cfg)
+
+
+def test_planning_draws_no_random_numbers():
+    cfg = tiny_cfg()
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    plan_memory(cfg, 20)
+    assert torch.rand(1) == expected
