@@ -77,7 +77,8 @@ class DeviceModel:
     def load(cls, name: Union[str, Path]) -> "DeviceModel":
         """
         Args:
-            name: of a family in ``devices/``, or the path of a file like those.
+            name: of a family in ``devices/``, or the path of a file of
+                ``tools/calibrate_device.py``.
 
         Raises:
             ConfigError: there is none, or the file is not one.
@@ -88,7 +89,7 @@ class DeviceModel:
             if not path.is_file():
                 raise ConfigError(
                     f"there is no device {str(name)!r}{near(str(name), device_names())}. There are "
-                    f"{', '.join(device_names())}, and .yaml files like theirs"
+                    f"{', '.join(device_names())}, and files of tools/calibrate_device.py"
                 )
         try:
             values = yaml.safe_load(path.read_text())

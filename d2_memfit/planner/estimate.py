@@ -77,8 +77,8 @@ def estimate_memory(
 
     Args:
         num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH is of all of them.
-        device: the name of a family in ``d2_memfit/planner/devices``, or the path of a file like
-            those. None is the CPU with MODEL.DEVICE cpu, else the GPU that
+        device: the name of a family in ``d2_memfit/planner/devices``, or the path of a file of
+            ``tools/calibrate_device.py``. None is the CPU with MODEL.DEVICE cpu, else the GPU that
             is there, else a current CUDA card.
         case: sizes and objects of the largest batch. None is :func:`worst_case` of the config.
 

@@ -1,0 +1,142 @@
+"""Measuring a device, for estimates of its own."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import conv2d
+
+from .device_model import DeviceModel
+from .timeline import Convolution
+from .workspaces import WORKSPACES
+
+__all__ = ["calibrate"]
+
+_MB = 2**20
+_SECONDS = 1.0  # that each speed is measured for
+
+# Convolutions of Detectron2's models: images, channels, channels of the result, height, width, and
+# the size of the filter. Of FPN at its largest level, of backbones, and of mask heads.
+_CONVOLUTIONS = (
+    (2, 256, 256, 200, 336, 3),
+    (2, 64, 64, 200, 336, 3),
+    (2, 256, 64, 200, 336, 1),
+    (2, 128, 128, 100, 168, 3),
+    (2, 512, 512, 25, 42, 3),
+    (128, 256, 256, 14, 14, 3),
+    (128, 256, 80, 28, 28, 1),
+)
+
+
+def calibrate(device: torch.device) -> dict[str, Any]:
+    """What a device's file says, measured where it can be; it takes about a minute.
+
+    On a GPU nothing else should run meanwhile. What cannot be measured is of the family: on a CPU
+    all but the speeds.
+    """
+    family = DeviceModel.load("cpu" if device.type == "cpu" else "cuda")
+    values = {
+        "description": f"this {device.type.upper()}",
+        "is_gpu": family.is_gpu,
+        "convolution_workspace": family.convolution_workspace,
+        "keeps_gradients": False,
+        "foreach": family.foreach,
+        "cublas_workspace_mb": family.cublas_workspace_mb,
+        "other_tensors_mb": family.other_tensors_mb,
+        "context_mb": None,
+        "flops_per_s": {name: _flops_per_s(name, device) for name in family.flops_per_s},
+        "bytes_per_s": _bytes_per_s(device),
+        "seconds_per_operator": _seconds_per_operator(device),
+    }
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        values.update(
+            description=name,
+            device_name=name,
+            convolution_workspace=_convolution_workspace(device),
+            cublas_workspace_mb=_cublas_workspace_mb(device),
+            context_mb=_context_mb(device),
+        )
+    return values
+
+
+def _flops_per_s(dtype_name: str, device: torch.device) -> float:
+    """Of a convolution of FPN, forward and backward."""
+    dtype = getattr(torch, dtype_name)
+    size = 96 if device.type == "cuda" else 24
+    x = torch.randn(4, 256, size, size, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(256, 256, 3, 3, device=device, dtype=dtype, requires_grad=True)
+
+    def run() -> None:
+        conv2d(x, weight, padding=1).sum().backward()
+
+    return 3 * 2 * x.numel() * 256 * 9 / _seconds(run, device)
+
+
+def _bytes_per_s(device: torch.device) -> float:
+    x = torch.empty(64 * _MB, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / _seconds(lambda: y.copy_(x), device)
+
+
+def _seconds_per_operator(device: torch.device) -> float:
+    x = torch.zeros(1, device=device)
+
+    def run() -> None:
+        for _ in range(100):
+            x.add_(1)
+
+    return _seconds(run, device) / 100
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """The median of what a call takes."""
+    seconds: list[float] = []
+    run()
+    end = time.perf_counter() + _SECONDS
+    while len(seconds) < 3 or time.perf_counter() < end:
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _convolution_workspace(device: torch.device) -> str:
+    """The name of the model in ``WORKSPACES`` that is nearest to what convolutions take."""
+    errors = dict.fromkeys(WORKSPACES, 0)
+    for num_images, channels, channels_out, height, width, kernel in _CONVOLUTIONS:
+        x = torch.randn(num_images, channels, height, width, device=device)
+        weight = torch.randn(channels_out, channels, kernel, kernel, device=device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        y = conv2d(x, weight, padding=kernel // 2)
+        _wait(device)
+        taken = torch.cuda.max_memory_allocated(device) - before - y.nbytes
+        convolution = Convolution(
+            "forward", x.shape, weight.shape, y.shape, (1, 1), 1, x.dtype, "forward"
+        )
+        for name, predict in WORKSPACES.items():
+            errors[name] += abs(predict(convolution) - taken)
+    return min(errors, key=errors.__getitem__)
+
+
+def _cublas_workspace_mb(device: torch.device) -> float:
+    x = torch.randn(512, 512, device=device)
+    before = torch.cuda.memory_allocated(device)
+    x @ x  # its result is freed at once, and the workspace stays
+    _wait(device)
+    return (torch.cuda.memory_allocated(device) - before) / _MB
+
+
+def _context_mb(device: torch.device) -> float:
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free - torch.cuda.memory_reserved(device)) / _MB

@@ -1,0 +1,36 @@
+#!/usr/bin/env python3
+"""Measure this machine's GPU, for estimates of its own: about a minute, nothing else running on it.
+
+    tools/calibrate_device.py my_gpu.yaml
+    d2-memfit plan --config-file FILE --budget 6 --device my_gpu.yaml
+
+Without a GPU it measures how fast the CPU is.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import yaml
+
+from d2_memfit.errors import exit_on_error
+from d2_memfit.planner.calibration import calibrate
+
+
+@exit_on_error
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output", type=Path, help="file to write, ending in .yaml")
+    args = parser.parse_args()
+    if args.output.suffix != ".yaml":
+        parser.error(f"the file's name must end in .yaml, got {args.output}")
+    values = calibrate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    comment = f"# Measured with tools/calibrate_device.py, PyTorch {torch.__version__}.\n"
+    args.output.write_text(comment + yaml.safe_dump(values, sort_keys=False))
+    print(args.output)
+
+
+if __name__ == "__main__":
+    main()
