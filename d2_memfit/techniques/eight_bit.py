@@ -37,7 +37,11 @@ class EightBitOptimizerStates(Technique):
 
     @classmethod
     def settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"MEMFIT.OPTIMIZER.STATES_8BIT": True}
+        if cfg.MEMFIT.OPTIMIZER.ZERO:  # which takes PyTorch's optimizers
+            return {}
+        # bitsandbytes has one implementation.
+        only = {"MEMFIT.OPTIMIZER.IMPLEMENTATION": "default"}
+        return {"MEMFIT.OPTIMIZER.STATES_8BIT": True, **only}
 
     @classmethod
     def is_on(cls, cfg: CfgNode) -> bool:
