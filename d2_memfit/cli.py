@@ -11,7 +11,7 @@ from typing import Any, Optional
 from detectron2.config import CfgNode
 
 from .config import load_cfg
-from .data import register_coco
+from .data import add_coco_option, register_coco
 from .errors import ConfigError, exit_on_error
 from .planner import estimate_memory, plan_memory
 from .planner.fit import planned_yaml
@@ -29,14 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--num-gpus", type=int, default=1, help="that train together")
     common.add_argument("--device", help="a family (v100, cuda, cpu), or a file of one")
     common.add_argument("--json", action="store_true", help="for programs")
-    common.add_argument(
-        "--coco",
-        nargs=3,
-        action="append",
-        default=[],
-        metavar=("NAME", "JSON", "IMAGE_DIR"),
-        help="register a dataset in COCO's format under this name; may be repeated",
-    )
+    add_coco_option(common)
     common.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
     parser = argparse.ArgumentParser(prog="d2-memfit", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,5 +1,6 @@
 """Datasets by their COCO files, and what can be said of a dataset before training starts."""
 
+import argparse
 import json
 import os
 from typing import Any
@@ -12,7 +13,19 @@ from detectron2.utils.file_io import PathManager
 from .checks import near
 from .errors import ConfigError, DataError
 
-__all__ = ["check_coco_file", "check_datasets", "register_coco"]
+__all__ = ["add_coco_option", "check_coco_file", "check_datasets", "register_coco"]
+
+
+def add_coco_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--coco NAME JSON IMAGE_DIR``, whose values are for :func:`register_coco`."""
+    parser.add_argument(
+        "--coco",
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("NAME", "JSON", "IMAGE_DIR"),
+        help="register a dataset in COCO's format under this name; may be repeated",
+    )
 
 
 def register_coco(name: str, json_file: str, image_dir: str) -> None:

@@ -33,6 +33,7 @@ def test_pip_installs_the_package_with_its_configs(tmp_path):
         "import d2_memfit; from d2_memfit import model_zoo;"
         "names = model_zoo.list_configs();"
         "print(d2_memfit.__file__); print(model_zoo.get_config_file(names[0]));"
+        "from d2_memfit.planner.device_model import device_names; print(*device_names());"
         "print(len(names), model_zoo.get_config(names[0]).SOLVER.ACCUMULATION_STEPS)"
     )
     elsewhere = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "tests")]
@@ -42,7 +43,9 @@ def test_pip_installs_the_package_with_its_configs(tmp_path):
         cwd=tmp_path,
     )
     assert result.returncode == 0, result.stderr
-    package, config, rest = result.stdout.splitlines()
+    package, config, devices, rest = result.stdout.splitlines()
     assert package.startswith(str(target))
     assert config.startswith(str(target))
+    assert devices == "cpu cuda v100"
+    assert (target / "bin" / "d2-memfit").exists()
     assert rest.endswith(" 8")

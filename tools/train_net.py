@@ -22,7 +22,7 @@ from detectron2.utils.logger import setup_logger
 
 from d2_memfit import MemfitTrainer, fit_config
 from d2_memfit.config import check_config, check_plan, load_cfg
-from d2_memfit.data import check_coco_file, check_datasets, register_coco
+from d2_memfit.data import add_coco_option, check_coco_file, check_datasets, register_coco
 from d2_memfit.engine import (
     MemfitCheckpointer,
     Precision,
@@ -53,14 +53,7 @@ class Trainer(MemfitTrainer):
 
 def parse_args(argv=None) -> argparse.Namespace:
     parser = default_argument_parser(epilog=__doc__)
-    parser.add_argument(
-        "--coco",
-        nargs=3,
-        action="append",
-        default=[],
-        metavar=("NAME", "JSON", "IMAGE_DIR"),
-        help="register a dataset in COCO's format under this name; may be repeated",
-    )
+    add_coco_option(parser)
     return parser.parse_args(argv)
 
 

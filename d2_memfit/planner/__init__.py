@@ -2,7 +2,8 @@
 
 from .estimate import MemoryEstimate, estimate_memory
 from .fit import fit_config
-from .search import Plan, PlanStep, plan_memory
+from .plan import Plan, PlanStep
+from .search import plan_memory
 from .worst_case import WorstCase, worst_case
 
 __all__ = [

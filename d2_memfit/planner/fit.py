@@ -14,7 +14,8 @@ from ..config import check_config, get_cfg, with_memfit_keys
 from ..errors import ConfigError
 from ..memory import return_large_blocks
 from ..presets import with_preset
-from .search import Plan, plan_memory
+from .plan import Plan
+from .search import plan_memory
 from .text import describe_plan, why_it_does_not_fit
 
 __all__ = ["fit_config", "planned_config", "planned_yaml"]

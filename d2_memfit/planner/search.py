@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
@@ -15,11 +14,12 @@ from ..memory import check_budget
 from ..techniques import TECHNIQUES, TIERS, get_technique
 from . import job
 from .device_model import DeviceModel
-from .estimate import DryJob, MemoryEstimate
+from .estimate import DryJob
+from .plan import Plan, PlanStep
 from .timeline import Timeline
 from .worst_case import WorstCase, worst_case
 
-__all__ = ["Plan", "PlanStep", "Planner", "plan_memory"]
+__all__ = ["Planner", "plan_memory"]
 
 _GB = 2**30
 
@@ -42,57 +42,6 @@ _ON_GPU_ONLY = ("ActivationOffload", "OptimizerImplementation")
 _IN_EVALUATION = ("EvaluationOnHost", "ShardedOptimizerStates", "EightBitOptimizerStates")
 _WORTH_IT = 0.97  # a plan that is not faster than this is not looked for
 _MICRO_BATCH = "smaller micro-batches"
-
-
-@dataclass(frozen=True)
-class PlanStep:
-    """One change.
-
-    Attributes:
-        name: of a technique, or "smaller micro-batches".
-        tier: "exact", "precision" or "recipe".
-        settings: config keys and their new values.
-        what: what it changes, for the recipe tier.
-        gb_before, gb_after: what the process takes of the device, without this step and those after
-            it, and with it.
-        time_factor: seconds of an iteration with it, divided by those without.
-    """
-
-    name: str
-    tier: str
-    settings: dict[str, Any]
-    what: str
-    gb_before: float
-    gb_after: float
-    time_factor: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Changes that make a job fit, and what it then needs.
-
-    Attributes:
-        budget_gb: of the device, for the whole process.
-        margin: share of the budget that is left free.
-        fits: whether the job fits. If not, the rest is about the smallest one that was allowed.
-        steps: in the order in which they were tried.
-        settings: of all steps together.
-        before, estimate: without and with the plan.
-        time_factor: seconds of an iteration with the plan, divided by those without.
-        smallest_budget_gb: that would do, if it does not fit.
-        must_allow: tiers that would have to be allowed for this budget; empty if none would help.
-    """
-
-    budget_gb: float
-    margin: float
-    fits: bool
-    steps: tuple[PlanStep, ...]
-    settings: dict[str, Any]
-    before: MemoryEstimate
-    estimate: MemoryEstimate
-    time_factor: float
-    smallest_budget_gb: Optional[float] = None
-    must_allow: tuple[str, ...] = ()
 
 
 def plan_memory(
@@ -161,6 +110,7 @@ class Planner:
 
     def plan(self, budget_gb: float, tiers: Sequence[str]) -> Plan:
         margin = self._cfg.MEMFIT.PLAN.MARGIN
+        self._tiers = tiers
         self._limit_bytes = int(budget_gb * (1 - margin) * _GB)
         start = _choice((), self._images)
         choice = start if self._fits(start) else self._search(tiers)
@@ -252,9 +202,12 @@ class Planner:
 
     def _most_images(self, names: tuple[str, ...]) -> Optional[int]:
         """The largest micro-batch that fits; memory grows with it by as much for each image."""
-        if not self._fits(_choice(names, 1)):
+        least = self._least_images(self._tiers)
+        if not self._fits(_choice(names, least)):
             return None
-        if self._images == 1 or not self._fits(_choice(names, 2)):
+        if least == self._images:
+            return least
+        if not self._fits(_choice(names, 2)):
             return 1
         one, two = (self._job(_choice(names, i)).training_bytes() for i in (1, 2))
         guess = 2 + int((self._limit_bytes - two) / max(two - one, 1))

@@ -3,7 +3,7 @@
 from tabulate import tabulate
 
 from .estimate import MemoryEstimate
-from .search import Plan
+from .plan import Plan
 
 __all__ = ["describe_estimate", "describe_plan", "why_it_does_not_fit"]
 

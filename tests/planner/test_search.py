@@ -61,6 +61,13 @@ def test_techniques_are_taken_as_far_as_they_are_needed(mask):
     assert enough.steps[1].gb_after < enough.steps[1].gb_before
 
 
+def test_micro_batches_are_of_the_exact_tier(mask):
+    without = plan(mask, 4, allow=["precision"])
+    assert "smaller micro-batches" not in [s.name for s in without.steps]
+    assert "MEMFIT.MICRO_BATCH" not in without.settings
+    assert without.estimate.images_per_micro_batch == 8
+
+
 def test_what_does_not_fit_says_what_would_have_to_be_allowed(mask):
     p = plan(mask, 1.4, allow=["exact"])
     assert not p.fits

@@ -1,0 +1,59 @@
+"""What a plan is: changes to a config, and what the job then needs."""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from .estimate import MemoryEstimate
+
+__all__ = ["Plan", "PlanStep"]
+
+
+@dataclass(frozen=True)
+class PlanStep:
+    """One change.
+
+    Attributes:
+        name: of a technique, or "smaller micro-batches".
+        tier: "exact", "precision" or "recipe".
+        settings: config keys and their new values.
+        what: what it changes, for the recipe tier.
+        gb_before, gb_after: what the process takes of the device, without this step and those after
+            it, and with it.
+        time_factor: seconds of an iteration with it, divided by those without.
+    """
+
+    name: str
+    tier: str
+    settings: dict[str, Any]
+    what: str
+    gb_before: float
+    gb_after: float
+    time_factor: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Changes that make a job fit, and what it then needs.
+
+    Attributes:
+        budget_gb: of the device, for the whole process.
+        margin: share of the budget that is left free.
+        fits: whether the job fits. If not, the rest is about the smallest one that was allowed.
+        steps: in the order in which they were tried.
+        settings: of all steps together.
+        before, estimate: without and with the plan.
+        time_factor: seconds of an iteration with the plan, divided by those without.
+        smallest_budget_gb: that would do, if it does not fit.
+        must_allow: tiers that would have to be allowed for this budget; empty if none would help.
+    """
+
+    budget_gb: float
+    margin: float
+    fits: bool
+    steps: tuple[PlanStep, ...]
+    settings: dict[str, Any]
+    before: MemoryEstimate
+    estimate: MemoryEstimate
+    time_factor: float
+    smallest_budget_gb: Optional[float] = None
+    must_allow: tuple[str, ...] = ()
