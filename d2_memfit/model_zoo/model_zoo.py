@@ -17,8 +17,9 @@ _ROOT = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 
 def list_configs() -> list[str]:
     """Names of all configs, such as "COCO-Detection/faster_rcnn_R_50_FPN_1x_1gpu.yaml"."""
-    files = sorted(_ROOT.glob("*/**/*.yaml"))  # those at the top are bases of others
-    return [file.relative_to(_ROOT).as_posix() for file in files]
+    files = sorted(_ROOT.glob("*/**/*.yaml"))
+    # Bases are parts of others.
+    return [f.relative_to(_ROOT).as_posix() for f in files if not f.name.startswith("Base-")]
 
 
 def get_config_file(config_path: str) -> str:

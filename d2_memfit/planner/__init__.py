@@ -3,13 +3,14 @@
 from .estimate import MemoryEstimate, estimate_memory
 from .fit import fit_config
 from .plan import Plan, PlanStep
-from .search import plan_memory
+from .search import Planner, plan_memory
 from .worst_case import WorstCase, worst_case
 
 __all__ = [
     "MemoryEstimate",
     "Plan",
     "PlanStep",
+    "Planner",
     "WorstCase",
     "estimate_memory",
     "fit_config",

@@ -1,0 +1,39 @@
+import make_presets
+import pytest
+from detectron2 import model_zoo as zoo
+
+from d2_memfit import model_zoo
+from d2_memfit.config import check_config, load_cfg
+from d2_memfit.presets import PRESETS
+
+NAMES = [n for n in model_zoo.list_configs() if n.endswith("GB.yaml")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_keeps_the_recipe(name):
+    cfg = model_zoo.get_config(name)
+    check_config(cfg)
+    base, card = name[: -len(".yaml")].rsplit("_", 1)
+    assert card == cfg.MEMFIT.PRESET
+    assert card in PRESETS
+    recipe = model_zoo.get_config(f"{base}.yaml")
+    for key in ("IMS_PER_BATCH", "ACCUMULATION_STEPS", "BASE_LR", "STEPS", "MAX_ITER"):
+        assert cfg.SOLVER[key] == recipe.SOLVER[key]
+    assert cfg.MODEL == recipe.MODEL
+    assert cfg.INPUT == recipe.INPUT
+
+
+@pytest.mark.parametrize("model", make_presets.MODELS)
+def test_recipes_are_those_of_detectron2(model):
+    in_zoo = model.replace("COCO-InstanceSegmentation/cascade", "Misc/cascade")
+    if "R_18" in model:
+        pytest.skip("Detectron2 has no ResNet-18")
+    ours = model_zoo.get_config(f"{model}.yaml")
+    assert ours.dump() == load_cfg(zoo.get_config_file(f"{in_zoo}.yaml")).dump()
+
+
+def test_a_preset_is_what_its_plan_says():
+    model = "COCO-Detection/faster_rcnn_R_50_FPN_3x"
+    ((card, plan),) = make_presets.presets(model, ["6GB"])
+    text = (make_presets.CONFIGS / f"{model}_{card}.yaml").read_text()
+    assert make_presets.preset_text(model, card, plan) == text
