@@ -52,14 +52,17 @@ MODELS = (
 
 
 def presets(model: str, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
-    """Plans of those cards that the model fits on with other settings than on the card before."""
+    """Plans of those cards that the model fits on with other settings than on the card before.
+
+    None that would need bitsandbytes, which not everybody has.
+    """
     cfg = load_cfg(CONFIGS / f"{model}.yaml")
     planner = Planner(cfg, 1, DeviceModel.load("cuda"), None, lambda line: None)
     before = None
     for card in cards:
         plan = planner.plan(budget_of_preset(card), TIERS)
         settings = {k: v for k, v in plan.settings.items() if k != "MEMFIT.BUDGET_GB"}
-        if plan.fits and settings != before:
+        if plan.fits and settings != before and "MEMFIT.OPTIMIZER.STATES_8BIT" not in settings:
             before = settings
             yield card, plan
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from .. import compat
 from ..config import check_config, with_memfit_keys
-from ..errors import ConfigError
 from ..memory import enforce_budget
 from ..precision import Precision
 from ..presets import with_preset
+from ..scaling import auto_scale_workers
 from ..techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
 from .checkpoint import MemfitCheckpointer
 from .hooks import memory_hooks
@@ -115,39 +115,7 @@ class MemfitMixin:
         )
         self.build_train_loader = apply_techniques("loader", self.build_train_loader, cfg)
 
-    @staticmethod
-    def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
-        """Detectron2's rule, where a rank that accumulates K batches counts as K ranks.
-
-        With SOLVER.REFERENCE_WORLD_SIZE 8, SOLVER.IMS_PER_BATCH 16 is an 8-GPU recipe of 2 images
-        per GPU. One GPU with SOLVER.ACCUMULATION_STEPS 8 does it as IMS_PER_BATCH 2 x 8: the same
-        effective batch, so learning rate, steps and iterations stay as they are. With
-        ACCUMULATION_STEPS 4 the effective batch is halved, and Detectron2 halves the learning rate
-        and doubles the iterations. Without REFERENCE_WORLD_SIZE, IMS_PER_BATCH means what it says.
-
-        Returns:
-            CfgNode: a new config to be taken as it is, with REFERENCE_WORLD_SIZE 0; or, if there is
-            nothing to do, the same.
-        """
-        steps = cfg.SOLVER.get("ACCUMULATION_STEPS", 1)
-        reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
-        if reference == 0 or (steps == 1 and reference == num_workers):
-            return cfg
-        if cfg.SOLVER.IMS_PER_BATCH % reference:
-            raise ConfigError(
-                f"SOLVER.IMS_PER_BATCH must be divisible by SOLVER.REFERENCE_WORLD_SIZE, "
-                f"{reference}, got {cfg.SOLVER.IMS_PER_BATCH}"
-            )
-        scaled = DefaultTrainer.auto_scale_workers(cfg, num_workers * steps)
-        if steps == 1:
-            return scaled
-        scaled = scaled.clone()
-        scaled.defrost()
-        scaled.SOLVER.IMS_PER_BATCH //= steps
-        scaled.SOLVER.REFERENCE_WORLD_SIZE = 0
-        if cfg.is_frozen():
-            scaled.freeze()
-        return scaled
+    auto_scale_workers = staticmethod(auto_scale_workers)
 
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

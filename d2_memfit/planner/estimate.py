@@ -13,6 +13,7 @@ from ..checks import check_positive_int
 from ..config import check_config, with_memfit_keys
 from ..errors import ConfigError, MemfitError
 from ..memory import error_line
+from ..scaling import auto_scale_workers
 from ..techniques.host_budget import loader_bytes
 from . import job
 from .allocators import DoesNotFit
@@ -20,9 +21,10 @@ from .device_model import DeviceModel, DeviceUse
 from .timeline import Timeline
 from .worst_case import WorstCase, evaluation_batch, training_batch, worst_case
 
-__all__ = ["DryJob", "MemoryEstimate", "estimate_memory"]
+__all__ = ["DryJob", "MemoryEstimate", "estimate_memory", "usable_bytes"]
 
 _GB = 2**30
+_RESOLUTION = 2**24
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class MemoryEstimate:
         num_instances: annotated objects in each image.
         assumptions: what was not known, and what was taken instead.
         peak_allocated_gb: what ``torch.cuda.max_memory_allocated`` would say after training.
-        peak_reserved_gb: the same for ``torch.cuda.max_memory_reserved``.
+        peak_reserved_gb: the same for ``torch.cuda.max_memory_reserved``. If the job has a budget
+            and fits, it is what the allocator takes within that, less its margin.
         device_total_gb: what the process takes of the device, context included, in training and in
             the evaluations between.
         evaluation_gb: peak allocated in evaluation; None where nothing is evaluated.
@@ -87,9 +90,17 @@ def estimate_memory(
     """
     check_positive_int("num_gpus", num_gpus)
     cfg = with_memfit_keys(cfg)
+    check_config(cfg)
+    cfg = auto_scale_workers(cfg, num_gpus)
     check_config(cfg, num_gpus)
     model = DeviceModel.choose(device, cfg.MODEL.DEVICE)
-    return DryJob(cfg, num_gpus, model, case or worst_case(cfg)).estimate()
+    limit_bytes = usable_bytes(cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN)
+    return DryJob(cfg, num_gpus, model, case or worst_case(cfg)).estimate(limit_bytes)
+
+
+def usable_bytes(budget_gb: Optional[float], margin: float) -> Optional[int]:
+    """What a budget leaves beside its margin; None is no limit."""
+    return None if budget_gb is None else int(budget_gb * (1 - margin) * _GB)
 
 
 class DryJob:
@@ -118,6 +129,7 @@ class DryJob:
         self.device = device
         self.case = case
         self._expandable_segments = cfg.MEMFIT.BUDGET_GB is not None
+        self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         sizes = self.micro_batch_sizes()
         with _explained():
             batch = training_batch(cfg, case, sizes[0])
@@ -141,19 +153,28 @@ class DryJob:
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether it runs where the process can take no more of the device, context included."""
-        try:
-            self._uses(limit_bytes)
-        except DoesNotFit:
-            return False
-        return True
+        return self._uses_within(limit_bytes) is not None
+
+    def least_bytes(self) -> int:
+        """The smallest limit in which it fits, to 16 MiB."""
+        low, high = self.training_bytes(), self.total_bytes()
+        while high - low > _RESOLUTION:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.fits(middle) else (middle, high)
+        return high
 
     def training_bytes(self) -> int:
-        """That the process takes of the device in training, context included."""
-        return self._uses()[0].total_bytes
+        """That the process needs of the device in training, context included, without what the
+        allocator cannot use.
+        """
+        use = self._uses()[0]
+        return use.total_bytes - use.reserved_bytes + use.allocated_bytes
 
-    def total_bytes(self) -> int:
-        """The same with the evaluations between."""
-        return max(use.total_bytes for use in self._uses())
+    def total_bytes(self, limit_bytes: Optional[int] = None) -> int:
+        """That the process takes of the device in training and in the evaluations between, context
+        included. With a limit, it is within that if it can be.
+        """
+        return max(use.total_bytes for use in self._uses(limit_bytes))
 
     def seconds(self) -> float:
         """Of an iteration, at least; to be compared with others on the same device."""
@@ -162,8 +183,8 @@ class DryJob:
         of_largest = self.device.seconds(work["forward"]) + self.device.seconds(work["backward"])
         return of_largest * sum(sizes) / sizes[0] + self.device.seconds(work["optimizer"])
 
-    def estimate(self) -> MemoryEstimate:
-        uses = self._uses()
+    def estimate(self, limit_bytes: Optional[int] = None) -> MemoryEstimate:
+        uses = self._uses(limit_bytes)
         sizes = self.micro_batch_sizes()
         return MemoryEstimate(
             device=self.device.description,
@@ -176,7 +197,7 @@ class DryJob:
             assumptions=self.case.assumptions,
             peak_allocated_gb=uses[0].allocated_bytes / _GB,
             peak_reserved_gb=uses[0].reserved_bytes / _GB,
-            device_total_gb=self.total_bytes() / _GB,
+            device_total_gb=self.total_bytes(limit_bytes) / _GB,
             evaluation_gb=uses[1].allocated_bytes / _GB if uses[1:] else None,
             breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
             seconds_per_iteration=self.seconds(),
@@ -185,8 +206,20 @@ class DryJob:
         )
 
     def _uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
-        timelines = [t for t in (self.training, self.evaluation) if t is not None]
-        return [self.device.use(t, limit_bytes, self._expandable_segments) for t in timelines]
+        """Of training and evaluation: within the limit, or without it if that is too low."""
+        return self._uses_within(limit_bytes) or self._uses_within(None)
+
+    def _uses_within(self, limit_bytes: Optional[int]) -> Optional[list[DeviceUse]]:
+        """None if it does not fit."""
+        if limit_bytes not in self._known:
+            timelines = [t for t in (self.training, self.evaluation) if t is not None]
+            try:
+                self._known[limit_bytes] = [
+                    self.device.use(t, limit_bytes, self._expandable_segments) for t in timelines
+                ]
+            except DoesNotFit:
+                self._known[limit_bytes] = None
+        return self._known[limit_bytes]
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def fit_config(cfg: CfgNode) -> CfgNode:
     if not with_memfit_keys(cfg).MEMFIT.PLAN.ENABLED:
         return cfg
     cfg = with_preset(with_memfit_keys(cfg))
-    check_config(cfg, comm.get_world_size())
+    check_config(cfg)
     text, error = "", None
     if comm.is_main_process():
         try:

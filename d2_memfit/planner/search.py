@@ -11,10 +11,11 @@ from ..checks import check_positive_int
 from ..config import check_config, with_memfit_keys
 from ..errors import ConfigError
 from ..memory import check_budget
+from ..scaling import auto_scale_workers
 from ..techniques import TECHNIQUES, TIERS, get_technique
 from . import job
 from .device_model import DeviceModel
-from .estimate import DryJob
+from .estimate import DryJob, usable_bytes
 from .plan import Plan, PlanStep
 from .timeline import Timeline
 from .worst_case import WorstCase, worst_case
@@ -74,6 +75,8 @@ def plan_memory(
     if unknown or isinstance(allow, str):
         raise ConfigError(f"allow must be some of {', '.join(TIERS)}, got {allow!r}")
     cfg = with_memfit_keys(cfg)
+    check_config(cfg)
+    cfg = auto_scale_workers(cfg, num_gpus)
     check_config(cfg, num_gpus)
     cfg.defrost()
     cfg.MEMFIT.BUDGET_GB = budget_gb
@@ -103,7 +106,9 @@ class Planner:
         self._device = device
         self._case = case
         self._progress = progress
-        self._images = cfg.SOLVER.IMS_PER_BATCH // num_gpus
+        batch = cfg.SOLVER.IMS_PER_BATCH // num_gpus
+        self._window = batch * cfg.SOLVER.ACCUMULATION_STEPS
+        self._images = min(cfg.MEMFIT.MICRO_BATCH or batch, self._window)
         self._jobs: dict[_Choice, DryJob] = {}
         self._evaluations: dict[tuple[str, ...], Timeline] = {}  # by the techniques that matter
         self._usable: dict[str, tuple[str, ...]] = {}  # techniques by tier
@@ -111,13 +116,13 @@ class Planner:
     def plan(self, budget_gb: float, tiers: Sequence[str]) -> Plan:
         margin = self._cfg.MEMFIT.PLAN.MARGIN
         self._tiers = tiers
-        self._limit_bytes = int(budget_gb * (1 - margin) * _GB)
+        self._limit_bytes = usable_bytes(budget_gb, margin)
         start = _choice((), self._images)
         choice = start if self._fits(start) else self._search(tiers)
         fits, smallest_gb, must_allow = choice is not None, None, ()
         if choice is None:
             choice = self._smallest(tiers)
-            smallest_gb = self._job(choice).total_bytes() / (1 - margin) / _GB
+            smallest_gb = self._job(choice).least_bytes() / (1 - margin) / _GB
             must_allow = next((t for t in _more(tiers) if self._fits(self._smallest(t))), ())
         before, after = self._job(start), self._job(choice)
         return Plan(
@@ -126,8 +131,8 @@ class Planner:
             fits=fits,
             steps=self._steps(choice),
             settings={**self._settings(choice), **self._safety(budget_gb)},
-            before=before.estimate(),
-            estimate=after.estimate(),
+            before=before.estimate(self._limit_bytes),
+            estimate=after.estimate(self._limit_bytes),
             time_factor=after.seconds() / before.seconds(),
             smallest_budget_gb=smallest_gb,
             must_allow=tuple(must_allow),
@@ -218,8 +223,7 @@ class Planner:
 
     def _even(self, num_images: int) -> int:
         """The smallest micro-batch with which an iteration has no more of them."""
-        window = self._images * self._cfg.SOLVER.ACCUMULATION_STEPS
-        return min(-(-window // -(-window // num_images)), self._images)
+        return min(-(-self._window // -(-self._window // num_images)), self._images)
 
     def _without_what_is_not_needed(self, choice: "_Choice") -> "_Choice":
         """Try without each technique, first those that harm most."""
@@ -251,8 +255,8 @@ class Planner:
             tier=tier,
             settings={k: v for k, v in settings.items() if k not in there or there[k] != v},
             what=_what_changes(name) if tier == "recipe" else "",
-            gb_before=one.total_bytes() / _GB,
-            gb_after=other.total_bytes() / _GB,
+            gb_before=one.total_bytes(self._limit_bytes) / _GB,
+            gb_after=other.total_bytes(self._limit_bytes) / _GB,
             time_factor=other.seconds() / one.seconds(),
         )
 
@@ -290,7 +294,7 @@ class Planner:
             )
             if dry_job.evaluation is not None:
                 self._evaluations[key] = dry_job.evaluation
-            self._progress(f"{dry_job.total_bytes() / _GB:.2f} GB: {choice}")
+            self._progress(f"{dry_job.total_bytes(self._limit_bytes) / _GB:.2f} GB: {choice}")
             self._jobs[choice] = dry_job
         return self._jobs[choice]
 

@@ -1,0 +1,42 @@
+"""A recipe of so many GPUs on another number of them."""
+
+from detectron2.config import CfgNode
+from detectron2.engine import DefaultTrainer
+
+from .errors import ConfigError
+
+__all__ = ["auto_scale_workers"]
+
+
+def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
+    """Detectron2's rule, where a rank that accumulates K batches counts as K ranks.
+
+    With SOLVER.REFERENCE_WORLD_SIZE 8, SOLVER.IMS_PER_BATCH 16 is an 8-GPU recipe of 2 images
+    per GPU. One GPU with SOLVER.ACCUMULATION_STEPS 8 does it as IMS_PER_BATCH 2 x 8: the same
+    effective batch, so learning rate, steps and iterations stay as they are. With
+    ACCUMULATION_STEPS 4 the effective batch is halved, and Detectron2 halves the learning rate
+    and doubles the iterations. Without REFERENCE_WORLD_SIZE, IMS_PER_BATCH means what it says.
+
+    Returns:
+        CfgNode: a new config to be taken as it is, with REFERENCE_WORLD_SIZE 0; or, if there is
+        nothing to do, the same.
+    """
+    steps = cfg.SOLVER.get("ACCUMULATION_STEPS", 1)
+    reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
+    if reference == 0 or (steps == 1 and reference == num_workers):
+        return cfg
+    if cfg.SOLVER.IMS_PER_BATCH % reference:
+        raise ConfigError(
+            f"SOLVER.IMS_PER_BATCH must be divisible by SOLVER.REFERENCE_WORLD_SIZE, "
+            f"{reference}, got {cfg.SOLVER.IMS_PER_BATCH}"
+        )
+    scaled = DefaultTrainer.auto_scale_workers(cfg, num_workers * steps)
+    if steps == 1:
+        return scaled
+    scaled = scaled.clone()
+    scaled.defrost()
+    scaled.SOLVER.IMS_PER_BATCH //= steps
+    scaled.SOLVER.REFERENCE_WORLD_SIZE = 0
+    if cfg.is_frozen():
+        scaled.freeze()
+    return scaled
