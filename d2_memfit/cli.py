@@ -28,6 +28,9 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--config-file", default="", metavar="FILE", help="of Detectron2 or ours")
     common.add_argument("--num-gpus", type=int, default=1, help="that train together")
     common.add_argument("--device", help="a family (v100, cuda, cpu), or a file of one")
+    common.add_argument(
+        "--probe", action="store_true", help="measure on this machine's GPU, instead of a dry run"
+    )
     common.add_argument("--json", action="store_true", help="for programs")
     add_coco_option(common)
     common.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
@@ -52,7 +55,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         raise ConfigError(f"KEY VALUE pairs: a value is missing after {args.opts[-1]}")
     cfg = with_preset(load_cfg(args.config_file, args.opts))
     if args.command == "estimate":
-        estimate = estimate_memory(cfg, args.num_gpus, args.device)
+        estimate = estimate_memory(cfg, args.num_gpus, args.device, probe=args.probe)
         print(_json(estimate) if args.json else describe_estimate(estimate))
         return
     plan = plan_memory(
@@ -62,6 +65,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         args.allow or cfg.MEMFIT.PLAN.ALLOW,
         args.device,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
+        probe=args.probe,
     )
     print(_json(plan) if args.json else describe_plan(plan))
     if not plan.fits:

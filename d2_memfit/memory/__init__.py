@@ -2,6 +2,7 @@
 
 from .budget import (
     check_budget,
+    cuda_context_bytes,
     enforce_budget,
     return_large_blocks,
     use_expandable_segments,
@@ -34,6 +35,7 @@ __all__ = [
     "available_host_bytes",
     "bytes_by_kind",
     "check_budget",
+    "cuda_context_bytes",
     "device_memory",
     "enforce_budget",
     "error_line",

@@ -6,7 +6,7 @@ import math
 import numbers
 import os
 import sys
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 
@@ -15,6 +15,7 @@ from .meter import process_memory
 
 __all__ = [
     "check_budget",
+    "cuda_context_bytes",
     "enforce_budget",
     "return_large_blocks",
     "use_expandable_segments",
@@ -105,7 +106,7 @@ def _limit_cuda(budget_gb: float, device: int) -> None:
             f"{torch.cuda.get_device_name(device)}"
         )
     taken = total - free - torch.cuda.memory_reserved(device) / _GB
-    context = min(taken, _LARGEST_CONTEXT_GB)
+    context = cuda_context_bytes(device) / _GB
     if budget_gb <= context:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB {budget_gb:g} does not hold the CUDA context, {context:.2f} GB"
@@ -118,6 +119,13 @@ def _limit_cuda(budget_gb: float, device: int) -> None:
             available,
         )
     torch.cuda.set_per_process_memory_fraction((budget_gb - context) / total, device)
+
+
+def cuda_context_bytes(device: Union[torch.device, int]) -> int:
+    """What the process takes of a GPU beside its tensors; where others use the GPU, at most."""
+    free, total = torch.cuda.mem_get_info(device)
+    taken = total - free - torch.cuda.memory_reserved(device)
+    return min(taken, int(_LARGEST_CONTEXT_GB * _GB))
 
 
 def _limit_process(budget_gb: float) -> None:

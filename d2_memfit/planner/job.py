@@ -25,7 +25,7 @@ from .matching import fast_matching
 from .timeline import Timeline
 from .worst_case import tensors_of, worst_detections, worst_proposals
 
-__all__ = ["build", "evaluate", "train"]
+__all__ = ["build", "build_with_values", "evaluate", "keep_gradients_in", "train"]
 
 Batch = list[dict[str, Any]]
 
@@ -45,7 +45,7 @@ def train(
         like_gpu: whether what depends on the device is as on a GPU, or else as on a CPU.
         accumulates: whether gradients of earlier micro-batches are there.
     """
-    precision = Precision.from_cfg(_on_cpu(cfg))
+    precision = Precision.from_cfg(_with(cfg, "MODEL.DEVICE", "cpu"))
     num_images = sum(map(len, micro_batches))
     inputs = [image for batch in micro_batches for image in batch]
     with _job(cfg, inputs, num_gpus, like_gpu) as (run, model, optimizer):
@@ -86,12 +86,19 @@ def build(cfg: CfgNode) -> tuple[nn.Module, Optimizer]:
     Raises:
         ConfigError: a technique does not go with them.
     """
-    on_cpu = _on_cpu(cfg)
-    without_zero = _with(cfg, "MEMFIT.OPTIMIZER.ZERO", False)  # it needs other ranks
     with torch.random.fork_rng(devices=[]), WithoutValues():
-        model = apply_techniques("model", build_model(on_cpu), cfg)
-        optimizer = build_optimizer(on_cpu, model)
-        return model, apply_techniques("optimizer", optimizer, without_zero)
+        return build_with_values(cfg, "cpu")
+
+
+def build_with_values(cfg: CfgNode, device: str, num_gpus: int = 1) -> tuple[nn.Module, Optimizer]:
+    """The same on a device; the optimizer has what it has on one of so many ranks."""
+    there = _with(cfg, "MODEL.DEVICE", device)
+    without_zero = _with(cfg, "MEMFIT.OPTIMIZER.ZERO", False)  # it needs other ranks
+    model = apply_techniques("model", build_model(there), cfg)
+    optimizer = apply_techniques("optimizer", build_optimizer(there, model), without_zero)
+    if cfg.MEMFIT.OPTIMIZER.ZERO:
+        _keep_share(optimizer, num_gpus)
+    return model, optimizer
 
 
 @contextmanager
@@ -101,9 +108,8 @@ def _job(
     """A job after its first iteration, gradients included."""
     with torch.random.fork_rng(devices=[]), EventStorage():
         torch.manual_seed(0)
-        model, optimizer = build(cfg)
-        if cfg.MEMFIT.OPTIMIZER.ZERO:
-            _keep_share(optimizer, num_gpus)
+        with WithoutValues():
+            model, optimizer = build_with_values(cfg, "cpu", num_gpus)
         if like_gpu:
             _use_foreach(optimizer)
         with DryRun(model, optimizer, tensors_of(inputs)) as run:
@@ -112,7 +118,7 @@ def _job(
                 buckets = make_hollow(torch.empty(sum(map(torch.numel, trained))))
                 run.own("DDP buckets", buckets)
                 if cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW:
-                    _keep_gradients_in(buckets, trained)
+                    keep_gradients_in(buckets, trained)
             for p in trained:
                 if p.grad is None:
                     p.grad = make_hollow(torch.zeros_like(p))
@@ -120,10 +126,6 @@ def _job(
             optimizer.step()
             with fast_matching(model, run):
                 yield run, model, optimizer
-
-
-def _on_cpu(cfg: CfgNode) -> CfgNode:
-    return _with(cfg, "MODEL.DEVICE", "cpu")
 
 
 def _with(cfg: CfgNode, key: str, value: Any) -> CfgNode:
@@ -153,7 +155,7 @@ def _use_foreach(optimizer: Optimizer) -> None:
             group["foreach"] = True
 
 
-def _keep_gradients_in(buckets: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+def keep_gradients_in(buckets: torch.Tensor, parameters: list[nn.Parameter]) -> None:
     """As DDP does it with ``gradient_as_bucket_view``."""
     for p, view in zip(parameters, buckets.split([p.numel() for p in parameters])):
         p.grad = view.view_as(p)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from .estimate import MemoryEstimate
+from .dry_job import MemoryEstimate
 
 __all__ = ["Plan", "PlanStep"]
 

@@ -15,8 +15,10 @@ from ..scaling import auto_scale_workers
 from ..techniques import TECHNIQUES, TIERS, get_technique
 from . import job
 from .device_model import DeviceModel
-from .estimate import DryJob, usable_bytes
+from .dry_job import DryJob
+from .estimate import usable_bytes
 from .plan import Plan, PlanStep
+from .probe import job_class
 from .timeline import Timeline
 from .worst_case import WorstCase, worst_case
 
@@ -53,6 +55,7 @@ def plan_memory(
     device: Optional[Union[str, Path]] = None,
     case: Optional[WorstCase] = None,
     progress: Callable[[str], None] = lambda line: None,
+    probe: bool = False,
 ) -> Plan:
     """Find the fastest of the changes that make a job fit, from the first tier in which some do.
 
@@ -61,7 +64,7 @@ def plan_memory(
     Args:
         budget_gb: of the device, for the whole process, in 2^30 bytes.
         allow: tiers that may be used, of "exact", "precision" and "recipe".
-        num_gpus, device, case: as for :func:`~d2_memfit.planner.estimate_memory`.
+        num_gpus, device, case, probe: as for :func:`~d2_memfit.planner.estimate_memory`.
         progress: called with a line for each dry run.
 
     Raises:
@@ -81,7 +84,7 @@ def plan_memory(
     cfg.defrost()
     cfg.MEMFIT.BUDGET_GB = budget_gb
     chosen_device = DeviceModel.choose(device, cfg.MODEL.DEVICE)
-    planner = Planner(cfg, num_gpus, chosen_device, case, progress)
+    planner = Planner(cfg, num_gpus, chosen_device, case, progress, probe)
     return planner.plan(budget_gb, [tier for tier in TIERS if tier in allow])
 
 
@@ -90,7 +93,7 @@ class Planner:
 
     Args:
         cfg: with the keys of d2_memfit, and checked.
-        num_gpus, device, case, progress: as for :func:`plan_memory`.
+        num_gpus, device, case, progress, probe: as for :func:`plan_memory`.
     """
 
     def __init__(
@@ -98,14 +101,16 @@ class Planner:
         cfg: CfgNode,
         num_gpus: int,
         device: DeviceModel,
-        case: Optional[WorstCase],
-        progress: Callable[[str], None],
+        case: Optional[WorstCase] = None,
+        progress: Callable[[str], None] = lambda line: None,
+        probe: bool = False,
     ) -> None:
         self._cfg = cfg
         self._num_gpus = num_gpus
         self._device = device
         self._case = case
         self._progress = progress
+        self._run_job = job_class(probe, device)
         batch = cfg.SOLVER.IMS_PER_BATCH // num_gpus
         self._window = batch * cfg.SOLVER.ACCUMULATION_STEPS
         self._images = min(cfg.MEMFIT.MICRO_BATCH or batch, self._window)
@@ -285,7 +290,7 @@ class Planner:
         if choice not in self._jobs:
             cfg = _with(self._cfg, self._settings(choice))
             key = tuple(filter(_matters_in_evaluation, choice.names))
-            dry_job = DryJob(
+            dry_job = self._run_job(
                 cfg,
                 self._num_gpus,
                 self._device,

@@ -2,7 +2,7 @@
 
 from tabulate import tabulate
 
-from .estimate import MemoryEstimate
+from .dry_job import MemoryEstimate
 from .plan import Plan
 
 __all__ = ["describe_estimate", "describe_plan", "why_it_does_not_fit"]

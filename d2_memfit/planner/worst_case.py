@@ -262,7 +262,8 @@ def worst_proposals(model: nn.Module, cfg: CfgNode, batch: list[dict[str, Any]])
         for image in batch:
             size = tuple(image["image"].shape[1:])
             instances = image.get("instances", Instances(size, gt_boxes=Boxes(torch.empty(0, 4))))
-            proposals.append(_proposals(instances.gt_boxes.tensor, size, num))
+            found = _proposals(instances.gt_boxes.tensor, size, num)
+            proposals.append(found.to(output[0][0].proposal_boxes.device))
         return proposals, output[1]
 
     hook = generator.register_forward_hook(replace)
@@ -293,10 +294,10 @@ def _most_detections(
     for scores_of_image, size in zip(scores, image_shapes):
         num = min(topk, len(scores_of_image))
         result = Instances(size)
-        whole = torch.tensor([0.0, 0.0, size[1], size[0]])
+        whole = scores_of_image.new_tensor([0.0, 0.0, size[1], size[0]])
         result.pred_boxes = Boxes(whole.repeat(num, 1))
         result.scores = scores_of_image[:num, 0]
-        result.pred_classes = torch.zeros(num, dtype=torch.int64)
+        result.pred_classes = torch.zeros(num, dtype=torch.int64, device=whole.device)
         results.append(result)
-        kept.append(torch.arange(num))
+        kept.append(torch.arange(num, device=whole.device))
     return results, kept

@@ -68,6 +68,7 @@ def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(config_fil
         (["plan"], "--budget: name one"),
         (["plan", "--budget", "6", "--allow", "all"], "allow must be some of exact, precision, re"),
         (["estimate", "--device", "v10"], "there is no device 'v10' (near: v100)"),
+        (["estimate", "--device", "cpu", "--probe"], "--probe runs the largest batch on a GPU"),
         (["estimate", "--num-gpus", "0"], "num_gpus must be a positive integer, got 0"),
         (["estimate", "MEMFIT.NO_KEY", "1"], "there is no config key MEMFIT.NO_KEY"),
         (["estimate", "MODEL.BACKBONE.NAME", "x"], "does not run (KeyError: "),

@@ -1,0 +1,210 @@
+"""A job of which all that needs memory is done as a dry run."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from detectron2.config import CfgNode
+
+from ..errors import ConfigError, MemfitError
+from ..memory import error_line
+from ..techniques.host_budget import loader_bytes
+from . import job
+from .allocators import DoesNotFit
+from .device_model import DeviceModel, DeviceUse
+from .timeline import Timeline
+from .worst_case import WorstCase, evaluation_batch, training_batch
+
+__all__ = ["DryJob", "MemoryEstimate"]
+
+_GB = 2**30
+_RESOLUTION = 2**24
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What each GPU of a job needs in its largest iteration, in GB of 2^30 bytes.
+
+    Attributes:
+        device: what the estimate is for.
+        num_gpus: ranks that train together.
+        images_per_gpu: of a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
+        images_per_micro_batch: in one forward.
+        accumulation_steps: batches of the loader in one iteration.
+        image_size: height and width of the largest image in pixels.
+        num_instances: annotated objects in each image.
+        assumptions: what was not known, and what was taken instead.
+        peak_allocated_gb: what ``torch.cuda.max_memory_allocated`` would say after training.
+        peak_reserved_gb: the same for ``torch.cuda.max_memory_reserved``. If the job has a budget
+            and fits, it is what the allocator takes within that, less its margin.
+        device_total_gb: what the process takes of the device, context included, in training and in
+            the evaluations between.
+        evaluation_gb: peak allocated in evaluation; None where nothing is evaluated.
+        breakdown: of ``peak_allocated_gb``, by owner, the largest first.
+        seconds_per_iteration: a lower bound, to be compared with others of the same device.
+        num_workers: of the loader, on each rank.
+        host_gb: RAM that each rank takes with them, about; without the dataset.
+    """
+
+    device: str
+    num_gpus: int
+    images_per_gpu: int
+    images_per_micro_batch: int
+    accumulation_steps: int
+    image_size: tuple[int, int]
+    num_instances: int
+    assumptions: tuple[str, ...]
+    peak_allocated_gb: float
+    peak_reserved_gb: float
+    device_total_gb: float
+    evaluation_gb: Optional[float]
+    breakdown: dict[str, float]
+    seconds_per_iteration: float
+    num_workers: int
+    host_gb: float
+
+
+class DryJob:
+    """A job of which all that needs memory was done as a dry run.
+
+    Args:
+        cfg: with the keys of d2_memfit, and checked.
+        num_gpus: ranks that train together.
+        device: that the job is for.
+        case: sizes and objects of the largest batch.
+        evaluation: its timeline, where it is known.
+
+    Attributes:
+        training: timeline of an iteration of two micro-batches, unless it has only one; gradients
+            of the first are there in the second, and more would need no more.
+        evaluation: timeline of one image, or None.
+    """
+
+    def __init__(
+        self,
+        cfg: CfgNode,
+        num_gpus: int,
+        device: DeviceModel,
+        case: WorstCase,
+        evaluation: Optional[Timeline] = None,
+    ) -> None:
+        self.cfg = cfg
+        self.num_gpus = num_gpus
+        self.device = device
+        self.case = case
+        self._expandable_segments = cfg.MEMFIT.BUDGET_GB is not None
+        self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
+        accumulates = len(self.micro_batch_sizes()) > 1
+        with _explained():
+            batch = self.training_batch()
+            self.training = job.train(cfg, [batch], num_gpus, device.is_gpu, accumulates)
+            self.evaluation = evaluation
+            if evaluation is None and cfg.DATASETS.TEST:
+                batch = self.evaluation_batch()
+                self.evaluation = job.evaluate(cfg, batch, num_gpus, device.is_gpu)
+
+    def training_batch(self) -> list[dict[str, Any]]:
+        """The largest micro-batch."""
+        return training_batch(self.cfg, self.case, self.micro_batch_sizes()[0])
+
+    def evaluation_batch(self) -> list[dict[str, Any]]:
+        return evaluation_batch(self.cfg, self.case)
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Images of each forward of an iteration, on each rank."""
+        images = self.cfg.SOLVER.IMS_PER_BATCH // self.num_gpus
+        steps = self.cfg.SOLVER.ACCUMULATION_STEPS
+        size = self.cfg.MEMFIT.MICRO_BATCH
+        if size is None:
+            return [images] * steps
+        full, rest = divmod(images * steps, size)
+        return [size] * full + [rest] * (rest > 0)
+
+    def fits(self, limit_bytes: int) -> bool:
+        """Whether it runs where the process can take no more of the device, context included."""
+        return self._uses_within(limit_bytes) is not None
+
+    def least_bytes(self) -> int:
+        """The smallest limit in which it fits, to 16 MiB."""
+        low, high = self.training_bytes(), self.total_bytes()
+        while high - low > _RESOLUTION:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.fits(middle) else (middle, high)
+        return high
+
+    def training_bytes(self) -> int:
+        """That the process needs of the device in training, context included, without what the
+        allocator cannot use.
+        """
+        use = self._uses()[0]
+        return use.total_bytes - use.reserved_bytes + use.allocated_bytes
+
+    def total_bytes(self, limit_bytes: Optional[int] = None) -> int:
+        """That the process takes of the device in training and in the evaluations between, context
+        included. With a limit, it is within that if it can be.
+        """
+        return max(use.total_bytes for use in self._uses(limit_bytes))
+
+    def seconds(self) -> float:
+        """Of an iteration, at least; to be compared with others on the same device."""
+        sizes = self.micro_batch_sizes()
+        work = self.training.work
+        of_largest = self.device.seconds(work["forward"]) + self.device.seconds(work["backward"])
+        return of_largest * sum(sizes) / sizes[0] + self.device.seconds(work["optimizer"])
+
+    def estimate(self, limit_bytes: Optional[int] = None) -> MemoryEstimate:
+        uses = self._uses(limit_bytes)
+        sizes = self.micro_batch_sizes()
+        return MemoryEstimate(
+            device=self.device.description,
+            num_gpus=self.num_gpus,
+            images_per_gpu=self.cfg.SOLVER.IMS_PER_BATCH // self.num_gpus,
+            images_per_micro_batch=sizes[0],
+            accumulation_steps=self.cfg.SOLVER.ACCUMULATION_STEPS,
+            image_size=self.case.image_sizes[0],
+            num_instances=self.case.num_instances,
+            assumptions=self.case.assumptions,
+            peak_allocated_gb=uses[0].allocated_bytes / _GB,
+            peak_reserved_gb=uses[0].reserved_bytes / _GB,
+            device_total_gb=self.total_bytes(limit_bytes) / _GB,
+            evaluation_gb=uses[1].allocated_bytes / _GB if uses[1:] else None,
+            breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
+            seconds_per_iteration=self.seconds(),
+            num_workers=self.cfg.DATALOADER.NUM_WORKERS,
+            host_gb=loader_bytes(self.cfg, self.num_gpus) / _GB,
+        )
+
+    def _uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
+        """Of training and evaluation: within the limit, or without it if that is too low."""
+        return self._uses_within(limit_bytes) or self._uses_within(None)
+
+    def _uses_within(self, limit_bytes: Optional[int]) -> Optional[list[DeviceUse]]:
+        """None if it does not fit."""
+        if limit_bytes not in self._known:
+            try:
+                self._known[limit_bytes] = self._find_uses(limit_bytes)
+            except DoesNotFit:
+                self._known[limit_bytes] = None
+        return self._known[limit_bytes]
+
+    def _find_uses(self, limit_bytes: Optional[int]) -> list[DeviceUse]:
+        timelines = [t for t in (self.training, self.evaluation) if t is not None]
+        return [self.device.use(t, limit_bytes, self._expandable_segments) for t in timelines]
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Make one line of what a model raises that cannot be built from a config, or cannot run."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as e:
+        where = traceback.extract_tb(e.__traceback__)[-1]
+        raise ConfigError(
+            f"the model of this config does not run ({type(e).__name__}: {error_line(e)}, in "
+            f"{Path(where.filename).name}:{where.lineno})"
+        ) from e
