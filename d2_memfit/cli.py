@@ -13,7 +13,8 @@ from detectron2.config import CfgNode
 from .config import load_cfg
 from .data import add_coco_option, register_coco
 from .errors import ConfigError, exit_on_error
-from .planner import estimate_memory, plan_memory
+from .planner import plan_memory
+from .planner.estimate import run_dry
 from .planner.fit import planned_yaml
 from .planner.text import describe_estimate, describe_plan
 from .presets import PRESETS, budget_of_preset, with_preset
@@ -36,7 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
     parser = argparse.ArgumentParser(prog="d2-memfit", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("estimate", parents=[common], help="what a job needs")
+    estimate = commands.add_parser("estimate", parents=[common], help="what a job needs")
+    estimate.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write all allocations of training, as CSV"
+    )
     plan = commands.add_parser("plan", parents=[common], help="make a job fit a budget")
     plan.add_argument("--budget", help=f"in GB, such as 6, or one of {', '.join(PRESETS)}")
     plan.add_argument(
@@ -55,8 +59,11 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         raise ConfigError(f"KEY VALUE pairs: a value is missing after {args.opts[-1]}")
     cfg = with_preset(load_cfg(args.config_file, args.opts))
     if args.command == "estimate":
-        estimate = estimate_memory(cfg, args.num_gpus, args.device, probe=args.probe)
+        dry_job = run_dry(cfg, args.num_gpus, args.device, probe=args.probe)
+        estimate = dry_job.estimate(dry_job.limit_bytes)
         print(_json(estimate) if args.json else describe_estimate(estimate))
+        if args.timeline is not None:
+            dry_job.training.write_csv(args.timeline)
         return
     plan = plan_memory(
         cfg,

@@ -2,6 +2,8 @@
 """Measure what d2_memfit costs and what it computes; each benchmark says how.
 
 tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
+tools/benchmark.py dry_runs         how long dry runs take, and how much RAM
+tools/benchmark.py estimates        estimates against the same jobs really run on the CPU
 tools/benchmark.py gradients        how far accumulated gradients are from the full batch's
 tools/benchmark.py recovery         what recovery from out-of-memory errors costs
 tools/benchmark.py techniques       what each technique saves and costs
@@ -10,10 +12,12 @@ tools/benchmark.py zoo              estimates against the memory that Detectron2
 
 import argparse
 
-from benchmarks import accumulation, gradients, recovery, techniques, zoo
+from benchmarks import accumulation, dry_runs, estimates, gradients, recovery, techniques, zoo
 
 BENCHMARKS = {
     "accumulation": accumulation,
+    "dry_runs": dry_runs,
+    "estimates": estimates,
     "gradients": gradients,
     "recovery": recovery,
     "techniques": techniques,

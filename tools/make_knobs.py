@@ -1,55 +1,173 @@
 #!/usr/bin/env python3
 """Write docs/KNOBS.md and docs/knobs.png: what each knob does to the memory of Mask R-CNN R50-FPN.
 
-Each row is an estimate of one GPU with 2 images at a time, in which one thing is other than in the
-recipe; or a benchmark's figure, where no estimate can say it.
+Each row is an estimate for one GPU with 2 images at a time, in which one thing is not as in the
+recipe. About a minute on two cores.
 """
 
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple, Optional
 
 import matplotlib
+from matplotlib import pyplot
 from tabulate import tabulate
 
 from d2_memfit.config import load_cfg
 from d2_memfit.model_zoo import get_config_file
-from d2_memfit.planner import WorstCase, worst_case
+from d2_memfit.planner import DryJob, MemoryEstimate, worst_case
 from d2_memfit.planner.device_model import DeviceModel
-from d2_memfit.planner.estimate import DryJob
-from d2_memfit.techniques import get_technique
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-BASE = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
-TWO_IMAGES = ["SOLVER.IMS_PER_BATCH", 2]
+RECIPE = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
-# What a knob is called, its settings, and what else changes.
-KNOBS = (
-    ("1 image at a time", ["MEMFIT.MICRO_BATCH", 1], "nothing: gradients are accumulated"),
-    ("4 images at a time", ["SOLVER.IMS_PER_BATCH", 4], "nothing, at the same effective batch"),
-    ("mixed precision", ["SOLVER.AMP.ENABLED", True], "number formats"),
-    ("checkpointing, backbone", ["MEMFIT.CHECKPOINT.MODULES", ["backbone"]], "nothing"),
-    ("checkpointing, all", ["MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"]], "nothing"),
-    ("mask head in chunks", ["MEMFIT.HEADS.CHUNK_SIZE", 32], "nothing"),
-    ("matching in chunks", ["MEMFIT.MATCHING.CHUNK_SIZE", 4096], "nothing"),
-    ("offload, backbone", ["MEMFIT.OFFLOAD.MODULES", ["backbone"]], "nothing; host RAM"),
-    ("images of 640 pixels", ["INPUT.MIN_SIZE_TRAIN", (640,), "INPUT.MAX_SIZE_TRAIN", 1066], "recipe"),
-    ("images of 480 pixels", ["INPUT.MIN_SIZE_TRAIN", (480,), "INPUT.MAX_SIZE_TRAIN", 800], "recipe"),
-    ("no multi-scale, 800 pixels", ["INPUT.MIN_SIZE_TRAIN", (800,)], "less augmentation"),
-    ("both orientations in a batch", ["DATALOADER.ASPECT_RATIO_GROUPING", False], "padding"),
-    ("ResNet-18", ["MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64], "the model"),
-    ("ResNet-101", ["MODEL.RESNETS.DEPTH", 101], "the model"),
-    ("all of the backbone trained", ["MODEL.BACKBONE.FREEZE_AT", 0], "the recipe"),
-    ("3 stages frozen", ["MODEL.BACKBONE.FREEZE_AT", 4], "the recipe"),
-    ("256 sampled proposals", ["MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 256], "the sampling"),
-    ("128 sampled proposals", ["MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 128], "the sampling"),
-    ("500 proposals", ["MODEL.RPN.POST_NMS_TOPK_TRAIN", 500], "the choice of proposals"),
-    ("no mask head", ["MODEL.MASK_ON", False], "the task"),
-    ("bit masks", ["INPUT.MASK_FORMAT", "bitmask"], "borders of masks"),
-    ("GroupNorm in FPN", ["MODEL.FPN.NORM", "GN"], "the model"),
-    ("20 instances per image", [], "the images"),
-    ("300 instances per image", [], "the images"),
-    ("foreach off", ["MEMFIT.OPTIMIZER.IMPLEMENTATION", "for-loop"], "nothing"),
-)
-INSTANCES = {"20 instances per image": 20, "300 instances per image": 300}
+
+class Knob(NamedTuple):
+    name: str
+    opts: list  # config keys and values, in turn
+    changes: str  # beside memory and time; "" is nothing
+    num_instances: Optional[int] = None  # of each image, if not the default
+
+
+def _images(short: int, long: int) -> list:
+    return ["INPUT.MIN_SIZE_TRAIN", (short,), "INPUT.MAX_SIZE_TRAIN", long]
+
+
+KNOBS = {
+    "Batch": [
+        Knob("1 image at a time, accumulated", ["MEMFIT.MICRO_BATCH", 1], ""),
+        Knob("4 images at a time", ["SOLVER.IMS_PER_BATCH", 4], "batch, or fewer steps behind one"),
+        Knob("8 images at a time", ["SOLVER.IMS_PER_BATCH", 8], "batch, or fewer steps behind one"),
+        Knob("8 steps of accumulation", ["SOLVER.ACCUMULATION_STEPS", 8], "effective batch"),
+    ],
+    "Exact techniques": [
+        Knob("checkpointing, backbone", ["MEMFIT.CHECKPOINT.MODULES", ["backbone"]], ""),
+        Knob("checkpointing, heads too", ["MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"]], ""),
+        Knob("offload, backbone", ["MEMFIT.OFFLOAD.MODULES", ["backbone"]], ""),
+        Knob("matching in chunks", ["MEMFIT.MATCHING.CHUNK_SIZE", 4096], ""),
+        Knob("mask head in chunks", ["MEMFIT.HEADS.CHUNK_SIZE", 32], ""),
+        Knob("optimizer's for-loop", ["MEMFIT.OPTIMIZER.IMPLEMENTATION", "for-loop"], ""),
+    ],
+    "Precision": [
+        Knob("mixed precision (AMP)", ["SOLVER.AMP.ENABLED", True], "number format"),
+    ],
+    "Images": [
+        Knob("640 pixels", _images(640, 1066), "recipe: accuracy of small objects"),
+        Knob("480 pixels", _images(480, 800), "recipe: accuracy of small objects"),
+        Knob("800 pixels, no multi-scale", _images(800, 1333), "recipe: less augmentation"),
+        Knob("multi-scale up to 1024 pixels", _images(1024, 1706), "recipe"),
+        Knob("portrait beside landscape", ["DATALOADER.ASPECT_RATIO_GROUPING", False], "padding"),
+        Knob("20 instances per image", [], "the dataset", 20),
+        Knob("300 instances per image", [], "the dataset", 300),
+        Knob("bit masks", ["INPUT.MASK_FORMAT", "bitmask"], "borders of masks"),
+    ],
+    "Model": [
+        Knob(
+            "ResNet-18",
+            ["MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64],
+            "the model",
+        ),
+        Knob("ResNet-101", ["MODEL.RESNETS.DEPTH", 101], "the model"),
+        Knob("all of the backbone trained", ["MODEL.BACKBONE.FREEZE_AT", 0], "recipe"),
+        Knob("backbone frozen up to res4", ["MODEL.BACKBONE.FREEZE_AT", 4], "recipe"),
+        Knob("GroupNorm in FPN", ["MODEL.FPN.NORM", "GN"], "the model"),
+        Knob("no mask head", ["MODEL.MASK_ON", False], "the task"),
+        Knob("mask head of 128 channels", ["MODEL.ROI_MASK_HEAD.CONV_DIM", 128], "the model"),
+    ],
+    "Proposals": [
+        Knob("256 in the ROI batch", ["MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 256], "recipe"),
+        Knob("128 in the ROI batch", ["MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 128], "recipe"),
+        Knob("500 after NMS", ["MODEL.RPN.POST_NMS_TOPK_TRAIN", 500], "recipe"),
+        Knob("128 anchors in RPN's loss", ["MODEL.RPN.BATCH_SIZE_PER_IMAGE", 128], "recipe"),
+    ],
+}
+WORKERS = (0, 2, 4, 8)
+
+TEXT = """# Which knob costs what
+
+Mask R-CNN R50-FPN as in Detectron2's zoo, 2 images at a time on one GPU: each row changes one
+thing. Estimated for the device family `cuda`, a current card, by dry runs; nothing here was
+measured on a GPU. GB is the peak of what tensors have (`torch.cuda.max_memory_allocated`) in
+training, in brackets how that differs from the recipe, and in evaluation, one image at a time;
+allocator and context come to it, {overhead:.1f} GB for the recipe. Time is that of a trained image,
+predicted, against the recipe. What changes is beside memory and time.
+
+![The same as bars](knobs.png)
+
+{device}
+
+Some knobs hardly show here because something else is the peak: chunks of the mask head, for one,
+matter once the backbone is checkpointed. `d2-memfit plan` looks for what goes together. The keys of
+the techniques are in [TECHNIQUES.md](TECHNIQUES.md).
+
+## Host RAM
+
+The recipe's loader on one rank, about, without the dataset's annotations:
+
+{host}
+
+Written by `python tools/make_knobs.py`.
+"""
+
+
+def estimate(opts: list, num_instances: Optional[int] = None) -> MemoryEstimate:
+    cfg = load_cfg(get_config_file(RECIPE), ["SOLVER.IMS_PER_BATCH", 2, *opts])
+    case = worst_case(cfg)
+    if num_instances is not None:
+        case = replace(case, num_instances=num_instances)
+    return DryJob(cfg, 1, DeviceModel.load("cuda"), case).estimate()
+
+
+def seconds_per_image(e: MemoryEstimate) -> float:
+    return e.seconds_per_iteration / (e.images_per_gpu * e.accumulation_steps)
+
+
+def gigabytes(e: MemoryEstimate, recipe: MemoryEstimate) -> list[str]:
+    difference = e.peak_allocated_gb - recipe.peak_allocated_gb
+    training = f"{e.peak_allocated_gb:.2f} ({difference:+.2f})"
+    return [training, f"{e.evaluation_gb:.2f}"]
+
+
+def draw(recipe: MemoryEstimate, rows: list[tuple[Knob, MemoryEstimate]], path: Path) -> None:
+    matplotlib.use("Agg")
+    figure, axes = pyplot.subplots(figsize=(9, 0.24 * len(rows) + 1), layout="constrained")
+    names = [knob.name for knob, _ in rows]
+    sizes = [e.peak_allocated_gb for _, e in rows]
+    less = [size <= recipe.peak_allocated_gb for size in sizes]
+    axes.barh(names, sizes, color=["tab:green" if x else "tab:red" for x in less])
+    axes.axvline(recipe.peak_allocated_gb, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set_xlabel(
+        "GB at the peak of training, estimated; the line is the recipe, 2 images at a time"
+    )
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    recipe = estimate([])
+    lines = [["**recipe**", *gigabytes(recipe, recipe), "1.00", ""]]
+    rows = []
+    for group, knobs in KNOBS.items():
+        lines.append([f"**{group}**", "", "", "", ""])
+        for knob in knobs:
+            e = estimate(knob.opts, knob.num_instances)
+            rows.append((knob, e))
+            time_factor = seconds_per_image(e) / seconds_per_image(recipe)
+            changes = knob.changes or "nothing"
+            lines.append([knob.name, *gigabytes(e, recipe), f"{time_factor:.2f}", changes])
+    draw(recipe, rows, DOCS / "knobs.png")
+    header = ["", "training, GB", "evaluation, GB", "time x", "changes"]
+    device = tabulate(lines, header, tablefmt="pipe", disable_numparse=True)
+    host = [[n, f"{estimate(['DATALOADER.NUM_WORKERS', n]).host_gb:.1f}"] for n in WORKERS]
+    text = TEXT.format(
+        overhead=recipe.device_total_gb - recipe.peak_allocated_gb,
+        device=device,
+        host=tabulate(host, ["workers", "GB"], tablefmt="pipe"),
+    )
+    (DOCS / "KNOBS.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

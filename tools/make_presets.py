@@ -27,8 +27,8 @@ TIERS = ["exact", "precision"]
 CARDS = {
     "R_18": ("4GB", "6GB"),
     "R_50": ("4GB", "6GB", "8GB", "12GB", "16GB"),
-    "R_101": ("6GB", "8GB", "12GB", "16GB", "24GB"),
-    "X_101": ("8GB", "12GB", "16GB", "24GB"),
+    "R_101": ("4GB", "6GB", "8GB", "12GB", "16GB", "24GB"),
+    "X_101": ("6GB", "8GB", "12GB", "16GB", "24GB"),
 }
 
 MODELS = (

@@ -18,7 +18,7 @@ from .device_model import DeviceModel, DeviceUse
 from .timeline import Timeline
 from .worst_case import WorstCase, evaluation_batch, training_batch
 
-__all__ = ["DryJob", "MemoryEstimate"]
+__all__ = ["DryJob", "MemoryEstimate", "usable_bytes"]
 
 _GB = 2**30
 _RESOLUTION = 2**24
@@ -81,6 +81,7 @@ class DryJob:
         training: timeline of an iteration of two micro-batches, unless it has only one; gradients
             of the first are there in the second, and more would need no more.
         evaluation: timeline of one image, or None.
+        limit_bytes: what MEMFIT.BUDGET_GB leaves beside the margin, or None.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class DryJob:
         self.num_gpus = num_gpus
         self.device = device
         self.case = case
+        self.limit_bytes = usable_bytes(cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN)
         self._expandable_segments = cfg.MEMFIT.BUDGET_GB is not None
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         accumulates = len(self.micro_batch_sizes()) > 1
@@ -193,6 +195,11 @@ class DryJob:
     def _find_uses(self, limit_bytes: Optional[int]) -> list[DeviceUse]:
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
         return [self.device.use(t, limit_bytes, self._expandable_segments) for t in timelines]
+
+
+def usable_bytes(budget_gb: Optional[float], margin: float) -> Optional[int]:
+    """What a budget leaves beside its margin; None is no limit."""
+    return None if budget_gb is None else int(budget_gb * (1 - margin) * _GB)
 
 
 @contextmanager

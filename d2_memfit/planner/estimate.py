@@ -9,13 +9,11 @@ from ..checks import check_positive_int
 from ..config import check_config, with_memfit_keys
 from ..scaling import auto_scale_workers
 from .device_model import DeviceModel
-from .dry_job import MemoryEstimate
+from .dry_job import DryJob, MemoryEstimate
 from .probe import job_class
 from .worst_case import WorstCase, worst_case
 
-__all__ = ["estimate_memory", "usable_bytes"]
-
-_GB = 2**30
+__all__ = ["estimate_memory", "run_dry"]
 
 
 def estimate_memory(
@@ -39,17 +37,22 @@ def estimate_memory(
         ConfigError: a value in the config cannot work, or its model cannot be built; or there is no
             GPU to be probed.
     """
+    dry_job = run_dry(cfg, num_gpus, device, case, probe)
+    return dry_job.estimate(dry_job.limit_bytes)
+
+
+def run_dry(
+    cfg: CfgNode,
+    num_gpus: int = 1,
+    device: Optional[Union[str, Path]] = None,
+    case: Optional[WorstCase] = None,
+    probe: bool = False,
+) -> DryJob:
+    """As :func:`estimate_memory`, with the timelines."""
     check_positive_int("num_gpus", num_gpus)
     cfg = with_memfit_keys(cfg)
     check_config(cfg)
     cfg = auto_scale_workers(cfg, num_gpus)
     check_config(cfg, num_gpus)
     model = DeviceModel.choose(device, cfg.MODEL.DEVICE)
-    run_job = job_class(probe, model)
-    limit_bytes = usable_bytes(cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN)
-    return run_job(cfg, num_gpus, model, case or worst_case(cfg)).estimate(limit_bytes)
-
-
-def usable_bytes(budget_gb: Optional[float], margin: float) -> Optional[int]:
-    """What a budget leaves beside its margin; None is no limit."""
-    return None if budget_gb is None else int(budget_gb * (1 - margin) * _GB)
+    return job_class(probe, model)(cfg, num_gpus, model, case or worst_case(cfg))

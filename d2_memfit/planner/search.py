@@ -15,8 +15,7 @@ from ..scaling import auto_scale_workers
 from ..techniques import TECHNIQUES, TIERS, get_technique
 from . import job
 from .device_model import DeviceModel
-from .dry_job import DryJob
-from .estimate import usable_bytes
+from .dry_job import DryJob, usable_bytes
 from .plan import Plan, PlanStep
 from .probe import job_class
 from .timeline import Timeline

@@ -1,7 +1,9 @@
 """What a job allocates and frees, in order."""
 
+import csv
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Union
 
 import torch
@@ -85,14 +87,37 @@ class Timeline:
 
     def peak(self) -> Counter:
         """Bytes by owner at the time when most is alive."""
-        live: Counter = Counter()
-        most, total, peak = 0, 0, Counter()
-        for event in self.events:
+        owners: Counter = Counter()
+        for allocation in self.alive_at_peak():
+            owners[allocation.owner] += allocation.num_bytes
+        return owners
+
+    def alive_at_peak(self) -> set[Allocation]:
+        most, total, end = 0, 0, 0
+        for i, event in enumerate(self.events):
             if isinstance(event, Convolution):
                 continue
             sign = 1 if isinstance(event, Allocate) else -1
-            live[event.allocation.owner] += sign * event.allocation.num_bytes
             total += sign * event.allocation.num_bytes
             if total > most:
-                most, peak = total, +live
-        return peak
+                most, end = total, i + 1
+        alive = set()
+        for event in self.events[:end]:
+            if isinstance(event, Allocate):
+                alive.add(event.allocation)
+            elif isinstance(event, Free):
+                alive.discard(event.allocation)
+        return alive
+
+    def write_csv(self, path: Path) -> None:
+        """A line for each allocation. Times are numbers of events; what stays has no end."""
+        ends = {e.allocation: i for i, e in enumerate(self.events) if isinstance(e, Free)}
+        at_peak = self.alive_at_peak()
+        with path.open("w", newline="") as f:
+            writer = csv.writer(f)
+            writer.writerow(["begin", "end", "bytes", "owner", "phase", "at_peak"])
+            for i, event in enumerate(self.events):
+                if isinstance(event, Allocate):
+                    a = event.allocation
+                    end = ends.get(a, "")
+                    writer.writerow([i, end, a.num_bytes, a.owner, a.phase, int(a in at_peak)])

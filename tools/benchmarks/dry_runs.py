@@ -1,0 +1,70 @@
+"""What a dry run itself takes, for the configs of Detectron2's zoo.
+
+A training step of two images of 800 x 1333 pixels with 100 objects each, on this CPU. The first
+step of a process has to find the labels of the anchors, which later ones remember. Each config has
+a process of its own.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from pathlib import Path
+
+from detectron2 import model_zoo
+
+from d2_memfit.config import load_cfg
+from d2_memfit.memory import process_memory
+from d2_memfit.planner import WorstCase, job
+from d2_memfit.planner.worst_case import training_batch
+
+from .common import machine, markdown_table
+
+CASE = WorstCase(((800, 1333),), 100, (800, 1333), (800, 1333))
+FOLDERS = (
+    *("COCO-Detection", "COCO-InstanceSegmentation", "COCO-Keypoints"),
+    *(
+        "COCO-PanopticSegmentation",
+        "LVISv1-InstanceSegmentation",
+        "Cityscapes",
+        "PascalVOC-Detection",
+    ),
+    "Misc",
+)
+_GB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--configs", nargs="+", help="of Detectron2's zoo; all if not")
+    parser.add_argument("--steps", type=int, default=3, help="to take the median of")
+
+
+def run(args: argparse.Namespace) -> None:
+    rows = []
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for config in args.configs or all_configs():
+            rows.append([config, *pool.apply(measure, (config, args.steps))])
+    print(f"{machine()}\n")
+    header = ["config", "first step, s", "step, s", "peak of it, GB", "RAM taken, GB"]
+    print(markdown_table(header, rows))
+
+
+def all_configs() -> list[str]:
+    """All but those that need compiled operators."""
+    root = Path(model_zoo.get_config_file("COCO-Detection/rpn_R_50_FPN_1x.yaml")).parents[1]
+    files = [file for folder in FOLDERS for file in sorted((root / folder).glob("*.yaml"))]
+    names = [str(file.relative_to(root)) for file in files]
+    return [n for n in names if "Base" not in n and "dconv" not in n]
+
+
+def measure(config: str, num_steps: int) -> list[str]:
+    cfg = load_cfg(model_zoo.get_config_file(config))
+    seconds = []
+    for _ in range(1 + num_steps):
+        start = time.perf_counter()
+        timeline = job.train(cfg, [training_batch(cfg, CASE, 2)])
+        seconds.append(time.perf_counter() - start)
+    resident = process_memory().peak_resident_bytes
+    peak = sum(timeline.peak().values())
+    first, step = seconds[0], statistics.median(seconds[1:])
+    return [f"{first:.2f}", f"{step:.2f}", f"{peak / _GB:.2f}", f"{resident / _GB:.2f}"]

@@ -1,0 +1,92 @@
+"""Estimates against the same jobs really run on the CPU.
+
+Two images of 480 x 640 pixels with 20 objects each, in two micro-batches, as the worst batch of an
+estimate. Tensors are counted byte by byte in both. The process is what its private memory grows by
+at most in the real run, over the tensors; each config has a process of its own.
+"""
+
+import argparse
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from detectron2 import model_zoo
+
+from d2_memfit.config import load_cfg
+from d2_memfit.memory import TensorMeter, process_memory, return_large_blocks
+from d2_memfit.planner import DryJob, WorstCase
+from d2_memfit.planner.device_model import DeviceModel
+from d2_memfit.planner.probe import run_for_real
+
+from .common import machine, markdown_table
+
+CASE = WorstCase(((480, 640),), 20, (480, 640), (480, 640))
+CONFIGS = (
+    "COCO-Detection/faster_rcnn_R_50_C4_1x.yaml",
+    "COCO-Detection/faster_rcnn_R_50_DC5_1x.yaml",
+    "COCO-Detection/faster_rcnn_R_101_FPN_3x.yaml",
+    "COCO-Detection/retinanet_R_50_FPN_1x.yaml",
+    "COCO-Detection/rpn_R_50_FPN_1x.yaml",
+    "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml",
+    "COCO-Keypoints/keypoint_rcnn_R_50_FPN_3x.yaml",
+    "COCO-PanopticSegmentation/panoptic_fpn_R_50_3x.yaml",
+    "Misc/cascade_mask_rcnn_R_50_FPN_3x.yaml",
+    "Misc/mask_rcnn_R_50_FPN_3x_gn.yaml",
+)
+_MB = 2**20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--configs", nargs="+", default=CONFIGS, help="of Detectron2's zoo")
+
+
+def run(args: argparse.Namespace) -> None:
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        rows = [[config, *pool.apply(compare, (config,))] for config in args.configs]
+    phases = ("training", "evaluation")
+    header = ["config"]
+    for phase in phases:
+        header += [f"{phase}, MB estimated", "measured", "error"]
+    print(f"{machine()}\n")
+    print(markdown_table([*header, "process, MB over tensors"], rows))
+
+
+def compare(config: str) -> list[str]:
+    return_large_blocks()
+    cfg = load_cfg(model_zoo.get_config_file(config))
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.SOLVER.IMS_PER_BATCH, cfg.MEMFIT.MICRO_BATCH = 2, 1
+    before = process_memory().data_bytes
+    dry_job = DryJob(cfg, 1, DeviceModel.load("cpu"), CASE)
+    cells = []
+    timelines = dry_job.training, dry_job.evaluation
+    with TensorMeter() as meter:
+        for timeline, _ in zip(timelines, run_for_real(dry_job, "cpu")):
+            estimated, measured = sum(timeline.peak().values()), meter.peak_bytes
+            error = f"{estimated / measured - 1:+.3%}"
+            cells += [f"{estimated / _MB:.1f}", f"{measured / _MB:.1f}", error]
+            meter.peak_bytes = meter.live_bytes
+    peaks = [sum(timeline.peak().values()) for timeline in timelines]
+    with highest_data_bytes() as highest:
+        for _ in run_for_real(dry_job, "cpu"):
+            pass
+    return [*cells, f"{(highest[0] - before - max(peaks)) / _MB:.0f}"]
+
+
+@contextmanager
+def highest_data_bytes() -> Iterator[list[int]]:
+    """While open, its one number is the most private memory that the process has had."""
+    highest, ended = [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            highest[0] = max(highest[0], process_memory().data_bytes)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield highest
+    finally:
+        ended.set()
+        thread.join()
