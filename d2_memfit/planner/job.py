@@ -86,7 +86,7 @@ def build(cfg: CfgNode) -> tuple[nn.Module, Optimizer]:
     Raises:
         ConfigError: a technique does not go with them.
     """
-    with torch.random.fork_rng(devices=[]), WithoutValues():
+    with _one_thread(), torch.random.fork_rng(devices=[]), WithoutValues():
         return build_with_values(cfg, "cpu")
 
 
@@ -106,7 +106,7 @@ def _job(
     cfg: CfgNode, inputs: Batch, num_gpus: int, like_gpu: bool
 ) -> Iterator[tuple[DryRun, nn.Module, Optimizer]]:
     """A job after its first iteration, gradients included."""
-    with torch.random.fork_rng(devices=[]), EventStorage():
+    with _one_thread(), torch.random.fork_rng(devices=[]), EventStorage():
         torch.manual_seed(0)
         with WithoutValues():
             model, optimizer = build_with_values(cfg, "cpu", num_gpus)
@@ -126,6 +126,17 @@ def _job(
             optimizer.step()
             with fast_matching(model, run):
                 yield run, model, optimizer
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Little is computed, and threads would wait for each other longer than that takes."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _with(cfg: CfgNode, key: str, value: Any) -> CfgNode:

@@ -5,6 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 from detectron2 import model_zoo
+from detectron2.config import instantiate
+from detectron2.modeling import META_ARCH_REGISTRY
+from torch import nn
 
 from d2_memfit.config import load_cfg
 from d2_memfit.memory import process_memory
@@ -49,6 +52,8 @@ JOBS = {
     "offload": (MASK, ["MEMFIT.OFFLOAD.MODULES", ["backbone"]]),
     "chunked heads": (MASK, ["MEMFIT.HEADS.CHUNK_SIZE", 4]),
     "chunked matching": (MASK, ["MEMFIT.MATCHING.CHUNK_SIZE", 64]),
+    "FCOS": ("", ["MODEL.META_ARCHITECTURE", "FcosOfTests"]),
+    "a user's own": ("", ["MODEL.META_ARCHITECTURE", "SegmenterOfTests"]),
     "all together": (
         MASK,
         [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"], "MEMFIT.HEADS.CHUNK_SIZE", 4],
@@ -56,9 +61,36 @@ JOBS = {
 }
 
 
+@META_ARCH_REGISTRY.register()
+def FcosOfTests(cfg):
+    """How a LazyConfig's model can be named in a config."""
+    model = model_zoo.get_config("COCO-Detection/fcos_R_50_FPN_1x.py").model
+    model.pixel_std = cfg.MODEL.PIXEL_STD
+    model.head.norm = "BN"  # v0.6 makes a GroupNorm that current PyTorch refuses
+    return instantiate(model)
+
+
+@META_ARCH_REGISTRY.register()
+class SegmenterOfTests(nn.Module):
+    """A user's own model, with nothing of Detectron2's in it."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        layers = [nn.Conv2d(3, 64, 3, stride=2, padding=1), nn.BatchNorm2d(64), nn.ReLU()]
+        self.features = nn.Sequential(*layers, nn.Conv2d(64, 64, 3, padding=1), nn.ReLU())
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, batch):
+        images = torch.stack([d["image"][:, :160, :160] for d in batch])
+        scores = self.head(self.features(images.float()).permute(0, 2, 3, 1))
+        if not self.training:
+            return [{"sem_seg": s.argmax(dim=-1)} for s in scores]
+        return {"loss_boxes": scores.logsumexp(dim=-1).mean()}
+
+
 def make_cfg(name):
     file, opts = JOBS[name]
-    return load_cfg(model_zoo.get_config_file(file), [*SMALL, *opts])
+    return load_cfg(file and model_zoo.get_config_file(file), [*SMALL, *opts])
 
 
 def train(cfg):
@@ -85,7 +117,9 @@ def owners_of(timeline):
 
 
 # The others take a minute or two, and are run before a release: pytest -m exhaustive.
-_QUICK = ("faster C4", "mask FPN", "retinanet", "panoptic", "all together")
+_QUICK = (
+    *("faster C4", "mask FPN", "retinanet", "panoptic", "FCOS", "a user's own", "all together"),
+)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +147,7 @@ def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
     assert sum(last.peak().values()) == sum(whole.peak().values())
 
 
-@pytest.mark.parametrize("name", ["mask FPN", "panoptic"])
+@pytest.mark.parametrize("name", ["mask FPN", "panoptic", "FCOS", "a user's own"])
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
     cfg = make_cfg(name)
     batch = evaluation_batch(cfg, CASE)

@@ -103,6 +103,15 @@ def test_what_does_not_fit_says_what_would_have_to_be_allowed(mask):
     assert p.must_allow[:2] == ("exact", "precision")  # with 8-bit states that may be enough
 
 
+def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay(mask):
+    p = plan(mask, 6, allow=["recipe"])
+    assert p.fits
+    (step,) = p.steps
+    assert (step.name, step.tier) == ("SmallerRoiBatch", "recipe")
+    assert step.settings == {"MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE": 256}
+    assert step.what == "the sampling; small objects are seen less often."
+
+
 def test_ranks_share_optimizer_states_and_batches(mask):
     alone, eight = plan(mask, 10), plan(mask, 10, num_gpus=8)
     assert eight.before.images_per_gpu == 1
