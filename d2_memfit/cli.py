@@ -13,6 +13,7 @@ from detectron2.config import CfgNode
 from .config import load_cfg
 from .data import add_coco_option, register_coco
 from .errors import ConfigError, exit_on_error
+from .memory import use_expandable_segments
 from .planner import plan_memory
 from .planner.estimate import run_dry
 from .planner.fit import planned_yaml
@@ -44,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", parents=[common], help="make a job fit a budget")
     plan.add_argument("--budget", help=f"in GB, such as 6, or one of {', '.join(PRESETS)}")
     plan.add_argument(
-        "--allow", nargs="+", metavar="TIER", help="exact, precision, recipe; the first two if not"
+        "--allow", metavar="TIERS", help="of exact,precision,recipe; the first two if not"
     )
     plan.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")
     return parser
@@ -57,7 +58,11 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         register_coco(*dataset)
     if len(args.opts) % 2:
         raise ConfigError(f"KEY VALUE pairs: a value is missing after {args.opts[-1]}")
+    for name in ("output", "timeline"):
+        _check_folder(f"--{name}", getattr(args, name, None))
     cfg = with_preset(load_cfg(args.config_file, args.opts))
+    if args.probe and (args.command == "plan" or cfg.MEMFIT.BUDGET_GB is not None):
+        use_expandable_segments()  # as in training under a budget, and before CUDA is started
     if args.command == "estimate":
         dry_job = run_dry(cfg, args.num_gpus, args.device, probe=args.probe)
         estimate = dry_job.estimate(dry_job.limit_bytes)
@@ -69,7 +74,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         cfg,
         _budget(args.budget, cfg),
         args.num_gpus,
-        args.allow or cfg.MEMFIT.PLAN.ALLOW,
+        args.allow.split(",") if args.allow else cfg.MEMFIT.PLAN.ALLOW,
         args.device,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
         probe=args.probe,
@@ -79,6 +84,11 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         sys.exit(_DOES_NOT_FIT)
     if args.output is not None:
         args.output.write_text(planned_yaml(cfg, plan))
+
+
+def _check_folder(option: str, file: Optional[Path]) -> None:
+    if file is not None and not file.parent.is_dir():
+        raise ConfigError(f"{option} {file}: there is no folder {file.parent}")
 
 
 def _budget(text: Optional[str], cfg: CfgNode) -> float:

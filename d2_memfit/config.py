@@ -34,6 +34,7 @@ __all__ = [
     "get_cfg",
     "load_cfg",
     "with_memfit_keys",
+    "with_settings",
 ]
 
 _C = CN()
@@ -111,6 +112,14 @@ def with_memfit_keys(cfg: CN) -> CN:
     if cfg.is_frozen():
         complete.freeze()
     return complete
+
+
+def with_settings(cfg: CN, settings: Mapping[str, Any]) -> CN:
+    """A copy of a config that can be changed, with other values for some whole keys."""
+    changed = cfg.clone()
+    changed.defrost()
+    changed.merge_from_list([x for item in settings.items() for x in item])
+    return changed
 
 
 def get_cfg() -> CN:

@@ -57,7 +57,7 @@ def presets(model: str, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
     None that would need bitsandbytes, which not everybody has.
     """
     cfg = load_cfg(CONFIGS / f"{model}.yaml")
-    planner = Planner(cfg, 1, DeviceModel.load("cuda"), None, lambda line: None)
+    planner = Planner(cfg, 1, DeviceModel.load("cuda"))
     before = None
     for card in cards:
         plan = planner.plan(budget_of_preset(card), TIERS)

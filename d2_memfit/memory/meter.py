@@ -20,6 +20,7 @@ __all__ = [
     "ProcessMemory",
     "TensorMeter",
     "device_memory",
+    "is_on_host",
     "on_host",
     "process_memory",
     "storages",
@@ -120,6 +121,11 @@ def on_host() -> Iterator[None]:
         yield
     finally:
         _on_host.is_open = outer
+
+
+def is_on_host() -> bool:
+    """Whether :func:`on_host` is open in this thread."""
+    return _on_host.is_open
 
 
 class _OnHost(threading.local):

@@ -131,11 +131,11 @@ class CachingAllocator:
         return self._new_block(size, is_small)
 
     def _grow(self, size: int, is_small: bool) -> Block:
-        last = self._last[is_small]
-        there = last.size if last is not None and last.is_free else 0
-        added = _round_up(size - there, _page(is_small))
+        if not self._has_room(self._missing(size, is_small)):
+            self._give_back()  # and with it, perhaps, the free end of this segment
+        added = self._missing(size, is_small)
         self._ask_device(added)
-        last = self._last[is_small]  # it may have been given back
+        last = self._last[is_small]
         block = self._new_block(added, is_small)
         self._last[is_small] = block
         if last is not None:
@@ -145,10 +145,19 @@ class CachingAllocator:
                 self._merge(block, last)
         return block
 
+    def _missing(self, size: int, is_small: bool) -> int:
+        """What the segment that grows has to grow by, to end with a free block of this size."""
+        last = self._last[is_small]
+        there = last.size if last is not None and last.is_free else 0
+        return _round_up(size - there, _page(is_small))
+
+    def _has_room(self, size: int) -> bool:
+        return self._limit_bytes is None or self.reserved_bytes + size <= self._limit_bytes
+
     def _ask_device(self, size: int) -> None:
-        if self._limit_bytes is not None and self.reserved_bytes + size > self._limit_bytes:
+        if not self._has_room(size):
             self._give_back()
-            if self.reserved_bytes + size > self._limit_bytes:
+            if not self._has_room(size):
                 raise DoesNotFit
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)

@@ -48,6 +48,7 @@ def calibrate(device: torch.device) -> dict[str, Any]:
         "context_mb": None,
         "flops_per_s": {name: _flops_per_s(name, device) for name in family.flops_per_s},
         "bytes_per_s": _bytes_per_s(device),
+        "host_bytes_per_s": _host_bytes_per_s(device),
         "seconds_per_operator": _seconds_per_operator(device),
     }
     if device.type == "cuda":
@@ -79,6 +80,12 @@ def _bytes_per_s(device: torch.device) -> float:
     x = torch.empty(64 * _MB, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     return 2 * x.nbytes / _seconds(lambda: y.copy_(x), device)
+
+
+def _host_bytes_per_s(device: torch.device) -> float:
+    x = torch.empty(64 * _MB, dtype=torch.uint8, device=device)
+    host = torch.empty(64 * _MB, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return x.nbytes / _seconds(lambda: host.copy_(x, non_blocking=True), device)
 
 
 def _seconds_per_operator(device: torch.device) -> float:
@@ -130,9 +137,12 @@ def _convolution_workspace(device: torch.device) -> str:
 
 
 def _cublas_workspace_mb(device: torch.device) -> float:
-    x = torch.randn(512, 512, device=device)
+    """Of the thread that runs forwards and of the one that runs backwards."""
+    x = torch.randn(512, 512, device=device, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+    torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated(device)
-    x @ x  # its result is freed at once, and the workspace stays
+    (x @ x).sum().backward()  # what it makes is freed at once, and the workspaces stay
     _wait(device)
     return (torch.cuda.memory_allocated(device) - before) / _MB
 

@@ -1,7 +1,7 @@
 """From a timeline of tensors to what a device needs, and how long it takes."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -55,6 +55,7 @@ class DeviceModel:
             process takes that reads it.
         flops_per_s: by number format.
         bytes_per_s: of the memory.
+        host_bytes_per_s: of copies to the host, or from it.
         seconds_per_operator: that a call takes at least.
         device_name: as ``torch.cuda.get_device_name()`` says it, where it was measured.
     """
@@ -70,6 +71,7 @@ class DeviceModel:
     context_mb: float
     flops_per_s: dict[str, float]
     bytes_per_s: float
+    host_bytes_per_s: float
     seconds_per_operator: float
     device_name: Optional[str] = None
 
@@ -96,6 +98,7 @@ class DeviceModel:
             device = cls(name=path.stem, **values)
         except (OSError, TypeError, yaml.YAMLError) as e:
             raise ConfigError(f"{path} is no file of a device: {e}") from e
+        device._check_numbers(path)
         if device.convolution_workspace not in WORKSPACES:
             raise ConfigError(
                 f"{path}: convolution_workspace must be one of {', '.join(WORKSPACES)}, got "
@@ -104,6 +107,18 @@ class DeviceModel:
         if device.context_mb is None:
             device = replace(device, context_mb=process_memory().data_bytes / _MB)
         return device
+
+    def _check_numbers(self, path: Path) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_number = isinstance(value, (int, float)) or (
+                value is None and field.name == "context_mb"
+            )
+            if field.type is float and not is_number:
+                raise ConfigError(f"{path}: {field.name} must be a number, got {value!r}")
+        for name, value in self.flops_per_s.items():
+            if not isinstance(value, (int, float)):
+                raise ConfigError(f"{path}: flops_per_s of {name} must be a number, got {value!r}")
 
     @classmethod
     def choose(cls, name: Optional[Union[str, Path]], torch_device: str) -> "DeviceModel":
@@ -114,7 +129,11 @@ class DeviceModel:
         """
         if name is not None:
             return cls.load(name)
-        if torch.device(torch_device).type == "cpu":
+        try:
+            kind = torch.device(torch_device).type
+        except RuntimeError as e:
+            raise ConfigError(f"MODEL.DEVICE {torch_device!r} is no device of PyTorch: {e}") from e
+        if kind == "cpu":
             return cls.load("cpu")
         if torch.cuda.is_available():
             there = torch.cuda.get_device_name()
@@ -167,14 +186,20 @@ class DeviceModel:
             account.peak,
         )
 
-    def seconds(self, work: Work) -> float:
-        """Those that work takes at least: computing, moving, and starting of operators."""
-        computing = sum(
-            flops / self.flops_per_s.get(dtype, self.flops_per_s["float32"])
-            for dtype, flops in work.flops.items()
-        )
-        moving = work.bytes_moved / self.bytes_per_s
-        return computing + moving + work.num_operators * self.seconds_per_operator
+    def seconds(self, *works: Work) -> float:
+        """Those that work takes at least: computing, moving, and starting of operators; or copies
+        to the host and back, which go on beside that.
+        """
+        computing = moving = starting = copying = 0.0
+        for work in works:
+            computing += sum(
+                flops / self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+                for dtype, flops in work.flops.items()
+            )
+            moving += work.bytes_moved / self.bytes_per_s
+            starting += work.num_operators * self.seconds_per_operator
+            copying += 2 * work.host_bytes / self.host_bytes_per_s
+        return max(computing + moving + starting, copying)
 
 
 class _Account:

@@ -34,7 +34,7 @@ class MemoryEstimate:
         images_per_gpu: of a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
         images_per_micro_batch: in one forward.
         accumulation_steps: batches of the loader in one iteration.
-        image_size: height and width of the largest image in pixels.
+        image_size: height and width in pixels to which the largest micro-batch is padded.
         num_instances: annotated objects in each image.
         assumptions: what was not known, and what was taken instead.
         peak_allocated_gb: what ``torch.cuda.max_memory_allocated`` would say after training.
@@ -78,9 +78,10 @@ class DryJob:
         evaluation: its timeline, where it is known.
 
     Attributes:
-        training: timeline of an iteration of two micro-batches, unless it has only one; gradients
-            of the first are there in the second, and more would need no more.
+        training: timeline of the largest micro-batch and a step of the optimizer. If an iteration
+            has more micro-batches, the gradients of those before are there.
         evaluation: timeline of one image, or None.
+        assumptions: what was not known, and what was taken instead; a line each.
         limit_bytes: what MEMFIT.BUDGET_GB leaves beside the margin, or None.
     """
 
@@ -96,17 +97,23 @@ class DryJob:
         self.num_gpus = num_gpus
         self.device = device
         self.case = case
+        self.assumptions = case.assumptions
         self.limit_bytes = usable_bytes(cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN)
         self._expandable_segments = cfg.MEMFIT.BUDGET_GB is not None
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         accumulates = len(self.micro_batch_sizes()) > 1
         with _explained():
             batch = self.training_batch()
-            self.training = job.train(cfg, [batch], num_gpus, device.is_gpu, accumulates)
+            like = num_gpus, device.is_gpu, device.foreach
+            self.training = job.train(cfg, [batch], *like, accumulates)
             self.evaluation = evaluation
             if evaluation is None and cfg.DATASETS.TEST:
                 batch = self.evaluation_batch()
-                self.evaluation = job.evaluate(cfg, batch, num_gpus, device.is_gpu)
+                self.evaluation = job.evaluate(cfg, batch, *like)
+
+    def padded_size(self) -> tuple[int, int]:
+        shapes = [image["image"].shape for image in self.training_batch()]
+        return max(s[1] for s in shapes), max(s[2] for s in shapes)
 
     def training_batch(self) -> list[dict[str, Any]]:
         """The largest micro-batch."""
@@ -154,7 +161,7 @@ class DryJob:
         """Of an iteration, at least; to be compared with others on the same device."""
         sizes = self.micro_batch_sizes()
         work = self.training.work
-        of_largest = self.device.seconds(work["forward"]) + self.device.seconds(work["backward"])
+        of_largest = self.device.seconds(work["forward"], work["backward"])
         return of_largest * sum(sizes) / sizes[0] + self.device.seconds(work["optimizer"])
 
     def estimate(self, limit_bytes: Optional[int] = None) -> MemoryEstimate:
@@ -166,9 +173,9 @@ class DryJob:
             images_per_gpu=self.cfg.SOLVER.IMS_PER_BATCH // self.num_gpus,
             images_per_micro_batch=sizes[0],
             accumulation_steps=self.cfg.SOLVER.ACCUMULATION_STEPS,
-            image_size=self.case.image_sizes[0],
+            image_size=self.padded_size(),
             num_instances=self.case.num_instances,
-            assumptions=self.case.assumptions,
+            assumptions=self.assumptions,
             peak_allocated_gb=uses[0].allocated_bytes / _GB,
             peak_reserved_gb=uses[0].reserved_bytes / _GB,
             device_total_gb=self.total_bytes(limit_bytes) / _GB,

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ..memory import OwnerMeter, storages
+from ..memory import OwnerMeter, is_on_host, storages
 from .timeline import Allocate, Allocation, Convolution, Free, Timeline
 
 __all__ = ["DryRun", "WithoutValues", "is_hollow", "make_hollow", "make_real"]
@@ -25,6 +25,8 @@ _FILLS = {
     *(aten.ones.default, aten.ones_like.default, aten.new_ones.default),
     *(aten.full.default, aten.full_like.default, aten.new_full.default),
 }
+# They make much of little (of a keypoint's heatmap for one), and nothing depends on what it is.
+_UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
 # Views by another name, and what changes the size of its argument.
 _LIKE_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.resize_.default}
 
@@ -102,6 +104,9 @@ class DryRun(OwnerMeter):
         tensors = [t for t in tree_iter((args, kwargs, result)) if isinstance(t, torch.Tensor)]
         work = self.timeline.work[self.phase]
         work.num_operators += 1
+        if is_on_host():
+            work.host_bytes += sum(t.nbytes for t in tree_iter(result))
+            return
         work.bytes_moved += sum(t.nbytes for t in tensors)
         count_flops = flop_registry.get(func._overloadpacket)
         if count_flops is not None:
@@ -170,7 +175,7 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
         filled = func(*tree_map(_to_meta, args), **{**kwargs, "device": "meta"})
         is_real = filled.nbytes < _LARGE_BYTES or not filled.is_floating_point()
         return func(*args, **kwargs) if is_real else _from_meta(filled)
-    if not is_hollow((args, kwargs)):
+    if not is_hollow((args, kwargs)) and func.overloadpacket not in _UPSAMPLING:
         return func(*args, **kwargs)
     try:
         return _without_computing(func, args, kwargs)

@@ -55,4 +55,4 @@ def run_dry(
     cfg = auto_scale_workers(cfg, num_gpus)
     check_config(cfg, num_gpus)
     model = DeviceModel.choose(device, cfg.MODEL.DEVICE)
-    return job_class(probe, model)(cfg, num_gpus, model, case or worst_case(cfg))
+    return job_class(probe, model)(cfg, num_gpus, model, case or worst_case(cfg, num_gpus))

@@ -10,7 +10,7 @@ import yaml
 from detectron2.config import CfgNode
 from detectron2.utils import comm
 
-from ..config import check_config, get_cfg, with_memfit_keys
+from ..config import check_config, get_cfg, with_memfit_keys, with_settings
 from ..errors import ConfigError
 from ..memory import return_large_blocks
 from ..presets import with_preset
@@ -60,9 +60,7 @@ def fit_config(cfg: CfgNode) -> CfgNode:
 def _plan_of_this_run(cfg: CfgNode) -> str:
     """The text of OUTPUT_DIR/memfit_plan.yaml, which is written if need be."""
     world_size = comm.get_world_size()
-    without_folder = cfg.clone()
-    without_folder.defrost()
-    without_folder.OUTPUT_DIR = ""
+    without_folder = with_settings(cfg, {"OUTPUT_DIR": ""})
     key = hashlib.sha256(f"{world_size} {without_folder.dump()}".encode()).hexdigest()
     path = Path(cfg.OUTPUT_DIR) / "memfit_plan.yaml"
     if path.is_file() and path.read_text().startswith(_KEY + key):
@@ -88,11 +86,7 @@ def _plan_of_this_run(cfg: CfgNode) -> str:
 
 def planned_config(cfg: CfgNode, plan: Plan) -> CfgNode:
     """The config with the plan's settings, which is not planned again."""
-    planned = with_memfit_keys(cfg).clone()
-    planned.defrost()
-    planned.merge_from_list([x for item in plan.settings.items() for x in item])
-    planned.MEMFIT.PLAN.ENABLED = False
-    return planned
+    return with_settings(with_memfit_keys(cfg), {**plan.settings, "MEMFIT.PLAN.ENABLED": False})
 
 
 def planned_yaml(cfg: CfgNode, plan: Plan) -> str:

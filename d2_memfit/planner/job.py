@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Callable
 
@@ -17,15 +17,25 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 from torch.optim import Optimizer
 
+from ..config import with_settings
 from ..precision import Precision
 from ..techniques import apply_techniques, ready_to_evaluate
 from ..techniques.modules import replaced_functions
+from .autocast import CastsOfCuda
 from .dry_run import DryRun, WithoutValues, make_hollow
 from .matching import fast_matching
 from .timeline import Timeline
 from .worst_case import tensors_of, worst_detections, worst_proposals
 
-__all__ = ["build", "build_with_values", "evaluate", "keep_gradients_in", "train"]
+__all__ = [
+    "build",
+    "build_with_values",
+    "evaluate",
+    "infer",
+    "iterate",
+    "keep_gradients_in",
+    "train",
+]
 
 Batch = list[dict[str, Any]]
 
@@ -35,6 +45,7 @@ def train(
     micro_batches: Sequence[Batch],
     num_gpus: int = 1,
     like_gpu: bool = True,
+    foreach: bool = True,
     accumulates: bool = False,
 ) -> Timeline:
     """A dry run of an iteration, which finds the optimizer's states and DDP's buckets there.
@@ -43,41 +54,63 @@ def train(
         micro_batches: those of one iteration.
         num_gpus: ranks that train together.
         like_gpu: whether what depends on the device is as on a GPU, or else as on a CPU.
+        foreach: whether the optimizer steps on all parameters at once, unless the config tells.
         accumulates: whether gradients of earlier micro-batches are there.
     """
-    precision = Precision.from_cfg(_with(cfg, "MODEL.DEVICE", "cpu"))
-    num_images = sum(map(len, micro_batches))
+    precision = Precision.from_cfg(with_settings(cfg, {"MODEL.DEVICE": "cpu"}))
     inputs = [image for batch in micro_batches for image in batch]
-    with _job(cfg, inputs, num_gpus, like_gpu) as (run, model, optimizer):
+    with _job(cfg, inputs, num_gpus, foreach) as (run, model, optimizer):
         if not accumulates:
             optimizer.zero_grad(set_to_none=True)
-        for batch in micro_batches:
-            run.phase = "forward"
-            with worst_proposals(model, cfg, batch), precision.autocast():
-                losses = model(batch)
-                loss = losses if isinstance(losses, torch.Tensor) else sum(losses.values())
-            del losses
-            run.phase = "backward"
-            precision.backward(loss * (len(batch) / num_images))
-            del loss
-        run.phase = "optimizer"
-        precision.step(optimizer)
+        with CastsOfCuda() if like_gpu else nullcontext():
+            for phase in iterate(model, optimizer, precision, cfg, micro_batches):
+                run.phase = phase
     return run.timeline
 
 
-def evaluate(cfg: CfgNode, batch: Batch, num_gpus: int = 1, like_gpu: bool = True) -> Timeline:
+def iterate(
+    model: nn.Module,
+    optimizer: Optimizer,
+    precision: Precision,
+    cfg: CfgNode,
+    micro_batches: Sequence[Batch],
+) -> Iterator[str]:
+    """An iteration with as many proposals as there can be; yields each phase before it begins."""
+    num_images = sum(map(len, micro_batches))
+    for batch in micro_batches:
+        yield "forward"
+        with worst_proposals(model, cfg, batch), precision.autocast():
+            losses = model(batch)
+            loss = losses if isinstance(losses, torch.Tensor) else sum(losses.values())
+        del losses
+        yield "backward"
+        precision.backward(loss * (len(batch) / num_images))
+        del loss
+    yield "optimizer"
+    precision.step(optimizer)
+
+
+def evaluate(
+    cfg: CfgNode, batch: Batch, num_gpus: int = 1, like_gpu: bool = True, foreach: bool = True
+) -> Timeline:
     """A dry run of an evaluation between two iterations of training."""
     paste = {"paste_masks_in_image": _paste_like_gpu} if like_gpu else {}
-    with _job(cfg, batch, num_gpus, like_gpu) as (run, model, _):
+    with _job(cfg, batch, num_gpus, foreach) as (run, model, _):
         run.phase = "evaluation"
-        model.eval()
-        with torch.no_grad(), ExitStack() as stack:
-            stack.enter_context(ready_to_evaluate(model, cfg))
-            stack.enter_context(worst_proposals(model, cfg, batch))
-            stack.enter_context(worst_detections(model))
-            stack.enter_context(replaced_functions([layers, mask_ops], paste))
-            model(batch)
+        with replaced_functions([layers, mask_ops], paste):
+            infer(model, cfg, batch)
     return run.timeline
+
+
+def infer(model: nn.Module, cfg: CfgNode, batch: Batch) -> None:
+    """An evaluation's forward with as many proposals and detections as there can be."""
+    model.eval()
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(ready_to_evaluate(model, cfg))
+        stack.enter_context(worst_proposals(model, cfg, batch))
+        stack.enter_context(worst_detections(model))
+        model(batch)
 
 
 def build(cfg: CfgNode) -> tuple[nn.Module, Optimizer]:
@@ -92,8 +125,8 @@ def build(cfg: CfgNode) -> tuple[nn.Module, Optimizer]:
 
 def build_with_values(cfg: CfgNode, device: str, num_gpus: int = 1) -> tuple[nn.Module, Optimizer]:
     """The same on a device; the optimizer has what it has on one of so many ranks."""
-    there = _with(cfg, "MODEL.DEVICE", device)
-    without_zero = _with(cfg, "MEMFIT.OPTIMIZER.ZERO", False)  # it needs other ranks
+    there = with_settings(cfg, {"MODEL.DEVICE": device})
+    without_zero = with_settings(cfg, {"MEMFIT.OPTIMIZER.ZERO": False})  # it needs other ranks
     model = apply_techniques("model", build_model(there), cfg)
     optimizer = apply_techniques("optimizer", build_optimizer(there, model), without_zero)
     if cfg.MEMFIT.OPTIMIZER.ZERO:
@@ -103,14 +136,14 @@ def build_with_values(cfg: CfgNode, device: str, num_gpus: int = 1) -> tuple[nn.
 
 @contextmanager
 def _job(
-    cfg: CfgNode, inputs: Batch, num_gpus: int, like_gpu: bool
+    cfg: CfgNode, inputs: Batch, num_gpus: int, foreach: bool
 ) -> Iterator[tuple[DryRun, nn.Module, Optimizer]]:
     """A job after its first iteration, gradients included."""
     with _one_thread(), torch.random.fork_rng(devices=[]), EventStorage():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # and no generator of a GPU
         with WithoutValues():
             model, optimizer = build_with_values(cfg, "cpu", num_gpus)
-        if like_gpu:
+        if foreach:
             _use_foreach(optimizer)
         with DryRun(model, optimizer, tensors_of(inputs)) as run:
             trained = [p for p in model.parameters() if p.requires_grad]
@@ -139,13 +172,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _with(cfg: CfgNode, key: str, value: Any) -> CfgNode:
-    changed = cfg.clone()
-    changed.defrost()
-    changed.merge_from_list([key, value])
-    return changed
-
-
 def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:
     """Leave only the parameters of one rank, as ``ZeroRedundancyOptimizer`` deals them out: the
     largest first, each to the rank that has the least.
@@ -160,7 +186,7 @@ def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:
 
 
 def _use_foreach(optimizer: Optimizer) -> None:
-    """PyTorch's choice for parameters on a GPU."""
+    """As PyTorch does it for parameters on a GPU."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True

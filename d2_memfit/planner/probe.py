@@ -2,24 +2,28 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import repeat
-from typing import Optional
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.utils.events import EventStorage
 
-from ..engine.train_loop import AccumulatingTrainer
+from ..config import with_settings
 from ..errors import ConfigError
-from ..memory import cuda_context_bytes, device_memory, is_out_of_memory, release_memory
+from ..memory import (
+    DeviceMemory,
+    cuda_context_bytes,
+    device_memory,
+    is_out_of_memory,
+    release_memory,
+)
 from ..precision import Precision
-from ..techniques import ready_to_evaluate
 from . import job
 from .allocators import DoesNotFit
 from .device_model import DeviceModel, DeviceUse
 from .dry_job import DryJob
-from .worst_case import worst_detections, worst_proposals
 
 __all__ = ["ProbedJob", "job_class", "run_for_real"]
 
@@ -38,36 +42,38 @@ class ProbedJob(DryJob):
     """A job whose memory is measured on this machine's GPU; only its time is predicted.
 
     A probe leaves nothing behind: random numbers, the limit of the allocator and what that holds
-    ready are as before. Its peak statistics begin anew.
-
-    What the GPU cannot hold is estimated.
+    ready are as before. Its peak statistics begin anew. Tensors that are there before do not count.
     """
+
+    def __init__(
+        self, cfg: CfgNode, num_gpus: int, device: DeviceModel, *args: Any, **kwargs: Any
+    ) -> None:
+        name = torch.cuda.get_device_name(_device_of(cfg))
+        super().__init__(cfg, num_gpus, replace(device, description=name), *args, **kwargs)
 
     def _find_uses(self, limit_bytes: Optional[int]) -> list[DeviceUse]:
         expected = super()._find_uses(None)
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = _device_of(self.cfg)
         uses: list[DeviceUse] = []
         out_of_memory = False
         try:
-            with _limited(device, limit_bytes) as context_bytes:
-                for _ in run_for_real(self, f"cuda:{device.index}"):
-                    use = _use(device, context_bytes, expected[len(uses)].breakdown)
-                    uses.append(use)
+            with _limited(device, limit_bytes) as before:
+                for _ in run_for_real(self, str(device)):
+                    uses.append(_use(device, before, expected[len(uses)].breakdown))
                     torch.cuda.reset_peak_memory_stats(device)
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
             out_of_memory = True
         finally:
-            release_memory(device)
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
+            _release(device)
         if not out_of_memory:
             return uses
-        if limit_bytes is None:
-            return expected
-        raise DoesNotFit
+        if limit_bytes is not None:
+            raise DoesNotFit
+        too_large = "The GPU cannot hold the largest batch: estimated by a dry run"
+        self.assumptions = (*self.case.assumptions, too_large)
+        return expected
 
 
 def run_for_real(dry_job: DryJob, device: str) -> Iterator[None]:
@@ -79,78 +85,70 @@ def run_for_real(dry_job: DryJob, device: str) -> Iterator[None]:
     """
     cfg, num_gpus = dry_job.cfg, dry_job.num_gpus
     devices = [] if device == "cpu" else [torch.device(device)]
-    with torch.random.fork_rng(devices), ExitStack() as stack:
-        torch.manual_seed(0)
+    with torch.random.fork_rng(devices), EventStorage():
+        torch.default_generator.manual_seed(0)
         model, optimizer = job.build_with_values(cfg, device, num_gpus)
         for p in model.parameters():
-            p.data.zero_()  # random ones can overflow
+            if p.dim() > 1:
+                p.data.zero_()  # random weights can overflow; biases have a meaning
         trained = [p for p in model.parameters() if p.requires_grad]
         if num_gpus > 1:
             buckets = torch.empty(sum(map(torch.numel, trained)), device=device)
             if cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW:
                 job.keep_gradients_in(buckets, trained)
-        batch = dry_job.training_batch()
-        stack.enter_context(EventStorage())
-        with worst_proposals(model, cfg, batch):
-            trainer = AccumulatingTrainer(
-                model,
-                repeat(batch),
-                optimizer,
-                accumulation_steps=min(len(dry_job.micro_batch_sizes()), 2),
-                precision=Precision.from_cfg(_on(cfg, device)),
-            )
-            for _ in range(2):  # the second finds the optimizer's states there
-                trainer.run_step()
-        del trainer, batch
+        precision = Precision.from_cfg(with_settings(cfg, {"MODEL.DEVICE": device}))
+        if precision.scaler is not None:  # the first steps must not be left out
+            precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
+        micro_batches = [dry_job.training_batch()] * min(len(dry_job.micro_batch_sizes()), 2)
+        for _ in range(2):  # the second finds the optimizer's states there
+            optimizer.zero_grad(set_to_none=True)
+            for _ in job.iterate(model, optimizer, precision, cfg, micro_batches):
+                pass
+        del micro_batches
         yield
-        if dry_job.evaluation is None:
-            return
-        batch = dry_job.evaluation_batch()
-        model.eval()
-        for context in (
-            torch.no_grad(),
-            ready_to_evaluate(model, cfg),
-            worst_proposals(model, cfg, batch),
-            worst_detections(model),
-        ):
-            stack.enter_context(context)
-        model(batch)
-        yield
+        if dry_job.evaluation is not None:
+            job.infer(model, cfg, dry_job.evaluation_batch())
+            yield
+
+
+def _device_of(cfg: CfgNode) -> torch.device:
+    index = torch.device(cfg.MODEL.DEVICE).index
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 @contextmanager
-def _limited(device: torch.device, limit_bytes: Optional[int]) -> Iterator[int]:
-    """While open, the process takes no more of the GPU. Yields what the context takes of that."""
-    release_memory(device)
-    context_bytes = cuda_context_bytes(device)
+def _limited(device: torch.device, limit_bytes: Optional[int]) -> Iterator[DeviceMemory]:
+    """While open, the process takes no more of the GPU than that beside the tensors that it has
+    already. Yields what these take.
+    """
+    torch.zeros(1, device=device)  # it makes the context
+    _release(device)
+    before = device_memory(device)
     total = torch.cuda.get_device_properties(device).total_memory
     # PyTorch before 2.7 does not say what the limit is; it is 1 unless somebody has set one.
-    before = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    share_before = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
     try:
         if limit_bytes is not None:
-            share = max(limit_bytes - context_bytes, 0) / total
-            torch.cuda.set_per_process_memory_fraction(min(share, before), device)
-        yield context_bytes
+            limit = limit_bytes - cuda_context_bytes(device) + before.reserved_bytes
+            share = min(max(limit, 0) / total, share_before)
+            torch.cuda.set_per_process_memory_fraction(share, device)
+        yield before
     finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
+        torch.cuda.set_per_process_memory_fraction(share_before, device)
 
 
-def _use(device: torch.device, context_bytes: int, expected: Counter) -> DeviceUse:
+def _use(device: torch.device, before: DeviceMemory, expected: Counter) -> DeviceUse:
     """What was measured, by the owners that the dry run knows."""
     memory = device_memory(device)
+    allocated = memory.peak_allocated_bytes - before.allocated_bytes
+    reserved = memory.peak_reserved_bytes - before.reserved_bytes
     breakdown = expected.copy()
-    breakdown["beyond the dry run"] = memory.peak_allocated_bytes - sum(expected.values())
-    return DeviceUse(
-        memory.peak_allocated_bytes,
-        memory.peak_reserved_bytes,
-        memory.peak_reserved_bytes + context_bytes,
-        breakdown,
-    )
+    breakdown["beyond the dry run"] = allocated - sum(expected.values())
+    return DeviceUse(allocated, reserved, reserved + cuda_context_bytes(device), breakdown)
 
 
-def _on(cfg: CfgNode, device: str) -> CfgNode:
-    changed = cfg.clone()
-    changed.defrost()
-    changed.MODEL.DEVICE = device
-    return changed
+def _release(device: torch.device) -> None:
+    """Give back what nothing needs, workspaces of cuBLAS too, and begin anew with the peaks."""
+    torch._C._cuda_clearCublasWorkspaces()
+    release_memory(device)
+    torch.cuda.reset_peak_memory_stats(device)

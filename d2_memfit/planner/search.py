@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 from detectron2.config import CfgNode
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..checks import check_positive_int
-from ..config import check_config, with_memfit_keys
+from ..config import check_config, with_memfit_keys, with_settings
 from ..errors import ConfigError
 from ..memory import check_budget
 from ..scaling import auto_scale_workers
@@ -16,6 +18,7 @@ from ..techniques import TECHNIQUES, TIERS, get_technique
 from . import job
 from .device_model import DeviceModel
 from .dry_job import DryJob, usable_bytes
+from .order import IN_EVALUATION, NOT_PLANNED, ON_GPU_ONLY, harm
 from .plan import Plan, PlanStep
 from .probe import job_class
 from .timeline import Timeline
@@ -25,25 +28,9 @@ __all__ = ["Planner", "plan_memory"]
 
 _GB = 2**30
 
-# In each tier what costs or harms least stands first; techniques of users come last.
-_ORDER = {
-    "exact": (
-        *("SharedBitMaskTargets", "ChunkedMatching", "EvaluationOnHost", "ShardedOptimizerStates"),
-        *("OptimizerImplementation", "ChunkedHeads", "ActivationCheckpointing"),
-        "ActivationOffload",
-    ),
-    "precision": ("MixedPrecision", "EightBitOptimizerStates"),
-    "recipe": (
-        *("PolygonMasks", "FewerDetections", "FewerProposals", "SmallerRpnBatch"),
-        *("SmallerRoiBatch", "OneImageSize", "MoreFrozenStages", "SmallerImages"),
-        *("FewerQueries", "LighterBackbone"),
-    ),
-}
-_NOT_PLANNED = ("GradientBucketView", "HostBudget", "LoaderPrefetch", "SharedDataset")
-_ON_GPU_ONLY = ("ActivationOffload", "OptimizerImplementation")
-_IN_EVALUATION = ("EvaluationOnHost", "ShardedOptimizerStates", "EightBitOptimizerStates")
 _WORTH_IT = 0.97  # a plan that is not faster than this is not looked for
 _MICRO_BATCH = "smaller micro-batches"
+_OF_BATCH_NORM = "the images that BatchNorm's statistics are of."
 
 
 def plan_memory(
@@ -81,7 +68,6 @@ def plan_memory(
     cfg = auto_scale_workers(cfg, num_gpus)
     check_config(cfg, num_gpus)
     cfg.defrost()
-    cfg.MEMFIT.BUDGET_GB = budget_gb
     chosen_device = DeviceModel.choose(device, cfg.MODEL.DEVICE)
     planner = Planner(cfg, num_gpus, chosen_device, case, progress, probe)
     return planner.plan(budget_gb, [tier for tier in TIERS if tier in allow])
@@ -104,7 +90,7 @@ class Planner:
         progress: Callable[[str], None] = lambda line: None,
         probe: bool = False,
     ) -> None:
-        self._cfg = cfg
+        self._cfg = cfg.clone()
         self._num_gpus = num_gpus
         self._device = device
         self._case = case
@@ -119,7 +105,7 @@ class Planner:
 
     def plan(self, budget_gb: float, tiers: Sequence[str]) -> Plan:
         margin = self._cfg.MEMFIT.PLAN.MARGIN
-        self._tiers = tiers
+        self._cfg.MEMFIT.BUDGET_GB = budget_gb
         self._limit_bytes = usable_bytes(budget_gb, margin)
         start = _choice((), self._images)
         choice = start if self._fits(start) else self._search(tiers)
@@ -146,38 +132,45 @@ class Planner:
         """The fastest of the choices that fit, from the first of the tiers in which some do."""
         names = {tier: self._names(tier) for tier in tiers}
         exact, precision = names.get("exact", ()), names.get("precision", ())
-        found = self._fastest((), exact)
+        recipe = names.get("recipe", ())
+        least = self._least_images([tier for tier in tiers if tier != "recipe"])
+        found = self._fastest((), exact, least)
         if found is None and precision:
-            found = self._fastest(precision, exact)
-        if found is None and "recipe" in names:
-            for i in range(1, len(names["recipe"]) + 1):
-                recipe = names["recipe"][:i]
-                if self._fits(_choice((*precision, *recipe, *exact), self._least_images(tiers))):
-                    found = self._fastest((*precision, *recipe), exact)
-                    break
-        return found and self._without_what_is_not_needed(found)
+            found = self._fastest(precision, exact, least)
+        least = self._least_images(tiers)
+        for i in range(len(recipe) + 1):
+            if found is None and self._fits(_choice((*precision, *recipe[:i], *exact), least)):
+                found = self._fastest((*precision, *recipe[:i]), exact, least)
+        return found
 
     def _smallest(self, tiers: Sequence[str]) -> "_Choice":
         names = [name for tier in tiers for name in self._names(tier)]
         return _choice(names, self._least_images(tiers))
 
     def _least_images(self, tiers: Sequence[str]) -> int:
-        return 1 if "exact" in tiers else self._images
+        return 1 if self._micro_batch_tier in tiers else self._images
+
+    @cached_property
+    def _micro_batch_tier(self) -> str:
+        """Statistics of BatchNorm are of the images of a micro-batch."""
+        model, _ = job.build(self._cfg)
+        trains = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+        return "recipe" if trains else "exact"
 
     def _names(self, tier: str) -> tuple[str, ...]:
         """Techniques of a tier that change something here and that a dry run has."""
         if tier not in self._usable:
-            names = [n for n, t in TECHNIQUES if t.tier == tier and n not in _NOT_PLANNED]
-            self._usable[tier] = tuple(filter(self._is_usable, sorted(names, key=_harm)))
+            names = [n for n, t in TECHNIQUES if t.tier == tier and n not in NOT_PLANNED]
+            self._usable[tier] = tuple(filter(self._is_usable, sorted(names, key=harm)))
         return self._usable[tier]
 
     def _is_usable(self, name: str) -> bool:
-        if name in _ON_GPU_ONLY and not self._device.is_gpu:
+        if name in ON_GPU_ONLY and not self._device.is_gpu:
             return False
         if name == "ShardedOptimizerStates" and self._num_gpus == 1:
             return False
         settings = get_technique(name).settings(self._cfg)
-        cfg = _with(self._cfg, settings)
+        cfg = with_settings(self._cfg, settings)
         if cfg == self._cfg:
             return False
         try:
@@ -187,18 +180,22 @@ class Planner:
             return False
         return True
 
-    def _fastest(self, lead: tuple[str, ...], more: tuple[str, ...]) -> Optional["_Choice"]:
-        """Of those with all in ``lead`` and the first few of ``more``."""
+    def _fastest(
+        self, lead: tuple[str, ...], more: tuple[str, ...], least_images: int
+    ) -> Optional["_Choice"]:
+        """Of those with all in ``lead``, and one or the first few of ``more`` as far as needed."""
+        first_few = [more[:i] for i in range(2, len(more) + 1)]
         best, best_seconds = None, float("inf")
-        for i in range(len(more) + 1):
-            names = (*lead, *more[:i])
+        for names in [(), *((name,) for name in more), *first_few]:
+            names = (*lead, *names)
             if self._least_seconds(names) > _WORTH_IT * best_seconds:
                 continue
-            num_images = self._most_images(names)
-            if num_images is not None:
-                choice = _choice(names, num_images)
-                if self._job(choice).seconds() < best_seconds:
-                    best, best_seconds = choice, self._job(choice).seconds()
+            num_images = self._most_images(names, least_images)
+            if num_images is None:
+                continue
+            choice = self._without_what_is_not_needed(_choice(names, num_images))
+            if self._job(choice).seconds() < best_seconds:
+                best, best_seconds = choice, self._job(choice).seconds()
         return best
 
     def _least_seconds(self, names: tuple[str, ...]) -> float:
@@ -209,9 +206,8 @@ class Planner:
         overhead = calls * self._device.seconds_per_operator * len(one.micro_batch_sizes())
         return one.seconds() - overhead * (1 - 1 / self._images)
 
-    def _most_images(self, names: tuple[str, ...]) -> Optional[int]:
+    def _most_images(self, names: tuple[str, ...], least: int) -> Optional[int]:
         """The largest micro-batch that fits; memory grows with it by as much for each image."""
-        least = self._least_images(self._tiers)
         if not self._fits(_choice(names, least)):
             return None
         if least == self._images:
@@ -231,7 +227,7 @@ class Planner:
 
     def _without_what_is_not_needed(self, choice: "_Choice") -> "_Choice":
         """Try without each technique, first those that harm most."""
-        for name in sorted(choice.names, key=_harm, reverse=True):
+        for name in sorted(choice.names, key=harm, reverse=True):
             names = list(choice.names)
             names.remove(name)
             if self._fits(_choice(names, choice.num_images)):
@@ -243,7 +239,7 @@ class Planner:
         before = _choice((), self._images)
         if choice.num_images < self._images:
             after = _choice((), choice.num_images)
-            steps.append(self._step(_MICRO_BATCH, "exact", before, after))
+            steps.append(self._step(_MICRO_BATCH, self._micro_batch_tier, before, after))
             before = after
         for name in choice.names:
             after = _choice((*before.names, name), choice.num_images)
@@ -270,7 +266,7 @@ class Planner:
         for name in choice.names:
             of_technique = get_technique(name).settings(cfg)
             settings.update(of_technique)
-            cfg = _with(cfg, of_technique)
+            cfg = with_settings(cfg, of_technique)
         if choice.num_images < self._images:
             settings["MEMFIT.MICRO_BATCH"] = choice.num_images
         return settings
@@ -287,13 +283,13 @@ class Planner:
 
     def _job(self, choice: "_Choice") -> DryJob:
         if choice not in self._jobs:
-            cfg = _with(self._cfg, self._settings(choice))
+            cfg = with_settings(self._cfg, self._settings(choice))
             key = tuple(filter(_matters_in_evaluation, choice.names))
             dry_job = self._run_job(
                 cfg,
                 self._num_gpus,
                 self._device,
-                self._case or worst_case(cfg),
+                self._case or worst_case(cfg, self._num_gpus),
                 self._evaluations.get(key),
             )
             if dry_job.evaluation is not None:
@@ -312,14 +308,7 @@ class _Choice(NamedTuple):
 
 
 def _choice(names: Iterable[str], num_images: int) -> _Choice:
-    return _Choice(tuple(sorted(names, key=_harm)), num_images)
-
-
-def _harm(name: str) -> tuple[int, int]:
-    """Smaller for what should be tried first."""
-    tier = get_technique(name).tier
-    known = _ORDER[tier]
-    return TIERS.index(tier), known.index(name) if name in known else len(known)
+    return _Choice(tuple(sorted(names, key=harm)), num_images)
 
 
 def _more(tiers: Sequence[str]) -> list[list[str]]:
@@ -328,17 +317,12 @@ def _more(tiers: Sequence[str]) -> list[list[str]]:
 
 
 def _matters_in_evaluation(name: str) -> bool:
-    return get_technique(name).tier == "recipe" or name in _IN_EVALUATION
+    return get_technique(name).tier == "recipe" or name in IN_EVALUATION
 
 
 def _what_changes(name: str) -> str:
     """As the docstring of a technique of the recipe tier says it."""
+    if name == _MICRO_BATCH:
+        return _OF_BATCH_NORM
     found = re.search(r"Changes: (.*?)(\n\n|$)", get_technique(name).__doc__ or "", re.DOTALL)
     return " ".join(found[1].split()) if found else ""
-
-
-def _with(cfg: CfgNode, settings: dict[str, Any]) -> CfgNode:
-    changed = cfg.clone()
-    changed.defrost()
-    changed.merge_from_list([x for item in settings.items() for x in item])
-    return changed

@@ -66,11 +66,13 @@ class Work:
         flops: floating-point operations of convolutions and products of matrices, by the name of
             their number format.
         bytes_moved: read and written.
+        host_bytes: copied to the host, and later back.
         num_operators: that were called.
     """
 
     flops: Counter = field(default_factory=Counter)
     bytes_moved: int = 0
+    host_bytes: int = 0
     num_operators: int = 0
 
 

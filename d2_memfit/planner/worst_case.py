@@ -1,7 +1,7 @@
 """The batch that needs the most memory of all that a config can produce."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +31,9 @@ __all__ = [
 # Where no dataset is there to count them: the most crowded image of COCO's training set has 93.
 _DEFAULT_INSTANCES = 100
 
+# Detectron2's models that take no labels of pixels; users' own may take them.
+_WITHOUT_SEM_SEG = ("GeneralizedRCNN", "ProposalNetwork", "RetinaNet")
+
 Size = tuple[int, int]  # height and width in pixels
 
 
@@ -45,6 +48,7 @@ class WorstCase:
         test_size: that of the largest image in evaluation.
         original_size: to which its results are brought, masks included.
         assumptions: what is not known, and what is taken instead; a line each.
+        size_alone: of the image of a batch of one; None is the first of ``image_sizes``.
     """
 
     image_sizes: tuple[Size, ...]
@@ -52,9 +56,10 @@ class WorstCase:
     test_size: Size
     original_size: Size
     assumptions: tuple[str, ...] = ()
+    size_alone: Optional[Size] = None
 
 
-def worst_case(cfg: CfgNode) -> WorstCase:
+def worst_case(cfg: CfgNode, num_gpus: int = 1) -> WorstCase:
     """Find it from INPUT, DATALOADER, and the datasets where they are registered and present.
 
     Of augmentations it knows those that Detectron2's ``DatasetMapper`` makes of a config.
@@ -75,17 +80,17 @@ def worst_case(cfg: CfgNode) -> WorstCase:
             "any shape, whose results stay at the size of the network's input"
         )
     short, long = max(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MAX_SIZE_TRAIN
-    if train:
-        crops = [crop for size in train.sizes for crop in _crops(cfg, size)]
-        sizes = {_resized(size, short, long) for size in crops}
+    if train is not None:
+        groups = _orientations(train.sizes)
+        crops = [{crop for size in group for crop in _crops(cfg, size)} for group in groups]
+        groups = [{_resized(size, short, long) for size in group} for group in crops]
     elif cfg.INPUT.CROP.ENABLED and cfg.INPUT.CROP.TYPE.startswith("absolute"):
-        sizes = {_resized(crop, short, long) for crop in _crops(cfg, (10**6, 10**6))}
+        groups = [{_resized(crop, short, long) for crop in _crops(cfg, (10**6, 10**6))}]
     else:
-        sizes = _any_shape("INPUT.MIN_SIZE_TRAIN", short, long)
-    if cfg.DATALOADER.ASPECT_RATIO_GROUPING:
-        image_sizes = (max(sizes, key=_padded_area),)
-    else:  # the highest and the widest image may meet
-        image_sizes = (max(sizes), max(sizes, key=lambda size: size[::-1]))
+        groups = _orientations(_any_shape("INPUT.MIN_SIZE_TRAIN", short, long))
+    if _orientations_meet(cfg, num_gpus):
+        groups = [set().union(*groups)]
+    meeting = max(map(_highest_and_widest, groups), key=_padded_area_of_all)
     short, long = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
     if test:
         test_sizes = {_resized(size, short, long) for size in test.sizes}
@@ -93,12 +98,36 @@ def worst_case(cfg: CfgNode) -> WorstCase:
         test_sizes = _any_shape("INPUT.MIN_SIZE_TEST", short, long)
     test_size = max(test_sizes, key=_padded_area)
     return WorstCase(
-        image_sizes,
+        meeting,
         train.num_instances if train else _DEFAULT_INSTANCES,
         test_size,
         max(test.sizes, key=math.prod) if test else test_size,
         tuple(assumptions),
+        size_alone=max(set().union(*groups), key=_padded_area),
     )
+
+
+def _orientations(sizes: Iterable[Size]) -> list[set[Size]]:
+    """The groups of DATALOADER.ASPECT_RATIO_GROUPING, as far as there are any in them."""
+    sizes = set(sizes)
+    wide = {size for size in sizes if size[1] > size[0]}
+    return [group for group in (wide, sizes - wide) if group]
+
+
+def _orientations_meet(cfg: CfgNode, num_gpus: int) -> bool:
+    """Whether portraits and landscapes can be in one micro-batch: without grouping, or where one is
+    of images of several batches.
+    """
+    if not cfg.DATALOADER.ASPECT_RATIO_GROUPING:
+        return True
+    batch, micro_batch = cfg.SOLVER.IMS_PER_BATCH // num_gpus, cfg.MEMFIT.MICRO_BATCH
+    return cfg.SOLVER.ACCUMULATION_STEPS > 1 and bool(micro_batch) and batch % micro_batch > 0
+
+
+def _highest_and_widest(sizes: set[Size]) -> tuple[Size, ...]:
+    """Two images that are padded most if they meet; or one, if it is both."""
+    highest, widest = max(sizes), max(sizes, key=lambda size: size[::-1])
+    return (highest,) if highest == widest else (highest, widest)
 
 
 @dataclass(frozen=True)
@@ -171,9 +200,15 @@ def _padded_area(size: Size) -> int:
     return math.prod(-(-length // 32) * 32 for length in size)
 
 
+def _padded_area_of_all(sizes: tuple[Size, ...]) -> int:
+    return _padded_area((max(s[0] for s in sizes), max(s[1] for s in sizes)))
+
+
 def training_batch(cfg: CfgNode, case: WorstCase, num_images: int) -> list[dict[str, Any]]:
     """Dataset dicts of Detectron2's format, with all that its models ask of one."""
     sizes = [case.image_sizes[i % len(case.image_sizes)] for i in range(num_images)]
+    if num_images == 1 and case.size_alone is not None:
+        sizes = [case.size_alone]
     topk = cfg.DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TRAIN
     return [_image(cfg, size, case.num_instances, i, topk) for i, size in enumerate(sizes)]
 
@@ -217,7 +252,7 @@ def _image(
         keypoints = torch.full((num_instances, cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS, 3), 2.0)
         keypoints[..., :2] = Boxes(boxes).get_centers()[:, None]
         instances.gt_keypoints = Keypoints(keypoints)
-    if cfg.MODEL.META_ARCHITECTURE in ("PanopticFPN", "SemanticSegmentor"):
+    if cfg.MODEL.META_ARCHITECTURE not in _WITHOUT_SEM_SEG:
         image["sem_seg"] = torch.zeros(height, width, dtype=torch.int64)
     if cfg.MODEL.LOAD_PROPOSALS:
         image["proposals"] = _proposals(boxes, size, num_proposals)

@@ -78,19 +78,36 @@ def test_expandable_segments_give_back_pages():
     assert allocator.reserved_bytes == 120 * MB
 
 
-def test_random_allocations_keep_the_books():
+def test_what_was_given_back_of_a_growing_segment_is_asked_for_again():
+    allocator = CachingAllocator(limit_bytes=70 * MB, expandable=True)
+    allocator.allocate(40 * MB)
+    allocator.free(allocator.allocate(20 * MB))
+    with pytest.raises(DoesNotFit):
+        allocator.allocate(40 * MB)
+    assert allocator.allocate(20 * MB).size == 20 * MB
+
+
+@pytest.mark.parametrize("limit", [None, 200 * MB])
+@pytest.mark.parametrize("expandable", [False, True])
+def test_random_allocations_keep_the_books(expandable, limit):
     rng = random.Random(0)
-    for expandable in (False, True):
-        allocator = CachingAllocator(expandable=expandable)
-        live = []
-        for _ in range(3000):
-            if live and rng.random() < 0.48:
-                allocator.free(live.pop(rng.randrange(len(live))))
-            else:
-                live.append(allocator.allocate(int(10 ** rng.uniform(2, 7.8))))
-            assert allocator.allocated_bytes == sum(block.size for block in live)
-            free = sum(e[0] for pool in allocator._free.values() for e in pool)
-            assert allocator.allocated_bytes + free == allocator.reserved_bytes
+    allocator = CachingAllocator(limit, expandable)
+    live, failed = [], 0
+    for _ in range(3000):
+        if live and rng.random() < 0.48:
+            allocator.free(live.pop(rng.randrange(len(live))))
+        else:
+            size = int(10 ** rng.uniform(2, 7.8))
+            try:
+                live.append(allocator.allocate(size))
+                assert live[-1].size >= size
+            except DoesNotFit:
+                failed += 1
+        assert allocator.allocated_bytes == sum(block.size for block in live)
+        free = sum(e[0] for pool in allocator._free.values() for e in pool)
+        assert allocator.allocated_bytes + free == allocator.reserved_bytes
+    assert (failed > 0) == (limit is not None)
+    assert limit is None or allocator.peak_reserved_bytes <= limit
 
 
 def test_the_system_takes_pages_back_at_once():

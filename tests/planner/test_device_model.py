@@ -94,6 +94,9 @@ def test_a_file_of_ones_own(tmp_path):
     text = (FOLDER / "cuda.yaml").read_text()
     file.write_text(text.replace("context_mb: 600", "context_mb: 123"))
     assert DeviceModel.load(str(file)).context_mb == 123
+    file.write_text(text.replace("bytes_per_s: 360.0e+9", "bytes_per_s: 360e9"))  # text in YAML
+    with pytest.raises(ConfigError, match="bytes_per_s must be a number, got '360e9'"):
+        DeviceModel.load(file)
     file.write_text(text.replace("_workspace: layout", "_workspace: magic"))
     with pytest.raises(ConfigError, match="must be one of none, layout, fft_or_winograd, got 'm"):
         DeviceModel.load(file)

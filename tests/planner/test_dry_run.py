@@ -12,6 +12,7 @@ from torch import nn
 from d2_memfit.config import load_cfg
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import job
+from d2_memfit.planner.autocast import CastsOfCuda
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_hollow, make_hollow
 from d2_memfit.planner.worst_case import WorstCase, evaluation_batch, training_batch
 
@@ -47,6 +48,7 @@ JOBS = {
     "SyncBN": (MASK, ["MODEL.RESNETS.NORM", "SyncBN", "MODEL.FPN.NORM", "SyncBN"]),
     "clipping": (MASK, ["SOLVER.CLIP_GRADIENTS.ENABLED", True]),
     "bfloat16": (MASK, AMP),
+    "GN, float16": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", ["SOLVER.AMP.ENABLED", True]),
     "micro-batches": (MASK, ["MEMFIT.MICRO_BATCH", 1]),
     "checkpointing": (MASK, ["MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"]]),
     "offload": (MASK, ["MEMFIT.OFFLOAD.MODULES", ["backbone"]]),
@@ -85,7 +87,8 @@ class SegmenterOfTests(nn.Module):
         scores = self.head(self.features(images.float()).permute(0, 2, 3, 1))
         if not self.training:
             return [{"sem_seg": s.argmax(dim=-1)} for s in scores]
-        return {"loss_boxes": scores.logsumexp(dim=-1).mean()}
+        labels = torch.stack([d["sem_seg"][:160:2, :160:2] for d in batch])
+        return {"loss": nn.functional.cross_entropy(scores.permute(0, 3, 1, 2), labels)}
 
 
 def make_cfg(name):
@@ -179,6 +182,39 @@ def test_what_is_made_of_hollow_tensors_is_hollow_if_it_is_large():
         assert product[torch.ones(1000, dtype=torch.bool)].shape == (1000, 1000)
         assert not is_hollow(torch.arange(10**6).float() * 2)  # nothing hollow went in
         assert len(product.gt(0).nonzero()) == 0  # of unknown values, none counts
+
+
+def test_mixed_precision_has_the_formats_of_a_gpu():
+    x = torch.ones(2, 8, 4, 4, dtype=torch.bfloat16)
+    weight = torch.ones(8, 8, 1, 1)
+
+    def formats():
+        results = nn.functional.group_norm(x, 4), x.softmax(dim=1), x**2, x.relu()
+        return [result.dtype for result in results]
+
+    in_32, in_16 = torch.float32, torch.bfloat16
+    with CastsOfCuda():
+        assert formats() == [in_16] * 4  # without autocast nothing changes
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert formats() == [in_32, in_32, in_32, in_16]
+            assert nn.functional.conv2d(x, weight).dtype == in_16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["conv2d", "group_norm", "softmax", "relu", "sigmoid", "gelu"])
+def test_the_formats_are_those_of_a_gpu(name):
+    arguments = {"conv2d": (torch.ones(8, 8, 1, 1),), "group_norm": (4,), "softmax": (1,)}
+    function = getattr(nn.functional, name)
+
+    def run(device):
+        args = [a.to(device) if torch.is_tensor(a) else a for a in arguments.get(name, ())]
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return function(torch.ones(2, 8, 4, 4, dtype=torch.bfloat16, device=device), *args)
+
+    with CastsOfCuda():
+        expected = run("cpu").dtype
+    assert run("cuda").dtype == expected
 
 
 def test_an_operator_without_a_meta_kernel_computes_with_zeros():

@@ -88,6 +88,7 @@ def test_a_budget_that_detectron2_exceeds_is_planned_for_and_kept(coins, tmp_pat
     taken_gb = float(re.search(r"than the ([\d.]+) GB", train(0.01).stderr)[1])
     plain = train(taken_gb + 0.9)
     assert plain.returncode == 1
+    assert "can't allocate memory" in plain.stderr
     planned = train(taken_gb + 0.9, "MEMFIT.PLAN.ENABLED", True)
     assert planned.returncode == 0, planned.stderr[-4000:]
     assert "smaller micro-batches" in planned.stdout

@@ -1,18 +1,27 @@
 """The largest batch run for real: what is measured, and what is left behind."""
 
 import json
+from itertools import repeat
 
 import pytest
 import torch
+from detectron2 import model_zoo
+from detectron2.modeling import build_model
+from detectron2.solver import build_optimizer
+from detectron2.utils.events import EventStorage
 from tiny import tiny_cfg
 
+from d2_memfit import AccumulatingTrainer
 from d2_memfit.cli import main
+from d2_memfit.config import load_cfg
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner import DryJob, WorstCase, estimate_memory, plan_memory
 from d2_memfit.planner.device_model import DeviceModel
 from d2_memfit.planner.probe import run_for_real
+from d2_memfit.planner.worst_case import worst_proposals
 
 CASE = WorstCase(((320, 480),), 10, (320, 480), (320, 480))
+LARGE = WorstCase(((800, 1333),), 30, (800, 1333), (800, 1333))
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -38,15 +47,44 @@ def test_a_real_run_has_the_peaks_of_the_dry_one(family):
     assert peaks[1] == pytest.approx(evaluation, rel=0.01)
 
 
+def test_mixed_precision_steps_too():
+    """The scaler of float16 would leave out first steps, and with them the optimizer's states."""
+    cfg = tiny_cfg("retinanet")
+    cfg.MODEL.RETINANET.NUM_CLASSES = 80
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.SOLVER.AMP.ENABLED = True
+    dry_job = DryJob(cfg, 1, DeviceModel.load("cpu"), CASE)
+    with TensorMeter() as meter:
+        next(run_for_real(dry_job, "cpu"))
+    training = sum(dry_job.training.peak().values())
+    assert meter.peak_bytes == pytest.approx(training, rel=0.01)
+
+
+def test_a_trainer_has_the_peak_of_a_probe():
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    cfg.MEMFIT.MICRO_BATCH = 2
+    dry_job = DryJob(cfg, 1, DeviceModel.load("cpu"), CASE)
+    with TensorMeter() as meter, EventStorage():
+        model = build_model(cfg)
+        batch = dry_job.training_batch()
+        trainer = AccumulatingTrainer(model, repeat(batch), build_optimizer(cfg, model), 2)
+        with worst_proposals(model, cfg, batch):
+            for _ in range(2):
+                trainer.run_step()
+    training = sum(dry_job.training.peak().values())
+    assert meter.peak_bytes == pytest.approx(training, rel=0.01)
+
+
 @pytest.fixture
 def cfg():
-    cfg = tiny_cfg("mask_rcnn", image_size=512)
-    cfg.MODEL.DEVICE = "cuda"
-    cfg.SOLVER.IMS_PER_BATCH = 8
-    return cfg
+    """A job whose tensors outweigh what libraries take."""
+    name = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
+    return load_cfg(model_zoo.get_config_file(name), ["SOLVER.IMS_PER_BATCH", 8])
 
 
 def state_of_gpu():
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return (
         torch.cuda.memory_allocated(),
@@ -61,9 +99,9 @@ def state_of_gpu():
 def test_a_probe_measures_and_leaves_nothing_behind(cfg):
     torch.zeros(1, device="cuda")
     before = state_of_gpu()
-    measured = estimate_memory(cfg, case=CASE, probe=True)
+    measured = estimate_memory(cfg, case=LARGE, probe=True)
     assert state_of_gpu() == before
-    estimated = estimate_memory(cfg, case=CASE)
+    estimated = estimate_memory(cfg, case=LARGE)
     assert measured.peak_allocated_gb == pytest.approx(estimated.peak_allocated_gb, rel=0.2)
     assert sum(measured.breakdown.values()) == pytest.approx(measured.peak_allocated_gb)
     half = torch.cuda.get_device_properties(0).total_memory // 2
@@ -73,12 +111,12 @@ def test_a_probe_measures_and_leaves_nothing_behind(cfg):
 @pytest.mark.gpu
 @on_gpu
 def test_a_plan_that_was_probed_fits_for_real(cfg):
-    whole = estimate_memory(cfg, case=CASE, probe=True)
-    budget_gb = whole.device_total_gb - 0.2 * whole.peak_allocated_gb
-    plan = plan_memory(cfg, budget_gb, case=CASE, probe=True)
+    whole = estimate_memory(cfg, case=LARGE, probe=True)
+    budget_gb = (whole.device_total_gb - 0.3 * whole.peak_allocated_gb) / 0.9
+    plan = plan_memory(cfg, budget_gb, case=LARGE, probe=True)
     assert plan.fits
     assert plan.estimate.images_per_micro_batch < 8
-    assert plan.estimate.device_total_gb <= budget_gb
+    assert plan.estimate.device_total_gb <= 0.95 * budget_gb
 
 
 @pytest.mark.gpu

@@ -112,6 +112,16 @@ def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay(mask):
     assert step.what == "the sampling; small objects are seen less often."
 
 
+def test_with_batch_norm_smaller_micro_batches_are_another_recipe(mask):
+    cfg = mask.clone()
+    cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT = "BN", 0
+    p = plan(cfg, 9, allow=["exact"])
+    assert "smaller micro-batches" not in [s.name for s in p.steps]
+    p = plan(cfg, 5, allow=["recipe"])
+    assert (p.steps[0].name, p.steps[0].tier) == ("smaller micro-batches", "recipe")
+    assert p.steps[0].what == "the images that BatchNorm's statistics are of."
+
+
 def test_ranks_share_optimizer_states_and_batches(mask):
     alone, eight = plan(mask, 10), plan(mask, 10, num_gpus=8)
     assert eight.before.images_per_gpu == 1

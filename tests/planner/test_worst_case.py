@@ -51,7 +51,9 @@ def test_without_a_dataset_images_have_any_shape_and_100_instances_and_it_is_sai
 
 def test_a_dataset_says_how_large_and_how_crowded_its_images_are(dataset):
     case = worst_case(make_cfg(DATASETS__TRAIN=(dataset,), DATASETS__TEST=(dataset,)))
-    assert case.image_sizes == ((1333, 667),)  # the portrait, which INPUT.MAX_SIZE_TRAIN limits
+    # The portrait, which INPUT.MAX_SIZE_TRAIN limits, beside the square; the landscape meets none.
+    assert case.image_sizes == ((1333, 667), (800, 800))
+    assert case.size_alone == (1333, 667)
     assert case.num_instances == 7
     assert case.original_size == (1000, 500)
     assert case.assumptions == ()
@@ -64,6 +66,38 @@ def test_without_grouping_both_orientations_meet_in_a_batch(dataset):
     assert max(w for _, w in case.image_sizes) == 1067
     batch = training_batch(cfg, case, 3)
     assert [tuple(d["image"].shape[1:]) for d in batch] == [*case.image_sizes, case.image_sizes[0]]
+
+
+@pytest.fixture
+def panorama():
+    """Beside an ordinary landscape, and a narrow portrait."""
+    sizes = [(480, 640), (300, 900), (900, 270)]
+    dicts = [{"height": h, "width": w, "annotations": []} for h, w in sizes]
+    DatasetCatalog.register("panorama_test", lambda: dicts)
+    yield "panorama_test"
+    DatasetCatalog.remove("panorama_test")
+
+
+def test_images_of_one_group_are_padded_to_each_other(panorama):
+    case = worst_case(make_cfg(DATASETS__TRAIN=(panorama,)))
+    assert case.image_sizes == ((800, 1067), (444, 1333))
+    assert case.size_alone == (800, 1067)
+
+
+def test_a_micro_batch_of_one_has_the_largest_single_image(panorama):
+    cfg = make_cfg(DATASETS__TRAIN=(panorama,), DATALOADER__ASPECT_RATIO_GROUPING=False)
+    case = worst_case(cfg)
+    assert case.image_sizes == ((1333, 400), (444, 1333))
+    (image,) = training_batch(cfg, case, 1)
+    assert image["image"].shape == (3, 800, 1067)
+
+
+def test_groups_meet_in_micro_batches_of_several_batches(panorama):
+    keys = {"SOLVER__IMS_PER_BATCH": 4, "SOLVER__ACCUMULATION_STEPS": 2}
+    apart = make_cfg(DATASETS__TRAIN=(panorama,), MEMFIT__MICRO_BATCH=2, **keys)
+    assert worst_case(apart).image_sizes == ((800, 1067), (444, 1333))
+    together = make_cfg(DATASETS__TRAIN=(panorama,), MEMFIT__MICRO_BATCH=3, **keys)
+    assert worst_case(together).image_sizes == ((1333, 400), (444, 1333))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +122,7 @@ def test_images_in_their_own_size_need_a_dataset(dataset):
     with pytest.raises(ConfigError, match=r"INPUT.MIN_SIZE_TRAIN 0 leaves images in their own"):
         worst_case(cfg)
     cfg.DATASETS.TRAIN = (dataset,)
-    assert worst_case(cfg).image_sizes == ((1000, 500),)
+    assert worst_case(cfg).image_sizes == ((1000, 500), (600, 600))
 
 
 def test_a_batch_has_what_the_models_ask_for():

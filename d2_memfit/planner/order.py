@@ -1,0 +1,31 @@
+"""In which order a plan tries techniques."""
+
+from ..techniques import TIERS, get_technique
+
+__all__ = ["IN_EVALUATION", "NOT_PLANNED", "ON_GPU_ONLY", "harm"]
+
+# In each tier what costs or harms least stands first; techniques of users come last.
+_ORDER = {
+    "exact": (
+        *("SharedBitMaskTargets", "ChunkedMatching", "EvaluationOnHost", "ShardedOptimizerStates"),
+        *("OptimizerImplementation", "ChunkedHeads", "ActivationCheckpointing"),
+        "ActivationOffload",
+    ),
+    "precision": ("MixedPrecision", "EightBitOptimizerStates"),
+    "recipe": (
+        *("PolygonMasks", "FewerDetections", "FewerProposals", "SmallerRpnBatch"),
+        *("SmallerRoiBatch", "OneImageSize", "MoreFrozenStages", "SmallerImages"),
+        *("FewerQueries", "LighterBackbone"),
+    ),
+}
+NOT_PLANNED = ("GradientBucketView", "HostBudget", "LoaderPrefetch", "SharedDataset")
+ON_GPU_ONLY = ("ActivationOffload", "OptimizerImplementation")
+# Those that change what an evaluation needs, beside the recipe tier.
+IN_EVALUATION = ("EvaluationOnHost", "ShardedOptimizerStates", "EightBitOptimizerStates")
+
+
+def harm(name: str) -> tuple[int, int]:
+    """Smaller for a technique that should be tried first."""
+    tier = get_technique(name).tier
+    known = _ORDER[tier]
+    return TIERS.index(tier), known.index(name) if name in known else len(known)
