@@ -54,7 +54,7 @@ KNOBS = {
     "Images": [
         Knob("640 pixels", _images(640, 1066), "recipe: accuracy of small objects"),
         Knob("480 pixels", _images(480, 800), "recipe: accuracy of small objects"),
-        Knob("800 pixels, no multi-scale", _images(800, 1333), "recipe: less augmentation"),
+        Knob("800 pixels, no multi-scale", _images(800, 1333), "recipe: less variety, more pixels"),
         Knob("multi-scale up to 1024 pixels", _images(1024, 1706), "recipe"),
         Knob("portrait beside landscape", ["DATALOADER.ASPECT_RATIO_GROUPING", False], "padding"),
         Knob("20 instances per image", [], "the dataset", 20),

@@ -186,20 +186,17 @@ class DeviceModel:
             account.peak,
         )
 
-    def seconds(self, *works: Work) -> float:
+    def seconds(self, work: Work) -> float:
         """Those that work takes at least: computing, moving, and starting of operators; or copies
-        to the host and back, which go on beside that.
+        to the host or back, which go on beside that.
         """
-        computing = moving = starting = copying = 0.0
-        for work in works:
-            computing += sum(
-                flops / self.flops_per_s.get(dtype, self.flops_per_s["float32"])
-                for dtype, flops in work.flops.items()
-            )
-            moving += work.bytes_moved / self.bytes_per_s
-            starting += work.num_operators * self.seconds_per_operator
-            copying += 2 * work.host_bytes / self.host_bytes_per_s
-        return max(computing + moving + starting, copying)
+        computing = sum(
+            flops / self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+            for dtype, flops in work.flops.items()
+        )
+        moving = work.bytes_moved / self.bytes_per_s
+        starting = work.num_operators * self.seconds_per_operator
+        return max(computing + moving + starting, work.host_bytes / self.host_bytes_per_s)
 
 
 class _Account:

@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -161,7 +161,8 @@ class DryJob:
         """Of an iteration, at least; to be compared with others on the same device."""
         sizes = self.micro_batch_sizes()
         work = self.training.work
-        of_largest = self.device.seconds(work["forward"], work["backward"])
+        fetching = replace(work["backward"], host_bytes=work["forward"].host_bytes)
+        of_largest = self.device.seconds(work["forward"]) + self.device.seconds(fetching)
         return of_largest * sum(sizes) / sizes[0] + self.device.seconds(work["optimizer"])
 
     def estimate(self, limit_bytes: Optional[int] = None) -> MemoryEstimate:

@@ -55,7 +55,7 @@ class ProbedJob(DryJob):
         expected = super()._find_uses(None)
         device = _device_of(self.cfg)
         uses: list[DeviceUse] = []
-        out_of_memory = False
+        too_large = False
         try:
             with _limited(device, limit_bytes) as before:
                 for _ in run_for_real(self, str(device)):
@@ -64,15 +64,17 @@ class ProbedJob(DryJob):
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
-            out_of_memory = True
+            too_large = True
         finally:
             _release(device)
-        if not out_of_memory:
+        if limit_bytes is not None:  # the context grows while kernels are loaded
+            too_large |= any(use.total_bytes > limit_bytes for use in uses)
+        if not too_large:
             return uses
         if limit_bytes is not None:
             raise DoesNotFit
-        too_large = "The GPU cannot hold the largest batch: estimated by a dry run"
-        self.assumptions = (*self.case.assumptions, too_large)
+        why = "The GPU cannot hold the largest batch: estimated by a dry run"
+        self.assumptions = (*self.case.assumptions, why)
         return expected
 
 

@@ -66,7 +66,7 @@ class Work:
         flops: floating-point operations of convolutions and products of matrices, by the name of
             their number format.
         bytes_moved: read and written.
-        host_bytes: copied to the host, and later back.
+        host_bytes: copied to the host.
         num_operators: that were called.
     """
 

@@ -1,8 +1,9 @@
 import make_presets
 import pytest
 from detectron2 import model_zoo as zoo
+from tiny import ROOT
 
-from d2_memfit import model_zoo
+from d2_memfit import estimate_memory, model_zoo
 from d2_memfit.config import check_config, load_cfg
 from d2_memfit.presets import PRESETS
 
@@ -32,8 +33,29 @@ def test_recipes_are_those_of_detectron2(model):
     assert ours.dump() == load_cfg(zoo.get_config_file(f"{in_zoo}.yaml")).dump()
 
 
-def test_a_preset_is_what_its_plan_says():
-    model = "COCO-Detection/faster_rcnn_R_50_FPN_3x"
-    ((card, plan),) = make_presets.presets(model, ["6GB"])
+@pytest.mark.parametrize(
+    ("model", "card"),
+    [
+        ("COCO-Detection/faster_rcnn_R_50_FPN_3x", "6GB"),
+        ("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x", "4GB"),
+    ],
+)
+def test_a_preset_is_what_its_plan_says(model, card):
+    ((_, plan),) = make_presets.presets(model, [card])
     text = (make_presets.CONFIGS / f"{model}_{card}.yaml").read_text()
     assert make_presets.preset_text(model, card, plan) == text
+    cells = make_presets.preset_row(model, card, plan)
+    assert [str(cell) for cell in cells] == documented()[f"{model}_{card}.yaml"]
+    of_preset = estimate_memory(model_zoo.get_config(f"{model}_{card}.yaml"), device="cuda")
+    assert of_preset.device_total_gb == plan.estimate.device_total_gb
+
+
+def documented():
+    """Rows of docs/MEMORY_ZOO.md, by config."""
+    lines = (ROOT / "docs" / "MEMORY_ZOO.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "GB.yaml" in line]
+    return {row[0]: row for row in rows}
+
+
+def test_all_presets_are_documented():
+    assert sorted(documented()) == sorted(NAMES)
