@@ -14,9 +14,10 @@ from ..memory import error_line
 from ..techniques.host_budget import loader_bytes
 from . import job
 from .allocators import DoesNotFit
+from .batches import evaluation_batch, training_batch
 from .device_model import DeviceModel, DeviceUse
 from .timeline import Timeline
-from .worst_case import WorstCase, evaluation_batch, training_batch
+from .worst_case import WorstCase
 
 __all__ = ["DryJob", "MemoryEstimate", "usable_bytes"]
 

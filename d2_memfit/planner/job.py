@@ -22,10 +22,10 @@ from ..precision import Precision
 from ..techniques import apply_techniques, ready_to_evaluate
 from ..techniques.modules import replaced_functions
 from .autocast import CastsOfCuda
+from .batches import tensors_of, worst_detections, worst_proposals
 from .dry_run import DryRun, WithoutValues, make_hollow
 from .matching import fast_matching
 from .timeline import Timeline
-from .worst_case import tensors_of, worst_detections, worst_proposals
 
 __all__ = [
     "build",

@@ -13,8 +13,9 @@ from d2_memfit.config import load_cfg
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import job
 from d2_memfit.planner.autocast import CastsOfCuda
+from d2_memfit.planner.batches import evaluation_batch, training_batch
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_hollow, make_hollow
-from d2_memfit.planner.worst_case import WorstCase, evaluation_batch, training_batch
+from d2_memfit.planner.worst_case import WorstCase
 
 CASE = WorstCase(((160, 224), (192, 160)), 7, (160, 224), (300, 400))
 

@@ -16,9 +16,9 @@ from d2_memfit.cli import main
 from d2_memfit.config import load_cfg
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner import DryJob, WorstCase, estimate_memory, plan_memory
+from d2_memfit.planner.batches import worst_proposals
 from d2_memfit.planner.device_model import DeviceModel
 from d2_memfit.planner.probe import run_for_real
-from d2_memfit.planner.worst_case import worst_proposals
 
 CASE = WorstCase(((320, 480),), 10, (320, 480), (320, 480))
 LARGE = WorstCase(((800, 1333),), 30, (800, 1333), (800, 1333))

@@ -7,12 +7,8 @@ from detectron2.data import DatasetCatalog
 
 from d2_memfit import get_cfg
 from d2_memfit.errors import ConfigError
-from d2_memfit.planner.worst_case import (
-    evaluation_batch,
-    tensors_of,
-    training_batch,
-    worst_case,
-)
+from d2_memfit.planner.batches import evaluation_batch, tensors_of, training_batch
+from d2_memfit.planner.worst_case import worst_case
 
 
 def make_cfg(**keys):

@@ -16,7 +16,7 @@ from detectron2 import model_zoo
 from d2_memfit.config import load_cfg
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import WorstCase, job
-from d2_memfit.planner.worst_case import training_batch
+from d2_memfit.planner.batches import training_batch
 
 from .common import machine, markdown_table
 
