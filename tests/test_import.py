@@ -34,7 +34,7 @@ def test_pip_installs_the_package_with_its_configs(tmp_path):
         "names = model_zoo.list_configs();"
         "print(d2_memfit.__file__); print(model_zoo.get_config_file(names[0]));"
         "from d2_memfit.planner.device_model import device_names; print(*device_names());"
-        "print(len(names), model_zoo.get_config(names[0]).SOLVER.ACCUMULATION_STEPS)"
+        "print(len(names), model_zoo.get_config(names[0]).SOLVER.IMS_PER_BATCH)"
     )
     elsewhere = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "tests")]
     result = run_process(
@@ -48,4 +48,4 @@ def test_pip_installs_the_package_with_its_configs(tmp_path):
     assert config.startswith(str(target))
     assert devices == "cpu cuda v100"
     assert (target / "bin" / "d2-memfit").exists()
-    assert rest.endswith(" 8")
+    assert rest.endswith(" 16")
