@@ -116,6 +116,10 @@ class DeviceModel:
             )
             if field.type is float and not is_number:
                 raise ConfigError(f"{path}: {field.name} must be a number, got {value!r}")
+        if not isinstance(self.flops_per_s, dict) or "float32" not in self.flops_per_s:
+            raise ConfigError(
+                f"{path}: flops_per_s must have a number for float32, got {self.flops_per_s!r}"
+            )
         for name, value in self.flops_per_s.items():
             if not isinstance(value, (int, float)):
                 raise ConfigError(f"{path}: flops_per_s of {name} must be a number, got {value!r}")

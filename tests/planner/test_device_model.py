@@ -97,6 +97,9 @@ def test_a_file_of_ones_own(tmp_path):
     file.write_text(text.replace("bytes_per_s: 360.0e+9", "bytes_per_s: 360e9"))  # text in YAML
     with pytest.raises(ConfigError, match="bytes_per_s must be a number, got '360e9'"):
         DeviceModel.load(file)
+    file.write_text(text.replace("flops_per_s: {float32", "flops_per_s: {float64"))
+    with pytest.raises(ConfigError, match="flops_per_s must have a number for float32"):
+        DeviceModel.load(file)
     file.write_text(text.replace("_workspace: layout", "_workspace: magic"))
     with pytest.raises(ConfigError, match="must be one of none, layout, fft_or_winograd, got 'm"):
         DeviceModel.load(file)
