@@ -35,5 +35,6 @@ setup(
     extras_require={
         "8bit": ["bitsandbytes"],  # MEMFIT.OPTIMIZER.STATES_8BIT
         "plot": ["plotly"],  # tools/plot_memory.py
+        "tiles": ["rasterio"],  # projects/TiledImages, to read parts of TIFF and other files
     },
 )

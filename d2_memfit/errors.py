@@ -54,7 +54,9 @@ def exit_on_error(main: Callable) -> Callable:
         try:
             return main(*args)
         except MemfitError as e:
-            print(f"error: {e}", file=sys.stderr)
+            # From a worker of the data loader it comes with the worker's traceback before it.
+            text = str(e).rpartition(f"{type(e).__name__}: ")[2].rstrip()
+            print(f"error: {text}", file=sys.stderr)
             sys.exit(2)
         except ProcessExitedException as e:
             if e.exit_code != 2:

@@ -1,0 +1,101 @@
+"""Make large images of coins as tiled TIFF, in COCO's format, without ever holding one in memory.
+
+    python projects/TiledImages/make_large_images.py FOLDER [--split val] [--size 4096] [--images 2]
+
+The coins are those of projects/Coins: views of a photograph, strewn over a dark ground. Most of an
+image has none. Needs rasterio. The same seed gives the same files.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rasterio
+from skimage import data
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "Coins"))
+from make_dataset import MIN_VISIBLE_PIXELS, SPLITS, coin_annotation, find_coins, random_view
+
+_CELL = 256, 512  # height and width of the ground that a view lies on
+_DENSITY = 0.3  # share of the ground's cells that have one
+
+
+def make_image(path: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
+    """Write an image of ``size`` x ``size`` pixels.
+
+    Returns:
+        COCO's annotations of its coins, but for their ids.
+    """
+    rng = np.random.default_rng(seed)
+    photograph = data.coins()
+    rows = SPLITS[split][0]
+    coins = photograph[rows], find_coins(photograph)[rows]
+    profile = {"driver": "GTiff", "width": size, "height": size, "count": 3, "dtype": "uint8"}
+    storage = {"tiled": True, "blockxsize": 256, "blockysize": 256, "compress": "deflate"}
+    annotations = []
+    with rasterio.open(path, "w", **profile, **storage, zlevel=1, interleave="pixel") as file:
+        for top in range(0, size, _CELL[0]):
+            for left in range(0, size, _CELL[1]):
+                height, width = min(_CELL[0], size - top), min(_CELL[1], size - left)
+                cell = rng.integers(20, 40, (height, width), dtype=np.uint8)
+                if rng.random() < _DENSITY:
+                    annotations += _strew(cell, left, top, *random_view(*coins, rng), rng)
+                window = ((top, top + height), (left, left + width))
+                file.write(np.broadcast_to(cell, (3, height, width)), window=window)
+    return annotations
+
+
+def _strew(
+    cell: np.ndarray,
+    left: int,
+    top: int,
+    view: np.ndarray,
+    labels: np.ndarray,
+    rng: np.random.Generator,
+) -> list[dict[str, Any]]:
+    """Put the coins of a view somewhere on a cell, and give their annotations."""
+    height, width = min(view.shape[0], cell.shape[0]), min(view.shape[1], cell.shape[1])
+    view, labels = view[:height, :width], labels[:height, :width]
+    y = int(rng.integers(cell.shape[0] - height + 1))
+    x = int(rng.integers(cell.shape[1] - width + 1))
+    annotations = []
+    for coin in np.unique(labels[labels > 0]):
+        mask = labels == coin
+        if mask.sum() >= MIN_VISIBLE_PIXELS:
+            cell[y : y + height, x : x + width][mask] = view[mask]
+            annotation = coin_annotation(mask)
+            annotation["bbox"][0] += left + x
+            annotation["bbox"][1] += top + y
+            (polygon,) = annotation["segmentation"]
+            polygon[::2] = [v + left + x for v in polygon[::2]]
+            polygon[1::2] = [v + top + y for v in polygon[1::2]]
+            annotations.append(annotation)
+    return annotations
+
+
+def make_dataset(folder: Path, split: str, size: int, images: int, seed: int = 0) -> None:
+    """Write ``<split>.json`` and the images that it names into ``folder``."""
+    coco: dict[str, list] = {"images": [], "annotations": []}
+    coco["categories"] = [{"id": 1, "name": "coin"}]
+    (folder / split).mkdir(parents=True, exist_ok=True)
+    for image_id in range(images):
+        name = f"{image_id:03d}.tif"
+        found = make_image(folder / split / name, size, split, seed + image_id)
+        coco["images"].append({"id": image_id, "file_name": name, "height": size, "width": size})
+        for annotation in found:
+            number = {"id": len(coco["annotations"]) + 1, "image_id": image_id}
+            coco["annotations"].append({**number, **annotation})
+    (folder / f"{split}.json").write_text(json.dumps(coco))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--split", choices=list(SPLITS), default="train")
+    parser.add_argument("--size", type=int, default=4096, help="height and width in pixels")
+    parser.add_argument("--images", type=int, default=2)
+    args = parser.parse_args()
+    make_dataset(args.folder, args.split, args.size, args.images)

@@ -1,0 +1,30 @@
+"""Training and predicting on images that never fit, tile by tile."""
+
+from .config import add_tiled_config, check_tiles, load_tiled_cfg
+from .dataset import BalancedTileSampler, TiledDataset
+from .grid import Grid, Tile
+from .mapper import TileMapper, build_tiled_train_loader
+from .merge import Detection, SeamMerger
+from .predictor import TiledPredictor
+from .reader import ImageReader
+from .results import CocoResultsWriter, to_coco
+from .trainer import TiledTrainer
+
+__all__ = [
+    "BalancedTileSampler",
+    "CocoResultsWriter",
+    "Detection",
+    "Grid",
+    "ImageReader",
+    "SeamMerger",
+    "Tile",
+    "TileMapper",
+    "TiledDataset",
+    "TiledPredictor",
+    "TiledTrainer",
+    "add_tiled_config",
+    "build_tiled_train_loader",
+    "check_tiles",
+    "load_tiled_cfg",
+    "to_coco",
+]

@@ -1,0 +1,76 @@
+"""Annotations of an image, as they are in one of its tiles."""
+
+from typing import Any, Optional, Union
+
+import numpy as np
+from detectron2.structures import BoxMode
+
+from d2_memfit.errors import DataError
+
+from .grid import Tile
+from .rle import Rle, move
+
+__all__ = ["box_of", "clip_annotation"]
+
+
+def box_of(annotation: dict[str, Any]) -> np.ndarray:
+    """x0, y0, x1, y1 in pixels of the image [4]."""
+    if annotation["bbox_mode"] == BoxMode.XYWHA_ABS:
+        raise DataError(
+            f"rotated boxes cannot be cut into tiles, and there is one: {annotation['bbox']}. "
+            "Make them boxes along the axes, with the outline as segmentation"
+        )
+    return np.asarray(
+        BoxMode.convert(annotation["bbox"], annotation["bbox_mode"], BoxMode.XYXY_ABS), dtype=float
+    )
+
+
+def clip_annotation(annotation: dict[str, Any], tile: Tile) -> Optional[dict[str, Any]]:
+    """A copy of an annotation, in Detectron2's format, in pixels of the tile; None if the object
+    has nothing there.
+    """
+    box = box_of(annotation) - [tile.x0, tile.y0, tile.x0, tile.y0]
+    box = np.clip(box, 0, [tile.width, tile.height, tile.width, tile.height])
+    clipped = {**annotation, "bbox": box.tolist(), "bbox_mode": BoxMode.XYXY_ABS}
+    if "segmentation" in annotation:
+        clipped["segmentation"] = _clip_segmentation(annotation["segmentation"], tile)
+        if not clipped["segmentation"]:
+            return None
+    return clipped
+
+
+def _clip_segmentation(segmentation: Union[list, Rle], tile: Tile) -> Union[list, Rle]:
+    if isinstance(segmentation, dict):
+        return move(segmentation, -tile.x0, -tile.y0, tile.height, tile.width)
+    polygons = [_clip_polygon(np.reshape(p, (-1, 2)), tile) for p in segmentation]
+    return [p.ravel() for p in polygons if len(p) >= 3]
+
+
+def _clip_polygon(polygon: np.ndarray, tile: Tile) -> np.ndarray:
+    """Corners [m, 2] of the part within the tile, in its pixels; [0, 2] if there is none.
+
+    By Sutherland and Hodgman, 1974: one border after the other. Parts of a concave polygon stay
+    joined along the border, by lines without area.
+    """
+    points = polygon - [tile.x0, tile.y0]
+    for axis, length in ((0, tile.width), (1, tile.height)):
+        points = _clip_at(points, points[:, axis])
+        points = _clip_at(points, length - points[:, axis])
+    return points
+
+
+def _clip_at(points: np.ndarray, inside: np.ndarray) -> np.ndarray:
+    """Leave what is on the positive side.
+
+    Args:
+        points: [n, 2]
+        inside: how far each is on that side of the border [n], negative outside.
+    """
+    kept = []
+    for i in range(len(points)):
+        a, b = inside[i - 1], inside[i]
+        if (a < 0) != (b < 0):
+            kept.append(points[i - 1] + (points[i] - points[i - 1]) * (a / (a - b)))
+        if b >= 0:
+            kept.append(points[i])
+    return np.reshape(kept, (-1, 2))

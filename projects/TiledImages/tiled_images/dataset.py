@@ -1,0 +1,118 @@
+"""The tiles of a dataset's images, and which of them are drawn in training."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from detectron2.data import DatasetFromList
+from detectron2.utils import comm
+
+from d2_memfit.errors import DataError
+
+from .clip import box_of, clip_annotation
+from .grid import Grid
+
+__all__ = ["BalancedTileSampler", "TiledDataset"]
+
+
+class TiledDataset(torch.utils.data.Dataset):
+    """Detectron2's dicts of the tiles of images, each made when it is asked for.
+
+    Each has the keys of its image, the ``tile``, and the height and width of all the image as
+    ``image_size``; ``height``, ``width`` and ``annotations`` are the tile's. Images and annotations
+    are kept serialized, once.
+
+    Args:
+        dicts: of whole images in Detectron2's format, with ``height`` and ``width``. Objects that
+            are crowds are left out, as in Detectron2.
+        size, overlap: those of :class:`Grid`.
+        min_visible: an object belongs to a tile that shows at least this share of its box.
+
+    Attributes:
+        has_objects: for each tile [len(self)].
+    """
+
+    def __init__(
+        self, dicts: Sequence[dict[str, Any]], size: int, overlap: int, min_visible: float
+    ) -> None:
+        for image in dicts:
+            if "height" not in image or "width" not in image:
+                raise DataError(f"{image['file_name']}: its dataset gives no height and width")
+        self._grids = [Grid(d["height"], d["width"], size, overlap) for d in dicts]
+        self._ends = np.cumsum([len(grid) for grid in self._grids])
+        self._images = DatasetFromList(
+            [{k: v for k, v in d.items() if k != "annotations"} for d in dicts], copy=False
+        )
+        annotations = []
+        pairs = []  # of a tile and an annotation that it shows
+        for image, grid, end in zip(dicts, self._grids, self._ends):
+            for annotation in image.get("annotations", []):
+                if not annotation.get("iscrowd", 0):
+                    tiles = grid.showing(box_of(annotation), min_visible)
+                    pairs += [(end - len(grid) + tile, len(annotations)) for tile in tiles]
+                    annotations.append(annotation)
+        # It cannot be empty.
+        self._annotations = DatasetFromList(annotations or [None], copy=False)
+        by_tile = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
+        self._shown = by_tile[:, 1]
+        self._first_shown = np.searchsorted(by_tile[:, 0], np.arange(len(self) + 1))
+        self.has_objects = np.diff(self._first_shown) > 0
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        grid = self._grids[which]
+        tile = grid[index - int(self._ends[which]) + len(grid)]
+        shown = self._shown[self._first_shown[index] : self._first_shown[index + 1]]
+        clipped = (clip_annotation(self._annotations[int(i)], tile) for i in shown)
+        return {
+            **self._images[which],
+            "image_size": (grid.height, grid.width),
+            "tile": tile,
+            "height": tile.height,
+            "width": tile.width,
+            "annotations": [annotation for annotation in clipped if annotation],
+        }
+
+
+class BalancedTileSampler(torch.utils.data.Sampler):
+    """Endless numbers of tiles, of which a given share has objects.
+
+    Tiles with and without objects are each drawn in a random order, all of them before any comes
+    again. All ranks draw the same and take turns. If all tiles or none have objects, the share has
+    no effect.
+
+    Args:
+        has_objects: for each tile [n].
+        object_share: from 0 to 1.
+        seed: the same on all ranks; one that they agree on unless told.
+    """
+
+    def __init__(
+        self, has_objects: np.ndarray, object_share: float, seed: Optional[int] = None
+    ) -> None:
+        self._kinds = np.flatnonzero(~has_objects), np.flatnonzero(has_objects)
+        self._share = object_share
+        self._seed = comm.shared_random_seed() if seed is None else seed
+        self._rank, self._world_size = comm.get_rank(), comm.get_world_size()
+        if not all(map(len, self._kinds)):
+            self._share = float(has_objects.any())
+
+    def __iter__(self) -> Iterator[int]:
+        yield from itertools.islice(self._draw(), self._rank, None, self._world_size)
+
+    def _draw(self) -> Iterator[int]:
+        rng = torch.Generator().manual_seed(int(self._seed))
+        kinds = [_in_random_order(kind, rng) for kind in self._kinds]
+        while True:
+            yield next(kinds[torch.rand((), generator=rng).item() < self._share])
+
+
+def _in_random_order(numbers: np.ndarray, rng: torch.Generator) -> Iterator[int]:
+    while True:
+        for i in torch.randperm(len(numbers), generator=rng):
+            yield int(numbers[i])

@@ -1,0 +1,79 @@
+"""Where the tiles of an image are."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Grid", "Tile"]
+
+
+class Tile(NamedTuple):
+    """A part of an image, in pixels: columns ``x0`` to ``x1`` and rows ``y0`` to ``y1``, both
+    without the latter."""
+
+    x0: int
+    y0: int
+    x1: int
+    y1: int
+
+    @property
+    def width(self) -> int:
+        return self.x1 - self.x0
+
+    @property
+    def height(self) -> int:
+        return self.y1 - self.y0
+
+
+class Grid:
+    """The tiles of one image, row by row: ``grid[i]`` for ``i`` below ``len(grid)``.
+
+    All have the same size. The last of a row and of a column are moved back into the image, and so
+    overlap more than asked, as SAHI's slices do. An image smaller than a tile is one tile.
+
+    Args:
+        height, width: those of the image in pixels.
+        size: height and width of a tile in pixels.
+        overlap: pixels that neighbours share, at least.
+    """
+
+    def __init__(self, height: int, width: int, size: int, overlap: int) -> None:
+        self.height = height
+        self.width = width
+        self.tops = _starts(height, size, overlap)
+        self.lefts = _starts(width, size, overlap)
+        self._size = size
+
+    def __len__(self) -> int:
+        return len(self.tops) * len(self.lefts)
+
+    def __getitem__(self, index: int) -> Tile:
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are {len(self)} tiles, and none has the number {index}")
+        row, column = divmod(index, len(self.lefts))
+        y, x = int(self.tops[row]), int(self.lefts[column])
+        return Tile(x, y, min(x + self._size, self.width), min(y + self._size, self.height))
+
+    def showing(self, box: np.ndarray, min_visible: float) -> list[int]:
+        """Numbers of the tiles that show at least this share of a box, and some of it.
+
+        Args:
+            box: x0, y0, x1, y1 in pixels of the image [4].
+        """
+        across = _visible(self.lefts, self._size, box[0], box[2])
+        down = _visible(self.tops, self._size, box[1], box[3])
+        area = (box[2] - box[0]) * (box[3] - box[1])
+        rows, columns = np.flatnonzero(down), np.flatnonzero(across)
+        enough = np.outer(down[rows], across[columns]) >= min_visible * area
+        numbers = rows[:, None] * len(self.lefts) + columns
+        return numbers[enough].tolist()
+
+
+def _starts(length: int, size: int, overlap: int) -> np.ndarray:
+    last = max(length - size, 0)
+    return np.append(np.arange(0, last, size - overlap), last)
+
+
+def _visible(starts: np.ndarray, size: int, low: float, high: float) -> np.ndarray:
+    """How much of an interval each tile shows, along one axis."""
+    return np.clip(np.minimum(starts + size, high) - np.maximum(starts, low), 0, None)

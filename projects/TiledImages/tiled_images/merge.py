@@ -1,0 +1,188 @@
+"""Objects that tiles have cut apart or seen twice, put together while tiles come in."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+from pycocotools import mask as coco_mask
+
+from .grid import Grid, Tile
+from .rle import Rle, move
+
+__all__ = ["Detection", "SeamMerger"]
+
+
+@dataclass
+class Detection:
+    """An object.
+
+    Attributes:
+        box: x0, y0, x1, y1 in pixels of the image [4].
+        score: 0 to 1.
+        category: a number from 0, as the model gives it.
+        mask: run-length encoded, in the frame of its tile; in that of the image when merged. None
+            from models without masks.
+    """
+
+    box: np.ndarray
+    score: float
+    category: int
+    mask: Optional[Rle] = None
+
+
+@dataclass(eq=False)
+class _Part:
+    """What one tile shows of an object."""
+
+    found: Detection
+    tile: Tile
+    object: "list[_Part]"  # all parts of it that are known
+
+
+class SeamMerger:
+    """Finds out which detections in overlapping tiles are one object.
+
+    Where two tiles overlap they show the same pixels. Two detections of one category are one object
+    if what they say of that region agrees: the IoU of their masks there, or boxes, is at least
+    ``merge_iou``. One that a tile's border cuts off is part of another one that has that share of
+    it. So objects larger than a tile come together, part by part, and neither an object beside
+    another nor a small one within a large one is lost.
+
+    An object that is whole in each of its tiles is what the tile with the highest score says. One
+    that was cut is the union of its parts, with their highest score.
+
+    Detections of one tile are not compared: that is the model's non-maximum suppression.
+
+    Args:
+        grid: tiles are to be added in its order.
+        merge_iou: 0 to 1.
+    """
+
+    # A box that ends so near to a tile's border may go on beyond it: share of the tile's size.
+    _NEAR = 0.01
+
+    def __init__(self, grid: Grid, merge_iou: float) -> None:
+        self._grid = grid
+        self._merge_iou = merge_iou
+        self._parts: dict[Tile, list[_Part]] = {}  # of tiles that may overlap with those to come
+
+    def add(self, tile: Tile, detections: Sequence[Detection]) -> Iterator[Detection]:
+        """Take what the next tile shows; give the objects that no later tile can show."""
+        done = [t for t in self._parts if t.y1 <= tile.y0]
+        finished = [part for t in done for part in self._parts.pop(t)]
+        yield from self._finish(finished, tile.y0)
+        mine = []
+        for found in detections:
+            part = _Part(found, tile, [])
+            part.object.append(part)
+            mine.append(part)
+        for other, theirs in self._parts.items():
+            zone = _overlap(tile, other)
+            if zone:
+                self._join(mine, theirs, zone)
+        self._parts[tile] = mine
+
+    def finish(self) -> Iterator[Detection]:
+        """Give all others, when there are no more tiles."""
+        parts = [part for parts in self._parts.values() for part in parts]
+        self._parts.clear()
+        yield from self._finish(parts, self._grid.height)
+
+    def _finish(self, parts: list[_Part], y: int) -> Iterator[Detection]:
+        """Merge the objects of these parts of which all tiles end above a row."""
+        for parts_of_one in {id(part.object): part.object for part in parts}.values():
+            if all(part.tile.y1 <= y for part in parts_of_one):
+                yield self._merged(parts_of_one)
+
+    def _join(self, mine: list[_Part], theirs: list[_Part], zone: Tile) -> None:
+        if not mine or not theirs:
+            return
+        boxes = [np.stack([part.found.box for part in parts]) for parts in (mine, theirs)]
+        (mine_in, theirs_in) = (_clip(b, zone) for b in boxes)
+        for i, j in np.argwhere(_intersections(mine_in, theirs_in) > 0):
+            a, b = mine[i], theirs[j]
+            if (
+                a.object is not b.object
+                and a.found.category == b.found.category
+                and self._agree(a, b, mine_in[i], theirs_in[j], zone)
+            ):
+                for part in b.object:
+                    part.object = a.object
+                    a.object.append(part)
+
+    def _agree(self, a: _Part, b: _Part, box_a: np.ndarray, box_b: np.ndarray, zone: Tile) -> bool:
+        """Whether they are one object, by what is in the region that both tiles show."""
+        if a.found.mask and b.found.mask:
+            first, second = _mask_in(a, zone), _mask_in(b, zone)
+            areas = coco_mask.area([first, second]).astype(float)
+            shared = float(coco_mask.area(coco_mask.merge([first, second], intersect=True)))
+        else:
+            areas = np.array([_area(box_a), _area(box_b)])
+            shared = float(_intersections(box_a[None], box_b[None])[0, 0])
+        if shared == 0:
+            return False
+        return bool(
+            shared >= self._merge_iou * (areas.sum() - shared)
+            or (self._is_cut(a, b.tile) and shared >= self._merge_iou * areas[0])
+            or (self._is_cut(b, a.tile) and shared >= self._merge_iou * areas[1])
+        )
+
+    def _is_cut(self, part: _Part, other: Optional[Tile] = None) -> bool:
+        """Whether the object may go on beyond a border of its tile: one within another tile, or,
+        without one, one within the image.
+        """
+        tile = part.tile
+        near = self._NEAR * max(tile.width, tile.height)
+        x0, y0, x1, y1 = part.found.box
+        beyond = other or Tile(0, 0, self._grid.width, self._grid.height)
+        return bool(
+            (x0 - tile.x0 < near and beyond.x0 < tile.x0)
+            or (y0 - tile.y0 < near and beyond.y0 < tile.y0)
+            or (tile.x1 - x1 < near and tile.x1 < beyond.x1)
+            or (tile.y1 - y1 < near and tile.y1 < beyond.y1)
+        )
+
+    def _merged(self, parts: list[_Part]) -> Detection:
+        best = max(parts, key=lambda part: part.found.score)
+        if not any(self._is_cut(part) for part in parts):
+            parts = [best]
+        boxes = np.stack([part.found.box for part in parts])
+        image = Tile(0, 0, self._grid.width, self._grid.height)
+        mask = None
+        if best.found.mask:
+            masks = [_mask_in(part, image) for part in parts]
+            mask = masks[0] if len(masks) == 1 else coco_mask.merge(masks)
+        return Detection(
+            box=np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)]),
+            score=best.found.score,
+            category=best.found.category,
+            mask=mask,
+        )
+
+
+def _mask_in(part: _Part, frame: Tile) -> Rle:
+    x, y = part.tile.x0 - frame.x0, part.tile.y0 - frame.y0
+    return move(part.found.mask, x, y, frame.height, frame.width)
+
+
+def _overlap(a: Tile, b: Tile) -> Optional[Tile]:
+    """What both show; None if that is nothing."""
+    zone = Tile(max(a.x0, b.x0), max(a.y0, b.y0), min(a.x1, b.x1), min(a.y1, b.y1))
+    return zone if zone.width > 0 and zone.height > 0 else None
+
+
+def _clip(boxes: np.ndarray, zone: Tile) -> np.ndarray:
+    low, high = [zone.x0, zone.y0] * 2, [zone.x1, zone.y1] * 2
+    return np.clip(boxes, low, high)
+
+
+def _area(box: np.ndarray) -> float:
+    return float((box[2] - box[0]) * (box[3] - box[1]))
+
+
+def _intersections(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Areas that each of n boxes has in common with each of m [n, m]."""
+    low = np.maximum(a[:, None, :2], b[None, :, :2])
+    high = np.minimum(a[:, None, 2:], b[None, :, 2:])
+    return np.clip(high - low, 0, None).prod(axis=2)

@@ -1,0 +1,129 @@
+"""Detection in images of any size, tile by tile."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.structures import Instances
+from detectron2.utils.logger import log_first_n
+from pycocotools import mask as coco_mask
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from d2_memfit.errors import DataError
+
+from .grid import Grid, Tile
+from .merge import Detection, SeamMerger
+from .reader import ImageReader
+from .results import to_coco
+
+__all__ = ["TiledPredictor"]
+
+
+class TiledPredictor(nn.Module):
+    """Runs a detector of Detectron2 over the tiles of images, and merges what it finds.
+
+    It keeps the tiles in work, the detections of two rows of tiles, and objects that reach further.
+
+    Called with a list of dicts of whole images, it gives for each ``{"instances": [...]}`` in
+    COCO's format of results, with the model's categories.
+
+    Args:
+        cfg: for TILES, INPUT.FORMAT and DATALOADER.NUM_WORKERS.
+        model: gives boxes, and masks if it has any. It is used in the mode that it is in.
+    """
+
+    def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._tiles = cfg.TILES
+        self._image_format = cfg.INPUT.FORMAT
+        self._num_workers = cfg.DATALOADER.NUM_WORKERS
+
+    def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {"instances": [to_coco(d, image["image_id"]) for d in self.detect(image["file_name"])]}
+            for image in inputs
+        ]
+
+    def detect(self, file_name: str) -> Iterator[Detection]:
+        """The objects in an image, in its coordinates, as soon as no later tile can show more of
+        them; a progress bar where there is a terminal.
+
+        Raises:
+            DataError: the image cannot be read. With TILES.SKIP_CORRUPT there is a warning instead,
+                and no more objects come.
+        """
+        try:
+            yield from self._detect(file_name)
+        except DataError as e:
+            if not self._tiles.SKIP_CORRUPT:
+                raise
+            log_first_n(logging.WARNING, f"Left out: {e}", key="message")
+
+    def _detect(self, file_name: str) -> Iterator[Detection]:
+        parts = _TilesOfImage(file_name, self._image_format, self._tiles)
+        merger = SeamMerger(parts.grid, self._tiles.MERGE_IOU)
+        loader = DataLoader(
+            parts,
+            batch_size=self._tiles.BATCH_SIZE,
+            num_workers=min(self._num_workers, parts.max_workers),
+            collate_fn=list,
+        )
+        with tqdm(total=len(parts), desc=file_name, unit="tile", disable=None) as progress:
+            for batch in loader:
+                for tile_input, output in zip(batch, self._infer(batch)):
+                    found = _detections(output["instances"], tile_input["tile"])
+                    yield from merger.add(tile_input["tile"], found)
+                progress.update(len(batch))
+        yield from merger.finish()
+
+    @torch.no_grad()
+    def _infer(self, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return self.model(batch)
+
+
+class _TilesOfImage(Dataset):
+    """The input of a model for each tile of an image."""
+
+    def __init__(self, file_name: str, image_format: str, tiles: CfgNode) -> None:
+        self._arguments = file_name, image_format, list(tiles.BANDS)
+        image = ImageReader(*self._arguments)
+        self.grid = Grid(image.height, image.width, tiles.SIZE, tiles.OVERLAP)
+        # An image that is decoded whole is better decoded once.
+        self.max_workers = 0 if image.decodes_whole else len(self)
+        self._file_name = file_name
+
+    def __len__(self) -> int:
+        return len(self.grid)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tile = self.grid[index]
+        pixels = ImageReader(*self._arguments).read(tile)
+        return {
+            "image": torch.as_tensor(np.ascontiguousarray(pixels.transpose(2, 0, 1))),
+            "height": tile.height,
+            "width": tile.width,
+            "file_name": self._file_name,
+            "tile": tile,
+        }
+
+
+def _detections(instances: Instances, tile: Tile) -> list[Detection]:
+    instances = instances.to("cpu")
+    boxes = instances.pred_boxes.tensor.double().numpy() + [tile.x0, tile.y0] * 2
+    masks = instances.pred_masks if instances.has("pred_masks") else [None] * len(boxes)
+    return [
+        Detection(box, float(score), int(category), None if mask is None else _encode(mask))
+        for box, score, category, mask in zip(
+            boxes, instances.scores, instances.pred_classes, masks
+        )
+    ]
+
+
+def _encode(mask: torch.Tensor) -> dict[str, Any]:
+    return coco_mask.encode(np.asfortranarray(mask.numpy().astype(np.uint8)))

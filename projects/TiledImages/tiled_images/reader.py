@@ -1,0 +1,169 @@
+"""Reading parts of an image file, and no more of it than the format asks for."""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Union
+
+import numpy as np
+from detectron2.data.detection_utils import read_image
+from detectron2.utils.file_io import PathManager
+from detectron2.utils.logger import log_first_n
+from PIL import Image
+
+from d2_memfit.errors import DataError
+
+from .grid import Tile
+
+try:
+    # MB that GDAL keeps of a file's blocks, for tiles that share them; else 5% of all RAM.
+    os.environ.setdefault("GDAL_CACHEMAX", "64")
+    import rasterio
+except ImportError:  # an optional extra
+    rasterio = None
+
+__all__ = ["ImageReader"]
+
+# Formats of GDAL that are decoded from the top. Detectron2 reads them as it always does.
+_SEQUENTIAL = {"GIF", "JPEG", "PNG", "WEBP"}
+_LARGE_PIXELS = 4096**2  # decoding that many at once is worth a warning
+
+
+class ImageReader:
+    """An image of which parts are read.
+
+    - ``.npy`` files [height, width, channels] are mapped into memory.
+    - With rasterio installed, what GDAL reads by parts is read so: TIFF and GeoTIFF, best tiled;
+      JPEG 2000, ENVI and more.
+    - All else is decoded whole by Detectron2, with a warning if it is large.
+
+    Args:
+        image_format: "BGR" or "RGB", the order of channels that the model takes.
+        bands: those of the file that are red, green and blue, from 1. A file of one band gives it
+            for each.
+
+    Attributes:
+        height, width: in pixels.
+        decodes_whole: whether all of it is in memory.
+
+    Raises:
+        DataError: here or in :meth:`read`, with the file's name: it cannot be read.
+    """
+
+    def __init__(
+        self, file_name: str, image_format: str = "BGR", bands: Sequence[int] = (1, 2, 3)
+    ) -> None:
+        self._file_name = file_name
+        with self._explained():
+            path = PathManager.get_local_path(file_name)
+            self._source: Union[_Mapped, _Windowed, _Whole]
+            if path.endswith(".npy"):
+                self._source = _Mapped(path, image_format, bands)
+            elif _is_read_by_parts(path):
+                self._source = _Windowed(path, image_format, bands)
+            else:
+                self._source = _Whole(path, image_format)
+        self.height, self.width = self._source.size
+        self.decodes_whole = isinstance(self._source, _Whole)
+
+    def read(self, tile: Tile) -> np.ndarray:
+        """Pixels [height, width, channels] of a part of the image: uint8, or else float32."""
+        with self._explained():
+            pixels = self._source.read(tile)
+        # PyTorch has few operators for other integers.
+        return pixels if pixels.dtype == np.uint8 else pixels.astype(np.float32)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            with warnings.catch_warnings():
+                # Photographs are not on a map, and rasterio says so.
+                warnings.filterwarnings("ignore", message="Dataset has no geotransform")
+                yield
+        # Pillow raises SyntaxError on a broken PNG, NumPy ValueError on a broken .npy.
+        except (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
+            raise DataError(
+                f"the image {self._file_name} cannot be read ({' '.join(str(e).split())}). Mend "
+                "it, take it out of the dataset, or leave out all such images with "
+                "TILES.SKIP_CORRUPT True. What is too large for Pillow can be read as a tiled "
+                "TIFF, with rasterio installed"
+            ) from e
+
+
+class _Mapped:
+    def __init__(self, path: str, image_format: str, bands: Sequence[int]) -> None:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if array.ndim not in (2, 3):
+            raise ValueError(f"its shape must be height, width, channels, and is {array.shape}")
+        self._pixels = array.reshape(*array.shape[:2], -1)
+        self.size = self._pixels.shape[:2]
+        in_order = _in_order(bands, self._pixels.shape[2], image_format)
+        self._channels = [band - 1 for band in in_order]
+
+    def read(self, tile: Tile) -> np.ndarray:
+        return self._pixels[tile.y0 : tile.y1, tile.x0 : tile.x1, self._channels]
+
+
+class _Windowed:
+    def __init__(self, path: str, image_format: str, bands: Sequence[int]) -> None:
+        self._file = rasterio.open(path)
+        self.size = self._file.height, self._file.width
+        self._bands = _in_order(bands, self._file.count, image_format)
+        block = max(height * width for height, width in self._file.block_shapes)
+        if block > _LARGE_PIXELS:
+            log_first_n(
+                logging.WARNING,
+                f"{path} is stored in blocks of {block / 1e6:.0f} megapixels, and a tile needs all "
+                "of those that it touches; others may be stored so too. Convert it: rio convert "
+                "--co TILED=YES IN OUT.tif",
+            )
+
+    def read(self, tile: Tile) -> np.ndarray:
+        window = (tile.y0, tile.y1), (tile.x0, tile.x1)
+        return self._file.read(self._bands, window=window).transpose(1, 2, 0)
+
+
+class _Whole:
+    def __init__(self, path: str, image_format: str) -> None:
+        self._pixels = _decode(path, image_format)
+        self.size = self._pixels.shape[:2]
+
+    def read(self, tile: Tile) -> np.ndarray:
+        return self._pixels[tile.y0 : tile.y1, tile.x0 : tile.x1]
+
+
+@lru_cache(maxsize=1)  # for the tiles of one image, one after another
+def _decode(path: str, image_format: str) -> np.ndarray:
+    pixels = read_image(path, format=image_format)
+    height, width = pixels.shape[:2]
+    if height * width > _LARGE_PIXELS:
+        log_first_n(
+            logging.WARNING,
+            f"{path} must be decoded whole, {width} x {height} pixels and "
+            f"{pixels.nbytes / 2**20:.0f} MiB in each process that reads it; so must others of its "
+            "kind. A tiled TIFF is read by parts: pip install rasterio; rio convert --co TILED=YES IN OUT.tif",
+        )
+    return pixels
+
+
+def _is_read_by_parts(path: str) -> bool:
+    if rasterio is None:
+        return False
+    try:
+        with rasterio.open(path) as file:
+            has_palette = rasterio.enums.ColorInterp.palette in file.colorinterp
+            return file.driver not in _SEQUENTIAL and not has_palette
+    except rasterio.errors.RasterioIOError:
+        return False  # Detectron2 reads it, or says what is wrong with it
+
+
+def _in_order(bands: Sequence[int], count: int, image_format: str) -> list[int]:
+    """The bands to read, in the order that the model takes."""
+    if count == 1:
+        return [1] * len(bands)
+    if max(bands) > count:
+        raise ValueError(f"it has {count} bands, and TILES.BANDS is {list(bands)}")
+    return list(bands)[::-1] if image_format == "BGR" and len(bands) == 3 else list(bands)

@@ -1,0 +1,56 @@
+"""Results in COCO's format, written while they come in."""
+
+import json
+import os
+from typing import Any
+
+from .merge import Detection
+
+__all__ = ["CocoResultsWriter", "to_coco"]
+
+
+def to_coco(detection: Detection, image_id: int) -> dict[str, Any]:
+    """A merged detection as COCO's evaluation reads it, with the model's category."""
+    x0, y0, x1, y1 = detection.box.tolist()
+    result = {
+        "image_id": image_id,
+        "category_id": detection.category,
+        "bbox": [x0, y0, x1 - x0, y1 - y0],
+        "score": detection.score,
+    }
+    if detection.mask is not None:
+        counts = detection.mask["counts"].decode("utf-8")
+        result["segmentation"] = {"size": list(detection.mask["size"]), "counts": counts}
+    return result
+
+
+class CocoResultsWriter:
+    """Writes results into a JSON file, of which it keeps none in memory.
+
+    The file appears when all is written. Until then, and after an error, ``<path>.part`` has what
+    there is.
+
+    Args:
+        path: of the JSON file; a file that is there is replaced.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._part = f"{path}.part"
+
+    def __enter__(self) -> "CocoResultsWriter":
+        self._file = open(self._part, "w", encoding="utf-8")
+        self._file.write("[")
+        self._separator = "\n"
+        return self
+
+    def write(self, result: dict[str, Any]) -> None:
+        self._file.write(self._separator + json.dumps(result))
+        self._separator = ",\n"
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self._file.write("\n]\n")
+        self._file.close()
+        if kind is None:
+            os.replace(self._part, self._path)

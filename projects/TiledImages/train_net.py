@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Train a detector on tiles of images, and evaluate it on whole images.
+
+projects/TiledImages/train_net.py --config-file FILE --coco NAME JSON IMAGE_DIR ...
+    [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
+"""
+
+import argparse
+
+from detectron2.config import CfgNode
+from detectron2.engine import default_argument_parser, default_setup
+from tiled_images import TiledTrainer, load_tiled_cfg
+
+from d2_memfit import MemfitMixin, fit_config
+from d2_memfit.data import add_coco_option, check_datasets, register_coco
+from d2_memfit.engine import MemfitCheckpointer, launch
+from d2_memfit.errors import exit_on_error
+from d2_memfit.memory import use_expandable_segments
+
+
+class Trainer(MemfitMixin, TiledTrainer):
+    pass
+
+
+def setup(args: argparse.Namespace) -> CfgNode:
+    for dataset in args.coco:
+        register_coco(*dataset)
+    cfg = load_tiled_cfg(args.config_file, args.opts)
+    check_datasets(cfg, args.eval_only)
+    return cfg
+
+
+@exit_on_error
+def main(args: argparse.Namespace) -> None:
+    """What every rank does."""
+    cfg = setup(args)
+    default_setup(cfg, args)
+    if args.eval_only:
+        model = Trainer.build_model(cfg)
+        checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
+        checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
+        Trainer.test(cfg, model)
+        return
+    trainer = Trainer(fit_config(cfg))
+    trainer.resume_or_load(resume=args.resume)
+    trainer.train()
+
+
+@exit_on_error
+def run() -> None:
+    parser = default_argument_parser(epilog=__doc__)
+    add_coco_option(parser)
+    args = parser.parse_args()
+    if setup(args).MEMFIT.BUDGET_GB is not None:
+        use_expandable_segments()  # before anything asks the GPU
+    launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
+
+
+if __name__ == "__main__":
+    run()

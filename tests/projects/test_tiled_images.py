@@ -1,0 +1,416 @@
+import json
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from detectron2.structures import Boxes, BoxMode, Instances
+from pycocotools import mask as coco_mask
+from tiled_images import (
+    BalancedTileSampler,
+    CocoResultsWriter,
+    Detection,
+    Grid,
+    ImageReader,
+    SeamMerger,
+    Tile,
+    TiledDataset,
+    TiledPredictor,
+    TileMapper,
+    build_tiled_train_loader,
+    load_tiled_cfg,
+    to_coco,
+)
+from tiled_images.clip import clip_annotation
+from tiled_images.rle import move
+from tiny import ROOT
+
+from d2_memfit.errors import ConfigError, DataError
+
+CONFIG = ROOT / "projects" / "TiledImages" / "configs" / "mask_rcnn_coins_tiled.yaml"
+
+
+class BrightSpots(torch.nn.Module):
+    """Finds what is brighter than 128: exactly, wherever it is cut. The score is the share of the
+    image's pixels that it has.
+    """
+
+    def forward(self, batch):
+        return [{"instances": self.find(image["image"].numpy()[0])} for image in batch]
+
+    @staticmethod
+    def find(pixels):
+        bright = (pixels > 128).astype(np.uint8)
+        num, labels, stats, _ = cv2.connectedComponentsWithStats(bright)
+        x, y, w, h, area = stats[1:].T
+        found = Instances(pixels.shape)
+        found.pred_boxes = Boxes(torch.as_tensor(np.stack([x, y, x + w, y + h], axis=1)).float())
+        found.scores = torch.as_tensor(area / pixels.size)
+        found.pred_classes = torch.zeros(num - 1, dtype=torch.int64)
+        found.pred_masks = torch.as_tensor(labels == np.arange(1, num)[:, None, None])
+        return found
+
+
+def cfg(*opts):
+    return load_tiled_cfg(str(CONFIG), ["DATALOADER.NUM_WORKERS", 0, *opts])
+
+
+def spots(size=700, seed=0):
+    """An image of dots, of one across the corner of four tiles, of a line across all tiles, of a
+    ring around a dot, and of a frame around it all.
+    """
+    pixels = np.zeros((size, size), np.uint8)
+    rng = np.random.default_rng(seed)
+    for x in range(30, size - 20, 40):
+        for y in range(30, size - 20, 40):
+            radius = int(rng.integers(4, 15))
+            cv2.circle(pixels, (x, y), radius, 255, -1)
+    cv2.circle(pixels, (224, 224), 42, 0, -1)
+    cv2.circle(pixels, (224, 224), 39, 255, -1)
+    cv2.rectangle(pixels, (0, 480), (size, 530), 0, -1)
+    cv2.line(pixels, (12, 490), (size - 14, 520), 255, 5)
+    cv2.circle(pixels, (420, 230), 90, 0, -1)
+    cv2.circle(pixels, (420, 230), 85, 255, 8)
+    cv2.circle(pixels, (420, 230), 20, 255, -1)
+    cv2.rectangle(pixels, (3, 3), (size - 4, size - 4), 255, 4)
+    return pixels
+
+
+def save(folder, pixels, name="spots.npy"):
+    np.save(folder / name, pixels)
+    return str(folder / name)
+
+
+def masks(detections):
+    return sorted((d.mask["counts"], tuple(d.box)) for d in detections)
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "overlap", "starts"),
+    [
+        (1000, 512, 102, [0, 410, 488]),  # as sahi.slicing.get_slice_bboxes gives them
+        (1024, 512, 0, [0, 512]),
+        (512, 512, 100, [0]),
+        (100, 512, 100, [0]),
+        (513, 512, 511, [0, 1]),
+    ],
+)
+def test_tiles_cover_the_image_and_have_one_size(length, size, overlap, starts):
+    grid = Grid(length, length, size, overlap)
+    assert [grid[i].x0 for i in range(len(grid.lefts))] == starts
+    assert len(grid) == len(starts) ** 2
+    assert {(t.height, t.width) for t in (grid[i] for i in range(len(grid)))} == {
+        (min(size, length), min(size, length))
+    }
+    assert grid[len(grid) - 1][2:] == (length, length)
+
+
+def test_a_tile_larger_than_the_image_is_the_image(tmp_path):
+    pixels = spots(200)
+    (only,) = Grid(200, 200, 1024, 200)
+    assert only == (0, 0, 200, 200)
+    found = list(TiledPredictor(cfg(), BrightSpots()).detect(save(tmp_path, pixels)))
+    assert len(found) == len(BrightSpots.find(pixels))
+
+
+@pytest.mark.parametrize(("size", "overlap"), [(256, 64), (256, 31), (300, 200), (701, 0)])
+@pytest.mark.parametrize("seed", range(3))
+def test_merged_tiles_find_what_the_whole_image_has_every_object_once(
+    size, overlap, seed, tmp_path
+):
+    pixels = spots(seed=seed)
+    whole = BrightSpots.find(pixels)
+    predictor = TiledPredictor(cfg("TILES.SIZE", size, "TILES.OVERLAP", overlap), BrightSpots())
+    found = list(predictor.detect(save(tmp_path, pixels)))
+    expected = [
+        Detection(box.numpy(), 1.0, 0, coco_mask.encode(np.asfortranarray(mask.numpy())))
+        for box, mask in zip(whole.pred_boxes.tensor, whole.pred_masks)
+    ]
+    assert masks(found) == masks(expected)
+
+
+def test_models_without_masks_are_merged_by_their_boxes(tmp_path):
+    class BoxesOnly(BrightSpots):
+        def forward(self, batch):
+            outputs = super().forward(batch)
+            for output in outputs:
+                output["instances"].remove("pred_masks")
+            return outputs
+
+    pixels = np.zeros((400, 600), np.uint8)
+    for x, y, w, h in [(10, 10, 580, 20), (10, 40, 30, 350), (190, 100, 80, 80), (400, 300, 90, 9)]:
+        pixels[y : y + h, x : x + w] = 255
+    found = list(TiledPredictor(cfg(), BoxesOnly()).detect(save(tmp_path, pixels)))
+    expected = BrightSpots.find(pixels).pred_boxes.tensor.tolist()
+    assert sorted(d.box.tolist() for d in found) == sorted(expected)
+
+
+def test_objects_of_two_categories_in_one_place_stay_two():
+    grid = Grid(100, 150, 100, 50)
+    merger = SeamMerger(grid, 0.5)
+    box = np.array([60.0, 10, 90, 40])
+    found = [*merger.add(grid[0], [Detection(box, 0.9, 0)])]
+    found += merger.add(grid[1], [Detection(box, 0.8, 1), Detection(box + 1, 0.7, 0)])
+    found += merger.finish()
+    assert [(d.category, d.score) for d in found] == [(0, 0.9), (1, 0.8)]
+    assert found[0].box.tolist() == box.tolist()  # whole in both: what the better one says
+
+
+def test_objects_come_as_soon_as_no_later_tile_can_show_them():
+    grid = Grid(10_000, 100, 100, 20)
+    merger = SeamMerger(grid, 0.5)
+    kept = []
+    for i in range(len(grid)):
+        tile = grid[i]
+        spot = Detection(np.array([40.0, tile.y0 + 40, 50, tile.y0 + 50]), 0.5, 0)
+        kept.append(sum(map(len, merger._parts.values())))
+        list(merger.add(tile, [spot]))
+    assert max(kept) <= 2
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_masks_are_moved_between_frames_without_decoding(as_text):
+    rng = np.random.default_rng(0)
+    for height, width, x, y, new in [(9, 7, 3, 2, (20, 30)), (40, 50, -11, -13, (17, 19))]:
+        for density in (0.0, 0.3, 0.7, 1.0):
+            mask = (rng.random((height, width)) < density).astype(np.uint8)
+            rle = coco_mask.encode(np.asfortranarray(mask))
+            if as_text:
+                rle["counts"] = rle["counts"].decode()
+            expected = np.zeros((80, 80), np.uint8)
+            expected[20 + y : 20 + y + height, 20 + x : 20 + x + width] = mask
+            expected = expected[20 : 20 + new[0], 20 : 20 + new[1]]
+            moved = move(rle, x, y, *new)
+            assert (coco_mask.decode(moved) == expected).all()
+            assert moved["counts"] == coco_mask.encode(np.asfortranarray(expected))["counts"]
+
+
+def test_a_mask_in_an_image_of_50000_pixels_costs_bytes():
+    small = coco_mask.encode(np.ones((30, 40), np.uint8, order="F"))
+    placed = move(small, 49_000, 48_000, 50_000, 50_000)
+    assert coco_mask.toBbox(placed).tolist() == [49_000, 48_000, 40, 30]
+    assert coco_mask.area(placed) == 1200
+    assert len(placed["counts"]) < 500
+    back = move(placed, -49_000, -48_000, 30, 40)
+    assert back["counts"] == small["counts"]
+
+
+def annotation(polygon, **more):
+    points = np.reshape(polygon, (-1, 2))
+    return {
+        "bbox": [*points.min(axis=0), *points.max(axis=0)],
+        "bbox_mode": BoxMode.XYXY_ABS,
+        "segmentation": [polygon],
+        "category_id": 0,
+        **more,
+    }
+
+
+def test_clipped_polygons_and_codes_cover_what_the_tile_shows():
+    star = [10, 90, 50, 10, 90, 90, 5, 40, 95, 40]  # its lines cross
+    horseshoe = [10, 10, 90, 10, 90, 30, 30, 30, 30, 70, 90, 70, 90, 90, 10, 90]
+    for polygon in (star, horseshoe):
+        (code,) = coco_mask.frPyObjects([polygon], 100, 100)
+        whole = coco_mask.decode(code)
+        for tile in (Tile(0, 0, 60, 60), Tile(40, 20, 100, 80), Tile(20, 20, 80, 80)):
+            shown = whole[tile.y0 : tile.y1, tile.x0 : tile.x1]
+            clipped = clip_annotation(annotation(polygon), tile)
+            (of_polygon,) = coco_mask.frPyObjects(clipped["segmentation"], tile.height, tile.width)
+            x0, y0, x1, y1 = clipped["bbox"]
+            assert 0 <= x0 < x1 <= tile.width
+            assert 0 <= y0 < y1 <= tile.height
+            # Corners between pixels are rounded along the border.
+            assert (coco_mask.decode(of_polygon) != shown).mean() < 0.02
+            clipped = clip_annotation(annotation(polygon, segmentation=code), tile)
+            assert (coco_mask.decode(clipped["segmentation"]) == shown).all()
+
+
+def dataset(folder, objects, size=600, name="spots.npy", **more):
+    polygons = [[x, y, x + w, y, x + w, y + h, x, y + h] for x, y, w, h in objects]
+    return {
+        "file_name": str(folder / name),
+        "image_id": 7,
+        "height": size,
+        "width": size,
+        "annotations": [annotation([float(v) for v in p], **more) for p in polygons],
+    }
+
+
+def test_every_object_is_in_the_tiles_that_show_it(tmp_path):
+    objects = [(10, 10, 40, 40), (190, 300, 100, 20), (0, 0, 600, 5), (580, 580, 20, 20)]
+    tiles = TiledDataset([dataset(tmp_path, objects)], size=256, overlap=64, min_visible=0.3)
+    assert len(tiles) == 9
+    assert tiles.has_objects.sum() == 6
+    shown = [len(tiles[i]["annotations"]) for i in range(9)]
+    assert (np.array(shown) > 0).tolist() == tiles.has_objects.tolist()
+    first = tiles[0]
+    assert (first["height"], first["width"], first["tile"]) == (256, 256, (0, 0, 256, 256))
+    assert first["annotations"][0]["bbox"] == [10, 10, 50, 50]
+    middle = tiles[4]
+    assert middle["tile"] == (192, 192, 448, 448)
+    assert [a["bbox"] for a in middle["annotations"]] == [[0, 108, 98, 128]]
+
+
+def test_crowds_and_objects_of_which_too_little_shows_are_left_out(tmp_path):
+    image = dataset(tmp_path, [(200, 10, 100, 20)])
+    for min_visible, tiles_with_it in [(0.5, 2), (0.6, 1), (1.0, 1)]:
+        tiles = TiledDataset([image], 256, 64, min_visible)
+        assert tiles.has_objects.sum() == tiles_with_it
+    crowd = dataset(tmp_path, [(10, 10, 40, 40)], iscrowd=1)
+    assert not TiledDataset([crowd], 256, 64, 0.1).has_objects.any()
+
+
+def test_tiles_with_and_without_objects_are_balanced_and_all_come():
+    has_objects = np.zeros(1000, bool)
+    has_objects[:30] = True
+    numbers = np.array(take(BalancedTileSampler(has_objects, 0.5, seed=1), 3000))
+    assert 0.46 < has_objects[numbers].mean() < 0.54
+    assert set(numbers) == set(range(1000))
+    of_objects = numbers[has_objects[numbers]]
+    assert len(set(of_objects[:30])) == 30  # each once before one comes again
+    assert take(BalancedTileSampler(has_objects, 0.5, seed=1), 50) == numbers[:50].tolist()
+    for all_alike in (np.ones(5, bool), np.zeros(5, bool)):
+        assert len(set(take(BalancedTileSampler(all_alike, 0.5, seed=1), 5))) == 5
+
+
+def take(sampler, num):
+    return [i for i, _ in zip(sampler, range(num))]
+
+
+def test_the_loader_keeps_the_sizes_of_objects(tmp_path):
+    from detectron2.data import DatasetCatalog
+
+    save(tmp_path, spots(600))
+    image = dataset(tmp_path, [(270, 270, 60, 40)])
+    DatasetCatalog.register("tiles_of_one", lambda: [image])
+    try:
+        config = cfg("DATASETS.TRAIN", ("tiles_of_one",), "TILES.OBJECT_SHARE", 1.0)
+        batch = next(iter(build_tiled_train_loader(config)))
+    finally:
+        DatasetCatalog.remove("tiles_of_one")
+    for tile in batch:
+        assert tile["image"].shape == (3, 256, 256)
+        (box,) = tile["instances"].gt_boxes.tensor
+        assert (box[2:] - box[:2]).tolist() == [60, 40]
+
+
+def test_files_are_read_by_parts_where_the_format_allows_it(tmp_path, log):
+    rasterio = pytest.importorskip("rasterio", reason="the optional extra rasterio")
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 4), dtype=np.uint8)
+    tile = Tile(130, 40, 290, 200)
+    expected = pixels[40:200, 130:290, 2::-1]
+    profile = {"driver": "GTiff", "height": 300, "width": 400, "count": 4, "dtype": "uint8"}
+    for storage in ({}, {"tiled": True, "blockxsize": 64, "blockysize": 64, "compress": "lzw"}):
+        with rasterio.open(tmp_path / "a.tif", "w", **profile, **storage) as file:
+            file.write(pixels.transpose(2, 0, 1))
+        image = ImageReader(str(tmp_path / "a.tif"))
+        assert (image.height, image.width, image.decodes_whole) == (300, 400, False)
+        assert (image.read(tile) == expected).all()
+    infrared = ImageReader(str(tmp_path / "a.tif"), "RGB", bands=[4, 1, 2, 3]).read(tile)
+    assert (infrared == pixels[40:200, 130:290, [3, 0, 1, 2]]).all()
+
+
+def test_npy_files_are_mapped_and_others_decoded_whole(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    tile = Tile(130, 40, 290, 200)
+    mapped = ImageReader(save(tmp_path, pixels), "RGB")
+    assert not mapped.decodes_whole
+    assert (mapped.read(tile) == pixels[40:200, 130:290]).all()
+    deep = ImageReader(save(tmp_path, pixels[:, :, 0].astype(np.uint16) * 100, "deep.npy"))
+    assert deep.read(tile).dtype == np.float32
+    cv2.imwrite(str(tmp_path / "a.png"), pixels)
+    whole = ImageReader(str(tmp_path / "a.png"), "BGR")
+    assert whole.decodes_whole
+    assert (whole.read(tile) == pixels[40:200, 130:290]).all()
+
+
+def test_a_large_image_that_is_decoded_whole_is_warned_of(tmp_path, caplog):
+    cv2.imwrite(str(tmp_path / "large.png"), np.zeros((4200, 4200), np.uint8))
+    ImageReader(str(tmp_path / "large.png"))
+    (message,) = caplog.messages
+    assert "large.png must be decoded whole, 4200 x 4200 pixels and 50 MiB" in message
+    assert "rio convert" in message
+
+
+@pytest.fixture
+def with_a_broken_image(tmp_path):
+    """Three images, of which the second is cut off in the middle."""
+    images = [dataset(tmp_path, [(10, 10, 40, 40)], name=f"{i}.npy") for i in range(3)]
+    for i, image in enumerate(images):
+        save(tmp_path, spots(600), f"{i}.npy")
+        image["image_id"] = i
+    data = (tmp_path / "1.npy").read_bytes()
+    (tmp_path / "1.npy").write_bytes(data[: len(data) // 2])
+    return images
+
+
+def test_a_corrupt_image_is_named_and_left_out_only_if_asked(with_a_broken_image, caplog):
+    tiles = TiledDataset(with_a_broken_image, 256, 64, 0.1)
+    of_the_broken = tiles[9]
+    with pytest.raises(DataError, match=r"1\.npy cannot be read .*TILES\.SKIP_CORRUPT"):
+        TileMapper(cfg())(of_the_broken)
+    skipping = cfg("TILES.SKIP_CORRUPT", True)
+    predictor = TiledPredictor(cfg(), BrightSpots())
+    with pytest.raises(DataError, match=r"1\.npy"):
+        predictor(with_a_broken_image)
+    outputs = TiledPredictor(skipping, BrightSpots())(with_a_broken_image)
+    assert [len(o["instances"]) > 0 for o in outputs] == [True, False, True]
+    assert any("Left out: the image" in m and "1.npy" in m for m in caplog.messages)
+
+
+def test_training_goes_on_without_a_corrupt_image_if_asked(with_a_broken_image):
+    from detectron2.data import DatasetCatalog
+
+    DatasetCatalog.register("tiles_of_three", lambda: with_a_broken_image)
+    options = ["DATASETS.TRAIN", ("tiles_of_three",), "TILES.OBJECT_SHARE", 1.0]
+    try:
+        batches = iter(build_tiled_train_loader(cfg(*options, "TILES.SKIP_CORRUPT", True)))
+        seen = {tile["image_id"] for _ in range(20) for tile in next(batches)}
+        assert seen == {0, 2}
+        with pytest.raises(DataError, match=r"1\.npy"):
+            for _, _ in zip(build_tiled_train_loader(cfg(*options)), range(20)):
+                pass
+    finally:
+        DatasetCatalog.remove("tiles_of_three")
+
+
+def test_an_image_of_another_size_than_its_dataset_says_is_named(tmp_path):
+    image = dataset(tmp_path, [(10, 10, 40, 40)], size=800)
+    save(tmp_path, spots(600))
+    with pytest.raises(DataError, match=r"spots\.npy has 600 x 600 .* by its dataset 800 x 800"):
+        TileMapper(cfg())(TiledDataset([image], 256, 64, 0.1)[0])
+
+
+@pytest.mark.parametrize(
+    ("opts", "message"),
+    [
+        (["TILES.OVERLAP", 256], "TILES.OVERLAP must be less than TILES.SIZE, 256, got 256"),
+        (["TILES.SIZE", 0], "TILES.SIZE must be a positive integer, got 0"),
+        (["TILES.OBJECT_SHARE", 1.5], "TILES.OBJECT_SHARE must be a number from 0 to 1, got 1.5"),
+        (["TILES.BANDS", [1, 2]], "TILES.BANDS has 2 bands, and MODEL.PIXEL_MEAN has 3"),
+        (["INPUT.CROP.ENABLED", True], "INPUT.CROP.ENABLED must be False"),
+    ],
+)
+def test_wrong_values_are_named(opts, message):
+    with pytest.raises(ConfigError, match=message):
+        cfg(*opts)
+
+
+def test_results_appear_when_they_are_complete(tmp_path):
+    path = tmp_path / "results.json"
+    mask = coco_mask.encode(np.ones((4, 5), np.uint8, order="F"))
+    found = Detection(np.array([1.0, 2, 4, 6]), 0.5, 3, mask)
+    with CocoResultsWriter(str(path)) as results:
+        for image_id in (1, 2):
+            results.write(to_coco(found, image_id))
+        assert not path.exists()
+    written = json.loads(path.read_text())
+    assert [r["image_id"] for r in written] == [1, 2]
+    assert written[0]["bbox"] == [1, 2, 3, 4]
+    assert (coco_mask.decode(written[0]["segmentation"]) == 1).all()
+    with pytest.raises(KeyError), CocoResultsWriter(str(path)) as results:
+        raise KeyError
+    assert json.loads(path.read_text()) == written
+    with CocoResultsWriter(str(path)):
+        pass
+    assert json.loads(path.read_text()) == []
