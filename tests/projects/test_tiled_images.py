@@ -1,4 +1,5 @@
 import json
+import sys
 
 import cv2
 import numpy as np
@@ -23,7 +24,7 @@ from tiled_images import (
 )
 from tiled_images.clip import clip_annotation
 from tiled_images.rle import move
-from tiny import ROOT
+from tiny import ROOT, read_metrics, run_process
 
 from d2_memfit.errors import ConfigError, DataError
 
@@ -414,3 +415,79 @@ def test_results_appear_when_they_are_complete(tmp_path):
     with CocoResultsWriter(str(path)):
         pass
     assert json.loads(path.read_text()) == []
+
+
+@pytest.fixture(scope="module")
+def large_images(tmp_path_factory):
+    """Folder of a dataset of tiled TIFF."""
+    pytest.importorskip("rasterio", reason="the optional extra rasterio")
+    from make_large_images import make_dataset
+
+    folder = tmp_path_factory.mktemp("large")
+    for split in ("train", "val"):
+        make_dataset(folder, split, size=600, images=2)
+    return folder
+
+
+def run_script(name, *args):
+    script = ROOT / "projects" / "TiledImages" / name
+    return run_process([sys.executable, "-W", "ignore", script, "--config-file", CONFIG, *args])
+
+
+def test_the_large_images_have_their_coins_where_the_annotations_say(large_images):
+    coco = json.loads((large_images / "train.json").read_text())
+    image = ImageReader(str(large_images / "train" / "000.tif"), "RGB")
+    pixels = image.read(Tile(0, 0, 600, 600))[:, :, 0]
+    on_coins = np.zeros_like(pixels)
+    for a in coco["annotations"]:
+        if a["image_id"] == 0:
+            (code,) = coco_mask.frPyObjects(a["segmentation"], 600, 600)
+            on_coins |= coco_mask.decode(code)
+    assert on_coins.any()
+    assert pixels[on_coins == 1].mean() > 2 * pixels[on_coins == 0].mean()
+
+
+def test_training_evaluation_and_prediction_by_the_scripts(large_images, tmp_path):
+    datasets = []
+    for split in ("train", "val"):
+        datasets += ["--coco", f"tiled_{split}", large_images / f"{split}.json"]
+        datasets += [large_images / split]
+    small = ["SOLVER.ACCUMULATION_STEPS", 2, "DATALOADER.NUM_WORKERS", 1, "TILES.SIZE", 160]
+    small += ["TILES.OVERLAP", 50, "MEMFIT.BUDGET_GB", 4]
+    options = ["OUTPUT_DIR", tmp_path, "SOLVER.MAX_ITER", 2, "SOLVER.STEPS", (), *small]
+    result = run_script("train_net.py", *datasets, *options)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "tiles of 2 images" in result.stdout
+    found = json.loads((tmp_path / "inference" / "coco_instances_results.json").read_text())
+    assert {r["image_id"] for r in found} == {0, 1}
+    assert {r["category_id"] for r in found} == {1}
+    assert all(r["segmentation"]["size"] == [600, 600] for r in found)
+    assert "bbox/AP" in read_metrics(tmp_path)[-1]
+
+    val = sorted((large_images / "val").iterdir())
+    output = tmp_path / "found.json"
+    weights = ["MODEL.WEIGHTS", tmp_path / "model_final.pth", *small]
+    result = run_script("predict.py", "--input", *val, "--output", output, "--opts", *weights)
+    assert result.returncode == 0, result.stderr[-4000:]
+    again = json.loads(output.read_text())
+    boxes = [sorted(r["bbox"] for r in results) for results in (again, found)]
+    np.testing.assert_allclose(*boxes, atol=1e-3)
+
+    val[0].write_bytes(b"not an image")
+    result = run_script("predict.py", "--input", *val, "--output", output, "--opts", *weights)
+    assert result.returncode == 2
+    assert "error: the image" in result.stderr
+    assert json.loads(output.read_text()) == again
+
+
+def test_training_names_a_corrupt_image_in_one_line(large_images, tmp_path):
+    (tmp_path / "train").mkdir()
+    for file in (large_images / "train").iterdir():
+        (tmp_path / "train" / file.name).write_bytes(file.read_bytes()[:3000])
+    dataset = ["--coco", "tiled_train", large_images / "train.json", tmp_path / "train"]
+    options = ["DATASETS.TEST", (), "OUTPUT_DIR", tmp_path / "out", "SOLVER.STEPS", ()]
+    result = run_script("train_net.py", *dataset, *options)
+    assert result.returncode == 2
+    (line,) = [text for text in result.stderr.splitlines() if text.startswith("error: ")]
+    assert ".tif cannot be read" in line
+    assert "TILES.SKIP_CORRUPT" in line

@@ -144,7 +144,8 @@ def _decode(path: str, image_format: str) -> np.ndarray:
             logging.WARNING,
             f"{path} must be decoded whole, {width} x {height} pixels and "
             f"{pixels.nbytes / 2**20:.0f} MiB in each process that reads it; so must others of its "
-            "kind. A tiled TIFF is read by parts: pip install rasterio; rio convert --co TILED=YES IN OUT.tif",
+            "kind. A tiled TIFF is read by parts: pip install rasterio; "
+            "rio convert --co TILED=YES IN OUT.tif",
         )
     return pixels
 

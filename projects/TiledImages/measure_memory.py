@@ -1,0 +1,171 @@
+"""Measure how memory grows with the size of an image, ours and SAHI's.
+
+    python projects/TiledImages/measure_memory.py --weights output/tiled/model_final.pth
+
+For each size it makes an image of coins in a temporary folder, and finds them with
+configs/mask_rcnn_coins_tiled.yaml, each time in a process of its own. Needs rasterio. SAHI takes
+part where it is installed: it slices and merges as it does by default, in tiles of the same size
+and overlap, without its second look at the whole image. In training, coins are those in the tiles
+of three iterations.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+from detectron2.modeling import build_model
+from detectron2.solver import build_optimizer
+from make_large_images import make_dataset
+from tiled_images import (
+    CocoResultsWriter,
+    TiledPredictor,
+    build_tiled_train_loader,
+    load_tiled_cfg,
+    to_coco,
+)
+
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.data import register_coco
+from d2_memfit.engine import MemfitCheckpointer
+from d2_memfit.memory import TensorMeter
+
+CONFIG = Path(__file__).parent / "configs" / "mask_rcnn_coins_tiled.yaml"
+TILE, OVERLAP = 1024, 128
+MIN_SCORE = 0.3  # SAHI's default; from 0.1 down it does not merge
+
+
+def ours(cfg: Any, image: Path, folder: Path) -> int:
+    model = build_model(cfg).eval()
+    MemfitCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+    found = 0
+    with CocoResultsWriter(str(folder / "results.json")) as results:
+        for detection in TiledPredictor(cfg, model).detect(str(image)):
+            results.write(to_coco(detection, 0))
+            found += detection.score > 0.5
+    return found
+
+
+def sahi(cfg: Any, image: Path, folder: Path) -> int:
+    from sahi import AutoDetectionModel
+    from sahi.predict import get_sliced_prediction
+
+    (folder / "config.yaml").write_text(cfg.dump())
+    model = AutoDetectionModel.from_pretrained(
+        model_type="detectron2",
+        model_path=cfg.MODEL.WEIGHTS,
+        config_path=str(folder / "config.yaml"),
+        confidence_threshold=MIN_SCORE,
+        category_mapping={"0": "coin"},
+        device=cfg.MODEL.DEVICE,
+    )
+    result = get_sliced_prediction(
+        str(image),
+        model,
+        slice_height=TILE,
+        slice_width=TILE,
+        overlap_height_ratio=OVERLAP / TILE,
+        overlap_width_ratio=OVERLAP / TILE,
+        perform_standard_pred=False,
+    )
+    (folder / "results.json").write_text(json.dumps(result.to_coco_predictions(image_id=0)))
+    return sum(p.score.value > 0.5 for p in result.object_prediction_list)
+
+
+def ours_training(cfg: Any, image: Path, folder: Path) -> int:
+    """Three iterations on tiles of this image. Returns how many coins were in them."""
+    name, split = "large_coins", image.parent
+    register_coco(name, str(split.with_suffix(".json")), str(split))
+    cfg.merge_from_list(["DATASETS.TRAIN", (name,), "OUTPUT_DIR", str(folder)])
+    loader = build_tiled_train_loader(cfg)
+    seen: list = []
+
+    def batches() -> Iterator[list]:
+        for batch in loader:
+            seen.extend(len(tile["instances"]) for tile in batch)
+            yield batch
+
+    model = build_model(cfg)
+    trainer = AccumulatingTrainer(model, batches(), build_optimizer(cfg, model))
+    trainer.train(0, 3)
+    (folder / "results.json").touch()
+    return sum(seen)
+
+
+SIDES: dict[str, Callable[[Any, Path, Path], int]] = {
+    "ours": ours,
+    "sahi": sahi,
+    "ours, training": ours_training,
+}
+
+
+def measure(side: str, image: Path, weights: Path, folder: Path) -> dict[str, Any]:
+    """What one side needs for one image, in this process."""
+    opts = ["TILES.SIZE", TILE, "TILES.OVERLAP", OVERLAP, "TEST.DETECTIONS_PER_IMAGE", 300]
+    opts += ["MODEL.WEIGHTS", str(weights), "MODEL.ROI_HEADS.SCORE_THRESH_TEST", MIN_SCORE]
+    cfg = load_tiled_cfg(str(CONFIG), opts)
+    cfg.MODEL.RPN.POST_NMS_TOPK_TEST = cfg.MODEL.RPN.PRE_NMS_TOPK_TEST = 300
+    cfg.DATALOADER.NUM_WORKERS = 0
+    start = time.perf_counter()
+    with TensorMeter() as meter:
+        found = SIDES[side](cfg, image, folder)
+    return {
+        "side": side,
+        "found": int(found),
+        "tensors_mib": meter.peak_bytes / 2**20,
+        "host_mib": peak_of_process_kib() / 2**10,
+        "results_mib": (folder / "results.json").stat().st_size / 2**20,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def peak_of_process_kib() -> int:
+    """The most memory that this process had at any time, /proc/self/status: VmHWM."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2048, 8192, 20000])
+    parser.add_argument("--sides", choices=list(SIDES), nargs="+", default=list(SIDES))
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # a side and an image
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.one:
+            side, image = args.one
+            print(json.dumps(measure(side, Path(image), args.weights, folder)))
+            return
+        print(f"Tiles of {TILE} pixels, CPU, {torch.get_num_threads()} threads.\n")
+        columns = "tensors, peak MiB | process, peak MiB | results, MiB | found of | s"
+        print(f"| image | | {columns} |\n| --- | --- | --- | --- | --- | --- | --- |")
+        for size in args.sizes:
+            make_dataset(folder, "val", size, images=1)
+            coins = len(json.loads((folder / "val.json").read_text())["annotations"])
+            for side in args.sides:
+                m = run_alone(side, folder / "val" / "000.tif", args.weights)
+                print(
+                    f"| {size} x {size} | {side} | {m['tensors_mib']:.0f} | {m['host_mib']:.0f} | "
+                    f"{m['results_mib']:.1f} | {m['found']} of {coins} | {m['seconds']:.0f} |",
+                    flush=True,
+                )
+
+
+def run_alone(side: str, image: Path, weights: Path) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--weights", weights, "--one", side, image]
+    result = subprocess.run(
+        [str(c) for c in command], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
