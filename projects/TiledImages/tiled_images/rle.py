@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from pycocotools import mask as coco_mask
 
+from d2_memfit.errors import DataError
+
 __all__ = ["Rle", "move"]
 
 Rle = dict[str, Any]  # {"size": [height, width], "counts": bytes, str or list of int}
@@ -27,7 +29,15 @@ def move(rle: Rle, x: int, y: int, height: int, width: int) -> Rle:
 
     Args:
         x, y: where in the new frame the corner of the old one is, in pixels.
+
+    Raises:
+        DataError: the frame has more pixels than the code can count.
     """
+    if height * width >= 2**32:
+        raise DataError(
+            f"a mask in an image of {width} x {height} pixels is more than COCO's run-length code "
+            "can count, 2^32 - 1: cut the image in two"
+        )
     columns, tops, bottoms = _runs(rle)
     columns = columns + x
     tops, bottoms = np.clip(tops + y, 0, height), np.clip(bottoms + y, 0, height)
