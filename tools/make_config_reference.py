@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write docs/CONFIG.md from the comments above the keys in d2_memfit/config.py and the techniques.
 
-    tools/make_config_reference.py
+tools/make_config_reference.py
 """
 
 import inspect
@@ -59,18 +59,18 @@ cfg = get_cfg()
 cfg.SOLVER.ACCUMULATION_STEPS = 4
 ```
 
-A config that was made elsewhere gets the keys by `add_memfit_config(cfg)`. A key that does not exist,
-or a value that cannot work, is an error with the key, the value and what to do:
+A config that was made elsewhere gets the keys by `add_memfit_config(cfg)`. A key that does not
+exist, or a value that cannot work, is an error with the key, the value and what to do:
 [TROUBLESHOOTING.md](TROUBLESHOOTING.md#config-keys-and-values).
 
 ## In a LazyConfig
 
-[tools/lazyconfig_train_net.py](../tools/lazyconfig_train_net.py) reads the names in the last column, in the
-config file or on the command line: `train.accumulation_steps=4`, `train.oom.policy=split`,
-`train.memfit.checkpoint.modules=[backbone]`. Where there is none, the key is for yaml configs.
-Mixed precision is `train.amp.enabled`. In a loop of your own they are arguments of
-`AccumulatingTrainer` and of `RecoveryOptions`; `cfg_of_techniques` of `d2_memfit.config` makes of the nodes
-in `train.memfit` the config that `apply_techniques` takes.
+[tools/lazyconfig_train_net.py](../tools/lazyconfig_train_net.py) reads the names in the last
+column, in the config file or on the command line: `train.accumulation_steps=4`,
+`train.oom.policy=split`, `train.memfit.checkpoint.modules=[backbone]`. Where there is none, the key
+is for yaml configs. Mixed precision is `train.amp.enabled`. In a loop of your own they are
+arguments of `AccumulatingTrainer` and of `RecoveryOptions`; `cfg_of_techniques` of
+`d2_memfit.config` makes of the nodes in `train.memfit` the config that `apply_techniques` takes.
 """
 
 
@@ -80,7 +80,7 @@ class Key(NamedTuple):
     technique: str  # that has it, with its tier; "" is none
 
 
-def keys() -> Iterator[Key]:
+def documented_keys() -> Iterator[Key]:
     """All keys of d2_memfit that have a comment, in the order in which they are written."""
     for comment, name in _COMMENTED_KEY.findall(inspect.getsource(config)):
         yield Key(name, _one_line(comment), "")
@@ -112,7 +112,7 @@ def kind(key: str, default: object) -> str:
 def reference() -> str:
     """The text of docs/CONFIG.md."""
     by_node: dict[str, list[Key]] = {}
-    for key in keys():
+    for key in documented_keys():
         by_node.setdefault(key.name.rpartition(".")[0], []).append(key)
     return INTRODUCTION + "".join(_section(node, by_node[node]) for node in by_node)
 

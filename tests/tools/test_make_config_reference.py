@@ -9,7 +9,7 @@ from d2_memfit import get_cfg
 from d2_memfit.config import cfg_of_techniques
 from d2_memfit.engine import RecoveryOptions
 
-KEYS = {key.name: key for key in reference.keys()}
+KEYS = {key.name: key for key in reference.documented_keys()}
 
 
 def leaves(cfg, prefix=""):
