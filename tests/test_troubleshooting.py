@@ -74,7 +74,8 @@ FOUND = [(str(file), expression, pattern(template(expression))) for file, expres
 
 
 @pytest.mark.parametrize(
-    ("file", "text"), sorted({(f, p) for f, _, p in FOUND if p and p not in map(re.escape, INTERNAL)})
+    ("file", "text"),
+    sorted({(f, p) for f, _, p in FOUND if p and p not in map(re.escape, INTERNAL)}),
 )
 def test_every_message_has_a_row(file, text):
     assert any(re.search(text, entry) for entry in ENTRIES), (
