@@ -3,7 +3,8 @@
 import argparse
 import json
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Union
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -13,7 +14,12 @@ from detectron2.utils.file_io import PathManager
 from .checks import near
 from .errors import ConfigError, DataError
 
-__all__ = ["add_coco_option", "check_coco_file", "check_datasets", "register_coco"]
+__all__ = ["add_coco_option", "check_coco_file", "check_datasets", "register_coco", "shorter_sides"]
+
+
+def shorter_sides(value: Union[int, Sequence[int]]) -> tuple[int, ...]:
+    """INPUT.MIN_SIZE_TRAIN or INPUT.MIN_SIZE_TEST: Detectron2 takes one number, or several."""
+    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def add_coco_option(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.transforms import ResizeShortestEdge
 from detectron2.utils.file_io import PathManager
 
+from ..data import shorter_sides
 from ..errors import ConfigError
 
 __all__ = ["Size", "WorstCase", "worst_case"]
@@ -63,7 +64,7 @@ def worst_case(cfg: CfgNode, num_gpus: int = 1) -> WorstCase:
             f"DATASETS.TEST {tuple(cfg.DATASETS.TEST)} cannot be read: images of "
             "any shape, whose results stay at the size of the network's input"
         )
-    short, long = max(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MAX_SIZE_TRAIN
+    short, long = max(shorter_sides(cfg.INPUT.MIN_SIZE_TRAIN)), cfg.INPUT.MAX_SIZE_TRAIN
     if train is not None:
         groups = _orientations(train.sizes)
         crops = [{crop for size in group for crop in _crops(cfg, size)} for group in groups]
@@ -75,7 +76,7 @@ def worst_case(cfg: CfgNode, num_gpus: int = 1) -> WorstCase:
     if _orientations_meet(cfg, num_gpus):
         groups = [set().union(*groups)]
     meeting = max(map(_highest_and_widest, groups), key=_padded_area_of_all)
-    short, long = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
+    short, long = max(shorter_sides(cfg.INPUT.MIN_SIZE_TEST)), cfg.INPUT.MAX_SIZE_TEST
     if test:
         test_sizes = {_resized(size, short, long) for size in test.sizes}
     else:

@@ -9,6 +9,7 @@ from detectron2.utils import comm
 from torch.utils.data import DataLoader
 
 from ..checks import check_positive_int, check_positive_number
+from ..data import shorter_sides
 from ..memory import available_host_bytes
 from .registry import TECHNIQUES, Technique
 
@@ -156,4 +157,4 @@ def worker_bytes(cfg: CfgNode, prefetch: int, num_ranks: int) -> float:
 
 
 def _image_bytes(cfg: CfgNode) -> int:
-    return 3 * max(cfg.INPUT.MIN_SIZE_TRAIN) * cfg.INPUT.MAX_SIZE_TRAIN
+    return 3 * max(shorter_sides(cfg.INPUT.MIN_SIZE_TRAIN)) * cfg.INPUT.MAX_SIZE_TRAIN

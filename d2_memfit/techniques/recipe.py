@@ -1,10 +1,11 @@
 """Keys of Detectron2 that need less memory because something else is trained."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Union
 
 from detectron2.config import CfgNode
 
+from ..data import shorter_sides
 from .registry import TECHNIQUES, Technique
 
 __all__: list[str] = []  # they are found by their names
@@ -116,7 +117,7 @@ class OneImageSize(_Recipe):
 
     @classmethod
     def settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        sizes = cfg.INPUT.MIN_SIZE_TRAIN
+        sizes = shorter_sides(cfg.INPUT.MIN_SIZE_TRAIN)
         return {"INPUT.MIN_SIZE_TRAIN": (min(sizes),)} if len(set(sizes)) > 1 else {}
 
 
@@ -131,12 +132,10 @@ class SmallerImages(_Recipe):
 
     @classmethod
     def settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        if min(cfg.INPUT.MIN_SIZE_TRAIN) < 400:
+        if min(shorter_sides(cfg.INPUT.MIN_SIZE_TRAIN)) < 400:
             return {}
-        sizes = {"INPUT.MIN_SIZE_TRAIN": tuple(_smaller(s) for s in cfg.INPUT.MIN_SIZE_TRAIN)}
-        for key in ("INPUT.MAX_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST"):
-            sizes[key] = _smaller(_value(cfg, key))
-        return sizes
+        names = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST")
+        return {f"INPUT.{name}": _smaller(cfg.INPUT[name]) for name in names}
 
 
 @TECHNIQUES.register()
@@ -197,5 +196,6 @@ def _value(cfg: CfgNode, key: str) -> Any:
     return cfg
 
 
-def _smaller(size: int) -> int:
-    return size * 3 // 4
+def _smaller(size: Union[int, Sequence[int]]) -> Union[int, tuple[int, ...]]:
+    sides = tuple(side * 3 // 4 for side in shorter_sides(size))
+    return sides[0] if isinstance(size, int) else sides

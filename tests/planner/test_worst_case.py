@@ -45,6 +45,14 @@ def test_without_a_dataset_images_have_any_shape_and_100_instances_and_it_is_sai
     assert "nobody_has_it" in case.assumptions[0]
 
 
+def test_a_shorter_side_is_a_number_or_several_as_for_detectron2():
+    cfg = make_cfg()
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MIN_SIZE_TEST = 640, (400, 600)
+    case = worst_case(cfg)
+    assert sorted(case.image_sizes[0]) == [640, 1333]
+    assert sorted(case.test_size) == [600, 1333]
+
+
 def test_a_dataset_says_how_large_and_how_crowded_its_images_are(dataset):
     case = worst_case(make_cfg(DATASETS__TRAIN=(dataset,), DATASETS__TEST=(dataset,)))
     # The portrait, which INPUT.MAX_SIZE_TRAIN limits, beside the square; the landscape meets none.

@@ -78,3 +78,10 @@ def test_settings_follow_the_config(name, opts, expected):
     cfg.MODEL.DETR = CfgNode({"NUM_OBJECT_QUERIES": 100})
     cfg.merge_from_list(opts)
     assert get_technique(name).settings(cfg) == expected
+
+
+def test_smaller_images_take_a_shorter_side_that_is_a_number_or_several(cfg):
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MIN_SIZE_TEST = 800, (600,)
+    smaller = with_technique(cfg, "SmallerImages")
+    assert (smaller.INPUT.MIN_SIZE_TRAIN, smaller.INPUT.MIN_SIZE_TEST) == (600, (450,))
+    assert get_technique("OneImageSize").settings(cfg) == {}

@@ -1,0 +1,95 @@
+"""docs/TROUBLESHOOTING.md has every message that a user can be given."""
+
+import ast
+import re
+
+import pytest
+from tiny import ROOT
+
+DOC = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
+ENTRIES = re.findall(r"^\| `([^`]+)` \|", DOC, re.MULTILINE)
+
+# Functions that write the texts of errors which are raised elsewhere, and the names under which
+# those are passed on. The texts are looked for too.
+WRITERS = {"_explained", "_no_such_key", "_unreadable", "final_error", "why_it_does_not_fit"}
+PASSED_ON = {"'\\n'.join(errors)", "error", "message", "self._report.final_error", "text"}
+PASSED_ON |= {"where + text"}
+
+# Not for users: caught where it is raised.
+INTERNAL = {"the size of the result depends on values"}
+
+
+def template(node):
+    """The text of an expression, with NUL for what is not known before it runs."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(template, node.values))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return template(node.left) + template(node.right)
+    return "\0"
+
+
+def called(node):
+    return getattr(node.func, "id", None) or getattr(node.func, "attr", "")
+
+
+def texts_of(node):
+    """The expressions that make a user's message of this node, if it is one."""
+    if isinstance(node, ast.FunctionDef) and node.name in WRITERS:
+        return [n for n in ast.walk(node) if isinstance(n, ast.JoinedStr) and pattern(template(n))]
+    if not isinstance(node, ast.Call):
+        return []
+    if called(node).endswith("Error"):
+        return [*node.args[:1], *(k.value for k in node.keywords if k.arg == "problem")]
+    if called(node) in ("warning", "error"):
+        return node.args[:1]
+    if called(node) == "exit":  # with a text, or with a status
+        return [n for n in node.args if pattern(template(n))]
+    return node.args[1:2] if called(node) == "log_first_n" else []
+
+
+def messages():
+    for file in [*(ROOT / "d2_memfit").rglob("*.py"), *(ROOT / "tools").glob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            for expression in texts_of(node):
+                if not isinstance(expression, ast.Constant) or isinstance(expression.value, str):
+                    yield file.relative_to(ROOT), expression
+
+
+def pattern(text):
+    """A regular expression for the first sentence of a message, with anything in its gaps."""
+    text = re.sub(r"%\.?\d*[dfgrs]", "\0", text)
+    sentences = [s for s in re.split(r"\. |\n", text) if re.search("[a-z]{2}", s)]
+    return ".*".join(map(re.escape, sentences[0].split("\0"))) if sentences else None
+
+
+def writes(expression):
+    """Whether the text is that of one of WRITERS, or of an exit status."""
+    name = called(expression) if isinstance(expression, ast.Call) else ""
+    return name in WRITERS or ast.unparse(expression) in PASSED_ON
+
+
+FOUND = [(str(file), expression, pattern(template(expression))) for file, expression in messages()]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    sorted({(f, p) for f, _, p in FOUND if p and p not in map(re.escape, INTERNAL)}),
+)
+def test_every_message_has_a_row(file, text):
+    assert any(re.search(text, entry) for entry in ENTRIES), (
+        f"{file} can say {text!r}: add a row to docs/TROUBLESHOOTING.md, with an example of the "
+        "message in backticks, why it comes, and what to do"
+    )
+
+
+def test_every_row_is_of_a_message():
+    texts = [p for *_, p in FOUND if p]
+    stale = [e for e in ENTRIES if not any(re.search(text, e) for text in texts)]
+    assert not stale, "nothing says this any more: remove these rows"
+
+
+def test_messages_are_written_where_this_test_can_read_them():
+    unread = [(f, ast.unparse(e)) for f, e, p in FOUND if p is None and not writes(e)]
+    assert not unread, "write the text in the call, or name its writer in WRITERS"

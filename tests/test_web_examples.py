@@ -1,0 +1,66 @@
+"""Functions that people copy from the web, unchanged but for where ``get_cfg`` is from.
+
+The files in web_examples/ have the three functions of "How to resolve GPU memory issues during
+Detectron2 Mask R-CNN training?", an answer of January 2025. The lines that follow each of them
+there call ``default_setup(config)``, which Detectron2 refuses without its second argument, and are
+left out.
+"""
+
+import runpy
+
+import pytest
+from detectron2.config import get_cfg as get_detectron2_cfg
+from tiny import ROOT
+
+from d2_memfit import MemfitTrainer, estimate_memory
+from d2_memfit.config import check_config
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    """OUTPUT_DIR is relative in them."""
+    monkeypatch.chdir(tmp_path)
+
+
+def function_of(example):
+    return runpy.run_path(str(ROOT / "tests" / "web_examples" / example))["configure_training"]
+
+
+def test_batch_and_workers():
+    cfg = function_of("batch_and_workers.py")(batch_size=4, num_workers=2)
+    assert (cfg.SOLVER.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS) == (4, 2)
+    assert cfg.OUTPUT_DIR == "./output/bs4_workers2"
+    check_config(cfg, world_size=2)
+    assert estimate_memory(cfg).images_per_gpu == 4
+
+
+def test_image_sizes():
+    cfg = function_of("image_sizes.py")(min_size=600, max_size=800)
+    assert (cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN) == ((600,), 800)
+    check_config(cfg)
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    assert estimate_memory(cfg).image_size == (600, 800)
+
+
+def test_accumulation_steps(coins):
+    cfg = function_of("accumulation_steps.py")(accumulation_steps=2, batch_size=2)
+    assert (cfg.SOLVER.ACCUMULATION_STEPS, cfg.SOLVER.IMS_PER_BATCH) == (2, 2)
+    check_config(cfg)
+    assert estimate_memory(cfg).accumulation_steps == 2
+
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ()
+    cfg.MODEL.WEIGHTS, cfg.MODEL.DEVICE = "", "cpu"
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (64,), 96
+    cfg.DATALOADER.NUM_WORKERS, cfg.SOLVER.MAX_ITER = 0, 1
+    trainer = MemfitTrainer(cfg)
+    trainer.checkpointer.save_to_disk = False
+    forwards, steps = [], []
+    trainer.model.register_forward_hook(lambda *_: forwards.append(1))
+    trainer.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    trainer.train()
+    assert (len(forwards), len(steps)) == (2, 1)
+    assert trainer.storage.latest()["effective_batch"][0] == 4
+
+
+def test_the_third_key_is_not_detectron2s():
+    assert "ACCUMULATION_STEPS" not in get_detectron2_cfg().SOLVER
