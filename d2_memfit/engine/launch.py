@@ -3,14 +3,14 @@
 import os
 import tempfile
 from datetime import timedelta
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from detectron2.engine import launch as _detectron2_launch
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
+from torch.multiprocessing.spawn import start_processes
 
 from .. import compat
 from ..errors import ConfigError
@@ -19,12 +19,12 @@ __all__ = ["launch", "usable_device", "world_size"]
 
 
 def launch(
-    main_func: Callable,
+    main_func: Callable[..., Any],
     num_gpus_per_machine: int,
     num_machines: int = 1,
     machine_rank: int = 0,
     dist_url: Optional[str] = None,
-    args: tuple = (),
+    args: tuple[Any, ...] = (),
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> None:
     """Detectron2's ``launch``, which also works under torchrun, and on machines without a GPU.
@@ -54,7 +54,7 @@ def launch(
         with tempfile.TemporaryDirectory() as folder:  # a file, unlike a port, is always free
             url = f"file://{folder}/rendezvous" if dist_url == "auto" else dist_url
             ranks_here = num_gpus_per_machine
-            mp.start_processes(
+            start_processes(
                 _run_cpu_rank,
                 args=(main_func, args, url, machine_rank, num_ranks, ranks_here, timeout),
                 nprocs=ranks_here,
@@ -81,8 +81,8 @@ def _is_torchrun() -> bool:
 
 def _run_cpu_rank(
     local_rank: int,
-    main_func: Callable,
-    args: tuple,
+    main_func: Callable[..., Any],
+    args: tuple[Any, ...],
     url: Optional[str],
     machine_rank: int,
     num_ranks: int,
@@ -95,8 +95,8 @@ def _run_cpu_rank(
 
 
 def _run_rank(
-    main_func: Callable,
-    args: tuple,
+    main_func: Callable[..., Any],
+    args: tuple[Any, ...],
     url: Optional[str],
     rank: int,
     num_ranks: int,

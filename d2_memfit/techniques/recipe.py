@@ -133,7 +133,9 @@ class SmallerImages(_Recipe):
     def settings(cls, cfg: CfgNode) -> dict[str, Any]:
         if min(cfg.INPUT.MIN_SIZE_TRAIN) < 400:
             return {}
-        sizes = {"INPUT.MIN_SIZE_TRAIN": tuple(_smaller(s) for s in cfg.INPUT.MIN_SIZE_TRAIN)}
+        sizes: dict[str, Any] = {
+            "INPUT.MIN_SIZE_TRAIN": tuple(_smaller(s) for s in cfg.INPUT.MIN_SIZE_TRAIN)
+        }
         for key in ("INPUT.MAX_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST"):
             sizes[key] = _smaller(_value(cfg, key))
         return sizes
