@@ -5,7 +5,7 @@ import sys
 from typing import Any, Callable
 
 import torch
-from torch.multiprocessing.spawn import ProcessExitedException
+from torch.multiprocessing import ProcessExitedException
 
 __all__ = [
     "CheckpointError",

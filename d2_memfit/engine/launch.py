@@ -7,10 +7,10 @@ from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from detectron2.engine import launch as _detectron2_launch
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
-from torch.multiprocessing.spawn import start_processes
 
 from .. import compat
 from ..errors import ConfigError
@@ -54,7 +54,7 @@ def launch(
         with tempfile.TemporaryDirectory() as folder:  # a file, unlike a port, is always free
             url = f"file://{folder}/rendezvous" if dist_url == "auto" else dist_url
             ranks_here = num_gpus_per_machine
-            start_processes(
+            mp.start_processes(
                 _run_cpu_rank,
                 args=(main_func, args, url, machine_rank, num_ranks, ranks_here, timeout),
                 nprocs=ranks_here,
