@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo test lint venv
+.PHONY: demo test lint types venv
 
 demo: venv
 	"$(VENV)/bin/python" projects/Coins/demo.py --output-dir "$(OUTPUT)"
@@ -22,6 +22,9 @@ test: venv
 lint: venv
 	"$(VENV)/bin/python" -m ruff check .
 	"$(VENV)/bin/python" -m ruff format --check .
+
+types: venv
+	"$(VENV)/bin/python" -m mypy
 
 venv:
 	@"$(PYTHON)" tools/make_venv.py "$(VENV)"

@@ -18,6 +18,7 @@ setup(
     packages=[*find_packages(include=["d2_memfit*"]), "d2_memfit.model_zoo.configs"],
     package_dir={"d2_memfit.model_zoo.configs": "configs"},
     package_data={
+        "d2_memfit": ["py.typed"],
         "d2_memfit.model_zoo.configs": ["**/*.yaml"],
         "d2_memfit.planner": ["devices/*.yaml"],
     },

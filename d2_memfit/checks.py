@@ -4,6 +4,7 @@ import difflib
 import math
 import numbers
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .errors import ConfigError
 
@@ -30,7 +31,7 @@ def check_positive_int(name: str, value: object) -> None:
     check_int(name, value, at_least=1)
 
 
-def check_positive_number(name: str, value: object) -> None:
+def check_positive_number(name: str, value: Any) -> None:
     """Raise :class:`ConfigError` unless ``value`` is a finite number above 0."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
@@ -50,7 +51,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ConfigError(f"{name} must be {', '.join(texts[:-1])} or {texts[-1]}, got {value!r}")
 
 
-def check_strings(name: str, value: object) -> None:
+def check_strings(name: str, value: Any) -> None:
     """Raise :class:`ConfigError` unless ``value`` is a list or tuple of texts."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     if not is_list or not all(isinstance(v, str) for v in value):

@@ -70,7 +70,9 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def default_trainer_parts(
-    create_trainer: Callable, create_checkpointer: Callable, ddp_options: dict[str, Any]
+    create_trainer: Callable[..., Any],
+    create_checkpointer: Callable[..., Any],
+    ddp_options: dict[str, Any],
 ) -> Iterator[None]:
     """While open, ``DefaultTrainer.__init__`` makes its parts with the functions given here.
 

@@ -129,7 +129,7 @@ def get_cfg() -> CN:
     return cfg
 
 
-def load_cfg(config_file: str = "", opts: Sequence[str] = ()) -> CN:
+def load_cfg(config_file: str = "", opts: Sequence[Any] = ()) -> CN:
     """:func:`get_cfg`, then a config file, then ``KEY VALUE`` pairs from a command line.
 
     Raises:

@@ -42,7 +42,7 @@ class OutOfMemoryError(MemfitError, torch.OutOfMemoryError):
     """All that recovery can do was done, or ruled out by the config, and memory ran out again."""
 
 
-def exit_on_error(main: Callable) -> Callable:
+def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the main function of a tool, and that of its ranks.
 
     A :class:`MemfitError` is printed as one line, and the exit status is 2. The process that

@@ -2,7 +2,7 @@
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from detectron2.config import CfgNode
@@ -55,7 +55,7 @@ class Precision:
         name = cfg.MEMFIT.AMP_DTYPE if cfg.SOLVER.AMP.ENABLED else "float32"
         return cls(name, cfg.MODEL.DEVICE)
 
-    def autocast(self) -> AbstractContextManager:
+    def autocast(self) -> AbstractContextManager[Any]:
         """The context for a forward."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()

@@ -4,6 +4,8 @@ Rotated boxes, (modulated) deformable convolution and the fast COCO evaluation n
 in Detectron2 is Python. A missing operator says so when it is used, and ``hasattr`` finds none.
 """
 
+from typing import NoReturn
+
 import torch
 
 _MISSING = (
@@ -13,11 +15,11 @@ _MISSING = (
 )
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> NoReturn:
     raise AttributeError(_MISSING.format(f"detectron2._C.{name}"))
 
 
-def get_compiler_version():
+def get_compiler_version() -> str:
     return "none (built without compiled operators)"
 
 
@@ -29,7 +31,7 @@ _library = torch.library.Library("detectron2", "DEF")
 _library.define("nms_rotated(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
 
 
-def _nms_rotated(boxes, scores, iou_threshold):
+def _nms_rotated(boxes: torch.Tensor, scores: torch.Tensor, iou_threshold: float) -> torch.Tensor:
     raise NotImplementedError(_MISSING.format("torch.ops.detectron2.nms_rotated"))
 
 

@@ -48,4 +48,5 @@ def test_pip_installs_the_package_with_its_configs(tmp_path):
     assert config.startswith(str(target))
     assert devices == "cpu cuda v100"
     assert (target / "bin" / "d2-memfit").exists()
+    assert (target / "d2_memfit" / "py.typed").exists()
     assert rest.endswith(" 16")

@@ -17,7 +17,7 @@ It reads, beside the fields of Detectron2's configs/common/train.py:
 
 import argparse
 import os
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode, LazyConfig, instantiate
@@ -47,7 +47,7 @@ from d2_memfit.memory import check_budget, enforce_budget, use_expandable_segmen
 from d2_memfit.techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
 
 
-def evaluate(cfg: DictConfig, model: torch.nn.Module):
+def evaluate(cfg: DictConfig, model: torch.nn.Module) -> Optional[dict[str, Any]]:
     if "evaluator" not in cfg.dataloader:
         return None
     memfit, options = techniques(cfg.train), recovery_options(cfg.train)
@@ -90,7 +90,7 @@ def train(cfg: DictConfig, model: torch.nn.Module, resume: bool) -> None:
     trainer.train(start_iter, cfg.train.max_iter)
 
 
-def accumulation(cfg_train: DictConfig) -> dict:
+def accumulation(cfg_train: DictConfig) -> dict[str, Any]:
     """The arguments of AccumulatingTrainer that a config gives, checked."""
     steps = cfg_train.get("accumulation_steps", 1)
     micro_batch = cfg_train.get("micro_batch")
@@ -114,9 +114,8 @@ def recovery_options(cfg_train: DictConfig) -> Optional[RecoveryOptions]:
 
 def techniques(cfg_train: DictConfig) -> CfgNode:
     """The config for techniques and the monitor, checked."""
-    memfit = cfg_of_techniques(
-        OmegaConf.to_container(OmegaConf.create(cfg_train.get("memfit", {})))
-    )
+    keys: Any = OmegaConf.to_container(OmegaConf.create(cfg_train.get("memfit", {})))
+    memfit = cfg_of_techniques(keys)
     if memfit.MEMFIT.HOST.BUDGET_GB is not None:
         raise ConfigError(
             "train.memfit.host.budget_gb cannot be used in a LazyConfig: lower "

@@ -7,7 +7,7 @@ recipe. About a minute on two cores.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import matplotlib
 from matplotlib import pyplot
@@ -24,12 +24,12 @@ RECIPE = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
 class Knob(NamedTuple):
     name: str
-    opts: list  # config keys and values, in turn
+    opts: list[Any]  # config keys and values, in turn
     changes: str  # beside memory and time; "" is nothing
     num_instances: Optional[int] = None  # of each image, if not the default
 
 
-def _images(short: int, long: int) -> list:
+def _images(short: int, long: int) -> list[Any]:
     return ["INPUT.MIN_SIZE_TRAIN", (short,), "INPUT.MAX_SIZE_TRAIN", long]
 
 
@@ -110,7 +110,7 @@ Written by `python tools/make_knobs.py`.
 """
 
 
-def estimate(opts: list, num_instances: Optional[int] = None) -> MemoryEstimate:
+def estimate(opts: list[Any], num_instances: Optional[int] = None) -> MemoryEstimate:
     cfg = load_cfg(get_config_file(RECIPE), ["SOLVER.IMS_PER_BATCH", 2, *opts])
     case = worst_case(cfg)
     if num_instances is not None:

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -56,7 +57,7 @@ def presets(model: str, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
 
     None that would need bitsandbytes, which not everybody has.
     """
-    cfg = load_cfg(CONFIGS / f"{model}.yaml")
+    cfg = load_cfg(str(CONFIGS / f"{model}.yaml"))
     planner = Planner(cfg, 1, DeviceModel.load("cuda"))
     before = None
     for card in cards:
@@ -77,7 +78,7 @@ def preset_text(model: str, card: str, plan: Plan) -> str:
         "# Written by tools/make_presets.py.",
         f'_BASE_: "{Path(model).name}.yaml"',
     ]
-    tree: dict = {}
+    tree: dict[str, Any] = {}
     settings = {**plan.settings, "MEMFIT.PRESET": card}
     del settings["MEMFIT.BUDGET_GB"]
     for key, value in sorted(settings.items()):
@@ -89,7 +90,7 @@ def preset_text(model: str, card: str, plan: Plan) -> str:
     return "\n".join([*lines, *_yaml_lines(tree), ""])
 
 
-def _yaml_lines(tree: dict, indent: str = "") -> Iterator[str]:
+def _yaml_lines(tree: dict[str, Any], indent: str = "") -> Iterator[str]:
     for key, value in tree.items():
         if isinstance(value, dict):
             yield f"{indent}{key}:"
@@ -99,7 +100,7 @@ def _yaml_lines(tree: dict, indent: str = "") -> Iterator[str]:
             yield f"{indent}{key}: {text}"
 
 
-def preset_row(model: str, card: str, plan: Plan) -> list:
+def preset_row(model: str, card: str, plan: Plan) -> list[str]:
     estimate = plan.estimate
     tiers = sorted({s.tier for s in plan.steps})
     techniques = [s.name for s in plan.steps if s.name != "smaller micro-batches"]

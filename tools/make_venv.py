@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements" / "dev.txt"
@@ -35,7 +36,7 @@ Either name another Python:                      make PYTHON=python3.11 test
 or your own environment, with Detectron2 main:   make VENV=/path/to/environment test"""
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,14 +66,14 @@ def main():
     marker.write_text(wanted)
 
 
-def complaint_about(version):
+def complaint_about(version: "tuple[int, int]") -> Optional[str]:  # not before Python 3.9
     """Why this version of Python cannot be used and what to do; None if it can."""
     if (3, 9) <= version <= (3, 11):
         return None
     return WRONG_PYTHON.format(".".join(map(str, version)))
 
 
-def install(python):
+def install(python: Path) -> None:
     pip = (python, "-m", "pip", "--disable-pip-version-check", "--quiet")
     run(*pip, "install", "-r", REQUIREMENTS)
     purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -91,7 +92,7 @@ def install(python):
     run(*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT)
 
 
-def run(*command):
+def run(*command: object) -> None:
     subprocess.run([str(c) for c in command], check=True, stdin=subprocess.DEVNULL)
 
 

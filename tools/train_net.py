@@ -11,14 +11,17 @@ Without a GPU it trains on the CPU, on N processes with --num-gpus N.
 import argparse
 import os
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import default_argument_parser, default_setup, hooks
-from detectron2.evaluation import verify_results
+from detectron2.evaluation import DatasetEvaluator, verify_results
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
+from torch import nn
 
 from d2_memfit import MemfitTrainer, fit_config
 from d2_memfit.config import check_config, check_plan, load_cfg
@@ -39,11 +42,13 @@ from d2_memfit.presets import with_preset
 
 class Trainer(MemfitTrainer):
     @classmethod
-    def build_evaluator(cls, cfg, dataset_name, output_folder=None):
+    def build_evaluator(
+        cls, cfg: CfgNode, dataset_name: str, output_folder: Optional[str] = None
+    ) -> DatasetEvaluator:
         return build_evaluator(cfg, dataset_name, output_folder)
 
     @classmethod
-    def test_with_TTA(cls, cfg, model):
+    def test_with_TTA(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]:
         """Evaluate with test-time augmentation, which R-CNNs can do."""
         folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
         evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
@@ -51,7 +56,7 @@ class Trainer(MemfitTrainer):
         return OrderedDict((k + "_TTA", v) for k, v in results.items())
 
 
-def parse_args(argv=None) -> argparse.Namespace:
+def parse_args(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = default_argument_parser(epilog=__doc__)
     add_coco_option(parser)
     return parser.parse_args(argv)

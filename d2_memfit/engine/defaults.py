@@ -1,9 +1,11 @@
 """The default trainer of Detectron2, with accumulation, in one changed base class."""
 
 import logging
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase
 from detectron2.solver import LRMultiplier
@@ -30,7 +32,13 @@ __all__ = ["MemfitMixin", "MemfitTrainer"]
 logger = logging.getLogger(__name__)
 
 
-class MemfitMixin:
+if TYPE_CHECKING:  # it is no trainer by itself, and stands before one
+    from detectron2.engine import DefaultTrainer as _Trainer
+else:
+    _Trainer = object
+
+
+class MemfitMixin(_Trainer):
     """For projects with a trainer of their own: ``class Trainer(MemfitMixin, TheirTrainer)``.
 
     The inner trainer becomes an :class:`AccumulatingTrainer`. All ``build_*`` methods and hooks are
@@ -44,6 +52,12 @@ class MemfitMixin:
         TypeError: it is not the first base class, or the project's ``__init__`` does not take the
             config first, or makes an inner trainer of its own.
     """
+
+    # The trainer's, in whose place others are put.
+    _hooks: list[HookBase]
+    build_model: Callable[..., nn.Module]
+    build_optimizer: Callable[..., torch.optim.Optimizer]
+    build_train_loader: Callable[..., Iterable[Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -7,6 +7,7 @@ import signal
 import statistics
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any, Optional
 
 import psutil
@@ -126,7 +127,7 @@ class MemoryMonitor(HookBase):
         now = memory.allocated_bytes, memory.reserved_bytes
         ever = memory.peak_allocated_bytes, memory.peak_reserved_bytes
         risen = [e if e > before else 0 for e, before in zip(ever, self._ever)]
-        self._seen = tuple(map(max, self._seen, now, risen))
+        self._seen = max(self._seen[0], now[0], risen[0]), max(self._seen[1], now[1], risen[1])
         self._ever = ever
 
     def _report(self) -> dict[str, float]:
@@ -155,14 +156,14 @@ class MemoryMonitor(HookBase):
         self.trainer.storage.put_scalar(f"memfit/{name}", value, smoothing_hint=False)
 
 
-class _WithColumn(logging.LoggerAdapter):
+class _WithColumn(logging.LoggerAdapter):  # type: ignore[type-arg]  # it takes one from 3.11 on
     """Appends the monitor's column to the lines of Detectron2's console printer."""
 
     def __init__(self, original: Any, monitor: MemoryMonitor) -> None:
         super().__init__(original, {})
         self._monitor = monitor
 
-    def process(self, message: str, kwargs: Any) -> tuple:
+    def process(self, message: str, kwargs: Any) -> tuple[str, Any]:
         column = self._monitor._column
         return (f"{message}  {column}" if column else message), kwargs
 
@@ -186,7 +187,7 @@ class LeakDetector(HookBase):
         self._window = window
         self._skip = skip
         self._at_least_bytes = at_least_bytes
-        self._used: deque = deque(maxlen=window)
+        self._used: deque[int] = deque(maxlen=window)
         self._census: Optional[TensorCensus] = None
         self._has_warned = False
 
@@ -200,18 +201,17 @@ class LeakDetector(HookBase):
         self._used.append(used_bytes(device))
         if done % self._window == 1:
             self._census = TensorCensus()
-        elif done >= self._window and done % (self._window // 8) == 0:
+        elif self._census is not None and done >= self._window and done % (self._window // 8) == 0:
             growth = steady_growth(list(self._used), self._at_least_bytes)
             if growth:
-                self._warn(growth)
+                self._warn(growth, self._census.newcomers())
 
-    def _warn(self, growth: float) -> None:
+    def _warn(self, growth: float, new: list[torch.Tensor]) -> None:
         self._has_warned = True
-        new = self._census.newcomers()
         owners = [(type(hook).__name__, hook) for hook in self.trainer._hooks]
         model = compat.without_ddp(self.trainer.model)
         owners += [(name or type(model).__name__, module) for name, module in model.named_modules()]
-        inner = getattr(self.trainer, "_trainer", self.trainer)
+        inner: Any = getattr(self.trainer, "_trainer", self.trainer)
         owners += [("the data loader", inner.data_loader), ("the optimizer", inner.optimizer)]
         owners += [("the event storage", self.trainer.storage), ("the trainer", inner)]
         owners += [("the trainer", self.trainer)] if inner is not self.trainer else []
@@ -252,8 +252,9 @@ class MemorySnapshot(HookBase):
         self._num_ooms = 0
         self._is_asked_for = False
         self._meter: Optional[OwnerMeter] = None
-        self._observers: list = []
+        self._observers: list[Callable[[], None]] = []
         self._previous_handler: Any = None
+        self._inner: Any = None  # the trainer that has model and optimizer
 
     def before_train(self) -> None:
         self._inner = getattr(self.trainer, "_trainer", self.trainer)
@@ -312,7 +313,9 @@ class MemorySnapshot(HookBase):
         owners["other"] = max(total - sum(owners.values()), 0)
         self._write(f"memfit_oom_{self._num_ooms}", total, owners, rows)
 
-    def _write(self, name: str, total: int, owners: dict[str, int], rows: list) -> None:
+    def _write(
+        self, name: str, total: int, owners: dict[str, int], rows: list[dict[str, Any]]
+    ) -> None:
         snapshot = {
             "iteration": self.trainer.iter,
             "device": str(self._device),
@@ -339,6 +342,6 @@ def _rss_and_private(process: psutil.Process) -> tuple[int, int]:
         return 0, 0
 
 
-def _most(counts: Counter, num: int = 3) -> str:
+def _most(counts: Counter[str], num: int = 3) -> str:
     items = [f"{name} ({size / 2**20:.1f} MB)" for name, size in counts.most_common(num)]
     return ", ".join(items) or "none that Python can see"

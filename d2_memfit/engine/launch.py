@@ -3,7 +3,7 @@
 import os
 import tempfile
 from datetime import timedelta
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,12 @@ __all__ = ["launch", "usable_device", "world_size"]
 
 
 def launch(
-    main_func: Callable,
+    main_func: Callable[..., Any],
     num_gpus_per_machine: int,
     num_machines: int = 1,
     machine_rank: int = 0,
     dist_url: Optional[str] = None,
-    args: tuple = (),
+    args: tuple[Any, ...] = (),
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> None:
     """Detectron2's ``launch``, which also works under torchrun, and on machines without a GPU.
@@ -81,8 +81,8 @@ def _is_torchrun() -> bool:
 
 def _run_cpu_rank(
     local_rank: int,
-    main_func: Callable,
-    args: tuple,
+    main_func: Callable[..., Any],
+    args: tuple[Any, ...],
     url: Optional[str],
     machine_rank: int,
     num_ranks: int,
@@ -95,8 +95,8 @@ def _run_cpu_rank(
 
 
 def _run_rank(
-    main_func: Callable,
-    args: tuple,
+    main_func: Callable[..., Any],
+    args: tuple[Any, ...],
     url: Optional[str],
     rank: int,
     num_ranks: int,

@@ -54,7 +54,7 @@ class MicroBatchSize:
         if self._has_just_grown:  # and has held since
             self._failed_growths = 0
             self._has_just_grown = False
-        if self.images == self._configured:
+        if self.images is None or self.images == self._configured:
             return False
         self._clean_iterations = 0
         self._has_just_grown = True

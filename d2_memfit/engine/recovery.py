@@ -110,6 +110,7 @@ class Recovery:
                 window.put_back()
             else:
                 self._report.retried_images += window.num_images
+                assert start is not None  # a backward was begun, so there was memory for it
                 start.restore()
                 self._model.zero_grad(set_to_none=True)
                 window.start_over()

@@ -58,9 +58,9 @@ def average_gradients(model: nn.Module, window: Window, reports: Sequence[Report
             p.grad = gradient.copy_(mean.view_as(gradient))
 
 
-def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Runs of parameters of one type and device, of about ``_BUCKET_BYTES`` each."""
-    bucket: list[torch.Tensor] = []
+    bucket: list[nn.Parameter] = []
     size = 0
     for p in parameters:
         kind_changes = bucket and (p.dtype, p.device) != (bucket[0].dtype, bucket[0].device)

@@ -66,7 +66,7 @@ class AccumulatingTrainer(SimpleTrainer):
     def __init__(
         self,
         model: nn.Module,
-        data_loader: Iterable,
+        data_loader: Iterable[Any],
         optimizer: torch.optim.Optimizer,
         accumulation_steps: int = 1,
         precision: Union[Precision, str] = "fp32",
@@ -82,13 +82,15 @@ class AccumulatingTrainer(SimpleTrainer):
         self.precision = precision
         self.images_per_micro_batch = images_per_micro_batch
         self.out_of_memory_observers: list[Callable[[], None]] = []
-        self.recovery = recovery and Recovery(
-            recovery,
-            compat.without_ddp(model),
-            images_per_micro_batch,
-            mixed_precision=precision.dtype != torch.float32,
-        )
-        if _is_ddp(model) and not self._reduces_in_backward:
+        self.recovery: Optional[Recovery] = None
+        if recovery is not None:
+            self.recovery = Recovery(
+                recovery,
+                compat.without_ddp(model),
+                images_per_micro_batch,
+                mixed_precision=precision.dtype != torch.float32,
+            )
+        if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
             _check_ddp(model, recovers=recovery is not None)
         super().__init__(model, data_loader, optimizer)
 
@@ -100,6 +102,7 @@ class AccumulatingTrainer(SimpleTrainer):
 
         if self._reduces_in_backward:
             micro_batch = window.take()
+            assert micro_batch is not None  # it is the first
             share = image_share(micro_batch.num_images, self.model)
             self._backward(self._forward(micro_batch), share)
             reports = comm.all_gather(report(window))
@@ -123,12 +126,13 @@ class AccumulatingTrainer(SimpleTrainer):
         write_metrics(reports)
         with self._explained("optimizer", window):
             was_finite = self.precision.step(self.optimizer)
-        if not was_finite:
+        scaler = self.precision.scaler
+        if scaler is not None and not was_finite:
             logger.warning(
                 "Iteration %d: gradients overflowed float16. The step is skipped, and the loss "
                 "scale is lowered to %g",
                 self.iter,
-                self.precision.scaler.get_scale(),
+                scaler.get_scale(),
             )
 
     def _accumulate(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
@@ -176,7 +180,7 @@ class AccumulatingTrainer(SimpleTrainer):
             except Exception as e:  # the run may yet go on
                 logger.warning("What was to be seen of the memory is lost: %s", e)
 
-    def _explained(self, phase: str, window: Window) -> AbstractContextManager:
+    def _explained(self, phase: str, window: Window) -> AbstractContextManager[None]:
         """For what cannot be done again when memory runs out."""
         if self.recovery is None:
             return contextlib.nullcontext()
@@ -192,9 +196,10 @@ class AccumulatingTrainer(SimpleTrainer):
             and self.recovery is None
         )
 
-    def _no_sync(self) -> AbstractContextManager:
+    def _no_sync(self) -> AbstractContextManager[None]:
         """Keeps DDP from reducing gradients; it must be open in forward and backward."""
-        return self.model.no_sync() if _is_ddp(self.model) else contextlib.nullcontext()
+        is_ddp = isinstance(self.model, DistributedDataParallel)
+        return self.model.no_sync() if is_ddp else contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -218,10 +223,6 @@ class AccumulatingTrainer(SimpleTrainer):
                 "starts at %g",
                 self.precision.scaler.get_scale(),
             )
-
-
-def _is_ddp(model: nn.Module) -> bool:
-    return isinstance(model, DistributedDataParallel)
 
 
 def _check_ddp(model: DistributedDataParallel, recovers: bool) -> None:

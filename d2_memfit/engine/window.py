@@ -135,8 +135,8 @@ class Window:
         self._steps_taken += 1
         return batch
 
-    def _regroup(self, data: Any, num_images: int, across_batches: bool) -> list:
-        images: list = []
+    def _regroup(self, data: Any, num_images: int, across_batches: bool) -> list[Any]:
+        images: list[Any] = []
         while data is not None:
             if not _is_list_of_images(data):
                 raise ConfigError(

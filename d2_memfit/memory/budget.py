@@ -6,7 +6,7 @@ import math
 import numbers
 import os
 import sys
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 
@@ -37,7 +37,7 @@ _M_MMAP_THRESHOLD = -3  # <malloc.h>
 _enforced: dict[str, float] = {}  # GB by device; an evaluation asks for it again
 
 
-def check_budget(budget_gb: object) -> None:
+def check_budget(budget_gb: Any) -> None:
     """Raise :class:`ConfigError` unless it is a number above 0, or None."""
     is_number = isinstance(budget_gb, numbers.Real) and not isinstance(budget_gb, bool)
     if budget_gb is not None and not (is_number and 0 < budget_gb < math.inf):

@@ -34,15 +34,15 @@ class TensorCensus:
         return list({t.untyped_storage()._cdata: t for t in new}.values())
 
 
-def bytes_by_kind(tensors: Iterable[torch.Tensor]) -> Counter:
+def bytes_by_kind(tensors: Iterable[torch.Tensor]) -> Counter[str]:
     """Bytes by what tensors are, such as "float32 [256, 100] on cpu"."""
-    kinds: Counter = Counter()
+    kinds: Counter[str] = Counter()
     for t in tensors:
         kinds[_kind(t)] += t.untyped_storage().nbytes()
     return kinds
 
 
-def holders(tensors: Iterable[torch.Tensor], owners: Iterable[tuple[str, Any]]) -> Counter:
+def holders(tensors: Iterable[torch.Tensor], owners: Iterable[tuple[str, Any]]) -> Counter[str]:
     """Bytes of some tensors by the owner that holds them, directly or in its attributes.
 
     Args:
@@ -50,7 +50,7 @@ def holders(tensors: Iterable[torch.Tensor], owners: Iterable[tuple[str, Any]]) 
             that leads to it.
     """
     wanted = {id(t): t.untyped_storage().nbytes() for t in tensors}
-    held: Counter = Counter()
+    held: Counter[str] = Counter()
     owners = list(owners)
     visited = {id(owner) for _, owner in owners}
     for name, owner in owners:
@@ -66,7 +66,7 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def live_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> tuple[Counter, list[dict[str, Any]]]:
+) -> tuple[Counter[str], list[dict[str, Any]]]:
     """Bytes on a device by owner, and a table of the tensors, the largest first.
 
     Owners are "parameters", "gradients", "buffers", "optimizer", and "tensors" for all others that
@@ -80,7 +80,7 @@ def live_tensors(
         ("optimizer", optimizer_states(optimizer)),
     ):
         owner_of.update((s._cdata, owner) for s in storages(owned))
-    rows: dict[tuple, dict[str, Any]] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     seen = set()
     for t in dense_tensors():
         storage = t.untyped_storage()
@@ -88,12 +88,13 @@ def live_tensors(
             continue
         seen.add(storage._cdata)
         owner = owner_of.get(storage._cdata, "tensors")
-        row = {"owner": owner, "kind": _kind(t), "count": 0, "bytes": 0}
-        row = rows.setdefault((owner, row["kind"]), row)
+        kind = _kind(t)
+        new = {"owner": owner, "kind": kind, "count": 0, "bytes": 0}
+        row = rows.setdefault((owner, kind), new)
         row["count"] += 1
         row["bytes"] += storage.nbytes()
     table = sorted(rows.values(), key=lambda row: -row["bytes"])
-    owners: Counter = Counter()
+    owners: Counter[str] = Counter()
     for row in table:
         owners[row["owner"]] += row["bytes"]
     return owners, table

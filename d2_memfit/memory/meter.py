@@ -99,7 +99,7 @@ class _MallocInfo(ctypes.Structure):
     ]
 
 
-def _find_mallinfo() -> Optional[Callable]:
+def _find_mallinfo() -> Optional[Callable[..., Any]]:
     if sys.platform != "linux":
         return None
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # from glibc 2.33 on
@@ -156,7 +156,7 @@ class TensorMeter(TorchDispatchMode):
         self._older: set[int] = set()  # addresses of storages that were alive before
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self._ignore((args, kwargs))
         result = self._call(func, args, kwargs or {})
@@ -174,7 +174,7 @@ class TensorMeter(TorchDispatchMode):
                 self._older.add(storage._cdata)
                 self._when_freed(storage, self._forget)
 
-    def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -192,12 +192,13 @@ class TensorMeter(TorchDispatchMode):
         self._older.discard(address)
 
     @staticmethod
-    def _when_freed(storage: torch.UntypedStorage, method: Callable) -> None:
+    def _when_freed(storage: torch.UntypedStorage, method: Callable[[int], None]) -> None:
         # Weakly: a storage must not keep the meter alive, and with it the model that it is of.
-        weakref.finalize(storage, _call, weakref.WeakMethod(method), storage._cdata).atexit = False
+        finalize = weakref.finalize(storage, _call, weakref.WeakMethod(method), storage._cdata)
+        finalize.atexit = False  # type: ignore[misc]  # a property, which mypy takes for a slot
 
 
-def _call(weak_method: weakref.WeakMethod, address: int) -> None:
+def _call(weak_method: weakref.WeakMethod[Any], address: int) -> None:
     method = weak_method()
     if method is not None:
         method(address)

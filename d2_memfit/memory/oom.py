@@ -76,7 +76,7 @@ def error_line(error: BaseException) -> str:
     return (telling or lines[-1:] or [type(error).__name__])[0]
 
 
-def _has_sign(error: BaseException, signs: tuple) -> bool:
+def _has_sign(error: BaseException, signs: tuple[_Sign, ...]) -> bool:
     text = str(error)
     return any(
         re.search(sign.pattern, text) and (not sign.only_under_limit or _process_is_limited())

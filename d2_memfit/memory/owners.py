@@ -1,7 +1,7 @@
 """Whose memory it is: parameters, gradients, the optimizer, or the activations of which module."""
 
 from collections import Counter
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 import torch
 from torch import nn
@@ -10,6 +10,8 @@ from .census import dense_tensors, optimizer_states
 from .meter import TensorMeter, storages
 
 __all__ = ["OwnerMeter"]
+
+_Meter = TypeVar("_Meter", bound="OwnerMeter")
 
 _MODEL = "activations: model"  # what the model's own code makes, between its modules
 
@@ -35,8 +37,8 @@ class OwnerMeter(TensorMeter):
 
     def __init__(self, model: nn.Module, optimizer: Optional[torch.optim.Optimizer] = None) -> None:
         super().__init__()
-        self.live: Counter = Counter()
-        self.peak: Counter = Counter()
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
         self._model = model
         self._device = next(model.parameters()).device
         self._optimizer = optimizer
@@ -44,7 +46,7 @@ class OwnerMeter(TensorMeter):
         self._running: list[str] = []  # owners of the forwards that are running, the innermost last
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> "OwnerMeter":
+    def __enter__(self: _Meter) -> _Meter:
         try:
             self._begin()
         except BaseException:

@@ -27,7 +27,7 @@ class CastsOfCuda(TorchFunctionMode):
     """While it is open, autocast on the CPU brings to float32 what it does on a GPU."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in _TO_FLOAT32 and torch.is_autocast_enabled("cpu"):

@@ -110,7 +110,7 @@ def worst_proposals(model: nn.Module, cfg: CfgNode, batch: list[dict[str, Any]])
         yield
         return
 
-    def replace(module: nn.Module, args: tuple, output: tuple) -> tuple:
+    def replace(module: nn.Module, args: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
         rpn = cfg.MODEL.RPN
         num = rpn.POST_NMS_TOPK_TRAIN if module.training else rpn.POST_NMS_TOPK_TEST
         proposals = []
@@ -137,9 +137,9 @@ def worst_detections(model: nn.Module) -> Iterator[None]:
 
 
 def _most_detections(
-    boxes: tuple,
-    scores: tuple,
-    image_shapes: list,
+    boxes: tuple[torch.Tensor, ...],
+    scores: tuple[torch.Tensor, ...],
+    image_shapes: list[tuple[int, int]],
     score_thresh: float,
     nms_thresh: float,
     topk: int,

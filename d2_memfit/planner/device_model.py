@@ -35,7 +35,7 @@ class DeviceUse:
     allocated_bytes: int
     reserved_bytes: int
     total_bytes: int
-    breakdown: Counter
+    breakdown: Counter[str]
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ class _Account:
     def __init__(self, allocator: Union[CachingAllocator, PageAllocator]) -> None:
         self._allocator = allocator
         self._blocks: dict[Allocation, Any] = {}
-        self._live: Counter = Counter()
-        self.peak: Counter = Counter()
+        self._live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
 
     def allocate(self, allocation: Allocation) -> None:
         if not allocation.num_bytes:

@@ -99,7 +99,8 @@ class DryJob:
         self.device = device
         self.case = case
         self.assumptions = case.assumptions
-        self.limit_bytes = usable_bytes(cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN)
+        budget_gb, margin = cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN
+        self.limit_bytes = None if budget_gb is None else usable_bytes(budget_gb, margin)
         self._expandable_segments = cfg.MEMFIT.BUDGET_GB is not None
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         accumulates = len(self.micro_batch_sizes()) > 1
@@ -190,7 +191,9 @@ class DryJob:
 
     def _uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
         """Of training and evaluation: within the limit, or without it if that is too low."""
-        return self._uses_within(limit_bytes) or self._uses_within(None)
+        uses = self._uses_within(limit_bytes) or self._uses_within(None)
+        assert uses is not None  # without a limit, everything fits
+        return uses
 
     def _uses_within(self, limit_bytes: Optional[int]) -> Optional[list[DeviceUse]]:
         """None if it does not fit."""
@@ -206,9 +209,9 @@ class DryJob:
         return [self.device.use(t, limit_bytes, self._expandable_segments) for t in timelines]
 
 
-def usable_bytes(budget_gb: Optional[float], margin: float) -> Optional[int]:
-    """What a budget leaves beside its margin; None is no limit."""
-    return None if budget_gb is None else int(budget_gb * (1 - margin) * _GB)
+def usable_bytes(budget_gb: float, margin: float) -> int:
+    """What a budget leaves beside its margin."""
+    return int(budget_gb * (1 - margin) * _GB)
 
 
 @contextmanager

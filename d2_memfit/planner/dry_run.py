@@ -16,6 +16,9 @@ from .timeline import Allocate, Allocation, Convolution, Free, Timeline
 
 __all__ = ["DryRun", "WithoutValues", "is_hollow", "make_hollow", "make_real"]
 
+_Args = tuple[Any, ...]  # of an operator
+_Kwargs = dict[str, Any]
+
 aten = torch.ops.aten
 
 _LARGE_BYTES = 2**20  # what is smaller is cheap to compute
@@ -41,7 +44,7 @@ class WithoutValues(TorchDispatchMode):
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+        self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
     ) -> Any:
         return _run(func, args, kwargs or {})
 
@@ -86,7 +89,7 @@ class DryRun(OwnerMeter):
         self.own("inputs", self._inputs)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+        self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
     ) -> Any:
         if self._is_paused:
             return func(*args, **(kwargs or {}))
@@ -94,10 +97,10 @@ class DryRun(OwnerMeter):
         self._note(func, args, kwargs or {}, result)
         return result
 
-    def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _call(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
         return _run(func, args, kwargs)
 
-    def _note(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def _note(self, func: Any, args: _Args, kwargs: _Kwargs, result: Any) -> None:
         """What an operator does beside allocating its result."""
         if _moves_nothing(func):
             return
@@ -120,7 +123,7 @@ class DryRun(OwnerMeter):
                     self._note_convolution(direction, args[1], args[2], args[0], args[1:])
 
     def _note_convolution(
-        self, direction: str, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, args: tuple
+        self, direction: str, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, args: _Args
     ) -> None:
         stride, groups = tuple(args[3]), args[8]
         convolution = Convolution(
@@ -148,14 +151,14 @@ class DryRun(OwnerMeter):
 def make_hollow(tensors: Any) -> Any:
     """Say of tensors, in any containers, that their values do not matter. They are returned."""
     for storage in storages(tensors):
-        storage.is_hollow = True
+        storage.is_hollow = True  # type: ignore[attr-defined]  # one that PyTorch does not have
     return tensors
 
 
 def make_real(tensors: Any) -> None:
     """Say that the values have been computed after all."""
     for storage in storages(tensors):
-        storage.is_hollow = False
+        storage.is_hollow = False  # type: ignore[attr-defined]
 
 
 def is_hollow(tensors: Any) -> bool:
@@ -166,7 +169,7 @@ def _moves_nothing(func: Any) -> bool:
     return func.is_view or torch.Tag.inplace_view in func.tags or func in _LIKE_VIEWS
 
 
-def _run(func: Any, args: tuple, kwargs: dict) -> Any:
+def _run(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     if _moves_nothing(func):
         return func(*args, **kwargs)
     if func in _RANDOM_FILLS and args[0].nbytes >= _LARGE_BYTES:
@@ -186,7 +189,7 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
-def _without_computing(func: Any, args: tuple, kwargs: dict) -> Any:
+def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     changed = _changed_arguments(func, args, kwargs)
     make_hollow([t for t in changed if t.nbytes >= _LARGE_BYTES])
     returns = func._schema.returns
@@ -201,14 +204,14 @@ def _without_computing(func: Any, args: tuple, kwargs: dict) -> Any:
     return make_hollow(result) if func is aten._to_copy.default else result
 
 
-def _asks_if_finite(func: Any, args: tuple) -> bool:
+def _asks_if_finite(func: Any, args: _Args) -> bool:
     """As ``isfinite`` does, by ``x == x`` and ``x.abs() != inf``. The answer is yes."""
     if func is aten.eq.Tensor:
         return args[0] is args[1]
     return func is aten.ne.Scalar and args[1] == math.inf
 
 
-def _changed_arguments(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+def _changed_arguments(func: Any, args: _Args, kwargs: _Kwargs) -> list[torch.Tensor]:
     values = dict(zip((a.name for a in func._schema.arguments), args), **kwargs)
     changed = [
         values.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write
@@ -216,7 +219,7 @@ def _changed_arguments(func: Any, args: tuple, kwargs: dict) -> list[torch.Tenso
     return [t for t in tree_iter(changed) if isinstance(t, torch.Tensor)]
 
 
-def _without_masks(indices: list) -> list:
+def _without_masks(indices: list[Any]) -> list[Any]:
     """As indexing does it: a mask becomes the indices of what it is true for."""
     result = []
     for index in indices:

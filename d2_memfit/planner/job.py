@@ -177,7 +177,7 @@ def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:
     largest first, each to the rank that has the least.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    shares: list[list] = [[] for _ in range(num_ranks)]
+    shares: list[list[nn.Parameter]] = [[] for _ in range(num_ranks)]
     for p in sorted(parameters, key=torch.numel, reverse=True):
         min(shares, key=lambda share: sum(map(torch.numel, share))).append(p)
     kept = {id(p) for p in max(shares, key=lambda share: sum(map(torch.numel, share)))}
@@ -200,11 +200,11 @@ def keep_gradients_in(buckets: torch.Tensor, parameters: list[nn.Parameter]) -> 
 
 
 def _move_gradient(parameter: nn.Parameter, view: torch.Tensor) -> None:
-    if parameter.grad is not view:
+    if parameter.grad is not None and parameter.grad is not view:
         parameter.grad = view.copy_(parameter.grad)
 
 
-def _paste_like_gpu(_: Callable) -> Callable:
+def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:
     """In place of Detectron2's ``paste_masks_in_image``, whose path depends on the device."""
 
     def paste_masks_in_image(

@@ -27,7 +27,7 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     """
     pairs: dict[int, tuple[Boxes, Boxes]] = {}  # by the number of a matrix
 
-    def without_values(pairwise_iou: Callable) -> Callable:
+    def without_values(pairwise_iou: Callable[..., Any]) -> Callable[..., Any]:
         def hollow_pairwise_iou(boxes1: Boxes, boxes2: Boxes) -> torch.Tensor:
             tensors = [boxes1.tensor, boxes2.tensor]
             if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_hollow(tensors):

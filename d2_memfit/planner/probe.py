@@ -139,7 +139,7 @@ def _limited(device: torch.device, limit_bytes: Optional[int]) -> Iterator[Devic
         torch.cuda.set_per_process_memory_fraction(share_before, device)
 
 
-def _use(device: torch.device, before: DeviceMemory, expected: Counter) -> DeviceUse:
+def _use(device: torch.device, before: DeviceMemory, expected: Counter[str]) -> DeviceUse:
     """What was measured, by the owners that the dry run knows."""
     memory = device_memory(device)
     allocated = memory.peak_allocated_bytes - before.allocated_bytes

@@ -109,7 +109,9 @@ class Planner:
         self._limit_bytes = usable_bytes(budget_gb, margin)
         start = _choice((), self._images)
         choice = start if self._fits(start) else self._search(tiers)
-        fits, smallest_gb, must_allow = choice is not None, None, ()
+        fits = choice is not None
+        smallest_gb: Optional[float] = None
+        must_allow: Sequence[str] = ()
         if choice is None:
             choice = self._smallest(tiers)
             smallest_gb = self._job(choice).least_bytes() / (1 - margin) / _GB
@@ -273,7 +275,7 @@ class Planner:
 
     def _safety(self, budget_gb: float) -> dict[str, Any]:
         """What keeps the job in its budget if an image is not as expected."""
-        settings = {"MEMFIT.BUDGET_GB": budget_gb}
+        settings: dict[str, Any] = {"MEMFIT.BUDGET_GB": budget_gb}
         if self._num_gpus == 1 or "SyncBN" not in self._cfg.dump():  # recovery cannot have both
             settings["MEMFIT.OOM.POLICY"] = "split"
         return settings

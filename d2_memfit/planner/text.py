@@ -1,5 +1,8 @@
 """Estimates and plans as tables for people."""
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 from tabulate import tabulate
 
 from .dry_job import MemoryEstimate
@@ -71,9 +74,9 @@ def _needs(plan: Plan) -> str:
     return f"{after:.2f} GB" + (f", without the plan {before:.2f} GB" if plan.steps else "")
 
 
-def _settings(settings: dict) -> str:
+def _settings(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
-def _table(rows: list, header: list) -> str:
+def _table(rows: Iterable[Sequence[Any]], header: list[str]) -> str:
     return tabulate(rows, header, tablefmt="pipe", floatfmt=".2f")

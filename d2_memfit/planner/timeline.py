@@ -70,7 +70,7 @@ class Work:
         num_operators: that were called.
     """
 
-    flops: Counter = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
     bytes_moved: int = 0
     host_bytes: int = 0
     num_operators: int = 0
@@ -87,9 +87,9 @@ class Timeline:
     events: list[Event] = field(default_factory=list)
     work: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
 
-    def peak(self) -> Counter:
+    def peak(self) -> Counter[str]:
         """Bytes by owner at the time when most is alive."""
-        owners: Counter = Counter()
+        owners: Counter[str] = Counter()
         for allocation in self.alive_at_peak():
             owners[allocation.owner] += allocation.num_bytes
         return owners

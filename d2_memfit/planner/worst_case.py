@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Optional
+from typing import Any, Optional
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -133,7 +133,7 @@ def _facts(names: Sequence[str]) -> Optional[_Facts]:
 
 
 @lru_cache(maxsize=8)  # of names, and of what is registered under them now
-def _facts_of(datasets: tuple[tuple[str, Callable], ...]) -> Optional[_Facts]:
+def _facts_of(datasets: tuple[tuple[str, Callable[..., Any]], ...]) -> Optional[_Facts]:
     sizes, num_instances = set(), 0
     for name, _ in datasets:
         try:

@@ -56,7 +56,7 @@ class SharedBitMaskTargets(Technique):
         return model
 
 
-class _SharesBitMasks:
+class _SharesBitMasks(nn.Module):
     def forward(
         self,
         images: ImageList,

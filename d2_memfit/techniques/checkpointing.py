@@ -1,7 +1,7 @@
 """Activation checkpointing: what a block computes is computed again in the backward, not kept."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Optional
 
@@ -78,7 +78,7 @@ def _patterns(model: nn.Module, choices: Sequence[str]) -> list[str]:
     return patterns
 
 
-class _Checkpointed:
+class _Checkpointed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return recompute_in_backward(self, super().forward, *args, **kwargs)
 
@@ -107,7 +107,7 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
 
 
 def recompute_in_backward(
-    module: nn.Module, forward: Callable, /, *args: Any, **kwargs: Any
+    module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call ``forward``, of which autograd keeps only the arguments.
 
@@ -120,7 +120,7 @@ def recompute_in_backward(
     return checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
 
 
-def _contexts(module: nn.Module) -> tuple:
+def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], "_WithoutTraces"]:
     """For the forward, and for when it is computed again."""
     return nullcontext(), _WithoutTraces(module)
 
@@ -174,7 +174,7 @@ def _is_block(module: nn.Module) -> bool:
 
 def _is_stage(module: nn.Module) -> bool:
     blocks = list(module.children())
-    return isinstance(module, nn.Sequential) and blocks and all(map(_is_block, blocks))
+    return isinstance(module, nn.Sequential) and len(blocks) > 0 and all(map(_is_block, blocks))
 
 
 def _is_layer(module: nn.Module) -> bool:

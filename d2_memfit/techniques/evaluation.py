@@ -9,6 +9,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.layers import paste_masks_in_image
 from detectron2.structures import Boxes, Instances
+from numpy.typing import NDArray
 from torch import nn
 
 from ..checks import check_bool
@@ -53,7 +54,7 @@ class EvaluationOnHost(Technique):
         return model
 
 
-class _EvaluatesOnHost:
+class _EvaluatesOnHost(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.training:
             return super().__call__(*args, **kwargs)
@@ -62,8 +63,8 @@ class _EvaluatesOnHost:
 
 
 def results_on_host(
-    model: nn.Module, detector_postprocess: Optional[Callable] = None
-) -> AbstractContextManager:
+    model: nn.Module, detector_postprocess: Optional[Callable[..., Any]] = None
+) -> AbstractContextManager[None]:
     """While open, what Detectron2's models call to bring results to the size of the image runs on
     the host.
 
@@ -78,7 +79,7 @@ def results_on_host(
     return replaced_functions(source_files(model.modules()), replacements)
 
 
-def _on_host(postprocess: Callable) -> Callable:
+def _on_host(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     def postprocess_on_host(results: Any, *args: Any, **kwargs: Any) -> Any:
         return postprocess(results.to("cpu"), *args, **kwargs)
 
@@ -110,17 +111,20 @@ class PastedMasks:
         return len(self._masks)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self[i] for i in range(len(self)))
+        return (self._paste(i) for i in range(len(self)))
 
     def __getitem__(self, index: Any) -> Union[torch.Tensor, "PastedMasks"]:
         """One mask [height, width] by its number, or several as of a tensor."""
         if isinstance(index, (int, np.integer)) or (np.ndim(index) == 0 and torch.is_tensor(index)):
-            masks, boxes = self._masks[int(index)][None], self._boxes[int(index)]
-            return paste_masks_in_image(masks, boxes, self._image_size, self._threshold)[0]
+            return self._paste(int(index))
         masks, boxes = self._masks[index], self._boxes[index]
         return PastedMasks(masks, boxes, self._image_size, self._threshold)
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+    def _paste(self, index: int) -> torch.Tensor:
+        masks, boxes = self._masks[index][None], self._boxes[index]
+        return paste_masks_in_image(masks, boxes, self._image_size, self._threshold)[0]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         masks = [mask.numpy() for mask in self]
         return np.stack(masks).astype(dtype or bool) if masks else np.zeros((0, *self._image_size))
 
@@ -129,7 +133,7 @@ class PastedMasks:
         return self
 
 
-def _detector_postprocess_lazily(postprocess: Callable) -> Callable:
+def _detector_postprocess_lazily(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     def postprocess_on_host(
         results: Instances, output_height: int, output_width: int, mask_threshold: float = 0.5
     ) -> Instances:

@@ -70,11 +70,12 @@ class ChunkedHeads(Technique):
         return model
 
 
-class _RunsInChunks:
+class _RunsInChunks(nn.Module):
     chunk_size: int
 
     def layers(self, x: torch.Tensor) -> torch.Tensor:
-        run = super().layers
+        original: Any = super()  # the head's own class
+        run = original.layers
         if torch.is_grad_enabled():
             run = partial(recompute_in_backward, self, run)
         return torch.cat([run(chunk) for chunk in x.split(self.chunk_size)])

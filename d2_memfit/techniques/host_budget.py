@@ -119,7 +119,7 @@ class LoaderPrefetch(Technique):
         return cfg.MEMFIT.HOST.PREFETCH is not None
 
     @classmethod
-    def apply(cls, build_loader: Callable, cfg: CfgNode) -> Callable:
+    def apply(cls, build_loader: Callable[..., Any], cfg: CfgNode) -> Callable[..., Any]:
         def build_loader_with_prefetch(*args: Any, **kwargs: Any) -> Any:
             loader = build_loader(*args, **kwargs)
             inner = loader

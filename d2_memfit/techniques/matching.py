@@ -110,7 +110,7 @@ class ChunkedMatcher(Matcher):
     """
 
     def __init__(self, matcher: Matcher) -> None:
-        vars(self).update(vars(matcher))
+        self.__dict__.update(vars(matcher))
 
     def __call__(self, quality: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -165,7 +165,7 @@ def _label_best_anchors(
             labels[chunk][(part == best[rows, None]).any(dim=0)] = 1
 
 
-class _MatchesInChunks:
+class _MatchesInChunks(nn.Module):
     chunk_size: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ class _MatchesInChunks:
         with replaced_functions(files, {"pairwise_iou": self._without_matrix}):
             return super().forward(*args, **kwargs)
 
-    def _without_matrix(self, pairwise_iou: Callable) -> Callable:
+    def _without_matrix(self, pairwise_iou: Callable[..., Any]) -> Callable[..., Any]:
         def quality(instances: Boxes, anchors: Boxes) -> PairwiseQuality:
             def compute(rows: Any, columns: slice) -> torch.Tensor:
                 return pairwise_iou(instances[rows], anchors[columns])
@@ -184,7 +184,7 @@ class _MatchesInChunks:
         return quality
 
 
-class _MatchesPointsInChunks:
+class _MatchesPointsInChunks(FCOS):
     """FCOS, which has a matching of its own: another one in each release of Detectron2."""
 
     chunk_size: int

@@ -1,7 +1,7 @@
 """Finding modules by patterns of their names, and changing what one of them does."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import ModuleType
@@ -64,7 +64,7 @@ def extend(module: nn.Module, mixin: type, **attributes: Any) -> None:
     base = getattr(original, "_extended_class", original)
     extensions = [*getattr(original, "_extensions", []), (mixin, attributes)]
 
-    def reduce(self: nn.Module, protocol: int) -> tuple:
+    def reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
         return _extended, (base, extensions), vars(self)
 
     members = {
@@ -77,7 +77,7 @@ def extend(module: nn.Module, mixin: type, **attributes: Any) -> None:
     module.__class__ = type(original.__name__, (mixin, original), members)
 
 
-def _extended(base: type, extensions: list) -> nn.Module:
+def _extended(base: type[nn.Module], extensions: list[tuple[type, dict[str, Any]]]) -> nn.Module:
     """For copies and pickles."""
     module = base.__new__(base)
     for mixin, attributes in extensions:
@@ -92,7 +92,8 @@ def source_files(modules: Iterable[nn.Module]) -> set[ModuleType]:
 
 @contextmanager
 def replaced_functions(
-    files: Iterable[ModuleType], replacements: dict[str, Callable[[Callable], Callable]]
+    files: Iterable[ModuleType],
+    replacements: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]],
 ) -> Iterator[None]:
     """While open, functions that are known in some files by a name are others there.
 

@@ -71,7 +71,7 @@ class ActivationOffload(Technique):
         return model
 
 
-class _Offloaded:
+class _Offloaded(nn.Module):
     offload: "_Offload"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,8 @@ class _OnHost:
 
     def __init__(self, host: torch.Tensor, before: Optional["_OnHost"]) -> None:
         self.host = host
-        self.before = before and weakref.ref(before)  # the one that was saved before it
+        # The one that was saved before it.
+        self.before = None if before is None else weakref.ref(before)
         self.fetched: Optional[torch.Tensor] = None
         self.is_there: Optional[torch.cuda.Event] = None
 
@@ -95,7 +96,7 @@ class _OnHost:
 class _Offload:
     """Moves what autograd saves to the host and back, on a GPU with a stream of its own."""
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _Offload, (self._device,)
 
     def __init__(self, device: torch.device) -> None:
@@ -103,7 +104,7 @@ class _Offload:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._weights: set[int] = set()  # addresses of what is on the device anyway
         # The tensor is kept, so that no other can have its address.
-        self._last: Optional[tuple[torch.Tensor, tuple, _OnHost]] = None
+        self._last: Optional[tuple[torch.Tensor, tuple[Any, ...], _OnHost]] = None
         self._bytes_since_check = 0
 
     @contextmanager
@@ -137,15 +138,15 @@ class _Offload:
     def _unpack(self, packed: Union[torch.Tensor, _OnHost]) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        self._fetch(packed)
-        if self._stream is not None:
+        fetched = self._fetch(packed)
+        if packed.is_there is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(packed.is_there)
-            packed.fetched.record_stream(current)
-        before = packed.before and packed.before()
+            fetched.record_stream(current)
+        before = None if packed.before is None else packed.before()
         if before is not None:  # it is needed next, and comes while this one is used
             self._fetch(before)
-        return packed.fetched
+        return fetched
 
     def _copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._stream is None:
@@ -161,15 +162,16 @@ class _Offload:
         tensor.record_stream(self._stream)
         return host
 
-    def _fetch(self, packed: _OnHost) -> None:
+    def _fetch(self, packed: _OnHost) -> torch.Tensor:
         if packed.fetched is not None:
-            return
+            return packed.fetched
         if self._stream is None:
             packed.fetched = packed.host.clone()  # in memory that counts as the device's
-            return
+            return packed.fetched
         with torch.cuda.stream(self._stream):
             packed.fetched = packed.host.to(self._device, non_blocking=True)
             packed.is_there = self._stream.record_event()
+        return packed.fetched
 
     def _check_host(self, num_bytes: int) -> None:
         self._bytes_since_check += num_bytes
@@ -187,7 +189,7 @@ class _Offload:
             )
 
 
-def _identity(tensor: torch.Tensor) -> tuple:
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two tensors share if they are one, unchanged."""
     address, version = tensor.data_ptr(), tensor._version
     return address, version, tensor.dtype, tensor.shape, tensor.stride()

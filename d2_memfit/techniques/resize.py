@@ -38,7 +38,7 @@ def resize_image(image: dict[str, Any], factor: float) -> dict[str, Any]:
     return resized
 
 
-def _resize_pixels(pixels: torch.Tensor, size: tuple, mode: str) -> torch.Tensor:
+def _resize_pixels(pixels: torch.Tensor, size: tuple[int, int], mode: str) -> torch.Tensor:
     """Keeps the type of the pixels; any dimensions may stand before height and width."""
     if pixels.numel() == 0:  # an image without objects has no masks
         return pixels.new_zeros((*pixels.shape[:-2], *size))
@@ -50,7 +50,7 @@ def _resize_pixels(pixels: torch.Tensor, size: tuple, mode: str) -> torch.Tensor
     return result.reshape(*pixels.shape[:-2], *size).to(pixels.dtype)
 
 
-def _resize_instances(instances: Instances, size: tuple) -> Instances:
+def _resize_instances(instances: Instances, size: tuple[int, int]) -> Instances:
     height, width = instances.image_size
     scale = (size[1] / width, size[0] / height)
     fields = {name: _resize_field(f, *scale, size) for name, f in instances.get_fields().items()}
@@ -60,7 +60,7 @@ def _resize_instances(instances: Instances, size: tuple) -> Instances:
     return Instances(size, **fields)
 
 
-def _resize_field(field: Any, scale_x: float, scale_y: float, size: tuple) -> Any:
+def _resize_field(field: Any, scale_x: float, scale_y: float, size: tuple[int, int]) -> Any:
     if isinstance(field, (Boxes, RotatedBoxes)):
         field = field.clone()
         field.scale(scale_x, scale_y)

@@ -10,6 +10,7 @@ import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import build
 from detectron2.utils import comm
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from ..checks import check_bool
@@ -50,7 +51,7 @@ class SharedDataset(Technique):
         return cfg.MEMFIT.HOST.SHARED_DATASET
 
     @classmethod
-    def apply(cls, build_loader: Callable, cfg: CfgNode) -> Callable:
+    def apply(cls, build_loader: Callable[..., Any], cfg: CfgNode) -> Callable[..., Any]:
         def build_loader_with_shared_dataset(*args: Any, **kwargs: Any) -> Any:
             with replaced_functions([build], {"DatasetFromList": lambda _: SharedList}):
                 return build_loader(*args, **kwargs)
@@ -58,7 +59,7 @@ class SharedDataset(Technique):
         return build_loader_with_shared_dataset
 
 
-class SharedList(Dataset):
+class SharedList(Dataset[Any]):
     """In place of Detectron2's ``DatasetFromList``. All ranks must make it together.
 
     Args:
@@ -92,10 +93,10 @@ class SharedList(Dataset):
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> Any:
-        return pickle.loads(memoryview(self._bytes[self._ends[index] : self._ends[index + 1]]))
+        return pickle.loads(self._bytes[self._ends[index] : self._ends[index + 1]].data)
 
 
-def _write(items: Sequence[Any]) -> tuple[str, np.ndarray]:
+def _write(items: Sequence[Any]) -> tuple[str, NDArray[np.int64]]:
     """Path of a file with all items, and where each ends, with a 0 in front."""
     ends = [0]
     handle, path = tempfile.mkstemp(prefix="d2_memfit_dataset_")

@@ -84,7 +84,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         super().__init__(optimizer.param_groups, optimizer_class=cls, **options)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        self._all_state_dicts = []  # they are no longer what is
+        self._all_state_dicts: list[Any] = []  # they are no longer what is
         return super().step(*args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ NUM_PICTURES = 6
 MIN_SCORE = 0.7
 
 
-def train(dataset: Path, output_dir: Path, opts: list) -> None:
+def train(dataset: Path, output_dir: Path, opts: list[str]) -> None:
     command = [sys.executable, ROOT / "tools" / "train_net.py", "--config-file", CONFIG]
     for split in ("train", "val"):
         command += ["--coco", f"coins_{split}", dataset / f"{split}.json", dataset / split]

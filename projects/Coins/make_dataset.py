@@ -11,18 +11,23 @@ its lower half; a gap between two rows of coins separates them. The same seed gi
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 from scipy import ndimage
 from skimage import data, filters, measure, morphology, segmentation
+
+Image = NDArray[np.uint8]
+Labels = NDArray[Any]  # of integers
 
 SPLIT_ROW = 150  # between the second and the third row of coins
 SPLITS = {"train": (slice(None, SPLIT_ROW), 64), "val": (slice(SPLIT_ROW, None), 16)}
 MIN_VISIBLE_PIXELS = 100  # less of a coin than this, at the border of a crop, is no object
 
 
-def find_coins(photograph: np.ndarray) -> np.ndarray:
+def find_coins(photograph: Image) -> Labels:
     """Label the coins.
 
     Args:
@@ -39,7 +44,9 @@ def find_coins(photograph: np.ndarray) -> np.ndarray:
     return measure.label(is_coin)
 
 
-def random_view(photograph: np.ndarray, labels: np.ndarray, rng: np.random.Generator):
+def random_view(
+    photograph: Image, labels: Labels, rng: np.random.Generator
+) -> tuple[Image, Labels]:
     """A crop of both, flipped and scaled at random."""
     height, width = photograph.shape
     h = rng.integers(int(0.75 * height), height + 1)
@@ -57,7 +64,7 @@ def random_view(photograph: np.ndarray, labels: np.ndarray, rng: np.random.Gener
     return image, mask
 
 
-def coin_annotation(mask: np.ndarray) -> dict:
+def coin_annotation(mask: NDArray[np.bool_]) -> dict[str, Any]:
     """COCO's annotation of one coin, but for its ids.
 
     Args:

@@ -11,6 +11,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 from detectron2.data import build_detection_train_loader
 from detectron2.data.samplers import TrainingSampler
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"Mask R-CNN R50-FPN, {args.size[0]} x {args.size[1]} pixels. {machine()}.\n")
     with coins(*args.size) as (dicts, mapper):
 
-        def loader() -> Iterable:
+        def loader() -> Iterable[Any]:
             sampler = TrainingSampler(len(dicts), seed=0)
             return build_detection_train_loader(
                 dicts,
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         print(compare_memory([mapper(d) for d in dicts[: args.steps]]))
 
 
-def compare_times(loader: Callable, steps: int, rounds: int) -> str:
+def compare_times(loader: Callable[[], Iterable[Any]], steps: int, rounds: int) -> str:
     sides = {
         "plain, 1 image": Side(SimpleTrainer, loader(), steps),
         "ours, 1 x 1": Side(AccumulatingTrainer, loader(), steps),
@@ -64,7 +65,7 @@ def compare_times(loader: Callable, steps: int, rounds: int) -> str:
     return markdown_table(header, rows)
 
 
-def compare_memory(images: list) -> str:
+def compare_memory(images: list[dict[str, Any]]) -> str:
     steps = len(images)
     singles = [[image] for image in images] * 2
     sides = {
@@ -88,5 +89,5 @@ def compare_memory(images: list) -> str:
     )
 
 
-def _accumulating(steps: int) -> Callable:
+def _accumulating(steps: int) -> Callable[..., AccumulatingTrainer]:
     return partial(AccumulatingTrainer, accumulation_steps=steps)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from detectron2 import model_zoo
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "projects" / "Coins
 
 
 @contextmanager
-def coins(height: int, width: int) -> Iterator[tuple]:
+def coins(height: int, width: int) -> Iterator[tuple[list[dict[str, Any]], DatasetMapper]]:
     """Photographs of coins with boxes and masks, all of one size in pixels.
 
     Yields:
@@ -60,10 +61,10 @@ class Side:
 
     def __init__(
         self,
-        create_trainer: Callable,
-        loader: Iterable,
+        create_trainer: Callable[..., Any],
+        loader: Iterable[Any],
         iterations_per_round: int = 1,
-        opts: Sequence = (),
+        opts: Sequence[Any] = (),
     ) -> None:
         torch.manual_seed(0)
         cfg = load_cfg(model_zoo.get_config_file(CONFIG), opts)
@@ -74,7 +75,7 @@ class Side:
         optimizer = apply_techniques("optimizer", optimizer, cfg)
         self.trainer = create_trainer(model, loader, optimizer)
         self.iterations_per_round = iterations_per_round
-        self.seconds: list = []
+        self.seconds: list[float] = []
 
     def round(self) -> None:
         torch.manual_seed(0)
@@ -106,7 +107,7 @@ def machine() -> str:
     return f"{device}, PyTorch {torch.__version__}, Python {platform.python_version()}"
 
 
-def markdown_table(header: list, rows: list) -> str:
+def markdown_table(header: list[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 

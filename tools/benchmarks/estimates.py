@@ -60,7 +60,7 @@ def compare(config: str) -> list[str]:
     before = process_memory().data_bytes
     dry_job = DryJob(cfg, 1, DeviceModel.load("cpu"), CASE)
     cells = []
-    timelines = dry_job.training, dry_job.evaluation
+    timelines = [t for t in (dry_job.training, dry_job.evaluation) if t is not None]
     with TensorMeter() as meter:
         for timeline, _ in zip(timelines, run_for_real(dry_job, "cpu")):
             estimated, measured = sum(timeline.peak().values()), meter.peak_bytes

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     print(markdown_table(["", *CUTS], rows))
 
 
-def train(cfg: CfgNode, images: list, num_iterations: int) -> nn.Module:
+def train(cfg: CfgNode, images: list[dict[str, Any]], num_iterations: int) -> nn.Module:
     torch.manual_seed(0)
     if not torch.cuda.is_available():
         cfg.MODEL.DEVICE = "cpu"
@@ -76,7 +76,7 @@ def train(cfg: CfgNode, images: list, num_iterations: int) -> nn.Module:
     return model
 
 
-def gaps(model: nn.Module, images: list, at_start: bool = False) -> list:
+def gaps(model: nn.Module, images: list[dict[str, Any]], at_start: bool = False) -> list[str]:
     """For each of CUTS, the relative difference of its gradient to the full batch's."""
     samples = Samples(model)
     full = gradient(model, images, (NUM_IMAGES,), at_start)
@@ -88,7 +88,9 @@ def gaps(model: nn.Module, images: list, at_start: bool = False) -> list:
     return result
 
 
-def gradient(model: nn.Module, images: list, sizes: tuple, at_start: bool) -> torch.Tensor:
+def gradient(
+    model: nn.Module, images: list[dict[str, Any]], sizes: tuple[int, ...], at_start: bool
+) -> torch.Tensor:
     """The gradient of one iteration, as one vector.
 
     Args:
@@ -96,20 +98,20 @@ def gradient(model: nn.Module, images: list, sizes: tuple, at_start: bool) -> to
         at_start: give RetinaNet's normaliser the value that it starts with, instead of the one it
             settles on: the mean number of positive anchors in these micro-batches.
     """
-    images = iter(images)
-    batches = [[next(images) for _ in range(size)] for size in sizes]
+    rest = iter(images)
+    batches = [[next(rest) for _ in range(size)] for size in sizes]
     if at_start:
-        model.loss_normalizer = 100.0
+        vars(model)["loss_normalizer"] = 100.0
     elif hasattr(model, "loss_normalizer"):
         positives = [count_positive_anchors(model, batch) for batch in batches]
-        model.loss_normalizer = sum(positives) / len(positives)
+        vars(model)["loss_normalizer"] = sum(positives) / len(positives)
     with EventStorage():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         AccumulatingTrainer(model, batches, optimizer, len(sizes)).run_step()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def count_positive_anchors(model: nn.Module, batch: list) -> float:
+def count_positive_anchors(model: nn.Module, batch: list[dict[str, Any]]) -> float:
     with EventStorage() as storage, torch.no_grad():
         model(batch)
         return storage.history("num_pos_anchors").latest() * len(batch)  # it logs the mean
@@ -124,10 +126,10 @@ class Samples:
     )
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept: dict = {}
-        self._images: list = []  # of the batch that is in the model
+        self._kept: dict[tuple[str, int], Any] = {}
+        self._images: list[int] = []  # of the batch that is in the model
         self._hook = model.register_forward_pre_hook(self._look_at_batch)
-        self._modules = []
+        self._modules: list[tuple[nn.Module, str]] = []
         for owner, method in self.METHODS:
             if hasattr(model, owner):
                 self._wrap(getattr(model, owner), method)
@@ -137,7 +139,7 @@ class Samples:
         for module, method in self._modules:
             delattr(module, method)
 
-    def _look_at_batch(self, model: nn.Module, args: tuple) -> None:
+    def _look_at_batch(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         self._images = [image["image_id"] for image in args[0]]
 
     def _wrap(self, module: nn.Module, method: str) -> None:

@@ -13,16 +13,20 @@ reduces them while the backward runs. Without a GPU, each has half of the CPU's 
 import argparse
 import statistics
 import time
+from collections.abc import Iterable
 from functools import partial
 from itertools import repeat
+from typing import Any
 
 import torch
 from detectron2.utils import comm
+from torch import nn
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.engine import RecoveryOptions, launch
 from d2_memfit.engine.micro_batch_size import MicroBatchSize
+from d2_memfit.engine.window import MicroBatch
 
 from .common import Side, coins, machine, markdown_table, take_turns
 
@@ -43,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         launch(two_ranks, 2, dist_url="auto", args=(images, args.rounds))
 
 
-def one_rank(images: list, rounds: int) -> str:
+def one_rank(images: list[dict[str, Any]], rounds: int) -> str:
     pairs = repeat(images[:2])
     sides = {
         "raise, 1 image": Side(AccumulatingTrainer, repeat(images[:1])),
@@ -67,15 +71,18 @@ def one_rank(images: list, rounds: int) -> str:
 class FailingTrainer(AccumulatingTrainer):
     """The first forward of each iteration computes to its end, and then memory runs out."""
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, recovery=RecoveryOptions(), **kwargs)
-        self.seconds_thrown_away: list = []
+    def __init__(
+        self, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
+    ) -> None:
+        super().__init__(model, data_loader, optimizer, recovery=RecoveryOptions())
+        self.seconds_thrown_away: list[float] = []
 
     def run_step(self) -> None:
+        assert self.recovery is not None
         self.recovery.size = MicroBatchSize(None, grow_after=1000)
         super().run_step()
 
-    def _forward(self, micro_batch):
+    def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         start = time.perf_counter()
         loss = super()._forward(micro_batch)
         if micro_batch.num_images > 1:
@@ -86,7 +93,7 @@ class FailingTrainer(AccumulatingTrainer):
         return loss
 
 
-def two_ranks(images: list, rounds: int) -> None:
+def two_ranks(images: list[dict[str, Any]], rounds: int) -> None:
     batch = images[2 * comm.get_rank() :][:1]
     sides = {
         name: Side(
@@ -103,6 +110,6 @@ def two_ranks(images: list, rounds: int) -> None:
         print(markdown_table(header, rows))
 
 
-def row(name: str, seconds: list, base: list) -> list:
+def row(name: str, seconds: list[float], base: list[float]) -> list[str]:
     median = statistics.median(seconds)
     return [name, f"{median:.3f}", f"{median / statistics.median(base):.3f}"]

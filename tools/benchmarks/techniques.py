@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import repeat
+from typing import Any
 
 import torch
 from detectron2 import model_zoo
@@ -76,21 +77,21 @@ def exact_techniques_of_one_rank() -> list[str]:
     return [*names, "OptimizerImplementation"]
 
 
-def training(images: list, rounds: int, names: list[str], others: list[str]) -> str:
-    def side(trainer: Callable, names: list[str]) -> Side:
+def training(images: list[dict[str, Any]], rounds: int, names: list[str], others: list[str]) -> str:
+    def new_side(trainer: Callable[..., Any], names: list[str]) -> Side:
         return Side(trainer, repeat(images), opts=[*SMALL_ACTIVATIONS, *settings(names)])
 
     amp = partial(AccumulatingTrainer, precision="fp16" if torch.cuda.is_available() else "bf16")
 
     sides = {
-        "plain Detectron2": side(SimpleTrainer, []),
-        "d2_memfit (gradients freed before the forward)": side(AccumulatingTrainer, []),
-        **{name: side(AccumulatingTrainer, [name]) for name in names},
+        "plain Detectron2": new_side(SimpleTrainer, []),
+        "d2_memfit (gradients freed before the forward)": new_side(AccumulatingTrainer, []),
+        **{name: new_side(AccumulatingTrainer, [name]) for name in names},
     }
     for i in range(2, len(names) + 1):
-        sides[f"the first {i} together"] = side(AccumulatingTrainer, names[:i])
+        sides[f"the first {i} together"] = new_side(AccumulatingTrainer, names[:i])
     for name in others:
-        sides[name] = side(amp if name == "MixedPrecision" else AccumulatingTrainer, [name])
+        sides[name] = new_side(amp if name == "MixedPrecision" else AccumulatingTrainer, [name])
     take_turns(sides.values(), rounds)
     rows, base = [], None
     for name, side in sides.items():
@@ -104,7 +105,7 @@ def training(images: list, rounds: int, names: list[str], others: list[str]) -> 
     return markdown_table(header, rows)
 
 
-def settings(names: list[str]) -> list:
+def settings(names: list[str]) -> list[Any]:
     cfg = load_cfg(model_zoo.get_config_file(CONFIG), ["INPUT.MASK_FORMAT", "bitmask"])
     on = [get_technique(name).settings(cfg) for name in names]
     return [x for item in on for pair in item.items() for x in pair]
@@ -141,7 +142,7 @@ def matching(rounds: int, num_anchors: int = 268_569, num_instances: int = 300) 
     matcher = Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True)
     chunk_size = get_technique("ChunkedMatching").settings(get_cfg())["MEMFIT.MATCHING.CHUNK_SIZE"]
 
-    def chunked() -> tuple:
+    def chunked() -> tuple[torch.Tensor, torch.Tensor]:
         quality = PairwiseQuality(
             lambda rows, columns: pairwise_iou(instances[rows], anchors[columns]),
             (num_instances, num_anchors),
@@ -153,7 +154,7 @@ def matching(rounds: int, num_anchors: int = 268_569, num_instances: int = 300) 
         "Detectron2": lambda: matcher(pairwise_iou(instances, anchors)),
         f"chunks of {chunk_size}": chunked,
     }
-    seconds: dict[str, list] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds + 1):
         for name, label in sides.items():
             start = time.perf_counter()

@@ -55,5 +55,5 @@ def rank_correlation(pairs: list[tuple[float, float]]) -> float:
     return torch.corrcoef(torch.tensor(ranks))[0, 1].item()
 
 
-def _rank(values: tuple, value: float) -> float:
+def _rank(values: tuple[float, ...], value: float) -> float:
     return sum(v < value for v in values) + (values.count(value) - 1) / 2
