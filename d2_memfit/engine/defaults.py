@@ -1,11 +1,9 @@
 """The default trainer of Detectron2, with accumulation, in one changed base class."""
 
 import logging
-from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase
 from detectron2.solver import LRMultiplier
@@ -53,11 +51,7 @@ class MemfitMixin(_Trainer):
             config first, or makes an inner trainer of its own.
     """
 
-    # The trainer's, in whose place others are put.
     _hooks: list[HookBase]
-    build_model: Callable[..., nn.Module]
-    build_optimizer: Callable[..., torch.optim.Optimizer]
-    build_train_loader: Callable[..., Iterable[Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -123,11 +117,13 @@ class MemfitMixin(_Trainer):
     def _apply_techniques_when_built(self, cfg: CfgNode) -> None:
         """Whatever class of the project has the ``build_*`` methods, techniques come after them."""
         build_model, build_optimizer = self.build_model, self.build_optimizer
-        self.build_model = lambda *a, **k: apply_techniques("model", build_model(*a, **k), cfg)
-        self.build_optimizer = lambda *a, **k: apply_techniques(
-            "optimizer", build_optimizer(*a, **k), cfg
+        self.__dict__.update(
+            build_model=lambda *a, **k: apply_techniques("model", build_model(*a, **k), cfg),
+            build_optimizer=lambda *a, **k: apply_techniques(
+                "optimizer", build_optimizer(*a, **k), cfg
+            ),
+            build_train_loader=apply_techniques("loader", self.build_train_loader, cfg),
         )
-        self.build_train_loader = apply_techniques("loader", self.build_train_loader, cfg)
 
     auto_scale_workers = staticmethod(auto_scale_workers)
 

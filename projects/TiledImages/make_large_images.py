@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import rasterio
+from numpy.typing import NDArray
 from skimage import data
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "Coins"))
@@ -49,11 +50,11 @@ def make_image(path: Path, size: int, split: str, seed: int) -> list[dict[str, A
 
 
 def _strew(
-    cell: np.ndarray,
+    cell: NDArray[Any],
     left: int,
     top: int,
-    view: np.ndarray,
-    labels: np.ndarray,
+    view: NDArray[Any],
+    labels: NDArray[Any],
     rng: np.random.Generator,
 ) -> list[dict[str, Any]]:
     """Put the coins of a view somewhere on a cell, and give their annotations."""
@@ -78,7 +79,7 @@ def _strew(
 
 def make_dataset(folder: Path, split: str, size: int, images: int, seed: int = 0) -> None:
     """Write ``<split>.json`` and the images that it names into ``folder``."""
-    coco: dict[str, list] = {"images": [], "annotations": []}
+    coco: dict[str, list[Any]] = {"images": [], "annotations": []}
     coco["categories"] = [{"id": 1, "name": "coin"}]
     (folder / split).mkdir(parents=True, exist_ok=True)
     for image_id in range(images):

@@ -95,7 +95,14 @@ SIDES: dict[str, Callable[[Any, Path, Path], None]] = {
 
 def measure(side: str, image: Path, weights: Path, folder: Path) -> dict[str, Any]:
     """What one side needs for one image, in this process."""
-    opts = ["TILES.SIZE", TILE, "TILES.OVERLAP", OVERLAP, "TEST.DETECTIONS_PER_IMAGE", 300]
+    opts: list[Any] = [
+        "TILES.SIZE",
+        TILE,
+        "TILES.OVERLAP",
+        OVERLAP,
+        "TEST.DETECTIONS_PER_IMAGE",
+        300,
+    ]
     opts += ["MODEL.WEIGHTS", str(weights), "MODEL.ROI_HEADS.SCORE_THRESH_TEST", MIN_SCORE]
     cfg = load_tiled_cfg(str(CONFIG), opts)
     cfg.MODEL.RPN.POST_NMS_TOPK_TEST = cfg.MODEL.RPN.PRE_NMS_TOPK_TEST = 300

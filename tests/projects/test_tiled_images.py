@@ -457,7 +457,7 @@ def test_training_evaluation_and_prediction_by_the_scripts(large_images, tmp_pat
     small = ["SOLVER.ACCUMULATION_STEPS", 2, "DATALOADER.NUM_WORKERS", 1, "TILES.SIZE", 160]
     small += ["TILES.OVERLAP", 50, "MEMFIT.BUDGET_GB", 4]
     options = ["OUTPUT_DIR", tmp_path, "SOLVER.MAX_ITER", 2, "SOLVER.STEPS", (), *small]
-    result = run_script("train_net.py", *datasets, *options)
+    result = run_script("train_tiles.py", *datasets, *options)
     assert result.returncode == 0, result.stderr[-4000:]
     assert "tiles of 2 images" in result.stdout
     found = json.loads((tmp_path / "inference" / "coco_instances_results.json").read_text())
@@ -488,7 +488,7 @@ def test_training_names_a_corrupt_image_in_one_line(large_images, tmp_path):
         (tmp_path / "train" / file.name).write_bytes(file.read_bytes()[:3000])
     dataset = ["--coco", "tiled_train", large_images / "train.json", tmp_path / "train"]
     options = ["DATASETS.TEST", (), "OUTPUT_DIR", tmp_path / "out", "SOLVER.STEPS", ()]
-    result = run_script("train_net.py", *dataset, *options)
+    result = run_script("train_tiles.py", *dataset, *options)
     assert result.returncode == 2
     (line,) = [text for text in result.stderr.splitlines() if text.startswith("error: ")]
     assert ".tif cannot be read" in line

@@ -4,6 +4,7 @@ from typing import Any, Optional, Union
 
 import numpy as np
 from detectron2.structures import BoxMode
+from numpy.typing import NDArray
 
 from d2_memfit.errors import DataError
 
@@ -13,7 +14,7 @@ from .rle import Rle, move
 __all__ = ["box_of", "clip_annotation"]
 
 
-def box_of(annotation: dict[str, Any]) -> np.ndarray:
+def box_of(annotation: dict[str, Any]) -> NDArray[Any]:
     """x0, y0, x1, y1 in pixels of the image [4]."""
     if annotation["bbox_mode"] == BoxMode.XYWHA_ABS:
         raise DataError(
@@ -39,14 +40,14 @@ def clip_annotation(annotation: dict[str, Any], tile: Tile) -> Optional[dict[str
     return clipped
 
 
-def _clip_segmentation(segmentation: Union[list, Rle], tile: Tile) -> Union[list, Rle]:
+def _clip_segmentation(segmentation: Union[list[Any], Rle], tile: Tile) -> Union[list[Any], Rle]:
     if isinstance(segmentation, dict):
         return move(segmentation, -tile.x0, -tile.y0, tile.height, tile.width)
     polygons = [_clip_polygon(np.reshape(p, (-1, 2)), tile) for p in segmentation]
     return [p.ravel() for p in polygons if len(p) >= 3]
 
 
-def _clip_polygon(polygon: np.ndarray, tile: Tile) -> np.ndarray:
+def _clip_polygon(polygon: NDArray[Any], tile: Tile) -> NDArray[Any]:
     """Corners [m, 2] of the part within the tile, in its pixels; [0, 2] if there is none.
 
     By Sutherland and Hodgman, 1974: one border after the other. Parts of a concave polygon stay
@@ -59,7 +60,7 @@ def _clip_polygon(polygon: np.ndarray, tile: Tile) -> np.ndarray:
     return points
 
 
-def _clip_at(points: np.ndarray, inside: np.ndarray) -> np.ndarray:
+def _clip_at(points: NDArray[Any], inside: NDArray[Any]) -> NDArray[Any]:
     """Leave what is on the positive side.
 
     Args:

@@ -1,6 +1,7 @@
 """The config keys of this project."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from detectron2.config import CfgNode
 
@@ -66,7 +67,7 @@ def check_tiles(cfg: CfgNode) -> None:
         raise ConfigError("MODEL.KEYPOINT_ON must be False: keypoints are not merged across seams")
 
 
-def load_tiled_cfg(config_file: str, opts: Sequence[str]) -> CfgNode:
+def load_tiled_cfg(config_file: str, opts: Sequence[Any]) -> CfgNode:
     """The config of a file and of ``KEY VALUE`` pairs, checked.
 
     INPUT gets the tile's sizes, for what asks the config how large inputs are, such as the planner.

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from detectron2.data import DatasetFromList
 from detectron2.utils import comm
+from numpy.typing import NDArray
 
 from d2_memfit.errors import DataError
 
@@ -17,7 +18,7 @@ from .grid import Grid
 __all__ = ["BalancedTileSampler", "TiledDataset"]
 
 
-class TiledDataset(torch.utils.data.Dataset):
+class TiledDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Detectron2's dicts of the tiles of images, each made when it is asked for.
 
     Each has the keys of its image, the ``tile``, and the height and width of all the image as
@@ -45,7 +46,7 @@ class TiledDataset(torch.utils.data.Dataset):
         self._images = DatasetFromList(
             [{k: v for k, v in d.items() if k != "annotations"} for d in dicts], copy=False
         )
-        annotations = []
+        annotations: list[dict[str, Any]] = []
         pairs = []  # of a tile and an annotation that it shows
         for image, grid, end in zip(dicts, self._grids, self._ends):
             for annotation in image.get("annotations", []):
@@ -54,7 +55,7 @@ class TiledDataset(torch.utils.data.Dataset):
                     pairs += [(end - len(grid) + tile, len(annotations)) for tile in tiles]
                     annotations.append(annotation)
         # It cannot be empty.
-        self._annotations = DatasetFromList(annotations or [None], copy=False)
+        self._annotations = DatasetFromList(annotations or [{}], copy=False)
         by_tile = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
         self._shown = by_tile[:, 1]
         self._first_shown = np.searchsorted(by_tile[:, 0], np.arange(len(self) + 1))
@@ -79,7 +80,7 @@ class TiledDataset(torch.utils.data.Dataset):
         }
 
 
-class BalancedTileSampler(torch.utils.data.Sampler):
+class BalancedTileSampler(torch.utils.data.Sampler[int]):
     """Endless numbers of tiles, of which a given share has objects.
 
     Tiles with and without objects are each drawn in a random order, all of them before any comes
@@ -93,7 +94,7 @@ class BalancedTileSampler(torch.utils.data.Sampler):
     """
 
     def __init__(
-        self, has_objects: np.ndarray, object_share: float, seed: Optional[int] = None
+        self, has_objects: NDArray[Any], object_share: float, seed: Optional[int] = None
     ) -> None:
         self._kinds = np.flatnonzero(~has_objects), np.flatnonzero(has_objects)
         self._share = object_share
@@ -112,7 +113,7 @@ class BalancedTileSampler(torch.utils.data.Sampler):
             yield next(kinds[torch.rand((), generator=rng).item() < self._share])
 
 
-def _in_random_order(numbers: np.ndarray, rng: torch.Generator) -> Iterator[int]:
+def _in_random_order(numbers: NDArray[Any], rng: torch.Generator) -> Iterator[int]:
     while True:
         for i in torch.randperm(len(numbers), generator=rng):
             yield int(numbers[i])

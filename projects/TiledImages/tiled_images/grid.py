@@ -1,8 +1,9 @@
 """Where the tiles of an image are."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["Grid", "Tile"]
 
@@ -54,7 +55,7 @@ class Grid:
         y, x = int(self.tops[row]), int(self.lefts[column])
         return Tile(x, y, min(x + self._size, self.width), min(y + self._size, self.height))
 
-    def showing(self, box: np.ndarray, min_visible: float) -> list[int]:
+    def showing(self, box: NDArray[Any], min_visible: float) -> list[int]:
         """Numbers of the tiles that show at least this share of a box, and some of it.
 
         Args:
@@ -69,11 +70,11 @@ class Grid:
         return numbers[enough].tolist()
 
 
-def _starts(length: int, size: int, overlap: int) -> np.ndarray:
+def _starts(length: int, size: int, overlap: int) -> NDArray[Any]:
     last = max(length - size, 0)
     return np.append(np.arange(0, last, size - overlap), last)
 
 
-def _visible(starts: np.ndarray, size: int, low: float, high: float) -> np.ndarray:
+def _visible(starts: NDArray[Any], size: int, low: float, high: float) -> NDArray[Any]:
     """How much of an interval each tile shows, along one axis."""
     return np.clip(np.minimum(starts + size, high) - np.maximum(starts, low), 0, None)

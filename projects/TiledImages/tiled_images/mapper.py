@@ -10,6 +10,7 @@ from detectron2.data import DatasetMapper, build_detection_train_loader, get_det
 from detectron2.data import transforms as T
 from detectron2.data.detection_utils import filter_empty_instances
 from detectron2.utils.logger import log_first_n
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from d2_memfit.errors import DataError
@@ -32,7 +33,7 @@ class TileMapper(DatasetMapper):
         DataError: on a call, if the image cannot be read or has another size than its dataset says.
     """
 
-    @configurable
+    @configurable  # type: ignore[untyped-decorator]
     def __init__(self, *args: Any, bands: list[int], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._bands = bands
@@ -56,7 +57,7 @@ class TileMapper(DatasetMapper):
         self._transform_annotations(dataset_dict, transforms, seen.image.shape[:2])
         return dataset_dict
 
-    def _read(self, dataset_dict: dict[str, Any]) -> np.ndarray:
+    def _read(self, dataset_dict: dict[str, Any]) -> NDArray[Any]:
         image = ImageReader(dataset_dict["file_name"], self.image_format, self._bands)
         height, width = dataset_dict["image_size"]
         if (image.height, image.width) != (height, width):
@@ -74,7 +75,7 @@ class TileMapper(DatasetMapper):
             dataset_dict["instances"] = filter_empty_instances(instances)
 
 
-class MappedTiles(Dataset):
+class MappedTiles(Dataset[dict[str, Any]]):
     """What the mapper makes of each tile.
 
     Detectron2 has ``MapDataset`` for this, whose way of leaving out fails from Python 3.11 on.
@@ -108,7 +109,7 @@ class MappedTiles(Dataset):
         raise AssertionError("the last try returns or raises")
 
 
-def build_tiled_train_loader(cfg: CfgNode) -> DataLoader:
+def build_tiled_train_loader(cfg: CfgNode) -> DataLoader[Any]:
     """Detectron2's loader, of tiles of the images of DATASETS.TRAIN.
 
     Raises:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
+from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 
 from .grid import Grid, Tile
@@ -25,7 +26,7 @@ class Detection:
             from models without masks.
     """
 
-    box: np.ndarray
+    box: NDArray[Any]
     score: float
     category: int
     mask: Optional[Rle] = None
@@ -111,7 +112,9 @@ class SeamMerger:
                     part.object = a.object
                     a.object.append(part)
 
-    def _agree(self, a: _Part, b: _Part, box_a: np.ndarray, box_b: np.ndarray, zone: Tile) -> bool:
+    def _agree(
+        self, a: _Part, b: _Part, box_a: NDArray[Any], box_b: NDArray[Any], zone: Tile
+    ) -> bool:
         """Whether they are one object, by what is in the region that both tiles show."""
         if a.found.mask and b.found.mask:
             first, second = _mask_in(a, zone), _mask_in(b, zone)
@@ -162,6 +165,7 @@ class SeamMerger:
 
 
 def _mask_in(part: _Part, frame: Tile) -> Rle:
+    assert part.found.mask is not None
     x, y = part.tile.x0 - frame.x0, part.tile.y0 - frame.y0
     return move(part.found.mask, x, y, frame.height, frame.width)
 
@@ -172,16 +176,16 @@ def _overlap(a: Tile, b: Tile) -> Optional[Tile]:
     return zone if zone.width > 0 and zone.height > 0 else None
 
 
-def _clip(boxes: np.ndarray, zone: Tile) -> np.ndarray:
+def _clip(boxes: NDArray[Any], zone: Tile) -> NDArray[Any]:
     low, high = [zone.x0, zone.y0] * 2, [zone.x1, zone.y1] * 2
     return np.clip(boxes, low, high)
 
 
-def _area(box: np.ndarray) -> float:
+def _area(box: NDArray[Any]) -> float:
     return float((box[2] - box[0]) * (box[3] - box[1]))
 
 
-def _intersections(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _intersections(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     """Areas that each of n boxes has in common with each of m [n, m]."""
     low = np.maximum(a[:, None, :2], b[None, :, :2])
     high = np.minimum(a[:, None, 2:], b[None, :, 2:])

@@ -87,7 +87,7 @@ class TiledPredictor(nn.Module):
         return self.model(batch)
 
 
-class _TilesOfImage(Dataset):
+class _TilesOfImage(Dataset[dict[str, Any]]):
     """The input of a model for each tile of an image."""
 
     def __init__(self, file_name: str, image_format: str, tiles: CfgNode) -> None:

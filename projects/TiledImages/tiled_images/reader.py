@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 from detectron2.data.detection_utils import read_image
 from detectron2.utils.file_io import PathManager
 from detectron2.utils.logger import log_first_n
+from numpy.typing import NDArray
 from PIL import Image
 
 from d2_memfit.errors import DataError
@@ -66,10 +67,12 @@ class ImageReader:
                 self._source = _Windowed(path, image_format, bands)
             else:
                 self._source = _Whole(path, image_format)
+        self.height: int
+        self.width: int
         self.height, self.width = self._source.size
         self.decodes_whole = isinstance(self._source, _Whole)
 
-    def read(self, tile: Tile) -> np.ndarray:
+    def read(self, tile: Tile) -> NDArray[Any]:
         """Pixels [height, width, channels] of a part of the image: uint8, or else float32."""
         with self._explained():
             pixels = self._source.read(tile)
@@ -103,7 +106,7 @@ class _Mapped:
         in_order = _in_order(bands, self._pixels.shape[2], image_format)
         self._channels = [band - 1 for band in in_order]
 
-    def read(self, tile: Tile) -> np.ndarray:
+    def read(self, tile: Tile) -> NDArray[Any]:
         return self._pixels[tile.y0 : tile.y1, tile.x0 : tile.x1, self._channels]
 
 
@@ -121,7 +124,7 @@ class _Windowed:
                 "--co TILED=YES IN OUT.tif",
             )
 
-    def read(self, tile: Tile) -> np.ndarray:
+    def read(self, tile: Tile) -> NDArray[Any]:
         window = (tile.y0, tile.y1), (tile.x0, tile.x1)
         return self._file.read(self._bands, window=window).transpose(1, 2, 0)
 
@@ -131,12 +134,12 @@ class _Whole:
         self._pixels = _decode(path, image_format)
         self.size = self._pixels.shape[:2]
 
-    def read(self, tile: Tile) -> np.ndarray:
+    def read(self, tile: Tile) -> NDArray[Any]:
         return self._pixels[tile.y0 : tile.y1, tile.x0 : tile.x1]
 
 
 @lru_cache(maxsize=1)  # for the tiles of one image, one after another
-def _decode(path: str, image_format: str) -> np.ndarray:
+def _decode(path: str, image_format: str) -> NDArray[Any]:
     pixels = read_image(path, format=image_format)
     height, width = pixels.shape[:2]
     if height * width > _LARGE_PIXELS:

@@ -7,6 +7,7 @@ left to the right. An object costs a few hundred bytes, however large the frame.
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 
 from d2_memfit.errors import DataError
@@ -19,9 +20,9 @@ Rle = dict[str, Any]  # {"size": [height, width], "counts": bytes, str or list o
 class _Runs(NamedTuple):
     """Pixels that are on, as pieces of columns: rows ``tops`` to ``bottoms``, each [n]."""
 
-    columns: np.ndarray
-    tops: np.ndarray
-    bottoms: np.ndarray
+    columns: NDArray[Any]
+    tops: NDArray[Any]
+    bottoms: NDArray[Any]
 
 
 def move(rle: Rle, x: int, y: int, height: int, width: int) -> Rle:
@@ -76,12 +77,12 @@ def _encode(runs: _Runs, height: int, width: int) -> Rle:
     )
 
 
-def _counts(code: Any) -> np.ndarray:
+def _counts(code: Any) -> NDArray[Any]:
     """Decode COCO's text of counts: groups of 5 bits, the low ones first, each number as the
     difference to the last but one (``rleFrString`` in cocoapi/common/maskApi.c).
     """
-    groups = np.frombuffer(code.encode() if isinstance(code, str) else code, np.uint8)
-    groups = groups.astype(np.int64) - 48
+    text = np.frombuffer(code.encode() if isinstance(code, str) else code, np.uint8)
+    groups = text.astype(np.int64) - 48
     is_last = (groups & 32) == 0
     firsts = np.flatnonzero(np.append(True, is_last[:-1]))
     lengths = np.diff(firsts, append=len(groups))

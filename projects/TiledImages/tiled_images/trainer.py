@@ -24,11 +24,11 @@ class TiledTrainer(DefaultTrainer):
     """Trains on tiles and evaluates whole images: ``class Trainer(MemfitMixin, TiledTrainer)``."""
 
     @classmethod
-    def build_train_loader(cls, cfg: CfgNode) -> DataLoader:
+    def build_train_loader(cls, cfg: CfgNode) -> DataLoader[Any]:
         return build_tiled_train_loader(cfg)
 
     @classmethod
-    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> DataLoader:
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> DataLoader[Any]:
         """The dicts of whole images, of which the predictor reads tiles."""
         dicts = get_detection_dataset_dicts(dataset_name, filter_empty=False)
         return DataLoader(dicts, sampler=InferenceSampler(len(dicts)), collate_fn=list)
@@ -53,7 +53,7 @@ class TiledTrainer(DefaultTrainer):
 class _TiledEvaluator(COCOEvaluator):
     """Detectron2's evaluator, of results that are in COCO's format already."""
 
-    def process(self, inputs: list, outputs: list) -> None:
+    def process(self, inputs: list[Any], outputs: list[Any]) -> None:
         for image, output in zip(inputs, outputs):
             self._predictions.append(
                 {"image_id": image["image_id"], "instances": output["instances"]}

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train a detector on tiles of images, and evaluate it on whole images.
 
-projects/TiledImages/train_net.py --config-file FILE --coco NAME JSON IMAGE_DIR ...
+projects/TiledImages/train_tiles.py --config-file FILE --coco NAME JSON IMAGE_DIR ...
     [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
 """
 
