@@ -1,6 +1,7 @@
 """Techniques that change what is trained: the keys of Detectron2 that they set, on real models."""
 
 import pytest
+import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from detectron2.utils.events import EventStorage
@@ -19,6 +20,7 @@ def with_technique(cfg, name):
 
 
 def peak_of_a_step(cfg, size=64):
+    torch.manual_seed(0)  # the weights decide how many proposals there are
     model = build_model(cfg)
     with TensorMeter() as meter, EventStorage():
         sum(model(images(2, size=size)).values()).backward()
