@@ -2,12 +2,13 @@
 # make test   runs the whole test suite
 #
 # Both make the environment in VENV when it is not there. VENV=path uses another one, PYTHON=path
-# makes it with another Python (3.9 to 3.11).
+# makes it with another Python (3.9 to 3.11). PROCESSES=1 runs one test at a time.
 
 PYTHON ?= python3
 VENV ?= .venv
 OUTPUT ?= output/coins
 PYTEST_ARGS ?=
+PROCESSES ?= 2
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
@@ -17,7 +18,7 @@ demo: venv
 	"$(VENV)/bin/python" projects/Coins/demo.py --output-dir "$(OUTPUT)"
 
 test: venv
-	"$(VENV)/bin/python" -m pytest $(PYTEST_ARGS)
+	"$(VENV)/bin/python" -m pytest -n $(PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 lint: venv
 	"$(VENV)/bin/python" -m ruff check .

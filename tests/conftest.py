@@ -1,8 +1,15 @@
 import logging
+import os
 
 import pytest
+import torch
 from ranks import Ranks
 from tiny import import_from
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the tests beside these need cores too
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that tests start
 
 import_from("projects/Coins")
 import_from("projects/TiledImages")
