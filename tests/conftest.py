@@ -45,9 +45,10 @@ def three_ranks():
 
 
 @pytest.fixture
-def log(caplog):
+def log(caplog, monkeypatch):
     """caplog for our loggers, which Detectron2's setup_logger keeps from the root logger."""
     logger = logging.getLogger("d2_memfit")
+    monkeypatch.setattr(logger, "propagate", False)  # or else each line is there twice
     logger.addHandler(caplog.handler)
     caplog.set_level(logging.INFO, "d2_memfit")
     yield caplog
