@@ -15,6 +15,7 @@ __all__ = [
     "MemfitError",
     "OutOfMemoryError",
     "exit_on_error",
+    "one_line",
 ]
 
 
@@ -42,6 +43,11 @@ class OutOfMemoryError(MemfitError, torch.OutOfMemoryError):
     """All that recovery can do was done, or ruled out by the config, and memory ran out again."""
 
 
+def one_line(error: MemfitError) -> str:
+    """Its text. From a worker of the data loader it comes with the worker's traceback before it."""
+    return str(error).rpartition(f"{type(error).__name__}: ")[2].rstrip()
+
+
 def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the main function of a tool, and that of its ranks.
 
@@ -54,9 +60,7 @@ def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return main(*args)
         except MemfitError as e:
-            # From a worker of the data loader it comes with the worker's traceback before it.
-            text = str(e).rpartition(f"{type(e).__name__}: ")[2].rstrip()
-            print(f"error: {text}", file=sys.stderr)
+            print(f"error: {one_line(e)}", file=sys.stderr)
             sys.exit(2)
         except ProcessExitedException as e:
             if e.exit_code != 2:

@@ -46,8 +46,7 @@ def ours(cfg: Any, image: Path, folder: Path) -> None:
     model = build_model(cfg).eval()
     MemfitCheckpointer(model).load(cfg.MODEL.WEIGHTS)
     with CocoResultsWriter(str(folder / "results.json")) as results:
-        for detection in TiledPredictor(cfg, model).detect(str(image)):
-            results.write(to_coco(detection, 0))
+        results.write(to_coco(d, 0) for d in TiledPredictor(cfg, model).detect(str(image)))
 
 
 def sahi(cfg: Any, image: Path, folder: Path) -> None:
@@ -110,14 +109,15 @@ def measure(side: str, image: Path, weights: Path, folder: Path) -> dict[str, An
     start = time.perf_counter()
     with TensorMeter() as meter:
         SIDES[side](cfg, image, folder)
+    seconds, host_kib = time.perf_counter() - start, peak_of_process_kib()
     once, again = count_coins(image.parent.with_suffix(".json"), folder / "results.json")
     return {
         "found": once,
         "found_again": again,
         "tensors_mib": meter.peak_bytes / 2**20,
-        "host_mib": peak_of_process_kib() / 2**10,
+        "host_mib": host_kib / 2**10,
         "results_mib": (folder / "results.json").stat().st_size / 2**20,
-        "seconds": time.perf_counter() - start,
+        "seconds": seconds,
     }
 
 

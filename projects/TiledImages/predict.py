@@ -1,18 +1,31 @@
 #!/usr/bin/env python3
 """Find objects in images of any size, and write them in COCO's format of results.
 
-    projects/TiledImages/predict.py --config-file FILE --input IMAGE ... --output RESULTS.json
+    projects/TiledImages/predict.py --config-file FILE --coco JSON IMAGE_DIR --output RESULTS.json
         [--opts KEY VALUE ...]
+    projects/TiledImages/predict.py --config-file FILE --input IMAGE ... --output RESULTS.json
 
-``image_id`` is the image's place behind --input, from 1; ``category_id`` is the model's, from 0.
+With --coco, the images, their numbers and those of categories are the dataset's; annotations are
+not needed. With --input, ``image_id`` is the image's place in the list, from 1, and ``category_id``
+is the model's, from 0.
 """
 
 import argparse
+import json
+import os
 
 from detectron2.modeling import build_model
 from detectron2.utils.logger import setup_logger
-from tiled_images import CocoResultsWriter, TiledPredictor, load_tiled_cfg, to_coco
+from tiled_images import (
+    CocoResultsWriter,
+    CorruptImageError,
+    TiledPredictor,
+    load_tiled_cfg,
+    to_coco,
+    warn_left_out,
+)
 
+from d2_memfit.data import check_coco_file
 from d2_memfit.engine import MemfitCheckpointer, RecoveryOptions, recovering_inference
 from d2_memfit.errors import exit_on_error
 from d2_memfit.memory import enforce_budget, use_expandable_segments
@@ -24,10 +37,24 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config-file", required=True, metavar="FILE")
-    parser.add_argument("--input", required=True, nargs="+", metavar="IMAGE")
+    images = parser.add_mutually_exclusive_group(required=True)
+    images.add_argument("--coco", nargs=2, metavar=("JSON", "IMAGE_DIR"))
+    images.add_argument("--input", nargs="+", metavar="IMAGE")
     parser.add_argument("--output", required=True, metavar="RESULTS.json")
     parser.add_argument("--opts", nargs=argparse.REMAINDER, default=[], metavar="KEY VALUE")
     return parser.parse_args()
+
+
+def images_and_categories(args: argparse.Namespace) -> tuple[dict[int, str], list[int]]:
+    """Files by their numbers, and the numbers of the model's categories; none if they stay."""
+    if args.input:
+        return dict(enumerate(args.input, start=1)), []
+    json_file, folder = args.coco
+    check_coco_file("of --coco", json_file, folder, for_training=False)
+    with open(json_file, encoding="utf-8") as file:
+        coco = json.load(file)
+    files = {image["id"]: os.path.join(folder, image["file_name"]) for image in coco["images"]}
+    return files, sorted(category["id"] for category in coco["categories"])
 
 
 @exit_on_error
@@ -35,6 +62,7 @@ def main() -> None:
     args = parse_args()
     setup_logger(name="d2_memfit")
     cfg = load_tiled_cfg(args.config_file, args.opts)
+    files, categories = images_and_categories(args)
     if cfg.MEMFIT.BUDGET_GB is not None:
         use_expandable_segments()  # before anything asks the GPU
     enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
@@ -46,9 +74,14 @@ def main() -> None:
         recovering_inference(model, RecoveryOptions.from_cfg(cfg)),
         CocoResultsWriter(args.output) as results,
     ):
-        for image_id, file_name in enumerate(args.input, start=1):
-            for detection in predictor.detect(file_name):
-                results.write(to_coco(detection, image_id))
+        for image_id, file_name in files.items():
+            found = (to_coco(d, image_id, categories) for d in predictor.detect(file_name))
+            try:
+                results.write(found)
+            except CorruptImageError as e:
+                if not cfg.TILES.SKIP_CORRUPT:
+                    raise
+                warn_left_out(e)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ import argparse
 
 from detectron2.config import CfgNode
 from detectron2.engine import default_argument_parser, default_setup
-from tiled_images import TiledTrainer, load_tiled_cfg
+from tiled_images import TiledTrainer, fit_tiled_config, load_tiled_cfg
 
-from d2_memfit import MemfitMixin, fit_config
+from d2_memfit import MemfitMixin
 from d2_memfit.data import add_coco_option, check_datasets, register_coco
 from d2_memfit.engine import MemfitCheckpointer, launch
 from d2_memfit.errors import exit_on_error
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
         Trainer.test(cfg, model)
         return
-    trainer = Trainer(fit_config(cfg))
+    trainer = Trainer(fit_tiled_config(cfg))
     trainer.resume_or_load(resume=args.resume)
     trainer.train()
 

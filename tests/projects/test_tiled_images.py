@@ -5,6 +5,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from detectron2.modeling import build_model
 from detectron2.structures import Boxes, BoxMode, Instances
 from pycocotools import mask as coco_mask
 from tiled_images import (
@@ -23,10 +24,12 @@ from tiled_images import (
     to_coco,
 )
 from tiled_images.clip import clip_annotation
+from tiled_images.planning import with_datasets_of_tiles
 from tiled_images.rle import move
 from tiny import ROOT, read_metrics, run_process
 
 from d2_memfit.errors import ConfigError, DataError
+from d2_memfit.planner.worst_case import worst_case
 
 CONFIG = ROOT / "projects" / "TiledImages" / "configs" / "mask_rcnn_coins_tiled.yaml"
 
@@ -90,7 +93,7 @@ def masks(detections):
     ("length", "size", "overlap", "starts"),
     [
         (1000, 512, 102, [0, 410, 488]),  # as sahi.slicing.get_slice_bboxes gives them
-        (1024, 512, 0, [0, 512]),
+        (1023, 512, 1, [0, 511]),
         (512, 512, 100, [0]),
         (100, 512, 100, [0]),
         (513, 512, 511, [0, 1]),
@@ -114,7 +117,7 @@ def test_a_tile_larger_than_the_image_is_the_image(tmp_path):
     assert len(found) == len(BrightSpots.find(pixels))
 
 
-@pytest.mark.parametrize(("size", "overlap"), [(256, 64), (256, 31), (300, 200), (701, 0)])
+@pytest.mark.parametrize(("size", "overlap"), [(256, 64), (256, 31), (300, 200)])
 @pytest.mark.parametrize("seed", range(3))
 def test_merged_tiles_find_what_the_whole_image_has_every_object_once(
     size, overlap, seed, tmp_path
@@ -144,6 +147,40 @@ def test_models_without_masks_are_merged_by_their_boxes(tmp_path):
     found = list(TiledPredictor(cfg(), BoxesOnly()).detect(save(tmp_path, pixels)))
     expected = BrightSpots.find(pixels).pred_boxes.tensor.tolist()
     assert sorted(d.box.tolist() for d in found) == sorted(expected)
+
+
+def boxes_of_tiles(grid, objects):
+    """What a perfect detector without masks finds in each tile, merged."""
+    merger, found = SeamMerger(grid, 0.5), []
+    for i in range(len(grid)):
+        tile = grid[i]
+        shown = np.clip(objects, [tile.x0, tile.y0] * 2, [tile.x1, tile.y1] * 2)
+        is_seen = (shown[:, 2:] > shown[:, :2]).all(axis=1)
+        found += merger.add(tile, [Detection(box, 0.9, 0) for box in shown[is_seen]])
+    return sorted(d.box.tolist() for d in [*found, *merger.finish()])
+
+
+@pytest.mark.parametrize(
+    "objects",
+    [
+        [(150, 20, 330, 220), (240, 100, 270, 130)],  # a small one on a large one
+        [(100, 20, 234, 120), (206, 20, 340, 120)],  # two that overlap, one in each tile
+        [(10, 10, 440, 440), (180, 180, 260, 260)],  # on one that is whole in no tile
+    ],
+)
+def test_objects_of_one_category_that_overlap_stay_two(objects):
+    assert boxes_of_tiles(Grid(448, 448, 256, 64), np.array(objects, float)) == sorted(
+        list(map(float, box)) for box in objects
+    )
+
+
+def test_parts_that_agree_are_united_where_no_border_seems_to_cut_them():
+    grid = Grid(256, 448, 256, 64)
+    merger = SeamMerger(grid, 0.5)
+    found = [*merger.add(grid[0], [Detection(np.array([60.0, 50, 250, 200]), 0.9, 0)])]
+    found += merger.add(grid[1], [Detection(np.array([198.0, 50, 400, 200]), 0.8, 0)])
+    found += merger.finish()
+    assert [d.box.tolist() for d in found] == [[60, 50, 400, 200]]
 
 
 def test_objects_of_two_categories_in_one_place_stay_two():
@@ -219,13 +256,23 @@ def test_clipped_polygons_and_codes_cover_what_the_tile_shows():
             shown = whole[tile.y0 : tile.y1, tile.x0 : tile.x1]
             clipped = clip_annotation(annotation(polygon), tile)
             (of_polygon,) = coco_mask.frPyObjects(clipped["segmentation"], tile.height, tile.width)
-            x0, y0, x1, y1 = clipped["bbox"]
-            assert 0 <= x0 < x1 <= tile.width
-            assert 0 <= y0 < y1 <= tile.height
+            rows, columns = np.nonzero(shown)
+            true_box = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+            np.testing.assert_allclose(clipped["bbox"], true_box, atol=1)
             # Corners between pixels are rounded along the border.
             assert (coco_mask.decode(of_polygon) != shown).mean() < 0.02
             clipped = clip_annotation(annotation(polygon, segmentation=code), tile)
             assert (coco_mask.decode(clipped["segmentation"]) == shown).all()
+            assert clipped["bbox"] == true_box
+
+
+def test_an_object_whose_box_alone_reaches_into_a_tile_is_not_in_it():
+    corner = [0, 0, 100, 0, 100, 10, 10, 10, 10, 100, 0, 100]  # an L
+    (code,) = coco_mask.frPyObjects([corner], 100, 100)
+    for segmentation in ([corner], code):
+        found = annotation(corner, segmentation=segmentation)
+        assert clip_annotation(found, Tile(20, 20, 100, 100)) is None
+        assert clip_annotation(found, Tile(0, 0, 50, 50))["bbox"] == [0, 0, 50, 50]
 
 
 def dataset(folder, objects, size=600, name="spots.npy", **more):
@@ -261,6 +308,26 @@ def test_crowds_and_objects_of_which_too_little_shows_are_left_out(tmp_path):
         assert tiles.has_objects.sum() == tiles_with_it
     crowd = dataset(tmp_path, [(10, 10, 40, 40)], iscrowd=1)
     assert not TiledDataset([crowd], 256, 64, 0.1).has_objects.any()
+
+
+def test_an_object_larger_than_a_tile_is_in_all_that_it_fills():
+    grid = Grid(1000, 1000, 256, 64)
+    shown = grid.showing(np.array([100.0, 100, 900, 900]), 0.5)
+    filled = {row * 5 + column for row in (1, 2, 3) for column in (1, 2, 3)}
+    assert filled < set(shown)
+    line = grid.showing(np.array([0.0, 300, 1000, 310]), 0.5)
+    assert len(line) == 2 * len(grid.lefts)  # in two rows, for they overlap there
+
+
+def test_ranks_draw_disjoint_tiles_of_one_order(two_ranks):
+    has_objects = np.arange(100) < 30
+    shares = two_ranks.run(sampler_of_rank, has_objects)
+    both = [i for pair in zip(*shares) for i in pair]
+    assert both == take(BalancedTileSampler(has_objects, 0.5, seed=1), 100)
+
+
+def sampler_of_rank(rank, has_objects):
+    return take(BalancedTileSampler(has_objects, 0.5, seed=1), 50)
 
 
 def test_tiles_with_and_without_objects_are_balanced_and_all_come():
@@ -327,10 +394,10 @@ def test_npy_files_are_mapped_and_others_decoded_whole(tmp_path):
     assert (whole.read(tile) == pixels[40:200, 130:290]).all()
 
 
-def test_a_large_image_that_is_decoded_whole_is_warned_of(tmp_path, caplog):
+def test_a_large_image_that_is_decoded_whole_is_warned_of(tmp_path, log):
     cv2.imwrite(str(tmp_path / "large.png"), np.zeros((4200, 4200), np.uint8))
     ImageReader(str(tmp_path / "large.png"))
-    (message,) = caplog.messages
+    (message,) = log.messages
     assert "large.png must be decoded whole, 4200 x 4200 pixels and 50 MiB" in message
     assert "rio convert" in message
 
@@ -347,7 +414,7 @@ def with_a_broken_image(tmp_path):
     return images
 
 
-def test_a_corrupt_image_is_named_and_left_out_only_if_asked(with_a_broken_image, caplog):
+def test_a_corrupt_image_is_named_and_left_out_only_if_asked(with_a_broken_image, log):
     tiles = TiledDataset(with_a_broken_image, 256, 64, 0.1)
     of_the_broken = tiles[9]
     with pytest.raises(DataError, match=r"1\.npy cannot be read .*TILES\.SKIP_CORRUPT"):
@@ -358,7 +425,7 @@ def test_a_corrupt_image_is_named_and_left_out_only_if_asked(with_a_broken_image
         predictor(with_a_broken_image)
     outputs = TiledPredictor(skipping, BrightSpots())(with_a_broken_image)
     assert [len(o["instances"]) > 0 for o in outputs] == [True, False, True]
-    assert any("Left out: the image" in m and "1.npy" in m for m in caplog.messages)
+    assert any("Left out: the image" in m and "1.npy" in m for m in log.messages)
 
 
 def test_training_goes_on_without_a_corrupt_image_if_asked(with_a_broken_image):
@@ -384,14 +451,123 @@ def test_an_image_of_another_size_than_its_dataset_says_is_named(tmp_path):
         TileMapper(cfg())(TiledDataset([image], 256, 64, 0.1)[0])
 
 
+def test_an_image_that_breaks_in_the_middle_leaves_no_results_if_it_is_left_out(tmp_path):
+    rasterio = pytest.importorskip("rasterio", reason="the optional extra rasterio")
+    profile = {"driver": "GTiff", "height": 700, "width": 700, "count": 1, "dtype": "uint8"}
+    storage = {"tiled": True, "blockxsize": 64, "blockysize": 64, "compress": "deflate"}
+    file_name = str(tmp_path / "spots.tif")
+    with rasterio.open(file_name, "w", **profile, **storage) as file:
+        file.write(spots()[None])
+    data = bytearray((tmp_path / "spots.tif").read_bytes())
+    data[-3000:-2000] = bytes(1000)
+    (tmp_path / "spots.tif").write_bytes(data)
+    image = {"file_name": file_name, "image_id": 3}
+    predictor = TiledPredictor(cfg("TILES.SKIP_CORRUPT", True), BrightSpots())
+    assert predictor([image]) == [{"instances": []}]
+    with CocoResultsWriter(str(tmp_path / "results.json")) as results:
+        results.write([{"image_id": 1}])
+        with pytest.raises(DataError, match=r"spots\.tif cannot be read"):
+            results.write(to_coco(d, 3) for d in predictor.detect(file_name))
+        results.write([{"image_id": 2}])
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert [r["image_id"] for r in written] == [1, 2]
+
+
+def test_files_that_are_decoded_whole_must_be_what_detectron2_reads(tmp_path):
+    cv2.imwrite(str(tmp_path / "deep.png"), np.full((50, 60), 60_000, np.uint16))
+    with pytest.raises(DataError, match=r"deep\.png .* more than 8 bits"):
+        ImageReader(str(tmp_path / "deep.png"))
+    cv2.imwrite(str(tmp_path / "a.png"), np.zeros((50, 60, 4), np.uint8))
+    with pytest.raises(DataError, match=r"TILES\.BANDS \[1, 2, 3, 4\] need a TIFF"):
+        ImageReader(str(tmp_path / "a.png"), bands=[1, 2, 3, 4])
+
+
+def test_a_plan_is_made_for_tiles_not_for_images(tmp_path):
+    from detectron2.data import DatasetCatalog
+
+    objects = [(x, 10, 20, 20) for x in range(0, 20_000, 25)]
+    image = {**dataset(tmp_path, objects), "height": 2000, "width": 20_000}
+    DatasetCatalog.register("wide", lambda: [image])
+    try:
+        config = cfg("DATASETS.TRAIN", ("wide",), "DATASETS.TEST", ("wide",))
+        case = worst_case(with_datasets_of_tiles(config))
+        largest = (256, 256)
+        assert (set(case.image_sizes), case.test_size) == ({largest}, largest)
+        assert case.original_size == largest
+        assert 10 <= case.num_instances <= 12
+        assert not case.assumptions
+    finally:
+        for name in [n for n in DatasetCatalog.list() if n.startswith("wide")]:
+            DatasetCatalog.remove(name)
+
+
+def test_a_real_model_finds_in_tiles_what_it_finds_in_the_whole(tmp_path):
+    """Its results in the middle of a tile do not depend on where the tile ends."""
+    torch.manual_seed(0)
+    config = cfg("TILES.SIZE", 512, "TILES.OVERLAP", 256, "TEST.DETECTIONS_PER_IMAGE", 100)
+    model = build_model(config).eval()
+    pixels = spots(512)
+    (whole,) = model([{"image": torch.as_tensor(pixels).expand(3, -1, -1)}])
+    whole = whole["instances"]
+    found = list(TiledPredictor(config, model).detect(save(tmp_path, pixels)))
+    assert len(found) == len(whole) > 0
+    np.testing.assert_allclose(
+        sorted(d.score for d in found), sorted(whole.scores.tolist()), atol=1e-6
+    )
+    batched = cfg("TILES.SIZE", 200, "TILES.OVERLAP", 60, "TILES.BATCH_SIZE", 4)
+    one_by_one = cfg("TILES.SIZE", 200, "TILES.OVERLAP", 60)
+    boxes = [
+        sorted(d.box.tolist() for d in TiledPredictor(c, model).detect(save(tmp_path, pixels)))
+        for c in (batched, one_by_one)
+    ]
+    np.testing.assert_allclose(*boxes, atol=1e-2)
+
+
+def test_tiles_that_do_not_fit_together_are_run_one_at_a_time(tmp_path):
+    """A budget that the kernel enforces, for one tile and not for eight."""
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED)
+    np.save(tmp_path / "large.npy", spots(1400))
+    result = run_process([sys.executable, "-W", "ignore", script, CONFIG, tmp_path], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-4000:]
+    record = [json.loads(x) for x in (tmp_path / "memfit_oom.jsonl").read_text().splitlines()]
+    assert record[-1]["action"] == "the images are run one at a time"
+    assert "tiles are done" in result.stdout
+
+
+LIMITED = """
+import sys
+from detectron2.modeling import build_model
+from tiled_images import TiledPredictor, load_tiled_cfg
+from d2_memfit.engine import RecoveryOptions, recovering_inference
+from d2_memfit.memory import enforce_budget, process_memory
+
+config, folder = sys.argv[1:]
+cfg = load_tiled_cfg(config, ["TILES.SIZE", 700, "TILES.BATCH_SIZE", 9, "OUTPUT_DIR", folder,
+                              "DATALOADER.NUM_WORKERS", 0])
+model = build_model(cfg).eval()
+predictor = TiledPredictor(cfg, model)
+predictor._tiles.BATCH_SIZE = 1  # what the first forward allocates once is there before the limit
+next(predictor.detect(f"{folder}/large.npy"), None)
+predictor._tiles.BATCH_SIZE = 9
+enforce_budget(process_memory().data_bytes / 2**30 + 0.5, "cpu")
+with recovering_inference(model, RecoveryOptions.from_cfg(cfg)):
+    list(predictor.detect(f"{folder}/large.npy"))
+print("tiles are done")
+"""
+
+
 @pytest.mark.parametrize(
     ("opts", "message"),
     [
         (["TILES.OVERLAP", 256], "TILES.OVERLAP must be less than TILES.SIZE, 256, got 256"),
+        (["TILES.OVERLAP", 0], "TILES.OVERLAP must be a positive integer, got 0"),
         (["TILES.SIZE", 0], "TILES.SIZE must be a positive integer, got 0"),
         (["TILES.OBJECT_SHARE", 1.5], "TILES.OBJECT_SHARE must be a number from 0 to 1, got 1.5"),
         (["TILES.BANDS", [1, 2]], "TILES.BANDS has 2 bands, and MODEL.PIXEL_MEAN has 3"),
         (["INPUT.CROP.ENABLED", True], "INPUT.CROP.ENABLED must be False"),
+        (["MODEL.META_ARCHITECTURE", "PanopticFPN"], "PanopticFPN cannot be trained on tiles"),
+        (["MEMFIT.MICRO_BATCH", 0], "MEMFIT.MICRO_BATCH must be a positive integer, got 0"),
     ],
 )
 def test_wrong_values_are_named(opts, message):
@@ -404,8 +580,7 @@ def test_results_appear_when_they_are_complete(tmp_path):
     mask = coco_mask.encode(np.ones((4, 5), np.uint8, order="F"))
     found = Detection(np.array([1.0, 2, 4, 6]), 0.5, 3, mask)
     with CocoResultsWriter(str(path)) as results:
-        for image_id in (1, 2):
-            results.write(to_coco(found, image_id))
+        results.write(to_coco(found, image_id) for image_id in (1, 2))
         assert not path.exists()
     written = json.loads(path.read_text())
     assert [r["image_id"] for r in written] == [1, 2]

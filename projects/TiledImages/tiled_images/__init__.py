@@ -5,14 +5,16 @@ from .dataset import BalancedTileSampler, TiledDataset
 from .grid import Grid, Tile
 from .mapper import TileMapper, build_tiled_train_loader
 from .merge import Detection, SeamMerger
+from .planning import fit_tiled_config
 from .predictor import TiledPredictor
-from .reader import ImageReader
+from .reader import CorruptImageError, ImageReader, warn_left_out
 from .results import CocoResultsWriter, to_coco
 from .trainer import TiledTrainer
 
 __all__ = [
     "BalancedTileSampler",
     "CocoResultsWriter",
+    "CorruptImageError",
     "Detection",
     "Grid",
     "ImageReader",
@@ -25,6 +27,8 @@ __all__ = [
     "add_tiled_config",
     "build_tiled_train_loader",
     "check_tiles",
+    "fit_tiled_config",
     "load_tiled_cfg",
     "to_coco",
+    "warn_left_out",
 ]

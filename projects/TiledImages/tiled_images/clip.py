@@ -5,6 +5,7 @@ from typing import Any, Optional, Union
 import numpy as np
 from detectron2.structures import BoxMode
 from numpy.typing import NDArray
+from pycocotools import mask as coco_mask
 
 from d2_memfit.errors import DataError
 
@@ -30,14 +31,25 @@ def clip_annotation(annotation: dict[str, Any], tile: Tile) -> Optional[dict[str
     """A copy of an annotation, in Detectron2's format, in pixels of the tile; None if the object
     has nothing there.
     """
-    box = box_of(annotation) - [tile.x0, tile.y0, tile.x0, tile.y0]
-    box = np.clip(box, 0, [tile.width, tile.height, tile.width, tile.height])
+    whole = box_of(annotation) - [tile.x0, tile.y0, tile.x0, tile.y0]
+    box = np.clip(whole, 0, [tile.width, tile.height, tile.width, tile.height])
     clipped = {**annotation, "bbox": box.tolist(), "bbox_mode": BoxMode.XYXY_ABS}
     if "segmentation" in annotation:
-        clipped["segmentation"] = _clip_segmentation(annotation["segmentation"], tile)
-        if not clipped["segmentation"]:
+        segmentation = _clip_segmentation(annotation["segmentation"], tile)
+        rle = segmentation if isinstance(segmentation, dict) else _rle(segmentation, tile)
+        if not coco_mask.area(rle):
             return None
+        clipped["segmentation"] = segmentation
+        if (box != whole).any():  # drawn around what is left of the mask
+            x, y, width, height = coco_mask.toBbox(rle).tolist()
+            clipped["bbox"] = [x, y, x + width, y + height]
     return clipped
+
+
+def _rle(polygons: list[Any], tile: Tile) -> Rle:
+    if not polygons:
+        return coco_mask.encode(np.zeros((tile.height, tile.width), np.uint8, order="F"))
+    return coco_mask.merge(coco_mask.frPyObjects(polygons, tile.height, tile.width))
 
 
 def _clip_segmentation(segmentation: Union[list[Any], Rle], tile: Tile) -> Union[list[Any], Rle]:

@@ -7,8 +7,10 @@ from detectron2.config import CfgNode
 
 from d2_memfit import get_cfg
 from d2_memfit.checks import check_bool, check_int, check_positive_int
+from d2_memfit.config import check_config
 from d2_memfit.engine import usable_device
 from d2_memfit.errors import ConfigError
+from d2_memfit.presets import with_preset
 
 __all__ = ["add_tiled_config", "check_tiles", "load_tiled_cfg"]
 
@@ -24,7 +26,8 @@ def add_tiled_config(cfg: CfgNode) -> None:
     cfg.TILES.OVERLAP = 200
     # Share of the tiles in training that have an object.
     cfg.TILES.OBJECT_SHARE = 0.75
-    # An object is trained on in a tile that shows at least this share of its box.
+    # An object is trained on in a tile that shows at least this share of its box, or, of one larger
+    # than a tile, of what a tile can show.
     cfg.TILES.MIN_VISIBLE = 0.1
     # Parts in two tiles are one object if they agree that much where the tiles overlap (IoU).
     cfg.TILES.MERGE_IOU = 0.5
@@ -41,7 +44,7 @@ def check_tiles(cfg: CfgNode) -> None:
     """Raise :class:`ConfigError` on the first value that cannot work."""
     tiles = cfg.TILES
     check_positive_int("TILES.SIZE", tiles.SIZE)
-    check_int("TILES.OVERLAP", tiles.OVERLAP, at_least=0)
+    check_int("TILES.OVERLAP", tiles.OVERLAP, at_least=1)  # without, nothing can be merged
     if tiles.OVERLAP >= tiles.SIZE:
         raise ConfigError(
             f"TILES.OVERLAP must be less than TILES.SIZE, {tiles.SIZE}, got {tiles.OVERLAP}"
@@ -65,12 +68,19 @@ def check_tiles(cfg: CfgNode) -> None:
         raise ConfigError("INPUT.CROP.ENABLED must be False: tiles are the crops, see TILES.SIZE")
     if cfg.MODEL.KEYPOINT_ON:
         raise ConfigError("MODEL.KEYPOINT_ON must be False: keypoints are not merged across seams")
+    if cfg.MODEL.META_ARCHITECTURE in ("PanopticFPN", "SemanticSegmentor"):
+        raise ConfigError(
+            f"MODEL.META_ARCHITECTURE {cfg.MODEL.META_ARCHITECTURE} cannot be trained on tiles: "
+            "they have boxes and masks of objects"
+        )
+    if cfg.MODEL.LOAD_PROPOSALS:
+        raise ConfigError("MODEL.LOAD_PROPOSALS must be False: proposals are of whole images")
 
 
 def load_tiled_cfg(config_file: str, opts: Sequence[Any]) -> CfgNode:
     """The config of a file and of ``KEY VALUE`` pairs, checked.
 
-    INPUT gets the tile's sizes, for what asks the config how large inputs are, such as the planner.
+    INPUT gets the tile's sizes, for what asks the config how large inputs are.
     """
     cfg = get_cfg()
     add_tiled_config(cfg)
@@ -81,4 +91,5 @@ def load_tiled_cfg(config_file: str, opts: Sequence[Any]) -> CfgNode:
     cfg.INPUT.MIN_SIZE_TRAIN = (size,)
     cfg.INPUT.MIN_SIZE_TEST = cfg.INPUT.MAX_SIZE_TRAIN = cfg.INPUT.MAX_SIZE_TEST = size
     cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
-    return cfg
+    check_config(cfg)
+    return with_preset(cfg)

@@ -32,7 +32,7 @@ class TiledDataset(torch.utils.data.Dataset[dict[str, Any]]):
         min_visible: an object belongs to a tile that shows at least this share of its box.
 
     Attributes:
-        has_objects: for each tile [len(self)].
+        num_objects: in each tile [len(self)].
     """
 
     def __init__(
@@ -59,7 +59,17 @@ class TiledDataset(torch.utils.data.Dataset[dict[str, Any]]):
         by_tile = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
         self._shown = by_tile[:, 1]
         self._first_shown = np.searchsorted(by_tile[:, 0], np.arange(len(self) + 1))
-        self.has_objects = np.diff(self._first_shown) > 0
+        self.num_objects = np.diff(self._first_shown)
+
+    @property
+    def sizes(self) -> set[tuple[int, int]]:
+        """Heights and widths of tiles."""
+        return {(grid[0].height, grid[0].width) for grid in self._grids}
+
+    @property
+    def has_objects(self) -> NDArray[Any]:
+        """For each tile [len(self)]."""
+        return self.num_objects > 0
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

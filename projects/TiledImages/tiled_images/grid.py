@@ -56,16 +56,17 @@ class Grid:
         return Tile(x, y, min(x + self._size, self.width), min(y + self._size, self.height))
 
     def showing(self, box: NDArray[Any], min_visible: float) -> list[int]:
-        """Numbers of the tiles that show at least this share of a box, and some of it.
+        """Numbers of the tiles that show at least this share of a box, and some of it; of one that
+        is larger than a tile, of what a tile can show.
 
         Args:
             box: x0, y0, x1, y1 in pixels of the image [4].
         """
         across = _visible(self.lefts, self._size, box[0], box[2])
         down = _visible(self.tops, self._size, box[1], box[3])
-        area = (box[2] - box[0]) * (box[3] - box[1])
+        at_most = min(box[2] - box[0], self._size) * min(box[3] - box[1], self._size)
         rows, columns = np.flatnonzero(down), np.flatnonzero(across)
-        enough = np.outer(down[rows], across[columns]) >= min_visible * area
+        enough = np.outer(down[rows], across[columns]) >= min_visible * at_most
         numbers = rows[:, None] * len(self.lefts) + columns
         return numbers[enough].tolist()
 

@@ -8,15 +8,13 @@ import torch
 from detectron2.config import CfgNode, configurable
 from detectron2.data import DatasetMapper, build_detection_train_loader, get_detection_dataset_dicts
 from detectron2.data import transforms as T
-from detectron2.data.detection_utils import filter_empty_instances
-from detectron2.utils.logger import log_first_n
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from d2_memfit.errors import DataError
 
 from .dataset import BalancedTileSampler, TiledDataset
-from .reader import ImageReader
+from .reader import CorruptImageError, open_image, warn_left_out
 
 __all__ = ["MappedTiles", "TileMapper", "build_tiled_train_loader"]
 
@@ -24,13 +22,12 @@ __all__ = ["MappedTiles", "TileMapper", "build_tiled_train_loader"]
 class TileMapper(DatasetMapper):
     """Detectron2's mapper, but that it reads the tile alone and does not resize it.
 
-    Boxes are those of what the tile shows of the masks.
-
     Args:
         bands: TILES.BANDS.
 
     Raises:
-        DataError: on a call, if the image cannot be read or has another size than its dataset says.
+        CorruptImageError: on a call, the image cannot be read.
+        DataError: it has another size than its dataset says.
     """
 
     @configurable  # type: ignore[untyped-decorator]
@@ -45,7 +42,7 @@ class TileMapper(DatasetMapper):
         return {
             **options,
             "augmentations": kept,
-            "recompute_boxes": False,  # by us, because Detectron2's way fails without objects
+            "recompute_boxes": False,  # the dataset has done it
             "bands": cfg.TILES.BANDS,
         }
 
@@ -58,7 +55,7 @@ class TileMapper(DatasetMapper):
         return dataset_dict
 
     def _read(self, dataset_dict: dict[str, Any]) -> NDArray[Any]:
-        image = ImageReader(dataset_dict["file_name"], self.image_format, self._bands)
+        image = open_image(dataset_dict["file_name"], self.image_format, self._bands)
         height, width = dataset_dict["image_size"]
         if (image.height, image.width) != (height, width):
             raise DataError(
@@ -66,13 +63,6 @@ class TileMapper(DatasetMapper):
                 f"and by its dataset {width} x {height}: correct the dataset"
             )
         return image.read(dataset_dict["tile"])
-
-    def _transform_annotations(self, dataset_dict: dict[str, Any], *args: Any) -> None:
-        super()._transform_annotations(dataset_dict, *args)
-        instances = dataset_dict["instances"]
-        if instances.has("gt_masks"):
-            instances.gt_boxes = instances.gt_masks.get_bounding_boxes()
-            dataset_dict["instances"] = filter_empty_instances(instances)
 
 
 class MappedTiles(Dataset[dict[str, Any]]):
@@ -100,21 +90,17 @@ class MappedTiles(Dataset[dict[str, Any]]):
         for remaining in reversed(range(self._tries)):
             try:
                 return self._mapper(self._tiles[index])
-            except DataError as e:
+            except CorruptImageError as e:
                 if not remaining:
                     raise
-                log_first_n(logging.WARNING, f"Left out: {e}", key="message")
+                warn_left_out(e)
             has_objects = self._tiles.has_objects
             index = int(rng.choice(np.flatnonzero(has_objects == has_objects[index])))
         raise AssertionError("the last try returns or raises")
 
 
 def build_tiled_train_loader(cfg: CfgNode) -> DataLoader[Any]:
-    """Detectron2's loader, of tiles of the images of DATASETS.TRAIN.
-
-    Raises:
-        DataError: there is no image to train on.
-    """
+    """Detectron2's loader, of tiles of the images of DATASETS.TRAIN."""
     dicts = get_detection_dataset_dicts(cfg.DATASETS.TRAIN, filter_empty=False)
     tiles = cfg.TILES
     dataset = TiledDataset(dicts, tiles.SIZE, tiles.OVERLAP, tiles.MIN_VISIBLE)

@@ -46,14 +46,16 @@ class SeamMerger:
 
     Where two tiles overlap they show the same pixels. Two detections of one category are one object
     if what they say of that region agrees: the IoU of their masks there, or boxes, is at least
-    ``merge_iou``. One that a tile's border cuts off is part of another one that has that share of
-    it. So objects larger than a tile come together, part by part, and neither an object beside
-    another nor a small one within a large one is lost.
+    ``merge_iou``. One that a tile's border cuts off, and that agrees with none in the other tile,
+    is part of one there that has that share of it. So objects larger than a tile come together,
+    part by part, and neither an object beside another nor a small one on a large one is lost.
 
     An object that is whole in each of its tiles is what the tile with the highest score says. One
     that was cut is the union of its parts, with their highest score.
 
-    Detections of one tile are not compared: that is the model's non-maximum suppression.
+    Detections of one tile are not compared: that is the model's non-maximum suppression. They are
+    one object if both are parts of one in another tile. One agrees with at most one of another
+    tile; where several would do, with the one whose box is most like its own.
 
     Args:
         grid: tiles are to be added in its order.
@@ -62,6 +64,8 @@ class SeamMerger:
 
     # A box that ends so near to a tile's border may go on beyond it: share of the tile's size.
     _NEAR = 0.01
+    # A box with that share of all parts' is the object's.
+    _ALMOST_ALL = 0.9
 
     def __init__(self, grid: Grid, merge_iou: float) -> None:
         self._grid = grid
@@ -99,37 +103,32 @@ class SeamMerger:
     def _join(self, mine: list[_Part], theirs: list[_Part], zone: Tile) -> None:
         if not mine or not theirs:
             return
-        boxes = [np.stack([part.found.box for part in parts]) for parts in (mine, theirs)]
-        (mine_in, theirs_in) = (_clip(b, zone) for b in boxes)
+        mine_in, theirs_in = (
+            _clip(np.stack([part.found.box for part in parts]), zone) for parts in (mine, theirs)
+        )
+        alike: list[tuple[float, float, _Part, _Part]] = []  # how much, there and in the image
+        within: list[tuple[_Part, _Part]] = []  # the first, which is cut, in the second
         for i, j in np.argwhere(_intersections(mine_in, theirs_in) > 0):
             a, b = mine[i], theirs[j]
-            if (
-                a.object is not b.object
-                and a.found.category == b.found.category
-                and self._agree(a, b, mine_in[i], theirs_in[j], zone)
-            ):
-                for part in b.object:
-                    part.object = a.object
-                    a.object.append(part)
-
-    def _agree(
-        self, a: _Part, b: _Part, box_a: NDArray[Any], box_b: NDArray[Any], zone: Tile
-    ) -> bool:
-        """Whether they are one object, by what is in the region that both tiles show."""
-        if a.found.mask and b.found.mask:
-            first, second = _mask_in(a, zone), _mask_in(b, zone)
-            areas = coco_mask.area([first, second]).astype(float)
-            shared = float(coco_mask.area(coco_mask.merge([first, second], intersect=True)))
-        else:
-            areas = np.array([_area(box_a), _area(box_b)])
-            shared = float(_intersections(box_a[None], box_b[None])[0, 0])
-        if shared == 0:
-            return False
-        return bool(
-            shared >= self._merge_iou * (areas.sum() - shared)
-            or (self._is_cut(a, b.tile) and shared >= self._merge_iou * areas[0])
-            or (self._is_cut(b, a.tile) and shared >= self._merge_iou * areas[1])
-        )
+            if a.found.category != b.found.category:
+                continue
+            shared, area_a, area_b = _areas(a, b, mine_in[i], theirs_in[j], zone)
+            iou = shared / max(area_a + area_b - shared, 1e-9)
+            if iou >= self._merge_iou:
+                alike.append((iou, _iou(a.found.box, b.found.box), a, b))
+                continue
+            if self._is_cut(a, b.tile) and shared >= self._merge_iou * area_a > 0:
+                within.append((a, b))
+            if self._is_cut(b, a.tile) and shared >= self._merge_iou * area_b > 0:
+                within.append((b, a))
+        have_one: set[int] = set()
+        for _, _, a, b in sorted(alike, key=lambda pair: pair[:2], reverse=True):
+            if id(a) not in have_one and id(b) not in have_one:
+                have_one |= {id(a), id(b)}
+                _unite(a, b)
+        for a, b in within:
+            if id(a) not in have_one:
+                _unite(a, b)
 
     def _is_cut(self, part: _Part, other: Optional[Tile] = None) -> bool:
         """Whether the object may go on beyond a border of its tile: one within another tile, or,
@@ -148,20 +147,38 @@ class SeamMerger:
 
     def _merged(self, parts: list[_Part]) -> Detection:
         best = max(parts, key=lambda part: part.found.score)
-        if not any(self._is_cut(part) for part in parts):
-            parts = [best]
         boxes = np.stack([part.found.box for part in parts])
-        image = Tile(0, 0, self._grid.width, self._grid.height)
+        united = np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])
+        is_cut = any(self._is_cut(part) for part in parts)
+        if not is_cut and _area(best.found.box) >= self._ALMOST_ALL * _area(united):
+            parts, united = [best], best.found.box
         mask = None
         if best.found.mask:
+            image = Tile(0, 0, self._grid.width, self._grid.height)
             masks = [_mask_in(part, image) for part in parts]
             mask = masks[0] if len(masks) == 1 else coco_mask.merge(masks)
-        return Detection(
-            box=np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)]),
-            score=best.found.score,
-            category=best.found.category,
-            mask=mask,
-        )
+        return Detection(united, best.found.score, best.found.category, mask)
+
+
+def _unite(a: _Part, b: _Part) -> None:
+    if a.object is not b.object:
+        for part in b.object:
+            part.object = a.object
+            a.object.append(part)
+
+
+def _areas(
+    a: _Part, b: _Part, box_a: NDArray[Any], box_b: NDArray[Any], zone: Tile
+) -> tuple[float, float, float]:
+    """What both have in a zone in common, what the first has there, and what the second; by their
+    masks, or by their boxes in the zone.
+    """
+    if a.found.mask and b.found.mask:
+        masks = [_mask_in(a, zone), _mask_in(b, zone)]
+        area_a, area_b = coco_mask.area(masks).tolist()
+        return float(coco_mask.area(coco_mask.merge(masks, intersect=True))), area_a, area_b
+    shared = float(_intersections(box_a[None], box_b[None])[0, 0])
+    return shared, _area(box_a), _area(box_b)
 
 
 def _mask_in(part: _Part, frame: Tile) -> Rle:
@@ -183,6 +200,11 @@ def _clip(boxes: NDArray[Any], zone: Tile) -> NDArray[Any]:
 
 def _area(box: NDArray[Any]) -> float:
     return float((box[2] - box[0]) * (box[3] - box[1]))
+
+
+def _iou(a: NDArray[Any], b: NDArray[Any]) -> float:
+    shared = float(_intersections(a[None], b[None])[0, 0])
+    return shared / max(_area(a) + _area(b) - shared, 1e-9)
 
 
 def _intersections(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:

@@ -1,6 +1,5 @@
 """Detection in images of any size, tile by tile."""
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,17 +7,14 @@ import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.structures import Instances
-from detectron2.utils.logger import log_first_n
 from pycocotools import mask as coco_mask
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from d2_memfit.errors import DataError
-
 from .grid import Grid, Tile
 from .merge import Detection, SeamMerger
-from .reader import ImageReader
+from .reader import CorruptImageError, open_image, warn_left_out
 from .results import to_coco
 
 __all__ = ["TiledPredictor"]
@@ -27,10 +23,12 @@ __all__ = ["TiledPredictor"]
 class TiledPredictor(nn.Module):
     """Runs a detector of Detectron2 over the tiles of images, and merges what it finds.
 
-    It keeps the tiles in work, the detections of two rows of tiles, and objects that reach further.
+    It keeps the tiles in work, the detections of the rows of tiles that overlap with them, and
+    objects that reach further.
 
     Called with a list of dicts of whole images, it gives for each ``{"instances": [...]}`` in
-    COCO's format of results, with the model's categories.
+    COCO's format of results, with the model's categories. With TILES.SKIP_CORRUPT, an image that
+    cannot be read to its end has none, and there is a warning.
 
     Args:
         cfg: for TILES, INPUT.FORMAT and DATALOADER.NUM_WORKERS.
@@ -40,32 +38,30 @@ class TiledPredictor(nn.Module):
     def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.train(model.training)
         self._tiles = cfg.TILES
         self._image_format = cfg.INPUT.FORMAT
         self._num_workers = cfg.DATALOADER.NUM_WORKERS
 
     def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [
-            {"instances": [to_coco(d, image["image_id"]) for d in self.detect(image["file_name"])]}
-            for image in inputs
-        ]
+        return [{"instances": self._results(**image)} for image in inputs]
+
+    def _results(self, file_name: str, image_id: int, **_: Any) -> list[dict[str, Any]]:
+        try:
+            return [to_coco(detection, image_id) for detection in self.detect(file_name)]
+        except CorruptImageError as e:
+            if not self._tiles.SKIP_CORRUPT:
+                raise
+            warn_left_out(e)
+            return []
 
     def detect(self, file_name: str) -> Iterator[Detection]:
         """The objects in an image, in its coordinates, as soon as no later tile can show more of
         them; a progress bar where there is a terminal.
 
         Raises:
-            DataError: the image cannot be read. With TILES.SKIP_CORRUPT there is a warning instead,
-                and no more objects come.
+            CorruptImageError: the image cannot be read; some objects may have come before.
         """
-        try:
-            yield from self._detect(file_name)
-        except DataError as e:
-            if not self._tiles.SKIP_CORRUPT:
-                raise
-            log_first_n(logging.WARNING, f"Left out: {e}", key="message")
-
-    def _detect(self, file_name: str) -> Iterator[Detection]:
         parts = _TilesOfImage(file_name, self._image_format, self._tiles)
         merger = SeamMerger(parts.grid, self._tiles.MERGE_IOU)
         loader = DataLoader(
@@ -92,7 +88,7 @@ class _TilesOfImage(Dataset[dict[str, Any]]):
 
     def __init__(self, file_name: str, image_format: str, tiles: CfgNode) -> None:
         self._arguments = file_name, image_format, list(tiles.BANDS)
-        image = ImageReader(*self._arguments)
+        image = open_image(*self._arguments)
         self.grid = Grid(image.height, image.width, tiles.SIZE, tiles.OVERLAP)
         # An image that is decoded whole is better decoded once.
         self.max_workers = 0 if image.decodes_whole else len(self)
@@ -103,7 +99,7 @@ class _TilesOfImage(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tile = self.grid[index]
-        pixels = ImageReader(*self._arguments).read(tile)
+        pixels = open_image(*self._arguments).read(tile)
         return {
             "image": torch.as_tensor(np.ascontiguousarray(pixels.transpose(2, 0, 1))),
             "height": tile.height,

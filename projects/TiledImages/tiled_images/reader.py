@@ -15,7 +15,7 @@ from detectron2.utils.logger import log_first_n
 from numpy.typing import NDArray
 from PIL import Image
 
-from d2_memfit.errors import DataError
+from d2_memfit.errors import DataError, one_line
 
 from .grid import Tile
 
@@ -26,11 +26,31 @@ try:
 except ImportError:  # an optional extra
     rasterio = None
 
-__all__ = ["ImageReader"]
+__all__ = ["CorruptImageError", "ImageReader", "open_image", "warn_left_out"]
 
+_LOGGER = "d2_memfit.tiled_images"
 # Formats of GDAL that are decoded from the top. Detectron2 reads them as it always does.
 _SEQUENTIAL = {"GIF", "JPEG", "PNG", "WEBP"}
 _LARGE_PIXELS = 4096**2  # decoding that many at once is worth a warning
+
+
+class CorruptImageError(DataError):
+    """An image cannot be read. The text has its name."""
+
+
+def warn_left_out(error: CorruptImageError) -> None:
+    """Say once for each image that it was left out."""
+    log_first_n(logging.WARNING, f"Left out: {one_line(error)}", key="message", name=_LOGGER)
+
+
+def open_image(file_name: str, image_format: str, bands: Sequence[int]) -> "ImageReader":
+    """An :class:`ImageReader`, of which each process keeps the last few."""
+    return _kept_open(os.getpid(), file_name, image_format, tuple(bands))
+
+
+@lru_cache(maxsize=8)
+def _kept_open(process: int, *args: Any) -> "ImageReader":
+    return ImageReader(*args)
 
 
 class ImageReader:
@@ -51,7 +71,7 @@ class ImageReader:
         decodes_whole: whether all of it is in memory.
 
     Raises:
-        DataError: here or in :meth:`read`, with the file's name: it cannot be read.
+        CorruptImageError: here or in :meth:`read`.
     """
 
     def __init__(
@@ -63,10 +83,12 @@ class ImageReader:
             self._source: Union[_Mapped, _Windowed, _Whole]
             if path.endswith(".npy"):
                 self._source = _Mapped(path, image_format, bands)
-            elif _is_read_by_parts(path):
-                self._source = _Windowed(path, image_format, bands)
             else:
-                self._source = _Whole(path, image_format)
+                file = _open_by_parts(path)
+                if file is not None:
+                    self._source = _Windowed(file, image_format, bands)
+                else:
+                    self._source = _Whole(path, image_format, bands)
         self.height: int
         self.width: int
         self.height, self.width = self._source.size
@@ -86,9 +108,10 @@ class ImageReader:
                 # Photographs are not on a map, and rasterio says so.
                 warnings.filterwarnings("ignore", message="Dataset has no geotransform")
                 yield
-        # Pillow raises SyntaxError on a broken PNG, NumPy ValueError on a broken .npy.
-        except (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
-            raise DataError(
+        except MemoryError:
+            raise
+        except Exception as e:  # each library has many, for damage of many kinds
+            raise CorruptImageError(
                 f"the image {self._file_name} cannot be read ({' '.join(str(e).split())}). Mend "
                 "it, take it out of the dataset, or leave out all such images with "
                 "TILES.SKIP_CORRUPT True. What is too large for Pillow can be read as a tiled "
@@ -111,17 +134,18 @@ class _Mapped:
 
 
 class _Windowed:
-    def __init__(self, path: str, image_format: str, bands: Sequence[int]) -> None:
-        self._file = rasterio.open(path)
-        self.size = self._file.height, self._file.width
+    def __init__(self, file: Any, image_format: str, bands: Sequence[int]) -> None:
+        self._file = file
+        self.size = file.height, file.width
         self._bands = _in_order(bands, self._file.count, image_format)
         block = max(height * width for height, width in self._file.block_shapes)
         if block > _LARGE_PIXELS:
             log_first_n(
                 logging.WARNING,
-                f"{path} is stored in blocks of {block / 1e6:.0f} megapixels, and a tile needs all "
-                "of those that it touches; others may be stored so too. Convert it: rio convert "
-                "--co TILED=YES IN OUT.tif",
+                f"{file.name} is stored in blocks of {block / 1e6:.0f} megapixels, and a tile "
+                "needs all of those that it touches; others may be stored so too. Convert it: "
+                "rio convert --co TILED=YES IN OUT.tif",
+                name=_LOGGER,
             )
 
     def read(self, tile: Tile) -> NDArray[Any]:
@@ -130,12 +154,17 @@ class _Windowed:
 
 
 class _Whole:
-    def __init__(self, path: str, image_format: str) -> None:
-        self._pixels = _decode(path, image_format)
-        self.size = self._pixels.shape[:2]
+    def __init__(self, path: str, image_format: str, bands: Sequence[int]) -> None:
+        with Image.open(path) as file:
+            if file.mode.startswith(("I", "F")):
+                raise ValueError("it has more than 8 bits, which need a TIFF and rasterio")
+        if tuple(bands) != (1, 2, 3):
+            raise ValueError(f"TILES.BANDS {list(bands)} need a TIFF and rasterio")
+        self._path, self._format = path, image_format
+        self.size = _decode(path, image_format).shape[:2]
 
     def read(self, tile: Tile) -> NDArray[Any]:
-        return self._pixels[tile.y0 : tile.y1, tile.x0 : tile.x1]
+        return _decode(self._path, self._format)[tile.y0 : tile.y1, tile.x0 : tile.x1]
 
 
 @lru_cache(maxsize=1)  # for the tiles of one image, one after another
@@ -149,19 +178,21 @@ def _decode(path: str, image_format: str) -> NDArray[Any]:
             f"{pixels.nbytes / 2**20:.0f} MiB in each process that reads it; so must others of its "
             "kind. A tiled TIFF is read by parts: pip install rasterio; "
             "rio convert --co TILED=YES IN OUT.tif",
+            name=_LOGGER,
         )
     return pixels
 
 
-def _is_read_by_parts(path: str) -> bool:
+def _open_by_parts(path: str) -> Any:
+    """rasterio's dataset; None if Detectron2 is to read the file, or to say what is wrong."""
     if rasterio is None:
-        return False
+        return None
     try:
-        with rasterio.open(path) as file:
-            has_palette = rasterio.enums.ColorInterp.palette in file.colorinterp
-            return file.driver not in _SEQUENTIAL and not has_palette
+        file = rasterio.open(path)
     except rasterio.errors.RasterioIOError:
-        return False  # Detectron2 reads it, or says what is wrong with it
+        return None
+    has_palette = rasterio.enums.ColorInterp.palette in file.colorinterp
+    return None if file.driver in _SEQUENTIAL or has_palette else file
 
 
 def _in_order(bands: Sequence[int], count: int, image_format: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .merge import Detection
@@ -9,12 +10,17 @@ from .merge import Detection
 __all__ = ["CocoResultsWriter", "to_coco"]
 
 
-def to_coco(detection: Detection, image_id: int) -> dict[str, Any]:
-    """A merged detection as COCO's evaluation reads it, with the model's category."""
+def to_coco(detection: Detection, image_id: int, categories: Sequence[int] = ()) -> dict[str, Any]:
+    """A merged detection as COCO's evaluation reads it.
+
+    Args:
+        categories: the dataset's number of each of the model's; the model's own without.
+    """
+    category = detection.category
     x0, y0, x1, y1 = detection.box.tolist()
     result = {
         "image_id": image_id,
-        "category_id": detection.category,
+        "category_id": categories[category] if categories else category,
         "bbox": [x0, y0, x1 - x0, y1 - y0],
         "score": detection.score,
     }
@@ -44,9 +50,18 @@ class CocoResultsWriter:
         self._separator = "\n"
         return self
 
-    def write(self, result: dict[str, Any]) -> None:
-        self._file.write(self._separator + json.dumps(result))
-        self._separator = ",\n"
+    def write(self, results: Iterable[dict[str, Any]]) -> None:
+        """Write them while they come; if that ends with an error, none of them stays."""
+        place, separator = self._file.tell(), self._separator
+        try:
+            for result in results:
+                self._file.write(self._separator + json.dumps(result))
+                self._separator = ",\n"
+        except BaseException:
+            self._file.seek(place)
+            self._file.truncate()
+            self._separator = separator
+            raise
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
