@@ -7,6 +7,7 @@ import torch
 from detectron2 import model_zoo
 from detectron2.config import instantiate
 from detectron2.modeling import META_ARCH_REGISTRY
+from detectron2.projects.point_rend import add_pointrend_config
 from torch import nn
 
 from d2_memfit.config import load_cfg
@@ -28,6 +29,15 @@ SMALL = [
 AMP = ["SOLVER.AMP.ENABLED", True, "MEMFIT.AMP_DTYPE", "bfloat16"]
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
 
+# Narrow layers and many points, so that the peak is in the mask head.
+POINTREND = [
+    *("INPUT.MASK_FORMAT", "bitmask", "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES", True),
+    *("MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead", "MODEL.ROI_MASK_HEAD.POOLER_TYPE", ""),
+    *("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", True, "MODEL.POINT_HEAD.TRAIN_NUM_POINTS", 600),
+    *("MODEL.ROI_MASK_HEAD.FC_DIM", 16, "MODEL.ROI_BOX_HEAD.FC_DIM", 16),
+    *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 64, "TEST.DETECTIONS_PER_IMAGE", 30),
+]
+
 JOBS = {
     "faster C4": ("COCO-Detection/faster_rcnn_R_50_C4_1x.yaml", []),
     "faster DC5": ("COCO-Detection/faster_rcnn_R_50_DC5_1x.yaml", []),
@@ -44,6 +54,7 @@ JOBS = {
         "COCO-PanopticSegmentation/panoptic_fpn_R_50_1x.yaml",
         ["MODEL.META_ARCHITECTURE", "SemanticSegmentor"],
     ),
+    "PointRend": (MASK, POINTREND),
     "GN": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", []),
     "BN": (MASK, ["MODEL.RESNETS.NORM", "BN", "MODEL.BACKBONE.FREEZE_AT", 0]),
     "SyncBN": (MASK, ["MODEL.RESNETS.NORM", "SyncBN", "MODEL.FPN.NORM", "SyncBN"]),
@@ -94,7 +105,9 @@ class SegmenterOfTests(nn.Module):
 
 def make_cfg(name):
     file, opts = JOBS[name]
-    return load_cfg(file and model_zoo.get_config_file(file), [*SMALL, *opts])
+    return load_cfg(
+        file and model_zoo.get_config_file(file), [*SMALL, *opts], [add_pointrend_config]
+    )
 
 
 def train(cfg):
@@ -122,7 +135,8 @@ def owners_of(timeline):
 
 # The others take a minute or two, and are run before a release: pytest -m exhaustive.
 _QUICK = (
-    *("faster C4", "mask FPN", "retinanet", "panoptic", "FCOS", "a user's own", "all together"),
+    *("faster C4", "mask FPN", "retinanet", "panoptic", "PointRend"),
+    *("FCOS", "a user's own", "all together"),
 )
 
 
@@ -151,7 +165,7 @@ def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
     assert sum(last.peak().values()) == sum(whole.peak().values())
 
 
-@pytest.mark.parametrize("name", ["mask FPN", "panoptic", "FCOS", "a user's own"])
+@pytest.mark.parametrize("name", ["mask FPN", "panoptic", "PointRend", "FCOS", "a user's own"])
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
     cfg = make_cfg(name)
     batch = evaluation_batch(cfg, CASE)
