@@ -13,7 +13,7 @@ from torch import nn
 from d2_memfit.config import load_cfg
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import job
-from d2_memfit.planner.autocast import CastsOfCuda
+from d2_memfit.planner.autocast import casts_of_cuda
 from d2_memfit.planner.batches import evaluation_batch, training_batch
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_hollow, make_hollow
 from d2_memfit.planner.worst_case import WorstCase
@@ -61,6 +61,10 @@ JOBS = {
     "clipping": (MASK, ["SOLVER.CLIP_GRADIENTS.ENABLED", True]),
     "bfloat16": (MASK, AMP),
     "GN, float16": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", ["SOLVER.AMP.ENABLED", True]),
+    "GN, bfloat16, checkpointing": (
+        "Misc/mask_rcnn_R_50_FPN_3x_gn.yaml",
+        [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"]],
+    ),
     "micro-batches": (MASK, ["MEMFIT.MICRO_BATCH", 1]),
     "checkpointing": (MASK, ["MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"]]),
     "offload": (MASK, ["MEMFIT.OFFLOAD.MODULES", ["backbone"]]),
@@ -208,7 +212,7 @@ def test_mixed_precision_has_the_formats_of_a_gpu():
         return [result.dtype for result in results]
 
     in_32, in_16 = torch.float32, torch.bfloat16
-    with CastsOfCuda():
+    with casts_of_cuda():
         assert formats() == [in_16] * 4  # without autocast nothing changes
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert formats() == [in_32, in_32, in_32, in_16]
@@ -227,7 +231,7 @@ def test_the_formats_are_those_of_a_gpu(name):
         with torch.autocast(device, dtype=torch.bfloat16):
             return function(torch.ones(2, 8, 4, 4, dtype=torch.bfloat16, device=device), *args)
 
-    with CastsOfCuda():
+    with casts_of_cuda():
         expected = run("cpu").dtype
     assert run("cuda").dtype == expected
 
