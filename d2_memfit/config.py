@@ -157,7 +157,8 @@ def cfg_of_techniques(keys: Mapping[str, Any]) -> CN:
     """A config that has only nodes of MEMFIT set, such as a LazyConfig's ``train.memfit``.
 
     Args:
-        keys: nested, in lower or upper case, such as ``{"checkpoint": {"modules": ["backbone"]}}``.
+        keys: nested, of Python or OmegaConf, in lower or upper case, such as
+            ``{"checkpoint": {"modules": ["backbone"]}}``.
 
     Raises:
         ConfigError: a key or value is wrong.
@@ -173,9 +174,11 @@ def cfg_of_techniques(keys: Mapping[str, Any]) -> CN:
 
 
 def _in_upper_case(keys: Any) -> Any:
-    if not isinstance(keys, Mapping):
-        return keys
-    return {key.upper(): _in_upper_case(value) for key, value in keys.items()}
+    if isinstance(keys, Mapping):
+        return {key.upper(): _in_upper_case(value) for key, value in keys.items()}
+    if isinstance(keys, Sequence) and not isinstance(keys, str):
+        return list(keys)  # OmegaConf's too
+    return keys
 
 
 def check_config(cfg: CN, world_size: Optional[int] = None) -> None:

@@ -5,6 +5,7 @@ from ranks import Ranks
 from tiny import import_from
 
 import_from("projects/Coins")
+import_from("projects/ViTDet")
 import_from("tools")
 
 
