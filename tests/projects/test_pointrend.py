@@ -49,7 +49,7 @@ def test_the_recipe_is_that_of_detectron2():
     ours = load_cfg(ONE_GPU, (), [add_pointrend_config])
     assert ours.SOLVER.IMS_PER_BATCH * ours.SOLVER.ACCUMULATION_STEPS == 16
     ours.SOLVER.IMS_PER_BATCH = 16
-    del ours.MEMFIT, ours.SOLVER["ACCUMULATION_STEPS"]
+    del ours["MEMFIT"], ours.SOLVER["ACCUMULATION_STEPS"]
     assert ours == upstream
 
 
