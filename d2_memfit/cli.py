@@ -19,6 +19,7 @@ from .planner.estimate import run_dry
 from .planner.fit import planned_yaml
 from .planner.text import describe_estimate, describe_plan
 from .presets import PRESETS, budget_of_preset, with_preset
+from .projects import add_project_option, find_function
 
 __all__ = ["main"]
 
@@ -35,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     common.add_argument("--json", action="store_true", help="for programs")
     add_coco_option(common)
+    add_project_option(common)
     common.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
     parser = argparse.ArgumentParser(prog="d2-memfit", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -60,7 +62,8 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         raise ConfigError(f"KEY VALUE pairs: a value is missing after {args.opts[-1]}")
     for name in ("output", "timeline"):
         _check_folder(f"--{name}", getattr(args, name, None))
-    cfg = with_preset(load_cfg(args.config_file, args.opts))
+    add_keys = [find_function(name) for name in args.project]
+    cfg = with_preset(load_cfg(args.config_file, args.opts, add_keys))
     if args.probe and (args.command == "plan" or cfg.MEMFIT.BUDGET_GB is not None):
         use_expandable_segments()  # as in training under a budget, and before CUDA is started
     if args.command == "estimate":

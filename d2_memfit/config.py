@@ -4,7 +4,7 @@ Those of the techniques stand in their files, in :mod:`d2_memfit.techniques`.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -129,13 +129,22 @@ def get_cfg() -> CN:
     return cfg
 
 
-def load_cfg(config_file: str = "", opts: Sequence[Any] = ()) -> CN:
+def load_cfg(
+    config_file: str = "",
+    opts: Sequence[Any] = (),
+    add_keys: Sequence[Callable[[CN], Any]] = (),
+) -> CN:
     """:func:`get_cfg`, then a config file, then ``KEY VALUE`` pairs from a command line.
+
+    Args:
+        add_keys: functions that add a project's keys, such as ``add_pointrend_config``.
 
     Raises:
         ConfigError: the file does not exist or is not safe YAML, or a key or value is wrong.
     """
     cfg = get_cfg()
+    for add in add_keys:
+        add(cfg)
     if config_file:
         with _explained(cfg, f"{config_file}: "), arithmetic_in_yaml():
             cfg.merge_from_file(config_file, allow_unsafe=False)
@@ -148,7 +157,8 @@ def cfg_of_techniques(keys: Mapping[str, Any]) -> CN:
     """A config that has only nodes of MEMFIT set, such as a LazyConfig's ``train.memfit``.
 
     Args:
-        keys: nested, in lower or upper case, such as ``{"checkpoint": {"modules": ["backbone"]}}``.
+        keys: nested, of Python or OmegaConf, in lower or upper case, such as
+            ``{"checkpoint": {"modules": ["backbone"]}}``.
 
     Raises:
         ConfigError: a key or value is wrong.
@@ -164,9 +174,11 @@ def cfg_of_techniques(keys: Mapping[str, Any]) -> CN:
 
 
 def _in_upper_case(keys: Any) -> Any:
-    if not isinstance(keys, Mapping):
-        return keys
-    return {key.upper(): _in_upper_case(value) for key, value in keys.items()}
+    if isinstance(keys, Mapping):
+        return {key.upper(): _in_upper_case(value) for key, value in keys.items()}
+    if isinstance(keys, Sequence) and not isinstance(keys, str):
+        return list(keys)  # OmegaConf's too
+    return keys
 
 
 def check_config(cfg: CN, world_size: Optional[int] = None) -> None:

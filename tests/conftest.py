@@ -13,6 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the tests beside these need cores too
 
 import_from("projects/Coins")
 import_from("projects/TiledImages")
+import_from("projects/ViTDet")
 import_from("tools")
 
 

@@ -83,7 +83,9 @@ def parser_of(script):
 
     None for a script that takes no arguments, and so must not be started here.
     """
-    if script != "d2-memfit" and not re.search(r"argparse|cli import", script.read_text()):
+    if script != "d2-memfit" and not re.search(
+        r"argparse|argument_parser|cli import", script.read_text()
+    ):
         return None
 
     class Found(Exception):

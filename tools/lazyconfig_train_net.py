@@ -25,7 +25,7 @@ from detectron2.engine import default_argument_parser, default_setup, default_wr
 from detectron2.evaluation import inference_on_dataset, print_csv_format
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.checks import check_positive_int
@@ -114,8 +114,7 @@ def recovery_options(cfg_train: DictConfig) -> Optional[RecoveryOptions]:
 
 def techniques(cfg_train: DictConfig) -> CfgNode:
     """The config for techniques and the monitor, checked."""
-    keys: Any = OmegaConf.to_container(OmegaConf.create(cfg_train.get("memfit", {})))
-    memfit = cfg_of_techniques(keys)
+    memfit = cfg_of_techniques(cfg_train.get("memfit", {}))
     if memfit.MEMFIT.HOST.BUDGET_GB is not None:
         raise ConfigError(
             "train.memfit.host.budget_gb cannot be used in a LazyConfig: lower "

@@ -8,11 +8,11 @@ from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase
 from detectron2.solver import LRMultiplier
 from detectron2.utils import comm
-from detectron2.utils.logger import setup_logger
 from torch import nn
 
 from .. import compat
 from ..config import check_config, with_memfit_keys
+from ..logs import start_logging
 from ..memory import enforce_budget
 from ..precision import Precision
 from ..presets import with_preset
@@ -65,8 +65,7 @@ class MemfitMixin(_Trainer):
                 f"the first argument of {type(self).__name__} must be the config, as in "
                 f"DefaultTrainer, got a {type(cfg).__name__}"
             )
-        if not logging.getLogger("d2_memfit").isEnabledFor(logging.INFO):
-            setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
+        start_logging(cfg.OUTPUT_DIR)
         cfg = with_memfit_keys(cfg)
         check_config(cfg)
         cfg = self.auto_scale_workers(cfg, comm.get_world_size())

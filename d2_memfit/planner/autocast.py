@@ -1,12 +1,16 @@
 """Mixed precision on the CPU with the number formats that it has on a GPU."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-__all__ = ["CastsOfCuda"]
+from ..techniques.modules import replaced_functions
+
+__all__ = ["casts_of_cuda"]
 
 # "CUDA ops that can autocast to float32", of https://docs.pytorch.org/docs/stable/amp.html; on the
 # CPU most of them stay in 16 bits.
@@ -23,16 +27,26 @@ _TO_FLOAT32 = {
 }
 
 
-class CastsOfCuda(TorchFunctionMode):
-    """While it is open, autocast on the CPU brings to float32 what it does on a GPU."""
+@contextmanager
+def casts_of_cuda() -> Iterator[None]:
+    """While open, autocast on the CPU brings to float32 what it does on a GPU.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _TO_FLOAT32 and torch.is_autocast_enabled("cpu"):
+    The functions are replaced. A TorchFunctionMode would not do: PyTorch closes it in a backward,
+    where checkpointed modules are computed again.
+    """
+    places = (torch, torch.nn.functional, torch.Tensor)
+    with replaced_functions(places, dict.fromkeys(_TO_FLOAT32, _in_float32)):
+        yield
+
+
+def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map(_to_float32, (args, kwargs))
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
 
 
 def _to_float32(value: Any) -> Any:

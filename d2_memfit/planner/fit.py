@@ -12,6 +12,7 @@ from detectron2.utils import comm
 
 from ..config import check_config, get_cfg, with_memfit_keys, with_settings
 from ..errors import ConfigError
+from ..logs import start_logging
 from ..memory import return_large_blocks
 from ..presets import with_preset
 from .plan import Plan
@@ -40,6 +41,7 @@ def fit_config(cfg: CfgNode) -> CfgNode:
         return cfg
     cfg = with_preset(with_memfit_keys(cfg))
     check_config(cfg)
+    start_logging(cfg.OUTPUT_DIR)
     text, error = "", None
     if comm.is_main_process():
         try:

@@ -21,7 +21,7 @@ from ..config import with_settings
 from ..precision import Precision
 from ..techniques import apply_techniques, ready_to_evaluate
 from ..techniques.modules import replaced_functions
-from .autocast import CastsOfCuda
+from .autocast import casts_of_cuda
 from .batches import tensors_of, worst_detections, worst_proposals
 from .dry_run import DryRun, WithoutValues, make_hollow
 from .matching import fast_matching
@@ -62,7 +62,7 @@ def train(
     with _job(cfg, inputs, num_gpus, foreach) as (run, model, optimizer):
         if not accumulates:
             optimizer.zero_grad(set_to_none=True)
-        with CastsOfCuda() if like_gpu else nullcontext():
+        with casts_of_cuda() if like_gpu else nullcontext():
             for phase in iterate(model, optimizer, precision, cfg, micro_batches):
                 run.phase = phase
     return run.timeline

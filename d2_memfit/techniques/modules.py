@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any, Callable, Union
 
 from torch import nn
 
@@ -92,7 +92,7 @@ def source_files(modules: Iterable[nn.Module]) -> set[ModuleType]:
 
 @contextmanager
 def replaced_functions(
-    files: Iterable[ModuleType],
+    files: Iterable[Union[ModuleType, type]],
     replacements: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]],
 ) -> Iterator[None]:
     """While open, functions that are known in some files by a name are others there.

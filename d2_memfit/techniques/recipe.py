@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Union
 
 from detectron2.config import CfgNode
+from detectron2.modeling import ROI_MASK_HEAD_REGISTRY
+from detectron2.modeling.roi_heads import BaseMaskRCNNHead
 
 from ..data import shorter_sides
 from .registry import TECHNIQUES, Technique
@@ -28,7 +30,13 @@ class PolygonMasks(_Recipe):
     @classmethod
     def settings(cls, cfg: CfgNode) -> dict[str, Any]:
         is_bitmask = cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask"
-        return {"INPUT.MASK_FORMAT": "polygon"} if is_bitmask else {}
+        return {"INPUT.MASK_FORMAT": "polygon"} if is_bitmask and _draws_polygons(cfg) else {}
+
+
+def _draws_polygons(cfg: CfgNode) -> bool:
+    """Detectron2's mask heads do; PointRend's for one takes bit masks only."""
+    head = ROI_MASK_HEAD_REGISTRY.get(cfg.MODEL.ROI_MASK_HEAD.NAME)
+    return isinstance(head, type) and issubclass(head, BaseMaskRCNNHead)
 
 
 @TECHNIQUES.register()

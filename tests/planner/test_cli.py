@@ -72,6 +72,19 @@ def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(config_fil
     assert "The smallest budget is 0." in capsys.readouterr().out
 
 
+def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_project.py").write_text("def add_keys(cfg):\n    cfg.MODEL.MINE = 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])  # which the command adds to
+    plan_file = tmp_path / "plan.yaml"
+    project = ["--project", "my_project:add_keys"]
+    args = ["--config-file", config_file, "--budget", "6", "--output", str(plan_file)]
+    main(["plan", *project, *args, "--device", "cuda", "MODEL.MINE", "2"])
+    assert "MINE: 2" in plan_file.read_text()
+    main(["estimate", *project, "--config-file", str(plan_file), "--device", "cuda"])
+    assert "peak reserved" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -93,6 +106,15 @@ def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(config_fil
         (["estimate", "MEMFIT.NO_KEY", "1"], "there is no config key MEMFIT.NO_KEY"),
         (["estimate", "MODEL.BACKBONE.NAME", "x"], "does not run (KeyError: "),
         (["estimate", "SOLVER.MAX_ITER"], "a value is missing after SOLVER.MAX_ITER"),
+        (["estimate", "--project", "point_rend"], "--project must be MODULE:FUNCTION, such as det"),
+        (
+            ["estimate", "--project", "no.such:add"],
+            "--project no.such:add: importing no.such failed (ModuleNotFoundError: ",
+        ),
+        (
+            ["estimate", "--project", "detectron2.projects.point_rend:add_point_rend_config"],
+            "has no function 'add_point_rend_config' (near: add_pointrend_config)",
+        ),
     ],
 )
 def test_bad_input_is_one_line(config_file, capsys, args, message):

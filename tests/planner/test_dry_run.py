@@ -7,12 +7,13 @@ import torch
 from detectron2 import model_zoo
 from detectron2.config import instantiate
 from detectron2.modeling import META_ARCH_REGISTRY
+from detectron2.projects.point_rend import add_pointrend_config
 from torch import nn
 
 from d2_memfit.config import load_cfg
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import job
-from d2_memfit.planner.autocast import CastsOfCuda
+from d2_memfit.planner.autocast import casts_of_cuda
 from d2_memfit.planner.batches import evaluation_batch, training_batch
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_hollow, make_hollow
 from d2_memfit.planner.worst_case import WorstCase
@@ -27,6 +28,15 @@ SMALL = [
 ]
 AMP = ["SOLVER.AMP.ENABLED", True, "MEMFIT.AMP_DTYPE", "bfloat16"]
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
+
+# Narrow layers and many points, so that the peak is in the mask head.
+POINTREND = [
+    *("INPUT.MASK_FORMAT", "bitmask", "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES", True),
+    *("MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead", "MODEL.ROI_MASK_HEAD.POOLER_TYPE", ""),
+    *("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", True, "MODEL.POINT_HEAD.TRAIN_NUM_POINTS", 600),
+    *("MODEL.ROI_MASK_HEAD.FC_DIM", 16, "MODEL.ROI_BOX_HEAD.FC_DIM", 16),
+    *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 64, "TEST.DETECTIONS_PER_IMAGE", 30),
+]
 
 JOBS = {
     "faster C4": ("COCO-Detection/faster_rcnn_R_50_C4_1x.yaml", []),
@@ -44,12 +54,17 @@ JOBS = {
         "COCO-PanopticSegmentation/panoptic_fpn_R_50_1x.yaml",
         ["MODEL.META_ARCHITECTURE", "SemanticSegmentor"],
     ),
+    "PointRend": (MASK, POINTREND),
     "GN": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", []),
     "BN": (MASK, ["MODEL.RESNETS.NORM", "BN", "MODEL.BACKBONE.FREEZE_AT", 0]),
     "SyncBN": (MASK, ["MODEL.RESNETS.NORM", "SyncBN", "MODEL.FPN.NORM", "SyncBN"]),
     "clipping": (MASK, ["SOLVER.CLIP_GRADIENTS.ENABLED", True]),
     "bfloat16": (MASK, AMP),
     "GN, float16": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", ["SOLVER.AMP.ENABLED", True]),
+    "GN, bfloat16, checkpointing": (
+        "Misc/mask_rcnn_R_50_FPN_3x_gn.yaml",
+        [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"]],
+    ),
     "micro-batches": (MASK, ["MEMFIT.MICRO_BATCH", 1]),
     "checkpointing": (MASK, ["MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"]]),
     "offload": (MASK, ["MEMFIT.OFFLOAD.MODULES", ["backbone"]]),
@@ -94,7 +109,9 @@ class SegmenterOfTests(nn.Module):
 
 def make_cfg(name):
     file, opts = JOBS[name]
-    return load_cfg(file and model_zoo.get_config_file(file), [*SMALL, *opts])
+    return load_cfg(
+        file and model_zoo.get_config_file(file), [*SMALL, *opts], [add_pointrend_config]
+    )
 
 
 def train(cfg):
@@ -122,7 +139,8 @@ def owners_of(timeline):
 
 # The others take a minute or two, and are run before a release: pytest -m exhaustive.
 _QUICK = (
-    *("faster C4", "mask FPN", "retinanet", "panoptic", "FCOS", "a user's own", "all together"),
+    *("faster C4", "mask FPN", "retinanet", "panoptic", "PointRend"),
+    *("FCOS", "a user's own", "all together"),
 )
 
 
@@ -151,7 +169,7 @@ def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
     assert sum(last.peak().values()) == sum(whole.peak().values())
 
 
-@pytest.mark.parametrize("name", ["mask FPN", "panoptic", "FCOS", "a user's own"])
+@pytest.mark.parametrize("name", ["mask FPN", "panoptic", "PointRend", "FCOS", "a user's own"])
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
     cfg = make_cfg(name)
     batch = evaluation_batch(cfg, CASE)
@@ -194,7 +212,7 @@ def test_mixed_precision_has_the_formats_of_a_gpu():
         return [result.dtype for result in results]
 
     in_32, in_16 = torch.float32, torch.bfloat16
-    with CastsOfCuda():
+    with casts_of_cuda():
         assert formats() == [in_16] * 4  # without autocast nothing changes
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert formats() == [in_32, in_32, in_32, in_16]
@@ -213,7 +231,7 @@ def test_the_formats_are_those_of_a_gpu(name):
         with torch.autocast(device, dtype=torch.bfloat16):
             return function(torch.ones(2, 8, 4, 4, dtype=torch.bfloat16, device=device), *args)
 
-    with CastsOfCuda():
+    with casts_of_cuda():
         expected = run("cpu").dtype
     assert run("cuda").dtype == expected
 

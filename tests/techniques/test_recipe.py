@@ -1,5 +1,6 @@
 """Techniques that change what is trained: the keys of Detectron2 that they set, on real models."""
 
+import detectron2.projects.point_rend  # noqa: F401, registers its mask head
 import pytest
 import torch
 from detectron2.config import CfgNode
@@ -62,6 +63,8 @@ def test_lighter_backbones_are_trained_down_to_18_layers(cfg):
         ("OneImageSize", ["INPUT.MIN_SIZE_TRAIN", (640, 800)], {"INPUT.MIN_SIZE_TRAIN": (640,)}),
         ("PolygonMasks", ["MODEL.MASK_ON", True, "INPUT.MASK_FORMAT", "bitmask"],
          {"INPUT.MASK_FORMAT": "polygon"}),
+        ("PolygonMasks", ["MODEL.MASK_ON", True, "INPUT.MASK_FORMAT", "bitmask",
+                          "MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"], {}),
         ("FewerDetections", [], {"TEST.DETECTIONS_PER_IMAGE": 50}),
         ("FewerDetections", ["TEST.DETECTIONS_PER_IMAGE", 30], {}),
         ("SmallerRpnBatch", [], {"MODEL.RPN.BATCH_SIZE_PER_IMAGE": 128}),

@@ -12,18 +12,23 @@ positive anchors in a batch, which starts at 100 and follows the micro-batches.
 """
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
+from detectron2.projects.point_rend import add_pointrend_config
 from detectron2.solver import build_optimizer
 from detectron2.utils.events import EventStorage
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.config import load_cfg
+from d2_memfit.techniques.modules import replaced_functions
 
 from .common import coins, machine, markdown_table
 
@@ -38,6 +43,11 @@ FAMILIES = {
     "MODEL.RPN.BATCH_SIZE_PER_IMAGE 16384 MODEL.RPN.LOSS_WEIGHT 10.0",
     "Faster R-CNN": f"MODEL.MASK_ON False {ROIS}",
     "Mask R-CNN": f"MODEL.MASK_ON True {ROIS}",
+    # Its heads' points are drawn anew in each forward.
+    "PointRend": "MODEL.MASK_ON True INPUT.MASK_FORMAT bitmask MODEL.POINT_HEAD.NUM_CLASSES 1 "
+    "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES True MODEL.ROI_MASK_HEAD.NAME PointRendMaskHead "
+    "MODEL.ROI_MASK_HEAD.POOLER_TYPE '' "
+    f"MODEL.ROI_MASK_HEAD.FC_DIM 128 MODEL.ROI_MASK_HEAD.POINT_HEAD_ON True {ROIS}",
     "RetinaNet": "MODEL.META_ARCHITECTURE RetinaNet MODEL.RETINANET.NUM_CLASSES 1 "
     "MODEL.BACKBONE.NAME build_retinanet_resnet_fpn_backbone MODEL.RETINANET.NUM_CONVS 2 "
     "MODEL.RESNETS.OUT_FEATURES ['res3','res4','res5'] SOLVER.BASE_LR 0.005 "
@@ -46,6 +56,7 @@ FAMILIES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="of models; all if none")
     parser.add_argument("--train", type=int, default=60, help="iterations before the measurement")
 
 
@@ -53,11 +64,15 @@ def run(args: argparse.Namespace) -> None:
     with coins(160, 224) as (dicts, mapper):
         images = [mapper(d) for d in dicts]
     rows = []
-    for name, opts in FAMILIES.items():
-        model = train(load_cfg(str(CONFIG), opts.split()), images, args.train)
+    for name in args.families or FAMILIES:
+        cfg = load_cfg(str(CONFIG), FAMILIES[name].split(), [add_pointrend_config])
+        model = train(cfg, images, args.train)
         rows.append([name, *gaps(model, images)])
         if hasattr(model, "loss_normalizer"):
             rows.append([f"{name}, its normaliser at 100", *gaps(model, images, at_start=True)])
+        if name == "PointRend":
+            with same_points():
+                rows.append([f"{name}, all proposals at the same points", *gaps(model, images)])
     print(f"{machine()}. Norm of the gradient's difference by that of the full batch's.\n")
     print(markdown_table(["", *CUTS], rows))
 
@@ -111,6 +126,25 @@ def gradient(
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@contextmanager
+def same_points() -> Iterator[None]:
+    """While open, PointRend's head, which samples points [proposals, points, 2] at random, gets
+    the same ones for all proposals, each time.
+    """
+    points = torch.rand(1000, 2)
+
+    def replace(rand: Callable[..., Any]) -> Callable[..., Any]:
+        def same(*size: int, **kwargs: Any) -> torch.Tensor:
+            if len(size) < 3:
+                return rand(*size, **kwargs)
+            return points[: size[1]].repeat(size[0], 1, 1).to(kwargs["device"])
+
+        return same
+
+    with replaced_functions([torch], {"rand": replace}):
+        yield
+
+
 def count_positive_anchors(model: nn.Module, batch: list[dict[str, Any]]) -> float:
     with EventStorage() as storage, torch.no_grad():
         model(batch)
@@ -151,7 +185,8 @@ class Samples:
                 result = original(*args)
                 per_image = zip(*result) if isinstance(result, tuple) else result
                 self._kept.update({(method, i): r for i, r in zip(self._images, per_image)})
-            kept = [self._kept[method, i] for i in self._images]
+            # Copies, because heads may change the boxes of their proposals.
+            kept = [deepcopy(self._kept[method, i]) for i in self._images]
             return tuple(map(list, zip(*kept))) if isinstance(kept[0], tuple) else kept
 
         setattr(module, method, sample)

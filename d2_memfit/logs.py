@@ -1,0 +1,14 @@
+"""Logging in scripts that have set up only Detectron2's."""
+
+import logging
+
+from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
+
+__all__ = ["start_logging"]
+
+
+def start_logging(output_dir: str) -> None:
+    """Write the log of d2_memfit where Detectron2's goes, unless somebody set it up already."""
+    if not logging.getLogger("d2_memfit").isEnabledFor(logging.INFO):
+        setup_logger(output_dir, distributed_rank=comm.get_rank(), name="d2_memfit")

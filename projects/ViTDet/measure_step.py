@@ -1,0 +1,52 @@
+"""The memory of a training step of a LazyConfig, with the techniques of train.memfit and without.
+
+    python projects/ViTDet/measure_step.py --config-file CONFIG.py [path.key=value ...]
+
+On the CPU, in float32, with the first batch of the loader. Tensors are counted byte by byte.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode, LazyConfig, instantiate
+from detectron2.utils.env import seed_all_rng
+from detectron2.utils.events import EventStorage
+from omegaconf import DictConfig
+
+from d2_memfit.config import cfg_of_techniques
+from d2_memfit.memory import TensorMeter
+from d2_memfit.techniques import apply_techniques
+
+
+def step(cfg: DictConfig, batch: list[Any], memfit: CfgNode) -> tuple[float, float, float]:
+    """Peak in MB of 2^20 bytes, seconds, and the norm of the gradient."""
+    torch.manual_seed(0)
+    model = apply_techniques("model", instantiate(cfg.model), memfit)
+    torch.manual_seed(0)  # for the proposals that are sampled
+    start = time.perf_counter()
+    with TensorMeter() as meter, EventStorage():
+        sum(model(batch).values()).backward()
+    seconds = time.perf_counter() - start
+    gradients = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    return meter.peak_bytes / 2**20, seconds, torch.stack(gradients).norm().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config-file", required=True)
+    parser.add_argument("opts", nargs="*")
+    args = parser.parse_args()
+    cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file), args.opts)
+    seed_all_rng(0)
+    batch = next(iter(instantiate(cfg.dataloader.train)))
+    for name, memfit in (("without", {}), (f"with {cfg.train.memfit}", cfg.train.memfit)):
+        peak, seconds, norm = step(cfg, batch, cfg_of_techniques(memfit))
+        print(f"{name}: peak {peak:.0f} MB, {seconds:.2f} s, norm of the gradient {norm:.6f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Detectron2's ViTDet-B by a name, so that d2-memfit can estimate it.
+
+PYTHONPATH=projects/ViTDet d2-memfit estimate --project vitdet_b:add_vitdet_b_config
+"""
+
+from detectron2 import model_zoo
+from detectron2.config import CfgNode, instantiate
+from detectron2.modeling import META_ARCH_REGISTRY
+from torch import nn
+
+
+@META_ARCH_REGISTRY.register()  # type: ignore[untyped-decorator]
+def ViTDetB(cfg: CfgNode) -> nn.Module:
+    return instantiate(model_zoo.get_config("common/models/mask_rcnn_vitdet.py").model)
+
+
+def add_vitdet_b_config(cfg: CfgNode) -> None:
+    """The model, and what its loader makes: images of 1024 x 1024 pixels with bit masks."""
+    cfg.MODEL.META_ARCHITECTURE = "ViTDetB"
+    cfg.MODEL.MASK_ON = True
+    cfg.INPUT.MASK_FORMAT = "bitmask"
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (1024,), 1024
+    cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST = 1024, 1024

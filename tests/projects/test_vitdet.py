@@ -1,0 +1,81 @@
+"""LazyConfigs: a Mask R-CNN on both releases of Detectron2, and ViTDet where there is one."""
+
+import importlib.util
+import sys
+
+import lazyconfig_train_net
+import measure_step
+import pytest
+from detectron2 import modeling
+from detectron2.config import LazyConfig, instantiate
+from diffs import apply_diff, diffs_in, of_detectron2
+from tiny import ROOT, read_metrics, run_process
+
+from d2_memfit.config import cfg_of_techniques
+
+PROJECT = ROOT / "projects" / "ViTDet"
+FPN = PROJECT / "configs" / "mask_rcnn_fpn_coins.py"
+VITDET = PROJECT / "configs" / "mask_rcnn_vitdet_coins.py"
+NEEDS_VIT = pytest.mark.skipif(
+    not hasattr(modeling, "ViT") or importlib.util.find_spec("timm") is None,
+    reason="ViT is in Detectron2 main, and needs timm",
+)
+SHORT = [
+    *("train.max_iter=2", "train.accumulation_steps=2", "train.eval_period=0"),
+    *("train.log_period=1", "train.output_dir=output", "train.device=cpu"),
+    *("dataloader.train.num_workers=0", "dataloader.test.num_workers=0"),
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(coins, tmp_path, monkeypatch):
+    """The current folder, with the dataset where the configs look for it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "output" / "coins").mkdir(parents=True)
+    (tmp_path / "output" / "coins" / "dataset").symlink_to(coins)
+    return tmp_path
+
+
+@pytest.mark.parametrize("config", [FPN, pytest.param(VITDET, marks=NEEDS_VIT)])
+def test_it_trains_with_checkpointing_and_is_evaluated(config, folder, monkeypatch, log):
+    monkeypatch.setattr(
+        sys, "argv", ["lazyconfig_train_net.py", "--config-file", str(config), *SHORT]
+    )
+    lazyconfig_train_net.run()
+    assert "Technique ActivationCheckpointing (exact) is on" in log.text
+    metrics = read_metrics(folder / "output")
+    assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [4, 4]
+    assert any("segm/AP" in m for m in metrics)
+
+
+@pytest.mark.parametrize(
+    ("config", "most"), [(FPN, 0.95), pytest.param(VITDET, 0.5, marks=NEEDS_VIT)]
+)
+def test_checkpointing_saves_memory_and_leaves_the_gradient(config, most):
+    cfg = LazyConfig.apply_overrides(LazyConfig.load(str(config)), SHORT)
+    batch = next(iter(instantiate(cfg.dataloader.train)))
+    (peak, _, norm), (less, _, same) = (
+        measure_step.step(cfg, batch, cfg_of_techniques(keys)) for keys in ({}, cfg.train.memfit)
+    )
+    assert less < most * peak
+    assert same == pytest.approx(norm, rel=1e-5)
+
+
+def test_the_first_readme_has_the_diff_of_the_project():
+    (of_project,) = diffs_in(PROJECT / "README.md")
+    assert of_project in diffs_in(ROOT / "README.md")
+
+
+@pytest.mark.skipif(
+    of_detectron2("tools/lazyconfig_train_net.py") is None,
+    reason="Detectron2 was not installed in place, so its tools are not there",
+)
+def test_the_diff_makes_detectron2_s_own_script_accumulate(folder):
+    (diff,) = diffs_in(PROJECT / "README.md")
+    script = folder / "train_net.py"
+    script.write_text(apply_diff(diff, of_detectron2("tools/lazyconfig_train_net.py").read_text()))
+    command = [sys.executable, "-W", "ignore", script, "--config-file", FPN, *SHORT]
+    result = run_process([*command, "+dataloader.evaluator.use_fast_impl=False"])
+    assert result.returncode == 0, result.stderr[-4000:]
+    metrics = read_metrics(folder / "output")
+    assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [4, 4]
