@@ -1,0 +1,56 @@
+"""mmengine, as its guides say.
+
+- https://mmengine.readthedocs.io/en/latest/common_usage/save_gpu_memory.html: accumulation
+- https://mmengine.readthedocs.io/en/latest/get_started/15_minutes.html: model and runner
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+from torch import nn
+
+from .job import Job
+
+
+class Model(BaseModel):
+    def __init__(self, detector: nn.Module) -> None:
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, *images: dict, mode: str) -> dict[str, torch.Tensor]:
+        return self.detector(list(images))
+
+
+def train(job: Job) -> None:
+    detector, optimizer = job.build()
+    options: dict[str, Any] = {}
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        # Its launcher and its default wrapper would ask for GPUs.
+        dist.init_process_group("gloo")
+        options = dict(
+            launcher="pytorch",
+            cfg=dict(model_wrapper_cfg=dict(type="MMDistributedDataParallel")),
+        )
+    wrapper = dict(
+        type="OptimWrapper", optimizer=optimizer, accumulative_counts=job.accumulation_steps
+    )
+    runner = Runner(
+        model=Model(detector),
+        work_dir=str(job.output_dir),
+        train_dataloader=job.loader(),
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        optim_wrapper=wrapper,
+        default_hooks=dict(checkpoint=None),
+        randomness=dict(seed=0),
+        experiment_name=f"race_{next(_numbers)}",
+        log_level="ERROR",
+        **options,
+    )
+    runner.train()
+
+
+_numbers = iter(range(10**9))  # each runner of a process must have a name of its own
