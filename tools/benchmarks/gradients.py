@@ -13,7 +13,7 @@ positive anchors in a batch, which starts at 100 and follows the micro-batches.
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
@@ -116,15 +116,18 @@ def count_positive_anchors(model: nn.Module, batch: list) -> float:
 
 
 class Samples:
-    """Makes a model sample, for each image, what it sampled when it first saw the image."""
+    """Makes a model sample, for each image, what it sampled when it first saw the image.
+
+    Copies of a model that are given the same ``kept`` sample the same.
+    """
 
     METHODS = (
         ("proposal_generator", "label_and_sample_anchors"),  # -> (labels, boxes), lists over images
         ("roi_heads", "label_and_sample_proposals"),  # -> list over images
     )
 
-    def __init__(self, model: nn.Module) -> None:
-        self._kept: dict = {}
+    def __init__(self, model: nn.Module, kept: Optional[dict] = None) -> None:
+        self._kept = {} if kept is None else kept  # by method and image
         self._images: list = []  # of the batch that is in the model
         self._hook = model.register_forward_pre_hook(self._look_at_batch)
         self._modules = []

@@ -12,10 +12,10 @@ import shutil
 
 from .process import run_worker
 from .results import Results
-from .sides import BUDGETED, Side
+from .sides import ACCUMULATORS, MMENGINE_CHECKPOINTED, OURS_EXACT, OURS_SPLIT, Side
 from .worker import Spec
 
-SIDES = BUDGETED
+SIDES = [*ACCUMULATORS, OURS_SPLIT, MMENGINE_CHECKPOINTED, OURS_EXACT]
 SIZE = (800, 1088)
 EFFECTIVE_BATCH = 16
 PRECISION = 1.05

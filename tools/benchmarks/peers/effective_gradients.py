@@ -6,6 +6,7 @@ that of one forward over exactly the images behind the step. The figure is, over
 in float32, norm(difference) / norm(full).
 """
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,9 +22,9 @@ from ..gradients import CONFIG, FAMILIES, Samples
 from ..gradients import train as train_for_a_while
 from .job import Job, StepGradients
 from .results import Results
-from .sides import ACCUMULATORS, Side
+from .sides import ACCUMULATORS, MMENGINE_CHECKPOINTED, OURS_SPLIT, Side
 
-SIDES = ACCUMULATORS
+SIDES = [*ACCUMULATORS, OURS_SPLIT, MMENGINE_CHECKPOINTED]
 MODELS = ("RPN, every anchor sampled", "Mask R-CNN")
 
 
@@ -60,12 +61,12 @@ def measure(results: Results, sides: list[Side], num_iterations: int) -> None:
         model = train_for_a_while(
             load_cfg(str(CONFIG), FAMILIES[name].split()), images, num_iterations
         )
-        samples = Samples(model)
-        full_gradient(model, images[: max(case.num_images for case in CASES)])
+        kept: dict = {}
         for side, case in [(s, c) for m, s, c in missing if m == name]:
-            outcome = error_of_last_step(model, side, case, images, results.path.parent)
+            own = copy.deepcopy(model)  # a side may change it
+            Samples(own, kept)
+            outcome = error_of_last_step(own, side, case, images, results.path.parent)
             results.add("gradients", model=name, side=side.name, case=case.name, outcome=outcome)
-        samples.stop()
 
 
 def error_of_last_step(
@@ -75,10 +76,11 @@ def error_of_last_step(
     cut = (case.batch_size, case.accumulation_steps)
     if not side.accumulates:
         cut = (case.batch_size * case.accumulation_steps, 1)
-    steps, error = steps_of(model, side.load(), cut, images[: case.num_images], output_dir)
+    images = images[: case.num_images]
+    full = full_gradient(model, images[-case.images_of_last_step :])
+    steps, error = steps_of(model, side.load(), cut, images, output_dir)
     if len(steps) < case.num_steps:
         return error or "no step"
-    full = full_gradient(model, images[: case.num_images][-case.images_of_last_step :])
     return f"{((steps[-1] - full).norm() / full.norm()).item():.1e}"
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..common import coins, machine
 from . import budget, effective_gradients, speed, survival
-from .report import write_report
+from .report import TABLES, write_report
 from .results import FILE_NAME, Results
 from .sides import EVERY, Side
 
@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> None:
             survival.measure(results, sides("survival"), num_ranks, args.time_limit)
     if "budget" in args.only:
         budget.measure(results, sides("budget"), args.guess, args.time_limit)
+    for section in args.only:
+        print(f"\n{section}\n\n{TABLES[section](results)}")
 
 
 def note_machine(results: Results) -> None:

@@ -56,15 +56,17 @@ _FINDER = "train_with_batch_size_finder"
 ACCELERATE_FINDER = ACCELERATE._replace(
     name="Accelerate, find_executable_batch_size", function=_FINDER
 )
+MMENGINE_CHECKPOINTED = MMENGINE._replace(
+    name="mmengine, activation_checkpointing", function="train_with_checkpointing"
+)
 LIGHTNING_FINDER = LIGHTNING._replace(name="Lightning, scale_batch_size", function=_FINDER)
 COMPOSER_AUTO = COMPOSER._replace(
     name='Composer, "auto" microbatches', function="train_with_auto_microbatching"
 )
 
 ACCUMULATORS = [PLAIN, ACCELERATE, LIGHTNING, MMENGINE, COMPOSER, OURS]
-SURVIVORS = [
-    *(PLAIN, ACCELERATE, ACCELERATE_FINDER, LIGHTNING, LIGHTNING_FINDER, MMENGINE),
-    *(COMPOSER, COMPOSER_AUTO, OURS, OURS_SPLIT),
+EVERY = [
+    *(PLAIN, ACCELERATE, ACCELERATE_FINDER, LIGHTNING, LIGHTNING_FINDER),
+    *(MMENGINE, MMENGINE_CHECKPOINTED, COMPOSER, COMPOSER_AUTO),
+    *(OURS, OURS_SPLIT, OURS_EXACT),
 ]
-BUDGETED = [PLAIN, ACCELERATE, LIGHTNING, MMENGINE, COMPOSER, OURS, OURS_SPLIT, OURS_EXACT]
-EVERY = [*SURVIVORS, OURS_EXACT]

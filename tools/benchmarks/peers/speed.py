@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 from detectron2.utils.events import EventStorage
-from torch import nn
-from torch.optim import Optimizer
 
 from d2_memfit.memory import TensorMeter
 
@@ -21,9 +19,9 @@ from ..common import take_turns
 from .job import Job, Stopwatch
 from .models import mask_rcnn
 from .results import Results
-from .sides import ACCUMULATORS, OURS_SPLIT, PLAIN, Side
+from .sides import ACCUMULATORS, MMENGINE_CHECKPOINTED, OURS_EXACT, OURS_SPLIT, PLAIN, Side
 
-SIDES = [*ACCUMULATORS, OURS_SPLIT]
+SIDES = [*ACCUMULATORS, OURS_SPLIT, MMENGINE_CHECKPOINTED, OURS_EXACT]
 ONE_IMAGE = "Detectron2, 1 image a step"
 
 
@@ -35,21 +33,19 @@ def cuts(side: Side, num_images: int) -> dict[str, tuple[int, int]]:
 
 
 class Contestant:
-    """A side with its own optimizer; all have one model, which a rate of 0 leaves as it is."""
+    """A side with its own model, which a rate of 0 leaves as it is."""
 
     def __init__(self, side: Side, cut: tuple[int, int], images: list, output_dir: Path) -> None:
         self._train = side.load()
-        self._cut = cut
-        self._images = images
-        self._output_dir = output_dir
+        self._model, self._optimizer = mask_rcnn(learning_rate=0.0, exact=side.techniques)
+        self._job = Job(lambda: (self._model, self._optimizer), images, *cut, output_dir)
+        self._stopwatch = Stopwatch(self._job, self._optimizer)
         self.seconds: list[float] = []
 
     def round(self) -> None:
-        model, optimizer = _build()
-        job = Job(lambda: (model, optimizer), self._images, *self._cut, self._output_dir)
-        stopwatch = Stopwatch(job, optimizer)
-        _run(self._train, job)
-        self.seconds.append(stopwatch.seconds)
+        self._model.zero_grad(set_to_none=True)
+        run_job(self._train, self._job)
+        self.seconds.append(self._stopwatch.seconds)
 
 
 def measure_time(results: Results, sides: list[Side], images: list, rounds: int) -> None:
@@ -81,34 +77,24 @@ def measure_memory(results: Results, sides: list[Side], images: list) -> None:
 
 
 def peak_of_second_step(side: Side, cut: tuple[int, int], images: list, output_dir: Path) -> int:
-    model, optimizer = _build()
+    model, optimizer = mask_rcnn(learning_rate=0.0, exact=side.techniques)
     job = Job(lambda: (model, optimizer), images * 2, *cut, output_dir)
     train = side.load()
+    steps = len(images) // (cut[0] * cut[1])  # of the first half
     with TensorMeter() as meter:
 
-        def forget(*_: object) -> None:
-            meter.peak_bytes = meter.live_bytes
+        def after_step(*_: object) -> None:
+            nonlocal steps
+            steps -= 1
+            if steps == 0:
+                meter.peak_bytes = meter.live_bytes
 
-        steps = len(images) // (cut[0] * cut[1])  # of the first half
-        numbers = iter(range(1, 10**9))
-        optimizer.register_step_post_hook(lambda *_: forget() if next(numbers) == steps else None)
-        _run(train, job)
+        optimizer.register_step_post_hook(after_step)
+        run_job(train, job)
     return meter.peak_bytes
 
 
-_models: list[nn.Module] = []
-
-
-def _build() -> tuple[nn.Module, Optimizer]:
-    if not _models:
-        _models.append(mask_rcnn(learning_rate=0.0)[0])
-    model = _models[0].train()
-    model.zero_grad(set_to_none=True)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return model, torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
-
-
-def _run(train: Callable[[Job], None], job: Job) -> None:
+def run_job(train: Callable[[Job], None], job: Job) -> None:
     torch.manual_seed(0)
     with EventStorage():
         train(job)

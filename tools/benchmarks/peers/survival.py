@@ -16,10 +16,10 @@ import torch
 
 from .process import run_worker
 from .results import Results
-from .sides import SURVIVORS, Side
+from .sides import EVERY, MMENGINE_CHECKPOINTED, OURS_EXACT, Side
 from .worker import Spec
 
-SIDES = SURVIVORS
+SIDES = [side for side in EVERY if side not in (MMENGINE_CHECKPOINTED, OURS_EXACT)]
 NUM_IMAGES = 8
 BATCH_SIZE = 2
 ACCUMULATION_STEPS = 2
@@ -61,6 +61,7 @@ def measure(results: Results, sides: list[Side], num_ranks: int, time_limit_s: f
             images=[len({i for step in steps for i in step}) for steps in last],
             restarts=max(0, *(len(passes) - 1 for passes in outcome.passes)),
             weights_error=error,
+            time_limit_s=time_limit_s,
         )
         for weights in folder.glob("*/*.pth"):
             weights.unlink()

@@ -1,6 +1,7 @@
 """mmengine, as its guides say.
 
-- https://mmengine.readthedocs.io/en/latest/common_usage/save_gpu_memory.html: accumulation
+- https://mmengine.readthedocs.io/en/latest/common_usage/save_gpu_memory.html: accumulation, and
+  checkpointing, here of the backbone's stages
 - https://mmengine.readthedocs.io/en/latest/get_started/15_minutes.html: model and runner
 """
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from mmengine.model import BaseModel
 from mmengine.runner import Runner
 from torch import nn
+from torch.optim import Optimizer
 
 from .job import Job
 
@@ -26,15 +28,22 @@ class Model(BaseModel):
 
 
 def train(job: Job) -> None:
+    _train(job, *job.build(), cfg={})
+
+
+def train_with_checkpointing(job: Job) -> None:
     detector, optimizer = job.build()
-    options: dict[str, Any] = {}
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    stages = [name for name, _ in detector.backbone.bottom_up.named_children() if "res" in name]
+    names = [f"detector.backbone.bottom_up.{stage}" for stage in stages]
+    _train(job, detector, optimizer, cfg=dict(activation_checkpointing=names))
+
+
+def _train(job: Job, detector: nn.Module, optimizer: Optimizer, cfg: dict[str, Any]) -> None:
+    is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if is_distributed:
         # Its launcher and its default wrapper would ask for GPUs.
         dist.init_process_group("gloo")
-        options = dict(
-            launcher="pytorch",
-            cfg=dict(model_wrapper_cfg=dict(type="MMDistributedDataParallel")),
-        )
+        cfg = dict(cfg, model_wrapper_cfg=dict(type="MMDistributedDataParallel"))
     wrapper = dict(
         type="OptimWrapper", optimizer=optimizer, accumulative_counts=job.accumulation_steps
     )
@@ -48,7 +57,8 @@ def train(job: Job) -> None:
         randomness=dict(seed=0),
         experiment_name=f"race_{next(_numbers)}",
         log_level="ERROR",
-        **options,
+        launcher="pytorch" if is_distributed else "none",
+        cfg=cfg,
     )
     runner.train()
 
