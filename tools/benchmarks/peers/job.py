@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class Job:
@@ -48,10 +48,14 @@ class Job:
 
     def loader(self, batch_size: Optional[int] = None) -> DataLoader:
         """All images, in order; the last batch may have fewer."""
-        return DataLoader(_Images(self), batch_size or self.batch_size, collate_fn=_as_list)
+        images = _Images(self)
+        # Each rank has images of its own. Composer wants a distributed sampler on several ranks.
+        sampler = DistributedSampler(images, num_replicas=1, rank=0, shuffle=False)
+        size = batch_size or self.batch_size
+        return DataLoader(images, size, sampler=sampler, collate_fn=_as_list)
 
 
-class _Images(torch.utils.data.Dataset):
+class _Images(Dataset):
     def __init__(self, job: Job) -> None:
         self._job = job
 

@@ -98,6 +98,13 @@ def survival(results: Results) -> str:
     return "\n\n".join(tables)
 
 
+def shortened(error: str) -> str:
+    """The kind of error and what it says first; PyTorch's allocator says first where it failed."""
+    kind, _, message = error.partition(": ")
+    message = message[message.find("DefaultCPUAllocator") :] if "Allocator" in message else message
+    return f"{kind}: {message.split(':')[0] if 'Allocator' in message else message}"[:120]
+
+
 def time_limits(results: Results) -> str:
     limits = sorted({line["time_limit_s"] for line in results.of("survival")})
     return " or ".join(f"{limit:g} s" for limit in limits) or "its limit"
@@ -108,7 +115,7 @@ def fate(line: dict) -> list[str]:
     if line["restarts"]:
         end += f", began anew {line['restarts']} x" if line["restarts"] > 1 else ", began anew"
     weights = "" if line["weights_error"] is None else f"{line['weights_error']:.1e}"
-    error = f"`{line['error']}`" if line["error"] else ""
+    error = f"`{shortened(line['error'])}`" if line["error"] else ""
     images = " + ".join(map(str, line["images"]))
     return [end, f"{images} of {8 * line['ranks']}", weights, error.replace("|", "\\|")]
 

@@ -1,7 +1,7 @@
 """mmengine, as its guides say.
 
 - https://mmengine.readthedocs.io/en/latest/common_usage/save_gpu_memory.html: accumulation, and
-  checkpointing, here of the backbone's stages
+  checkpointing of named modules
 - https://mmengine.readthedocs.io/en/latest/get_started/15_minutes.html: model and runner
 """
 
@@ -33,8 +33,9 @@ def train(job: Job) -> None:
 
 def train_with_checkpointing(job: Job) -> None:
     detector, optimizer = job.build()
-    stages = [name for name, _ in detector.backbone.bottom_up.named_children() if "res" in name]
-    names = [f"detector.backbone.bottom_up.{stage}" for stage in stages]
+    # Not res3: it is behind frozen stages, and PyTorch's reentrant checkpointing, which this is,
+    # gives no gradient to a module whose input needs none.
+    names = [f"detector.backbone.bottom_up.{stage}" for stage in ("res4", "res5")]
     _train(job, detector, optimizer, cfg=dict(activation_checkpointing=names))
 
 
@@ -43,7 +44,8 @@ def _train(job: Job, detector: nn.Module, optimizer: Optimizer, cfg: dict[str, A
     if is_distributed:
         # Its launcher and its default wrapper would ask for GPUs.
         dist.init_process_group("gloo")
-        cfg = dict(cfg, model_wrapper_cfg=dict(type="MMDistributedDataParallel"))
+        wrapper_cfg = dict(type="MMDistributedDataParallel", device_ids=None)
+        cfg = dict(cfg, model_wrapper_cfg=wrapper_cfg)
     wrapper = dict(
         type="OptimWrapper", optimizer=optimizer, accumulative_counts=job.accumulation_steps
     )
