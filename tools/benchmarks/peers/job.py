@@ -51,7 +51,7 @@ class Job:
         images = _Images(self)
         # Each rank has images of its own. Composer wants a distributed sampler on several ranks.
         sampler = DistributedSampler(images, num_replicas=1, rank=0, shuffle=False)
-        size = batch_size or self.batch_size
+        size = self.batch_size if batch_size is None else batch_size
         return DataLoader(images, size, sampler=sampler, collate_fn=_as_list)
 
 

@@ -11,7 +11,7 @@ from . import effective_gradients
 from .results import Results
 from .sides import EVERY
 from .speed import ONE_IMAGE
-from .survival import EXTRA_GB
+from .survival import EXTRA_GB, NUM_IMAGES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 NOT_MEASURED = "Not measured yet."
@@ -117,7 +117,7 @@ def fate(line: dict) -> list[str]:
     weights = "" if line["weights_error"] is None else f"{line['weights_error']:.1e}"
     error = f"`{shortened(line['error'])}`" if line["error"] else ""
     images = " + ".join(map(str, line["images"]))
-    return [end, f"{images} of {8 * line['ranks']}", weights, error.replace("|", "\\|")]
+    return [end, f"{images} of {NUM_IMAGES * line['ranks']}", weights, error.replace("|", "\\|")]
 
 
 def budgets(results: Results) -> str:

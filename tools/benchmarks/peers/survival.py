@@ -1,7 +1,7 @@
 """What each does when a batch does not fit into the memory that the process may take.
 
-Mask R-CNN R50-FPN; 8 images a rank, in batches of 2, with 2 batches behind a step. The two images
-of the third batch on the first rank are of twice the height and width. The kernel limits each
+Mask R-CNN R50-FPN; 16 images a rank, in batches of 2, with 2 batches behind a step. The two images
+of the seventh batch on the first rank are of twice the height and width. The kernel limits each
 process (RLIMIT_DATA) to what it has before training and a little more: enough for the small batches
 and for one of the large images, not for both at once.
 
@@ -20,11 +20,11 @@ from .sides import EVERY, MMENGINE_CHECKPOINTED, OURS_EXACT, Side
 from .worker import Spec
 
 SIDES = [side for side in EVERY if side not in (MMENGINE_CHECKPOINTED, OURS_EXACT)]
-NUM_IMAGES = 8
+NUM_IMAGES = 16
 BATCH_SIZE = 2
 ACCUMULATION_STEPS = 2
 SMALL, LARGE = (320, 432), (640, 864)
-LARGE_AT = (4, 5)
+LARGE_AT = (12, 13)
 EXTRA_GB = {1: 1.6, 2: 2.0}  # by ranks; two ranks also hold what DDP sends
 
 

@@ -45,7 +45,7 @@ def train(job: Job) -> None:
 def train_with_batch_size_finder(job: Job) -> None:
     module = Module(job, *job.build())
     tuner = Tuner(_trainer(job, 1))
-    tuner.scale_batch_size(module, init_val=1, max_val=job.effective_batch)
+    tuner.scale_batch_size(module, max_val=job.effective_batch)
     _trainer(job, max(1, job.effective_batch // module.batch_size)).fit(module)
 
 
