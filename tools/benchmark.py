@@ -5,6 +5,7 @@ tools/benchmark.py accumulation     time and memory of accumulation, against pla
 tools/benchmark.py dry_runs         how long dry runs take, and how much RAM
 tools/benchmark.py estimates        estimates against the same jobs really run on the CPU
 tools/benchmark.py gradients        how far accumulated gradients are from the full batch's
+tools/benchmark.py peers            against Accelerate, Lightning, mmengine and Composer
 tools/benchmark.py recovery         what recovery from out-of-memory errors costs
 tools/benchmark.py techniques       what each technique saves and costs
 tools/benchmark.py zoo              estimates against the memory that Detectron2's zoo publishes
@@ -13,12 +14,14 @@ tools/benchmark.py zoo              estimates against the memory that Detectron2
 import argparse
 
 from benchmarks import accumulation, dry_runs, estimates, gradients, recovery, techniques, zoo
+from benchmarks.peers import race
 
 BENCHMARKS = {
     "accumulation": accumulation,
     "dry_runs": dry_runs,
     "estimates": estimates,
     "gradients": gradients,
+    "peers": race,
     "recovery": recovery,
     "techniques": techniques,
     "zoo": zoo,

@@ -2,6 +2,10 @@
 
 import sys
 
+from benchmarks.peers.process import run_worker
+from benchmarks.peers.report import report
+from benchmarks.peers.results import Results
+from benchmarks.peers.worker import Spec
 from tiny import ROOT, run_process
 
 
@@ -31,3 +35,37 @@ def test_recovery():
     table = benchmark("recovery", "--size", 64, 96, "--rounds", 1)
     assert float(table["split, 1 image"][1]) > 0
     assert float(table["the same after a failure, less the forward thrown away"][1]) > 0
+
+
+def test_race_measures_who_is_there_and_names_who_is_not(tmp_path):
+    arguments = ["--only", "memory", "--size", 64, "96", "--images", 2, "--output", tmp_path]
+    sides = ["--sides", "Detectron2", "d2_memfit", "Accelerate"]
+    command = [sys.executable, "-W", "ignore", ROOT / "tools" / "benchmark.py", "peers"]
+    result = run_process([*command, *arguments, *sides])
+    assert result.returncode == 0, result.stderr[-4000:]
+    measured = {
+        line["side"]: line["peak_mib"] for line in Results(tmp_path / "results.jsonl").of("memory")
+    }
+    assert measured["Detectron2, 2 images at once"] > measured["d2_memfit"] > 0
+    says_so = "Accelerate is not installed, and does not race" in result.stdout
+    assert says_so != ("Accelerate" in measured)
+    for name in measured:
+        assert f"| {name} |" in result.stdout
+
+
+def test_side_that_is_limited_dies_and_its_error_is_known(tmp_path):
+    spec = Spec("Detectron2", [[(128, 160)] * 2], 2, 1, str(tmp_path / "run"), extra_gb=0.05)
+    outcome = run_worker(spec, time_limit_s=120)
+    assert outcome.end == "died"
+    assert "memory" in outcome.error or "could not create" in outcome.error
+    assert outcome.data_gb > 0
+
+
+def test_worker_that_takes_too_long_is_ended(tmp_path):
+    spec = Spec("Detectron2", [[(128, 160)]], 1, 1, str(tmp_path / "run"))
+    assert run_worker(spec, time_limit_s=0.5).end == "hung"
+
+
+def test_documented_race_is_that_of_its_data():
+    docs = ROOT / "docs"
+    assert report(Results(docs / "benchmark.jsonl")) == (docs / "BENCHMARK.md").read_text()

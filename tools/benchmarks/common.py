@@ -88,7 +88,7 @@ class Side:
             self.seconds.append(time.perf_counter() - start)
 
 
-def take_turns(sides: Iterable[Side], rounds: int) -> None:
+def take_turns(sides: Iterable[Any], rounds: int) -> None:
     """Measure all sides in turn, so that what else the machine does hits them alike."""
     sides = list(sides)
     for side in sides:

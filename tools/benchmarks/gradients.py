@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
@@ -152,15 +152,18 @@ def count_positive_anchors(model: nn.Module, batch: list[dict[str, Any]]) -> flo
 
 
 class Samples:
-    """Makes a model sample, for each image, what it sampled when it first saw the image."""
+    """Makes a model sample, for each image, what it sampled when it first saw the image.
+
+    Copies of a model that are given the same ``kept`` sample the same.
+    """
 
     METHODS = (
         ("proposal_generator", "label_and_sample_anchors"),  # -> (labels, boxes), lists over images
         ("roi_heads", "label_and_sample_proposals"),  # -> list over images
     )
 
-    def __init__(self, model: nn.Module) -> None:
-        self._kept: dict[tuple[str, int], Any] = {}
+    def __init__(self, model: nn.Module, kept: Optional[dict[tuple[str, int], Any]] = None) -> None:
+        self._kept = {} if kept is None else kept  # by method and image
         self._images: list[int] = []  # of the batch that is in the model
         self._hook = model.register_forward_pre_hook(self._look_at_batch)
         self._modules: list[tuple[nn.Module, str]] = []

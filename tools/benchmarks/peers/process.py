@@ -1,0 +1,89 @@
+"""Run the worker to its end, or to a limit of time, and see what it did."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .worker import Spec
+
+TOOLS = Path(__file__).resolve().parents[2]
+ROOT = TOOLS.parent
+
+
+class Outcome(NamedTuple):
+    """What became of a worker.
+
+    Attributes:
+        end: "finished", "died" or "hung".
+        error: the last line of the error that ended it.
+        passes: per rank, how often it went through the images from the start, and of each time the
+            images behind each of its steps.
+        data_gb: what the process had before training (of rank 0).
+    """
+
+    end: str
+    error: str
+    passes: list[Any]
+    data_gb: float
+
+
+def run_worker(spec: Spec, time_limit_s: float) -> Outcome:
+    """One process for each rank of ``spec.sizes``. Children that outlive the limit are killed."""
+    output_dir = Path(spec.output_dir)
+    shutil.rmtree(output_dir, ignore_errors=True)
+    output_dir.mkdir(parents=True)
+    num_ranks = len(spec.sizes)
+    command = [sys.executable, "-W", "ignore", "-m"]
+    if num_ranks > 1:
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        command += ["-m"]
+    command += ["benchmarks.peers.worker", json.dumps(spec._asdict())]
+    path = os.pathsep.join([str(TOOLS), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    log_file = output_dir / "log.txt"
+    with log_file.open("w") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+            start_new_session=True,
+        )
+        try:
+            end = "finished" if process.wait(time_limit_s) == 0 else "died"
+        except subprocess.TimeoutExpired:
+            end = "hung"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its own session: nothing else is in it
+                process.wait()
+    journals = [read_journal(output_dir / f"journal.{rank}.jsonl") for rank in range(num_ranks)]
+    data_gb = journals[0][0]["data_gb"] if journals[0] else 0.0
+    error = "" if end == "finished" else last_error(log_file.read_text())
+    return Outcome(end, error, [passes_of(journal) for journal in journals], data_gb)
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.open()] if path.exists() else []
+
+
+def passes_of(journal: list[dict[str, Any]]) -> list[list[list[int]]]:
+    passes: list[list[list[int]]] = []
+    for line in journal:
+        if line["event"] == "begin":
+            passes.append([])
+        elif line["event"] == "step":
+            passes[-1].append(line["images"])
+    return passes
+
+
+def last_error(log: str) -> str:
+    """The last line that looks like the message of an exception."""
+    lines = re.findall(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception)\w*: .*)$", log, re.M)
+    own = [line for line in lines if "ChildFailedError" not in line]
+    return own[-1][:200] if own else ""

@@ -1,0 +1,37 @@
+"""What was measured, in lines of JSON: a race that was interrupted goes on where it was."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+FILE_NAME = "results.jsonl"
+
+
+class Results:
+    """The lines of a file; each is of a section of the race.
+
+    Args:
+        path: is read if it is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines = [json.loads(x) for x in path.open()] if path.exists() else []
+
+    def find(self, section: str, **keys: Any) -> Optional[dict[str, Any]]:
+        """The line of the section in which all keys have these values."""
+        for line in self.of(section):
+            if all(line[key] == value for key, value in keys.items()):
+                return line
+        return None
+
+    def of(self, section: str) -> Iterator[dict[str, Any]]:
+        return (line for line in self._lines if line["section"] == section)
+
+    def add(self, section: str, **values: Any) -> dict[str, Any]:
+        line = {"section": section, **values}
+        self._lines.append(line)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return line
