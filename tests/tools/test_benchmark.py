@@ -2,6 +2,7 @@
 
 import sys
 
+import psutil
 from benchmarks.peers.process import run_worker
 from benchmarks.peers.report import report
 from benchmarks.peers.results import Results
@@ -61,9 +62,11 @@ def test_side_that_is_limited_dies_and_its_error_is_known(tmp_path):
     assert outcome.data_gb > 0
 
 
-def test_worker_that_takes_too_long_is_ended(tmp_path):
-    spec = Spec("Detectron2", [[(128, 160)]], 1, 1, str(tmp_path / "run"))
-    assert run_worker(spec, time_limit_s=0.5).end == "hung"
+def test_ranks_that_take_too_long_are_ended(tmp_path):
+    spec = Spec("Detectron2", [[(128, 160)]] * 2, 1, 1, str(tmp_path / "run"))
+    assert run_worker(spec, time_limit_s=8).end == "hung"
+    commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert not any(str(tmp_path) in word for command in commands for word in command or [])
 
 
 def test_documented_race_is_that_of_its_data():

@@ -80,9 +80,7 @@ def smallest(
     return enough, too_small
 
 
-def fits(
-    results: Results, side: Side, images: int, budget_gb: float, time_limit_s: float
-) -> bool:
+def fits(results: Results, side: Side, images: int, budget_gb: float, time_limit_s: float) -> bool:
     """Whether all images were behind one step."""
     folder = results.path.parent / f"budget, {side.name}, {budget_gb}"
     sizes = [[SIZE] * images]

@@ -1,5 +1,6 @@
 """Run the worker to its end, or to a limit of time, and see what it did."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from .worker import Spec
 
@@ -34,7 +37,11 @@ class Outcome(NamedTuple):
 
 
 def run_worker(spec: Spec, time_limit_s: float) -> Outcome:
-    """One process for each rank of ``spec.sizes``. Children that outlive the limit are killed."""
+    """One process for each rank of ``spec.sizes``. Children that outlive the limit are killed.
+
+    Raises:
+        RuntimeError: somebody else killed it, which says nothing about the side.
+    """
     output_dir = Path(spec.output_dir)
     shutil.rmtree(output_dir, ignore_errors=True)
     output_dir.mkdir(parents=True)
@@ -52,20 +59,29 @@ def run_worker(spec: Spec, time_limit_s: float) -> Outcome:
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
-            start_new_session=True,
         )
         try:
             end = "finished" if process.wait(time_limit_s) == 0 else "died"
         except subprocess.TimeoutExpired:
             end = "hung"
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its own session: nothing else is in it
-                process.wait()
+            kill_with_children(process)
+    if end == "died" and -process.returncode in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+        raise RuntimeError(f"{spec.side} was killed by signal {-process.returncode}: run it again")
     journals = [read_journal(output_dir / f"journal.{rank}.jsonl") for rank in range(num_ranks)]
     data_gb = journals[0][0]["data_gb"] if journals[0] else 0.0
     error = "" if end == "finished" else last_error(log_file.read_text())
     return Outcome(end, error, [passes_of(journal) for journal in journals], data_gb)
+
+
+def kill_with_children(process: subprocess.Popen[bytes]) -> None:
+    """The children too: torchrun starts its ranks in sessions of their own."""
+    if process.poll() is None:
+        parent = psutil.Process(process.pid)
+        for child in [*parent.children(recursive=True), parent]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.wait()
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

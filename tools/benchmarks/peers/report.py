@@ -101,10 +101,9 @@ def survival(results: Results) -> str:
 
 
 def shortened(error: str) -> str:
-    """The kind of error and what it says first; PyTorch's allocator says first where it failed."""
-    kind, _, message = error.partition(": ")
-    message = message[message.find("DefaultCPUAllocator") :] if "Allocator" in message else message
-    return f"{kind}: {message.split(':')[0] if 'Allocator' in message else message}"[:120]
+    """PyTorch's allocator says where in its source it failed, and how many bytes it wanted."""
+    wanted = "DefaultCPUAllocator: can't allocate memory"
+    return wanted if wanted in error else error[:120]
 
 
 def time_limits(results: Results) -> str:
