@@ -7,6 +7,7 @@ process may take EXTRA_MB MiB more than it has taken when training begins; 0 is 
 weights after 4 iterations of 4 images to OUTPUT_DIR/weights.pth.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -27,7 +28,7 @@ SIZE = 320
 
 
 def main(family, kind, extra_mb, output_dir):
-    torch.set_num_threads(2)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
     cfg = model_zoo.get_config("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml")
     cfg.MODEL.DEVICE = "cpu"
     cfg.MODEL.PIXEL_STD = [300.0, 300.0, 300.0]  # keeps the activations of random weights small
