@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rasterio
 from numpy.typing import NDArray
 from skimage import data
 
@@ -30,6 +29,8 @@ def make_image(path: Path, size: int, split: str, seed: int) -> list[dict[str, A
     Returns:
         COCO's annotations of its coins, but for their ids.
     """
+    import rasterio  # an optional extra
+
     rng = np.random.default_rng(seed)
     photograph = data.coins()
     rows = SPLITS[split][0]
