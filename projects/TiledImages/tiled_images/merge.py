@@ -54,8 +54,8 @@ class SeamMerger:
     that was cut is the union of its parts, with their highest score.
 
     Detections of one tile are not compared: that is the model's non-maximum suppression. They are
-    one object if both are parts of one in another tile. One agrees with at most one of another
-    tile; where several would do, with the one whose box is most like its own.
+    one object if both are parts of one in another tile. Where several agree, as two objects do that
+    both fill a narrow overlap, those go together whose boxes are most alike.
 
     Args:
         grid: tiles are to be added in its order.
@@ -122,10 +122,12 @@ class SeamMerger:
             if self._is_cut(b, a.tile) and shared >= self._merge_iou * area_b > 0:
                 within.append((b, a))
         have_one: set[int] = set()
-        for _, _, a, b in sorted(alike, key=lambda pair: pair[:2], reverse=True):
-            if id(a) not in have_one and id(b) not in have_one:
-                have_one |= {id(a), id(b)}
-                _unite(a, b)
+        pairs = [pair[2:] for pair in sorted(alike, key=lambda pair: pair[:2], reverse=True)]
+        for most in (0, 1):  # first each with its best; then those that are left, with any
+            for a, b in pairs:
+                if (id(a) in have_one) + (id(b) in have_one) <= most:
+                    have_one |= {id(a), id(b)}
+                    _unite(a, b)
         for a, b in within:
             if id(a) not in have_one:
                 _unite(a, b)
