@@ -394,6 +394,16 @@ def test_npy_files_are_mapped_and_others_decoded_whole(tmp_path):
     assert (whole.read(tile) == pixels[40:200, 130:290]).all()
 
 
+@pytest.mark.parametrize(
+    "damage", [b"", b"\x93NUMPY\x01\x00", b"\x93NUMPY\x01\x00\x10\x00{'descr': ((((((", b"x"]
+)
+def test_whatever_is_wrong_with_a_file_is_one_kind_of_error_with_its_name(damage, tmp_path):
+    for name in ("broken.npy", "broken.png", "broken.tif"):
+        (tmp_path / name).write_bytes(damage)
+        with pytest.raises(DataError, match=f"the image .*{name} cannot be read"):
+            ImageReader(str(tmp_path / name))
+
+
 def test_a_large_image_that_is_decoded_whole_is_warned_of(tmp_path, log):
     cv2.imwrite(str(tmp_path / "large.png"), np.zeros((4200, 4200), np.uint8))
     ImageReader(str(tmp_path / "large.png"))
