@@ -10,7 +10,7 @@ from tiny import ROOT, relative_difference, run_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process")
 
-EXTRA_MB = {"proposal_network": 330, "mask_rcnn": 620}
+EXTRA_MB = {"proposal_network": 230, "mask_rcnn": 560}
 # The proposal network's losses are means over images. The mask loss is one over all masks.
 LARGEST_DIFFERENCE = {"proposal_network": 1e-5, "mask_rcnn": 1e-3}
 
