@@ -11,6 +11,8 @@ time.
 import math
 import shutil
 
+import psutil
+
 from .process import run_worker
 from .results import Results
 from .sides import ACCUMULATORS, MMENGINE_CHECKPOINTED, OURS_EXACT, OURS_SPLIT, Side
@@ -35,7 +37,8 @@ def measure(
                 guess, _ = smallest(results, side, FEW_IMAGES, guess_gb, 1.2, time_limit_s)
                 wider = 1.04  # below PRECISION, for budgets are rounded
             else:  # the batch's activations are all there at once
-                guess, wider = guess_gb * EFFECTIVE_BATCH / 2, 1.2
+                guess = min(guess_gb * EFFECTIVE_BATCH / 2, available_gb())
+                wider = 1.2
             enough_gb, too_small_gb = smallest(
                 results, side, EFFECTIVE_BATCH, guess, wider, time_limit_s
             )
@@ -80,8 +83,17 @@ def smallest(
     return enough, too_small
 
 
+def available_gb() -> float:
+    """Of the machine; the kernel kills a process that takes more within its budget."""
+    return psutil.virtual_memory().available / 2**30
+
+
 def fits(results: Results, side: Side, images: int, budget_gb: float, time_limit_s: float) -> bool:
     """Whether all images were behind one step."""
+    if budget_gb > available_gb():
+        raise MemoryError(
+            f"{side.name} is to have {budget_gb} GB, and the machine has {available_gb():.1f}"
+        )
     folder = results.path.parent / f"budget, {side.name}, {budget_gb}"
     sizes = [[SIZE] * images]
     spec = Spec(side.name, sizes, *side.cut(images), str(folder), budget_gb)

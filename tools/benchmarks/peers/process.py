@@ -17,6 +17,8 @@ from .worker import Spec
 
 TOOLS = Path(__file__).resolve().parents[2]
 ROOT = TOOLS.parent
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+_RANK_WAS_KILLED = re.compile(r"^Root Cause.*?exitcode *: -9\b", re.M | re.S)  # torchrun's words
 
 
 class Outcome(NamedTuple):
@@ -66,11 +68,14 @@ def run_worker(spec: Spec, time_limit_s: float) -> Outcome:
             end = "hung"
         finally:
             kill_with_children(process)
-    if end == "died" and -process.returncode in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
-        raise RuntimeError(f"{spec.side} was killed by signal {-process.returncode}: run it again")
+    log_text = log_file.read_text()
+    if end == "died" and (
+        -process.returncode in _FROM_OUTSIDE or _RANK_WAS_KILLED.search(log_text)
+    ):
+        raise RuntimeError(f"{spec.side} was killed from outside, see {log_file}: run it again")
     journals = [read_journal(output_dir / f"journal.{rank}.jsonl") for rank in range(num_ranks)]
     data_gb = journals[0][0]["data_gb"] if journals[0] else 0.0
-    error = "" if end == "finished" else last_error(log_file.read_text())
+    error = "" if end == "finished" else last_error(log_text)
     return Outcome(end, error, [passes_of(journal) for journal in journals], data_gb)
 
 

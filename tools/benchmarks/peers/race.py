@@ -17,8 +17,12 @@ Results are written as they come, to OUTPUT/results.jsonl; the same command goes
 import argparse
 import importlib
 import logging
+import platform
 import warnings
 from pathlib import Path
+
+import psutil
+import torch
 
 from ..common import coins, machine
 from . import budget, effective_gradients, speed, survival
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     logging.getLogger("detectron2").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore")
-    note_machine(results)
+    note_setting(results, args)
     chosen = [side for side in EVERY if side.name in args.sides]
     for side in chosen:
         if not side.is_installed:
@@ -85,14 +89,35 @@ def run(args: argparse.Namespace) -> None:
         print(f"\n{section}\n\n{TABLES[section](results)}")
 
 
-def note_machine(results: Results) -> None:
-    """Raise ValueError where the file's results are of another machine or of other versions."""
+def note_setting(results: Results, args: argparse.Namespace) -> None:
+    """Write down what the results depend on.
+
+    Raises:
+        ValueError: the file's results are of another machine, of other versions or settings, or a
+            GPU is visible, whose memory the kernel does not limit.
+    """
+    if torch.cuda.is_available():
+        raise ValueError("the race is run on the CPU: set CUDA_VISIBLE_DEVICES=-1")
     packages = {side.package for side in EVERY if side.is_installed}
     versions = {name: importlib.import_module(name).__version__ for name in sorted(packages)}
-    now = {"machine": machine(), "versions": versions}
+    settings = {name: vars(args)[name] for name in ("size", "images", "rounds", "train")}
+    settings["extra_gb"] = list(survival.EXTRA_GB.values())
+    ram_gb = psutil.virtual_memory().total / 2**30
+    now = {
+        "machine": f"{cpu_model()}, {ram_gb:.0f} GB RAM; {machine()}",
+        "versions": versions,
+        "settings": settings,
+    }
     line = results.find("machine") or results.add("machine", **now)
     before = {key: line[key] for key in now}
     if before != now:
         raise ValueError(
             f"{results.path} was measured on {before}, and this is {now}: name another --output"
         )
+
+
+def cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

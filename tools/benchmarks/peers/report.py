@@ -13,7 +13,7 @@ from . import effective_gradients
 from .results import Results
 from .sides import EVERY
 from .speed import ONE_IMAGE
-from .survival import EXTRA_GB, NUM_IMAGES
+from .survival import NUM_IMAGES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 NOT_MEASURED = "Not measured yet."
@@ -37,19 +37,21 @@ def write_report(results: Results, docs: Path = DOCS) -> None:
 
 
 def report(results: Results) -> str:
-    machine = results.find("machine") or {"machine": "unknown", "versions": {}}
+    machine = results.find("machine")
+    if machine is None:
+        raise ValueError(f"{results.path} has no results")
     versions = ", ".join(f"{NAMES[k]} {v}" for k, v in machine["versions"].items())
     return TEMPLATE.read_text().format(
         machine=machine["machine"],
         versions=versions,
-        extra_gb=EXTRA_GB,
+        settings=machine["settings"],
         time_limit=time_limits(results),
         **{section: table(results) for section, table in TABLES.items()},
     )
 
 
 def times(results: Results) -> str:
-    lines = list(results.of("time"))
+    lines = results.times()
     if not lines:
         return NOT_MEASURED
     base = next((x for x in lines if x["side"] == ONE_IMAGE), lines[0])["seconds_per_image"]
@@ -135,7 +137,13 @@ def budgets(results: Results) -> str:
                 f"{line['enough_gb'] - before:.2f}",
             ]
         )
-    header = ["", "enough, GB", "not enough, GB", "before training, GB", "enough beside that, GB"]
+    header = [
+        "",
+        "enough, GB",
+        "not enough, GB",
+        "before training, GB",
+        "enough on top of that, GB",
+    ]
     return markdown_table(header, rows) if rows else NOT_MEASURED
 
 
@@ -174,7 +182,7 @@ def draw(results: Results, path: Path) -> None:
         1, len(panels), figsize=(6 * len(panels), 4), layout="constrained", squeeze=False
     )
     for ax, (section, key, label) in zip(axes[0], panels):
-        lines = in_order(results.of(section))
+        lines = in_order(results.times() if section == "time" else results.of(section))
         ours = [line["side"].startswith("d2_memfit") for line in lines]
         ax.barh(
             [line["side"] for line in lines],

@@ -29,6 +29,11 @@ class Results:
     def of(self, section: str) -> Iterator[dict[str, Any]]:
         return (line for line in self._lines if line["section"] == section)
 
+    def times(self) -> list[dict[str, Any]]:
+        """Those of the last run, in which all sides took turns."""
+        lines = list(self.of("time"))
+        return [line for line in lines if line["run"] == lines[-1]["run"]]
+
     def add(self, section: str, **values: Any) -> dict[str, Any]:
         line = {"section": section, **values}
         self._lines.append(line)

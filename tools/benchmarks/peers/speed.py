@@ -1,7 +1,8 @@
 """Time per image and peak of memory, where memory is enough.
 
-A round of a side is one optimizer step behind ``images`` images, all sides in turn; the time goes
-from the first image that is asked for to the end of the step. Memory is counted byte by byte over
+A round of a side goes once through all images, one optimizer step behind them, all sides in turn;
+the time is from the first image that is asked for to the end of the step. Sides are compared within
+one run: if one is missing, all are measured again. Memory is counted byte by byte over
 all tensors that come to life (``TensorMeter``), in the second of two steps, when the optimizer's
 state is there; parameters do not count.
 """
@@ -53,8 +54,9 @@ class Contestant:
 
 def measure_time(results: Results, sides: list[Side], images: list[Any], rounds: int) -> None:
     names = {name: (s, cut) for s in sides for name, cut in cuts(s, len(images)).items()}
-    if not names or all(results.find("time", side=name) for name in names):
+    if names.keys() <= {line["side"] for line in results.times()}:
         return
+    run = 1 + max((line["run"] for line in results.of("time")), default=0)
     contestants = {
         name: Contestant(side, cut, images, results.path.parent)
         for name, (side, cut) in names.items()
@@ -65,6 +67,7 @@ def measure_time(results: Results, sides: list[Side], images: list[Any], rounds:
         results.add(
             "time",
             side=name,
+            run=run,
             seconds_per_image=statistics.median(seconds),
             best=min(seconds),
             rounds=rounds,

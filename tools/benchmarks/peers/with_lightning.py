@@ -45,8 +45,9 @@ def train(job: Job) -> None:
 def train_with_batch_size_finder(job: Job) -> None:
     module = Module(job, *job.build())
     tuner = Tuner(_trainer(job, 1))
-    tuner.scale_batch_size(module, max_val=job.effective_batch)
-    _trainer(job, max(1, job.effective_batch // module.batch_size)).fit(module)
+    tuner.scale_batch_size(module)
+    module.batch_size = min(module.batch_size, job.effective_batch)
+    _trainer(job, job.effective_batch // module.batch_size).fit(module)
 
 
 def _trainer(job: Job, accumulation_steps: int) -> lightning.Trainer:
