@@ -140,11 +140,18 @@ def load_cfg(
         add_keys: functions that add a project's keys, such as ``add_pointrend_config``.
 
     Raises:
-        ConfigError: the file does not exist or is not safe YAML, or a key or value is wrong.
+        ConfigError: the file does not exist or is not safe YAML, a key or value is wrong, or a
+            project's function fails.
     """
     cfg = get_cfg()
     for add in add_keys:
-        add(cfg)
+        try:
+            add(cfg)
+        except Exception as e:  # whatever a project's code raises
+            raise ConfigError(
+                f"{add.__name__} could not add a project's keys to the config "
+                f"({type(e).__name__}: {e})"
+            ) from e
     if config_file:
         with _explained(cfg, f"{config_file}: "), arithmetic_in_yaml():
             cfg.merge_from_file(config_file, allow_unsafe=False)

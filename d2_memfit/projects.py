@@ -41,11 +41,11 @@ def find_function(name: str) -> Callable[[CfgNode], Any]:
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
         raise ConfigError(f"--project must be MODULE:FUNCTION, such as {_EXAMPLE}, got {name!r}")
-    if os.getcwd() not in sys.path:
+    if sys.path[0] != os.getcwd():
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as e:  # whatever a project's code raises
+    except (Exception, SystemExit) as e:  # whatever a project's code raises
         raise ConfigError(
             f"--project {name}: importing {module_name} failed ({type(e).__name__}: {e})"
         ) from e

@@ -129,7 +129,7 @@ class MemfitMixin(_Trainer):
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As the project's, under MEMFIT.BUDGET_GB and MEMFIT.OOM."""
-        cfg = with_memfit_keys(cfg)
+        cfg = with_preset(with_memfit_keys(cfg))
         enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
         options = RecoveryOptions.from_cfg(cfg)
         with (

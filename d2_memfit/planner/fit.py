@@ -29,7 +29,7 @@ _KEY = "# planned from the config "
 def fit_config(cfg: CfgNode) -> CfgNode:
     """Make a config fit MEMFIT.BUDGET_GB, if MEMFIT.PLAN.ENABLED; else it is returned as it is.
 
-    Call it in a project's ``setup``, after ``default_setup``, on all ranks: the first one plans.
+    Call it on all ranks after ``default_setup``, where the trainer is made: the first rank plans.
     The plan is logged, and is in OUTPUT_DIR/memfit_plan.yaml. A run that is resumed takes it from
     there, unless its config is another one.
 

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from d2_memfit.memory import return_large_blocks
+
 from .grid import Grid, Tile
 from .merge import Detection, SeamMerger
 from .reader import CorruptImageError, open_image, warn_left_out
@@ -42,6 +44,8 @@ class TiledPredictor(nn.Module):
         self._tiles = cfg.TILES
         self._image_format = cfg.INPUT.FORMAT
         self._num_workers = cfg.DATALOADER.NUM_WORKERS
+        # Small results would keep the blocks of the tiles' tensors, which they lie between.
+        return_large_blocks()
 
     def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{"instances": self._results(**image)} for image in inputs]
