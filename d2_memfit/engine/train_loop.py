@@ -146,6 +146,7 @@ class AccumulatingTrainer(SimpleTrainer):
         while (micro_batch := window.take(self.images_per_micro_batch)) is not None:
             storage.next_micro_batch(micro_batch.num_images)
             backward(self._forward(micro_batch), micro_batch)
+            micro_batch.keep_names_only()  # without recovery it is not run again
         return None
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:

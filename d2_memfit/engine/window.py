@@ -29,6 +29,12 @@ class MicroBatch:
     def can_be_split(self) -> bool:
         return _is_list_of_images(self.data) and self.num_images > 1
 
+    def keep_names_only(self) -> None:
+        """Let go of the images themselves."""
+        if _is_list_of_images(self.data):
+            names = ("file_name", "image_id")
+            self.data = [{k: image[k] for k in names if k in image} for image in self.data]
+
 
 class Window:
     """The micro-batches of one iteration, taken from the loader one after another.

@@ -1,5 +1,6 @@
 import copy
 import time
+import weakref
 
 import pytest
 import torch
@@ -245,6 +246,21 @@ def test_the_loader_is_asked_for_a_batch_only_when_it_is_needed():
     model.register_forward_hook(lambda *_: order.append("forward"))
     run(AccumulatingTrainer(model, loader(), sgd(model), 3), 2)
     assert order == ["batch", "forward"] * 6
+
+
+def test_images_are_let_go_after_their_backward():
+    model = ToyModel()
+    seen = []
+
+    def forward(batch):
+        assert not any(image() is not None for image in seen)
+        seen.extend(weakref.ref(x["value"]) for x in batch)
+        return ToyModel.forward(model, batch)
+
+    model.forward = forward
+    loader = ([{"value": torch.ones(1)}] for _ in range(8))
+    run(AccumulatingTrainer(model, loader, sgd(model), accumulation_steps=4), 2)
+    assert len(seen) == 8
 
 
 def test_old_gradients_are_gone_before_the_forward():
