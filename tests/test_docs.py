@@ -31,7 +31,7 @@ NO_KEYS = {"MEMFIT.MICROBATCH", "MEMFIT.MINE", "MEMFIT.OOM.GROW", "INPUT.MIN"}
 
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
-_PROGRAMS = "python3? |torchrun |make |pytest |pip |tools/|d2-memfit "
+_PROGRAMS = r"(\S+/bin/)?(python3?|pip) |torchrun |make |pytest |tools/|d2-memfit "
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -54,10 +54,12 @@ def commands(page):
     lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
     spans = [re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]+)`", prose(page))]
     for line in lines + [s for s in spans if " " in s]:
-        if re.match(rf"(srun |[A-Z_]+=\S+ )*({_PROGRAMS})", line):
+        line = re.sub(r"^srun (--\S+ \S+ )*", "", line)
+        if re.match(rf"([A-Z_]+=\S+ )*({_PROGRAMS})", line):
             tokens = shlex.split(line, comments=True)
-            while tokens[0] == "srun" or re.match(r"[A-Z_]+=", tokens[0]):
+            while re.match(r"[A-Z_]+=", tokens[0]):
                 tokens = tokens[1:]
+            tokens[0] = re.sub(r"^\S+/bin/", "", tokens[0])
             yield tokens
 
 
@@ -133,9 +135,10 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_exist(page):
     for tokens in commands(page):
         for token in tokens:
-            path = token.partition("::")[0]
+            path, _, test = token.partition("::")
             if path.partition("/")[0] in FOLDERS and "/" in path:
                 assert (ROOT / path).exists(), " ".join(tokens)
+                assert not test or f"def {test}(" in (ROOT / path).read_text(), token
 
 
 @each_page

@@ -26,20 +26,43 @@ def function_of(example):
     return runpy.run_path(str(ROOT / "tests" / "web_examples" / example))["configure_training"]
 
 
-def test_batch_and_workers():
+def trained(cfg):
+    """A trainer after one iteration on small photographs; of it, forwards and optimizer steps."""
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ()
+    cfg.MODEL.WEIGHTS, cfg.MODEL.DEVICE = "", "cpu"
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (64,), 96
+    cfg.SOLVER.MAX_ITER = 1
+    trainer = MemfitTrainer(cfg)
+    trainer.checkpointer.save_to_disk = False
+    forwards, steps = [], []
+    trainer.model.register_forward_hook(lambda *_: forwards.append(1))
+    trainer.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    trainer.train()
+    return trainer, len(forwards), len(steps)
+
+
+def test_batch_and_workers(coins):
     cfg = function_of("batch_and_workers.py")(batch_size=4, num_workers=2)
     assert (cfg.SOLVER.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS) == (4, 2)
     assert cfg.OUTPUT_DIR == "./output/bs4_workers2"
     check_config(cfg, world_size=2)
     assert estimate_memory(cfg).images_per_gpu == 4
 
+    trainer, forwards, steps = trained(cfg)
+    assert (forwards, steps) == (1, 1)
+    assert trainer.storage.latest()["effective_batch"][0] == 4
 
-def test_image_sizes():
+
+def test_image_sizes(coins):
     cfg = function_of("image_sizes.py")(min_size=600, max_size=800)
     assert (cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN) == ((600,), 800)
     check_config(cfg)
     cfg.SOLVER.IMS_PER_BATCH = 2
     assert estimate_memory(cfg).image_size == (600, 800)
+
+    cfg.DATALOADER.NUM_WORKERS = 0
+    _, forwards, steps = trained(cfg)
+    assert (forwards, steps) == (1, 1)
 
 
 def test_accumulation_steps(coins):
@@ -48,17 +71,9 @@ def test_accumulation_steps(coins):
     check_config(cfg)
     assert estimate_memory(cfg).accumulation_steps == 2
 
-    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ()
-    cfg.MODEL.WEIGHTS, cfg.MODEL.DEVICE = "", "cpu"
-    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (64,), 96
-    cfg.DATALOADER.NUM_WORKERS, cfg.SOLVER.MAX_ITER = 0, 1
-    trainer = MemfitTrainer(cfg)
-    trainer.checkpointer.save_to_disk = False
-    forwards, steps = [], []
-    trainer.model.register_forward_hook(lambda *_: forwards.append(1))
-    trainer.optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    trainer.train()
-    assert (len(forwards), len(steps)) == (2, 1)
+    cfg.DATALOADER.NUM_WORKERS = 0
+    trainer, forwards, steps = trained(cfg)
+    assert (forwards, steps) == (2, 1)
     assert trainer.storage.latest()["effective_batch"][0] == 4
 
 

@@ -30,11 +30,6 @@ PACKAGES = {
     "projects/Panoptic-DeepLab/panoptic_deeplab": "detectron2/projects/panoptic_deeplab",
 }
 
-WRONG_PYTHON = """\
-error: Detectron2 v0.6 needs NumPy < 1.24, which exists for Python 3.9 to 3.11; this is Python {}.
-Either name another Python:                      make PYTHON=python3.11 test
-or your own environment, with Detectron2 main:   make VENV=/path/to/environment test"""
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -70,7 +65,11 @@ def complaint_about(version: "tuple[int, int]") -> Optional[str]:  # not before 
     """Why this version of Python cannot be used and what to do; None if it can."""
     if (3, 9) <= version <= (3, 11):
         return None
-    return WRONG_PYTHON.format(".".join(map(str, version)))
+    return f"""\
+error: Detectron2 v0.6 needs NumPy < 1.24, which exists for Python 3.9 to 3.11; this is Python \
+{".".join(map(str, version))}.
+Either name another Python:                      make PYTHON=python3.11 test
+or your own environment, with Detectron2 main:   make VENV=/path/to/environment test"""
 
 
 def install(python: Path) -> None:

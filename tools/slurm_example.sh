@@ -18,7 +18,7 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 40000))
 
 # 16 images an iteration: 1 on each of 8 GPUs, twice. --resume goes on where a requeued job was ended.
-srun torchrun \
+srun --cpus-per-task "$SLURM_CPUS_PER_TASK" torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" \
     --nproc-per-node 4 \
     --rdzv-backend c10d \

@@ -108,6 +108,10 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         (["estimate", "SOLVER.MAX_ITER"], "a value is missing after SOLVER.MAX_ITER"),
         (["estimate", "--project", "point_rend"], "--project must be MODULE:FUNCTION, such as det"),
         (
+            ["estimate", "--project", "fractions:Fraction"],
+            "Fraction could not add a project's keys to the config (TypeError: ",
+        ),
+        (
             ["estimate", "--project", "no.such:add"],
             "--project no.such:add: importing no.such failed (ModuleNotFoundError: ",
         ),

@@ -3,9 +3,12 @@
 import sys
 
 import psutil
+from benchmarks.common import coins
+from benchmarks.peers import speed
 from benchmarks.peers.process import run_worker
 from benchmarks.peers.report import report
 from benchmarks.peers.results import Results
+from benchmarks.peers.sides import OURS, PLAIN
 from benchmarks.peers.worker import Spec
 from tiny import ROOT, run_process
 
@@ -52,6 +55,19 @@ def test_race_measures_who_is_there_and_names_who_is_not(tmp_path):
     assert says_so != ("Accelerate" in measured)
     for name in measured:
         assert f"| {name} |" in result.stdout
+
+
+def test_sides_take_turns_within_one_run(tmp_path):
+    with coins(64, 96) as (dicts, mapper):
+        batch = [mapper(d) for d in dicts[:2]]
+    results = Results(tmp_path / "results.jsonl")
+    speed.measure_time(results, [PLAIN], batch, rounds=2)
+    speed.measure_time(results, [PLAIN, OURS], batch, rounds=1)
+    speed.measure_time(results, [PLAIN], batch, rounds=1)  # there already
+    names = [line["side"] for line in results.times()]
+    assert names == ["Detectron2, 2 images at once", speed.ONE_IMAGE, "d2_memfit"]
+    assert [line["run"] for line in results.of("time")] == [1, 1, 2, 2, 2]
+    assert all(line["seconds_per_image"] > 0 for line in results.times())
 
 
 def test_side_that_is_limited_dies_and_its_error_is_known(tmp_path):
