@@ -26,6 +26,16 @@ SHORT = [
     *("dataloader.train.num_workers=0", "dataloader.test.num_workers=0"),
 ]
 
+# A config of Detectron2's, as far as train goes.
+WITHOUT_KEYS = f"""
+from detectron2.config import LazyConfig
+base = LazyConfig.load({str(FPN)!r})
+model, dataloader, train = base.model, base.dataloader, base.train
+optimizer, lr_multiplier = base.optimizer, base.lr_multiplier
+for key in ("accumulation_steps", "budget_gb", "oom", "memfit"):
+    del train[key]
+"""
+
 
 @pytest.fixture(autouse=True)
 def folder(coins, tmp_path, monkeypatch):
@@ -70,12 +80,19 @@ def test_the_first_readme_has_the_diff_of_the_project():
     of_detectron2("tools/lazyconfig_train_net.py") is None,
     reason="Detectron2 was not installed in place, so its tools are not there",
 )
-def test_the_diff_makes_detectron2_s_own_script_accumulate(folder):
+@pytest.mark.parametrize(("has_keys", "effective_batch"), [(True, 4), (False, 2)])
+def test_the_diff_makes_detectron2_s_own_script_accumulate(has_keys, effective_batch, folder):
+    config, opts = FPN, SHORT
+    if not has_keys:
+        config = folder / "without_keys.py"
+        config.write_text(WITHOUT_KEYS)
+        opts = [opt for opt in SHORT if "accumulation_steps" not in opt]
     (diff,) = diffs_in(PROJECT / "README.md")
     script = folder / "train_net.py"
     script.write_text(apply_diff(diff, of_detectron2("tools/lazyconfig_train_net.py").read_text()))
-    command = [sys.executable, "-W", "ignore", script, "--config-file", FPN, *SHORT]
+    command = [sys.executable, "-W", "ignore", script, "--config-file", config, *opts]
     result = run_process([*command, "+dataloader.evaluator.use_fast_impl=False"])
     assert result.returncode == 0, result.stderr[-4000:]
     metrics = read_metrics(folder / "output")
-    assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [4, 4]
+    effective = [m["effective_batch"] for m in metrics if "effective_batch" in m]
+    assert effective == [effective_batch] * 2
