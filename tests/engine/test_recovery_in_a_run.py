@@ -78,6 +78,21 @@ def test_a_budget_that_detectron2_exceeds_is_kept(cfg, coins, tmp_path):
     assert metrics["memfit/micro_batch"] < 8
 
 
+SAYS_LIMIT = """
+import atexit, resource
+atexit.register(lambda: print("limit:", resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30, "GB"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
+def test_a_preset_is_a_budget_of_evaluation_too(cfg, coins, tmp_path):
+    cfg.MEMFIT.PRESET = "4GB"
+    result = train_net(cfg, coins, tmp_path, "--eval-only", code=SAYS_LIMIT)
+    assert result.returncode == 0, result.stderr[-4000:]
+    limit_gb = float(re.search(r"limit: ([-\d.]+) GB", result.stdout)[1])
+    assert limit_gb == pytest.approx(3.7)
+
+
 FAILS_IN_ITERATIONS_1_AND_3 = """
 import os, signal, torch
 from d2_memfit.engine import recovery, train_loop
