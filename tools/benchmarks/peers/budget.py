@@ -10,6 +10,7 @@ time.
 
 import math
 import shutil
+from typing import Optional
 
 import psutil
 
@@ -34,10 +35,11 @@ def measure(
         found = results.find("budget", side=side.name)
         if found is None:
             if side.accumulates:
-                guess, _ = smallest(results, side, FEW_IMAGES, guess_gb, 1.2, time_limit_s)
+                few, _ = smallest(results, side, FEW_IMAGES, guess_gb, 1.2, time_limit_s)
+                guess = few or guess_gb
                 wider = 1.04  # below PRECISION, for budgets are rounded
             else:  # the batch's activations are all there at once
-                guess = min(guess_gb * EFFECTIVE_BATCH / 2, available_gb())
+                guess = min(guess_gb * EFFECTIVE_BATCH / 2, 0.97 * available_gb())
                 wider = 1.2
             enough_gb, too_small_gb = smallest(
                 results, side, EFFECTIVE_BATCH, guess, wider, time_limit_s
@@ -45,7 +47,7 @@ def measure(
             found = results.add(
                 "budget", side=side.name, enough_gb=enough_gb, too_small_gb=too_small_gb
             )
-        if side.accumulates:
+        if side.accumulates and found["enough_gb"]:
             guess_gb = found["enough_gb"]
 
 
@@ -56,8 +58,9 @@ def smallest(
     guess_gb: float,
     wider: float,
     time_limit_s: float,
-) -> tuple[float, float]:
-    """The smallest budget that was enough for a step and the largest that was not, in GB.
+) -> tuple[Optional[float], float]:
+    """The smallest budget that was enough for a step and the largest that was not, in GB; None
+    if none is enough that the machine has.
 
     ``wider`` is the factor from one budget to the next until one is enough and one is not.
     """
@@ -76,6 +79,8 @@ def smallest(
         else:
             budget_gb = too_small * wider or guess_gb
         budget_gb = round(budget_gb, 3)
+        if budget_gb > available_gb():
+            return None, too_small
         if fits(results, side, images, budget_gb, time_limit_s):
             enough = budget_gb
         else:
@@ -90,10 +95,6 @@ def available_gb() -> float:
 
 def fits(results: Results, side: Side, images: int, budget_gb: float, time_limit_s: float) -> bool:
     """Whether all images were behind one step."""
-    if budget_gb > available_gb():
-        raise MemoryError(
-            f"{side.name} is to have {budget_gb} GB, and the machine has {available_gb():.1f}"
-        )
     folder = results.path.parent / f"budget, {side.name}, {budget_gb}"
     sizes = [[SIZE] * images]
     spec = Spec(side.name, sizes, *side.cut(images), str(folder), budget_gb)

@@ -128,13 +128,14 @@ def budgets(results: Results) -> str:
     for line in in_order(results.of("budget")):
         probes = [p for p in results.of("probe") if p["side"] == line["side"]]
         before = max(probe["data_gb"] for probe in probes)
+        enough = line["enough_gb"]
         rows.append(
             [
                 line["side"],
-                f"{line['enough_gb']:.2f}",
+                f"{enough:.2f}" if enough else "more than the machine has",
                 f"{line['too_small_gb']:.2f}",
                 f"{before:.2f}",
-                f"{line['enough_gb'] - before:.2f}",
+                f"{enough - before:.2f}" if enough else "",
             ]
         )
     header = [
@@ -183,6 +184,7 @@ def draw(results: Results, path: Path) -> None:
     )
     for ax, (section, key, label) in zip(axes[0], panels):
         lines = in_order(results.times() if section == "time" else results.of(section))
+        lines = [line for line in lines if line[key]]
         ours = [line["side"].startswith("d2_memfit") for line in lines]
         ax.barh(
             [line["side"] for line in lines],
