@@ -22,20 +22,26 @@ setup(
         "d2_memfit.model_zoo.configs": ["**/*.yaml"],
         "d2_memfit.planner": ["devices/*.yaml"],
     },
-    entry_points={"console_scripts": ["d2-memfit = d2_memfit.cli:main"]},
+    entry_points={"console_scripts": ["d2-memfit = d2_memfit.__main__:main"]},
     # Detectron2 (v0.6 or main) is not named: it comes from many places, and none may be replaced.
+    # Nothing has a version: what is there stays as it is. Nor is OpenCV here, which several
+    # packages bring: only `d2-memfit draw` and Detectron2's own drawing need one.
     install_requires=[
-        "torch>=2.6",
-        "torchvision",
+        "torch",
+        "numpy",
+        "Pillow",
         "fvcore",
         "iopath",
         "pycocotools",
-        "opencv-python-headless",
+        "matplotlib",
+        "omegaconf",
         "psutil",
+        "pyyaml",
+        "tabulate",
     ],
     extras_require={
         "8bit": ["bitsandbytes"],  # MEMFIT.OPTIMIZER.STATES_8BIT
-        "plot": ["plotly"],  # tools/plot_memory.py
+        "plot": ["plotly"],  # tools/plot_memory.py --html
         "tiles": ["rasterio"],  # projects/TiledImages, to read parts of TIFF and other files
     },
 )

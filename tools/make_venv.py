@@ -4,8 +4,9 @@
     python3 tools/make_venv.py .venv
 
 For machines that have no Detectron2. An environment that this script did not make is left as it
-is, so that `make VENV=/path/to/yours test` runs in yours. Needs Python 3.9 to 3.11, about 6 GB of
-disk and two minutes.
+is, so that `make VENV=/path/to/yours test` runs in yours. Needs Python 3.9 to 3.13, about 6 GB of
+disk and two minutes. From 3.12 on, NumPy and Pillow are current ones, and Detectron2 gets the names
+that it misses there from requirements/detectron2_aliases.py.
 """
 
 import argparse
@@ -21,6 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements" / "dev.txt"
 DETECTRON2 = ROOT / "requirements" / "detectron2.txt"
 DETECTRON2_OPS = ROOT / "requirements" / "detectron2_ops.py"
+DETECTRON2_ALIASES = ROOT / "requirements" / "detectron2_aliases.py"
+
+# Python from which on there is no NumPy as old as Detectron2 v0.6.
+CURRENT_NUMPY = (3, 12)
 
 # Folders of Detectron2's archive, and where its own setup.py would install them.
 PACKAGES = {
@@ -38,7 +43,8 @@ def main() -> None:
     parser.add_argument("venv", type=Path, help="folder of the environment")
     venv = parser.parse_args().venv.absolute()
 
-    inputs = (Path(__file__), REQUIREMENTS, DETECTRON2, DETECTRON2_OPS)
+    setup = (Path(__file__), ROOT / "setup.py")  # which says what the command is
+    inputs = (*setup, REQUIREMENTS, DETECTRON2, DETECTRON2_OPS, DETECTRON2_ALIASES)
     wanted = " ".join(hashlib.sha256(f.read_bytes()).hexdigest() for f in inputs)
     marker = venv / "made-by-d2_memfit"
     if venv.exists() and not marker.exists() and not (venv / "bin" / "python").exists():
@@ -63,13 +69,13 @@ def main() -> None:
 
 def complaint_about(version: "tuple[int, int]") -> Optional[str]:  # not before Python 3.9
     """Why this version of Python cannot be used and what to do; None if it can."""
-    if (3, 9) <= version <= (3, 11):
+    if (3, 9) <= version <= (3, 13):
         return None
     return f"""\
-error: Detectron2 v0.6 needs NumPy < 1.24, which exists for Python 3.9 to 3.11; this is Python \
+error: the packages of requirements/dev.txt are for Python 3.9 to 3.13; this is Python \
 {".".join(map(str, version))}.
-Either name another Python:                      make PYTHON=python3.11 test
-or your own environment, with Detectron2 main:   make VENV=/path/to/environment test"""
+Either name another Python:                      make PYTHON=python3.12 test
+or your own environment, with Detectron2:        make VENV=/path/to/environment test"""
 
 
 def install(python: Path) -> None:
@@ -88,6 +94,9 @@ def install(python: Path) -> None:
         for origin, target in PACKAGES.items():
             shutil.copytree(source / origin, site_packages / target)
     shutil.copy(DETECTRON2_OPS, site_packages / "detectron2" / "_C.py")
+    if sys.version_info >= CURRENT_NUMPY:
+        shutil.copy(DETECTRON2_ALIASES, site_packages)
+        (site_packages / "detectron2_aliases.pth").write_text("import detectron2_aliases\n")
     run(*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT)
 
 
