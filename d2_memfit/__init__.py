@@ -1,6 +1,9 @@
 """d2_memfit makes any Detectron2 training job fit the memory that its user has."""
 
+import importlib
+import importlib.metadata
 import importlib.util
+from typing import TYPE_CHECKING, Any
 
 # A folder of this name, such as that of a clone, would be found too, but has no origin.
 if getattr(importlib.util.find_spec("detectron2"), "origin", None) is None:
@@ -11,10 +14,15 @@ if getattr(importlib.util.find_spec("detectron2"), "origin", None) is None:
         "  - v0.6, ready built: https://detectron2.readthedocs.io/en/latest/tutorials/install.html\n"
         "  - v0.6, without compiled operators: `make venv` in a checkout of d2_memfit"
     )
+# No requirement says so: pip would replace the PyTorch that this Detectron2 is made for.
+_torch = importlib.metadata.version("torch")
+if tuple(map(int, _torch.split(".")[:2])) < (2, 6):
+    raise ImportError(f"d2_memfit needs PyTorch 2.6 or later, and this environment has {_torch}")
 
-from .config import add_memfit_config, get_cfg
-from .engine import AccumulatingTrainer, MemfitMixin, MemfitTrainer
-from .planner import estimate_memory, fit_config, plan_memory
+if TYPE_CHECKING:
+    from .config import add_memfit_config, get_cfg
+    from .engine import AccumulatingTrainer, MemfitMixin, MemfitTrainer
+    from .planner import estimate_memory, fit_config, plan_memory
 
 __version__ = "0.1.0"
 
@@ -28,3 +36,26 @@ __all__ = [
     "get_cfg",
     "plan_memory",
 ]
+
+_HOMES = {
+    "AccumulatingTrainer": "engine",
+    "MemfitMixin": "engine",
+    "MemfitTrainer": "engine",
+    "add_memfit_config": "config",
+    "estimate_memory": "planner",
+    "fit_config": "planner",
+    "get_cfg": "config",
+    "plan_memory": "planner",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name or a module when it is first used.
+
+    So a command can set up its process before PyTorch and Detectron2 are imported.
+    """
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,6 +50,14 @@ def put_rank_data_time(seconds: float) -> None:
         get_event_storage().put_scalar("rank_data_time", seconds)
 
 
+def local_world_size() -> int:
+    """Ranks on this machine. A job that did not start by ``launch`` does not say how many: all."""
+    try:
+        return comm.get_local_size()
+    except AssertionError:
+        return comm.get_world_size()
+
+
 def current_iteration() -> int:
     """That of the training that runs, or 0. Only main can be asked whether one does."""
     stack = events._CURRENT_STORAGE_STACK

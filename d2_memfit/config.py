@@ -20,6 +20,7 @@ from .checks import (
     check_strings,
     near,
 )
+from .config_files import find_config_file
 from .errors import ConfigError
 from .memory import check_budget
 from .presets import budget_of_preset
@@ -53,11 +54,13 @@ _C.MEMFIT.MICRO_BATCH = None
 # Detectron2, or "bfloat16", without one (CPUs, and GPUs from Ampere on).
 _C.MEMFIT.AMP_DTYPE = "float16"
 # Device memory that the job may use on each rank, in GB (2^30 bytes), the CUDA context included.
-# It cannot take more: on a GPU PyTorch's allocator is limited, on a Linux CPU the kernel limits the
-# process and each of the loader's workers. None is no limit.
+# It is enforced: on a GPU PyTorch's allocator is limited, on a Linux CPU the kernel limits the
+# process and each of the loader's workers. "auto" is what is free when the job starts, less a
+# margin: of the GPU, or the RAM that is available on a CPU. None is no limit.
 _C.MEMFIT.BUDGET_GB = None
 
-# A budget by the size of a card, such as "6GB", in place of BUDGET_GB; "" is none. See presets.py.
+# A budget by the size that is printed on a card, such as "6GB", in place of BUDGET_GB; "" is none.
+# presets.py has the sizes, and what a process can take of each. The same as --card 6GB.
 _C.MEMFIT.PRESET = ""
 
 _C.MEMFIT.OOM = CN()
@@ -118,8 +121,19 @@ def with_settings(cfg: CN, settings: Mapping[str, Any]) -> CN:
     """A copy of a config that can be changed, with other values for some whole keys."""
     changed = cfg.clone()
     changed.defrost()
-    changed.merge_from_list([x for item in settings.items() for x in item])
+    for key, value in settings.items():
+        node, name = _node_of(changed, key)
+        if name not in node:
+            raise KeyError(key)
+        node[name] = value
     return changed
+
+
+def _node_of(cfg: CN, key: str) -> tuple[CN, str]:
+    *parents, name = key.split(".")
+    for parent in parents:
+        cfg = cfg[parent]
+    return cfg, name
 
 
 def get_cfg() -> CN:
@@ -137,6 +151,7 @@ def load_cfg(
     """:func:`get_cfg`, then a config file, then ``KEY VALUE`` pairs from a command line.
 
     Args:
+        config_file: as for :func:`~d2_memfit.config_files.find_config_file`; "" is none.
         add_keys: functions that add a project's keys, such as ``add_pointrend_config``.
 
     Raises:
@@ -153,11 +168,25 @@ def load_cfg(
                 f"({type(e).__name__}: {e})"
             ) from e
     if config_file:
+        config_file = find_config_file(config_file)
         with _explained(cfg, f"{config_file}: "), arithmetic_in_yaml():
             cfg.merge_from_file(config_file, allow_unsafe=False)
     with _explained(cfg):
-        cfg.merge_from_list(list(opts))
+        _merge_opts(cfg, opts)
     return cfg
+
+
+def _merge_opts(cfg: CN, opts: Sequence[Any]) -> None:
+    """``merge_from_list``, where a key of ours that may be None takes a value of any type, whatever
+    a file has there: MEMFIT.BUDGET_GB is 6, 5.5 or "auto".
+    """
+    defaults = _defaults()
+    known = set(_keys(defaults))
+    for key in known & set(opts[::2]):
+        default, name = _node_of(defaults, key)
+        if default[name] is None:
+            _node_of(cfg, key)[0][name] = None
+    cfg.merge_from_list(list(opts))
 
 
 def cfg_of_techniques(keys: Mapping[str, Any]) -> CN:

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
@@ -31,7 +32,7 @@ def build_evaluator(
     """The evaluator that Detectron2's ``tools/train_net.py`` takes for the dataset's type.
 
     Args:
-        cfg: for OUTPUT_DIR.
+        cfg: for OUTPUT_DIR and TEST.KEYPOINT_OKS_SIGMAS.
         dataset_name: a registered dataset.
         output_folder: where predictions go; OUTPUT_DIR/inference unless told.
 
@@ -39,12 +40,13 @@ def build_evaluator(
         NotImplementedError: Detectron2 has no evaluator for this type.
     """
     folder = output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")
+    sigmas = cfg.TEST.KEYPOINT_OKS_SIGMAS
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
     evaluators = {
-        "coco": lambda: [build_coco_evaluator(dataset_name, folder)],
+        "coco": lambda: [build_coco_evaluator(dataset_name, folder, sigmas)],
         "coco_panoptic_seg": lambda: [
             SemSegEvaluator(dataset_name, distributed=True, output_dir=folder),
-            build_coco_evaluator(dataset_name, folder),
+            build_coco_evaluator(dataset_name, folder, sigmas),
             COCOPanopticEvaluator(dataset_name, folder),
         ],
         "sem_seg": lambda: [SemSegEvaluator(dataset_name, distributed=True, output_dir=folder)],
@@ -62,10 +64,21 @@ def build_evaluator(
     return made[0] if len(made) == 1 else DatasetEvaluators(made)
 
 
-def build_coco_evaluator(dataset_name: str, output_folder: str) -> COCOEvaluator:
-    """Detectron2's evaluator, with its fast implementation where that was compiled."""
+def build_coco_evaluator(
+    dataset_name: str, output_folder: str, kpt_oks_sigmas: Sequence[float] = ()
+) -> COCOEvaluator:
+    """Detectron2's evaluator, with its fast implementation where that was compiled.
+
+    Args:
+        dataset_name: a registered dataset in COCO format.
+        output_folder: where predictions go.
+        kpt_oks_sigmas: one of each keypoint, where there are others than COCO's 17.
+    """
     return COCOEvaluator(
-        dataset_name, output_dir=output_folder, use_fast_impl=compat.has_compiled_ops()
+        dataset_name,
+        output_dir=output_folder,
+        use_fast_impl=compat.has_compiled_ops(),
+        kpt_oks_sigmas=kpt_oks_sigmas,
     )
 
 

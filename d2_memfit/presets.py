@@ -1,31 +1,42 @@
-"""Budgets by the size of a card."""
+"""Budgets by name: the size that is printed on a card, or "auto" for what is free here."""
+
+from typing import Optional
 
 from detectron2.config import CfgNode
 
+from . import compat
 from .checks import near
 from .errors import ConfigError
+from .memory import auto_budget_gb
+from .techniques.host_budget import workers_bytes
 
-__all__ = ["PRESETS", "budget_of_preset", "with_preset"]
+__all__ = ["PRESETS", "budget_of_preset", "why_no_card_has", "with_budget"]
 
-# What a process may take, in GB of 2^30 bytes, of a card that is sold with so many GB: what PyTorch
-# says that it has ("total capacity"), on the smallest of that class, less 0.1. A card that draws a
-# desktop too has 0.3 to 1 GB less: give MEMFIT.BUDGET_GB then.
+# What a process may take, in GB of 2^30 bytes, of a card that is sold with so many GB: the smallest
+# "total capacity" that PyTorch reports for one, less 0.1. A card that draws a desktop too has 0.3
+# to 1 GB less: MEMFIT.BUDGET_GB "auto" measures what is free.
 #
-# 4: GTX 1650, 3.81 (ultralytics/yolov5#285). 6: RTX 2060, 5.79 (facebookresearch/meshrcnn#92).
-# 8: RTX 3070, 7.78 (akshitac8/OW-DETR#46). 11: 2080 Ti, 10.76 (RenYurui/StructureFlow#35).
-# 12: RTX 3060, 11.75 (Kunhao-Liu/StyleGaussian#12). 16: T4, 14.56 (Zheng-Chong/CatVTON#133).
-# 24: A30, 23.53 (google/RB-Modulation#5). 40: A100, 39.50 (TianheWu/CoSeR#10).
-# 80: A100, 79.25 (levihsu/OOTDiffusion#235).
+# Drivers from 2024 on keep some 0.4 GB, earlier ones 0.2: a 6 GB RTX 2060 had 5.79
+# (facebookresearch/meshrcnn#92) and has 5.60. The smallest found in public logs, November 2026:
+# 4: RTX 3050 Laptop, 3.62. 5: MIG slice 1g.5gb of an A100, 4.75. 6: 5.60. 8: RTX 2080 SUPER, 7.60.
+# 10: RTX 3080, 9.62 (9.78 in zai-org/CogVideo#34). 11: RTX 2080 Ti, 10.56. 12: RTX 3060, 11.62.
+# 16: T4, 14.56 (Zheng-Chong/CatVTON#133). 24: A10 and L4, 21.96 (23,028 MiB in nvidia-smi:
+# modal-labs/modal-client#2797). 32: RTX 5090, 31.34 (31.37 in Wan-Video/Wan2.1#465). 40: A100,
+# 39.38. 48: L40, 44.34 (44.40 in QwenLM/Qwen3-VL#2097). 80: A100, 79.14 (lianqi1008/Control-GIC#6).
 PRESETS = {
-    "4GB": 3.7,
-    "6GB": 5.6,
-    "8GB": 7.6,
-    "11GB": 10.6,
-    "12GB": 11.6,
+    "4GB": 3.5,
+    "5GB": 4.6,
+    "6GB": 5.5,
+    "8GB": 7.5,
+    "10GB": 9.5,
+    "11GB": 10.4,
+    "12GB": 11.5,
     "16GB": 14.4,
-    "24GB": 23.4,
-    "40GB": 39.4,
-    "80GB": 79.1,
+    "24GB": 21.8,
+    "32GB": 31.2,
+    "40GB": 39.2,
+    "48GB": 44.2,
+    "80GB": 79.0,
 }
 
 
@@ -36,18 +47,44 @@ def budget_of_preset(name: str) -> float:
     """
     if name not in PRESETS:
         raise ConfigError(
-            f"there is no preset {name!r}{near(str(name), PRESETS)}. There are {', '.join(PRESETS)}"
+            f"there is no preset {name!r}{near(str(name), PRESETS)}. There are "
+            f"{', '.join(PRESETS)}; for another size, MEMFIT.BUDGET_GB takes any number"
         )
     return PRESETS[name]
 
 
-def with_preset(cfg: CfgNode) -> CfgNode:
-    """The config with MEMFIT.BUDGET_GB as MEMFIT.PRESET has it, unless it names a budget itself."""
-    if not cfg.MEMFIT.PRESET or cfg.MEMFIT.BUDGET_GB is not None:
+def with_budget(cfg: CfgNode, ranks_here: Optional[int] = None) -> CfgNode:
+    """The config with MEMFIT.BUDGET_GB as a number or None: as MEMFIT.PRESET has it, unless
+    BUDGET_GB names one itself, or as it is measured here where that is "auto".
+
+    Args:
+        ranks_here: that share this machine; None is those of this run.
+
+    Raises:
+        ConfigError: nothing can be measured.
+    """
+    budget_gb = cfg.MEMFIT.BUDGET_GB
+    if budget_gb is None and cfg.MEMFIT.PRESET:
+        budget_gb = budget_of_preset(cfg.MEMFIT.PRESET)
+    elif budget_gb == "auto":
+        ranks_here = ranks_here or compat.local_world_size()
+        budget_gb = auto_budget_gb(cfg.MODEL.DEVICE, ranks_here, workers_bytes(cfg, ranks_here))
+    if budget_gb == cfg.MEMFIT.BUDGET_GB:
         return cfg
     changed = cfg.clone()
     changed.defrost()
-    changed.MEMFIT.BUDGET_GB = budget_of_preset(cfg.MEMFIT.PRESET)
+    changed.MEMFIT.BUDGET_GB = budget_gb
     if cfg.is_frozen():
         changed.freeze()
     return changed
+
+
+def why_no_card_has(budget_gb: float) -> Optional[str]:
+    """What is wrong with a budget that is named after the size of a card; None if nothing is."""
+    for name, usable_gb in PRESETS.items():
+        if usable_gb < budget_gb <= float(name[: -len("GB")]):
+            return (
+                f"MEMFIT.BUDGET_GB {budget_gb:g}: a process can take about {usable_gb:g} GB of a "
+                f"card that is sold as {name}. To plan for such a card: --card {name}"
+            )
+    return None

@@ -1,66 +1,25 @@
-"""Out-of-memory errors wherever a test wants them, and trainers that show what they did."""
+"""Trainers that run out of memory wherever a test wants it, and show what they did."""
 
 import random
 
 import numpy as np
 import torch
-from detectron2.utils.events import EventStorage
 from tiny import parameters
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine.window import image_names
+from d2_memfit.measure.injection import InjectedTrainer, Injector, iterate, seed_all
 
-
-class Injector(TorchDispatchMode):
-    """Counts tensors that come to life while it is open, and raises at some of them.
-
-    Args:
-        fail_at: numbers of allocations, from 1.
-    """
-
-    def __init__(self, fail_at=()):
-        super().__init__()
-        self.fail_at = set(fail_at)
-        self.num_allocations = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {storage_of(t) for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and storage_of(tensor) not in given:
-                self.num_allocations += 1
-                if self.num_allocations in self.fail_at:
-                    raise torch.OutOfMemoryError(f"injected at {self.num_allocations}")
-        return result
-
-
-def storage_of(tensor):
-    return tensor.untyped_storage()._cdata
-
-
-class InjectedTrainer(AccumulatingTrainer):
-    """Allocations of its forwards and backwards go through an injector.
-
-    ``window_sizes`` are those of the last window's micro-batches, as they were in the end.
-    """
-
-    injector = Injector()
-    window_sizes = ()
-
-    def _forward(self, micro_batch):
-        with self.injector:
-            return super()._forward(micro_batch)
-
-    def _backward(self, loss, weight):
-        with self.injector:
-            super()._backward(loss, weight)
-
-    def _accumulate(self, window, storage):
-        result = super()._accumulate(window, storage)
-        self.window_sizes = [m.num_images for m in window.micro_batches]
-        return result
+__all__ = [
+    "FailingTrainer",
+    "InjectedTrainer",
+    "Injector",
+    "ScriptedSize",
+    "everything",
+    "iterate",
+    "scalars",
+    "seed_all",
+]
 
 
 class FailingTrainer(AccumulatingTrainer):
@@ -112,15 +71,6 @@ class ScriptedSize:
         return {}
 
 
-def iterate(trainer, num_iterations=1, first=0):
-    """Iterations as TrainerBase.train makes them; returns the event storage."""
-    with EventStorage() as storage:
-        for trainer.iter in range(first, first + num_iterations):
-            storage.iter = trainer.iter
-            trainer.run_step()
-    return storage
-
-
 def scalars(storage):
     """What was logged, without times and without our own counts."""
     return {
@@ -145,9 +95,3 @@ def everything(trainer, storage):
         "python": random.getstate(),
         "scalars": scalars(storage),
     }
-
-
-def seed_all(seed=0):
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

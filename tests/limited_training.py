@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 import torch
-from detectron2 import model_zoo
 from detectron2.engine import SimpleTrainer
 from detectron2.modeling import build_model
 from injection import iterate, seed_all
 from tiny import every_anchor_counts, images
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.config import load_cfg
 from d2_memfit.engine import RecoveryOptions
 from d2_memfit.memory import enforce_budget, process_memory
 
@@ -29,7 +29,7 @@ SIZE = 320
 
 def main(family, kind, extra_mb, output_dir):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
-    cfg = model_zoo.get_config("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml")
+    cfg = load_cfg("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml")
     cfg.MODEL.DEVICE = "cpu"
     cfg.MODEL.PIXEL_STD = [300.0, 300.0, 300.0]  # keeps the activations of random weights small
     if family == "proposal_network":

@@ -1,13 +1,11 @@
-from pathlib import Path
-
 import pytest
 import yaml
-from detectron2 import model_zoo
 from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
 from d2_memfit import add_memfit_config, get_cfg
 from d2_memfit.config import check_config, load_cfg
+from d2_memfit.config_files import detectron2_zoo
 from d2_memfit.errors import ConfigError
 
 
@@ -89,7 +87,7 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
 
 
 def test_every_config_of_detectron2s_zoo_loads_without_running_code():
-    folder = Path(model_zoo.__file__).parent / "configs"
+    folder = detectron2_zoo()
     files = sorted(folder.rglob("*.yaml"))
     assert len(files) > 80
     for file in files:
@@ -131,3 +129,13 @@ def test_images_are_shared_equally_among_ranks():
     check_config(cfg, world_size=8)
     with pytest.raises(ConfigError, match="divisible by the number of ranks, 3, got 16"):
         check_config(cfg, world_size=3)
+
+
+@pytest.mark.parametrize("value", [5.5, "auto", None, 7])
+def test_a_budget_on_the_command_line_may_be_of_another_type_than_in_the_file(tmp_path, value):
+    file = tmp_path / "config.yaml"
+    file.write_text("MEMFIT: {BUDGET_GB: 6, MICRO_BATCH: 2}\n")
+    cfg = load_cfg(str(file), ["MEMFIT.BUDGET_GB", str(value), "MEMFIT.MICRO_BATCH", "None"])
+    assert value == cfg.MEMFIT.BUDGET_GB
+    assert cfg.MEMFIT.MICRO_BATCH is None
+    check_config(cfg)

@@ -36,9 +36,10 @@ _PROGRAMS = r"(\S+/bin/)?(python3?|pip) |torchrun |make |pytest |tools/|d2-memfi
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def blocks(page, *languages):
-    """The code blocks of a page in some languages."""
-    return [code for _, language, code in _BLOCK.findall(page.read_text()) if language in languages]
+def blocks(page, *languages, until="\0"):
+    """The code blocks of a page in some languages, up to a heading."""
+    found = _BLOCK.findall(page.read_text().partition(until)[0])
+    return [code for _, language, code in found if language in languages]
 
 
 def prose(page):
@@ -117,7 +118,7 @@ def check_arguments(script, arguments):
         return
     args = vars(parser.parse_args(arguments))
     if script in (ROOT / "tools" / "train_net.py", ROOT / "tools" / "plan_memory.py", "d2-memfit"):
-        load_cfg("", args["opts"])  # names and values of config keys
+        load_cfg("", args.get("opts", []))  # names and values of config keys
 
 
 @each_page

@@ -6,6 +6,7 @@ import sys
 import venv
 from pathlib import Path
 
+import pytest
 from tiny import ROOT, run_process
 
 
@@ -20,33 +21,97 @@ def test_without_detectron2_one_clear_error_names_the_ways_to_get_it(tmp_path):
     assert "make venv" in message
 
 
-def test_pip_installs_the_package_with_its_configs(tmp_path):
-    source, target = tmp_path / "source", tmp_path / "site"
+def test_pytorch_that_is_too_old_is_one_clear_error(tmp_path):
+    folder = tmp_path / "torch-2.5.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.5.1\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    result = run_process([sys.executable, "-c", "import d2_memfit"], env={"PYTHONPATH": path})
+    assert result.returncode == 1
+    assert "ImportError: d2_memfit needs PyTorch 2.6 or later" in result.stderr
+    assert "has 2.5.1" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Python of an environment that has this one's packages beneath its own, where pip has
+    installed d2_memfit's wheel, and the packages of both before that.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    source, environment = folder / "source", folder / "environment"
     for name in ("d2_memfit", "configs"):
         shutil.copytree(ROOT / name, source / name)
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    installed = run_process([*pip, "--target", target, source], cwd=tmp_path)
-    assert installed.returncode == 0, installed.stderr
-    script = (
-        "import d2_memfit; from d2_memfit import model_zoo;"
-        "names = model_zoo.list_configs();"
-        "print(d2_memfit.__file__); print(model_zoo.get_config_file(names[0]));"
-        "from d2_memfit.planner.device_model import device_names; print(*device_names());"
-        "print(len(names), model_zoo.get_config(names[0]).SOLVER.IMS_PER_BATCH)"
-    )
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    made = run_process([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source])
+    assert made.returncode == 0, made.stderr
+    venv.create(environment)
+    python = environment / "bin" / "python"
+    (packages,) = environment.glob("lib/python*/site-packages")
     elsewhere = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "tests")]
-    result = run_process(
-        [sys.executable, "-W", "ignore", "-c", script],
-        env={"PYTHONPATH": os.pathsep.join([str(target), *elsewhere])},
-        cwd=tmp_path,
+    beneath = "".join(f"import site; site.addsitedir({p!r})\n" for p in elsewhere)
+    (packages / "beneath.pth").write_text(beneath)
+    before = packages_of(python)
+    wheels = [str(path) for path in folder.glob("*.whl")]
+    # Without an index: a requirement that is not there already would end it.
+    done = run_process([*pip, "--python", python, "install", "--no-index", *wheels], env={})
+    assert done.returncode == 0, done.stderr
+    return python, before
+
+
+def packages_of(python):
+    """Folders of the packages' metadata, which have name and version."""
+    code = (
+        "from importlib.metadata import distributions;"
+        "print('\\n'.join(sorted({str(d._path) for d in distributions()})))"
     )
-    assert result.returncode == 0, result.stderr
-    package, config, devices, rest = result.stdout.splitlines()
-    assert package.startswith(str(target))
-    assert config.startswith(str(target))
+    return run_process([python, "-c", code], env={}).stdout.splitlines()
+
+
+def test_pip_installs_d2_memfit_and_changes_nothing_else(installed):
+    python, before = installed
+    after = packages_of(python)
+    assert any(Path(path).name.startswith("torch-") for path in before)
+    assert set(before) <= set(after)
+    (new,) = set(after) - set(before)
+    assert Path(new).name == "d2_memfit-0.1.0.dist-info"
+    assert Path(new).is_relative_to(python.parents[1])
+
+
+def test_what_is_installed_has_its_data(installed, tmp_path):
+    python, _ = installed
+    code = (
+        "import d2_memfit, importlib.resources as r; from d2_memfit import model_zoo;"
+        "from d2_memfit.planner.device_model import device_names;"
+        "print(d2_memfit.__file__); print(*device_names()); print(len(model_zoo.list_configs()));"
+        "print(r.files('d2_memfit').joinpath('py.typed').is_file())"
+    )
+    run = run_process([python, "-W", "ignore", "-c", code], env={}, cwd=tmp_path)
+    package, devices, configs, is_typed = run.stdout.splitlines()
+    assert package.startswith(str(python.parents[1]))
     assert devices == "cpu cuda v100"
-    assert (target / "bin" / "d2-memfit").exists()
-    assert (target / "d2_memfit" / "py.typed").exists()
-    assert rest.endswith(" 16")
+    assert int(configs) > 80
+    assert is_typed == "True"
+
+
+def test_the_installed_command_plans_and_trains(installed, coins, tmp_path):
+    python, _ = installed
+    command = [python.parent / "d2-memfit"]
+    job = [
+        *("--config-file", "COCO-Detection/faster_rcnn_R_18_FPN_3x"),
+        *("--coco", "coins_wheel", coins / "train.json", coins / "train"),
+    ]
+    opts = [
+        *("MODEL.WEIGHTS", ""),
+        *("INPUT.MIN_SIZE_TRAIN", "(128,)"),
+        "INPUT.MAX_SIZE_TRAIN",
+        160,
+    ]
+    opts += ["SOLVER.IMS_PER_BATCH", 2, "SOLVER.MAX_ITER", 2, "OUTPUT_DIR", tmp_path / "output"]
+    run = run_process([*command, "plan", *job, "--card", "6GB", *opts], env={}, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "MODEL.ROI_HEADS.NUM_CLASSES" in run.stdout
+    run = run_process([*command, "train", *job, *opts], env={}, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "output" / "model_final.pth").exists()

@@ -24,6 +24,7 @@ WRITERS = {
     "_unreadable",
     "final_error",
     "why_it_does_not_fit",
+    "why_no_card_has",
 }
 PASSED_ON = {
     "'\\n'.join(errors)",
@@ -32,11 +33,17 @@ PASSED_ON = {
     "message",
     "self._report.final_error",
     "text",
+    "warning",
 }
-PASSED_ON |= {"where + text", "_DOES_NOT_FIT"}
+PASSED_ON |= {"where + text", "_DOES_NOT_FIT", "key"}
 
-# Not for users: caught where it is raised.
+# Not for users: caught where it is raised, or written into the results of measure-gpu.
 INTERNAL = {
+    "injected at \0",
+    "module \0 has no attribute \0",
+    "one image needs \0 GB",
+    "this card is smaller",
+    "weights differ by \0, relatively",
     "the size of the result depends on values",
     "the last try returns or raises",
     "there are \0 tiles, and none has the number \0",

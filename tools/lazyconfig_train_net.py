@@ -3,21 +3,25 @@
 
     tools/lazyconfig_train_net.py --config-file FILE.py [--num-gpus N] [--resume] [path.key=value]
 
-It reads, beside the fields of Detectron2's configs/common/train.py:
+FILE.py is a file, or the name of one in Detectron2's model zoo. Beside the fields of Detectron2's
+configs/common/train.py it may have:
 
     train.accumulation_steps    batches from the loader behind one optimizer step (1)
     train.micro_batch           images in one forward on each rank (None: the loader's batch)
     train.amp.enabled           mixed precision (False)
     train.amp.dtype             "float16" or "bfloat16" ("float16")
-    train.budget_gb             as MEMFIT.BUDGET_GB (None)
+    train.budget_gb             as MEMFIT.BUDGET_GB, a number or "auto" (None)
     train.oom                   a dict with the keys of MEMFIT.OOM in lower case ({})
     train.memfit                the same for techniques and the monitor, such as
                                 {"checkpoint": {"modules": ["backbone"]}} ({})
 """
 
 import argparse
-import os
 from typing import Any, Optional
+
+from d2_memfit.quiet import ignore_warnings_of_libraries
+
+ignore_warnings_of_libraries()
 
 import torch
 from detectron2.config import CfgNode, LazyConfig, instantiate
@@ -29,8 +33,9 @@ from omegaconf import DictConfig
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.checks import check_positive_int
-from d2_memfit.compat import create_ddp_model, without_ddp
+from d2_memfit.compat import create_ddp_model, local_world_size, without_ddp
 from d2_memfit.config import cfg_of_techniques
+from d2_memfit.config_files import find_config_file
 from d2_memfit.engine import (
     ConsolidateOptimizer,
     MemfitCheckpointer,
@@ -43,7 +48,12 @@ from d2_memfit.engine import (
 )
 from d2_memfit.errors import ConfigError, exit_on_error
 from d2_memfit.evaluation import use_available_implementation
-from d2_memfit.memory import check_budget, enforce_budget, use_expandable_segments
+from d2_memfit.memory import (
+    auto_budget_gb,
+    check_budget,
+    enforce_budget,
+    use_expandable_segments,
+)
 from d2_memfit.techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
 
 
@@ -128,8 +138,7 @@ def techniques(cfg_train: DictConfig) -> CfgNode:
 
 
 def load_config(args: argparse.Namespace) -> DictConfig:
-    if not os.path.isfile(args.config_file):
-        raise ConfigError(f"--config-file {args.config_file!r} does not exist")
+    args.config_file = find_config_file(args.config_file, ".py")
     cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file), args.opts)
     cfg.train.device = usable_device(cfg.train.device)
     techniques(cfg.train)
@@ -147,6 +156,8 @@ def main(args: argparse.Namespace) -> None:
     if cfg.train.device == "cpu" and not torch.cuda.is_available():
         logger.warning("No GPU is visible: running on the CPU")
 
+    if cfg.train.get("budget_gb") == "auto":
+        cfg.train.budget_gb = auto_budget_gb(cfg.train.device, local_world_size())
     enforce_budget(cfg.train.get("budget_gb"), cfg.train.device)
     model = instantiate(cfg.model).to(cfg.train.device)
     logger.info("Model:\n%s", model)

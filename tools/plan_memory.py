@@ -2,8 +2,12 @@
 """The command d2-memfit from a checkout.
 
 tools/plan_memory.py estimate --config-file FILE [--num-gpus N] [--json] [KEY VALUE ...]
-tools/plan_memory.py plan --config-file FILE --budget 6 [--output plan.yaml] [KEY VALUE ...]
+tools/plan_memory.py plan --config-file FILE --card 6GB [--output plan.yaml] [KEY VALUE ...]
 """
+
+from d2_memfit.quiet import ignore_warnings_of_libraries
+
+ignore_warnings_of_libraries()
 
 from d2_memfit.cli import main
 

@@ -13,11 +13,12 @@ from torch import nn
 from .. import compat
 from ..config import check_config, with_memfit_keys
 from ..logs import start_logging
-from ..memory import enforce_budget
+from ..memory import enforce_budget, use_expandable_segments
 from ..precision import Precision
-from ..presets import with_preset
+from ..presets import with_budget
 from ..scaling import auto_scale_workers
 from ..techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
+from .budget_hook import EnforceBudget
 from .checkpoint import MemfitCheckpointer
 from .hooks import memory_hooks
 from .inference import recovering_inference
@@ -70,7 +71,9 @@ class MemfitMixin(_Trainer):
         check_config(cfg)
         cfg = self.auto_scale_workers(cfg, comm.get_world_size())
         check_config(cfg, comm.get_world_size())
-        cfg = apply_techniques("config", with_preset(cfg), cfg)
+        if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
+            use_expandable_segments()
+        cfg = apply_techniques("config", with_budget(cfg), cfg)
         create_trainer = partial(
             AccumulatingTrainer,
             accumulation_steps=cfg.SOLVER.ACCUMULATION_STEPS,
@@ -89,6 +92,8 @@ class MemfitMixin(_Trainer):
                 f"{type(self._trainer).__name__}: derive that from d2_memfit.AccumulatingTrainer"
             )
         first = memory_hooks(cfg.MEMFIT.MONITOR, cfg.OUTPUT_DIR, cfg.MEMFIT.BUDGET_GB)
+        if cfg.MEMFIT.BUDGET_GB is not None:
+            first.append(EnforceBudget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE))
         if isinstance(self._trainer.optimizer, ShardedOptimizer):
             periods = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
             first.append(ConsolidateOptimizer(self._trainer.optimizer, *periods))
@@ -129,8 +134,9 @@ class MemfitMixin(_Trainer):
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As the project's, under MEMFIT.BUDGET_GB and MEMFIT.OOM."""
-        cfg = with_preset(with_memfit_keys(cfg))
-        enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
+        cfg = with_budget(with_memfit_keys(cfg))
+        if cfg.MEMFIT.BUDGET_GB is not None:
+            enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
         options = RecoveryOptions.from_cfg(cfg)
         with (
             ready_to_evaluate(compat.without_ddp(model), cfg),

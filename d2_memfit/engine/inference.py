@@ -11,7 +11,7 @@ from torch import nn
 from .. import compat
 from ..errors import OutOfMemoryError
 from ..memory import is_out_of_memory, release_memory
-from ..techniques import results_on_host
+from ..techniques import can_have_results_on_host, results_on_host
 from .escalation import RAISE
 from .oom_record import Failure, OomEvent, OomRecord, final_error
 from .recovery_options import RecoveryOptions
@@ -81,7 +81,7 @@ class _RecoveringCall:
     def _ease(self, failure: Failure, batch: Any) -> None:
         iteration = compat.current_iteration()
         event = OomEvent.of(failure, iteration, batch, self._model, self._options.budget_gb)
-        if not self._on_host:
+        if not self._on_host and can_have_results_on_host(self._model):
             self._on_host = True
             event.action = "results are post-processed on the host"
         elif _is_list_of_many(batch):

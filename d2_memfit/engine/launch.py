@@ -37,12 +37,15 @@ def launch(
     Args:
         main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout: as in
             Detectron2.
+
+    Raises:
+        ConfigError: a launcher's variable is no number, or out of range.
     """
-    env = os.environ
     num_ranks = num_gpus_per_machine * num_machines
     if _is_torchrun():
-        ranks_here, local_rank = int(env["LOCAL_WORLD_SIZE"]), int(env["LOCAL_RANK"])
-        rank, num_ranks = int(env["RANK"]), int(env["WORLD_SIZE"])
+        num_ranks, ranks_here = _variable("WORLD_SIZE", 1), _variable("LOCAL_WORLD_SIZE", 1)
+        rank, local_rank = _variable("RANK", 0, num_ranks), _variable("LOCAL_RANK", 0, ranks_here)
+        _variable("MASTER_PORT", 1, 2**16)
         _run_rank(main_func, args, "env://", rank, num_ranks, local_rank, ranks_here, timeout)
     elif torch.cuda.is_available() or num_ranks <= 1:
         _detectron2_launch(
@@ -63,9 +66,13 @@ def launch(
 
 
 def world_size(num_gpus_per_machine: int, num_machines: int = 1) -> int:
-    """Number of ranks that :func:`launch` would have with these arguments, here and now."""
+    """Number of ranks that :func:`launch` would have with these arguments, here and now.
+
+    Raises:
+        ConfigError: WORLD_SIZE is no number of ranks.
+    """
     if _is_torchrun():
-        return int(os.environ["WORLD_SIZE"])
+        return _variable("WORLD_SIZE", 1)
     return max(1, num_gpus_per_machine * num_machines)
 
 
@@ -77,6 +84,22 @@ def usable_device(device: str) -> str:
 def _is_torchrun() -> bool:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return all(name in os.environ for name in names)
+
+
+def _variable(name: str, at_least: int, below: Optional[int] = None) -> int:
+    """The value of a variable that a launcher has set.
+
+    Raises:
+        ConfigError: it is no number of this range.
+    """
+    text = os.environ[name]
+    allowed = f"at least {at_least}" if below is None else f"{at_least} to {below - 1}"
+    if not text.strip().isdecimal() or not at_least <= int(text) < (below or int(text) + 1):
+        raise ConfigError(
+            f"the environment variable {name} must be a number of {allowed}, got {text!r}. "
+            "torchrun sets it; unset it to start without a launcher"
+        )
+    return int(text)
 
 
 def _run_cpu_rank(

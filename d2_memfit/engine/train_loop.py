@@ -54,6 +54,9 @@ class AccumulatingTrainer(SimpleTrainer):
         precision: a :class:`Precision`, or the name of one: "fp32", "fp16", "bf16".
         images_per_micro_batch: images in one forward; None for the loader's batches as they come.
         recovery: what to do when memory runs out; None is an error, as in Detectron2.
+        gather_metric_period, zero_grad_before_forward, async_write_metrics: as those of Detectron2
+            main. Gradients are freed before the forward whatever the second says, and ranks look
+            at each other's losses before the step whatever the third says, which gets a warning.
 
     Attributes:
         out_of_memory_observers: called when memory runs out, before anything is freed.
@@ -72,8 +75,12 @@ class AccumulatingTrainer(SimpleTrainer):
         precision: Union[Precision, str] = "fp32",
         images_per_micro_batch: Optional[int] = None,
         recovery: Optional[RecoveryOptions] = None,
+        gather_metric_period: int = 1,
+        zero_grad_before_forward: bool = True,
+        async_write_metrics: bool = False,
     ) -> None:
         check_positive_int("SOLVER.ACCUMULATION_STEPS", accumulation_steps)
+        check_positive_int("gather_metric_period", gather_metric_period)
         if images_per_micro_batch is not None:
             check_positive_int("MEMFIT.MICRO_BATCH", images_per_micro_batch)
         if not isinstance(precision, Precision):
@@ -92,7 +99,12 @@ class AccumulatingTrainer(SimpleTrainer):
             )
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
             _check_ddp(model, recovers=recovery is not None)
+        if async_write_metrics:
+            logger.warning(
+                "async_write_metrics is not used: all ranks look at the losses before the step"
+            )
         super().__init__(model, data_loader, optimizer)
+        self.gather_metric_period = gather_metric_period
 
     def run_step(self) -> None:
         """One iteration."""
@@ -123,7 +135,8 @@ class AccumulatingTrainer(SimpleTrainer):
                 average_gradients(self.model, window, reports)
 
         compat.after_backward(self)
-        write_metrics(reports)
+        if (self.iter + 1) % self.gather_metric_period == 0:
+            write_metrics(reports)
         with self._explained("optimizer", window):
             was_finite = self.precision.step(self.optimizer)
         scaler = self.precision.scaler

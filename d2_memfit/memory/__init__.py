@@ -1,11 +1,13 @@
 """Where memory goes, how it is limited, and how it runs out."""
 
+from .allocator import segments_expand, use_expandable_segments
 from .budget import (
+    auto_budget_gb,
     check_budget,
     cuda_context_bytes,
     enforce_budget,
+    limit_onednn_cache,
     return_large_blocks,
-    use_expandable_segments,
 )
 from .census import TensorCensus, bytes_by_kind, holders, live_tensors
 from .host import available_host_bytes
@@ -33,6 +35,7 @@ __all__ = [
     "RisingRetries",
     "TensorCensus",
     "TensorMeter",
+    "auto_budget_gb",
     "available_host_bytes",
     "bytes_by_kind",
     "check_budget",
@@ -44,11 +47,13 @@ __all__ = [
     "is_loader_out_of_memory",
     "is_on_host",
     "is_out_of_memory",
+    "limit_onednn_cache",
     "live_tensors",
     "on_host",
     "process_memory",
     "release_memory",
     "return_large_blocks",
+    "segments_expand",
     "steady_growth",
     "storages",
     "use_expandable_segments",

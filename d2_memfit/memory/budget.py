@@ -9,71 +9,129 @@ import sys
 from typing import Any, Optional, Union
 
 import torch
+import torch.distributed as dist
 
 from ..errors import ConfigError
+from .host import available_host_bytes
 from .meter import process_memory
 
 __all__ = [
+    "auto_budget_gb",
     "check_budget",
     "cuda_context_bytes",
     "enforce_budget",
+    "limit_onednn_cache",
     "return_large_blocks",
-    "use_expandable_segments",
 ]
 
 logger = logging.getLogger(__name__)
 
 _GB = 2**30
 
-# What a process takes of a GPU before its first tensor: the CUDA context and the code of kernels.
-# 0.3 to 0.6 GB, depending on card, driver and PyTorch; it is measured where nothing else runs.
+# What a process takes of a GPU beside its tensors, at most. It is measured where nothing else runs.
+# CUDA context and kernels: 0.3 to 0.6 GB, by card, driver and PyTorch (pytorch#107667, #109888).
 _LARGEST_CONTEXT_GB = 0.75
+# NCCL's buffers, with several ranks: 0.5 to 1.6 GB (nccl#964, #864, #1685).
+_LARGEST_NCCL_GB = 1.6
+
+# What "auto" leaves alone of what is free. On a GPU it is for kernels that are loaded later, and
+# for the picture of a desktop; on the host for other programs.
+_FREE_ON_GPU_GB = 0.25
+_FREE_ON_HOST_GB = 0.5
 
 # glibc serves blocks below a threshold, which grows to 32 MiB, from a heap that cannot shrink while
 # its last block is in use. Above it, each block goes back to the system when it is freed.
 _MMAP_THRESHOLD_BYTES = 2**20
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 
-_enforced: dict[str, float] = {}  # GB by device; an evaluation asks for it again
+# oneDNN keeps the code of 1024 convolutions, and has another for each size of images: some 400 MB
+# after 120 sizes of one convolution. With 64, a step of many sizes takes 5% more time.
+_ONEDNN_CONVOLUTIONS = "64"
+
+# By device, the limit that a budget has replaced, and the one that was set in its place.
+_replaced: dict[str, tuple[Any, Any]] = {}
 
 
 def check_budget(budget_gb: Any) -> None:
-    """Raise :class:`ConfigError` unless it is a number above 0, or None."""
+    """Raise :class:`ConfigError` unless it is a number above 0, "auto", or None."""
     is_number = isinstance(budget_gb, numbers.Real) and not isinstance(budget_gb, bool)
-    if budget_gb is not None and not (is_number and 0 < budget_gb < math.inf):
+    is_known = budget_gb is None or budget_gb == "auto"
+    if not is_known and not (is_number and 0 < budget_gb < math.inf):
         raise ConfigError(
-            f"MEMFIT.BUDGET_GB must be a number of GB above 0, such as 6 or 7.5, got {budget_gb!r}"
+            "MEMFIT.BUDGET_GB must be a number of GB above 0, such as 6 or 7.5, or 'auto', got "
+            f"{budget_gb!r}"
         )
+
+
+def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> float:
+    """The budget that "auto" stands for, in GB: what is free, and what this process has already,
+    less a margin.
+
+    On a GPU the CUDA context is started first. On the CPU it is the RAM that is available, where
+    the limits of a container count (cgroup v1 and v2), shared by the ranks of the machine; and no
+    more than the limit of the process, if it has one (ulimit -d).
+
+    Args:
+        device: as in MODEL.DEVICE.
+        ranks_here: on this machine.
+        host_bytes: RAM for other processes of each rank, such as the loader's workers.
+
+    Raises:
+        ConfigError: there is no such GPU, or nothing is left.
+    """
+    kind = torch.device(device).type
+    if kind == "cuda" and torch.cuda.is_available():
+        index = _index(device)
+        free = torch.cuda.mem_get_info(index)[0] - _FREE_ON_GPU_GB * _GB
+        taken = torch.cuda.memory_reserved(index) + cuda_context_bytes(index)
+    elif kind == "cpu":
+        taken = process_memory().data_bytes
+        free = (available_host_bytes() - _FREE_ON_HOST_GB * _GB) / ranks_here - host_bytes
+        free = min(free, _limit_of_process() - taken)
+    else:
+        raise ConfigError(
+            f"MEMFIT.BUDGET_GB auto measures what is free on the device {device}, and no such "
+            "device is visible. Name a budget in GB, or a card: --card 6GB"
+        )
+    if free <= 0:
+        raise ConfigError(
+            f"MEMFIT.BUDGET_GB auto: nothing is free on the device {device}. End the processes "
+            "that use it, or lower DATALOADER.NUM_WORKERS on a CPU"
+        )
+    logger.info(
+        "MEMFIT.BUDGET_GB auto on the device %s: %.2f GB, of which %.2f GB are taken already",
+        device,
+        (free + taken) / _GB,
+        taken / _GB,
+    )
+    return (free + taken) / _GB
 
 
 def enforce_budget(budget_gb: Optional[float], device: str) -> None:
     """Make it impossible that this process takes more than ``budget_gb`` of the device's memory.
 
-    On a GPU this limits PyTorch's allocator. The CUDA context counts too; memory that other
-    libraries take by themselves does not. On a Linux CPU it is the kernel's limit on the data of
-    the process (RLIMIT_DATA), and of each process it starts, such as the loader's workers: all
-    private memory, whether touched or not, with what the imports have taken. On other systems it
-    is not enforced, and a warning says so.
+    On a GPU this limits PyTorch's allocator to what the budget leaves beside the CUDA context and
+    what other libraries have taken so far. Call it again when that may have grown: kernels and
+    NCCL's buffers are loaded when they are first used. On a Linux CPU it is the kernel's limit on
+    the data of the process (RLIMIT_DATA), and of each process it starts, such as the loader's
+    workers: all private memory, whether touched or not, with what the imports have taken. On other
+    systems it is not enforced, and a warning says so.
 
     Args:
-        budget_gb: in 2^30 bytes. None changes nothing.
+        budget_gb: in 2^30 bytes. None takes back the limit that an earlier call has set.
         device: as in MODEL.DEVICE.
 
     Raises:
         ConfigError: it is no number above 0, the device has less memory, or the process takes more
-            already.
+            already. Then the limit stays as it was.
     """
     check_budget(budget_gb)
-    if budget_gb is None or _enforced.get(device) == budget_gb:
-        return
-    _enforced[device] = budget_gb
     kind = torch.device(device).type
-    if kind == "cuda":
-        index = torch.device(device).index
-        _limit_cuda(budget_gb, torch.cuda.current_device() if index is None else index)
+    if kind == "cuda" and (budget_gb is not None or _replaced):
+        _limit_cuda(budget_gb, _index(device))
     elif kind == "cpu" and sys.platform == "linux":
         _limit_process(budget_gb)
-    else:
+    elif budget_gb is not None:
         logger.warning(
             "MEMFIT.BUDGET_GB %g is not enforced on the device %s of %s",
             budget_gb,
@@ -82,28 +140,52 @@ def enforce_budget(budget_gb: Optional[float], device: str) -> None:
         )
 
 
-def use_expandable_segments() -> None:
-    """Let PyTorch's CUDA allocator grow its segments, against fragmentation.
-
-    Only before CUDA is started; options that the user has set stay as they are.
-    """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    if not any(name in os.environ for name in names):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-
-
 def return_large_blocks() -> None:
     """From now on, blocks above a threshold go back to the system as soon as they are freed."""
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):  # glibc
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
-def _limit_cuda(budget_gb: float, device: int) -> None:
+def limit_onednn_cache() -> None:
+    """Let oneDNN keep the code of few convolutions, unless the user has said of how many.
+
+    oneDNN looks for the number when the process runs its first convolution on the CPU.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_CONVOLUTIONS)
+
+
+def cuda_context_bytes(device: Union[torch.device, int]) -> int:
+    """What the process takes of a GPU beside its tensors; where others use the GPU, at most."""
+    free, total = torch.cuda.mem_get_info(device)
+    taken = total - free - torch.cuda.memory_reserved(device)
+    largest = _LARGEST_CONTEXT_GB
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+        largest += _LARGEST_NCCL_GB
+    return min(taken, int(largest * _GB))
+
+
+def _index(device: str) -> int:
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+def _limit_cuda(budget_gb: Optional[float], device: int) -> None:
+    # PyTorch before 2.7 does not say what the share is; it is 1 unless somebody has set one.
+    now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    before = _before(f"cuda:{device}", now)
+    share = before if budget_gb is None else min(_share(budget_gb, device), before)
+    torch.cuda.set_per_process_memory_fraction(share, device)
+    _remember(f"cuda:{device}", before, share, budget_gb)
+
+
+def _share(budget_gb: float, device: int) -> float:
+    """Of the card's memory, for tensors: what the budget leaves beside the context."""
     free, total = (n / _GB for n in torch.cuda.mem_get_info(device))
     if budget_gb > total:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB {budget_gb:g} is more than the {total:.2f} GB of "
-            f"{torch.cuda.get_device_name(device)}"
+            f"{torch.cuda.get_device_name(device)}. Name the card's size: --card 6GB for one that "
+            "is sold with 6 GB"
         )
     taken = total - free - torch.cuda.memory_reserved(device) / _GB
     context = cuda_context_bytes(device) / _GB
@@ -118,26 +200,53 @@ def _limit_cuda(budget_gb: float, device: int) -> None:
             budget_gb,
             available,
         )
-    torch.cuda.set_per_process_memory_fraction((budget_gb - context) / total, device)
+    return (budget_gb - context) / total
 
 
-def cuda_context_bytes(device: Union[torch.device, int]) -> int:
-    """What the process takes of a GPU beside its tensors; where others use the GPU, at most."""
-    free, total = torch.cuda.mem_get_info(device)
-    taken = total - free - torch.cuda.memory_reserved(device)
-    return min(taken, int(_LARGEST_CONTEXT_GB * _GB))
-
-
-def _limit_process(budget_gb: float) -> None:
+def _limit_of_process() -> float:
+    """Of its private memory, in bytes, beside the budget."""
+    if sys.platform != "linux":
+        return math.inf
     import resource
 
-    data_bytes = process_memory().data_bytes
-    if budget_gb * _GB <= data_bytes:
-        raise ConfigError(
-            f"MEMFIT.BUDGET_GB {budget_gb:g} is not more than the {data_bytes / _GB:.2f} GB that "
-            "the process takes before training"
-        )
-    return_large_blocks()
+    limit = _before("cpu", resource.getrlimit(resource.RLIMIT_DATA)[0])
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
+
+def _limit_process(budget_gb: Optional[float]) -> None:
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min([int(budget_gb * _GB), *limits]), hard))
+    before = limit = _before("cpu", soft)
+    if budget_gb is not None:
+        data_bytes = process_memory().data_bytes
+        if budget_gb * _GB <= data_bytes:
+            raise ConfigError(
+                f"MEMFIT.BUDGET_GB {budget_gb:g} is not more than the {data_bytes / _GB:.2f} GB "
+                "that the process takes before training"
+            )
+        return_large_blocks()
+        limit_onednn_cache()
+        limits = [n for n in (before, hard) if n != resource.RLIM_INFINITY]
+        limit = min([int(budget_gb * _GB), *limits])
+        if limit < int(budget_gb * _GB):
+            logger.warning(
+                "MEMFIT.BUDGET_GB %g: the process is limited to %.2f GB already (ulimit -d)",
+                budget_gb,
+                limit / _GB,
+            )
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    _remember("cpu", before, limit, budget_gb)
+
+
+def _before(device: str, now: Any) -> Any:
+    """The limit without a budget: the one that was replaced, unless somebody has set another."""
+    before, ours = _replaced.get(device, (now, now))
+    return before if math.isclose(now, ours, rel_tol=1e-6) else now
+
+
+def _remember(device: str, before: Any, limit: Any, budget_gb: Optional[float]) -> None:
+    if budget_gb is None:
+        _replaced.pop(device, None)
+    else:
+        _replaced[device] = before, limit

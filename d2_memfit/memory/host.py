@@ -1,33 +1,50 @@
 """The host's RAM: what there is, and what is left."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Optional
 
 import psutil
 
 __all__ = ["available_host_bytes"]
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def available_host_bytes() -> int:
     """RAM that processes can still take without swapping, in bytes.
 
-    In a container it is what its limit leaves (cgroup v2 or v1), which psutil does not know.
+    In a container, or under systemd's or Slurm's limits, it is what these leave (cgroup v2 or v1),
+    which psutil does not know.
     """
-    available = psutil.virtual_memory().available
-    left = _left_in_cgroup()
-    return available if left is None else min(available, left)
+    return min([psutil.virtual_memory().available, *_left_in_cgroups()])
 
 
-def _left_in_cgroup() -> Optional[int]:
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            left = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
-        except (OSError, ValueError):  # no such file, or "max"
+def _left_in_cgroups() -> Iterator[int]:
+    """What is left in each cgroup with a limit that this process is in, and in those above it."""
+    for folder in _own_cgroups():
+        for limit, usage in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            try:
+                left = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            except (OSError, ValueError):  # no such file, or "max"
+                continue
+            yield max(left, 0)
+
+
+def _own_cgroups() -> Iterator[Path]:
+    # Lines such as "0::/user.slice" (v2) and "4:memory:/docker/1f2e" (v1). In a container the path
+    # may be that of the host, which is not there: then the uppermost folder is the container's.
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
             continue
-        return max(left, 0)
-    return None
+        root = _CGROUPS / controllers
+        own = root / path.lstrip("/")
+        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))

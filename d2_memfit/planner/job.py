@@ -120,7 +120,9 @@ def build(cfg: CfgNode) -> tuple[nn.Module, Optimizer]:
         ConfigError: a technique does not go with them.
     """
     with _one_thread(), torch.random.fork_rng(devices=[]), WithoutValues():
-        return build_with_values(cfg, "cpu")
+        model, optimizer = build_with_values(cfg, "cpu")
+        with ready_to_evaluate(model, cfg):
+            return model, optimizer
 
 
 def build_with_values(cfg: CfgNode, device: str, num_gpus: int = 1) -> tuple[nn.Module, Optimizer]:

@@ -11,7 +11,7 @@ from detectron2.structures import Boxes, pairwise_iou
 from torch import nn
 
 from ..techniques.matching import ChunkedMatcher, PairwiseQuality
-from ..techniques.modules import replaced_functions, source_files
+from ..techniques.modules import knows_function, replaced_functions, source_files
 from .dry_run import DryRun, is_hollow, make_hollow, make_real
 
 __all__ = ["fast_matching"]
@@ -55,7 +55,8 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     Matcher.__call__ = match
     try:
         files = source_files(model.modules())
-        with replaced_functions(files, {"pairwise_iou": without_values}):
+        matches = knows_function(files, "pairwise_iou")
+        with replaced_functions(files, {"pairwise_iou": without_values} if matches else {}):
             yield
     finally:
         Matcher.__call__ = call

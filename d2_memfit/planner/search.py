@@ -1,11 +1,13 @@
 """The least harmful changes that make a job fit a budget."""
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
+import torch
 from detectron2.config import CfgNode
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -13,6 +15,7 @@ from ..checks import check_positive_int
 from ..config import check_config, with_memfit_keys, with_settings
 from ..errors import ConfigError
 from ..memory import check_budget
+from ..presets import why_no_card_has
 from ..scaling import auto_scale_workers
 from ..techniques import TECHNIQUES, TIERS, get_technique
 from . import job
@@ -25,6 +28,8 @@ from .timeline import Timeline
 from .worst_case import WorstCase, worst_case
 
 __all__ = ["Planner", "plan_memory"]
+
+logger = logging.getLogger(__name__)
 
 _GB = 2**30
 
@@ -57,7 +62,7 @@ def plan_memory(
         ConfigError: a value cannot work, or the config's model cannot be built.
     """
     check_budget(budget_gb)
-    if budget_gb is None:
+    if budget_gb is None or isinstance(budget_gb, str):
         raise ConfigError("a plan needs a budget in GB, such as 6")
     check_positive_int("num_gpus", num_gpus)
     unknown = set(allow) - set(TIERS)
@@ -69,8 +74,18 @@ def plan_memory(
     check_config(cfg, num_gpus)
     cfg.defrost()
     chosen_device = DeviceModel.choose(device, cfg.MODEL.DEVICE)
+    warning = why_no_card_has(budget_gb) if chosen_device.is_gpu else None
+    if warning and not _has_card_of(budget_gb):
+        logger.warning(warning)
     planner = Planner(cfg, num_gpus, chosen_device, case, progress, probe)
     return planner.plan(budget_gb, [tier for tier in TIERS if tier in allow])
+
+
+def _has_card_of(budget_gb: float) -> bool:
+    """Whether this machine has a GPU with so much memory."""
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_properties(0).total_memory >= budget_gb * _GB
 
 
 class Planner:

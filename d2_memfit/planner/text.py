@@ -19,6 +19,7 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
         f"Each iteration: {e.images_per_gpu} images per GPU x {e.accumulation_steps} steps, "
         f"{e.images_per_micro_batch} at a time",
         f"The largest images: {height} x {width} pixels, {e.num_instances} instances",
+        *_allocator(e),
         *(f"Assumed: {line}" for line in e.assumptions),
         "",
         _table(
@@ -38,7 +39,7 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
 
 def describe_plan(plan: Plan) -> str:
     free = f"{plan.margin:.0%} of it left free"
-    lines = [f"Budget: {plan.budget_gb:g} GB, {free}. It needs {_needs(plan)}."]
+    lines = [f"Budget: {plan.budget_gb:.4g} GB, {free}. It needs {_needs(plan)}."]
     if plan.steps:
         rows = [
             [s.name, s.tier, s.gb_before, s.gb_after, s.time_factor, _settings(s.settings)]
@@ -66,12 +67,19 @@ def why_it_does_not_fit(plan: Plan) -> str:
     how = f"The smallest budget is {plan.smallest_budget_gb:.2f} GB"
     if plan.must_allow:
         how += f", unless MEMFIT.PLAN.ALLOW is {', '.join(plan.must_allow)}"
-    return f"MEMFIT.BUDGET_GB {plan.budget_gb:g}: the job does not fit. {how}"
+    return f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}: the job does not fit. {how}"
 
 
 def _needs(plan: Plan) -> str:
     before, after = plan.before.device_total_gb, plan.estimate.device_total_gb
     return f"{after:.2f} GB" + (f", without the plan {before:.2f} GB" if plan.steps else "")
+
+
+def _allocator(estimate: MemoryEstimate) -> list[str]:
+    if estimate.expandable_segments is None:
+        return []
+    kind = "expandable" if estimate.expandable_segments else "of PyTorch's default"
+    return [f"Segments of the allocator: {kind}"]
 
 
 def _settings(settings: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from .checkpointing import checkpointed
-from .evaluation import results_on_host
+from .evaluation import can_have_results_on_host, results_on_host
 from .module_state import ModuleState
 from .registry import (
     TECHNIQUES,
@@ -24,6 +24,7 @@ __all__ = [
     "ShardedOptimizer",
     "Technique",
     "apply_techniques",
+    "can_have_results_on_host",
     "checkpointed",
     "get_technique",
     "ready_to_evaluate",

@@ -10,6 +10,7 @@ from detectron2.structures import BitMasks, ImageList, Instances
 from torch import nn
 
 from ..checks import check_bool
+from ..errors import ConfigError
 from .modules import extend
 from .registry import TECHNIQUES, Technique
 
@@ -50,9 +51,14 @@ class SharedBitMaskTargets(Technique):
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
-        for module in list(model.modules()):
-            if isinstance(module, ROIHeads):
-                extend(module, _SharesBitMasks)
+        heads = [module for module in model.modules() if isinstance(module, ROIHeads)]
+        if not heads:
+            raise ConfigError(
+                "MEMFIT.HEADS.SHARED_BITMASKS: the model has no ROI heads of Detectron2, so "
+                "nothing would change. Set it False"
+            )
+        for module in heads:
+            extend(module, _SharesBitMasks)
         return model
 
 

@@ -13,10 +13,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..checks import check_bool
-from .modules import extend, replaced_functions, source_files
+from ..errors import ConfigError
+from .modules import extend, knows_function, replaced_functions, source_files
 from .registry import TECHNIQUES, Technique
 
-__all__ = ["EvaluationOnHost", "PastedMasks", "results_on_host"]
+__all__ = ["EvaluationOnHost", "PastedMasks", "can_have_results_on_host", "results_on_host"]
+
+# Functions of Detectron2 that bring results to the size of the image.
+_POSTPROCESSING = ("detector_postprocess", "sem_seg_postprocess")
 
 
 @TECHNIQUES.register()
@@ -50,6 +54,12 @@ class EvaluationOnHost(Technique):
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
+        if not can_have_results_on_host(model):
+            raise ConfigError(
+                f"MEMFIT.EVALUATION.ON_HOST: the files of the {type(model).__name__} call neither "
+                f"{' nor '.join(_POSTPROCESSING)} of Detectron2, so nothing would change. Set it "
+                "False"
+            )
         extend(model, _EvaluatesOnHost)
         return model
 
@@ -62,6 +72,12 @@ class _EvaluatesOnHost(nn.Module):
             return super().__call__(*args, **kwargs)
 
 
+def can_have_results_on_host(model: nn.Module) -> bool:
+    """Whether :func:`results_on_host` changes something."""
+    files = source_files(model.modules())
+    return any(knows_function(files, name) for name in _POSTPROCESSING)
+
+
 def results_on_host(
     model: nn.Module, detector_postprocess: Optional[Callable[..., Any]] = None
 ) -> AbstractContextManager[None]:
@@ -72,11 +88,12 @@ def results_on_host(
         detector_postprocess: what makes the function of this name out of Detectron2's, unless that
             runs as it is.
     """
-    replacements = {
-        "detector_postprocess": detector_postprocess or _on_host,
-        "sem_seg_postprocess": _on_host,
-    }
-    return replaced_functions(source_files(model.modules()), replacements)
+    files = source_files(model.modules())
+    replacements = dict.fromkeys(_POSTPROCESSING, _on_host)
+    if detector_postprocess is not None:
+        replacements["detector_postprocess"] = detector_postprocess
+    known = {name: new for name, new in replacements.items() if knows_function(files, name)}
+    return replaced_functions(files, known)
 
 
 def _on_host(postprocess: Callable[..., Any]) -> Callable[..., Any]:

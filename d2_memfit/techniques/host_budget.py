@@ -141,10 +141,15 @@ class LoaderPrefetch(Technique):
 
 def loader_bytes(cfg: CfgNode, num_ranks: int) -> float:
     """RAM that a rank takes, in bytes: itself, its window of images, and the loader's workers."""
-    prefetch = cfg.MEMFIT.HOST.PREFETCH or _DEFAULT_PREFETCH
     window = cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS // num_ranks
     own = _TRAINER_BYTES + window * _image_bytes(cfg)
-    return own + cfg.DATALOADER.NUM_WORKERS * worker_bytes(cfg, prefetch, num_ranks)
+    return own + workers_bytes(cfg, num_ranks)
+
+
+def workers_bytes(cfg: CfgNode, num_ranks: int) -> float:
+    """RAM that the workers of a rank's loader take, in bytes."""
+    prefetch = cfg.MEMFIT.HOST.PREFETCH or _DEFAULT_PREFETCH
+    return cfg.DATALOADER.NUM_WORKERS * worker_bytes(cfg, prefetch, num_ranks)
 
 
 def worker_bytes(cfg: CfgNode, prefetch: int, num_ranks: int) -> float:

@@ -12,7 +12,8 @@ from detectron2.utils.logger import log_first_n
 from torch import nn
 
 from ..checks import check_positive_int
-from .modules import extend, replaced_functions, source_files
+from ..errors import ConfigError
+from .modules import extend, knows_function, replaced_functions, source_files
 from .registry import TECHNIQUES, Technique
 
 __all__ = ["ChunkedMatcher", "ChunkedMatching", "PairwiseQuality"]
@@ -52,12 +53,26 @@ class ChunkedMatching(Technique):
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
         chunk_size = cfg.MEMFIT.MATCHING.CHUNK_SIZE
+        has_matching = False
         for module in list(model.modules()):
             if _give_chunked_matchers(module):
-                extend(module, _MatchesInChunks, chunk_size=chunk_size)
+                has_matching = True
+                if knows_function(_files_of_detectron2(module), "pairwise_iou"):
+                    extend(module, _MatchesInChunks, chunk_size=chunk_size)
             if isinstance(module, FCOS):
+                has_matching = True
                 extend(module, _MatchesPointsInChunks, chunk_size=chunk_size)
+        if not has_matching:
+            raise ConfigError(
+                "MEMFIT.MATCHING.CHUNK_SIZE: the model has no matching of Detectron2, so nothing "
+                "would change. Set it None"
+            )
         return model
+
+
+def _files_of_detectron2(module: nn.Module) -> list[Any]:
+    """Those of a module's files in which it is known what becomes of a matrix of pairs."""
+    return [f for f in source_files([module]) if f.__name__.startswith("detectron2.")]
 
 
 def _give_chunked_matchers(module: nn.Module) -> bool:
@@ -169,8 +184,7 @@ class _MatchesInChunks(nn.Module):
     chunk_size: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Only in Detectron2's own files is it known what becomes of the matrix.
-        files = [f for f in source_files([self]) if f.__name__.startswith("detectron2.")]
+        files = _files_of_detectron2(self)
         with replaced_functions(files, {"pairwise_iou": self._without_matrix}):
             return super().forward(*args, **kwargs)
 

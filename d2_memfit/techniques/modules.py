@@ -4,15 +4,15 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from types import ModuleType
-from typing import Any, Callable, Union
+from types import FunctionType
+from typing import Any, Callable
 
 from torch import nn
 
 from ..checks import near
 from ..errors import ConfigError
 
-__all__ = ["extend", "find_modules", "replaced_functions", "source_files"]
+__all__ = ["extend", "find_modules", "knows_function", "replaced_functions", "source_files"]
 
 
 def find_modules(model: nn.Module, key: str, patterns: Sequence[str]) -> list[nn.Module]:
@@ -85,21 +85,46 @@ def _extended(base: type[nn.Module], extensions: list[tuple[type, dict[str, Any]
     return module
 
 
-def source_files(modules: Iterable[nn.Module]) -> set[ModuleType]:
-    """The files, as Python modules, that the modules' classes and their bases are from."""
-    return {sys.modules[c.__module__] for module in modules for c in type(module).__mro__}
+def source_files(modules: Iterable[nn.Module]) -> list[Any]:
+    """The files that the modules' classes and their bases are from. What is known in one by a name
+    is its attribute, as of a Python module.
+    """
+    classes = {c for module in modules for c in type(module).__mro__}
+    files = [file for file in map(_file_of, classes) if file is not None]
+    return list({id(vars(file)): file for file in files}.values())
+
+
+def _file_of(cls: type) -> Any:
+    # A file that was loaded by its path is not in sys.modules, and known to its functions only.
+    for value in vars(cls).values():
+        if isinstance(value, FunctionType) and value.__globals__["__name__"] == cls.__module__:
+            return _File(value.__globals__)
+    return sys.modules.get(cls.__module__)
+
+
+class _File:
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.__dict__ = names
 
 
 @contextmanager
 def replaced_functions(
-    files: Iterable[Union[ModuleType, type]],
+    files: Iterable[Any],
     replacements: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]],
 ) -> Iterator[None]:
     """While open, functions that are known in some files by a name are others there.
 
     Args:
+        files: Python modules, classes, or what :func:`source_files` gives.
         replacements: for each name what makes the new function out of the original.
+
+    Raises:
+        LookupError: a name is known in none of the files, so nothing would be replaced.
     """
+    files = list(files)
+    for name in replacements:
+        if not knows_function(files, name):
+            raise LookupError(f"there is no function {name} to be replaced in {files}")
     originals = [(f, n, getattr(f, n)) for f in files for n in replacements if hasattr(f, n)]
     for file, name, original in originals:
         setattr(file, name, replacements[name](original))
@@ -108,3 +133,8 @@ def replaced_functions(
     finally:
         for file, name, original in originals:
             setattr(file, name, original)
+
+
+def knows_function(files: Iterable[Any], name: str) -> bool:
+    """Whether one of the files knows a function by this name."""
+    return any(hasattr(file, name) for file in files)

@@ -59,8 +59,11 @@ class Technique:
 
     @classmethod
     def settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        """The keys, and their values, that turn it on in this config; none if it can do nothing."""
-        raise NotImplementedError
+        """The keys, and their values, that turn it on in this config.
+
+        None if it can do nothing, or if plans shall not use it.
+        """
+        return {}
 
     @classmethod
     def is_on(cls, cfg: CfgNode) -> bool:

@@ -29,6 +29,7 @@ from d2_memfit.data import check_coco_file
 from d2_memfit.engine import MemfitCheckpointer, RecoveryOptions, recovering_inference
 from d2_memfit.errors import exit_on_error
 from d2_memfit.memory import enforce_budget, use_expandable_segments
+from d2_memfit.presets import with_budget
 from d2_memfit.techniques import ready_to_evaluate
 
 
@@ -63,8 +64,9 @@ def main() -> None:
     setup_logger(name="d2_memfit")
     cfg = load_tiled_cfg(args.config_file, args.opts)
     files, categories = images_and_categories(args)
-    if cfg.MEMFIT.BUDGET_GB is not None:
+    if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
         use_expandable_segments()  # before anything asks the GPU
+    cfg = with_budget(cfg)
     enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
     model = build_model(cfg).eval()
     MemfitCheckpointer(model).load(cfg.MODEL.WEIGHTS)

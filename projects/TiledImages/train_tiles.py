@@ -51,7 +51,8 @@ def run() -> None:
     parser = default_argument_parser(epilog=__doc__)
     add_coco_option(parser)
     args = parser.parse_args()
-    if setup(args).MEMFIT.BUDGET_GB is not None:
+    memfit = setup(args).MEMFIT
+    if memfit.BUDGET_GB is not None or memfit.PRESET:
         use_expandable_segments()  # before anything asks the GPU
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
 

@@ -3,15 +3,17 @@
 PYTHONPATH=projects/ViTDet d2-memfit estimate --project vitdet_b:add_vitdet_b_config
 """
 
-from detectron2 import model_zoo
-from detectron2.config import CfgNode, instantiate
+from detectron2.config import CfgNode, LazyConfig, instantiate
 from detectron2.modeling import META_ARCH_REGISTRY
 from torch import nn
+
+from d2_memfit.config_files import find_config_file
 
 
 @META_ARCH_REGISTRY.register()  # type: ignore[untyped-decorator]
 def ViTDetB(cfg: CfgNode) -> nn.Module:
-    return instantiate(model_zoo.get_config("common/models/mask_rcnn_vitdet.py").model)
+    file = find_config_file("common/models/mask_rcnn_vitdet.py", ".py")
+    return instantiate(LazyConfig.load(file).model)
 
 
 def add_vitdet_b_config(cfg: CfgNode) -> None:

@@ -1,6 +1,8 @@
 """Limits are set in processes of their own; a limit on the test run would be one on all tests."""
 
+import math
 import os
+import re
 import sys
 
 import pytest
@@ -13,8 +15,8 @@ from d2_memfit.memory import (
     device_memory,
     enforce_budget,
     process_memory,
-    use_expandable_segments,
 )
+from d2_memfit.memory.budget import auto_budget_gb
 
 
 def run_code(code):
@@ -101,19 +103,187 @@ def test_devices_without_a_limit_get_a_warning(log):
     assert "MEMFIT.BUDGET_GB 6 is not enforced on the device meta" in log.text
 
 
-def test_options_of_the_users_allocator_stay(monkeypatch):
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    use_expandable_segments()
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-        monkeypatch.setenv(name, "max_split_size_mb:64")
-        use_expandable_segments()
-        assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64") == (
-            "max_split_size_mb:64"
-        )
-        monkeypatch.delenv(name)
+@linux
+def test_a_budget_that_is_refused_is_refused_again_and_leaves_the_limit():
+    out = run_code(
+        """
+import resource
+from d2_memfit.errors import ConfigError
+from d2_memfit.memory import enforce_budget
+enforce_budget(20, "cpu")
+for _ in range(2):
+    try:
+        enforce_budget(0.01, "cpu")
+    except ConfigError:
+        print(resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30)
+"""
+    )
+    assert out.split() == ["20.0", "20.0"]
+
+
+@linux
+def test_a_budget_can_be_changed_and_taken_back():
+    out = run_code(
+        """
+import resource
+from d2_memfit.memory import enforce_budget
+soft = lambda: resource.getrlimit(resource.RLIMIT_DATA)[0]
+before = soft()
+for budget_gb in (13, 16, 13):
+    enforce_budget(budget_gb, "cpu")
+    print(soft() / 2**30)
+enforce_budget(None, "cpu")
+assert soft() == before
+resource.setrlimit(resource.RLIMIT_DATA, (15 * 2**30, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+enforce_budget(None, "cpu")  # what somebody else has set stays
+print(soft() / 2**30)
+enforce_budget(18, "cpu")
+print(soft() / 2**30)
+enforce_budget(None, "cpu")
+print(soft() / 2**30)
+"""
+    )
+    assert out.split() == ["13.0", "16.0", "13.0", "15.0", "15.0", "15.0"]
+
+
+@linux
+def test_a_smaller_limit_of_the_system_is_said():
+    code = "from d2_memfit.memory import enforce_budget; enforce_budget(12, 'cpu')"
+    command = f'ulimit -d {9 * 2**20}; exec {sys.executable} -c "{code}"'
+    result = run_process(["bash", "-c", command])
+    assert result.returncode == 0
+    assert "MEMFIT.BUDGET_GB 12: the process is limited to 9.00 GB already" in result.stderr
+
+
+@linux
+def test_onednn_keeps_the_code_of_few_convolutions_under_a_budget():
+    code = """
+import torch
+from d2_memfit.memory import enforce_budget, process_memory
+torch.set_num_threads(1)
+if {budget}:
+    enforce_budget(process_memory().data_bytes / 2**30 + 2, "cpu")
+weight = torch.randn(64, 64, 3, 3, requires_grad=True)
+before = process_memory().data_bytes
+for i in range(60):
+    x = torch.randn(1, 64, 40 + i, 60 + i)
+    torch.nn.functional.conv2d(x, weight, padding=1).sum().backward()
+    weight.grad = None
+print((process_memory().data_bytes - before) / 2**20)
+"""
+    without, within = (float(run_code(code.format(budget=b))) for b in (False, True))
+    assert within < without / 2
+
+
+@linux
+def test_auto_is_the_ram_that_is_available_shared_by_ranks():
+    alone = auto_budget_gb("cpu")
+    taken = process_memory().data_bytes / 2**30
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
+    assert alone < taken + 1000
+    assert alone > taken + available / 2 - 1  # caches can be given back, so it is more
+    assert auto_budget_gb("cpu", ranks_here=2) == pytest.approx((alone + taken) / 2, rel=0.1)
+    less = auto_budget_gb("cpu", host_bytes=2**30)
+    assert less == pytest.approx(alone - 1, rel=0.1)
+    with pytest.raises(ConfigError, match="auto: nothing is free on the device cpu"):
+        auto_budget_gb("cpu", host_bytes=2**50)
+
+
+@linux
+def test_auto_is_no_more_than_the_limit_of_the_process():
+    out = run_code(
+        """
+import resource
+from d2_memfit.memory import enforce_budget
+from d2_memfit.memory.budget import auto_budget_gb
+resource.setrlimit(resource.RLIMIT_DATA, (3 * 2**30, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+print(auto_budget_gb("cpu"))
+enforce_budget(2, "cpu")
+print(auto_budget_gb("cpu"))
+"""
+    )
+    assert [float(n) for n in out.split()] == pytest.approx([3, 3])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_auto_needs_the_device():
+    with pytest.raises(ConfigError, match=r"auto measures what is free on the device cuda, and no"):
+        auto_budget_gb("cuda")
+
+
+class Card:
+    """What PyTorch says of a GPU, and the limit of its allocator. GB of 2^30 bytes."""
+
+    def __init__(self, monkeypatch, total_gb, context_gb, others_gb=0):
+        self.total_gb, self.context_gb, self.others_gb = total_gb, context_gb, others_gb
+        self.share = 1.0
+        self.reserved_gb = 0
+        self.gb = 2**30
+        fakes = {
+            "is_available": lambda: True,
+            "current_device": lambda: 0,
+            "mem_get_info": lambda _: (int(self.free_gb * self.gb), int(total_gb * self.gb)),
+            "memory_reserved": lambda _: int(self.reserved_gb * self.gb),
+            "get_device_name": lambda _: "NVIDIA Test",
+            "get_per_process_memory_fraction": lambda _: self.share,
+            "set_per_process_memory_fraction": self._limit,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake, raising=False)
+
+    def _limit(self, share, _):
+        self.share = math.nextafter(share, 0)  # PyTorch rounds to bytes
+
+    @property
+    def free_gb(self):
+        return self.total_gb - self.context_gb - self.others_gb - self.reserved_gb
+
+    @property
+    def limit_gb(self):
+        return self.share * self.total_gb
+
+
+def test_on_a_gpu_the_allocator_gets_what_the_context_leaves(monkeypatch):
+    card = Card(monkeypatch, total_gb=5.79, context_gb=0.4)
+    enforce_budget(5, "cuda")
+    assert card.limit_gb == pytest.approx(4.6)
+    card.context_gb = 0.7  # kernels have been loaded
+    enforce_budget(5, "cuda")
+    assert card.limit_gb == pytest.approx(4.3)
+    enforce_budget(5.5, "cuda")
+    assert card.limit_gb == pytest.approx(4.8)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"6 is more than the 5.79 GB of NVIDIA Test.*--card"):
+            enforce_budget(6, "cuda")
+        assert card.limit_gb == pytest.approx(4.8)
+    with pytest.raises(ConfigError, match=r"0.5 does not hold the CUDA context, 0.70 GB"):
+        enforce_budget(0.5, "cuda")
+    enforce_budget(None, "cuda")
+    assert card.share == pytest.approx(1)
+
+
+def test_on_a_gpu_that_others_use_their_memory_is_not_taken_for_the_context(monkeypatch, log):
+    card = Card(monkeypatch, total_gb=11, context_gb=0.4, others_gb=4)
+    enforce_budget(8, "cuda")
+    assert card.limit_gb == pytest.approx(8 - 0.75)
+    assert re.search(
+        r"BUDGET_GB 8: other processes use the GPU, and only 7.35 GB are left", log.text
+    )
+    enforce_budget(None, "cuda")
+
+
+def test_auto_on_a_gpu_is_what_is_free_less_a_margin(monkeypatch):
+    card = Card(monkeypatch, total_gb=5.79, context_gb=0.4, others_gb=0.3)
+    budget = auto_budget_gb("cuda")
+    assert budget == pytest.approx(5.79 - 0.25)
+    enforce_budget(budget, "cuda")
+    assert card.limit_gb < card.free_gb
+    card.reserved_gb = 2  # measured again in the middle of a run it is the same
+    assert auto_budget_gb("cuda") == pytest.approx(budget)
+    enforce_budget(None, "cuda")
+    card.others_gb = 3.4
+    with pytest.raises(ConfigError, match="auto: nothing is free on the device cuda"):
+        auto_budget_gb("cuda")
 
 
 @linux
@@ -123,31 +293,3 @@ def test_memory_of_the_process_is_read():
     assert 2**26 < memory.data_bytes < 2**36
     on_device = device_memory(torch.device("cpu"))
     assert abs(on_device.allocated_bytes - memory.resident_bytes) < 2**26
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_budget_on_a_gpu_cannot_be_exceeded():
-    out = run_code(
-        """
-import torch
-from d2_memfit.memory import enforce_budget, is_out_of_memory
-enforce_budget(2, "cuda")
-torch.empty(2**30, dtype=torch.uint8, device="cuda")
-try:
-    torch.empty(2**31, dtype=torch.uint8, device="cuda")
-except RuntimeError as e:
-    assert is_out_of_memory(e)
-    print("refused")
-free, total = torch.cuda.mem_get_info()
-assert torch.cuda.memory_reserved() <= 2 * 2**30
-"""
-    )
-    assert out.split() == ["refused"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_budget_above_the_card_is_refused():
-    with pytest.raises(ConfigError, match=r"BUDGET_GB 10000 is more than"):
-        enforce_budget(10000, "cuda")

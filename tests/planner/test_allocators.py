@@ -20,6 +20,13 @@ def test_small_blocks_share_segments_of_2_mib_in_steps_of_512_bytes():
     assert allocator.reserved_bytes == 2 * MB  # neighbours that are free are one block again
 
 
+@pytest.mark.parametrize(("asked", "given"), [(1, 512), (512, 512), (513, 1024), (700, 1024)])
+def test_no_block_is_smaller_than_512_bytes(asked, given):
+    allocator = CachingAllocator()
+    assert allocator.allocate(asked).size == given
+    assert allocator.allocated_bytes == given
+
+
 def test_blocks_below_10_mib_share_segments_of_20_mib():
     allocator = CachingAllocator()
     allocator.allocate(6 * MB)
@@ -67,6 +74,14 @@ def test_fragments_are_what_expandable_segments_are_for(expandable):
         allocator.free(block)
     allocator.allocate(200 * MB)
     assert allocator.reserved_bytes == (200 if expandable else 400) * MB
+
+
+def test_an_expandable_segment_keeps_every_rest():
+    """Of a segment of fixed size, 1 MiB or less stays with its block."""
+    for expandable, given in ((True, 19.5 * MB), (False, 20 * MB)):
+        allocator = CachingAllocator(expandable=expandable)
+        assert allocator.allocate(int(19.5 * MB)).size == given
+        assert allocator.reserved_bytes == 20 * MB
 
 
 def test_expandable_segments_give_back_pages():

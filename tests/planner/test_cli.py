@@ -1,10 +1,12 @@
 import csv
 import json
+import os
 import sys
 
 import pytest
 from tiny import ROOT, run_process, tiny_cfg
 
+from d2_memfit import __version__
 from d2_memfit.cli import main
 from d2_memfit.config import load_cfg
 
@@ -54,15 +56,101 @@ def test_the_timeline_says_who_is_alive_at_the_peak(config_file, tmp_path, capsy
 def test_a_plan_is_a_config_that_can_be_used_as_it_is(config_file, tmp_path, capsys):
     plan_file = tmp_path / "plan.yaml"
     common = ["--config-file", config_file, "--device", "cuda", "SOLVER.MAX_ITER", "7"]
-    main(["plan", "--budget", "6GB", "--output", str(plan_file), *common])
-    assert "Budget: 5.6 GB" in capsys.readouterr().out
+    main(["plan", "--card", "6GB", "--output", str(plan_file), *common])
+    assert "Budget: 5.5 GB" in capsys.readouterr().out
     planned = load_cfg(str(plan_file))
-    assert planned.MEMFIT.BUDGET_GB == 5.6
+    assert planned.MEMFIT.BUDGET_GB == 5.5
     assert planned.MEMFIT.OOM.POLICY == "split"
     assert not planned.MEMFIT.PLAN.ENABLED
     expected = load_cfg(config_file, ["SOLVER.MAX_ITER", 7])
-    expected.MEMFIT.BUDGET_GB, expected.MEMFIT.OOM.POLICY = 5.6, "split"
+    expected.MEMFIT.BUDGET_GB, expected.MEMFIT.OOM.POLICY = 5.5, "split"
+    expected.MEMFIT.PRESET = "6GB"
     assert planned == expected
+
+
+def test_a_card_as_a_budget_is_deprecated_and_means_what_it_meant(config_file, capsys):
+    main(["plan", "--budget", "6GB", "--config-file", config_file, "--device", "cuda"])
+    printed = capsys.readouterr()
+    assert "Budget: 5.5 GB" in printed.out
+    assert "--budget 6GB is deprecated, for a card of that size take --card 6GB" in printed.err
+
+
+def test_a_card_is_the_budget_of_an_estimate_too(config_file, capsys):
+    main(["estimate", "--card", "6GB", "--config-file", config_file, "--device", "cuda"])
+    printed = capsys.readouterr().out
+    assert "Segments of the allocator: expandable" in printed
+    main(["estimate", "--card", "6 gb", "--config-file", config_file, "--device", "cuda"])
+    assert capsys.readouterr().out == printed
+    main(["estimate", "--config-file", config_file, "--device", "cuda"])
+    assert "Segments of the allocator: of PyTorch's default" in capsys.readouterr().out
+
+
+def test_the_data_say_classes_and_schedule(coins, tmp_path, capsys):
+    plan_file = tmp_path / "plan.yaml"
+    args = ["--config-file", "COCO-Detection/faster_rcnn_R_50_FPN_3x", "--device", "cuda"]
+    for split in ("train", "val"):  # no image is looked at
+        args += ["--coco", f"plan_{split}", str(coins / f"{split}.json"), "images"]
+    opts = ["SOLVER.IMS_PER_BATCH", "1", "INPUT.MAX_SIZE_TRAIN", "300", "TEST.EVAL_PERIOD", "7"]
+    main(["plan", "--card", "6GB", "--output", str(plan_file), *args, *opts])
+    printed = capsys.readouterr().out
+    assert "From the data: MODEL.ROI_HEADS.NUM_CLASSES 1: the categories of plan_train" in printed
+    assert "From the data: SOLVER.MAX_ITER 4160: a fine-tuning on 64 images, 1 in each" in printed
+    planned = load_cfg(str(plan_file))
+    assert planned.DATASETS.TRAIN == ("plan_train",)
+    assert planned.DATASETS.TEST == ("plan_val",)
+    assert planned.MODEL.ROI_HEADS.NUM_CLASSES == 1
+    assert planned.SOLVER.MAX_ITER == 4160
+    assert planned.TEST.EVAL_PERIOD == 7
+    main(["estimate", "--json", *args, *opts])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["num_instances"] < 30  # as in the annotations
+    assert "From the data: " in printed.err
+
+
+def test_what_a_file_says_of_other_data_does_not_hold_for_the_users(coins, tmp_path, capsys):
+    """As a plan for a recipe of COCO does."""
+    plan_file = tmp_path / "plan.yaml"
+    plan_file.write_text(
+        """
+DATASETS:
+  TRAIN: ("coco_2017_train",)
+  TEST: ("coco_2017_val",)
+MEMFIT: {MICRO_BATCH: 1}
+MODEL: {ROI_HEADS: {NUM_CLASSES: 80}}
+SOLVER:
+  MAX_ITER: 270000
+  STEPS: (210000, 250000)
+  IMS_PER_BATCH: 2
+INPUT:
+  MIN_SIZE_TRAIN: (64,)
+  MAX_SIZE_TRAIN: 96
+"""
+    )
+    coco = ["--coco", "plan_train", str(coins / "train.json"), "images"]
+    args = ["estimate", "--config-file", str(plan_file), *coco]
+    main(args)
+    printed = capsys.readouterr().out
+    assert "DATASETS.TRAIN ('plan_train',)" in printed
+    assert "MODEL.ROI_HEADS.NUM_CLASSES 1: " in printed
+    assert "SOLVER.MAX_ITER 2080: a fine-tuning on 64 images, 2 in each" in printed
+    with pytest.raises(SystemExit):
+        main([*args, "MODEL.ROI_HEADS.NUM_CLASSES", "80"])
+    assert "NUM_CLASSES 80 does not fit the data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "d2_memfit", "--version"], [ROOT / "tools" / "plan_memory.py", "estimate"]]
+)
+def test_no_warning_of_a_library_stands_before_the_answer(config_file, command):
+    options = ["--config-file", config_file] if "estimate" in command else []
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    run = run_process(
+        [sys.executable, *command, *options],
+        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert run.returncode == 0
+    assert run.stderr == ""
+    assert "peak allocated" in run.stdout or run.stdout == f"d2_memfit {__version__}\n"
 
 
 def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(config_file, capsys):
@@ -96,6 +184,10 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         ),
         (["plan", "--budget", "7GB"], "there is no preset '7GB' (near: "),
         (["plan"], "--budget: name one"),
+        (["plan", "--card", "7GB"], "there is no preset '7GB' (near: "),
+        (["plan", "--card", "6GB", "--budget", "5"], "--budget 5 and --card 6GB are two budgets"),
+        (["plan", "--card", "6GB", "MEMFIT.BUDGET_GB", "5"], "are two budgets: name one"),
+        (["plan", "--budget", "6", "MEMFIT.BUDGET_GB", "5"], "are two budgets: name one"),
         (["plan", "--budget", "6", "--allow", "all"], "allow must be some of exact, precision, re"),
         (["estimate", "--device", "v10"], "there is no device 'v10' (near: v100)"),
         (["estimate", "--device", "cpu", "--probe"], "--probe runs the largest batch on a GPU"),

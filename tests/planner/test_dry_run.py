@@ -1,19 +1,24 @@
 """A dry run against the same step really computed."""
 
+import json
+import re
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
-from detectron2 import model_zoo
-from detectron2.config import instantiate
+from detectron2.config import LazyConfig, instantiate
 from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.projects.point_rend import add_pointrend_config
+from tiny import run_process
 from torch import nn
 
 from d2_memfit.config import load_cfg
+from d2_memfit.config_files import find_config_file
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import job
-from d2_memfit.planner.autocast import casts_of_cuda
+from d2_memfit.planner.autocast import _TO_FLOAT32, casts_of_cuda
 from d2_memfit.planner.batches import evaluation_batch, training_batch
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_hollow, make_hollow
 from d2_memfit.planner.worst_case import WorstCase
@@ -82,7 +87,8 @@ JOBS = {
 @META_ARCH_REGISTRY.register()
 def FcosOfTests(cfg):
     """How a LazyConfig's model can be named in a config."""
-    model = model_zoo.get_config("COCO-Detection/fcos_R_50_FPN_1x.py").model
+    file = find_config_file("COCO-Detection/fcos_R_50_FPN_1x", ".py")
+    model = LazyConfig.load(file).model
     model.pixel_std = cfg.MODEL.PIXEL_STD
     model.head.norm = "BN"  # v0.6 makes a GroupNorm that current PyTorch refuses
     return instantiate(model)
@@ -109,9 +115,7 @@ class SegmenterOfTests(nn.Module):
 
 def make_cfg(name):
     file, opts = JOBS[name]
-    return load_cfg(
-        file and model_zoo.get_config_file(file), [*SMALL, *opts], [add_pointrend_config]
-    )
+    return load_cfg(file, [*SMALL, *opts], [add_pointrend_config])
 
 
 def train(cfg):
@@ -180,7 +184,7 @@ def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
 
 
 def test_nothing_large_is_computed_or_touched():
-    cfg = load_cfg(model_zoo.get_config_file(MASK))
+    cfg = load_cfg(MASK)
     case = WorstCase(((800, 1333),), 20, (800, 1333), (800, 1333))
     before = process_memory().peak_resident_bytes
     timeline = job.train(cfg, [training_batch(cfg, case, 4)])
@@ -219,21 +223,43 @@ def test_mixed_precision_has_the_formats_of_a_gpu():
             assert nn.functional.conv2d(x, weight).dtype == in_16
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", ["conv2d", "group_norm", "softmax", "relu", "sigmoid", "gelu"])
-def test_the_formats_are_those_of_a_gpu(name):
-    arguments = {"conv2d": (torch.ones(8, 8, 1, 1),), "group_norm": (4,), "softmax": (1,)}
-    function = getattr(nn.functional, name)
+_PYTORCHS_LISTS = """
+import json
+import torch
+from torch.testing._internal.autocast_test_lists import AutocastTestLists
+lists = AutocastTestLists(torch.device("cpu"))
+in_32 = lists.torch_fp32, lists.nn_fp32, lists.methods_fp32
+others = lists.torch_fp16, lists.nn_fp16, lists.torch_need_autocast_promote
+print(json.dumps([[entry[0] for l in group for entry in l] for group in (in_32, others)]))
+"""
 
-    def run(device):
-        args = [a.to(device) if torch.is_tensor(a) else a for a in arguments.get(name, ())]
-        with torch.autocast(device, dtype=torch.bfloat16):
-            return function(torch.ones(2, 8, 4, 4, dtype=torch.bfloat16, device=device), *args)
 
-    with casts_of_cuda():
-        expected = run("cpu").dtype
-    assert run("cuda").dtype == expected
+def test_the_functions_in_float32_are_those_of_pytorchs_own_tests():
+    """Whose import changes PyTorch's settings, so another process has it."""
+    result = run_process([sys.executable, "-c", _PYTORCHS_LISTS])
+    if "ModuleNotFoundError" in result.stderr:
+        pytest.skip(result.stderr.splitlines()[-1])
+    theirs, others = map(set, json.loads(result.stdout))
+    names = theirs - {"nll_loss2d"}  # nll_loss calls it
+    assert len(names) > 40
+    assert names <= _TO_FLOAT32
+    assert not others & _TO_FLOAT32
+
+
+def test_the_functions_in_float32_are_those_of_pytorchs_header():
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    macros = re.findall(
+        r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)((?:.*\\\n)*.*\n)", header.read_text()
+    )
+    assert len(macros) == 2
+    names = {name for macro in macros for name in re.findall(r"_\((\w+)", macro)}
+    names = {re.sub(r"^_?upsample_.*", "interpolate", name) for name in names}
+    names = {name.replace("linalg_", "") for name in names - {"nll_loss2d"}}
+    made_of_them = {"cross_entropy", "norm", "normalize", "softmin"}
+    methods = {"__pow__", "__rdiv__", "__rpow__", "__rtruediv__"}
+    assert names <= _TO_FLOAT32
+    newer = {"rms_norm"}  # than the oldest PyTorch
+    assert not _TO_FLOAT32 - names - made_of_them - methods - newer
 
 
 def test_an_operator_without_a_meta_kernel_computes_with_zeros():

@@ -6,10 +6,11 @@ import sys
 import pytest
 from tiny import ROOT, read_metrics, run_process, tiny_cfg
 
-from d2_memfit import fit_config
+from d2_memfit import fit_config, presets
 from d2_memfit.config import load_cfg
-from d2_memfit.errors import ConfigError
+from d2_memfit.errors import ConfigError, MemfitError
 from d2_memfit.memory import process_memory
+from d2_memfit.planner import fit
 
 GB = 2**30
 
@@ -50,7 +51,60 @@ def test_a_plan_is_written_down_and_taken_again_when_a_run_is_resumed(cfg, tmp_p
 
 def test_a_preset_is_a_budget(cfg):
     cfg.MEMFIT.PRESET = "24GB"
-    assert fit_config(cfg).MEMFIT.BUDGET_GB == 23.4
+    assert fit_config(cfg).MEMFIT.BUDGET_GB == 21.8
+
+
+def test_what_is_free_is_planned_for_and_a_plan_for_more_is_not_taken_again(cfg, monkeypatch, log):
+    cfg.MEMFIT.BUDGET_GB = "auto"
+    free = [8.0]
+    monkeypatch.setattr(presets, "auto_budget_gb", lambda *_: free[0])
+    assert fit_config(cfg).MEMFIT.BUDGET_GB == 8
+    free[0] = 7.8  # about as much
+    assert fit_config(cfg).MEMFIT.BUDGET_GB == 8
+    free[0] = 5
+    assert fit_config(cfg).MEMFIT.BUDGET_GB == 5
+    assert "5.00 GB are free, and " in log.text
+    free[0] = 9
+    assert fit_config(cfg).MEMFIT.BUDGET_GB == 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is available")
+def test_on_a_cpu_it_is_the_ram_that_is_available(cfg):
+    cfg.MEMFIT.BUDGET_GB = "auto"
+    planned = fit_config(cfg).MEMFIT.BUDGET_GB
+    assert isinstance(planned, float)
+    assert process_memory().data_bytes / GB < planned < 10_000
+
+
+def plan_on_ranks(rank, output_dir, what_fails):
+    """The budget that each rank plans for, or the error that it ends with."""
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.OUTPUT_DIR = output_dir
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.MEMFIT.PLAN.ENABLED, cfg.MEMFIT.BUDGET_GB = True, "auto"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(presets, "auto_budget_gb", lambda *_: 8.0 - 2 * rank)
+        if what_fails == "planning" and rank == 0:
+            patch.setattr(fit, "plan_memory", lambda *_, **__: 1 / 0)
+        if what_fails == "measuring" and rank == 1:
+            patch.setattr(presets, "auto_budget_gb", lambda *_: 1 / 0)
+        try:
+            return fit_config(cfg).MEMFIT.BUDGET_GB
+        except (MemfitError, ZeroDivisionError) as e:
+            return f"{type(e).__name__}: {e}"
+
+
+def test_ranks_plan_for_the_one_that_has_least(two_ranks, tmp_path):
+    assert two_ranks.run(plan_on_ranks, str(tmp_path), "") == [6, 6]
+
+
+@pytest.mark.parametrize(("what_fails", "rank"), [("planning", 0), ("measuring", 1)])
+def test_an_error_of_any_kind_on_one_rank_ends_all(two_ranks, tmp_path, what_fails, rank):
+    outcomes = two_ranks.run(plan_on_ranks, str(tmp_path), what_fails)
+    assert outcomes[rank] == "ZeroDivisionError: division by zero"
+    assert outcomes[1 - rank] == (
+        f"MemfitError: rank {rank} has no plan: ZeroDivisionError: division by zero"
+    )
 
 
 def test_what_does_not_fit_is_an_error_with_the_smallest_budget(cfg, tmp_path):

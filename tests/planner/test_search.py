@@ -1,6 +1,5 @@
 import pytest
 import torch
-from detectron2 import model_zoo
 from tiny import tiny_cfg
 
 from d2_memfit import estimate_memory, plan_memory
@@ -19,7 +18,7 @@ CASE = WorstCase(((320, 480),), 10, (320, 480), (320, 480))
 @pytest.fixture(scope="module")
 def mask():
     """Mask R-CNN R50-FPN with an effective batch of 8."""
-    return load_cfg(model_zoo.get_config_file(MASK), ["SOLVER.IMS_PER_BATCH", 8])
+    return load_cfg(MASK, ["SOLVER.IMS_PER_BATCH", 8])
 
 
 def plan(cfg, budget_gb, **kwargs):

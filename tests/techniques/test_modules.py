@@ -1,9 +1,11 @@
 import copy
+import importlib.util
 import io
 
+import pytest
 import torch
 
-from d2_memfit.techniques.modules import extend
+from d2_memfit.techniques.modules import extend, replaced_functions, source_files
 
 
 class Multiplying:
@@ -50,3 +52,36 @@ def test_copies_and_pickles_are_extended_and_have_weights_of_their_own():
             other.bias.zero_()
         assert (other(x) == 1).all()
         assert (module(x) != 1).any()
+
+
+FILE = """
+import torch
+
+def double(x):
+    return 2 * x
+
+class Doubling(torch.nn.Module):
+    def forward(self, x):
+        return double(x)
+"""
+
+
+def test_functions_are_replaced_in_a_file_that_was_loaded_by_its_path(tmp_path):
+    file = tmp_path / "model_of_a_user.py"
+    file.write_text(FILE)
+    spec = importlib.util.spec_from_file_location("model_of_a_user", file)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)  # and not put into sys.modules
+    module, original = loaded.Doubling(), loaded.double
+    with replaced_functions(
+        source_files(module.modules()), {"double": lambda double: lambda x: double(x) + 1}
+    ):
+        assert module(3) == 7
+    assert module(3) == 6
+    assert loaded.double is original
+
+
+def test_a_name_that_replaces_nothing_is_an_error():
+    files = source_files([torch.nn.Linear(1, 1)])
+    with pytest.raises(LookupError, match="no function no_such_function to be replaced"):
+        replaced_functions(files, {"no_such_function": lambda f: f}).__enter__()

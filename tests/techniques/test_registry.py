@@ -1,10 +1,11 @@
 import logging
+import re
 
 import pytest
 from detectron2.config import CfgNode
-from tiny import tiny_cfg
+from tiny import ROOT, tiny_cfg
 
-from d2_memfit import get_cfg
+from d2_memfit import estimate_memory, get_cfg, plan_memory
 from d2_memfit.config import check_config
 from d2_memfit.errors import ConfigError
 from d2_memfit.techniques import TECHNIQUES, TIERS, Technique, apply_techniques, get_technique
@@ -83,3 +84,38 @@ def test_one_in_a_users_file_has_keys_and_is_applied(log):
         assert log.records[0].levelno == logging.INFO
     finally:
         TECHNIQUES._obj_map.pop("Halving")
+
+
+@pytest.fixture
+def skeleton():
+    """The technique of docs/TECHNIQUES.md, as it stands there."""
+    page = (ROOT / "docs" / "TECHNIQUES.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    names = {}
+    exec(compile(code, "TECHNIQUES.md", "exec"), names)
+    yield names["MyTechnique"]
+    TECHNIQUES._obj_map.pop("MyTechnique")
+
+
+def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, log):
+    applied = []
+    monkeypatch.setattr(skeleton, "apply", lambda model, cfg: applied.append(cfg) or model)
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    cfg.MEMFIT.MINE = True
+    check_config(cfg)
+    needed = estimate_memory(cfg, device="cuda").device_total_gb
+    assert applied
+    cfg.MEMFIT.MINE = False
+    lines = []
+    plan_memory(cfg, needed * 0.98 / 0.9, device="cuda", allow=["exact"], progress=lines.append)
+    assert any("MyTechnique" in line for line in lines)  # it was tried
+
+
+def test_a_technique_without_settings_is_not_planned(skeleton):
+    del skeleton.settings
+    cfg = tiny_cfg("faster_rcnn")
+    lines = []
+    plan_memory(cfg, 0.2, device="cuda", allow=["exact"], progress=lines.append)
+    assert lines
+    assert not any("MyTechnique" in line for line in lines)

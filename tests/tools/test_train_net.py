@@ -11,6 +11,9 @@ import train_net
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from tiny import ROOT, read_metrics, run_process, tiny_cfg
 
+from d2_memfit import train
+from d2_memfit.config import load_cfg
+
 TRAIN_NET = str(ROOT / "tools" / "train_net.py")
 
 
@@ -68,6 +71,66 @@ def test_training_evaluation_and_resuming(arguments, tmp_path, capsys):
     weights = output_dir / "model_final.pth"
     assert call(capsys, "--eval-only", *arguments, "MODEL.WEIGHTS", weights)[0] == 0
     assert results.exists()
+
+
+def own_data(coins):
+    """Arguments that name a recipe of the zoo and the user's files; the rest makes it small."""
+    arguments = ["--config-file", "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"]
+    for split in ("train", "val"):
+        arguments += ["--coco", f"own_{split}", coins / f"{split}.json", coins / split]
+    opts = ["MODEL.WEIGHTS", "", "MODEL.PIXEL_STD", "[300.0, 300.0, 300.0]"]
+    opts += ["INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", "64"]
+    return arguments, [*opts, "DATALOADER.NUM_WORKERS", "0", "SOLVER.IMS_PER_BATCH", "2"]
+
+
+def test_a_users_own_data_need_nothing_but_their_files(coins, tmp_path, capsys):
+    arguments, opts = own_data(coins)
+    output_dir = tmp_path / "output"
+    opts += ["OUTPUT_DIR", str(output_dir), "SOLVER.MAX_ITER", "1", "SOLVER.BASE_LR", "0.0001"]
+    assert call(capsys, *arguments, *opts)[0] == 0
+    log = (output_dir / "log.txt").read_text()
+    assert "From the data: DATASETS.TRAIN ('own_train',): the first" in log
+    assert "From the data: MODEL.ROI_HEADS.NUM_CLASSES 1: the categories of own_train: coin" in log
+    trained = load_cfg(str(output_dir / "config.yaml"))
+    assert trained.DATASETS.TEST == ("own_val",)
+    assert trained.MODEL.ROI_HEADS.NUM_CLASSES == 1
+    assert trained.SOLVER.MAX_ITER == 1
+    assert trained.SOLVER.STEPS == ()
+    assert any("segm/AP50" in line for line in read_metrics(output_dir))
+
+
+def test_without_an_own_schedule_it_is_that_of_a_fine_tuning(coins, capsys):
+    arguments, opts = own_data(coins)
+    args = train.argument_parser().parse_args([str(a) for a in [*arguments, *opts]])
+    train.prepare(args)
+    cfg = train.make_cfg(args)
+    assert cfg.SOLVER.MAX_ITER == 2080  # 65 epochs of 64 images
+    assert cfg.SOLVER.STEPS == (1560,)
+    assert cfg.SOLVER.WARMUP_ITERS == cfg.SOLVER.CHECKPOINT_PERIOD == 208
+    assert any("SOLVER.MAX_ITER 2080: a fine-tuning on 64 images" in note for note in args.notes)
+
+
+def test_fit_plans_for_what_is_free_here_and_trains(arguments, tmp_path):
+    """In a process of its own, which gets a limit."""
+    run = run_process([sys.executable, TRAIN_NET, "--fit", *arguments, "TEST.AUG.ENABLED", "False"])
+    assert run.returncode == 0, run.stderr[-4000:]
+    output_dir = tmp_path / "output"
+    log = (output_dir / "log.txt").read_text()
+    planned = load_cfg(str(output_dir / "memfit_plan.yaml"))
+    assert planned.MEMFIT.OOM.POLICY == "split"
+    assert isinstance(planned.MEMFIT.BUDGET_GB, float)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    assert f"MEMFIT.BUDGET_GB auto on the device {where}: " in log
+    assert "Plan for MEMFIT.BUDGET_GB" in log
+    assert (output_dir / "model_final.pth").exists()
+
+
+def test_fit_takes_the_card_that_is_named(arguments, coins):
+    args = train.argument_parser().parse_args(["--fit", "--card", "6GB", *arguments])
+    train.prepare(args)
+    cfg = train.make_cfg(args)
+    assert (cfg.MEMFIT.PRESET, cfg.MEMFIT.BUDGET_GB) == ("6GB", None)
+    assert cfg.MEMFIT.PLAN.ENABLED
 
 
 def commands_of_two_ranks(launcher, url):
@@ -182,6 +245,10 @@ FILES = {
         (["--coco", "other", "BROKEN.json", "no"], "is not valid JSON"),
         (["--coco", "other", "EMPTY.json", "no"], "dataset other is empty"),
         (["--resume"], "cannot read the checkpoint"),
+        (["MODEL.ROI_HEADS.NUM_CLASSES", 80], "NUM_CLASSES 80 does not fit the data: "),
+        (["--card", "7GB"], "there is no preset '7GB'"),
+        (["SOLVER.MAX_ITER"], "a value is missing after SOLVER.MAX_ITER"),
+        (["SEED", 1, "--fit"], "--fit: options stand before the KEY VALUE pairs"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )

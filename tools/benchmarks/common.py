@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from detectron2 import model_zoo
 from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
 from detectron2.data.datasets import load_coco_json
@@ -67,7 +66,7 @@ class Side:
         opts: Sequence[Any] = (),
     ) -> None:
         torch.manual_seed(0)
-        cfg = load_cfg(model_zoo.get_config_file(CONFIG), opts)
+        cfg = load_cfg(CONFIG, opts)
         cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
         model = apply_techniques("model", build_model(cfg), cfg)
         # A rate of 0: all rounds compute the same.

@@ -9,11 +9,9 @@ import argparse
 import multiprocessing
 import statistics
 import time
-from pathlib import Path
-
-from detectron2 import model_zoo
 
 from d2_memfit.config import load_cfg
+from d2_memfit.config_files import detectron2_zoo
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import WorstCase, job
 from d2_memfit.planner.batches import training_batch
@@ -51,14 +49,14 @@ def run(args: argparse.Namespace) -> None:
 
 def all_configs() -> list[str]:
     """All but those that need compiled operators."""
-    root = Path(model_zoo.get_config_file("COCO-Detection/rpn_R_50_FPN_1x.yaml")).parents[1]
+    root = detectron2_zoo()
     files = [file for folder in FOLDERS for file in sorted((root / folder).glob("*.yaml"))]
     names = [str(file.relative_to(root)) for file in files]
     return [n for n in names if "Base" not in n and "dconv" not in n]
 
 
 def measure(config: str, num_steps: int) -> list[str]:
-    cfg = load_cfg(model_zoo.get_config_file(config))
+    cfg = load_cfg(config)
     seconds = []
     for _ in range(1 + num_steps):
         start = time.perf_counter()

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from detectron2 import model_zoo
-
 from d2_memfit.config import load_cfg
 from d2_memfit.memory import TensorMeter, process_memory, return_large_blocks
 from d2_memfit.planner import DryJob, WorstCase
@@ -54,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
 
 def compare(config: str) -> list[str]:
     return_large_blocks()
-    cfg = load_cfg(model_zoo.get_config_file(config))
+    cfg = load_cfg(config)
     cfg.MODEL.DEVICE = "cpu"
     cfg.SOLVER.IMS_PER_BATCH, cfg.MEMFIT.MICRO_BATCH = 2, 1
     before = process_memory().data_bytes

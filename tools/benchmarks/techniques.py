@@ -22,7 +22,6 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from detectron2 import model_zoo
 from detectron2.engine import SimpleTrainer
 from detectron2.modeling.matcher import Matcher
 from detectron2.structures import Boxes, pairwise_iou
@@ -106,7 +105,7 @@ def training(images: list[dict[str, Any]], rounds: int, names: list[str], others
 
 
 def settings(names: list[str]) -> list[Any]:
-    cfg = load_cfg(model_zoo.get_config_file(CONFIG), ["INPUT.MASK_FORMAT", "bitmask"])
+    cfg = load_cfg(CONFIG, ["INPUT.MASK_FORMAT", "bitmask"])
     on = [get_technique(name).settings(cfg) for name in names]
     return [x for item in on for pair in item.items() for x in pair]
 

@@ -11,7 +11,6 @@ import statistics
 from pathlib import Path
 
 import torch
-from detectron2 import model_zoo
 
 from d2_memfit import estimate_memory
 from d2_memfit.config import load_cfg
@@ -45,7 +44,7 @@ def published_memory(path: Path = PUBLISHED) -> dict[str, float]:
 
 
 def estimate(config: str) -> float:
-    cfg = load_cfg(model_zoo.get_config_file(config))
+    cfg = load_cfg(config)
     return estimate_memory(cfg, num_gpus=8, device="v100").peak_allocated_gb
 
 

@@ -5,12 +5,10 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from d2_memfit import get_cfg
 from d2_memfit.checks import check_bool, check_int, check_positive_int
-from d2_memfit.config import check_config
+from d2_memfit.config import check_config, load_cfg
 from d2_memfit.engine import usable_device
 from d2_memfit.errors import ConfigError
-from d2_memfit.presets import with_preset
 
 __all__ = ["add_tiled_config", "check_tiles", "load_tiled_cfg"]
 
@@ -82,14 +80,11 @@ def load_tiled_cfg(config_file: str, opts: Sequence[Any]) -> CfgNode:
 
     INPUT gets the tile's sizes, for what asks the config how large inputs are.
     """
-    cfg = get_cfg()
-    add_tiled_config(cfg)
-    cfg.merge_from_file(config_file)
-    cfg.merge_from_list(list(opts))
+    cfg = load_cfg(config_file, opts, [add_tiled_config])
     check_tiles(cfg)
     size = cfg.TILES.SIZE
     cfg.INPUT.MIN_SIZE_TRAIN = (size,)
     cfg.INPUT.MIN_SIZE_TEST = cfg.INPUT.MAX_SIZE_TRAIN = cfg.INPUT.MAX_SIZE_TEST = size
     cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
     check_config(cfg)
-    return with_preset(cfg)
+    return cfg

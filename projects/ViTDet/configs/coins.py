@@ -5,8 +5,8 @@ The dataset is made by ``python projects/Coins/make_dataset.py output/coins/data
 
 import detectron2.data.transforms as T
 import torch
-from detectron2 import model_zoo
 from detectron2.config import LazyCall as L
+from detectron2.config import LazyConfig
 from detectron2.data import (
     DatasetMapper,
     build_detection_test_loader,
@@ -19,6 +19,7 @@ from detectron2.solver import WarmupParamScheduler
 from detectron2.solver.build import get_default_optimizer_params
 from fvcore.common.param_scheduler import MultiStepParamScheduler
 
+from d2_memfit.config_files import find_config_file
 from d2_memfit.data import register_coco
 
 DATASET = "output/coins/dataset"
@@ -48,7 +49,7 @@ dataloader = dict(
     evaluator=L(COCOEvaluator)(dataset_name="vitdet_val", output_dir="${...train.output_dir}"),
 )
 
-heads = model_zoo.get_config("common/models/mask_rcnn_fpn.py").model
+heads = LazyConfig.load(find_config_file("common/models/mask_rcnn_fpn.py", ".py")).model
 heads.pixel_mean, heads.pixel_std = [111.1] * 3, [48.2] * 3
 heads.proposal_generator.head.in_channels = CHANNELS
 heads.proposal_generator.head.num_anchors = 1
@@ -65,7 +66,7 @@ heads.roi_heads.box_predictor.input_shape = ShapeSpec(channels=128)
 heads.roi_heads.mask_head.input_shape = ShapeSpec(channels=CHANNELS, height=14, width=14)
 heads.roi_heads.mask_head.conv_dims = [CHANNELS] * 3
 
-train = model_zoo.get_config("common/train.py").train
+train = LazyConfig.load(find_config_file("common/train.py", ".py")).train
 train.max_iter = 120
 train.eval_period = 60
 train.accumulation_steps = 4

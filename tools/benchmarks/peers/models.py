@@ -1,7 +1,6 @@
 """The model that all sides train."""
 
 import torch
-from detectron2 import model_zoo
 from detectron2.modeling import build_model
 from torch import nn
 from torch.optim import Optimizer
@@ -20,7 +19,7 @@ def mask_rcnn(learning_rate: float, exact: bool = False) -> tuple[nn.Module, Opt
         exact: with the exact techniques of d2_memfit that work on one device.
     """
     opts = settings(exact_techniques_of_one_rank()) if exact else []
-    cfg = load_cfg(model_zoo.get_config_file(CONFIG), [*SMALL_ACTIVATIONS, *opts])
+    cfg = load_cfg(CONFIG, [*SMALL_ACTIVATIONS, *opts])
     cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = apply_techniques("model", build_model(cfg), cfg)

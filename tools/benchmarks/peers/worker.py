@@ -83,7 +83,8 @@ def main(spec: Spec) -> None:
         journal.write(event="ready", data_gb=data_gb)
         if spec.extra_gb is not None:
             enforce_budget(data_gb + spec.extra_gb, "cpu")
-        enforce_budget(spec.budget_gb, "cpu")
+        elif spec.budget_gb is not None:
+            enforce_budget(spec.budget_gb, "cpu")
 
         def build_and_watch() -> tuple[nn.Module, Optimizer]:
             model, optimizer = build()

@@ -1,0 +1,209 @@
+"""What is in a COCO file, and whether Detectron2 can work with it."""
+
+import gc
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from detectron2.utils.file_io import PathManager
+
+from ..errors import DataError
+
+__all__ = ["CocoFile", "check_coco_file", "keypoint_names", "read_json"]
+
+# What Detectron2 takes from each entry of these lists of a COCO file.
+_FIELDS = {
+    "images": {"id", "file_name", "height", "width"},
+    "annotations": {"id", "image_id", "category_id", "bbox"},
+    "categories": {"id", "name"},
+}
+_LARGE_BYTES = 50 * 2**20  # from here on, reading takes long enough to say so
+
+
+@dataclass(frozen=True)
+class CocoFile:
+    """A COCO file that was checked. Objects are annotations other than those of crowds.
+
+    Attributes:
+        name, json_file: of the dataset, as for ``register_coco``.
+        classes: names of the categories, in the order of Detectron2's class numbers.
+        num_images: all of them.
+        num_images_with_objects: those that are trained on, if FILTER_EMPTY_ANNOTATIONS.
+        num_objects: in all images.
+        without_mask: ids of objects without a segmentation.
+        with_rle: ids of objects whose segmentation is a run-length code.
+        without_keypoints: ids of objects without keypoints.
+        keypoint_names: of all categories that have keypoints.
+    """
+
+    name: str
+    json_file: str
+    classes: tuple[str, ...]
+    num_images: int
+    num_images_with_objects: int
+    num_objects: int
+    without_mask: Sequence[int]
+    with_rle: Sequence[int]
+    without_keypoints: Sequence[int]
+    keypoint_names: tuple[str, ...]
+
+
+def check_coco_file(
+    name: str,
+    json_file: str,
+    image_dir: Optional[str],
+    for_training: bool,
+    progress: Callable[[str], None] = lambda line: None,
+) -> CocoFile:
+    """Read a COCO file, and check what Detectron2 relies on.
+
+    Args:
+        name, json_file, image_dir: as for :func:`register_coco`; without the folder, nothing is
+            said of images.
+        for_training: there must be objects to learn from. Without, annotations may be missing, as
+            in COCO's test sets.
+        progress: called with a line at the begin and the end of a file that takes long.
+
+    Raises:
+        DataError: the file is missing, is no such file, or has nothing in it; or its images are
+            elsewhere.
+    """
+    with _without_garbage_collection():
+        return _check(name, json_file, image_dir, for_training, progress)
+
+
+def _check(
+    name: str,
+    json_file: str,
+    image_dir: Optional[str],
+    for_training: bool,
+    progress: Callable[[str], None],
+) -> CocoFile:
+    start = time.perf_counter()
+    is_large = PathManager.isfile(json_file) and _size(json_file) > _LARGE_BYTES
+    if is_large:
+        progress(f"Reading {json_file}, {_size(json_file) / 2**20:.0f} MB ...")
+    coco = read_json(name, json_file)
+    if not for_training:
+        coco.setdefault("annotations", [])
+    for key in _FIELDS:
+        _check_entries(f"dataset {name}: the list {key!r} of {json_file}", coco.get(key), key)
+    if not coco["images"]:
+        raise DataError(f"dataset {name} is empty: the list 'images' of {json_file} has no entries")
+    _check_references(name, json_file, coco)
+    objects = [a for a in coco["annotations"] if not a.get("iscrowd", 0)]
+    if for_training and not objects:
+        raise DataError(
+            f"dataset {name} is empty: {json_file} has no annotations but those of crowds, which "
+            "are not trained on"
+        )
+    if image_dir is not None:
+        first_image = os.path.join(image_dir, str(coco["images"][0]["file_name"]))
+        if not PathManager.isfile(first_image):
+            raise DataError(f"dataset {name}: its first image {first_image} does not exist")
+    if is_large:
+        progress(
+            f"{json_file}: {len(coco['annotations']):,} annotations of {len(coco['images']):,} "
+            f"images checked in {time.perf_counter() - start:.1f} s"
+        )
+    return CocoFile(
+        name=name,
+        json_file=json_file,
+        classes=tuple(c["name"] for c in sorted(coco["categories"], key=lambda c: c["id"])),
+        num_images=len(coco["images"]),
+        num_images_with_objects=len({a["image_id"] for a in objects}),
+        num_objects=len(objects),
+        without_mask=[a["id"] for a in objects if not a.get("segmentation")],
+        with_rle=[a["id"] for a in objects if isinstance(a.get("segmentation"), dict)],
+        without_keypoints=[a["id"] for a in objects if not a.get("keypoints")],
+        keypoint_names=tuple(keypoint_names(coco)),
+    )
+
+
+def read_json(name: str, json_file: str) -> dict[str, Any]:
+    """The content of a dataset's file.
+
+    Raises:
+        DataError: it cannot be read, or is not a mapping.
+    """
+    try:
+        with PathManager.open(json_file) as f:
+            coco = json.load(f)
+    except OSError as e:
+        raise DataError(f"dataset {name}: cannot open {json_file} ({e.strerror})") from e
+    except ValueError as e:
+        raise DataError(f"dataset {name}: {json_file} is not valid JSON ({e})") from e
+    if not isinstance(coco, dict):
+        raise DataError(f"dataset {name}: {json_file} is not COCO's format, it has no 'images'")
+    return coco
+
+
+def keypoint_names(coco: dict[str, Any]) -> list[str]:
+    """Those that the categories have, or numbers where the categories do not name them."""
+    names = [name for c in coco["categories"] for name in c.get("keypoints", [])]
+    if names:
+        return names
+    keypoints: list[float] = next(
+        (a["keypoints"] for a in coco["annotations"] if a.get("keypoints")), []
+    )
+    return [str(i) for i in range(len(keypoints) // 3)]
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Python would look through all objects again and again while they become more, which takes
+    twice as long as the rest for a file of COCO's size.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _size(file: str) -> int:
+    return os.path.getsize(PathManager.get_local_path(file))
+
+
+def _check_entries(where: str, entries: Any, key: str) -> None:
+    if not isinstance(entries, list):
+        raise DataError(f"{where} is missing, so it is not COCO's format")
+    fields = _FIELDS[key]
+    for entry in entries:
+        if not isinstance(entry, dict) or not fields <= entry.keys():
+            missing = fields - set(entry) if isinstance(entry, dict) else fields
+            raise DataError(f"{where} has an entry without {', '.join(sorted(missing))}: {entry}")
+    for field in fields & {"id", "image_id", "category_id"}:
+        if not {type(entry[field]) for entry in entries} <= {int, str}:
+            odd = next(e[field] for e in entries if type(e[field]) not in (int, str))
+            raise DataError(f"{where} has the {field} {odd!r}, which is no number and no text")
+    twice = _first_twice([entry["id"] for entry in entries])
+    if twice is not None:
+        raise DataError(f"{where} has the id {twice} more than once")
+
+
+def _first_twice(ids: list[Any]) -> Optional[Any]:
+    if len(set(ids)) == len(ids):
+        return None
+    return next(i for i, count in Counter(ids).items() if count > 1)
+
+
+def _check_references(name: str, json_file: str, coco: dict[str, Any]) -> None:
+    known = {
+        "category_id": {c["id"] for c in coco["categories"]},
+        "image_id": {i["id"] for i in coco["images"]},
+    }
+    for field, ids in known.items():
+        for a in coco["annotations"]:
+            if a[field] not in ids:
+                raise DataError(
+                    f"dataset {name}: in {json_file}, the annotation with id {a['id']} has the "
+                    f"{field} {a[field]}, and there is nothing with that id"
+                )

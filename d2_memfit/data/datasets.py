@@ -1,0 +1,84 @@
+"""Datasets by their COCO files."""
+
+import argparse
+from functools import partial
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import load_coco_json
+from detectron2.utils.file_io import PathManager
+
+from ..checks import near
+from ..errors import ConfigError, DataError
+from .coco_file import keypoint_names, read_json
+
+__all__ = ["add_coco_option", "check_datasets", "register_coco"]
+
+
+def add_coco_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--coco NAME JSON IMAGE_DIR``, whose values are for :func:`register_coco`."""
+    parser.add_argument(
+        "--coco",
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("NAME", "JSON", "IMAGE_DIR"),
+        help="register a dataset in COCO's format under this name; may be repeated. Unless "
+        "DATASETS says otherwise, the first is trained on and the others are evaluated on",
+    )
+
+
+def register_coco(name: str, json_file: str, image_dir: str) -> None:
+    """Register a dataset in COCO's instance format under a name of the user's choice.
+
+    Raises:
+        ConfigError: the name belongs to another dataset.
+    """
+    if name not in DatasetCatalog:
+        DatasetCatalog.register(name, partial(_load, name, json_file, image_dir))
+        MetadataCatalog.get(name).set(
+            json_file=json_file, image_root=image_dir, evaluator_type="coco"
+        )
+    elif MetadataCatalog.get(name).get("json_file") != json_file:
+        raise ConfigError(f"--coco {name}: there is another dataset of this name, choose a new one")
+
+
+def _load(name: str, json_file: str, image_dir: str) -> list[dict[str, Any]]:
+    """Dataset dicts, and the names of keypoints, which Detectron2 needs to flip images."""
+    dicts = load_coco_json(json_file, image_dir, name)
+    if any("keypoints" in a for d in dicts for a in d["annotations"]):
+        names = keypoint_names(read_json(name, json_file))
+        swaps = {"left": "right", "Left": "Right", "LEFT": "RIGHT"}
+        pairs = [(n, n.replace(s, swaps[s])) for n in names for s in swaps if s in n]
+        pairs = [pair for pair in pairs if pair[1] in names]
+        MetadataCatalog.get(name).set(keypoint_names=names, keypoint_flip_map=pairs)
+    return dicts
+
+
+def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
+    """Check that the config's datasets are registered and their annotation files exist.
+
+    Raises:
+        ConfigError: a name is not registered, or there is none to train on.
+        DataError: an annotation file does not exist.
+    """
+    if not eval_only and not cfg.DATASETS.TRAIN:
+        raise ConfigError("DATASETS.TRAIN is empty: name a dataset to train on")
+    used = {"DATASETS.TEST": cfg.DATASETS.TEST}
+    if not eval_only:
+        used["DATASETS.TRAIN"] = cfg.DATASETS.TRAIN
+    for key, names in used.items():
+        for name in names:
+            if name not in DatasetCatalog:
+                raise ConfigError(
+                    f"{key} names {name!r}, and there is no such dataset"
+                    f"{near(name, DatasetCatalog.list())}. Register it, for example with "
+                    "--coco NAME JSON IMAGE_DIR"
+                )
+            json_file = MetadataCatalog.get(name).get("json_file")
+            if json_file and not PathManager.isfile(json_file):
+                raise DataError(
+                    f"{key} {name}: the annotation file {json_file} does not exist. Built-in "
+                    "datasets are looked for in the folder that DETECTRON2_DATASETS names"
+                )

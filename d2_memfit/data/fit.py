@@ -1,0 +1,207 @@
+"""What a config has to say of a user's dataset, and what contradicts it."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple, Optional
+
+from detectron2.config import CfgNode
+from detectron2.config import get_cfg as get_detectron2_cfg
+
+from ..errors import ConfigError, DataError
+from .coco_file import CocoFile
+from .schedule import RULE, SCHEDULE_KEYS, fine_tuning_schedule, periods
+
+__all__ = ["Setting", "fit_to_data", "goes_with_data"]
+
+# The key that has the number of classes, by Detectron2's meta architectures; "" where none has.
+_CLASS_KEYS = {
+    "GeneralizedRCNN": "MODEL.ROI_HEADS.NUM_CLASSES",
+    "PanopticFPN": "MODEL.ROI_HEADS.NUM_CLASSES",
+    "RetinaNet": "MODEL.RETINANET.NUM_CLASSES",
+    "ProposalNetwork": "",
+    "SemanticSegmentor": "",
+    "PanopticDeepLab": "",
+}
+_COCO_KEYPOINTS = 17  # for which pycocotools knows the sigmas
+# A schedule that is longer than the rule's by more than this gets a word.
+_MUCH_LONGER = 3
+
+
+def goes_with_data(key: str) -> bool:
+    """Whether a config key says what the data are, or how long they are trained on."""
+    return (
+        key.startswith("DATASETS.")
+        or key.endswith((".NUM_CLASSES", ".NUM_KEYPOINTS", "_OKS_SIGMAS"))
+        or key in SCHEDULE_KEYS
+    )
+
+
+class Setting(NamedTuple):
+    """A config key that follows from the data, or a note about one, if ``key`` is empty."""
+
+    key: str
+    value: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.value}: {self.why}" if self.key else self.why
+
+
+def fit_to_data(
+    cfg: CfgNode,
+    train: Sequence[CocoFile],
+    test: Sequence[CocoFile],
+    given: Collection[str],
+) -> list[Setting]:
+    """What follows from the data for keys that the user has not given.
+
+    Args:
+        cfg: as loaded.
+        train, test: the files of its datasets, as far as they are known. Without ``train``, only
+            evaluation is checked.
+        given: keys whose values are the user's, such as those of the command line.
+
+    Raises:
+        ConfigError: a value that was given does not fit the data.
+        DataError: the datasets do not fit each other, or lack what the model learns from.
+    """
+    files = [*train, *test]
+    if not files:
+        return []
+    for file in files[1:]:
+        if file.classes != files[0].classes:
+            raise DataError(
+                f"the datasets {files[0].name} and {file.name} have other categories: "
+                f"{_names(files[0].classes)} in {files[0].json_file}, and {_names(file.classes)} "
+                f"in {file.json_file}"
+            )
+    settings = list(_classes(cfg, files[0], given))
+    for file in train:
+        _check_masks(cfg, file)
+        settings += _keypoints(cfg, file, given)
+    if train:
+        settings += _schedule(cfg, train, given)
+    return settings
+
+
+def _classes(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator[Setting]:
+    num_classes = len(file.classes)
+    keys = [k for k in (_CLASS_KEYS.get(cfg.MODEL.META_ARCHITECTURE), *_class_keys(cfg)) if k]
+    if not keys and cfg.MODEL.META_ARCHITECTURE not in _CLASS_KEYS:
+        yield Setting(
+            "",
+            None,
+            f"{file.name} has {num_classes} classes. Which key says so to a "
+            f"{cfg.MODEL.META_ARCHITECTURE} is not known: set it yourself",
+        )
+    for key in keys:
+        value = _value(cfg, key)
+        if value == num_classes:
+            continue
+        if key in given:
+            raise ConfigError(
+                f"{key} {value} does not fit the data: {file.json_file} has {num_classes} "
+                f"categories ({_names(file.classes)}). Leave the key out, or set it {num_classes}"
+            )
+        yield Setting(key, num_classes, f"the categories of {file.name}: {_names(file.classes)}")
+
+
+def _class_keys(cfg: CfgNode) -> list[str]:
+    """Keys of this meaning that a project has added."""
+    known = get_detectron2_cfg().MODEL
+    return [
+        f"MODEL.{name}.NUM_CLASSES"
+        for name, node in cfg.MODEL.items()
+        if name not in known and isinstance(node, CfgNode) and "NUM_CLASSES" in node
+    ]
+
+
+def _check_masks(cfg: CfgNode, file: CocoFile) -> None:
+    if not cfg.MODEL.MASK_ON or not file.num_objects:
+        return
+    if len(file.without_mask) == file.num_objects:
+        raise ConfigError(
+            f"MODEL.MASK_ON True, and {file.name} has no masks: no annotation of {file.json_file} "
+            "has a segmentation. Take a config of COCO-Detection, or set MODEL.MASK_ON False"
+        )
+    if file.without_mask:
+        raise DataError(
+            f"MODEL.MASK_ON True: {len(file.without_mask)} of {file.num_objects} annotations in "
+            f"{file.json_file} have no segmentation, the first has the id {file.without_mask[0]}. "
+            "Add or remove them, or set MODEL.MASK_ON False"
+        )
+    if file.with_rle and cfg.INPUT.MASK_FORMAT == "polygon":
+        raise ConfigError(
+            f"INPUT.MASK_FORMAT polygon: {len(file.with_rle)} annotations in {file.json_file} have "
+            f"masks as run-length codes, the first has the id {file.with_rle[0]}. Set "
+            "INPUT.MASK_FORMAT bitmask"
+        )
+
+
+def _keypoints(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator[Setting]:
+    if not cfg.MODEL.KEYPOINT_ON:
+        return
+    if file.without_keypoints:
+        raise DataError(
+            f"MODEL.KEYPOINT_ON True: {len(file.without_keypoints)} of {file.num_objects} "
+            f"annotations in {file.json_file} have no keypoints, the first has the id "
+            f"{file.without_keypoints[0]}. Add or remove them, or set MODEL.KEYPOINT_ON False"
+        )
+    key, number = "MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS", len(file.keypoint_names)
+    value = _value(cfg, key)
+    if value != number and key in given:
+        raise ConfigError(
+            f"{key} {value} does not fit the data: {file.json_file} has {number} keypoints for "
+            f"each object. Leave the key out, or set it {number}"
+        )
+    if value != number:
+        yield Setting(key, number, f"the keypoints of {file.name}: {_names(file.keypoint_names)}")
+    key, sigmas = "TEST.KEYPOINT_OKS_SIGMAS", cfg.TEST.KEYPOINT_OKS_SIGMAS
+    if (len(sigmas) or _COCO_KEYPOINTS) != number:
+        if key in given:
+            raise ConfigError(f"{key} must have {number} numbers, one for each keypoint")
+        yield Setting(key, [0.05] * number, "assumed: how far keypoints may be off in evaluation")
+
+
+def _schedule(cfg: CfgNode, train: Sequence[CocoFile], given: Collection[str]) -> Iterator[Setting]:
+    filters = cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
+    num_images = sum(f.num_images_with_objects if filters else f.num_images for f in train)
+    solver = cfg.SOLVER
+    batch = solver.IMS_PER_BATCH * solver.get("ACCUMULATION_STEPS", 1)
+    of_recipe = solver.WARMUP_ITERS, solver.CHECKPOINT_PERIOD
+    proposed = fine_tuning_schedule(num_images, batch, *of_recipe)
+    what = f"a fine-tuning on {num_images} images, {batch} in each iteration"
+    max_iter = proposed["SOLVER.MAX_ITER"]
+    assert isinstance(max_iter, int)
+    if "SOLVER.MAX_ITER" in given:
+        epochs = solver.MAX_ITER * batch / num_images
+        if _MUCH_LONGER * max_iter < solver.MAX_ITER:
+            yield Setting(
+                "",
+                None,
+                f"SOLVER.MAX_ITER {solver.MAX_ITER} is kept: {epochs:,.0f} epochs of {num_images} "
+                f"images. For {what}, SOLVER.MAX_ITER {max_iter} would do ({RULE})",
+            )
+        proposed = {"SOLVER.MAX_ITER": solver.MAX_ITER}
+        if any(step >= solver.MAX_ITER for step in solver.STEPS):
+            proposed.update(periods(solver.MAX_ITER, *of_recipe))
+    elif max_iter >= solver.MAX_ITER:
+        epochs = solver.MAX_ITER * batch / num_images
+        note = f"SOLVER.MAX_ITER {solver.MAX_ITER} is the config's: {epochs:,.1f} epochs of "
+        yield Setting("", None, f"{note}{num_images} images, {batch} in each iteration")
+        return
+    for key, value in proposed.items():
+        if key not in given and value != _value(cfg, key):
+            why = f"{what}: {RULE}" if key == "SOLVER.MAX_ITER" else "goes with MAX_ITER"
+            yield Setting(key, value, why)
+
+
+def _value(cfg: CfgNode, key: str) -> Any:
+    node: Any = cfg
+    for part in key.split("."):
+        node = node[part]
+    return node
+
+
+def _names(names: Sequence[str], most: Optional[int] = 5) -> str:
+    shown = ", ".join(map(str, names[:most]))
+    return shown if len(names) <= (most or len(names)) else f"{shown}, ..."

@@ -1,0 +1,124 @@
+"""Options that commands share: a card's size, and datasets by their files."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+from detectron2.config import CfgNode
+
+from .config import check_config, load_cfg
+from .config_files import find_config_file, keys_in_own_files
+from .data import (
+    CocoFile,
+    Setting,
+    add_coco_option,
+    check_coco_file,
+    fit_to_data,
+    goes_with_data,
+    register_coco,
+)
+from .errors import ConfigError
+from .presets import PRESETS, budget_of_preset
+
+__all__ = ["add_options", "check_opts", "opts_of_card", "opts_of_settings", "settings_of_data"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--card`` and ``--coco``."""
+    parser.add_argument(
+        "--card",
+        metavar="SIZE",
+        help=f"the budget of a card that is sold with so much memory: {', '.join(PRESETS)}. The "
+        "same as MEMFIT.PRESET",
+    )
+    add_coco_option(parser)
+
+
+def check_opts(opts: Sequence[str]) -> None:
+    """Raise :class:`ConfigError` unless these are KEY VALUE pairs."""
+    for key in opts[::2]:
+        if key.startswith("--"):
+            raise ConfigError(f"{key}: options stand before the KEY VALUE pairs")
+    if len(opts) % 2:
+        raise ConfigError(f"KEY VALUE pairs: a value is missing after {opts[-1]}")
+
+
+def opts_of_card(card: Optional[str], opts: Sequence[str]) -> list[str]:
+    """KEY VALUE pairs for ``--card``, which may be written as 6GB, 6 or "6 GB".
+
+    Raises:
+        ConfigError: there is no such card, or ``opts`` have a budget too.
+    """
+    if card is None:
+        return []
+    card = card.upper().removesuffix("GB").strip() + "GB"
+    budget_of_preset(card)
+    for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET"):
+        if key in opts[::2]:
+            raise ConfigError(f"--card {card} and {key} are two budgets: name one")
+    return ["MEMFIT.PRESET", card, "MEMFIT.BUDGET_GB", "None"]
+
+
+def settings_of_data(
+    coco: Sequence[Sequence[str]],
+    config_file: str,
+    opts: Sequence[str],
+    add_keys: Sequence[Callable[[CfgNode], Any]] = (),
+    *,
+    eval_only: bool = False,
+    reads_images: bool = False,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Setting]:
+    """Register the datasets of ``--coco``, check those that are used, and find what follows from
+    them for keys that the user has not given.
+
+    What a file says of other datasets does not hold for these: a plan that was made for COCO is one
+    for one's own data too, but for its schedule and classes.
+
+    Args:
+        coco: values of ``--coco``.
+        config_file, opts, add_keys: as for :func:`~d2_memfit.config.load_cfg`.
+        eval_only: whether nothing is trained.
+        reads_images: whether images must be there, or only the annotations.
+        progress: as for :func:`~d2_memfit.data.check_coco_file`.
+    """
+    for dataset in coco:
+        register_coco(*dataset)
+    if not coco:
+        return []
+    names = [name for name, _, _ in coco]
+    given = set(opts[::2])
+    if config_file:
+        of_file = keys_in_own_files(find_config_file(config_file))
+        datasets = load_cfg(config_file, [], add_keys).DATASETS
+        if not {*datasets.TRAIN, *datasets.TEST} & set(names):
+            of_file = {key for key in of_file if not goes_with_data(key)}
+        given |= of_file
+    settings = _roles(names, given, eval_only)
+    cfg = load_cfg(config_file, [*opts_of_settings(settings), *opts], add_keys)
+    if not eval_only:
+        check_config(cfg)
+    train: list[CocoFile] = []
+    test: list[CocoFile] = []
+    for name, json_file, image_dir in coco:
+        trains = name in cfg.DATASETS.TRAIN and not eval_only
+        if trains or name in cfg.DATASETS.TEST:
+            folder = image_dir if reads_images else None
+            needs_objects = trains and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
+            file = check_coco_file(name, json_file, folder, needs_objects, progress)
+            (train if trains else test).append(file)
+    return [*settings, *fit_to_data(cfg, train, test, given)]
+
+
+def opts_of_settings(settings: Sequence[Setting]) -> list[str]:
+    """KEY VALUE pairs, to stand before those of the user."""
+    return [text for s in settings if s.key for text in (s.key, str(s.value))]
+
+
+def _roles(names: Sequence[str], given: set[str], eval_only: bool) -> list[Setting]:
+    """Which of the datasets are trained on and which evaluated on, unless DATASETS says so."""
+    if "DATASETS.TRAIN" in given or "DATASETS.TEST" in given:
+        return []
+    others = names[1:] if len(names) > 1 or not eval_only else names
+    test = Setting("DATASETS.TEST", tuple(others), "what --coco names, but for the first")
+    return [test] if eval_only else [Setting("DATASETS.TRAIN", (names[0],), "the first"), test]

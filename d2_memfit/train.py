@@ -1,0 +1,172 @@
+"""Train or evaluate a detector: Detectron2's tools/train_net.py, with the keys of d2_memfit.
+
+Each of these is the command ``d2-memfit train``, and ``tools/train_net.py`` in a checkout:
+
+    d2-memfit train --config-file FILE --fit --coco NAME JSON IMAGE_DIR ...
+    d2-memfit train --config-file FILE [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
+    torchrun --nproc-per-node N tools/train_net.py --config-file FILE
+
+FILE is a file, or the name of a config in Detectron2's model zoo or ours. Without a GPU it trains
+on the CPU, on N processes with --num-gpus N.
+"""
+
+import argparse
+import os
+import sys
+from collections import OrderedDict
+from typing import Any, Optional
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine import default_argument_parser, default_setup, hooks
+from detectron2.evaluation import DatasetEvaluator, verify_results
+from detectron2.modeling import GeneralizedRCNNWithTTA
+from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
+from torch import nn
+
+from .config import check_config, check_plan, load_cfg
+from .config_files import find_config_file
+from .data import check_datasets, register_coco
+from .engine import (
+    MemfitCheckpointer,
+    MemfitTrainer,
+    Precision,
+    RecoveryOptions,
+    launch,
+    usable_device,
+    world_size,
+)
+from .errors import ConfigError, exit_on_error
+from .evaluation import build_evaluator
+from .memory import use_expandable_segments
+from .options import add_options, check_opts, opts_of_card, opts_of_settings, settings_of_data
+from .planner import fit_config
+
+__all__ = ["Trainer", "argument_parser", "run"]
+
+
+class Trainer(MemfitTrainer):
+    @classmethod
+    def build_evaluator(
+        cls, cfg: CfgNode, dataset_name: str, output_folder: Optional[str] = None
+    ) -> DatasetEvaluator:
+        return build_evaluator(cfg, dataset_name, output_folder)
+
+    @classmethod
+    def test_with_TTA(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]:
+        """Evaluate with test-time augmentation, which R-CNNs can do."""
+        folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
+        evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
+        results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
+        return OrderedDict((k + "_TTA", v) for k, v in results.items())
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = default_argument_parser(epilog=__doc__)
+    parser.add_argument(
+        "--fit",
+        action="store_true",
+        help="make it fit this machine: MEMFIT.BUDGET_GB auto, unless a budget is named, "
+        "MEMFIT.PLAN.ENABLED True and MEMFIT.OOM.POLICY split",
+    )
+    add_options(parser)
+    return parser
+
+
+def make_cfg(args: argparse.Namespace) -> CfgNode:
+    for dataset in args.coco:
+        register_coco(*dataset)
+    cfg = load_cfg(args.config_file, args.opts)
+    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
+    cfg.freeze()
+    return cfg
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Find what cannot work before a process is started or OUTPUT_DIR is touched, and add to the
+    arguments what follows from others.
+
+    ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data, which stand before the
+    user's; ``args.notes`` says what follows from the data.
+    """
+    check_opts(args.opts)
+    opts = [*opts_of_card(args.card, args.opts), *args.opts]
+    settings = settings_of_data(
+        args.coco,
+        args.config_file,
+        opts,
+        eval_only=args.eval_only,
+        reads_images=True,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    args.notes = [str(setting) for setting in settings]
+    args.opts = [*opts_of_settings(settings), *opts]
+    if args.fit:
+        args.opts = [*_opts_of_fit(make_cfg(args), args.eval_only), *args.opts]
+    _check(args)
+
+
+def _opts_of_fit(cfg: CfgNode, eval_only: bool) -> list[str]:
+    # A plan turns on "split", where the model can be split.
+    opts = ["MEMFIT.OOM.POLICY", "split"] if eval_only else ["MEMFIT.PLAN.ENABLED", "True"]
+    if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
+        opts += ["MEMFIT.BUDGET_GB", "auto"]
+    return opts
+
+
+def _check(args: argparse.Namespace) -> None:
+    cfg = make_cfg(args)
+    if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
+        use_expandable_segments()  # before anything asks the GPU
+    ranks = world_size(args.num_gpus, args.num_machines)
+    if not args.eval_only:
+        check_config(cfg)
+        check_config(Trainer.auto_scale_workers(cfg, ranks), ranks)
+    args.config_file = find_config_file(args.config_file)  # which is logged
+    Precision.from_cfg(cfg)
+    RecoveryOptions.from_cfg(cfg)
+    check_plan(cfg)
+    check_datasets(cfg, args.eval_only)
+    if os.path.exists(cfg.OUTPUT_DIR) and not os.path.isdir(cfg.OUTPUT_DIR):
+        raise ConfigError(f"OUTPUT_DIR must be a folder, and {cfg.OUTPUT_DIR} is a file")
+    checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR)
+    checkpointer.check(cfg.MODEL.WEIGHTS, resume=args.resume)
+
+
+@exit_on_error
+def main(args: argparse.Namespace) -> None:
+    """What every rank does, with the arguments as :func:`prepare` leaves them."""
+    cfg = make_cfg(args)
+    default_setup(cfg, args)
+    logger = setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
+    if cfg.MODEL.DEVICE == "cpu" and not torch.cuda.is_available():
+        logger.warning("No GPU is visible: running on the CPU")
+    for note in args.notes:
+        logger.info("From the data: %s", note)
+
+    if args.eval_only:
+        model = Trainer.build_model(cfg)
+        checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
+        checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
+        results = Trainer.test(cfg, model)
+        if cfg.TEST.AUG.ENABLED:
+            results.update(Trainer.test_with_TTA(cfg, model))
+        if comm.is_main_process():
+            verify_results(cfg, results)
+        return
+
+    cfg = fit_config(cfg)
+    trainer = Trainer(cfg)
+    trainer.resume_or_load(resume=args.resume)
+    if cfg.TEST.AUG.ENABLED:
+        trainer.register_hooks(
+            [hooks.EvalHook(0, lambda: trainer.test_with_TTA(cfg, trainer.model))]
+        )
+    trainer.train()
+
+
+def run(args: argparse.Namespace) -> None:
+    """Check, then start the ranks, or join those that torchrun started."""
+    prepare(args)
+    launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))

@@ -1,0 +1,63 @@
+"""Datasets by their files, registered and found."""
+
+import json
+
+import pytest
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.detection_utils import create_keypoint_hflip_indices
+
+from d2_memfit import get_cfg
+from d2_memfit.data import check_datasets, register_coco
+from d2_memfit.errors import ConfigError, DataError
+
+
+def cfg_with(train=(), test=()):
+    cfg = get_cfg()
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = train, test
+    return cfg
+
+
+def test_coins_are_there(coins):
+    check_datasets(cfg_with(("coins_train",), ("coins_val",)))
+
+
+def test_the_same_dataset_may_be_registered_twice_and_another_may_not_take_its_name(coins):
+    register_coco("coins_train", str(coins / "train.json"), str(coins / "train"))
+    assert len(DatasetCatalog.get("coins_train")) == 64
+    with pytest.raises(ConfigError, match="--coco coins_train: there is another dataset"):
+        register_coco("coins_train", str(coins / "val.json"), str(coins / "val"))
+
+
+def test_a_name_that_is_not_registered_is_answered_with_near_ones(coins):
+    with pytest.raises(
+        ConfigError, match=r"DATASETS\.TRAIN names 'coins_trian'.*near: coins_train"
+    ):
+        check_datasets(cfg_with(("coins_trian",)))
+
+
+def test_there_must_be_something_to_train_on():
+    with pytest.raises(ConfigError, match=r"DATASETS\.TRAIN is empty"):
+        check_datasets(cfg_with())
+    check_datasets(cfg_with(), eval_only=True)
+
+
+def test_a_builtin_dataset_that_is_not_on_disk_is_named():
+    with pytest.raises(DataError, match=r"instances_train2017\.json does not exist"):
+        check_datasets(cfg_with(("coco_2017_train",)))
+
+
+def test_keypoints_of_a_users_own_can_be_flipped(coins, tmp_path):
+    coco = json.loads((coins / "val.json").read_text())
+    coco["categories"][0]["keypoints"] = ["left_edge", "middle", "right_edge"]
+    for a in coco["annotations"]:
+        a["keypoints"] = [1, 1, 2, 5, 5, 2, 9, 9, 2]
+    file = tmp_path / "keypoints.json"
+    file.write_text(json.dumps(coco))
+    register_coco("coins_with_keypoints", str(file), str(coins / "val"))
+    try:
+        assert DatasetCatalog.get("coins_with_keypoints")[0]["annotations"][0]["keypoints"]
+        flipped = create_keypoint_hflip_indices(["coins_with_keypoints"])
+        assert list(flipped) == [2, 1, 0]
+    finally:
+        DatasetCatalog.remove("coins_with_keypoints")
+        MetadataCatalog.remove("coins_with_keypoints")

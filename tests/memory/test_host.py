@@ -1,0 +1,76 @@
+"""RAM that is left, as cgroups limit it: in a container, under systemd, in a Slurm job."""
+
+import psutil
+import pytest
+
+from d2_memfit.memory import available_host_bytes, host
+
+GB = 2**30
+
+
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    """Writes files of cgroups, and what the kernel says of those that a process is in."""
+
+    def write(own, files):
+        for name, content in files.items():
+            file = tmp_path / "cgroup" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{content}\n")
+        (tmp_path / "own").write_text(own)
+
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
+    return write
+
+
+def test_without_limits_it_is_what_the_machine_has(cgroups):
+    available = psutil.virtual_memory().available
+    cgroups("0::/\n", {"memory.max": "max", "memory.current": 5})
+    assert available_host_bytes() == pytest.approx(available, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/\n", {"memory.max": 3 * 2**20, "memory.current": 2**20}),  # a container with v2
+        (
+            "0::/system.slice/job.scope\n",
+            {
+                "system.slice/memory.max": 3 * 2**20,
+                "system.slice/memory.current": 2**20,
+                "system.slice/job.scope/memory.max": "max",
+                "system.slice/job.scope/memory.current": 2**10,
+            },
+        ),
+        (
+            "5:cpu:/a\n4:memory:/slurm/job_7\n0::/\n",
+            {
+                "memory/slurm/job_7/memory.limit_in_bytes": 3 * 2**20,
+                "memory/slurm/job_7/memory.usage_in_bytes": 2**20,
+                "memory/memory.limit_in_bytes": 2**62,
+                "memory/memory.usage_in_bytes": 2**30,
+            },
+        ),
+        (  # in a container, whose path is that of the host
+            "4:memory:/docker/1f2e\n",
+            {
+                "memory/memory.limit_in_bytes": 3 * 2**20,
+                "memory/memory.usage_in_bytes": 2**20,
+            },
+        ),
+    ],
+)
+def test_the_smallest_rest_of_all_limits_counts(cgroups, own, files):
+    cgroups(own, files)
+    assert available_host_bytes() == 2 * 2**20
+
+
+def test_more_in_use_than_the_limit_leaves_nothing(cgroups):
+    cgroups("0::/\n", {"memory.max": 5, "memory.current": 7})
+    assert available_host_bytes() == 0
+
+
+def test_a_system_without_cgroups_has_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "none")
+    assert available_host_bytes() > GB / 10
