@@ -1,0 +1,85 @@
+"""Out-of-memory errors at chosen allocations."""
+
+import random
+from collections.abc import Iterable
+from typing import Any, Optional, Union
+
+import numpy as np
+import torch
+from detectron2.utils.events import EventStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ..engine import AccumulatingTrainer
+from ..engine.recovery import RecoveryReport
+from ..engine.storage import WindowStorage
+from ..engine.window import MicroBatch, Window
+
+__all__ = ["InjectedTrainer", "Injector", "iterate", "seed_all"]
+
+
+class Injector(TorchDispatchMode):
+    """Counts tensors that come to life while it is open, and raises at some of them.
+
+    Args:
+        fail_at: numbers of allocations, from 1.
+    """
+
+    def __init__(self, fail_at: Iterable[int] = ()) -> None:
+        super().__init__()
+        self.fail_at = set(fail_at)
+        self.num_allocations = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {_storage_of(t) for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and _storage_of(tensor) not in given:
+                self.num_allocations += 1
+                if self.num_allocations in self.fail_at:
+                    raise torch.OutOfMemoryError(f"injected at {self.num_allocations}")
+        return result
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class InjectedTrainer(AccumulatingTrainer):
+    """Allocations of its forwards and backwards go through an injector.
+
+    ``window_sizes`` are those of the last window's micro-batches, as they were in the end.
+    """
+
+    injector = Injector()
+    window_sizes: tuple[int, ...] = ()
+
+    def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
+        with self.injector:
+            return super()._forward(micro_batch)
+
+    def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
+        with self.injector:
+            super()._backward(loss, weight)
+
+    def _accumulate(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
+        result = super()._accumulate(window, storage)
+        self.window_sizes = tuple(m.num_images for m in window.micro_batches)
+        return result
+
+
+def iterate(trainer: AccumulatingTrainer, num_iterations: int = 1, first: int = 0) -> EventStorage:
+    """Iterations as TrainerBase.train makes them; returns the event storage."""
+    with EventStorage() as storage:
+        for trainer.iter in range(first, first + num_iterations):
+            storage.iter = trainer.iter
+            trainer.run_step()
+    return storage
+
+
+def seed_all(seed: int = 0) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,0 +1,88 @@
+"""Peaks of a device's memory: PyTorch's own count on a GPU, every tensor's bytes on the CPU."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+
+from ..memory import TensorMeter, enforce_budget, process_memory
+
+__all__ = ["Peaks", "limited", "median_seconds", "peaks_of", "wait_for"]
+
+
+@dataclass
+class Peaks:
+    """Peaks since this was made, or since the last :meth:`take`, in bytes.
+
+    On the CPU, tensors that were there before do not count, and nothing is reserved beside them.
+    """
+
+    device: torch.device
+    meter: Optional[TensorMeter] = None
+
+    def take(self) -> tuple[int, int]:
+        """Allocated and reserved; then it begins anew."""
+        if self.meter is not None:
+            peak, self.meter.peak_bytes = self.meter.peak_bytes, self.meter.live_bytes
+            return peak, peak
+        wait_for(self.device)
+        peaks = (
+            torch.cuda.max_memory_allocated(self.device),
+            torch.cuda.max_memory_reserved(self.device),
+        )
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peaks
+
+
+@contextmanager
+def peaks_of(device: torch.device) -> Iterator[Peaks]:
+    if device.type == "cpu":
+        with TensorMeter() as meter:
+            yield Peaks(device, meter)
+        return
+    wait_for(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    yield Peaks(device)
+
+
+@contextmanager
+def limited(device: torch.device, more_bytes: int) -> Iterator[None]:
+    """While open, this process can take so much more of the device than it has reserved now."""
+    if device.type == "cpu":
+        enforce_budget((process_memory().data_bytes + more_bytes) / 2**30, "cpu")
+        try:
+            yield
+        finally:
+            enforce_budget(None, "cpu")
+        return
+    torch.cuda.empty_cache()
+    allowed = torch.cuda.memory_reserved(device) + more_bytes
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(allowed / total, 1.0), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until all that was started on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_seconds(run: Callable[[], Any], device: torch.device, rounds: int) -> float:
+    """The median of what so many calls take, after one that does not count."""
+    run()
+    seconds = []
+    for _ in range(rounds):
+        wait_for(device)
+        start = time.perf_counter()
+        run()
+        wait_for(device)
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 2]

@@ -1,0 +1,140 @@
+"""All measurements in one run, which may be cut off: what was measured is on file."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Optional
+
+import yaml
+
+from ..checks import check_positive_number
+from ..errors import ConfigError
+from .report import draw, markdown
+from .worker import MARK
+
+__all__ = ["measure_gpu"]
+
+# The first says what the card is; the others in the order of what they tell.
+_JOBS = (
+    *("machine", "checks", "calibration", "zoo", "presets", "recovery", "techniques"),
+    *("outside", "plain"),
+)
+_LEAST_SECONDS = 5.0  # that are left for a job to be begun
+
+
+def measure_gpu(
+    device: str, minutes: float, folder: Path, progress: Callable[[str], None] = print
+) -> Path:
+    """Measure a device, each thing in a process of its own.
+
+    Writes ``<card>.json`` after each record, and when all is done, or the time is over, a device
+    file ``<card>.yaml``, a table ``<card>.md`` and a plot ``<card>.png`` beside it.
+
+    Args:
+        device: such as "cuda:0"; "cpu" is a rehearsal of little, small.
+        minutes: after which it ends, whatever is left.
+        folder: for the files.
+        progress: called with a line for each record.
+
+    Returns:
+        Path: of the JSON file.
+
+    Raises:
+        ConfigError: the device does not answer.
+    """
+    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
+        raise ConfigError(f"--device must be cuda:0, of another number, or cpu, got {device!r}")
+    check_positive_number("--minutes", minutes)
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    results = _Results(folder, minutes, progress)
+    for job in _JOBS:
+        left = start + 60 * minutes - time.monotonic()
+        error: Optional[str] = "there was no time left"
+        if left > _LEAST_SECONDS:
+            error = _run(job, device, left, partial(results.take, job))
+        if error is not None:
+            results.all["errors"][job] = error
+        if job == "machine" and not results.all.get(job):
+            raise ConfigError(f"--device {device} cannot be used: {error}")
+    results.write()
+    path = results.path
+    for values in results.all.get("calibration", []):
+        text = yaml.safe_dump(values, sort_keys=False)
+        path.with_suffix(".yaml").write_text(f"# Measured by d2-memfit measure-gpu.\n{text}")
+    path.with_suffix(".md").write_text(markdown(results.all))
+    draw(results.all, path.with_suffix(".png"))
+    return path
+
+
+class _Results:
+    """What was measured so far, on file as soon as the card's name is known."""
+
+    def __init__(self, folder: Path, minutes: float, progress: Callable[[str], None]) -> None:
+        self.all: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "minutes": minutes}
+        self.all["errors"] = {}
+        self._folder = folder
+        self._progress = progress
+        self._start = time.monotonic()
+
+    @property
+    def path(self) -> Path:
+        card = self.all["machine"][0]["card"].lower()
+        return self._folder / f"{re.sub('[^a-z0-9]+', '_', card).strip('_')}.json"
+
+    def take(self, job: str, record: dict[str, Any]) -> None:
+        self.all.setdefault(job, []).append(record)
+        self.write()
+        self._progress(f"{time.monotonic() - self._start:4.0f} s  {job}: {_short(record)}")
+
+    def write(self) -> None:
+        """Never half of it."""
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.all, indent=1))
+        temporary.replace(self.path)
+
+
+def _run(
+    job: str, device: str, seconds: float, take: Callable[[dict[str, Any]], None]
+) -> Optional[str]:
+    """Run a job until it ends or its time is over; what went wrong, if something did."""
+    command = [sys.executable, "-m", "d2_memfit.measure.worker", job, device]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if device == "cpu":  # freed memory goes back, so that a limit is one of what is in use
+        environment["MALLOC_MMAP_THRESHOLD_"] = str(2**17)
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as process,
+    ):
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(MARK):
+                    take(json.loads(line[len(MARK) :]))
+        finally:
+            is_over = not timer.is_alive()
+            timer.cancel()
+            process.kill()
+            process.wait()
+        if is_over:
+            return "the time was over"
+        errors.seek(0)
+        last = [line.strip() for line in errors.read().splitlines() if line.strip()][-1:]
+        return f"status {process.returncode}: {''.join(last)[:500]}" if process.returncode else None
+
+
+def _short(record: dict[str, Any]) -> str:
+    parts = [f"{v:.3g}" if isinstance(v, float) else str(v) for v in record.values()]
+    return ", ".join(parts)[:150]

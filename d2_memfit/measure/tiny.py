@@ -1,0 +1,136 @@
+"""Real Detectron2 models, small enough to be trained in a second, and images for them."""
+
+from typing import Any, Union
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from detectron2.structures import BitMasks, Boxes, Instances, Keypoints
+from torch import nn
+
+from ..config import load_cfg
+
+__all__ = [
+    "every_anchor_counts",
+    "image",
+    "images",
+    "parameters",
+    "relative_difference",
+    "tiny_cfg",
+    "tiny_model",
+]
+
+
+def tiny_cfg(
+    family: str = "mask_rcnn",
+    image_size: int = 64,
+    device: Union[torch.device, str] = "cpu",
+) -> CfgNode:
+    """A detector with a ResNet-50 of a tenth of its channels, and FPN.
+
+    Args:
+        family: "proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn" or "retinanet".
+        image_size: length of the shorter side, in pixels.
+        device: MODEL.DEVICE.
+    """
+    cfg = load_cfg("Base-RCNN-FPN")
+    cfg.MODEL.DEVICE = str(device)
+    cfg.MODEL.META_ARCHITECTURE = {
+        "proposal_network": "ProposalNetwork",
+        "retinanet": "RetinaNet",
+    }.get(family, "GeneralizedRCNN")
+    cfg.MODEL.MASK_ON = family == "mask_rcnn"
+    cfg.MODEL.KEYPOINT_ON = family == "keypoint_rcnn"
+    cfg.MODEL.PIXEL_STD = [300.0, 300.0, 300.0]  # keeps the activations of random weights small
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    cfg.MODEL.RESNETS.DEPTH = 50
+    cfg.MODEL.RESNETS.STEM_OUT_CHANNELS = 8
+    cfg.MODEL.RESNETS.WIDTH_PER_GROUP = 4
+    cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 16
+    cfg.MODEL.FPN.OUT_CHANNELS = 16
+    cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[8], [16], [32], [64], [128]]
+    cfg.MODEL.RPN.BATCH_SIZE_PER_IMAGE = 32
+    cfg.MODEL.RPN.PRE_NMS_TOPK_TRAIN = 100
+    cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN = 50
+    cfg.MODEL.RPN.PRE_NMS_TOPK_TEST = 50
+    cfg.MODEL.RPN.POST_NMS_TOPK_TEST = 20
+    cfg.MODEL.ROI_HEADS.NUM_CLASSES = 1
+    cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 16
+    cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 32
+    cfg.MODEL.ROI_MASK_HEAD.CONV_DIM = 16
+    cfg.MODEL.ROI_MASK_HEAD.NUM_CONV = 1
+    cfg.MODEL.ROI_KEYPOINT_HEAD.CONV_DIMS = [16]
+    cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS = 2
+    if family == "retinanet":
+        cfg.MODEL.BACKBONE.NAME = "build_retinanet_resnet_fpn_backbone"
+        cfg.MODEL.RESNETS.OUT_FEATURES = ["res3", "res4", "res5"]
+        cfg.MODEL.FPN.IN_FEATURES = ["res3", "res4", "res5"]
+        cfg.MODEL.RETINANET.NUM_CLASSES = 1
+        cfg.MODEL.RETINANET.NUM_CONVS = 1
+    cfg.INPUT.MIN_SIZE_TRAIN = (image_size,)
+    cfg.INPUT.MIN_SIZE_TEST = image_size
+    cfg.INPUT.MAX_SIZE_TRAIN = cfg.INPUT.MAX_SIZE_TEST = 2 * image_size
+    cfg.DATALOADER.NUM_WORKERS = 0
+    cfg.SOLVER.BASE_LR = 0.01
+    cfg.SOLVER.WARMUP_ITERS = 0
+    cfg.SOLVER.STEPS = ()
+    cfg.SEED = 1
+    return cfg
+
+
+def every_anchor_counts(cfg: CfgNode) -> CfgNode:
+    """Make the proposal network's loss use all anchors, so that it is a mean over images alone."""
+    cfg.MODEL.RPN.BATCH_SIZE_PER_IMAGE = 4096  # more than there are: none is left out at random
+    cfg.MODEL.RPN.LOSS_WEIGHT = 10.0  # the loss is divided by that number
+    return cfg
+
+
+def tiny_model(cfg: CfgNode, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    return build_model(cfg).to(dtype)
+
+
+def image(index: int, size: int = 64, num_instances: int = 3) -> dict[str, Any]:
+    """A dataset dict of Detectron2 with random pixels, boxes, masks, and a keypoint in two corners
+    of each box; a function of ``index``.
+    """
+    rng = torch.Generator().manual_seed(index)
+    corner = torch.rand(num_instances, 2, generator=rng) * size * 0.6
+    extent = (torch.rand(num_instances, 2, generator=rng) * 0.3 + 0.1) * size
+    instances = Instances((size, size))
+    instances.gt_boxes = Boxes(torch.cat([corner, corner + extent], dim=1))
+    instances.gt_classes = torch.zeros(num_instances, dtype=torch.int64)
+    masks = torch.zeros(num_instances, size, size, dtype=torch.bool)
+    for mask, (x0, y0, x1, y1) in zip(masks, instances.gt_boxes.tensor.long().tolist()):
+        mask[y0:y1, x0:x1] = True
+    instances.gt_masks = BitMasks(masks)
+    visible = torch.full((num_instances, 2, 1), 2.0)
+    corners = instances.gt_boxes.tensor.reshape(num_instances, 2, 2)
+    instances.gt_keypoints = Keypoints(torch.cat([corners, visible], dim=2))
+    return {
+        "image": torch.randint(0, 256, (3, size, size), dtype=torch.uint8, generator=rng),
+        "instances": instances,
+        "height": size,
+        "width": size,
+        "file_name": f"image_{index}.png",
+        "image_id": index,
+    }
+
+
+def images(num: int, first: int = 0, **kwargs: Any) -> list[dict[str, Any]]:
+    return [image(first + i, **kwargs) for i in range(num)]
+
+
+def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def relative_difference(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> float:
+    """Norm of the difference of two models' parameters, divided by the norm of ``expected``."""
+    difference = torch.stack(
+        [(actual[k] - expected[k]).double().square().sum() for k in expected]
+    ).sum()
+    norm = torch.stack([v.double().square().sum() for v in expected.values()]).sum()
+    return (difference / norm).sqrt().item()

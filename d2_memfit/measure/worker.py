@@ -1,0 +1,34 @@
+"""A process that measures one thing: ``python -m d2_memfit.measure.worker JOB DEVICE``.
+
+It prints a line for each record as soon as it has one. An error of CUDA ends it, and no other.
+"""
+
+import json
+import logging
+import sys
+
+from ..quiet import ignore_warnings_of_libraries
+
+__all__ = ["MARK"]
+
+MARK = "d2_memfit record: "  # other lines are of libraries
+
+
+def main(job: str, device_name: str) -> None:
+    ignore_warnings_of_libraries()
+    import torch
+
+    from ..memory import use_expandable_segments
+    from .jobs import JOBS, Scale
+
+    logging.getLogger("d2_memfit").setLevel(logging.ERROR)  # out-of-memory errors are meant
+    use_expandable_segments()  # as in training under a budget
+    device = torch.device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    for record in JOBS[job](device, Scale.of(device)):
+        print(MARK + json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

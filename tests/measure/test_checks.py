@@ -1,0 +1,45 @@
+"""`pytest -m gpu` runs the checks of `d2-memfit measure-gpu`."""
+
+import pytest
+import torch
+
+from d2_memfit.engine import AccumulatingTrainer
+from d2_memfit.measure import checks
+from d2_memfit.measure.checks import CHECKS, GPU_CHECKS
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", [*GPU_CHECKS, *CHECKS])
+def test_the_gpu_passes(name):
+    {**GPU_CHECKS, **CHECKS}[name](torch.device("cuda", 0))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_cpu_passes(name):
+    CHECKS[name](CPU)
+
+
+def test_a_trainer_that_is_not_detectron2s_is_found(monkeypatch):
+    class Other(AccumulatingTrainer):
+        def _backward(self, loss, weight):
+            super()._backward(loss * (1 + 1e-6), weight)
+
+    CHECKS["float32 is Detectron2's"](CPU)
+    monkeypatch.setattr(checks, "AccumulatingTrainer", Other)
+    with pytest.raises(AssertionError, match="weights differ by"):
+        CHECKS["float32 is Detectron2's"](CPU)
+
+
+def test_accumulation_that_weighs_micro_batches_alike_is_found(monkeypatch):
+    class Alike(AccumulatingTrainer):
+        def _backward(self, loss, weight):
+            super()._backward(loss, 1 / self.accumulation_steps)
+
+    CHECKS["accumulation in float32"](CPU)
+    monkeypatch.setattr(checks, "AccumulatingTrainer", Alike)
+    with pytest.raises(AssertionError, match="of weights that moved by"):
+        CHECKS["accumulation in float32"](CPU)

@@ -1,0 +1,88 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from d2_memfit.errors import ConfigError
+from d2_memfit.measure.jobs import JOBS
+from d2_memfit.measure.run import measure_gpu
+
+
+def measure(folder, minutes):
+    """All that a rehearsal wrote: results, table, and its lines."""
+    lines = []
+    file = measure_gpu("cpu", minutes, folder, lines.append)
+    return json.loads(file.read_text()), file.with_suffix(".md").read_text(), lines
+
+
+@pytest.mark.exhaustive
+def test_a_rehearsal_measures_a_little_of_all(tmp_path):
+    results, table, lines = measure(tmp_path, minutes=10)
+    assert results["errors"] == {}
+    assert set(JOBS) <= set(results)
+    records = [record for job in JOBS for record in results[job]]
+    assert len(lines) == len(records)
+    assert not [record for record in records if "error" in record]
+    (machine,) = results["machine"]
+    assert machine["rehearsal"]
+    assert "A rehearsal on a CPU: these figures are of no card." in table
+    for job in ("zoo", "presets"):
+        (record,) = results[job]
+        assert record["training_error"] == pytest.approx(0, abs=0.01)
+        assert record["evaluation_error"] == pytest.approx(0, abs=0.01)
+    (recovery,) = results["recovery"]
+    assert recovery["oom_events"] >= 1
+    assert recovery["relative_difference_of_weights"] < 1e-4
+    (calibration,) = results["calibration"]
+    (file,) = tmp_path.glob("*.yaml")
+    assert yaml.safe_load(file.read_text()) == calibration
+    (picture,) = tmp_path.glob("*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_killed_leaves_what_was_measured(tmp_path):
+    command = [sys.executable, "-m", "d2_memfit", "measure-gpu", "--device", "cpu"]
+    with subprocess.Popen(
+        [*command, "--output", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            lines = [process.stderr.readline() for _ in range(2)]
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # its worker too
+    assert "  machine: " in lines[0]
+    assert "  checks: " in lines[1]
+    (file,) = tmp_path.glob("*.json")
+    results = json.loads(file.read_text())
+    assert results["machine"][0]["rehearsal"]
+    assert results["checks"]
+
+
+def test_what_there_was_no_time_for_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("d2_memfit.measure.run._JOBS", ("machine", "plain"))
+    monkeypatch.setattr("d2_memfit.measure.run._LEAST_SECONDS", 24 * 3600 - 0.5)
+    results, table, _ = measure(tmp_path, minutes=24 * 60)  # half a second for the first
+    assert results["errors"] == {"plain": "there was no time left"}
+    assert "Not measured to the end: plain (there was no time left)." in table
+    assert len(list(tmp_path.glob("*.png"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "minutes", "error"),
+    [
+        ("tpu", 1, "--device must be cuda:0, of another number, or cpu, got 'tpu'"),
+        ("cpu", 0, "--minutes must be a positive number, got 0"),
+        ("cuda:99", 1, "--device cuda:99 cannot be used: status 1: "),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error(device, minutes, error, tmp_path):
+    with pytest.raises(ConfigError, match=error):
+        measure_gpu(device, minutes, tmp_path)
+    assert list(tmp_path.iterdir()) == []
