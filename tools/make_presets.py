@@ -53,7 +53,8 @@ MODELS = (
 
 
 def presets(model: str, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
-    """Plans of those cards that the model fits on with other settings than on the card before.
+    """Plans of those cards that the model fits on with other settings than on the card before, and
+    of those that have a preset already: a name that is in use stays.
 
     None that would need bitsandbytes, which not everybody has.
     """
@@ -63,7 +64,8 @@ def presets(model: str, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
     for card in cards:
         plan = planner.plan(budget_of_preset(card), TIERS)
         settings = {k: v for k, v in plan.settings.items() if k != "MEMFIT.BUDGET_GB"}
-        if plan.fits and settings != before and "MEMFIT.OPTIMIZER.STATES_8BIT" not in settings:
+        is_new = settings != before or (CONFIGS / f"{model}_{card}.yaml").exists()
+        if plan.fits and is_new and "MEMFIT.OPTIMIZER.STATES_8BIT" not in settings:
             before = settings
             yield card, plan
 

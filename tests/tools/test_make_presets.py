@@ -1,10 +1,10 @@
 import make_presets
 import pytest
-from detectron2 import model_zoo as zoo
 from tiny import ROOT
 
 from d2_memfit import estimate_memory, model_zoo
 from d2_memfit.config import check_config, load_cfg
+from d2_memfit.config_files import detectron2_zoo
 from d2_memfit.presets import PRESETS
 
 NAMES = [n for n in model_zoo.list_configs() if n.endswith("GB.yaml")]
@@ -30,7 +30,7 @@ def test_recipes_are_those_of_detectron2(model):
     if "R_18" in model:
         pytest.skip("Detectron2 has no ResNet-18")
     ours = model_zoo.get_config(f"{model}.yaml")
-    assert ours.dump() == load_cfg(zoo.get_config_file(f"{in_zoo}.yaml")).dump()
+    assert ours.dump() == load_cfg(str(detectron2_zoo() / f"{in_zoo}.yaml")).dump()
 
 
 @pytest.mark.parametrize(
