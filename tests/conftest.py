@@ -11,6 +11,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the tests beside these need cores too
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that tests start
 
+# Random weights have gradients with numbers so small that each takes a CPU a hundred times as long.
+torch.set_flush_denormal(True)
+
 import_from("projects/Coins")
 import_from("projects/TiledImages")
 import_from("projects/ViTDet")

@@ -63,6 +63,7 @@ class Ranks:
 
 def _serve(rank, num_ranks, init_method, pipe):
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # as in conftest.py
     dist.init_process_group(
         "gloo",
         init_method=init_method,

@@ -5,7 +5,7 @@ from tiny import tiny_cfg
 from d2_memfit import estimate_memory, plan_memory
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
-from d2_memfit.planner import WorstCase
+from d2_memfit.planner import WorstCase, job
 from d2_memfit.planner.fit import planned_config
 
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
@@ -19,6 +19,30 @@ CASE = WorstCase(((320, 480),), 10, (320, 480), (320, 480))
 def mask():
     """Mask R-CNN R50-FPN with an effective batch of 8."""
     return load_cfg(MASK, ["SOLVER.IMS_PER_BATCH", 8])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_dry_runs():
+    """A dry run that one test has made is there for the others: it does not depend on budgets."""
+    known = {}
+
+    def shared(function):
+        def run(cfg, batch, *args):
+            of_run = cfg.clone()
+            of_run.MEMFIT.BUDGET_GB = None
+            images = batch[0] if isinstance(batch[0], list) else batch
+            sizes = [(i["image"].shape, len(i.get("instances", ()))) for i in images]
+            key = f"{function.__name__} {of_run} {sizes} {args}"
+            if key not in known:
+                known[key] = function(cfg, batch, *args)
+            return known[key]
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for function in (job.train, job.evaluate):
+            patch.setattr(job, function.__name__, shared(function))
+        yield
 
 
 def plan(cfg, budget_gb, **kwargs):
