@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tiny import ROOT, run_process
 
+pytestmark = pytest.mark.slow
+
 
 def test_without_detectron2_one_clear_error_names_the_ways_to_get_it(tmp_path):
     venv.create(tmp_path / "empty")

@@ -16,6 +16,8 @@ from tiny import ROOT
 from d2_memfit import MemfitTrainer, estimate_memory
 from d2_memfit.config import check_config
 
+pytestmark = pytest.mark.slow
+
 if importlib.util.find_spec("pkg_resources") is None:
     pytest.skip(
         "Detectron2's model_zoo needs pkg_resources: pip install 'setuptools<81'",

@@ -14,6 +14,8 @@ from d2_memfit import AccumulatingTrainer, MemfitMixin, MemfitTrainer
 from d2_memfit.errors import CheckpointError, ConfigError
 from d2_memfit.evaluation import build_evaluator
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def cfg(coins, tmp_path):

@@ -20,6 +20,8 @@ from d2_memfit.engine import RecoveryOptions
 from d2_memfit.engine.hooks import LeakDetector, MemoryMonitor, MemorySnapshot
 from d2_memfit.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def make_trainer(loader, family="proposal_network", **kwargs):
     model = tiny_model(tiny_cfg(family))
@@ -178,8 +180,8 @@ def test_a_healthy_run_of_2000_iterations_raises_no_alarm(family, log):
 
 def test_a_healthy_run_raises_no_alarm(log):
     trainer = make_trainer(batches())
-    trainer.register_hooks([LeakDetector(window=100)])
-    trainer.train(0, 300)
+    trainer.register_hooks([LeakDetector(window=50)])
+    trainer.train(0, 150)
     assert "grows" not in log.text
 
 

@@ -12,6 +12,8 @@ from d2_memfit import compat
 from d2_memfit.engine import RecoveryOptions, recovering_inference
 from d2_memfit.errors import OutOfMemoryError
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
 
 

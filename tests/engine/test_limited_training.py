@@ -8,7 +8,10 @@ import pytest
 import torch
 from tiny import ROOT, relative_difference, run_process
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process"),
+]
 
 EXTRA_MB = {"proposal_network": 230, "mask_rcnn": 560}
 # The proposal network's losses are means over images. The mask loss is one over all masks.
@@ -31,7 +34,9 @@ def events(output_dir):
     return [json.loads(line) for line in file.open()] if file.exists() else []
 
 
-@pytest.mark.parametrize("family", ["proposal_network", "mask_rcnn"])
+@pytest.mark.parametrize(
+    "family", ["proposal_network", pytest.param("mask_rcnn", marks=pytest.mark.exhaustive)]
+)
 def test_training_under_a_limit_ends_with_the_weights_of_enough_memory(family, tmp_path):
     plain = train(family, "plain", EXTRA_MB[family], tmp_path / "plain")
     assert plain.returncode != 0

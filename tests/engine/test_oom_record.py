@@ -3,11 +3,14 @@ import multiprocessing
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from detectron2.structures import Instances
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.engine.oom_record import Failure, OomEvent, OomRecord, padded_size
+
+pytestmark = pytest.mark.slow
 
 
 def event(num_images=2):

@@ -25,6 +25,8 @@ from d2_memfit.engine.micro_batch_size import MicroBatchSize
 from d2_memfit.errors import ConfigError, OutOfMemoryError
 from d2_memfit.memory import TensorMeter
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
 NUM_POINTS = 200
 NUM_SAMPLED = 4
@@ -452,15 +454,15 @@ def few_objects():
 def test_recoveries_leave_no_memory_behind(few_objects):
     model = Layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-    trainer = InjectedTrainer(model, batches(201), optimizer, recovery=RecoveryOptions())
+    trainer = InjectedTrainer(model, batches(101), optimizer, recovery=RecoveryOptions())
     with TensorMeter() as meter:
-        for i in range(201):
+        for i in range(101):
             trainer.injector = Injector(fail_at=[10 + i % 60])  # in forward and backward
             trainer.recovery.size = MicroBatchSize(None, grow_after=1)
             iterate(trainer, first=i)
             if i == 0:
                 at_first = meter.live_bytes
-    assert trainer.recovery.oom_events == 201
+    assert trainer.recovery.oom_events == 101
     assert meter.live_bytes - at_first < 2**20
 
 

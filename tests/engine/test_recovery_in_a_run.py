@@ -9,6 +9,8 @@ import pytest
 import torch
 from tiny import ROOT, read_metrics, run_process, tiny_cfg
 
+pytestmark = pytest.mark.slow
+
 TRAIN_NET = ROOT / "tools" / "train_net.py"
 
 
@@ -46,19 +48,19 @@ atexit.register(lambda: print("options:", os.environ.get("PYTORCH_CUDA_ALLOC_CON
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
-def test_a_budget_that_detectron2_exceeds_is_kept(cfg, coins, tmp_path):
+def test_a_budget_that_detectron2_exceeds_is_kept_and_can_be_planned_for(cfg, coins, tmp_path):
     """In training and in evaluation, and each worker of the loader has one of its own."""
-    cfg.INPUT.MIN_SIZE_TRAIN = (1024,)
-    cfg.INPUT.MAX_SIZE_TRAIN = 2048
+    cfg.INPUT.MIN_SIZE_TRAIN = (640,)
+    cfg.INPUT.MAX_SIZE_TRAIN = 1280
     cfg.SOLVER.IMS_PER_BATCH = 8
-    cfg.SOLVER.MAX_ITER = 2
+    cfg.SOLVER.MAX_ITER = 1
     cfg.DATALOADER.NUM_WORKERS = 1
     cfg.MEMFIT.BUDGET_GB = 0.01
     refused = train_net(cfg, coins, tmp_path)
     assert refused.returncode == 2
     taken_gb = float(re.search(r"not more than the ([\d.]+) GB", refused.stderr)[1])
 
-    cfg.MEMFIT.BUDGET_GB = taken_gb + 0.9
+    cfg.MEMFIT.BUDGET_GB = taken_gb + 0.6
     plain = train_net(cfg, coins, tmp_path, "MEMFIT.OOM.POLICY", "raise")
     assert plain.returncode == 1
     assert "can't allocate memory" in plain.stderr or "could not create" in plain.stderr
@@ -76,6 +78,15 @@ def test_a_budget_that_detectron2_exceeds_is_kept(cfg, coins, tmp_path):
     assert metrics["effective_batch"] == 8
     assert metrics["memfit/oom_events"] == len(read_record(output_dir))
     assert metrics["memfit/micro_batch"] < 8
+
+    output_dir = tmp_path / "planned"
+    options = ["MEMFIT.PLAN.ENABLED", True, "OUTPUT_DIR", output_dir]
+    planned = train_net(cfg, coins, tmp_path, *options)
+    assert planned.returncode == 0, planned.stderr[-4000:]
+    assert "smaller micro-batches" in planned.stdout
+    assert not (output_dir / "memfit_oom.jsonl").exists()
+    (metrics,) = [m for m in read_metrics(output_dir) if "effective_batch" in m]
+    assert metrics["effective_batch"] == 8
 
 
 EVALUATES_WITH_A_PRESET = """

@@ -22,6 +22,8 @@ from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.engine import reduce
 from d2_memfit.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 NUM_ITERATIONS = 5
 
 

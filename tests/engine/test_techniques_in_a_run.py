@@ -9,6 +9,8 @@ from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 from d2_memfit import MemfitMixin, MemfitTrainer
 from d2_memfit.techniques import TECHNIQUES, ShardedOptimizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def cfg(coins, tmp_path):

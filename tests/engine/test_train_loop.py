@@ -20,6 +20,8 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.errors import ConfigError, DataError
 from d2_memfit.memory import TensorMeter
 
+pytestmark = pytest.mark.slow
+
 
 def sgd(model, lr=0.01):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)

@@ -11,6 +11,8 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.measure.jobs import JOBS
 from d2_memfit.measure.run import measure_gpu
 
+pytestmark = pytest.mark.slow
+
 
 def measure(folder, minutes):
     """All that a rehearsal wrote: results, table, and its lines."""

@@ -18,6 +18,8 @@ from d2_memfit.memory import (
 )
 from d2_memfit.memory.budget import auto_budget_gb
 
+pytestmark = pytest.mark.slow
+
 
 def run_code(code):
     result = run_process([sys.executable, "-c", code])

@@ -10,6 +10,8 @@ from d2_memfit import __version__
 from d2_memfit.cli import main
 from d2_memfit.config import load_cfg
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def config_file(tmp_path):

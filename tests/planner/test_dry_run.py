@@ -23,6 +23,8 @@ from d2_memfit.planner.batches import evaluation_batch, training_batch
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_hollow, make_hollow
 from d2_memfit.planner.worst_case import WorstCase
 
+pytestmark = pytest.mark.slow
+
 CASE = WorstCase(((160, 224), (192, 160)), 7, (160, 224), (300, 400))
 
 # Real models at their full width, with images and numbers of proposals that can be computed.

@@ -1,16 +1,17 @@
 """Plans as part of a run."""
 
-import re
 import sys
 
 import pytest
-from tiny import ROOT, read_metrics, run_process, tiny_cfg
+from tiny import tiny_cfg
 
 from d2_memfit import fit_config, presets
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError, MemfitError
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import fit
+
+pytestmark = pytest.mark.slow
 
 GB = 2**30
 
@@ -117,37 +118,3 @@ def test_what_does_not_fit_is_an_error_with_the_smallest_budget(cfg, tmp_path):
 def test_a_plan_needs_a_budget(cfg):
     with pytest.raises(ConfigError, match=r"PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PR"):
         fit_config(cfg)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
-def test_a_budget_that_detectron2_exceeds_is_planned_for_and_kept(coins, tmp_path):
-    cfg = tiny_cfg("mask_rcnn")
-    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("fit_train",), ("fit_val",)
-    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (1024,), 2048
-    cfg.SOLVER.IMS_PER_BATCH = 8
-    cfg.SOLVER.MAX_ITER = 2
-    cfg.DATALOADER.NUM_WORKERS = 1
-    cfg.OUTPUT_DIR = str(tmp_path / "output")
-    config_file = tmp_path / "config.yaml"
-    config_file.write_text(cfg.dump())
-    command = [sys.executable, "-W", "ignore", ROOT / "tools" / "train_net.py"]
-    command += ["--config-file", config_file]
-    for split in ("train", "val"):
-        command += ["--coco", f"fit_{split}", coins / f"{split}.json", coins / split]
-
-    def train(budget_gb, *options):
-        options = ["MEMFIT.BUDGET_GB", budget_gb, *options]
-        return run_process([*command, *options], timeout_s=300)
-
-    taken_gb = float(re.search(r"than the ([\d.]+) GB", train(0.01).stderr)[1])
-    plain = train(taken_gb + 0.9)
-    assert plain.returncode == 1
-    assert "can't allocate memory" in plain.stderr
-    planned = train(taken_gb + 0.9, "MEMFIT.PLAN.ENABLED", True)
-    assert planned.returncode == 0, planned.stderr[-4000:]
-    assert "smaller micro-batches" in planned.stdout
-    output_dir = tmp_path / "output"
-    assert not (output_dir / "memfit_oom.jsonl").exists()
-    assert any("segm/AP50" in line for line in read_metrics(output_dir))
-    (metrics,) = [m for m in read_metrics(output_dir) if "effective_batch" in m]
-    assert metrics["effective_batch"] == 8

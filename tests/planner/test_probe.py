@@ -19,6 +19,8 @@ from d2_memfit.planner.batches import worst_proposals
 from d2_memfit.planner.device_model import DeviceModel
 from d2_memfit.planner.probe import run_for_real
 
+pytestmark = pytest.mark.slow
+
 CASE = WorstCase(((320, 480),), 10, (320, 480), (320, 480))
 LARGE = WorstCase(((800, 1333),), 30, (800, 1333), (800, 1333))
 

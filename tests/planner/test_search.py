@@ -8,6 +8,8 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.planner import WorstCase, job
 from d2_memfit.planner.fit import planned_config
 
+pytestmark = pytest.mark.slow
+
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
 
@@ -17,8 +19,9 @@ CASE = WorstCase(((320, 480),), 10, (320, 480), (320, 480))
 
 @pytest.fixture(scope="module")
 def mask():
-    """Mask R-CNN R50-FPN with an effective batch of 8."""
-    return load_cfg(MASK, ["SOLVER.IMS_PER_BATCH", 8])
+    """Mask R-CNN R18-FPN with an effective batch of 8."""
+    resnet = ["MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64]
+    return load_cfg(MASK, ["SOLVER.IMS_PER_BATCH", 8, *resnet])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +78,7 @@ def test_a_users_micro_batch_is_not_made_larger(mask):
     p = plan(cfg, 24)
     assert p.steps == ()
     assert p.before.images_per_micro_batch == p.estimate.images_per_micro_batch == 2
-    p = plan(cfg, 2.4, allow=["exact"])
+    p = plan(cfg, 2, allow=["exact"])
     assert p.settings["MEMFIT.MICRO_BATCH"] == 1
 
 
@@ -120,14 +123,14 @@ def test_micro_batches_are_of_the_exact_tier(mask):
 
 
 def test_what_does_not_fit_says_what_would_have_to_be_allowed(mask):
-    p = plan(mask, 1.4, allow=["exact"])
+    p = plan(mask, 1.3, allow=["exact"])
     assert not p.fits
-    assert 1.4 < p.smallest_budget_gb < 2
+    assert 1.3 < p.smallest_budget_gb < 2
     assert p.must_allow[:2] == ("exact", "precision")  # with 8-bit states that may be enough
 
 
 def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay(mask):
-    p = plan(mask, 6, allow=["recipe"])
+    p = plan(mask, 4.5, allow=["recipe"])
     assert p.fits
     (step,) = p.steps
     assert (step.name, step.tier) == ("SmallerRoiBatch", "recipe")

@@ -13,6 +13,8 @@ from d2_memfit.cli import main
 from d2_memfit.config import load_cfg
 from d2_memfit.techniques import get_technique
 
+pytestmark = pytest.mark.slow
+
 PROJECT = ROOT / "projects" / "PointRend"
 COINS = str(PROJECT / "configs" / "pointrend_coins.yaml")
 ONE_GPU = str(PROJECT / "configs" / "pointrend_rcnn_R_50_FPN_1x_coco_1gpu.yaml")

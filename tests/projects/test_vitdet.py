@@ -13,6 +13,8 @@ from tiny import ROOT, read_metrics, run_process
 
 from d2_memfit.config import cfg_of_techniques
 
+pytestmark = pytest.mark.slow
+
 PROJECT = ROOT / "projects" / "ViTDet"
 FPN = PROJECT / "configs" / "mask_rcnn_fpn_coins.py"
 VITDET = PROJECT / "configs" / "mask_rcnn_vitdet_coins.py"

@@ -10,6 +10,8 @@ from tiny import images, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit.techniques import TECHNIQUES, apply_techniques
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
 TECHNIQUES_OF_MODELS = {
     name: technique

@@ -15,6 +15,8 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques import ShardedOptimizer, apply_techniques, get_technique
 
+pytestmark = pytest.mark.slow
+
 
 def cfg_with(*pairs, clip=False):
     cfg = tiny_cfg("proposal_network")

@@ -11,6 +11,8 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.techniques import TECHNIQUES, TIERS, Technique, apply_techniques, get_technique
 from d2_memfit.techniques.registry import PARTS
 
+pytestmark = pytest.mark.slow
+
 ALL = dict(sorted(TECHNIQUES))
 
 

@@ -1,11 +1,14 @@
 import sys
 
+import pytest
 import torch
 import yaml
 from tiny import ROOT, run_process
 
 from d2_memfit.planner.calibration import calibrate
 from d2_memfit.planner.device_model import DeviceModel
+
+pytestmark = pytest.mark.slow
 
 
 def test_what_is_measured_is_a_device(tmp_path):

@@ -7,6 +7,8 @@ import pytest
 import torch
 from tiny import ROOT, read_metrics, run_process
 
+pytestmark = pytest.mark.slow
+
 LAZYCONFIG_TRAIN_NET = ROOT / "tools" / "lazyconfig_train_net.py"
 
 CONFIG = """

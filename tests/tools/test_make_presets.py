@@ -33,6 +33,7 @@ def test_recipes_are_those_of_detectron2(model):
     assert ours.dump() == load_cfg(str(detectron2_zoo() / f"{in_zoo}.yaml")).dump()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "card"),
     [

@@ -14,6 +14,8 @@ from tiny import ROOT, read_metrics, run_process, tiny_cfg
 from d2_memfit import train
 from d2_memfit.config import load_cfg
 
+pytestmark = pytest.mark.slow
+
 TRAIN_NET = str(ROOT / "tools" / "train_net.py")
 
 
@@ -80,6 +82,7 @@ def own_data(coins):
         arguments += ["--coco", f"own_{split}", coins / f"{split}.json", coins / split]
     opts = ["MODEL.WEIGHTS", "", "MODEL.PIXEL_STD", "[300.0, 300.0, 300.0]"]
     opts += ["INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", "64"]
+    opts += ["MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", "16", "MODEL.RPN.POST_NMS_TOPK_TEST", "20"]
     return arguments, [*opts, "DATALOADER.NUM_WORKERS", "0", "SOLVER.IMS_PER_BATCH", "2"]
 
 
@@ -149,7 +152,15 @@ def commands_of_two_ranks(launcher, url):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
-@pytest.mark.parametrize("launcher", ["num-gpus", "machines", "torchrun", "torchrun-nodes"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "num-gpus",
+        pytest.param("machines", marks=pytest.mark.exhaustive),
+        "torchrun",
+        pytest.param("torchrun-nodes", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_two_ranks(arguments, tmp_path, launcher):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
