@@ -156,8 +156,9 @@ def test_no_warning_of_a_library_stands_before_the_answer(config_file, command):
 
 
 def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(config_file, capsys):
+    args = ["plan", "--budget", "0.5", "--allow", "exact", "--device", "cuda"]
     with pytest.raises(SystemExit) as e:
-        main(["plan", "--budget", "0.5", "--config-file", config_file, "--device", "cuda"])
+        main([*args, "--config-file", config_file])
     assert e.value.code == 3
     assert "The smallest budget is 0." in capsys.readouterr().out
 

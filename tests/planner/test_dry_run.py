@@ -145,7 +145,7 @@ def owners_of(timeline):
 
 # The others take a minute or two, and are run before a release: pytest -m exhaustive.
 _QUICK = (
-    *("faster C4", "mask FPN", "retinanet", "panoptic", "PointRend"),
+    *("mask FPN", "retinanet", "panoptic"),
     *("FCOS", "a user's own", "all together"),
 )
 

@@ -110,6 +110,7 @@ def test_an_error_of_any_kind_on_one_rank_ends_all(two_ranks, tmp_path, what_fai
 
 def test_what_does_not_fit_is_an_error_with_the_smallest_budget(cfg, tmp_path):
     cfg.MEMFIT.BUDGET_GB = 0.3
+    cfg.MEMFIT.PLAN.ALLOW = ["exact"]
     with pytest.raises(ConfigError, match=r"MEMFIT.BUDGET_GB 0.3: the job does not fit. The small"):
         fit_config(cfg)
     assert not (tmp_path / "output" / "memfit_plan.yaml").exists()

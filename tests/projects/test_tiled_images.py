@@ -539,7 +539,7 @@ def test_tiles_that_do_not_fit_together_are_run_one_at_a_time(tmp_path):
     """A budget that the kernel enforces, for one tile and not for eight."""
     script = tmp_path / "limited.py"
     script.write_text(LIMITED)
-    np.save(tmp_path / "large.npy", spots(1000))
+    np.save(tmp_path / "large.npy", spots(800))
     result = run_process([sys.executable, "-W", "ignore", script, CONFIG, tmp_path], cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]
     record = [json.loads(x) for x in (tmp_path / "memfit_oom.jsonl").read_text().splitlines()]
@@ -555,14 +555,14 @@ from d2_memfit.engine import RecoveryOptions, recovering_inference
 from d2_memfit.memory import enforce_budget, process_memory
 
 config, folder = sys.argv[1:]
-cfg = load_tiled_cfg(config, ["TILES.SIZE", 500, "TILES.BATCH_SIZE", 9, "OUTPUT_DIR", folder,
+cfg = load_tiled_cfg(config, ["TILES.SIZE", 400, "TILES.BATCH_SIZE", 9, "OUTPUT_DIR", folder,
                               "DATALOADER.NUM_WORKERS", 0])
 model = build_model(cfg).eval()
 predictor = TiledPredictor(cfg, model)
 predictor._tiles.BATCH_SIZE = 1  # what the first forward allocates once is there before the limit
 next(predictor.detect(f"{folder}/large.npy"), None)
 predictor._tiles.BATCH_SIZE = 9
-enforce_budget(process_memory().data_bytes / 2**30 + 0.25, "cpu")
+enforce_budget(process_memory().data_bytes / 2**30 + 0.2, "cpu")
 with recovering_inference(model, RecoveryOptions.from_cfg(cfg)):
     list(predictor.detect(f"{folder}/large.npy"))
 print("tiles are done")

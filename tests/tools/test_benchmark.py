@@ -88,9 +88,10 @@ def test_side_that_is_limited_dies_and_its_error_is_known(tmp_path):
     assert outcome.data_gb > 0
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_take_too_long_are_ended(tmp_path):
-    spec = Spec("Detectron2", [[(128, 160)]] * 2, 1, 1, str(tmp_path / "run"))
-    assert run_worker(spec, time_limit_s=8).end == "hung"
+    spec = Spec("Detectron2", [[(1600, 1600)] * 8] * 2, 8, 1, str(tmp_path / "run"))
+    assert run_worker(spec, time_limit_s=8).end == "hung"  # a step takes minutes
     commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
     assert not any(str(tmp_path) in word for command in commands for word in command or [])
 
