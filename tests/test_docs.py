@@ -1,6 +1,7 @@
 """What the documentation says to type, to read and to set is there."""
 
 import argparse
+import os
 import re
 import runpy
 import shlex
@@ -209,3 +210,13 @@ def test_shell_scripts_have_commands_that_their_tools_take(tmp_path):
         assert list(commands(page))
         test_files_that_are_named_exist(page)
         test_commands_are_taken_by_their_tools(page)
+
+
+SCRIPTS = [*(ROOT / "tools").glob("*.py"), *(ROOT / "projects").glob("*/*.py")]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_script_with_an_interpreter_can_be_started_by_its_name(script):
+    has_interpreter = script.read_text().startswith("#!/usr/bin/env python3\n")
+    assert has_interpreter == os.access(script, os.X_OK)
+    assert has_interpreter or script.parent != ROOT / "tools"

@@ -2,10 +2,14 @@
 """Measure this machine's GPU, for estimates of its own: about a minute, nothing else running on it.
 
     tools/calibrate_device.py my_gpu.yaml
-    d2-memfit plan --config-file FILE --budget 6 --device my_gpu.yaml
+    d2-memfit plan --config-file FILE --card 6GB --device my_gpu.yaml
 
 Without a GPU it measures how fast the CPU is.
 """
+
+from d2_memfit.quiet import ignore_warnings_of_libraries
+
+ignore_warnings_of_libraries()
 
 import argparse
 from pathlib import Path

@@ -129,8 +129,10 @@ def build_with_values(cfg: CfgNode, device: str, num_gpus: int = 1) -> tuple[nn.
     """The same on a device; the optimizer has what it has on one of so many ranks."""
     there = with_settings(cfg, {"MODEL.DEVICE": device})
     without_zero = with_settings(cfg, {"MEMFIT.OPTIMIZER.ZERO": False})  # it needs other ranks
-    model = apply_techniques("model", build_model(there), cfg)
-    optimizer = apply_techniques("optimizer", build_optimizer(there, model), without_zero)
+    model = apply_techniques("model", build_model(there), cfg, announce=False)
+    optimizer = apply_techniques(
+        "optimizer", build_optimizer(there, model), without_zero, announce=False
+    )
     if cfg.MEMFIT.OPTIMIZER.ZERO:
         _keep_share(optimizer, num_gpus)
     return model, optimizer

@@ -106,11 +106,12 @@ def get_technique(name: str) -> type[Technique]:
     return known[name]
 
 
-def apply_techniques(part_name: str, part: Any, cfg: CfgNode) -> Any:
+def apply_techniques(part_name: str, part: Any, cfg: CfgNode, announce: bool = True) -> Any:
     """Apply what the config turns on to one part of a job.
 
     Args:
         part_name: one of ``PARTS``.
+        announce: whether the log says which; False where the job is not the user's, but a trial.
 
     Returns:
         The part to go on with.
@@ -118,7 +119,8 @@ def apply_techniques(part_name: str, part: Any, cfg: CfgNode) -> Any:
     for name, technique in sorted(TECHNIQUES, key=lambda item: (item[1].order, item[0])):
         if technique.part == part_name and technique.is_on(cfg):
             part = technique.apply(part, cfg)
-            logger.info("Technique %s (%s) is on", name, technique.tier)
+            if announce:
+                logger.info("Technique %s (%s) is on", name, technique.tier)
     return part
 
 

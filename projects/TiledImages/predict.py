@@ -10,6 +10,10 @@ not needed. With --input, ``image_id`` is the image's place in the list, from 1,
 is the model's, from 0.
 """
 
+from d2_memfit.quiet import ignore_warnings_of_libraries
+
+ignore_warnings_of_libraries()
+
 import argparse
 import json
 import os

@@ -5,6 +5,10 @@ projects/TiledImages/train_tiles.py --config-file FILE --coco NAME JSON IMAGE_DI
     [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
 """
 
+from d2_memfit.quiet import ignore_warnings_of_libraries
+
+ignore_warnings_of_libraries()
+
 import argparse
 
 from detectron2.config import CfgNode

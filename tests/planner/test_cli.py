@@ -214,6 +214,9 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
             ["estimate", "--project", "detectron2.projects.point_rend:add_point_rend_config"],
             "has no function 'add_point_rend_config' (near: add_pointrend_config)",
         ),
+        (["draw"], "--coco: name the images to be drawn, --coco NAME JSON IMAGE_DIR"),
+        (["draw", "--coco", "a", "no.json", "images"], "no.json"),
+        (["draw", "--coco", "a", "b", "c", "--num-images", "0"], "--num-images must be a positive"),
     ],
 )
 def test_bad_input_is_one_line(config_file, capsys, args, message):

@@ -60,7 +60,7 @@ def test_what_fits_is_left_alone(mask):
     assert p.time_factor == 1
 
 
-def test_micro_batches_come_first_and_the_effective_batch_stays(mask):
+def test_micro_batches_come_first_and_the_effective_batch_stays(mask, log):
     p = plan(mask, 3.5)
     assert p.fits
     assert [s.name for s in p.steps] == ["smaller micro-batches"]
@@ -70,6 +70,7 @@ def test_micro_batches_come_first_and_the_effective_batch_stays(mask):
     assert planned.SOLVER == mask.SOLVER  # batch, learning rate, schedule
     again = estimate_memory(planned, device="cuda", case=CASE)
     assert again.device_total_gb == p.estimate.device_total_gb
+    assert "is on" not in log.text  # what is tried is not the user's job
 
 
 def test_a_users_micro_batch_is_not_made_larger(mask):
