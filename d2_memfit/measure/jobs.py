@@ -1,11 +1,13 @@
 """What is measured on a device: each function gives its records one after another."""
 
 import platform
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -70,6 +72,9 @@ _TECHNIQUES = (
     "ChunkedMatching",
     "OptimizerImplementation",
 )
+
+
+_NO_EVALUATION = ("DATASETS.TEST", "()")
 
 
 @dataclass(frozen=True)
@@ -172,11 +177,14 @@ def measure_recovery(device: torch.device, scale: Scale) -> Iterator[Record]:
 
 def measure_techniques(device: torch.device, scale: Scale) -> Iterator[Record]:
     """Memory and time of a step with one technique, against those without."""
-    without = _step_of(None, device, scale)
+    for num_images in (2, 1):
+        without = _attempt(partial(_step_of, None, num_images, device, scale), device)
+        if "error" not in without:
+            break
     yield {"technique": None, **without}
     for name in _TECHNIQUES[: scale.num_items]:
-        record = _attempt(partial(_step_of, name, device, scale), device)
-        if "seconds" in record:
+        record = _attempt(partial(_step_of, name, num_images, device, scale), device)
+        if "seconds" in record and "seconds" in without:
             record["time_factor"] = record["seconds"] / without["seconds"]
             predicted = record["predicted_seconds"] / without["predicted_seconds"]
             record["predicted_time_factor"] = predicted
@@ -217,8 +225,11 @@ def _attempt(measure: Callable[[], Record], device: torch.device) -> Record:
         return measure()
     except Exception as e:
         text = " ".join(str(e).split())[:500]
-        error = {"error": f"{type(e).__name__}: {text}"}
-    release_memory(device)
+        last = traceback.extract_tb(e.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        error = {"error": f"{type(e).__name__}: {text} ({where})"}
+    with suppress(RuntimeError):  # after some errors nothing works on a GPU
+        release_memory(device)
     return error
 
 
@@ -253,8 +264,16 @@ def _compare_preset(config: str, device: torch.device, scale: Scale) -> Record:
         return {**record, **_compare(job, device)}
     if budget_bytes > torch.cuda.get_device_properties(device).total_memory:
         raise MemfitError("this card is smaller")
+    _load_kernels(device)  # which are part of the context
     with limited(device, budget_bytes - cuda_context_bytes(device)):
         return {**record, **_compare(job, device, job.limit_bytes)}
+
+
+def _load_kernels(device: torch.device) -> None:
+    x = torch.ones(1, 8, 32, 32, device=device, requires_grad=True)
+    torch.nn.functional.conv2d(x, x.new_ones(8, 8, 3, 3)).flatten(2).matmul(
+        x.new_ones(900, 8)
+    ).sum().backward()
 
 
 def _compare(job: DryJob, device: torch.device, limit_bytes: Optional[int] = None) -> Record:
@@ -333,9 +352,9 @@ def _recover(device: torch.device, scale: Scale) -> Record:
     }
 
 
-def _step_of(name: Optional[str], device: torch.device, scale: Scale) -> Record:
+def _step_of(name: Optional[str], num_images: int, device: torch.device, scale: Scale) -> Record:
     """A training step at full size with one technique."""
-    cfg = scale.cfg(_MASK, device, "SOLVER.IMS_PER_BATCH", 2)
+    cfg = scale.cfg(_MASK, device, "SOLVER.IMS_PER_BATCH", num_images, *_NO_EVALUATION)
     job = scale.dry_job(with_settings(cfg, get_technique(name).settings(cfg) if name else {}))
     expected = _allocated_bytes(job.training, job._uses()[0], device)
     with peaks_of(device) as peaks:
@@ -345,6 +364,7 @@ def _step_of(name: Optional[str], device: torch.device, scale: Scale) -> Record:
         runs.step()
         allocated, _ = peaks.take()
     record = {
+        "images": num_images,
         "gb": allocated / _GB,
         "estimated_gb": expected / _GB,
         "seconds": median_seconds(runs.step, device, scale.rounds),
@@ -380,7 +400,8 @@ class _Steps:
 
 
 def _train(make: Callable[..., Any], num_images: int, device: torch.device, scale: Scale) -> Record:
-    job = scale.dry_job(scale.cfg(_MASK, device, "SOLVER.IMS_PER_BATCH", num_images))
+    opts = ("SOLVER.IMS_PER_BATCH", num_images, *_NO_EVALUATION)
+    job = scale.dry_job(scale.cfg(_MASK, device, *opts))
     with peaks_of(device) as peaks:
         steps = _Steps(job, device, make)
         steps.step()

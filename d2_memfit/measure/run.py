@@ -50,7 +50,8 @@ def measure_gpu(
     Raises:
         ConfigError: the device does not answer.
     """
-    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
+    device = "cuda:0" if device == "cuda" else device
+    if device != "cpu" and not re.fullmatch(r"cuda:\d+", device):
         raise ConfigError(f"--device must be cuda:0, of another number, or cpu, got {device!r}")
     check_positive_number("--minutes", minutes)
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,9 @@ def measure_gpu(
         left = start + 60 * minutes - time.monotonic()
         error: Optional[str] = "there was no time left"
         if left > _LEAST_SECONDS:
-            error = _run(job, device, left, partial(results.take, job))
+            # Not all of it, or one that hangs would leave nothing to the others.
+            share = left if job == _JOBS[-1] else max(left / 2, _LEAST_SECONDS)
+            error = _run(job, device, share, partial(results.take, job))
         if error is not None:
             results.all["errors"][job] = error
         if job == "machine" and not results.all.get(job):
@@ -116,7 +119,13 @@ def _run(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
         ) as process,
     ):
-        timer = threading.Timer(seconds, process.kill)
+        is_over = threading.Event()
+
+        def end() -> None:
+            is_over.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, end)
         timer.start()
         try:
             assert process.stdout is not None
@@ -124,11 +133,10 @@ def _run(
                 if line.startswith(MARK):
                     take(json.loads(line[len(MARK) :]))
         finally:
-            is_over = not timer.is_alive()
             timer.cancel()
             process.kill()
             process.wait()
-        if is_over:
+        if is_over.is_set():
             return "the time was over"
         errors.seek(0)
         last = [line.strip() for line in errors.read().splitlines() if line.strip()][-1:]

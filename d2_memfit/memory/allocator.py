@@ -2,12 +2,17 @@
 
 import os
 import sys
+from typing import Optional
 
 import torch
 
 __all__ = ["segments_expand", "use_expandable_segments"]
 
-_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_NAME = "PYTORCH_CUDA_ALLOC_CONF"
+_NEW_NAME = "PYTORCH_ALLOC_CONF"
+# The first PyTorch that reads CUDA's options by the new name too; 2.9 has it, and ignores them
+# (pytorch#183387).
+_READS_NEW_NAME = (2, 11)
 _OPTION = "expandable_segments:True"
 
 
@@ -17,22 +22,34 @@ def use_expandable_segments() -> None:
     Only before CUDA is started, which is when PyTorch reads the option. Options that the user has
     set stay as they are.
     """
-    if not torch.cuda.is_initialized() and not _options():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = _OPTION
+    if not torch.cuda.is_initialized() and _options() is None:
+        os.environ[_NAME] = _options_under_budget()
 
 
-def segments_expand() -> bool:
-    """Whether segments grow in this process: by an option, or by :func:`use_expandable_segments`,
-    if that can still be called.
+def segments_expand(under_budget: bool = True) -> bool:
+    """Whether segments grow in this process.
 
     PyTorch has such segments on Linux only.
+
+    Args:
+        under_budget: whether :func:`use_expandable_segments` has been or will be called.
     """
-    if sys.platform != "linux":
-        return False
-    if _options():
-        return any(_OPTION in options.replace(" ", "") for options in _options())
-    return not torch.cuda.is_initialized()
+    options = _options()
+    if options is None and under_budget and not torch.cuda.is_initialized():
+        options = _options_under_budget()
+    return sys.platform == "linux" and _OPTION in (options or "").replace(" ", "")
 
 
-def _options() -> list[str]:
-    return [os.environ[name] for name in _NAMES if os.environ.get(name)]
+def _options() -> Optional[str]:
+    """Those that this PyTorch reads: the first that are set."""
+    names = [_NAME]
+    if torch.version.hip:
+        names.append("PYTORCH_HIP_ALLOC_CONF")
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= _READS_NEW_NAME:
+        names.append(_NEW_NAME)
+    return next(filter(None, map(os.environ.get, names)), None)
+
+
+def _options_under_budget() -> str:
+    """What the user has said by a name that this PyTorch does not read yet, or ours."""
+    return os.environ.get(_NEW_NAME) or _OPTION

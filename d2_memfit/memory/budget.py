@@ -126,6 +126,8 @@ def enforce_budget(budget_gb: Optional[float], device: str) -> None:
             already. Then the limit stays as it was.
     """
     check_budget(budget_gb)
+    if isinstance(budget_gb, str):
+        raise ConfigError("enforce_budget needs a number of GB; auto_budget_gb measures one")
     kind = torch.device(device).type
     if kind == "cuda" and (budget_gb is not None or _replaced):
         _limit_cuda(budget_gb, _index(device))

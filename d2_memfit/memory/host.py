@@ -21,17 +21,29 @@ def available_host_bytes() -> int:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """What is left in each cgroup with a limit that this process is in, and in those above it."""
+    """What is left in each cgroup with a limit that this process is in, and in those above it.
+
+    Files that were read are kept in RAM, count as used, and give way when it is needed.
+    """
     for folder in _own_cgroups():
-        for limit, usage in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        for limit, usage, files in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             try:
                 left = int((folder / limit).read_text()) - int((folder / usage).read_text())
             except (OSError, ValueError):  # no such file, or "max"
                 continue
-            yield max(left, 0)
+            yield max(left + _statistic(folder, files), 0)
+
+
+def _statistic(folder: Path, name: str) -> int:
+    """A line of a cgroup's memory.stat, in bytes."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+        return int(dict(line.split() for line in lines).get(name, 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def _own_cgroups() -> Iterator[Path]:

@@ -48,7 +48,10 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
         "cublas_workspace_mb": family.cublas_workspace_mb,
         "other_tensors_mb": family.other_tensors_mb,
         "context_mb": None,
-        "flops_per_s": {name: _flops_per_s(name, device, seconds) for name in family.flops_per_s},
+        "flops_per_s": {
+            name: _flops_per_s(name, device, seconds) if _computes_in(name, device) else value
+            for name, value in family.flops_per_s.items()
+        },
         "bytes_per_s": _bytes_per_s(device, seconds),
         "host_bytes_per_s": _host_bytes_per_s(device, seconds),
         "seconds_per_operator": _seconds_per_operator(device, seconds),
@@ -63,6 +66,13 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
             context_mb=_context_mb(device),
         )
     return values
+
+
+def _computes_in(dtype_name: str, device: torch.device) -> bool:
+    """cuDNN has convolutions in bfloat16 for cards from Ampere on only."""
+    if dtype_name != "bfloat16" or device.type == "cpu":
+        return True
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _flops_per_s(dtype_name: str, device: torch.device, seconds: float) -> float:

@@ -104,7 +104,7 @@ class DryJob:
         self.assumptions = case.assumptions
         budget_gb, margin = cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN
         self.limit_bytes = None if budget_gb is None else usable_bytes(budget_gb, margin)
-        self.expandable_segments = budget_gb is not None and segments_expand()
+        self.expandable_segments = segments_expand(under_budget=budget_gb is not None)
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         accumulates = len(self.micro_batch_sizes()) > 1
         with _explained():

@@ -104,9 +104,9 @@ def _plan_of_this_run(cfg: CfgNode, key: str) -> str:
         limit_onednn_cache()
     elif not segments_expand():
         logger.warning(
-            "CUDA was started without expandable segments, so the plan is made for an allocator "
-            "that leaves more memory unused. To let segments grow, start the program with "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            "CUDA was started, or PYTORCH_CUDA_ALLOC_CONF set, without expandable segments, so the "
+            "plan is made for an allocator that leaves more memory unused. To let segments grow, "
+            "start the program with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )
     plan = plan_memory(
         cfg,

@@ -9,7 +9,7 @@ import yaml
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.measure.jobs import JOBS
-from d2_memfit.measure.run import measure_gpu
+from d2_memfit.measure.run import _JOBS, measure_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +74,10 @@ def test_what_there_was_no_time_for_is_said(tmp_path, monkeypatch):
     assert results["errors"] == {"plain": "there was no time left"}
     assert "Not measured to the end: plain (there was no time left)." in table
     assert len(list(tmp_path.glob("*.png"))) == 1
+
+
+def test_jobs_are_measured_in_their_order():
+    assert tuple(JOBS) == _JOBS
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from d2_memfit.memory import segments_expand, use_expandable_segments
 
-NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 @pytest.fixture(autouse=True)
@@ -24,21 +24,34 @@ def cuda_has_started(monkeypatch):
 
 def test_segments_are_going_to_grow():
     assert segments_expand()
+    assert not segments_expand(under_budget=False)
     use_expandable_segments()
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert segments_expand()
+    assert segments_expand(under_budget=False)
 
 
+@pytest.mark.parametrize("release", ["2.6.0", "2.9.1", "2.14.1+cu130"])
 @pytest.mark.parametrize("name", NAMES)
-def test_options_of_the_user_stay(monkeypatch, name):
-    monkeypatch.setenv(name, "max_split_size_mb:64")
-    use_expandable_segments()
-    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64") == (
-        "max_split_size_mb:64"
-    )
-    assert not segments_expand()
+def test_options_of_the_user_stay_by_a_name_that_pytorch_reads(monkeypatch, name, release):
+    """PyTorch before 2.11 does not read the newer name."""
+    monkeypatch.setattr(torch, "__version__", release)
     monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
     assert segments_expand()
+    is_read = name == NAMES[0] or release.startswith("2.14")
+    assert segments_expand(under_budget=False) == is_read
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    assert not segments_expand()
+    use_expandable_segments()
+    read = os.environ.get(NAMES[0]) or (os.environ[NAMES[1]] if is_read else "")
+    assert read == "max_split_size_mb:64"
+    assert not segments_expand()
+
+
+def test_of_two_names_the_first_counts(monkeypatch):
+    monkeypatch.setenv(NAMES[0], "max_split_size_mb:64")
+    monkeypatch.setenv(NAMES[1], "expandable_segments:True")
+    assert not segments_expand()
 
 
 @pytest.mark.usefixtures("cuda_has_started")

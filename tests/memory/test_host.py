@@ -66,6 +66,32 @@ def test_the_smallest_rest_of_all_limits_counts(cgroups, own, files):
     assert available_host_bytes() == 2 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        (
+            "0::/\n",
+            {
+                "memory.max": 3 * 2**20,
+                "memory.current": 2 * 2**20,
+                "memory.stat": f"anon 7\ninactive_file {2**20}\nactive_file 9",
+            },
+        ),
+        (
+            "4:memory:/\n",
+            {
+                "memory/memory.limit_in_bytes": 3 * 2**20,
+                "memory/memory.usage_in_bytes": 2 * 2**20,
+                "memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {2**20}",
+            },
+        ),
+    ],
+)
+def test_files_that_are_kept_in_ram_give_way(cgroups, own, files):
+    cgroups(own, files)
+    assert available_host_bytes() == 2 * 2**20
+
+
 def test_more_in_use_than_the_limit_leaves_nothing(cgroups):
     cgroups("0::/\n", {"memory.max": 5, "memory.current": 7})
     assert available_host_bytes() == 0

@@ -194,6 +194,15 @@ def test_nothing_large_is_computed_or_touched():
     assert process_memory().peak_resident_bytes < before + 1.5 * 2**30
 
 
+def test_a_hollow_tensor_can_be_resized():
+    with WithoutValues():
+        x = make_hollow(torch.ones(1000, 1000)) * 2
+        x.resize_(2000, 1000)
+        assert x.shape == (2000, 1000)
+        assert x.untyped_storage().nbytes() == 8 * 10**6
+        assert is_hollow(x)
+
+
 def test_what_is_made_of_hollow_tensors_is_hollow_if_it_is_large():
     weight = make_hollow(torch.ones(1000, 1000))
     with WithoutValues():
