@@ -17,7 +17,7 @@ from . import __version__, train
 from .checks import check_positive_int
 from .config import load_cfg
 from .config_files import find_config_file
-from .data import add_coco_option, check_coco_file, register_coco
+from .data import add_coco_option, check_classes, check_coco_file, register_coco
 from .draw import draw_predictions
 from .engine import MemfitCheckpointer, usable_device
 from .errors import ConfigError, exit_on_error
@@ -34,6 +34,7 @@ from .projects import add_project_option, find_function
 __all__ = ["main"]
 
 _DOES_NOT_FIT = 3  # exit status
+_PICTURES = (".png", ".jpg", ".jpeg")  # what OpenCV always writes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,13 +152,16 @@ def _draw(args: argparse.Namespace) -> None:
     check_positive_int("--num-images", args.num_images)
     name, json_file, image_dir = args.coco[0]
     register_coco(name, json_file, image_dir)
-    check_coco_file(name, json_file, image_dir, for_training=False)
+    file = check_coco_file(name, json_file, image_dir, for_training=False)
     folder = Path(load_cfg(args.config_file, args.opts).OUTPUT_DIR)
     weights = ["MODEL.WEIGHTS", str(folder / "model_final.pth")]
     cfg = load_cfg(args.config_file, [*weights, *args.opts])
     cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
     MemfitCheckpointer(nn.Module(), str(folder)).check(cfg.MODEL.WEIGHTS, resume=False)
     output = args.output or folder / "predictions.png"
+    if output.suffix.lower() not in _PICTURES:
+        raise ConfigError(f"--output {output} must end in {', '.join(_PICTURES)}")
+    check_classes(cfg, file)
     draw_predictions(cfg, name, output, args.num_images, args.min_score)
     print(output)
 
@@ -175,15 +179,17 @@ def _opts_of_budget(args: argparse.Namespace) -> list[str]:
     card, budget = args.card, getattr(args, "budget", None)
     if budget is None:
         return opts_of_card(card, args.opts)
-    if card is not None or "MEMFIT.BUDGET_GB" in args.opts[::2]:
-        other = f"--card {card}" if card is not None else "MEMFIT.BUDGET_GB"
+    others = [key for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET") if key in args.opts[::2]]
+    if card is not None or others:
+        other = f"--card {card}" if card is not None else others[0]
         raise ConfigError(f"--budget {budget} and {other} are two budgets: name one")
-    if budget.endswith("GB"):
+    if budget.upper().endswith("GB"):
         _say(f"--budget {budget} is deprecated, for a card of that size take --card {budget}")
         return opts_of_card(budget, args.opts)
     if budget != "auto" and not _is_number(budget):
         raise ConfigError(f"--budget must be a number of GB, such as 6, got {budget!r}")
-    return ["MEMFIT.BUDGET_GB", budget]
+    here = ["MODEL.DEVICE", "cpu"] if budget == "auto" and args.device == "cpu" else []
+    return ["MEMFIT.BUDGET_GB", budget, *here]
 
 
 def _is_number(text: str) -> bool:

@@ -182,6 +182,9 @@ def _merge_opts(cfg: CN, opts: Sequence[Any]) -> None:
     """
     defaults = _defaults()
     known = set(_keys(defaults))
+    given = dict(zip(opts[::2], opts[1::2]))
+    if given.get("MEMFIT.PRESET") and "MEMFIT.BUDGET_GB" not in given:
+        cfg.MEMFIT.BUDGET_GB = None  # a file's, which a preset takes the place of
     for key in known & set(opts[::2]):
         default, name = _node_of(defaults, key)
         if default[name] is None:
@@ -236,6 +239,7 @@ def check_config(cfg: CN, world_size: Optional[int] = None) -> None:
     check_monitor(cfg)
     _check_techniques(cfg)
     check_positive_int("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH)
+    check_positive_int("SOLVER.MAX_ITER", cfg.SOLVER.MAX_ITER)
     if world_size is None:
         return
     for _, technique in TECHNIQUES:

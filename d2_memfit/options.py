@@ -1,6 +1,7 @@
 """Options that commands share: a card's size, and datasets by their files."""
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -51,7 +52,8 @@ def opts_of_card(card: Optional[str], opts: Sequence[str]) -> list[str]:
     """
     if card is None:
         return []
-    card = card.upper().removesuffix("GB").strip() + "GB"
+    size = re.fullmatch(r"(\d+) *(G|GB|GIB)?", card.strip().upper())
+    card = f"{size[1]}GB" if size else card
     budget_of_preset(card)
     for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET"):
         if key in opts[::2]:
@@ -82,16 +84,20 @@ def settings_of_data(
         reads_images: whether images must be there, or only the annotations.
         progress: as for :func:`~d2_memfit.data.check_coco_file`.
     """
+    names = [name for name, _, _ in coco]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--coco {name} is there more than once: give each dataset its name")
     for dataset in coco:
         register_coco(*dataset)
     if not coco:
         return []
-    names = [name for name, _, _ in coco]
     given = set(opts[::2])
     if config_file:
-        of_file = keys_in_own_files(find_config_file(config_file))
         datasets = load_cfg(config_file, [], add_keys).DATASETS
-        if not {*datasets.TRAIN, *datasets.TEST} & set(names):
+        of_file = keys_in_own_files(find_config_file(config_file))
+        names_others = bool({"DATASETS.TRAIN", "DATASETS.TEST"} & of_file)
+        if names_others and not {*datasets.TRAIN, *datasets.TEST} & set(names):
             of_file = {key for key in of_file if not goes_with_data(key)}
         given |= of_file
     settings = _roles(names, given, eval_only)
@@ -117,8 +123,8 @@ def opts_of_settings(settings: Sequence[Setting]) -> list[str]:
 
 def _roles(names: Sequence[str], given: set[str], eval_only: bool) -> list[Setting]:
     """Which of the datasets are trained on and which evaluated on, unless DATASETS says so."""
-    if "DATASETS.TRAIN" in given or "DATASETS.TEST" in given:
-        return []
     others = names[1:] if len(names) > 1 or not eval_only else names
+    train = Setting("DATASETS.TRAIN", (names[0],), "the first")
     test = Setting("DATASETS.TEST", tuple(others), "what --coco names, but for the first")
-    return [test] if eval_only else [Setting("DATASETS.TRAIN", (names[0],), "the first"), test]
+    roles = [test] if eval_only else [train, test]
+    return [role for role in roles if role.key not in given]

@@ -19,4 +19,7 @@ def ignore_warnings_of_libraries() -> None:
         warnings.simplefilter("ignore", category)
     warnings.filterwarnings("ignore", "pkg_resources is deprecated", UserWarning)
     warnings.filterwarnings("ignore", "torch.meshgrid", UserWarning)
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
+    # "No CUDA runtime is found", where nothing is compiled
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on kernels that it does not need

@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -25,7 +26,7 @@ from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 from torch import nn
 
-from .config import check_config, check_plan, load_cfg
+from .config import check_config, check_plan, load_cfg, with_settings
 from .config_files import find_config_file
 from .data import check_datasets, register_coco
 from .engine import (
@@ -156,7 +157,7 @@ def main(args: argparse.Namespace) -> None:
             verify_results(cfg, results)
         return
 
-    cfg = fit_config(cfg)
+    cfg = _fitted(cfg)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=args.resume)
     if cfg.TEST.AUG.ENABLED:
@@ -164,6 +165,17 @@ def main(args: argparse.Namespace) -> None:
             [hooks.EvalHook(0, lambda: trainer.test_with_TTA(cfg, trainer.model))]
         )
     trainer.train()
+
+
+def _fitted(cfg: CfgNode) -> CfgNode:
+    """The config with its plan. OUTPUT_DIR/config.yaml has it too, for evaluations later, but not
+    what was free here.
+    """
+    planned = fit_config(cfg)
+    if planned is not cfg and comm.is_main_process():
+        kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
+        (Path(cfg.OUTPUT_DIR) / "config.yaml").write_text(kept.dump())
+    return planned
 
 
 def run(args: argparse.Namespace) -> None:

@@ -3,8 +3,10 @@
 import pytest
 
 from d2_memfit import get_cfg, plan_memory
+from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import process_memory
+from d2_memfit.options import opts_of_card
 from d2_memfit.planner import WorstCase
 from d2_memfit.presets import PRESETS, budget_of_preset, why_no_card_has, with_budget
 
@@ -82,3 +84,16 @@ def test_auto_is_measured_and_leaves_room_for_the_workers_of_the_loader(log):
     assert "MEMFIT.BUDGET_GB auto on the device cpu: " in log.text
     cfg.DATALOADER.NUM_WORKERS = 4
     assert alone - 1 > with_budget(cfg).MEMFIT.BUDGET_GB
+
+
+def test_a_preset_of_the_command_line_takes_the_place_of_a_files_budget(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text("MEMFIT: {BUDGET_GB: 10}\nVERSION: 2\n")
+    cfg = load_cfg(str(file), ["MEMFIT.PRESET", "6GB"])
+    assert with_budget(cfg).MEMFIT.BUDGET_GB == 5.5
+    assert with_budget(load_cfg(str(file))).MEMFIT.BUDGET_GB == 10
+
+
+@pytest.mark.parametrize("card", ["6GB", "6", " 6 gb ", "6G", "6GiB"])
+def test_a_card_may_be_written_in_ways(card):
+    assert opts_of_card(card, [])[:2] == ["MEMFIT.PRESET", "6GB"]

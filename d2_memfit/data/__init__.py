@@ -2,7 +2,7 @@
 
 from .coco_file import CocoFile, check_coco_file
 from .datasets import add_coco_option, check_datasets, register_coco
-from .fit import Setting, fit_to_data, goes_with_data
+from .fit import Setting, check_classes, fit_to_data, goes_with_data
 from .schedule import fine_tuning_schedule
 from .sizes import shorter_sides
 
@@ -10,6 +10,7 @@ __all__ = [
     "CocoFile",
     "Setting",
     "add_coco_option",
+    "check_classes",
     "check_coco_file",
     "check_datasets",
     "fine_tuning_schedule",

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any, Optional
 from detectron2.utils.file_io import PathManager
 
 from ..errors import DataError
+from .images import check_images
 
 __all__ = ["CocoFile", "check_coco_file", "keypoint_names", "read_json"]
 
@@ -22,6 +24,7 @@ _FIELDS = {
     "annotations": {"id", "image_id", "category_id", "bbox"},
     "categories": {"id", "name"},
 }
+_EVALUATED = {"area", "iscrowd"}  # and what pycocotools takes of each annotation beside
 _LARGE_BYTES = 50 * 2**20  # from here on, reading takes long enough to say so
 
 
@@ -35,7 +38,10 @@ class CocoFile:
         num_images: all of them.
         num_images_with_objects: those that are trained on, if FILTER_EMPTY_ANNOTATIONS.
         num_objects: in all images.
+        without_size: ids of objects whose box has no width or no height.
+        without_area: ids of annotations that pycocotools cannot evaluate.
         without_mask: ids of objects without a segmentation.
+        num_masks: objects with one that Detectron2 takes.
         with_rle: ids of objects whose segmentation is a run-length code.
         without_keypoints: ids of objects without keypoints.
         keypoint_names: of all categories that have keypoints.
@@ -47,7 +53,10 @@ class CocoFile:
     num_images: int
     num_images_with_objects: int
     num_objects: int
+    without_size: Sequence[int]
+    without_area: Sequence[int]
     without_mask: Sequence[int]
+    num_masks: int
     with_rle: Sequence[int]
     without_keypoints: Sequence[int]
     keypoint_names: tuple[str, ...]
@@ -103,9 +112,7 @@ def _check(
             "are not trained on"
         )
     if image_dir is not None:
-        first_image = os.path.join(image_dir, str(coco["images"][0]["file_name"]))
-        if not PathManager.isfile(first_image):
-            raise DataError(f"dataset {name}: its first image {first_image} does not exist")
+        check_images(name, coco["images"], image_dir)
     if is_large:
         progress(
             f"{json_file}: {len(coco['annotations']):,} annotations of {len(coco['images']):,} "
@@ -118,7 +125,10 @@ def _check(
         num_images=len(coco["images"]),
         num_images_with_objects=len({a["image_id"] for a in objects}),
         num_objects=len(objects),
+        without_size=[a["id"] for a in objects if min(a["bbox"][2:]) <= 0],
+        without_area=[a["id"] for a in coco["annotations"] if not a.keys() >= _EVALUATED],
         without_mask=[a["id"] for a in objects if not a.get("segmentation")],
+        num_masks=sum(_is_mask(a.get("segmentation")) for a in objects),
         with_rle=[a["id"] for a in objects if isinstance(a.get("segmentation"), dict)],
         without_keypoints=[a["id"] for a in objects if not a.get("keypoints")],
         keypoint_names=tuple(keypoint_names(coco)),
@@ -144,10 +154,19 @@ def read_json(name: str, json_file: str) -> dict[str, Any]:
 
 
 def keypoint_names(coco: dict[str, Any]) -> list[str]:
-    """Those that the categories have, or numbers where the categories do not name them."""
-    names = [name for c in coco["categories"] for name in c.get("keypoints", [])]
-    if names:
-        return names
+    """Those that the categories have, or numbers where the categories do not name them.
+
+    Raises:
+        DataError: categories have different ones.
+    """
+    lists = [c["keypoints"] for c in coco["categories"] if c.get("keypoints")]
+    if any(names != lists[0] for names in lists):
+        raise DataError(
+            "categories have different keypoints, and Detectron2's models have one list for all: "
+            f"{lists[0]} and {next(names for names in lists if names != lists[0])}"
+        )
+    if lists:
+        return list(lists[0])
     keypoints: list[float] = next(
         (a["keypoints"] for a in coco["annotations"] if a.get("keypoints")), []
     )
@@ -181,12 +200,46 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
             missing = fields - set(entry) if isinstance(entry, dict) else fields
             raise DataError(f"{where} has an entry without {', '.join(sorted(missing))}: {entry}")
     for field in fields & {"id", "image_id", "category_id"}:
-        if not {type(entry[field]) for entry in entries} <= {int, str}:
+        types = {type(entry[field]) for entry in entries}
+        if not types <= {int, str}:
             odd = next(e[field] for e in entries if type(e[field]) not in (int, str))
             raise DataError(f"{where} has the {field} {odd!r}, which is no number and no text")
+        if len(types) > 1:
+            raise DataError(f"{where} has numbers and texts as {field}: take one of them for all")
+    if key == "annotations":
+        odd = next((e for e in entries if not _is_box(e["bbox"])), None)
+        if odd is not None:
+            raise DataError(
+                f"{where} has the bbox {odd['bbox']!r} with the id {odd['id']}, which is not "
+                "[x, y, width, height]"
+            )
+    if key == "images":
+        odd = next((e for e in entries if not (_is_length(e["height"], e["width"]))), None)
+        if odd is not None:
+            raise DataError(
+                f"{where} has the height {odd['height']!r} and width {odd['width']!r} with the id "
+                f"{odd['id']}, which are no numbers of pixels"
+            )
     twice = _first_twice([entry["id"] for entry in entries])
     if twice is not None:
         raise DataError(f"{where} has the id {twice} more than once")
+
+
+def _is_box(box: Any) -> bool:
+    if not isinstance(box, list) or len(box) != 4 or not {type(v) for v in box} <= {int, float}:
+        return False
+    return math.isfinite(sum(box))
+
+
+def _is_length(*numbers: Any) -> bool:
+    return all(type(n) in (int, float) and 0 < n < math.inf for n in numbers)
+
+
+def _is_mask(segmentation: Any) -> bool:
+    """As Detectron2 sees it: it leaves polygons of less than three corners out."""
+    if isinstance(segmentation, dict):
+        return True
+    return bool(segmentation) and any(len(polygon) >= 6 for polygon in segmentation)
 
 
 def _first_twice(ids: list[Any]) -> Optional[Any]:

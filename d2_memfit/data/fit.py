@@ -10,8 +10,10 @@ from ..errors import ConfigError, DataError
 from .coco_file import CocoFile
 from .schedule import RULE, SCHEDULE_KEYS, fine_tuning_schedule, periods
 
-__all__ = ["Setting", "fit_to_data", "goes_with_data"]
+__all__ = ["Setting", "check_classes", "fit_to_data", "goes_with_data"]
 
+# They learn from labels of every pixel, which a COCO file does not have.
+_LEARN_FROM_PIXELS = ("PanopticFPN", "SemanticSegmentor", "PanopticDeepLab")
 # The key that has the number of classes, by Detectron2's meta architectures; "" where none has.
 _CLASS_KEYS = {
     "GeneralizedRCNN": "MODEL.ROI_HEADS.NUM_CLASSES",
@@ -75,7 +77,16 @@ def fit_to_data(
                 f"in {file.json_file}"
             )
     settings = list(_classes(cfg, files[0], given))
+    if train and cfg.MODEL.META_ARCHITECTURE in _LEARN_FROM_PIXELS:
+        raise ConfigError(
+            f"a {cfg.MODEL.META_ARCHITECTURE} learns from labels of every pixel, which "
+            f"{files[0].json_file} does not have: register such a dataset in a script of your own, "
+            "or take a config of COCO-InstanceSegmentation"
+        )
+    for file in test:
+        _check_ground_truth(cfg, file)
     for file in train:
+        settings += _boxes(file)
         _check_masks(cfg, file)
         settings += _keypoints(cfg, file, given)
     if train:
@@ -105,6 +116,15 @@ def _classes(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator[S
         yield Setting(key, num_classes, f"the categories of {file.name}: {_names(file.classes)}")
 
 
+def check_classes(cfg: CfgNode, file: CocoFile) -> None:
+    """Raise :class:`ConfigError` unless a trained model finds what the data are labelled with."""
+    key = _CLASS_KEYS.get(cfg.MODEL.META_ARCHITECTURE)
+    if key == "":
+        raise ConfigError(f"a {cfg.MODEL.META_ARCHITECTURE} finds no objects of classes")
+    if key is not None:
+        list(_classes(cfg, file, {key}))
+
+
 def _class_keys(cfg: CfgNode) -> list[str]:
     """Keys of this meaning that a project has added."""
     known = get_detectron2_cfg().MODEL
@@ -115,10 +135,42 @@ def _class_keys(cfg: CfgNode) -> list[str]:
     ]
 
 
+def _boxes(file: CocoFile) -> Iterator[Setting]:
+    """A few such boxes are in COCO, too."""
+    if file.without_size and len(file.without_size) == file.num_objects:
+        raise DataError(
+            f"{file.name}: no box of {file.json_file} has a size; a bbox is [x, y, width, height]"
+        )
+    if file.without_size:
+        yield Setting(
+            "",
+            None,
+            f"{len(file.without_size)} of {file.num_objects} boxes of {file.name} have no size, "
+            f"and nothing is learnt from them; the first has the id {file.without_size[0]}",
+        )
+
+
+def _check_ground_truth(cfg: CfgNode, file: CocoFile) -> None:
+    """What pycocotools needs to evaluate, after hours of training."""
+    if file.without_area:
+        raise DataError(
+            f"{file.name} cannot be evaluated: {len(file.without_area)} annotations in "
+            f"{file.json_file} have no area or no iscrowd, the first has the id "
+            f"{file.without_area[0]}. Add them: area is that of the mask, or of the box without "
+            "one, and iscrowd 0"
+        )
+    if cfg.MODEL.MASK_ON and file.without_mask:
+        raise DataError(
+            f"MODEL.MASK_ON True, and {file.name} cannot be evaluated: {len(file.without_mask)} of "
+            f"{file.num_objects} annotations in {file.json_file} have no segmentation, the first "
+            f"has the id {file.without_mask[0]}. Add them, or set MODEL.MASK_ON False"
+        )
+
+
 def _check_masks(cfg: CfgNode, file: CocoFile) -> None:
     if not cfg.MODEL.MASK_ON or not file.num_objects:
         return
-    if len(file.without_mask) == file.num_objects:
+    if not file.num_masks:
         raise ConfigError(
             f"MODEL.MASK_ON True, and {file.name} has no masks: no annotation of {file.json_file} "
             "has a segmentation. Take a config of COCO-Detection, or set MODEL.MASK_ON False"
@@ -189,6 +241,9 @@ def _schedule(cfg: CfgNode, train: Sequence[CocoFile], given: Collection[str]) -
         note = f"SOLVER.MAX_ITER {solver.MAX_ITER} is the config's: {epochs:,.1f} epochs of "
         yield Setting("", None, f"{note}{num_images} images, {batch} in each iteration")
         return
+    late = [step for step in solver.STEPS if step >= max_iter]
+    if "SOLVER.STEPS" in given and "SOLVER.MAX_ITER" not in given and late:
+        yield Setting("", None, f"SOLVER.STEPS {solver.STEPS}: SOLVER.MAX_ITER is {max_iter}")
     for key, value in proposed.items():
         if key not in given and value != _value(cfg, key):
             why = f"{what}: {RULE}" if key == "SOLVER.MAX_ITER" else "goes with MAX_ITER"

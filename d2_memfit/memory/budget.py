@@ -91,7 +91,8 @@ def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> f
     else:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB auto measures what is free on the device {device}, and no such "
-            "device is visible. Name a budget in GB, or a card: --card 6GB"
+            "device is visible. Name a budget in GB, or a card: --card 6GB; for the CPU, "
+            "MODEL.DEVICE cpu"
         )
     if free <= 0:
         raise ConfigError(

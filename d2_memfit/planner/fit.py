@@ -24,6 +24,7 @@ from ..presets import with_budget
 from .plan import Plan
 from .search import plan_memory
 from .text import describe_plan, why_it_does_not_fit
+from .worst_case import worst_case
 
 __all__ = ["fit_config", "planned_config", "planned_yaml"]
 
@@ -52,11 +53,10 @@ def fit_config(cfg: CfgNode) -> CfgNode:
     check_config(cfg)
     start_logging(cfg.OUTPUT_DIR)
     use_expandable_segments()
-    key = _key_of(cfg)  # before anything is measured
     budget_gb = min(_on_each_rank(lambda: with_budget(cfg).MEMFIT.BUDGET_GB))
     planned = with_settings(cfg, {"MEMFIT.BUDGET_GB": budget_gb})
     is_main = comm.is_main_process()
-    text = _on_each_rank(lambda: _plan_of_this_run(planned, key) if is_main else "")[0]
+    text = _on_each_rank(lambda: _plan_of_this_run(planned, _key_of(cfg)) if is_main else "")[0]
     planned.merge_from_other_cfg(CfgNode(yaml.safe_load(text)))
     if cfg.is_frozen():
         planned.freeze()
@@ -82,9 +82,12 @@ def _on_each_rank(call: Callable[[], Any]) -> list[Any]:
 
 
 def _key_of(cfg: CfgNode) -> str:
-    """What a plan is for, wherever it runs."""
+    """What a plan is for, wherever it runs: the config, before anything is measured, and the
+    largest of its images.
+    """
+    case = worst_case(cfg, comm.get_world_size())
     without_folder = with_settings(cfg, {"OUTPUT_DIR": ""})
-    text = f"{comm.get_world_size()} {without_folder.dump()}"
+    text = f"{comm.get_world_size()} {case} {without_folder.dump()}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

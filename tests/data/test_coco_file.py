@@ -119,7 +119,22 @@ def drop_from_first(key, field):
         (set_in_first("annotations", "category_id", [1]), r"category_id \[1\], which is no num"),
         (set_in_first("images", "id", {"a": 1}), r"'images' .* has the id {'a': 1}, which is no"),
         (set_in_first("annotations", "id", 2), "'annotations' .* has the id 2 more than once"),
-        (set_in_first("images", "file_name", "no.png"), r"first image .*no\.png does not exist"),
+        (
+            set_in_first("images", "file_name", "no.png"),
+            r"1 of \d+ images do not exist, the first is .*no\.png",
+        ),
+        (
+            set_in_first("images", "height", 5),
+            r"has \(\d+, \d+\) pixels of .* entry says \(\d+, 5\)",
+        ),
+        (set_in_first("images", "width", None), r"width None with the id 0, which are no numbers"),
+        (set_in_first("annotations", "bbox", None), r"the bbox None with the id 1, which is not"),
+        (set_in_first("annotations", "bbox", [1, 2, 3]), r"the bbox \[1, 2, 3\] with the id 1,"),
+        (set_in_first("annotations", "bbox", [1, 2, 3, float("nan")]), r"nan\] with the id 1,"),
+        (
+            lambda coco: coco["categories"].append({"id": "x", "name": "note"}),
+            "has numbers and texts as id: take one of them for all",
+        ),
     ],
 )
 def test_a_coco_file_that_cannot_be_trained_on_is_explained(coins, tmp_path, change, message):

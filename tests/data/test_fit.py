@@ -40,7 +40,6 @@ def settings(cfg, train, test=(), given=()):
     [
         (MASK, "MODEL.ROI_HEADS.NUM_CLASSES"),
         ("COCO-Detection/retinanet_R_50_FPN_3x", "MODEL.RETINANET.NUM_CLASSES"),
-        ("COCO-PanopticSegmentation/panoptic_fpn_R_50_3x", "MODEL.ROI_HEADS.NUM_CLASSES"),
         ("COCO-Detection/rpn_R_50_FPN_1x", None),
     ],
 )
@@ -113,6 +112,48 @@ def test_what_the_model_learns_from_must_be_there(file_of, change, opts, message
         fit_to_data(load_cfg(MASK, opts), [file_of(change)], [], ())
 
 
+def test_a_file_to_evaluate_on_has_what_pycocotools_needs(file_of):
+    def without_area(coco):
+        del coco["annotations"][0]["area"]
+
+    def without_a_mask(coco):
+        del coco["annotations"][0]["segmentation"]
+
+    train = file_of(name="train")
+    with pytest.raises(DataError, match=r"changed cannot be evaluated: 1 annotations .* no area"):
+        fit_to_data(load_cfg(MASK), [train], [file_of(without_area)], ())
+    with pytest.raises(DataError, match=r"cannot be evaluated: 1 of \d+ .* have no segmentation"):
+        fit_to_data(load_cfg(MASK), [train], [file_of(without_a_mask)], ())
+    fit_to_data(load_cfg(MASK), [file_of(without_area)], [train], ())  # training needs none
+
+
+def test_boxes_without_a_size_are_counted(file_of):
+    def without_size(coco, num=None):
+        for a in coco["annotations"][:num]:
+            a["bbox"] = [1, 1, 0, 0]
+
+    cfg = load_cfg(MASK)
+    few = fit_to_data(cfg, [file_of(lambda coco: without_size(coco, 2))], [], ())
+    assert any("2 of " in str(s) and "boxes of changed have no size" in str(s) for s in few)
+    with pytest.raises(DataError, match=r"changed: no box of .* has a size"):
+        fit_to_data(cfg, [file_of(without_size)], [], ())
+
+
+def test_empty_polygons_are_no_masks(file_of):
+    def empty(coco):
+        for a in coco["annotations"]:
+            a["segmentation"] = [[]]
+
+    with pytest.raises(ConfigError, match="changed has no masks"):
+        fit_to_data(load_cfg(MASK), [file_of(empty)], [], ())
+
+
+def test_labels_of_pixels_are_not_in_a_coco_file(file_of):
+    cfg = load_cfg("COCO-PanopticSegmentation/panoptic_fpn_R_50_3x")
+    with pytest.raises(ConfigError, match="a PanopticFPN learns from labels of every pixel"):
+        fit_to_data(cfg, [file_of()], [], ())
+
+
 @pytest.mark.parametrize(
     ("change", "opts"),
     [
@@ -137,6 +178,20 @@ def test_keypoints_are_counted(file_of):
     assert len(found["TEST.KEYPOINT_OKS_SIGMAS"]) == 2
     with pytest.raises(ConfigError, match="NUM_KEYPOINTS 17 does not fit the data"):
         fit_to_data(cfg, [file_of(with_keypoints)], [], {key})
+
+
+def test_categories_share_their_keypoints(file_of):
+    def two(coco, other):
+        coco["categories"] = [
+            {"id": 1, "name": "cat", "keypoints": ["left", "right"]},
+            {"id": 2, "name": "dog", "keypoints": other},
+        ]
+        for a in coco["annotations"]:
+            a["keypoints"] = [1, 1, 2] * 2
+
+    assert file_of(lambda coco: two(coco, ["left", "right"])).keypoint_names == ("left", "right")
+    with pytest.raises(DataError, match="categories have different keypoints"):
+        file_of(lambda coco: two(coco, ["nose", "tail"]))
 
 
 def test_the_schedule_is_that_of_a_fine_tuning(file_of):

@@ -9,6 +9,7 @@ from tiny import ROOT, run_process, tiny_cfg
 from d2_memfit import __version__
 from d2_memfit.cli import main
 from d2_memfit.config import load_cfg
+from d2_memfit.config_files import find_config_file
 
 pytestmark = pytest.mark.slow
 
@@ -140,6 +141,33 @@ INPUT:
     assert "NUM_CLASSES 80 does not fit the data" in capsys.readouterr().err
 
 
+def test_what_a_users_own_file_says_without_datasets_holds(coins, tmp_path, capsys):
+    own = tmp_path / "own.yaml"
+    base = find_config_file("COCO-Detection/faster_rcnn_R_50_FPN_3x")
+    own.write_text(f"_BASE_: {base}\nMODEL: {{ROI_HEADS: {{NUM_CLASSES: 5}}}}\n")
+    args = ["estimate", "--config-file", str(own)]
+    args += ["--coco", "plan_train", str(coins / "train.json"), "images"]
+    with pytest.raises(SystemExit):
+        main(args)
+    assert "NUM_CLASSES 5 does not fit the data" in capsys.readouterr().err
+    own.write_text(f"_BASE_: {base}\nSOLVER: {{MAX_ITER: 200}}\nINPUT: {{MAX_SIZE_TRAIN: 96}}\n")
+    main([*args, "SOLVER.IMS_PER_BATCH", "1"])
+    printed = capsys.readouterr().out
+    assert "SOLVER.MAX_ITER" not in printed
+    assert "SOLVER.STEPS (150,): goes with MAX_ITER" in printed
+
+
+@pytest.mark.parametrize("content", ["a: [", "", "- 1", "_BASE_: no.yaml"])
+def test_a_config_file_that_cannot_be_read_is_one_line(content, coins, tmp_path, capsys):
+    file = tmp_path / "bad.yaml"
+    file.write_text(content)
+    coco = ["--coco", "plan_train", str(coins / "train.json"), "images"]
+    with pytest.raises(SystemExit) as e:
+        main(["estimate", "--config-file", str(file), *coco])
+    assert e.value.code == 2
+    assert f"error: {file}: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "command", [["-m", "d2_memfit", "--version"], [ROOT / "tools" / "plan_memory.py", "estimate"]]
 )
@@ -191,6 +219,13 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         (["plan", "--card", "6GB", "--budget", "5"], "--budget 5 and --card 6GB are two budgets"),
         (["plan", "--card", "6GB", "MEMFIT.BUDGET_GB", "5"], "are two budgets: name one"),
         (["plan", "--budget", "6", "MEMFIT.BUDGET_GB", "5"], "are two budgets: name one"),
+        (["plan", "--budget", "6", "MEMFIT.PRESET", "8GB"], "are two budgets: name one"),
+        (["plan", "--card", "6 apples"], "there is no preset '6 apples'"),
+        (["estimate", "SOLVER.MAX_ITER", "-5"], "SOLVER.MAX_ITER must be a positive integer"),
+        (
+            ["estimate", "--coco", "a", "b", "c", "--coco", "a", "b", "d"],
+            "--coco a is there more than once",
+        ),
         (["plan", "--budget", "6", "--allow", "all"], "allow must be some of exact, precision, re"),
         (["estimate", "--device", "v10"], "there is no device 'v10' (near: v100)"),
         (["estimate", "--device", "cpu", "--probe"], "--probe runs the largest batch on a GPU"),

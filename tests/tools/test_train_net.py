@@ -126,6 +126,8 @@ def test_fit_plans_for_what_is_free_here_and_trains(arguments, tmp_path):
     assert f"MEMFIT.BUDGET_GB auto on the device {where}: " in log
     assert "Plan for MEMFIT.BUDGET_GB" in log
     assert (output_dir / "model_final.pth").exists()
+    kept = load_cfg(str(output_dir / "config.yaml")).MEMFIT  # for evaluations later
+    assert (kept.OOM.POLICY, kept.BUDGET_GB, kept.PLAN.ENABLED) == ("split", "auto", False)
 
 
 def test_fit_takes_the_card_that_is_named(arguments, coins):
