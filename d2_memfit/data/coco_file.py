@@ -5,12 +5,14 @@ import json
 import math
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Optional
 
+import numpy as np
 from detectron2.utils.file_io import PathManager
 
 from ..errors import DataError
@@ -24,7 +26,6 @@ _FIELDS = {
     "annotations": {"id", "image_id", "category_id", "bbox"},
     "categories": {"id", "name"},
 }
-_EVALUATED = {"area", "iscrowd"}  # and what pycocotools takes of each annotation beside
 _LARGE_BYTES = 50 * 2**20  # from here on, reading takes long enough to say so
 
 
@@ -41,7 +42,7 @@ class CocoFile:
         without_size: ids of objects whose box has no width or no height.
         without_area: ids of annotations that pycocotools cannot evaluate.
         without_mask: ids of objects without a segmentation.
-        num_masks: objects with one that Detectron2 takes.
+        has_masks: whether Detectron2 takes one at least.
         with_rle: ids of objects whose segmentation is a run-length code.
         without_keypoints: ids of objects without keypoints.
         keypoint_names: of all categories that have keypoints.
@@ -56,7 +57,7 @@ class CocoFile:
     without_size: Sequence[int]
     without_area: Sequence[int]
     without_mask: Sequence[int]
-    num_masks: int
+    has_masks: bool
     with_rle: Sequence[int]
     without_keypoints: Sequence[int]
     keypoint_names: tuple[str, ...]
@@ -126,9 +127,11 @@ def _check(
         num_images_with_objects=len({a["image_id"] for a in objects}),
         num_objects=len(objects),
         without_size=[a["id"] for a in objects if min(a["bbox"][2:]) <= 0],
-        without_area=[a["id"] for a in coco["annotations"] if not a.keys() >= _EVALUATED],
+        without_area=[
+            a["id"] for a in coco["annotations"] if "area" not in a or "iscrowd" not in a
+        ],
         without_mask=[a["id"] for a in objects if not a.get("segmentation")],
-        num_masks=sum(_is_mask(a.get("segmentation")) for a in objects),
+        has_masks=any(_is_mask(a.get("segmentation")) for a in objects),
         with_rle=[a["id"] for a in objects if isinstance(a.get("segmentation"), dict)],
         without_keypoints=[a["id"] for a in objects if not a.get("keypoints")],
         keypoint_names=tuple(keypoint_names(coco)),
@@ -206,13 +209,12 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
             raise DataError(f"{where} has the {field} {odd!r}, which is no number and no text")
         if len(types) > 1:
             raise DataError(f"{where} has numbers and texts as {field}: take one of them for all")
-    if key == "annotations":
-        odd = next((e for e in entries if not _is_box(e["bbox"])), None)
-        if odd is not None:
-            raise DataError(
-                f"{where} has the bbox {odd['bbox']!r} with the id {odd['id']}, which is not "
-                "[x, y, width, height]"
-            )
+    if key == "annotations" and not _are_boxes([entry["bbox"] for entry in entries]):
+        odd = next(e for e in entries if not _are_boxes([e["bbox"]]))
+        raise DataError(
+            f"{where} has the bbox {odd['bbox']!r} with the id {odd['id']}, which is not "
+            "[x, y, width, height]"
+        )
     if key == "images":
         odd = next((e for e in entries if not (_is_length(e["height"], e["width"]))), None)
         if odd is not None:
@@ -225,10 +227,18 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
         raise DataError(f"{where} has the id {twice} more than once")
 
 
-def _is_box(box: Any) -> bool:
-    if not isinstance(box, list) or len(box) != 4 or not {type(v) for v in box} <= {int, float}:
-        return False
-    return math.isfinite(sum(box))
+def _are_boxes(boxes: list[Any]) -> bool:
+    """Whether each is a list of four finite numbers."""
+    if not boxes:
+        return True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # older NumPy's, of lists of several lengths
+        try:
+            array = np.array(boxes)
+        except ValueError:  # newer NumPy's
+            return False
+    is_of_numbers = array.ndim == 2 and array.shape[1] == 4 and array.dtype.kind in "iuf"
+    return bool(is_of_numbers and np.isfinite(array).all())
 
 
 def _is_length(*numbers: Any) -> bool:

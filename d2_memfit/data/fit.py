@@ -170,7 +170,7 @@ def _check_ground_truth(cfg: CfgNode, file: CocoFile) -> None:
 def _check_masks(cfg: CfgNode, file: CocoFile) -> None:
     if not cfg.MODEL.MASK_ON or not file.num_objects:
         return
-    if not file.num_masks:
+    if not file.has_masks:
         raise ConfigError(
             f"MODEL.MASK_ON True, and {file.name} has no masks: no annotation of {file.json_file} "
             "has a segmentation. Take a config of COCO-Detection, or set MODEL.MASK_ON False"
