@@ -48,6 +48,14 @@ def three_ranks():
     ranks.stop()
 
 
+@pytest.fixture(autouse=True)
+def allocator_options(monkeypatch):
+    """What one test's job asks of PyTorch's allocator is not there for the next."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def log(caplog, monkeypatch):
     """caplog for our loggers, which Detectron2's setup_logger keeps from the root logger."""

@@ -107,7 +107,7 @@ def infer(model: nn.Module, cfg: CfgNode, batch: Batch) -> None:
     model.eval()
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(ready_to_evaluate(model, cfg))
+        stack.enter_context(ready_to_evaluate(model, cfg, announce=False))
         stack.enter_context(worst_proposals(model, cfg, batch))
         stack.enter_context(worst_detections(model))
         model(batch)
@@ -121,7 +121,7 @@ def build(cfg: CfgNode) -> tuple[nn.Module, Optimizer]:
     """
     with _one_thread(), torch.random.fork_rng(devices=[]), WithoutValues():
         model, optimizer = build_with_values(cfg, "cpu")
-        with ready_to_evaluate(model, cfg):
+        with ready_to_evaluate(model, cfg, announce=False):
             return model, optimizer
 
 

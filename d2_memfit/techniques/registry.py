@@ -125,14 +125,15 @@ def apply_techniques(part_name: str, part: Any, cfg: CfgNode, announce: bool = T
 
 
 @contextmanager
-def ready_to_evaluate(model: nn.Module, cfg: CfgNode) -> Iterator[None]:
+def ready_to_evaluate(model: nn.Module, cfg: CfgNode, announce: bool = True) -> Iterator[None]:
     """While open, the model is as the config wants it for its evaluation.
 
     Args:
         model: without DDP around it.
+        announce: as for :func:`apply_techniques`.
     """
     original = model.__class__
-    apply_techniques("evaluation", model, cfg)
+    apply_techniques("evaluation", model, cfg, announce)
     try:
         yield
     finally:

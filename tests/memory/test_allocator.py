@@ -10,13 +10,6 @@ from d2_memfit.memory import segments_expand, use_expandable_segments
 NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-@pytest.fixture(autouse=True)
-def no_options(monkeypatch):
-    for name in NAMES:
-        monkeypatch.setenv(name, "")  # so that it is put back
-        monkeypatch.delenv(name)
-
-
 @pytest.fixture
 def cuda_has_started(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
