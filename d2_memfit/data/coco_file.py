@@ -5,14 +5,13 @@ import json
 import math
 import os
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Optional
 
-import numpy as np
 from detectron2.utils.file_io import PathManager
 
 from ..errors import DataError
@@ -126,7 +125,7 @@ def _check(
         num_images=len(coco["images"]),
         num_images_with_objects=len({a["image_id"] for a in objects}),
         num_objects=len(objects),
-        without_size=[a["id"] for a in objects if min(a["bbox"][2:]) <= 0],
+        without_size=[a["id"] for a in objects if a["bbox"][2] <= 0 or a["bbox"][3] <= 0],
         without_area=[
             a["id"] for a in coco["annotations"] if "area" not in a or "iscrowd" not in a
         ],
@@ -229,16 +228,12 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
 
 def _are_boxes(boxes: list[Any]) -> bool:
     """Whether each is a list of four finite numbers."""
-    if not boxes:
-        return True
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # older NumPy's, of lists of several lengths
-        try:
-            array = np.array(boxes)
-        except ValueError:  # newer NumPy's
-            return False
-    is_of_numbers = array.ndim == 2 and array.shape[1] == 4 and array.dtype.kind in "iuf"
-    return bool(is_of_numbers and np.isfinite(array).all())
+    return (
+        set(map(type, boxes)) <= {list}
+        and set(map(len, boxes)) <= {4}
+        and set(map(type, chain.from_iterable(boxes))) <= {int, float}
+        and math.isfinite(sum(map(sum, boxes)))
+    )
 
 
 def _is_length(*numbers: Any) -> bool:
