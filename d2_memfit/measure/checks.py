@@ -1,11 +1,9 @@
-"""Whether d2_memfit does on this device what it says: what `pytest -m gpu` runs, without pytest.
+"""Whether d2_memfit does on a device what it says: with gpu_checks.py, what `pytest -m gpu` runs.
 
 A check is a function of the device that raises what is wrong.
 """
 
-import gc
 import json
-import math
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,20 +21,15 @@ from ..config import with_settings
 from ..engine import (
     AccumulatingTrainer,
     LeakDetector,
-    MemoryMonitor,
     MemorySnapshot,
     Precision,
     RecoveryOptions,
-    recovering_inference,
 )
 from ..errors import ConfigError
-from ..memory import OwnerMeter, enforce_budget, is_out_of_memory
-from ..planner import WorstCase, estimate_memory, plan_memory
-from ..planner.autocast import casts_of_cuda
 from ..planner.calibration import calibrate
 from ..techniques import TECHNIQUES, apply_techniques
 from .injection import InjectedTrainer, Injector, iterate, seed_all
-from .peaks import limited, peaks_of
+from .peaks import peaks_of
 from .tiny import (
     every_anchor_counts,
     images,
@@ -46,15 +39,14 @@ from .tiny import (
     tiny_model,
 )
 
-__all__ = ["CHECKS", "GPU_CHECKS", "Check"]
+__all__ = ["CHECKS", "Check", "check_steps_are_detectron2s", "run_with_hooks", "sgd"]
 
 Check = Callable[[torch.device], None]
 
-_CASE = WorstCase(((480, 640),), 30, (480, 640), (480, 640))
 _EXACT = sorted(n for n, t in TECHNIQUES if t.tier == "exact" and t.part == "model")
 
 
-def _sgd(model: nn.Module) -> torch.optim.SGD:
+def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
 
 
@@ -88,7 +80,7 @@ def check_steps_are_detectron2s(precision: str, device: torch.device) -> None:
         for make in (theirs, partial(AccumulatingTrainer, precision=precision)):
             model = tiny_model(cfg)
             seed_all()
-            results.append(_trained(make(model, _batches(), _sgd(model))))
+            results.append(_trained(make(model, _batches(), sgd(model))))
     if not all(torch.equal(results[0][name], results[1][name]) for name in results[0]):
         raise AssertionError(f"weights differ by {relative_difference(*results)}, relatively")
 
@@ -116,7 +108,7 @@ def check_accumulation(precision: str, device: torch.device) -> None:
     for sizes, steps in (((8,), 1), ((3, 3, 2), 3)):
         model = tiny_model(cfg)
         loader = _cut(_batches(), sizes)
-        results.append(_trained(AccumulatingTrainer(model, loader, _sgd(model), steps, precision)))
+        results.append(_trained(AccumulatingTrainer(model, loader, sgd(model), steps, precision)))
     moved = relative_difference(results[0], parameters(tiny_model(cfg)))
     difference = relative_difference(results[1], results[0])
     tolerance = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}[precision]
@@ -130,42 +122,13 @@ def check_memory_of_accumulation(device: torch.device) -> None:
     for steps in (1, 4):
         model = tiny_model(cfg)
         loader = [images(1, size=512)] * (3 * steps)
-        trainer = AccumulatingTrainer(model, loader, _sgd(model), steps)
+        trainer = AccumulatingTrainer(model, loader, sgd(model), steps)
         iterate(trainer)
         with peaks_of(device) as peak:
             iterate(trainer)
             peaks[steps] = peak.take()[0]
     gradients = sum(p.numel() * p.element_size() for p in model.parameters())
     assert peaks[4] <= 1.01 * peaks[1] + gradients, peaks
-
-
-def check_budget(device: torch.device) -> None:
-    """What a budget does not allow is refused, and one above the card is no budget."""
-    name = str(device)
-    torch.zeros(1, device=device)
-    try:
-        enforce_budget(2, name)
-        half = torch.empty(2**29, dtype=torch.uint8, device=device)
-        try:
-            torch.empty(2**31, dtype=torch.uint8, device=device)
-        except RuntimeError as e:
-            was_refused = is_out_of_memory(e)
-        else:
-            was_refused = False
-        assert was_refused, "2 GB more were given"
-        assert torch.cuda.memory_reserved(device) <= 2 * 2**30
-        del half
-        try:
-            enforce_budget(10_000, name)
-        except ConfigError:
-            was_refused = True
-        else:
-            was_refused = False
-        assert was_refused, "a budget of 10,000 GB was accepted"
-    finally:
-        enforce_budget(None, name)
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.empty(min(total // 3, 2**32), dtype=torch.uint8, device=device)  # no limit is left
 
 
 @_in_full_float32()
@@ -179,7 +142,7 @@ def check_recovery(family: str, precision: str, device: torch.device) -> None:
         seed_all()
         model = tiny_model(tiny_cfg(family, device=device))
         trainer = InjectedTrainer(
-            model, [images(4)], _sgd(model), 1, precision, micro_batch, RecoveryOptions()
+            model, [images(4)], sgd(model), 1, precision, micro_batch, RecoveryOptions()
         )
         trainer.injector = Injector(fail_at)
         iterate(trainer)
@@ -194,41 +157,6 @@ def check_recovery(family: str, precision: str, device: torch.device) -> None:
         assert trainer.window_sizes == (2, 2), trainer.window_sizes
         gap = relative_difference(parameters(trainer.model), parameters(expected.model))
         assert gap < 0.01 * moved, f"{gap} of {moved} after allocation {point}"
-
-
-def check_real_out_of_memory(device: torch.device) -> None:
-    """A batch that does not fit is split, and memory does not grow with it."""
-    model = tiny_model(tiny_cfg("mask_rcnn", device=device))
-    loader = [images(8, size=512)] * 4
-    trainer = AccumulatingTrainer(model, loader, _sgd(model), recovery=RecoveryOptions())
-    one = AccumulatingTrainer(model, [images(1, size=512)] * 3, _sgd(model))
-    iterate(one)
-    base = torch.cuda.memory_allocated(device)
-    with peaks_of(device) as peak:
-        iterate(one)
-        of_one = peak.take()[0] - base
-    one.optimizer.zero_grad(set_to_none=True)
-    with limited(device, 3 * of_one):
-        iterate(trainer)
-        assert trainer.recovery is not None
-        assert trainer.recovery.oom_events >= 1
-        assert trainer.recovery.size.images in (1, 2, 4)
-        gc.collect()
-        after_first = torch.cuda.memory_allocated(device)
-        iterate(trainer, 3, first=1)
-    gc.collect()
-    assert torch.cuda.memory_allocated(device) <= after_first + 2**20
-
-
-def check_evaluation_under_a_limit(device: torch.device) -> None:
-    """Evaluation that does not fit finds what it would have found."""
-    model = tiny_model(tiny_cfg("mask_rcnn", device=device)).eval()
-    batch = images(8, size=512)
-    with torch.no_grad():
-        expected = [len(found["instances"]) for found in model(batch)]
-        with limited(device, 64 * 2**20), recovering_inference(model, RecoveryOptions()):
-            actual = [len(found["instances"]) for found in model(batch)]
-    assert actual == expected
 
 
 @_in_full_float32()
@@ -262,34 +190,10 @@ def check_technique(names: Sequence[str], device: torch.device) -> None:
         assert less < 0.8 * plain, f"{less} bytes, without {plain}"
 
 
-def check_owners(device: torch.device) -> None:
-    """What tensors are counted for adds up to what the allocator says."""
-    before = torch.cuda.memory_allocated(device)
-    model = tiny_model(tiny_cfg("mask_rcnn", device=device))
-    with OwnerMeter(model) as meter, EventStorage():
-        losses = model(images(2, size=512))
-        on_device = torch.cuda.memory_allocated(device) - before
-        counted = sum(meter.live.values())
-    del losses
-    assert math.isclose(counted, on_device, rel_tol=0.01), f"{counted} of {on_device} bytes"
-
-
-def check_reports(device: torch.device) -> None:
-    """Reports are the allocator's, and its peak statistics are not reset."""
-    ballast = torch.ones(2**27, device=device)  # 0.5 GB
-    del ballast
-    ever = torch.cuda.max_memory_allocated(device)
-    latest = {k: v[0] for k, v in _with_hooks(device, MemoryMonitor(2)).latest().items()}
-    assert torch.cuda.max_memory_allocated(device) == ever
-    assert latest["memfit/alloc_retries"] == torch.cuda.memory_stats(device)["num_alloc_retries"]
-    assert 0 < latest["memfit/allocated_gb"] <= latest["memfit/allocated_peak_gb"] < 0.5
-    assert latest["memfit/reserved_gb"] <= torch.cuda.max_memory_reserved(device) / 2**30
-
-
 def check_snapshot(device: torch.device) -> None:
     """A snapshot has owners, and PyTorch's own beside it."""
     with tempfile.TemporaryDirectory() as folder:
-        _with_hooks(device, MemorySnapshot(folder, iteration=1))
+        run_with_hooks(device, MemorySnapshot(folder, iteration=1))
         names = {file.name for file in Path(folder).iterdir()}
         snapshot = json.loads((Path(folder) / "memfit_memory_1.json").read_text())
     assert "memfit_memory_1.pickle" in names or device.type == "cpu", names
@@ -299,59 +203,8 @@ def check_snapshot(device: torch.device) -> None:
 def check_no_false_alarm(device: torch.device) -> None:
     """A healthy run is not said to leak."""
     detector = LeakDetector(window=80, skip=20)
-    _with_hooks(device, detector, num_iterations=120)
+    run_with_hooks(device, detector, num_iterations=120)
     assert not detector._has_warned
-
-
-def check_formats_of_dry_runs(device: torch.device) -> None:
-    """A dry run on the CPU has the number formats that autocast has on this device."""
-    functions: dict[str, tuple[Any, ...]] = {
-        "conv2d": (torch.ones(8, 8, 1, 1),),
-        "group_norm": (4,),
-        "interpolate": (None, 2.0),
-        "softmax": (1,),
-        "relu": (),
-        "sigmoid": (),
-        "gelu": (),
-    }
-
-    def formats(kind: str) -> list[torch.dtype]:
-        x = torch.ones(2, 8, 4, 4, dtype=torch.float16, device=kind)
-        found = []
-        for name, arguments in functions.items():
-            args = [a.to(kind) if torch.is_tensor(a) else a for a in arguments]
-            with torch.autocast(kind, dtype=torch.float16):
-                found.append(getattr(nn.functional, name)(x, *args).dtype)
-        return found
-
-    with casts_of_cuda():
-        expected = formats("cpu")
-    assert formats(device.type) == expected, list(functions)
-
-
-def check_probe(device: torch.device) -> None:
-    """A probe leaves nothing behind, and a plan that was probed fits for real."""
-    cfg = tiny_cfg("mask_rcnn", device=device)
-    cfg.SOLVER.IMS_PER_BATCH = 8
-    torch.zeros(1, device=device)
-
-    def state() -> tuple[Any, ...]:
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-        random_state = torch.cuda.get_rng_state(device).tolist(), torch.get_rng_state().tolist()
-        return torch.cuda.memory_allocated(device), *random_state
-
-    before = state()
-    measured = estimate_memory(cfg, case=_CASE, probe=True)
-    assert state() == before
-    total = sum(measured.breakdown.values())
-    assert math.isclose(total, measured.peak_allocated_gb, rel_tol=1e-6)
-    budget_gb = (measured.device_total_gb - 0.3 * measured.peak_allocated_gb) / 0.9
-    plan = plan_memory(cfg, budget_gb, case=_CASE, probe=True)
-    assert plan.fits
-    assert plan.estimate.device_total_gb <= 0.95 * budget_gb
-    half = torch.cuda.get_device_properties(device).total_memory // 2
-    torch.empty(half, dtype=torch.uint8, device=device)  # no limit is left
 
 
 def check_calibration(device: torch.device) -> None:
@@ -365,10 +218,10 @@ def check_calibration(device: torch.device) -> None:
         assert values["flops_per_s"]["float16"] > values["flops_per_s"]["float32"] / 2
 
 
-def _with_hooks(device: torch.device, *hooks: Any, num_iterations: int = 4) -> Any:
+def run_with_hooks(device: torch.device, *hooks: Any, num_iterations: int = 4) -> Any:
     """The event storage of a small run."""
     model = tiny_model(tiny_cfg("proposal_network", device=device))
-    trainer = AccumulatingTrainer(model, [images(1)] * num_iterations, _sgd(model))
+    trainer = AccumulatingTrainer(model, [images(1)] * num_iterations, sgd(model))
     trainer.register_hooks(hooks)
     trainer.train(0, num_iterations)
     return trainer.storage
@@ -390,7 +243,7 @@ def _deterministic() -> Iterator[None]:
             torch.backends.cudnn.deterministic = cudnn
 
 
-# By a name for people; on any device, and on GPUs only.
+# By a name for people.
 CHECKS: dict[str, Check] = {
     "float32 is Detectron2's": partial(check_steps_are_detectron2s, "fp32"),
     "accumulation in float32": partial(check_accumulation, "fp32"),
@@ -407,14 +260,4 @@ CHECKS: dict[str, Check] = {
     "snapshot": check_snapshot,
     "no false alarm of a leak": check_no_false_alarm,
     "calibration": check_calibration,
-}
-GPU_CHECKS: dict[str, Check] = {
-    "float16 is Detectron2's": partial(check_steps_are_detectron2s, "fp16"),
-    "budget": check_budget,
-    "real out-of-memory error": check_real_out_of_memory,
-    "evaluation under a limit": check_evaluation_under_a_limit,
-    "owners": check_owners,
-    "reports": check_reports,
-    "formats of dry runs": check_formats_of_dry_runs,
-    "probe": check_probe,
 }

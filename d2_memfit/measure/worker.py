@@ -19,7 +19,8 @@ def main(job: str, device_name: str) -> None:
     import torch
 
     from ..memory import use_expandable_segments
-    from .jobs import JOBS, Scale
+    from .jobs import JOBS
+    from .scale import Scale
 
     logging.getLogger("d2_memfit").setLevel(logging.ERROR)  # out-of-memory errors are meant
     use_expandable_segments()  # as in training under a budget

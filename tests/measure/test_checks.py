@@ -5,7 +5,8 @@ import torch
 
 from d2_memfit.engine import AccumulatingTrainer
 from d2_memfit.measure import checks
-from d2_memfit.measure.checks import CHECKS, GPU_CHECKS
+from d2_memfit.measure.checks import CHECKS
+from d2_memfit.measure.gpu_checks import GPU_CHECKS
 
 CPU = torch.device("cpu")
 

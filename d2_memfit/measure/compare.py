@@ -1,0 +1,84 @@
+"""Estimates against the same jobs run for real."""
+
+from typing import Optional
+
+import torch
+
+from ..errors import MemfitError
+from ..memory import cuda_context_bytes, process_memory, release_memory
+from ..planner import DryJob
+from ..planner.device_model import DeviceUse
+from ..planner.probe import run_for_real
+from ..planner.timeline import Timeline
+from ..presets import with_budget
+from .peaks import limited, peaks_of
+from .scale import Record, Scale
+
+__all__ = ["allocated_bytes", "compare_preset", "compare_zoo", "outside_bytes"]
+
+_GB = 2**30
+
+
+def compare_zoo(config: str, device: torch.device, scale: Scale) -> Record:
+    for num_images in (2, 1):
+        job = scale.dry_job(scale.cfg(config, device, "SOLVER.IMS_PER_BATCH", num_images))
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2**50
+        if job.total_bytes() < free:
+            return {"images": num_images, **_compare(job, device)}
+    raise MemfitError(f"one image needs {job.total_bytes() / _GB:.2f} GB")
+
+
+def compare_preset(config: str, device: torch.device, scale: Scale) -> Record:
+    cfg = with_budget(scale.cfg(config, device))
+    job = scale.dry_job(cfg)
+    budget_bytes = int(cfg.MEMFIT.BUDGET_GB * _GB)
+    record = {"budget_gb": cfg.MEMFIT.BUDGET_GB, "images": job.micro_batch_sizes()[0]}
+    if device.type == "cpu":
+        return {**record, **_compare(job, device)}
+    if budget_bytes > torch.cuda.get_device_properties(device).total_memory:
+        raise MemfitError("this card is smaller")
+    _load_kernels(device)  # which are part of the context
+    with limited(device, budget_bytes - cuda_context_bytes(device)):
+        return {**record, **_compare(job, device, job.limit_bytes)}
+
+
+def _load_kernels(device: torch.device) -> None:
+    x = torch.ones(1, 8, 32, 32, device=device, requires_grad=True)
+    torch.nn.functional.conv2d(x, x.new_ones(8, 8, 3, 3)).flatten(2).matmul(
+        x.new_ones(900, 8)
+    ).sum().backward()
+
+
+def _compare(job: DryJob, device: torch.device, limit_bytes: Optional[int] = None) -> Record:
+    """What a job was estimated to take in training and evaluation, and what it takes."""
+    uses: list[DeviceUse] = job._uses(limit_bytes)
+    record: Record = {"predicted_seconds": job.seconds()}
+    phases = (("training", job.training), ("evaluation", job.evaluation))
+    with peaks_of(device) as peaks:
+        for (phase, timeline), use, _ in zip(phases, uses, run_for_real(job, str(device))):
+            allocated, reserved = peaks.take()
+            estimated = allocated_bytes(timeline, use, device)
+            if device.type == "cuda":
+                record[f"{phase}_reserved_gb"] = reserved / _GB
+                record[f"{phase}_estimated_reserved_gb"] = use.reserved_bytes / _GB
+                outside = outside_bytes(device)
+                record[f"{phase}_device_gb"] = (reserved + outside) / _GB
+                record[f"{phase}_estimated_device_gb"] = use.total_bytes / _GB
+            record[f"{phase}_gb"] = allocated / _GB
+            record[f"{phase}_estimated_gb"] = estimated / _GB
+            record[f"{phase}_error"] = estimated / allocated - 1
+    release_memory(device)
+    return record
+
+
+def allocated_bytes(timeline: Optional[Timeline], use: DeviceUse, device: torch.device) -> int:
+    """As :func:`peaks_of` measures it: of tensors alone on the CPU."""
+    assert timeline is not None
+    return use.allocated_bytes if device.type == "cuda" else sum(timeline.peak().values())
+
+
+def outside_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return process_memory().data_bytes
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)

@@ -1,0 +1,44 @@
+"""How much is measured on a device."""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from detectron2.config import CfgNode
+
+from ..config import load_cfg
+from ..planner import DryJob, WorstCase, worst_case
+from ..planner.device_model import DeviceModel
+
+__all__ = ["MASK_RCNN", "Record", "Scale"]
+
+Record = dict[str, Any]
+
+MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: all of it at full size, or little of it, small, as a rehearsal."""
+
+    num_items: Optional[int]  # of each list; None is all
+    rounds: int  # of each time
+    seconds: float  # of each speed of the calibration
+    case: Optional[WorstCase]  # None is that of the config
+    opts: tuple[Any, ...]  # KEY VALUE pairs for all configs
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Scale":
+        if device.type == "cuda":
+            return cls(None, 7, 1.0, None, ())
+        small = WorstCase(((128, 160),), 5, (256, 320), (256, 320))
+        few = ["MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 16, "MODEL.RPN.POST_NMS_TOPK_TRAIN", 50]
+        few += ["MODEL.RPN.POST_NMS_TOPK_TEST", 20, "TEST.DETECTIONS_PER_IMAGE", 5]
+        return cls(1, 1, 0.02, small, tuple(few))
+
+    def cfg(self, config: str, device: torch.device, *opts: Any) -> CfgNode:
+        return load_cfg(config, [*self.opts, "MODEL.DEVICE", str(device), *opts])
+
+    def dry_job(self, cfg: CfgNode) -> DryJob:
+        device = torch.device(cfg.MODEL.DEVICE)
+        return DryJob(cfg, 1, DeviceModel.choose(None, str(device)), self.case or worst_case(cfg))

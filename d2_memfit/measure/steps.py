@@ -1,0 +1,138 @@
+"""Memory and time of training steps: with a technique, with a trainer, after a recovery."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from itertools import repeat
+from typing import Any, Optional
+
+import torch
+from detectron2.utils.events import EventStorage
+
+from ..config import with_settings
+from ..engine import AccumulatingTrainer, RecoveryOptions
+from ..memory import release_memory
+from ..planner import DryJob
+from ..planner.batches import worst_proposals
+from ..planner.job import build_with_values
+from ..techniques import get_technique
+from .compare import allocated_bytes
+from .injection import iterate, seed_all
+from .peaks import limited, median_seconds, peaks_of
+from .scale import MASK_RCNN, Record, Scale
+from .tiny import images, parameters, relative_difference, tiny_cfg
+
+__all__ = ["recover", "step_of", "train"]
+
+_GB = 2**30
+_NO_EVALUATION = ("DATASETS.TEST", "()")
+
+
+def recover(device: torch.device, scale: Scale) -> Record:
+    cfg = scale.cfg(MASK_RCNN, device, "MODEL.PIXEL_STD", [300.0] * 3)
+    if scale.num_items is not None:
+        cfg = tiny_cfg("mask_rcnn", device=device)
+    batch = images(8, size=512, num_instances=5)
+
+    def trainer(loader: Any, **options: Any) -> AccumulatingTrainer:
+        seed_all()
+        model, _ = build_with_values(cfg, str(device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        return AccumulatingTrainer(model, loader, optimizer, **options)
+
+    peaks = {}
+    for num_images in (1, 8):
+        probe = trainer(repeat(batch[:num_images]))
+        iterate(probe)
+        probe.optimizer.zero_grad(set_to_none=True)
+        with peaks_of(device) as peak:
+            before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+            iterate(probe)
+            peaks[num_images] = peak.take()[0] - before
+        del probe
+        release_memory(device)
+    enough = trainer(repeat(batch), images_per_micro_batch=4)
+    iterate(enough, 3)
+    seconds = median_seconds(partial(iterate, enough), device, scale.rounds)
+    weights = {k: v.cpu() for k, v in parameters(enough.model).items()}
+    del enough
+    release_memory(device)
+    limited_trainer = trainer(repeat(batch), recovery=RecoveryOptions())
+    # The optimizer's states are made in the first iteration, so that the limit has room for them.
+    states = sum(p.numel() * p.element_size() for p in limited_trainer.model.parameters())
+    with limited(device, (peaks[1] + 3 * peaks[8]) // 4 + states):
+        iterate(limited_trainer, 3)
+        recovered = median_seconds(partial(iterate, limited_trainer), device, scale.rounds)
+    recovery = limited_trainer.recovery
+    assert recovery is not None
+    after = {k: v.cpu() for k, v in parameters(limited_trainer.model).items()}
+    return {
+        "images": len(batch),
+        "oom_events": recovery.oom_events,
+        "micro_batch": recovery.size.images,
+        "seconds_with_enough_memory": seconds,
+        "seconds_under_the_limit": recovered,
+        "relative_difference_of_weights": relative_difference(after, weights),
+    }
+
+
+def step_of(name: Optional[str], num_images: int, device: torch.device, scale: Scale) -> Record:
+    """A training step at full size with one technique."""
+    cfg = scale.cfg(MASK_RCNN, device, "SOLVER.IMS_PER_BATCH", num_images, *_NO_EVALUATION)
+    job = scale.dry_job(with_settings(cfg, get_technique(name).settings(cfg) if name else {}))
+    expected = allocated_bytes(job.training, job._uses()[0], device)
+    with peaks_of(device) as peaks:
+        runs = _Steps(job, device)
+        runs.step()
+        peaks.take()
+        runs.step()
+        allocated, _ = peaks.take()
+    record = {
+        "images": num_images,
+        "gb": allocated / _GB,
+        "estimated_gb": expected / _GB,
+        "seconds": median_seconds(runs.step, device, scale.rounds),
+        "predicted_seconds": job.seconds(),
+    }
+    del runs
+    release_memory(device)
+    return record
+
+
+class _Steps:
+    """Steps of a trainer on the worst batch of a job, with weights of 0 as for a probe."""
+
+    def __init__(
+        self, job: DryJob, device: torch.device, make: Callable[..., Any] = AccumulatingTrainer
+    ) -> None:
+        self._cfg, self._batch = job.cfg, job.training_batch()
+        model, optimizer = build_with_values(job.cfg, str(device))
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.data.zero_()
+        options = {}
+        if job.cfg.SOLVER.AMP.ENABLED:
+            options["precision"] = "bf16" if job.cfg.MEMFIT.AMP_DTYPE == "bfloat16" else "fp16"
+        self._trainer = make(model, repeat(self._batch), optimizer, **options)
+
+    def step(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(EventStorage())
+            stack.enter_context(worst_proposals(self._trainer.model, self._cfg, self._batch))
+            self._trainer.iter = 0
+            self._trainer.run_step()
+
+
+def train(make: Callable[..., Any], num_images: int, device: torch.device, scale: Scale) -> Record:
+    opts = ("SOLVER.IMS_PER_BATCH", num_images, *_NO_EVALUATION)
+    job = scale.dry_job(scale.cfg(MASK_RCNN, device, *opts))
+    with peaks_of(device) as peaks:
+        steps = _Steps(job, device, make)
+        steps.step()
+        peaks.take()
+        steps.step()
+        allocated, reserved = peaks.take()
+    seconds = median_seconds(steps.step, device, scale.rounds)
+    del steps
+    release_memory(device)
+    return {"gb": allocated / _GB, "reserved_gb": reserved / _GB, "seconds": seconds}
