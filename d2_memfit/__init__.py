@@ -22,12 +22,14 @@ if tuple(map(int, _torch.split(".")[:2])) < (2, 6):
 if TYPE_CHECKING:
     from .config import add_memfit_config, get_cfg
     from .engine import AccumulatingTrainer, MemfitMixin, MemfitTrainer
+    from .job import Job
     from .planner import estimate_memory, fit_config, plan_memory
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AccumulatingTrainer",
+    "Job",
     "MemfitMixin",
     "MemfitTrainer",
     "add_memfit_config",
@@ -39,6 +41,7 @@ __all__ = [
 
 _HOMES = {
     "AccumulatingTrainer": "engine",
+    "Job": "job",
     "MemfitMixin": "engine",
     "MemfitTrainer": "engine",
     "add_memfit_config": "config",

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
-from detectron2.config import CfgNode
 from torch import nn
 
 from . import __version__, train
@@ -18,42 +17,38 @@ from .checks import check_positive_int
 from .config import load_cfg
 from .config_files import find_config_file
 from .data import add_coco_option, check_classes, check_coco_file, register_coco
+from .doctor import examine
 from .draw import draw_predictions
 from .engine import MemfitCheckpointer, usable_device
 from .errors import ConfigError, exit_on_error
+from .job_options import add_job_options, job_of, load_any_config
 from .measure.run import measure_gpu
 from .memory import use_expandable_segments
-from .options import add_options, check_opts, opts_of_card, opts_of_settings, settings_of_data
+from .options import check_opts, opts_of_card
 from .planner import plan_memory
 from .planner.estimate import run_dry
-from .planner.fit import planned_yaml
+from .planner.plan_file import lazy_file, planned_yaml
 from .planner.text import describe_estimate, describe_plan
-from .presets import with_budget
-from .projects import add_project_option, find_function
+from .projects import find_function
 
 __all__ = ["main"]
 
 _DOES_NOT_FIT = 3  # exit status
+_UNWELL = 3
 _PICTURES = (".png", ".jpg", ".jpeg")  # what OpenCV always writes
 
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--config-file",
-        default="",
-        metavar="FILE",
-        help="a file, or the name of a config in Detectron2's model zoo or ours",
-    )
-    common.add_argument("--num-gpus", type=int, default=1, help="that train together")
     common.add_argument("--device", help="a family (v100, cuda, cpu), or a file of one")
     common.add_argument(
         "--probe", action="store_true", help="measure on this machine's GPU, instead of a dry run"
     )
     common.add_argument("--json", action="store_true", help="for programs")
-    add_options(common)
-    add_project_option(common)
-    common.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
+    common.add_argument(
+        "--training-only", action="store_true", help="leave the memory of evaluation out"
+    )
+    add_job_options(common)
     parser = argparse.ArgumentParser(prog="d2-memfit", description=__doc__)
     parser.add_argument("--version", action="version", version=f"d2_memfit {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -67,6 +62,11 @@ def _parser() -> argparse.ArgumentParser:
         "--allow", metavar="TIERS", help="of exact,precision,recipe; the first two if not"
     )
     plan.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")
+    doctor = commands.add_parser(
+        "doctor",
+        help="find what works with a job, by small iterations on the CPU with injected errors",
+    )
+    add_job_options(doctor)
     draw = commands.add_parser("draw", help="draw what a trained model finds")
     draw.add_argument("--config-file", default="", metavar="FILE", help="OUTPUT_DIR/config.yaml")
     add_coco_option(draw)
@@ -106,43 +106,66 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         return
     for name in ("output", "timeline"):
         _check_folder(f"--{name}", getattr(args, name, None))
-    check_opts(args.opts)
     if args.command == "draw":
+        check_opts(args.opts)
         _draw(args)
         return
-    add_keys = [find_function(name) for name in args.project]
-    if not args.project:  # it may have everything in its keys
-        find_config_file(args.config_file)
-    cfg = _cfg(args, add_keys)
-    if args.probe and (args.command == "plan" or cfg.MEMFIT.BUDGET_GB is not None):
+    if args.command == "doctor":
+        _examine(args)
+        return
+    _ask(args)
+
+
+def _examine(args: argparse.Namespace) -> None:
+    args.json = False
+    job = job_of(args, load_any_config(args, opts_of_card(args.card, args.opts), _say))
+    trainer = find_function(args.trainer, "--trainer") if args.trainer else None
+    is_well = True
+    for finding in examine(job, trainer):
+        print(finding, flush=True)
+        is_well &= finding.is_well
+    if not is_well:
+        sys.exit(_UNWELL)
+
+
+def _ask(args: argparse.Namespace) -> None:
+    """Estimate or plan."""
+    cfg = load_any_config(args, _opts_of_budget(args), _say)
+    if args.probe:
         use_expandable_segments()  # as in training under a budget, and before CUDA is started
+    job = job_of(args, cfg)
+    evaluates = not args.training_only
     if args.command == "estimate":
-        dry_job = run_dry(cfg, args.num_gpus, args.device, probe=args.probe)
+        dry_job = run_dry(job, args.device, args.probe, evaluates)
         estimate = dry_job.estimate(dry_job.limit_bytes)
         print(_json(estimate) if args.json else describe_estimate(estimate))
         if args.timeline is not None:
             dry_job.training.write_csv(args.timeline)
         return
-    cfg = with_budget(cfg, args.num_gpus)
-    if cfg.MEMFIT.BUDGET_GB is None:
+    if job.budget_gb is None:
         raise ConfigError(
             "--budget: name one in GB, such as 5.2, or auto for what is free on this machine; or "
             "name a card that is sold with so much, such as --card 6GB"
         )
     plan = plan_memory(
-        cfg,
-        cfg.MEMFIT.BUDGET_GB,
-        args.num_gpus,
-        args.allow.split(",") if args.allow else cfg.MEMFIT.PLAN.ALLOW,
-        args.device,
+        job,
+        job.budget_gb,
+        allow=args.allow.split(",") if args.allow else job.cfg.MEMFIT.PLAN.ALLOW,
+        device=args.device,
         progress=_say,
         probe=args.probe,
+        evaluates=evaluates,
     )
     print(_json(plan) if args.json else describe_plan(plan))
     if not plan.fits:
         sys.exit(_DOES_NOT_FIT)
     if args.output is not None:
-        args.output.write_text(planned_yaml(cfg, plan))
+        is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
+        args.output.write_text(
+            lazy_file(args.config_file, args.opts, plan)
+            if is_lazy_file
+            else planned_yaml(cfg, plan)
+        )
 
 
 def _draw(args: argparse.Namespace) -> None:
@@ -164,15 +187,6 @@ def _draw(args: argparse.Namespace) -> None:
     check_classes(cfg, file)
     draw_predictions(cfg, name, output, args.num_images, args.min_score)
     print(output)
-
-
-def _cfg(args: argparse.Namespace, add_keys: Sequence[Any]) -> CfgNode:
-    """The config with what follows from --card, --budget and --coco."""
-    opts = [*_opts_of_budget(args), *args.opts]
-    settings = settings_of_data(args.coco, args.config_file, opts, add_keys, progress=_say)
-    for setting in settings:
-        print(f"From the data: {setting}", file=sys.stderr if args.json else sys.stdout)
-    return load_cfg(args.config_file, [*opts_of_settings(settings), *opts], add_keys)
 
 
 def _opts_of_budget(args: argparse.Namespace) -> list[str]:

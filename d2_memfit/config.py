@@ -1,8 +1,6 @@
-"""The config keys of d2_memfit. The defaults leave Detectron2's behaviour unchanged.
+"""Configs with the keys of d2_memfit: made, completed, loaded and checked."""
 
-Those of the techniques stand in their files, in :mod:`d2_memfit.techniques`.
-"""
-
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from .checks import (
     near,
 )
 from .config_files import find_config_file
+from .config_keys import default_keys, keys_of
 from .errors import ConfigError
 from .memory import check_budget
 from .presets import budget_of_preset
@@ -38,73 +37,10 @@ __all__ = [
     "with_settings",
 ]
 
-_C = CN()
-
-_C.SOLVER = CN()
-# Batches from the data loader behind one optimizer step. The effective batch, in images, is
-# IMS_PER_BATCH x ACCUMULATION_STEPS. MAX_ITER, STEPS and all periods count optimizer steps.
-_C.SOLVER.ACCUMULATION_STEPS = 1
-
-_C.MEMFIT = CN()
-# Images that each rank sends through the model in one forward and backward. None means the loader's
-# batch, IMS_PER_BATCH / number of ranks. A smaller number needs less memory; the effective batch
-# stays as it is.
-_C.MEMFIT.MICRO_BATCH = None
-# Number format of mixed precision when SOLVER.AMP.ENABLED: "float16", with a gradient scaler as in
-# Detectron2, or "bfloat16", without one (CPUs, and GPUs from Ampere on).
-_C.MEMFIT.AMP_DTYPE = "float16"
-# Device memory that the job may use on each rank, in GB (2^30 bytes), the CUDA context included.
-# It is enforced: on a GPU PyTorch's allocator is limited, on a Linux CPU the kernel limits the
-# process and each of the loader's workers. "auto" is what is free when the job starts, less a
-# margin: of the GPU, or the RAM that is available on a CPU. None is no limit.
-_C.MEMFIT.BUDGET_GB = None
-
-# A budget by the size that is printed on a card, such as "6GB", in place of BUDGET_GB; "" is none.
-# presets.py has the sizes, and what a process can take of each. The same as --card 6GB.
-_C.MEMFIT.PRESET = ""
-
-_C.MEMFIT.OOM = CN()
-# What an out-of-memory error does: "raise" ends the run, as in Detectron2; "split" undoes what was
-# begun and runs the same images again in smaller micro-batches, in training and in evaluation.
-_C.MEMFIT.OOM.POLICY = "raise"
-# Iterations without an out-of-memory error before a micro-batch that was halved is doubled again.
-_C.MEMFIT.OOM.GROW_AFTER = 1000
-# Whether an image that does not fit alone may be trained on at 0.7, 0.49 or 0.34 of its size.
-_C.MEMFIT.OOM.ALLOW_RESIZE = False
-# What is done about an image that fits in no way: "raise" an error that names it, or "skip" it.
-_C.MEMFIT.OOM.LAST_RESORT = "raise"
-# The share of all images seen that may be skipped, rounded up to a whole image, before the run ends
-# with an error.
-_C.MEMFIT.OOM.MAX_SKIPPED = 0.001
-# Names of classes of modules, beside SyncBN, that communicate with other ranks in their forward.
-_C.MEMFIT.OOM.COMMUNICATING_MODULES = []
-
-_C.MEMFIT.MONITOR = CN()
-# Iterations between reports of all ranks' memory, as scalars memfit/..., and in the console's line.
-# None is no reports.
-_C.MEMFIT.MONITOR.PERIOD = None
-# Iterations over which memory must grow steadily for a warning that it leaks. None is no warning.
-_C.MEMFIT.MONITOR.LEAK_WINDOW = None
-# The iteration of which OUTPUT_DIR/memfit_memory_<iteration>.json says who has the memory at its
-# peak. With this or the next key, the signal SIGUSR1 asks for one more.
-_C.MEMFIT.MONITOR.SNAPSHOT_ITER = None
-# Whether OUTPUT_DIR/memfit_oom_<number>.json says the same at the first out-of-memory errors.
-_C.MEMFIT.MONITOR.SNAPSHOT_ON_OOM = False
-
-
-_C.MEMFIT.PLAN = CN()
-# Whether fit_config, and with it tools/train_net.py, plans before training so that the job fits
-# BUDGET_GB.
-_C.MEMFIT.PLAN.ENABLED = False
-# Share of the budget that a plan leaves free, for what no estimate knows.
-_C.MEMFIT.PLAN.MARGIN = 0.1
-# Tiers of techniques that a plan may use: "exact", "precision", "recipe".
-_C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
-
 
 def add_memfit_config(cfg: CN) -> None:
     """Add the keys of d2_memfit to a Detectron2 config. Those it has already keep their values."""
-    _add_missing(cfg, _defaults())
+    _add_missing(cfg, default_keys())
 
 
 def with_memfit_keys(cfg: CN) -> CN:
@@ -146,13 +82,14 @@ def get_cfg() -> CN:
 def load_cfg(
     config_file: str = "",
     opts: Sequence[Any] = (),
-    add_keys: Sequence[Callable[[CN], Any]] = (),
+    add_keys: Sequence[Callable[..., Any]] = (),
 ) -> CN:
     """:func:`get_cfg`, then a config file, then ``KEY VALUE`` pairs from a command line.
 
     Args:
         config_file: as for :func:`~d2_memfit.config_files.find_config_file`; "" is none.
-        add_keys: functions that add a project's keys, such as ``add_pointrend_config``.
+        add_keys: functions that add a project's keys, such as ``add_pointrend_config``; or that
+            take nothing and return a config with them, such as ``adet.config.get_cfg``.
 
     Raises:
         ConfigError: the file does not exist or is not safe YAML, a key or value is wrong, or a
@@ -161,7 +98,12 @@ def load_cfg(
     cfg = get_cfg()
     for add in add_keys:
         try:
-            add(cfg)
+            if _takes_nothing(add):
+                made = add()
+                _add_missing(made, cfg)
+                cfg = made
+            else:
+                add(cfg)
         except Exception as e:  # whatever a project's code raises
             raise ConfigError(
                 f"{add.__name__} could not add a project's keys to the config "
@@ -176,12 +118,20 @@ def load_cfg(
     return cfg
 
 
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    """Whether it can only be called without arguments, as a project's own ``get_cfg``."""
+    try:
+        return not inspect.signature(function).parameters
+    except ValueError:  # built-in ones
+        return False
+
+
 def _merge_opts(cfg: CN, opts: Sequence[Any]) -> None:
     """``merge_from_list``, where a key of ours that may be None takes a value of any type, whatever
     a file has there: MEMFIT.BUDGET_GB is 6, 5.5 or "auto".
     """
-    defaults = _defaults()
-    known = set(_keys(defaults))
+    defaults = default_keys()
+    known = set(keys_of(defaults))
     given = dict(zip(opts[::2], opts[1::2]))
     if given.get("MEMFIT.PRESET") and "MEMFIT.BUDGET_GB" not in given:
         cfg.MEMFIT.BUDGET_GB = None  # a file's, which a preset takes the place of
@@ -205,8 +155,6 @@ def cfg_of_techniques(keys: Mapping[str, Any]) -> CN:
     cfg = get_cfg()
     with _explained(cfg):
         cfg.merge_from_other_cfg(CN({"MEMFIT": _in_upper_case(keys)}))
-    if cfg.MEMFIT.PLAN.ENABLED or cfg.MEMFIT.PRESET:
-        raise ConfigError("train.memfit: plans and presets are for yaml configs, not LazyConfigs")
     check_monitor(cfg)
     _check_techniques(cfg)
     return cfg
@@ -226,8 +174,8 @@ def check_config(cfg: CN, world_size: Optional[int] = None) -> None:
     Args:
         world_size: the number of ranks, where that is known.
     """
-    known = set(_keys(_defaults().MEMFIT))
-    for key in _keys(cfg.MEMFIT):
+    known = set(keys_of(default_keys().MEMFIT))
+    for key in keys_of(cfg.MEMFIT):
         if key not in known:
             raise ConfigError(_no_such_key(f"MEMFIT.{key}", cfg))
     check_positive_int("SOLVER.ACCUMULATION_STEPS", cfg.SOLVER.ACCUMULATION_STEPS)
@@ -285,13 +233,6 @@ def _check_techniques(cfg: CN) -> None:
         technique.is_on(cfg)  # raises on a value that cannot work
 
 
-def _defaults() -> CN:
-    cfg = _C.clone()
-    for _, technique in TECHNIQUES:
-        technique.add_config(cfg)
-    return cfg
-
-
 @contextmanager
 def _explained(cfg: CN, where: str = "") -> Iterator[None]:
     """Make one line out of what merging raises, with the key and what is wrong with it.
@@ -315,14 +256,7 @@ def _explained(cfg: CN, where: str = "") -> Iterator[None]:
 
 
 def _no_such_key(key: str, cfg: CN) -> str:
-    return f"there is no config key {key}{near(key, sorted(set(_keys(cfg)) - {key}))}"
-
-
-def _keys(cfg: CN, prefix: str = "") -> Iterator[str]:
-    for key, value in cfg.items():
-        yield prefix + key
-        if isinstance(value, CN):
-            yield from _keys(value, f"{prefix}{key}.")
+    return f"there is no config key {key}{near(key, sorted(set(keys_of(cfg)) - {key}))}"
 
 
 def _add_missing(cfg: CN, defaults: CN) -> None:

@@ -1,58 +1,85 @@
-"""Projects on top of Detectron2, which add keys of their own to its config."""
+"""Projects on top of Detectron2: their config keys, trainers and registries."""
 
 import argparse
 import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 from detectron2.config import CfgNode
+from detectron2.modeling import META_ARCH_REGISTRY
+from fvcore.common.registry import Registry
 
 from .checks import near
 from .errors import ConfigError
 
-__all__ = ["add_project_option", "find_function"]
+__all__ = ["add_project_options", "find_function", "own_registry"]
 
-_EXAMPLE = "detectron2.projects.point_rend:add_pointrend_config"
+_PROJECT = "detectron2.projects.point_rend:add_pointrend_config"
+_TRAINER = "train_net:Trainer"
 
 
-def add_project_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--project MODULE:FUNCTION``, whose values are for :func:`find_function`."""
+def add_project_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--project`` and ``--trainer``, whose values are for :func:`find_function`."""
     parser.add_argument(
         "--project",
         action="append",
         default=[],
         metavar="MODULE:FUNCTION",
-        help=f"a function that adds a project's keys to a config, such as {_EXAMPLE}; "
-        "may be repeated",
+        help="a function that adds a project's keys to a config, or that returns a config with "
+        f"them, such as {_PROJECT}; may be repeated",
+    )
+    parser.add_argument(
+        "--trainer",
+        metavar="MODULE:CLASS",
+        help="the class that trains, with build_model, build_optimizer, ... as DefaultTrainer has; "
+        f"that of a script train_net.py in this folder is {_TRAINER}",
     )
 
 
-def find_function(name: str) -> Callable[[CfgNode], Any]:
-    """The function that adds a project's keys. Importing its module registers the project's models.
+def find_function(name: str, option: str = "--project") -> Callable[..., Any]:
+    """What MODULE:NAME means. Importing its module registers the project's models.
 
     Args:
-        name: MODULE:FUNCTION. As for ``python -m``, modules of the current folder come first.
+        name: MODULE:NAME. As for ``python -m``, modules of the current folder come first.
+        option: of the command line, for messages.
 
     Raises:
         ConfigError: there is no such module or function, or the module cannot be imported.
     """
+    example = _TRAINER if option == "--trainer" else _PROJECT
+    what = "CLASS" if option == "--trainer" else "FUNCTION"
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
-        raise ConfigError(f"--project must be MODULE:FUNCTION, such as {_EXAMPLE}, got {name!r}")
+        raise ConfigError(f"{option} must be MODULE:{what}, such as {example}, got {name!r}")
     if sys.path[0] != os.getcwd():
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as e:  # whatever a project's code raises
         raise ConfigError(
-            f"--project {name}: importing {module_name} failed ({type(e).__name__}: {e})"
+            f"{option} {name}: importing {module_name} failed ({type(e).__name__}: {e})"
         ) from e
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(
-            f"--project {name}: {module_name} has no function {function_name!r}"
+            f"{option} {name}: {module_name} has no {what.lower()} {function_name!r}"
             f"{near(function_name, dir(module))}"
         )
     return function
+
+
+def own_registry(cfg: CfgNode) -> Optional[str]:
+    """The module with a registry of meta-architectures that is not Detectron2's and has the
+    config's too; None if there is none.
+    """
+    name = cfg.MODEL.META_ARCHITECTURE
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("detectron2"):
+            continue
+        for value in list(getattr(module, "__dict__", {}).values()):
+            is_other = type(value) is Registry and value is not META_ARCH_REGISTRY
+            if is_other and value._name == META_ARCH_REGISTRY._name and name in value:
+                return module_name
+    return None

@@ -122,7 +122,6 @@ def _check(args: argparse.Namespace) -> None:
         use_expandable_segments()  # before anything asks the GPU
     ranks = world_size(args.num_gpus, args.num_machines)
     if not args.eval_only:
-        check_config(cfg)
         check_config(Trainer.auto_scale_workers(cfg, ranks), ranks)
     args.config_file = find_config_file(args.config_file)  # which is logged
     Precision.from_cfg(cfg)
@@ -171,7 +170,7 @@ def _fitted(cfg: CfgNode) -> CfgNode:
     """The config with its plan. OUTPUT_DIR/config.yaml has it too, for evaluations later, but not
     what was free here.
     """
-    planned = fit_config(cfg)
+    planned = fit_config(cfg, Trainer)
     if planned is not cfg and comm.is_main_process():
         kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
         (Path(cfg.OUTPUT_DIR) / "config.yaml").write_text(kept.dump())

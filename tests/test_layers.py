@@ -1,4 +1,4 @@
-"""Which package may import which."""
+"""Which package may import which, and how long a file may be."""
 
 import ast
 
@@ -6,29 +6,67 @@ import pytest
 from tiny import ROOT
 
 PACKAGE = ROOT / "d2_memfit"
-LOWER_FLOORS = ("memory", "techniques")
+UPPER = {"engine", "planner"}
+DOORS = {"cli", "doctor", "job_options", "measure", "train"}
+GROUND = [
+    *("memory", "techniques", "report", "data"),
+    *("config.py", "config_keys.py", "geometry.py", "precision.py", "presets.py", "scaling.py"),
+]
+MAX_LINES = 300
 
 
-def imported_packages(folder):
-    """Names of the packages of d2_memfit that the modules in a folder import."""
+def imported_modules(place):
+    """Modules and packages right under d2_memfit that a file, or the files of a folder, import."""
+    path = PACKAGE / place
     names = set()
-    for file in (PACKAGE / folder).glob("*.py"):
+    for file in path.rglob("*.py") if path.is_dir() else [path]:
+        package = file.relative_to(PACKAGE.parent).parts[:-1]
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level == 2:
-                modules = [node.module] if node.module else [a.name for a in node.names]
-                names |= {module.split(".")[0] for module in modules}
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                start = package[: len(package) - node.level + 1] if node.level else ()
+                module = ".".join([*start, *([node.module] if node.module else [])])
+                modules = [f"{module}.{alias.name}" for alias in node.names]
+            parts = [module.split(".") for module in modules]
+            names |= {part[1] for part in parts if part[0] == "d2_memfit" and len(part) > 1}
     return names
 
 
 @pytest.mark.parametrize(("one", "other"), [("engine", "planner"), ("planner", "engine")])
 def test_neighbours_do_not_import_each_other(one, other):
-    assert other not in imported_packages(one)
+    assert other not in imported_modules(one)
 
 
-@pytest.mark.parametrize("folder", LOWER_FLOORS)
-def test_lower_floors_import_nothing_above_them(folder):
-    assert not {"engine", "planner"} & imported_packages(folder)
+@pytest.mark.parametrize("place", GROUND)
+def test_the_ground_floor_imports_nothing_above_it(place):
+    assert not {"job", *UPPER, *DOORS} & imported_modules(place)
 
 
-def test_imports_are_seen():
-    assert {"memory", "techniques"} <= imported_packages("engine")
+def test_the_job_stands_between_the_floors():
+    assert not (UPPER | DOORS) & imported_modules("job")
+    assert all("job" in imported_modules(place) for place in UPPER)
+
+
+@pytest.mark.parametrize("place", sorted(UPPER))
+def test_nothing_but_doors_imports_doors(place):
+    assert not DOORS & imported_modules(place)
+
+
+def test_imports_are_seen_relative_and_absolute(tmp_path, monkeypatch):
+    assert {"memory", "techniques", "compat"} <= imported_modules("engine")
+    package = tmp_path / "d2_memfit"
+    (package / "engine").mkdir(parents=True)
+    (package / "engine" / "a.py").write_text(
+        "import d2_memfit.planner\nfrom d2_memfit import cli\nfrom .. import job\n"
+        "from ..measure import tiny\nfrom . import own\n"
+    )
+    monkeypatch.setitem(globals(), "PACKAGE", package)
+    assert imported_modules("engine") - {"engine"} == {"planner", "cli", "job", "measure"}
+
+
+def test_a_file_holds_one_idea():
+    lengths = {f: len(f.read_text().splitlines()) for f in PACKAGE.rglob("*.py")}
+    long = {str(f.relative_to(ROOT)): n for f, n in lengths.items() if n > MAX_LINES}
+    assert not long

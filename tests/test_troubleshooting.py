@@ -35,7 +35,7 @@ PASSED_ON = {
     "text",
     "warning",
 }
-PASSED_ON |= {"where + text", "_DOES_NOT_FIT", "key"}
+PASSED_ON |= {"where + text", "_DOES_NOT_FIT", "_UNWELL", "key"}
 
 # Not for users: caught where it is raised, or written into the results of measure-gpu.
 INTERNAL = {

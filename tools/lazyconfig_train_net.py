@@ -13,10 +13,12 @@ configs/common/train.py it may have:
     train.budget_gb             as MEMFIT.BUDGET_GB, a number or "auto" (None)
     train.oom                   a dict with the keys of MEMFIT.OOM in lower case ({})
     train.memfit                the same for techniques and the monitor, such as
-                                {"checkpoint": {"modules": ["backbone"]}} ({})
+                                {"checkpoint": {"modules": ["backbone"]}}, and for a card and
+                                a plan, {"preset": "6GB", "plan": {"enabled": True}} ({})
 """
 
 import argparse
+import logging
 from typing import Any, Optional
 
 from d2_memfit.quiet import ignore_warnings_of_libraries
@@ -24,60 +26,52 @@ from d2_memfit.quiet import ignore_warnings_of_libraries
 ignore_warnings_of_libraries()
 
 import torch
-from detectron2.config import CfgNode, LazyConfig, instantiate
+from detectron2.config import LazyConfig, instantiate
 from detectron2.engine import default_argument_parser, default_setup, default_writers, hooks
-from detectron2.evaluation import inference_on_dataset, print_csv_format
+from detectron2.evaluation import print_csv_format
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 from omegaconf import DictConfig
 
-from d2_memfit import AccumulatingTrainer
-from d2_memfit.checks import check_positive_int
-from d2_memfit.compat import create_ddp_model, local_world_size, without_ddp
-from d2_memfit.config import cfg_of_techniques
+from d2_memfit import Job, fit_config
+from d2_memfit.compat import create_ddp_model, without_ddp
+from d2_memfit.config import check_config
 from d2_memfit.config_files import find_config_file
 from d2_memfit.engine import (
     ConsolidateOptimizer,
     MemfitCheckpointer,
     Precision,
     RecoveryOptions,
+    build_trainer,
     launch,
     memory_hooks,
     recovering_inference,
     usable_device,
+    world_size,
 )
-from d2_memfit.errors import ConfigError, exit_on_error
+from d2_memfit.errors import exit_on_error
 from d2_memfit.evaluation import use_available_implementation
-from d2_memfit.memory import (
-    auto_budget_gb,
-    check_budget,
-    enforce_budget,
-    use_expandable_segments,
-)
-from d2_memfit.techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
+from d2_memfit.job.lazy import cfg_of_lazy
+from d2_memfit.memory import enforce_budget, use_expandable_segments
+from d2_memfit.techniques import ShardedOptimizer, ready_to_evaluate
 
 
-def evaluate(cfg: DictConfig, model: torch.nn.Module) -> Optional[dict[str, Any]]:
-    if "evaluator" not in cfg.dataloader:
+def evaluate(job: Job, model: torch.nn.Module) -> Optional[dict[str, Any]]:
+    if not job.evaluates:
         return None
-    memfit, options = techniques(cfg.train), recovery_options(cfg.train)
-    with ready_to_evaluate(without_ddp(model), memfit), recovering_inference(model, options):
-        results = inference_on_dataset(
-            model, instantiate(cfg.dataloader.test), instantiate(cfg.dataloader.evaluator)
-        )
+    with (
+        ready_to_evaluate(without_ddp(model), job.cfg),
+        recovering_inference(model, job.recovery),
+    ):
+        results = job.parts.test(model)
     print_csv_format(results)
     return results
 
 
-def train(cfg: DictConfig, model: torch.nn.Module, resume: bool) -> None:
-    memfit = techniques(cfg.train)
-    model = apply_techniques("model", model, memfit)
-    cfg.optimizer.params.model = model
-    optimizer = apply_techniques("optimizer", instantiate(cfg.optimizer), memfit)
-    model = create_ddp_model(model, **apply_techniques("ddp", dict(cfg.train.ddp), memfit))
-    build_loader = apply_techniques("loader", instantiate, memfit)
-    loader = build_loader(cfg.dataloader.train)
-    trainer = AccumulatingTrainer(model, loader, optimizer, **accumulation(cfg.train))
+def train(cfg: DictConfig, job: Job, resume: bool) -> None:
+    trainer = build_trainer(job)
+    model, optimizer = trainer.model, trainer.optimizer
+    logging.getLogger("d2_memfit").info("Model:\n%s", model)
     checkpointer = MemfitCheckpointer(model, cfg.train.output_dir, trainer=trainer)
     is_main = comm.is_main_process()
     writers = default_writers(cfg.train.output_dir, cfg.train.max_iter) if is_main else []
@@ -85,12 +79,12 @@ def train(cfg: DictConfig, model: torch.nn.Module, resume: bool) -> None:
     is_sharded = isinstance(optimizer, ShardedOptimizer)
     trainer.register_hooks(
         [
-            *memory_hooks(memfit.MEMFIT.MONITOR, cfg.train.output_dir, cfg.train.get("budget_gb")),
+            *memory_hooks(job.cfg.MEMFIT.MONITOR, cfg.train.output_dir, job.budget_gb),
             hooks.IterationTimer(),
             ConsolidateOptimizer(optimizer, *periods) if is_sharded else None,
             hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
             hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if is_main else None,
-            hooks.EvalHook(cfg.train.eval_period, lambda: evaluate(cfg, model)),
+            hooks.EvalHook(cfg.train.eval_period, lambda: evaluate(job, model)),
             hooks.PeriodicWriter(writers, period=cfg.train.log_period) if is_main else None,
         ]
     )
@@ -100,48 +94,10 @@ def train(cfg: DictConfig, model: torch.nn.Module, resume: bool) -> None:
     trainer.train(start_iter, cfg.train.max_iter)
 
 
-def accumulation(cfg_train: DictConfig) -> dict[str, Any]:
-    """The arguments of AccumulatingTrainer that a config gives, checked."""
-    steps = cfg_train.get("accumulation_steps", 1)
-    micro_batch = cfg_train.get("micro_batch")
-    check_positive_int("train.accumulation_steps", steps)
-    if micro_batch is not None:
-        check_positive_int("train.micro_batch", micro_batch)
-    dtype = cfg_train.amp.get("dtype", "float16") if cfg_train.amp.enabled else "float32"
-    return {
-        "accumulation_steps": steps,
-        "precision": Precision(dtype, cfg_train.device),
-        "images_per_micro_batch": micro_batch,
-        "recovery": recovery_options(cfg_train),
-    }
-
-
-def recovery_options(cfg_train: DictConfig) -> Optional[RecoveryOptions]:
-    oom, budget_gb = cfg_train.get("oom", {}), cfg_train.get("budget_gb")
-    check_budget(budget_gb)
-    return RecoveryOptions.from_keys(oom, cfg_train.output_dir, budget_gb)
-
-
-def techniques(cfg_train: DictConfig) -> CfgNode:
-    """The config for techniques and the monitor, checked."""
-    memfit = cfg_of_techniques(cfg_train.get("memfit", {}))
-    if memfit.MEMFIT.HOST.BUDGET_GB is not None:
-        raise ConfigError(
-            "train.memfit.host.budget_gb cannot be used in a LazyConfig: lower "
-            "dataloader.train.num_workers"
-        )
-    elsewhere = {"micro_batch", "amp_dtype", "budget_gb", "oom"}
-    for key in elsewhere & set(cfg_train.get("memfit", {})):
-        name = "amp.dtype" if key == "amp_dtype" else key
-        raise ConfigError(f"train.memfit.{key} is train.{name} in a LazyConfig")
-    return memfit
-
-
 def load_config(args: argparse.Namespace) -> DictConfig:
     args.config_file = find_config_file(args.config_file, ".py")
     cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file), args.opts)
     cfg.train.device = usable_device(cfg.train.device)
-    techniques(cfg.train)
     if "evaluator" in cfg.dataloader:
         use_available_implementation(cfg.dataloader.evaluator)
     return cfg
@@ -156,16 +112,15 @@ def main(args: argparse.Namespace) -> None:
     if cfg.train.device == "cpu" and not torch.cuda.is_available():
         logger.warning("No GPU is visible: running on the CPU")
 
-    if cfg.train.get("budget_gb") == "auto":
-        cfg.train.budget_gb = auto_budget_gb(cfg.train.device, local_world_size())
-    enforce_budget(cfg.train.get("budget_gb"), cfg.train.device)
-    model = instantiate(cfg.model).to(cfg.train.device)
-    logger.info("Model:\n%s", model)
     if args.eval_only:
+        job = Job.from_lazy(cfg)
+        enforce_budget(job.budget_gb, cfg.train.device)
+        model = job.parts.build_model(cfg.train.device)
         MemfitCheckpointer(model).load(cfg.train.init_checkpoint)
-        evaluate(cfg, create_ddp_model(model))
+        evaluate(job, create_ddp_model(model))
     else:
-        train(cfg, model, args.resume)
+        cfg = fit_config(cfg)
+        train(cfg, Job.from_lazy(cfg), args.resume)
 
 
 @exit_on_error
@@ -174,10 +129,10 @@ def run() -> None:
     cfg = load_config(args)
     if cfg.train.get("budget_gb") is not None:
         use_expandable_segments()  # before anything asks the GPU
-    if args.eval_only:
-        recovery_options(cfg.train)
-    else:
-        accumulation(cfg.train)
+    keys = cfg_of_lazy(cfg)
+    check_config(keys, world_size(args.num_gpus, args.num_machines))
+    Precision.from_cfg(keys)
+    RecoveryOptions.from_cfg(keys)
     # What is wrong is found before a process is started or anything is written.
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.train.output_dir)
     checkpointer.check(cfg.train.init_checkpoint, resume=args.resume and not args.eval_only)

@@ -12,25 +12,16 @@ from typing import NamedTuple
 
 from detectron2.config import CfgNode
 
-from d2_memfit import config, get_cfg
+from d2_memfit import config_keys, get_cfg
 from d2_memfit.config import check_config, with_settings
 from d2_memfit.errors import ConfigError
+from d2_memfit.job.lazy import overrides_of
 from d2_memfit.techniques import TECHNIQUES
 
 CONFIG_MD = Path(__file__).resolve().parents[1] / "docs" / "CONFIG.md"
 
 # One or more lines of comment, and the assignment under them.
 _COMMENTED_KEY = re.compile(r"((?: *#.*\n)+) *(?:_C|cfg)\.([A-Z0-9_.]+) = ")
-
-# Keys that a LazyConfig has under another name, or not at all.
-_LAZY_NAMES = {
-    "SOLVER.ACCUMULATION_STEPS": "train.accumulation_steps",
-    "MEMFIT.MICRO_BATCH": "train.micro_batch",
-    "MEMFIT.AMP_DTYPE": "train.amp.dtype",
-    "MEMFIT.BUDGET_GB": "train.budget_gb",
-    "MEMFIT.PRESET": None,
-    "MEMFIT.HOST.BUDGET_GB": None,
-}
 
 INTRODUCTION = """# Config keys
 
@@ -68,9 +59,8 @@ exist, or a value that cannot work, is an error with the key, the value and what
 [tools/lazyconfig_train_net.py](../tools/lazyconfig_train_net.py) reads the names in the last
 column, in the config file or on the command line: `train.accumulation_steps=4`,
 `train.oom.policy=split`, `train.memfit.checkpoint.modules=[backbone]`. Where there is none, the key
-is for yaml configs. Mixed precision is `train.amp.enabled`. In a loop of your own they are
-arguments of `AccumulatingTrainer` and of `RecoveryOptions`; `cfg_of_techniques` of
-`d2_memfit.config` makes of the nodes in `train.memfit` the config that `apply_techniques` takes.
+is for yaml configs. Mixed precision is `train.amp.enabled`. In a loop of your own, `Job` takes them
+as arguments ([OWN_LOOP.md](OWN_LOOP.md)).
 """
 
 
@@ -82,7 +72,7 @@ class Key(NamedTuple):
 
 def documented_keys() -> Iterator[Key]:
     """All keys of d2_memfit that have a comment, in the order in which they are written."""
-    for comment, name in _COMMENTED_KEY.findall(inspect.getsource(config)):
+    for comment, name in _COMMENTED_KEY.findall(inspect.getsource(config_keys)):
         yield Key(name, _one_line(comment), "")
     for technique_name, technique in sorted(TECHNIQUES, key=lambda item: item[1].__module__):
         for comment, name in _COMMENTED_KEY.findall(inspect.getsource(technique.add_config)):
@@ -91,11 +81,7 @@ def documented_keys() -> Iterator[Key]:
 
 def lazy_name(key: str) -> str:
     """What a key is called in a LazyConfig; "" if it cannot be used there."""
-    if key.startswith("MEMFIT.PLAN."):
-        return ""
-    if key.startswith("MEMFIT.OOM."):
-        return "train.oom." + key[len("MEMFIT.OOM.") :].lower()
-    return _LAZY_NAMES.get(key, f"train.{key.lower()}") or ""
+    return "" if key == "MEMFIT.HOST.BUDGET_GB" else next(iter(overrides_of({key: None})))
 
 
 def kind(key: str, default: object) -> str:

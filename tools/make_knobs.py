@@ -14,8 +14,9 @@ from matplotlib import pyplot
 from tabulate import tabulate
 
 from d2_memfit.config import load_cfg
+from d2_memfit.job import Job, worst_case
 from d2_memfit.model_zoo import get_config_file
-from d2_memfit.planner import DryJob, MemoryEstimate, worst_case
+from d2_memfit.planner import DryJob, MemoryEstimate
 from d2_memfit.planner.device_model import DeviceModel
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -115,7 +116,7 @@ def estimate(opts: list[Any], num_instances: Optional[int] = None) -> MemoryEsti
     case = worst_case(cfg)
     if num_instances is not None:
         case = replace(case, num_instances=num_instances)
-    return DryJob(cfg, 1, DeviceModel.load("cuda"), case).estimate()
+    return DryJob(Job.from_cfg(cfg, 1, batch=case), DeviceModel.load("cuda")).estimate()
 
 
 def seconds_per_image(e: MemoryEstimate) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 from tabulate import tabulate
 
 from d2_memfit.config import load_cfg
+from d2_memfit.job import Job
 from d2_memfit.planner import Plan, Planner
 from d2_memfit.planner.device_model import DeviceModel
 from d2_memfit.presets import budget_of_preset
@@ -58,8 +59,8 @@ def presets(model: str, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
 
     None that would need bitsandbytes, which not everybody has.
     """
-    cfg = load_cfg(str(CONFIGS / f"{model}.yaml"))
-    planner = Planner(cfg, 1, DeviceModel.load("cuda"))
+    job = Job.from_cfg(load_cfg(str(CONFIGS / f"{model}.yaml")), 1)
+    planner = Planner(job, DeviceModel.load("cuda"))
     before = None
     for card in cards:
         plan = planner.plan(budget_of_preset(card), TIERS)

@@ -1,17 +1,16 @@
 """Training: one window of images per iteration, whatever the memory."""
 
+from ..job.recovery_options import RecoveryOptions
 from ..precision import Precision
+from .build import build_trainer
 from .checkpoint import MemfitCheckpointer
 from .defaults import MemfitMixin, MemfitTrainer
-from .hooks import (
-    LeakDetector,
-    MemoryMonitor,
-    MemorySnapshot,
-    memory_hooks,
-)
+from .hooks import memory_hooks
 from .inference import recovering_inference
 from .launch import launch, usable_device, world_size
-from .recovery_options import RecoveryOptions
+from .leak_detector import LeakDetector
+from .memory_monitor import MemoryMonitor
+from .memory_snapshot import MemorySnapshot
 from .sharding import ConsolidateOptimizer
 from .train_loop import AccumulatingTrainer
 
@@ -26,6 +25,7 @@ __all__ = [
     "MemorySnapshot",
     "Precision",
     "RecoveryOptions",
+    "build_trainer",
     "launch",
     "memory_hooks",
     "recovering_inference",

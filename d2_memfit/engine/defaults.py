@@ -2,19 +2,19 @@
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 from detectron2.config import CfgNode
-from detectron2.engine import DefaultTrainer, HookBase
+from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer
 from detectron2.solver import LRMultiplier
 from detectron2.utils import comm
 from torch import nn
 
 from .. import compat
-from ..config import check_config, with_memfit_keys
+from ..config import with_memfit_keys
+from ..job import Job, RecoveryOptions
 from ..logs import start_logging
 from ..memory import enforce_budget, use_expandable_segments
-from ..precision import Precision
 from ..presets import with_budget
 from ..scaling import auto_scale_workers
 from ..techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
@@ -22,8 +22,8 @@ from .budget_hook import EnforceBudget
 from .checkpoint import MemfitCheckpointer
 from .hooks import memory_hooks
 from .inference import recovering_inference
-from .recovery_options import RecoveryOptions
 from .sharding import ConsolidateOptimizer
+from .simple_trainers import accumulate_in
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["MemfitMixin", "MemfitTrainer"]
@@ -68,35 +68,42 @@ class MemfitMixin(_Trainer):
             )
         start_logging(cfg.OUTPUT_DIR)
         cfg = with_memfit_keys(cfg)
-        check_config(cfg)
-        cfg = self.auto_scale_workers(cfg, comm.get_world_size())
-        check_config(cfg, comm.get_world_size())
         if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
-            use_expandable_segments()
-        cfg = apply_techniques("config", with_budget(cfg), cfg)
-        create_trainer = partial(
-            AccumulatingTrainer,
-            accumulation_steps=cfg.SOLVER.ACCUMULATION_STEPS,
-            precision=Precision.from_cfg(cfg),
-            images_per_micro_batch=cfg.MEMFIT.MICRO_BATCH,
-            recovery=RecoveryOptions.from_cfg(cfg),
-        )
-        enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
+            use_expandable_segments()  # before "auto" asks the GPU
+        job = Job.from_trainer(type(self), cfg)
+        cfg = apply_techniques("config", job.cfg, job.cfg)
+        options: dict[str, Any] = {
+            "accumulation_steps": job.geometry.accumulation_steps,
+            "precision": job.precision(),
+            "images_per_micro_batch": job.geometry.micro_batch_size,
+            "recovery": job.recovery,
+        }
+        create_trainer = partial(AccumulatingTrainer, **options)
+        if isinstance(self, SimpleTrainer):
+            accumulate_in(self, options)
+        self._init_has_run = True
+        enforce_budget(job.budget_gb, cfg.MODEL.DEVICE)
         self._apply_techniques_when_built(cfg)
         ddp_options = apply_techniques("ddp", {}, cfg)
         with compat.default_trainer_parts(create_trainer, MemfitCheckpointer, ddp_options):
             super().__init__(cfg, *args, **kwargs)
-        if not isinstance(self._trainer, AccumulatingTrainer):
+        inner = self._inner
+        if not isinstance(inner, AccumulatingTrainer):
             raise TypeError(
                 f"{type(self).__name__} makes an inner trainer of its own, a "
-                f"{type(self._trainer).__name__}: derive that from d2_memfit.AccumulatingTrainer"
+                f"{type(inner).__name__}: derive that from d2_memfit.AccumulatingTrainer"
+            )
+        if "accumulation_steps" not in vars(inner):
+            raise TypeError(
+                f"{type(self).__name__} calls SimpleTrainer.__init__ by that name: call "
+                "super().__init__(model, data_loader, optimizer)"
             )
         first = memory_hooks(cfg.MEMFIT.MONITOR, cfg.OUTPUT_DIR, cfg.MEMFIT.BUDGET_GB)
         if cfg.MEMFIT.BUDGET_GB is not None:
             first.append(EnforceBudget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE))
-        if isinstance(self._trainer.optimizer, ShardedOptimizer):
+        if isinstance(inner.optimizer, ShardedOptimizer):
             periods = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
-            first.append(ConsolidateOptimizer(self._trainer.optimizer, *periods))
+            first.append(ConsolidateOptimizer(inner.optimizer, *periods))
         self._register_first(first)
         logger.info(
             "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, on %d ranks",
@@ -104,13 +111,30 @@ class MemfitMixin(_Trainer):
             cfg.SOLVER.ACCUMULATION_STEPS,
             comm.get_world_size(),
         )
-        if type(self).run_step is not DefaultTrainer.run_step and cfg.SOLVER.ACCUMULATION_STEPS > 1:
+        is_own = type(self).run_step not in (DefaultTrainer.run_step, AccumulatingTrainer.run_step)
+        if is_own and cfg.SOLVER.ACCUMULATION_STEPS > 1:
             logger.warning(
                 "%s overrides run_step. SOLVER.ACCUMULATION_STEPS %d works only if that calls "
                 "self._trainer.run_step()",
                 type(self).__name__,
                 cfg.SOLVER.ACCUMULATION_STEPS,
             )
+
+    @property
+    def _inner(self) -> Any:
+        """What runs the steps: the trainer itself, in projects whose trainer is a SimpleTrainer."""
+        return getattr(self, "_trainer", self)
+
+    def register_hooks(self, hooks: list[Optional[HookBase]]) -> None:
+        """As ``TrainerBase``'s. A project's ``__init__`` calls it, whatever else it does."""
+        if not hasattr(self, "_init_has_run"):
+            raise TypeError(
+                f"{type(self).__name__}.__init__ does not call that of MemfitMixin, so no key of "
+                "d2_memfit would do anything: call super().__init__(cfg) there, and not "
+                "super(DefaultTrainer, self).__init__(); or derive from DefaultTrainer, and make "
+                "the inner trainer with d2_memfit.engine.build_trainer"
+            )
+        super().register_hooks(hooks)
 
     def _register_first(self, hooks: list[HookBase]) -> None:
         """Before the project's, which write and save."""
@@ -146,11 +170,14 @@ class MemfitMixin(_Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        if not compat.SAVES_INNER_TRAINER:
+        if not compat.SAVES_INNER_TRAINER and self._inner is not self:
             state["_trainer"] = self._trainer.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._inner is self:  # its state has the optimizer
+            super().load_state_dict(state_dict)
+            return
         has_optimizer = "_trainer" in state_dict
         if not has_optimizer:
             logger.warning(

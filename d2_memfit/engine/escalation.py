@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..job.recovery_options import RecoveryOptions
 from ..techniques import checkpointed, resize_image
-from .recovery_options import RecoveryOptions
-from .window import Window
+from .window import Window, is_list_of_images
 
 __all__ = ["RAISE", "SKIP", "Escalation", "low_memory_step"]
 
@@ -26,7 +26,7 @@ MAX_RESIZES = 3
 
 @dataclass
 class _HardImage:
-    original: Any  # a dataset dict, or a batch that cannot be split
+    original: Any  # a dataset dict, a row of a batch in columns, or a batch that cannot be split
     failures: int = 0
     num_resizes: int = 0
 
@@ -77,9 +77,8 @@ def low_memory_step(model: nn.Module) -> Iterator[None]:
 
 
 def _image(data: Any) -> Any:
-    """What :meth:`Window.replace` knows: a dataset dict, or a batch that is no list of them."""
-    is_one = isinstance(data, list) and len(data) == 1 and isinstance(data[0], dict)
-    return data[0] if is_one else data
+    """What :meth:`Window.replace` knows: one image, or a batch that is no list of them."""
+    return data[0] if is_list_of_images(data) and len(data) == 1 else data
 
 
 def _has_pixels(image: Any) -> bool:

@@ -10,11 +10,11 @@ from torch import nn
 
 from .. import compat
 from ..errors import OutOfMemoryError
+from ..job.recovery_options import RecoveryOptions
 from ..memory import is_out_of_memory, release_memory
 from ..techniques import can_have_results_on_host, results_on_host
 from .escalation import RAISE
 from .oom_record import Failure, OomEvent, OomRecord, final_error
-from .recovery_options import RecoveryOptions
 from .snapshot import Snapshot
 
 __all__ = ["recovering_inference"]

@@ -12,8 +12,10 @@ from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 from torch import nn
 
+from ..job.recovery_options import RecoveryOptions
 from ..memory import device_memory, error_line
-from .recovery_options import RecoveryOptions
+from .columns import dataset_dicts
+from .window import count_images
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class OomEvent:
         return cls(
             iteration=iteration,
             phase=failure.phase,
-            micro_batch=len(data) if isinstance(data, (list, torch.Tensor)) else 1,
+            micro_batch=count_images(data),
             images=[_describe(image) for image in _images(data)],
             padded_size=padded_size(data, model),
             allocated_gb=round(memory.allocated_bytes / _GB, 3),
@@ -175,5 +177,4 @@ def _plain(value: Any) -> Any:
 
 def _images(data: Any) -> list[dict[str, Any]]:
     """Those of a micro-batch that are dataset dicts with pixels."""
-    dicts = [d for d in data if isinstance(d, dict)] if isinstance(data, list) else []
-    return [d for d in dicts if isinstance(d.get("image"), torch.Tensor)]
+    return [d for d in dataset_dicts(data) if isinstance(d.get("image"), torch.Tensor)]

@@ -14,11 +14,11 @@ from detectron2.utils.events import get_event_storage
 from torch import nn
 
 from ..errors import OutOfMemoryError
+from ..job.recovery_options import RecoveryOptions
 from ..memory import RisingRetries, is_out_of_memory, release_memory
 from .escalation import RAISE, SKIP, Escalation, low_memory_step
 from .micro_batch_size import MicroBatchSize
 from .oom_record import Failure, OomEvent, OomRecord, final_error
-from .recovery_options import RecoveryOptions
 from .snapshot import Snapshot
 from .storage import WindowStorage
 from .window import MicroBatch, Window

@@ -1,5 +1,6 @@
 """Gradients over several ranks: the mean over all images, whatever their number on each rank."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Union
 
@@ -8,10 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import ConfigError
 from .report import Report
 from .window import Window
 
-__all__ = ["average_gradients", "image_share"]
+__all__ = ["average_gradients", "check_ddp", "image_share"]
+
+logger = logging.getLogger(__name__)
 
 # As DistributedDataParallel's default: little memory, and large enough for a network's speed.
 _BUCKET_BYTES = 25 * 2**20
@@ -56,6 +60,33 @@ def average_gradients(model: nn.Module, window: Window, reports: Sequence[Report
         dist.all_reduce(flat, group=model.process_group)
         for p, gradient, mean in zip(bucket, gradients, flat.split([g.numel() for g in gradients])):
             p.grad = gradient.copy_(mean.view_as(gradient))
+
+
+def check_ddp(model: DistributedDataParallel, recovers: bool) -> None:
+    """Say which of DDP's options do not go with gradients that it does not reduce itself.
+
+    Args:
+        recovers: whether a rank may run images again alone.
+
+    Raises:
+        ConfigError: the model cannot be trained so.
+    """
+    if model.static_graph:
+        raise ConfigError(
+            "DistributedDataParallel(static_graph=True) cannot accumulate gradients: set "
+            "static_graph False, or SOLVER.ACCUMULATION_STEPS 1"
+        )
+    if recovers and model.broadcast_buffers and any(True for _ in model.buffers()):
+        raise ConfigError(
+            "DistributedDataParallel(broadcast_buffers=True) communicates in a forward, which one "
+            "rank cannot run again alone: set broadcast_buffers False, as Detectron2 does, or "
+            "MEMFIT.OOM.POLICY raise"
+        )
+    if model._comm_hooks:
+        logger.warning(
+            "The communication hooks of DistributedDataParallel (such as fp16_compression) are not "
+            "used: with accumulation, gradients are reduced once per iteration in their own type"
+        )
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

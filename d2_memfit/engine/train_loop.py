@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Optional, Union
 
@@ -16,11 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import compat
 from ..checks import check_positive_int
 from ..errors import ConfigError
+from ..job.recovery_options import RecoveryOptions
 from ..memory import is_out_of_memory
 from ..precision import Precision
+from .forward_counters import ForwardCounters
 from .recovery import Recovery, RecoveryReport
-from .recovery_options import RecoveryOptions
-from .reduce import average_gradients, image_share
+from .reduce import average_gradients, check_ddp, image_share
 from .report import check_finite, report, write_metrics
 from .storage import WindowStorage
 from .window import MicroBatch, Window
@@ -28,6 +29,8 @@ from .window import MicroBatch, Window
 __all__ = ["AccumulatingTrainer"]
 
 logger = logging.getLogger(__name__)
+
+Losses = Union[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
 class AccumulatingTrainer(SimpleTrainer):
@@ -46,7 +49,10 @@ class AccumulatingTrainer(SimpleTrainer):
     rank for itself, so that ranks do not communicate until their last backward is done here either.
 
     The model may be any that takes a batch and returns a loss or a dict of losses, wrapped in
-    ``DistributedDataParallel`` on several ranks.
+    ``DistributedDataParallel`` on several ranks. Batches may be of any kind. Those that are lists
+    of dataset dicts, or equally long columns such as (images, targets), can be cut.
+
+    In a loop of one's own, call ``run_step`` within an ``EventStorage``, which has the iteration.
 
     Args:
         model, data_loader, optimizer: as for ``SimpleTrainer``.
@@ -54,16 +60,24 @@ class AccumulatingTrainer(SimpleTrainer):
         precision: a :class:`Precision`, or the name of one: "fp32", "fp16", "bf16".
         images_per_micro_batch: images in one forward; None for the loader's batches as they come.
         recovery: what to do when memory runs out; None is an error, as in Detectron2.
-        gather_metric_period, zero_grad_before_forward, async_write_metrics: as those of Detectron2
-            main. Gradients are freed before the forward whatever the second says, and ranks look
-            at each other's losses before the step whatever the third says, which gets a warning.
+        loss_fn: called as ``loss_fn(model, batch)`` in place of ``model(batch)``. On several ranks
+            the model is the one that is wrapped in DDP.
+        clip_gradients: called once per iteration with the parameters that have gradients, such as
+            ``partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1)``. The gradients are those of
+            the whole effective batch, without a loss scale.
+        gather_metric_period: iterations between metrics. Losses that are not finite are noticed in
+            each.
+        zero_grad_before_forward: False keeps the last iteration's gradients, and their memory, for
+            the next forward, as Detectron2 does. They are not used.
+        async_write_metrics: only for Detectron2 main's callers; it must be False.
 
     Attributes:
         out_of_memory_observers: called when memory runs out, before anything is freed.
 
     Raises:
         ConfigError: one of the numbers is not a positive integer, or the model's device cannot
-            compute in this precision, or the model cannot be run again on one rank alone.
+            compute in this precision, or the model cannot be run again on one rank alone, or
+            metrics shall be written asynchronously.
     """
 
     def __init__(
@@ -75,6 +89,8 @@ class AccumulatingTrainer(SimpleTrainer):
         precision: Union[Precision, str] = "fp32",
         images_per_micro_batch: Optional[int] = None,
         recovery: Optional[RecoveryOptions] = None,
+        loss_fn: Optional[Callable[[nn.Module, Any], Losses]] = None,
+        clip_gradients: Optional[Callable[[list[nn.Parameter]], Any]] = None,
         gather_metric_period: int = 1,
         zero_grad_before_forward: bool = True,
         async_write_metrics: bool = False,
@@ -98,19 +114,28 @@ class AccumulatingTrainer(SimpleTrainer):
                 mixed_precision=precision.dtype != torch.float32,
             )
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
-            _check_ddp(model, recovers=recovery is not None)
+            check_ddp(model, recovers=recovery is not None)
         if async_write_metrics:
-            logger.warning(
-                "async_write_metrics is not used: all ranks look at the losses before the step"
+            raise ConfigError(
+                "async_write_metrics=True cannot be used: all ranks look at the losses before the "
+                "step, so that one that is not finite changes nothing. Leave it False"
             )
         super().__init__(model, data_loader, optimizer)
+        self.loss_fn = loss_fn
+        self.clip_gradients = clip_gradients
         self.gather_metric_period = gather_metric_period
+        self.zero_grad_before_forward = zero_grad_before_forward
+        self._has_old_gradients = False
+        self._counters = ForwardCounters(compat.without_ddp(model))
 
     def run_step(self) -> None:
-        """One iteration."""
+        """One iteration, the one that the event storage is at."""
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
+        self.iter = get_event_storage().iter
         window = Window(self._data_loader_iter, self.accumulation_steps)
-        self.optimizer.zero_grad(set_to_none=True)  # first, so that the forward has their memory
+        self._has_old_gradients = True
+        if self.zero_grad_before_forward:  # so that the forward has their memory
+            self._free_old_gradients()
 
         if self._reduces_in_backward:
             micro_batch = window.take()
@@ -119,8 +144,13 @@ class AccumulatingTrainer(SimpleTrainer):
             self._backward(self._forward(micro_batch), share)
             reports = comm.all_gather(report(window))
         else:
-            with WindowStorage(get_event_storage()) as storage, self._no_sync():
+            with (
+                WindowStorage(get_event_storage()) as storage,
+                self._no_sync(),
+                self._counters.watched(window),
+            ):
                 recovery_report = self._accumulate(window, storage)
+            self._free_old_gradients()  # if all images were skipped
             storage.write()
             # The vote: up to here, a rank could do its window again without the others.
             reports = comm.all_gather(report(window, self.model.parameters(), recovery_report))
@@ -138,6 +168,7 @@ class AccumulatingTrainer(SimpleTrainer):
         if (self.iter + 1) % self.gather_metric_period == 0:
             write_metrics(reports)
         with self._explained("optimizer", window):
+            self._clip()
             was_finite = self.precision.step(self.optimizer)
         scaler = self.precision.scaler
         if scaler is not None and not was_finite:
@@ -165,7 +196,10 @@ class AccumulatingTrainer(SimpleTrainer):
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the model's losses. Each is kept in the micro-batch, too."""
         with self._observed(), self.precision.autocast():
-            losses = self.model(micro_batch.data)
+            batch = micro_batch.batch
+            losses: Any = (
+                self.model(batch) if self.loss_fn is None else self.loss_fn(self.model, batch)
+            )
             if isinstance(losses, torch.Tensor):
                 losses = {"total_loss": losses}
             total = sum(losses.values())
@@ -174,8 +208,22 @@ class AccumulatingTrainer(SimpleTrainer):
 
     def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
         """Add the gradients of ``weight x loss`` to those of the window."""
+        self._free_old_gradients()
         with self._observed():
             self.precision.backward(loss * weight)
+
+    def _free_old_gradients(self) -> None:
+        """Free those of the iteration before, once."""
+        if self._has_old_gradients:
+            self.optimizer.zero_grad(set_to_none=True)
+        self._has_old_gradients = False
+
+    def _clip(self) -> None:
+        if self.clip_gradients is None:
+            return
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_(self.optimizer)  # the step knows that it was done
+        self.clip_gradients([p for p in self.model.parameters() if p.grad is not None])
 
     @contextlib.contextmanager
     def _observed(self) -> Iterator[None]:
@@ -237,23 +285,3 @@ class AccumulatingTrainer(SimpleTrainer):
                 "starts at %g",
                 self.precision.scaler.get_scale(),
             )
-
-
-def _check_ddp(model: DistributedDataParallel, recovers: bool) -> None:
-    """Say which of DDP's options do not go with gradients that it does not reduce itself."""
-    if model.static_graph:
-        raise ConfigError(
-            "DistributedDataParallel(static_graph=True) cannot accumulate gradients: set "
-            "static_graph False, or SOLVER.ACCUMULATION_STEPS 1"
-        )
-    if recovers and model.broadcast_buffers and any(True for _ in model.buffers()):
-        raise ConfigError(
-            "DistributedDataParallel(broadcast_buffers=True) communicates in a forward, which one "
-            "rank cannot run again alone: set broadcast_buffers False, as Detectron2 does, or "
-            "MEMFIT.OOM.POLICY raise"
-        )
-    if model._comm_hooks:
-        logger.warning(
-            "The communication hooks of DistributedDataParallel (such as fp16_compression) are not "
-            "used: with accumulation, gradients are reduced once per iteration in their own type"
-        )

@@ -3,37 +3,47 @@
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import torch
 
 from ..errors import ConfigError, DataError, HostMemoryError
 from ..memory import error_line, is_loader_out_of_memory
+from .columns import Row, as_given, columns_of, dataset_dicts, rows_of
 
-__all__ = ["MicroBatch", "Window", "image_names"]
+__all__ = ["MicroBatch", "Window", "count_images", "image_names", "is_list_of_images"]
 
 
 @dataclass
 class MicroBatch:
-    """What goes through the model in one forward and backward."""
+    """What goes through the model in one forward and backward.
+
+    ``data`` is a batch as the loader gave it, or a list of images: dataset dicts, or rows of a
+    batch in columns.
+    """
 
     data: Any
     losses: dict[str, torch.Tensor] = field(default_factory=dict)  # detached, set by the trainer
 
     @property
+    def batch(self) -> Any:
+        """What the model takes, of the kind that the loader gives."""
+        return as_given(self.data)
+
+    @property
     def num_images(self) -> int:
-        return _num_images(self.data)
+        return count_images(self.data)
 
     @property
     def can_be_split(self) -> bool:
-        return _is_list_of_images(self.data) and self.num_images > 1
+        return _images_of(self.data) is not None and self.num_images > 1
 
     def keep_names_only(self) -> None:
         """Let go of the images themselves."""
-        if _is_list_of_images(self.data):
-            names = ("file_name", "image_id")
-            self.data = [{k: image[k] for k in names if k in image} for image in self.data]
+        images = _images_of(self.data)
+        if images is not None:
+            self.data = [_names_only(image) for image in images]
 
 
 class Window:
@@ -75,7 +85,8 @@ class Window:
         Raises:
             DataError: the loader ended within the window.
             HostMemoryError: the loader ran out of memory.
-            ConfigError: its batches are not lists of dataset dicts, so they cannot be cut.
+            ConfigError: its batches are neither lists of dataset dicts nor in columns, so they
+                cannot be cut.
         """
         data = self._next_batch()
         if data is None:
@@ -103,7 +114,7 @@ class Window:
         for i, data in enumerate(self._waiting):
             if data is old:
                 self._waiting[i] = new
-            elif _is_list_of_images(data):
+            elif is_list_of_images(data):
                 images = [new if image is old else image for image in data]
                 self._waiting[i] = [image for image in images if image is not None] or None
         self._waiting = deque(data for data in self._waiting if data is not None)
@@ -137,19 +148,20 @@ class Window:
             ) from e
         self.data_time += time.perf_counter() - start
         if self._steps_taken == 0:
-            self.expected_images = self._accumulation_steps * _num_images(batch)
+            self.expected_images = self._accumulation_steps * count_images(batch)
         self._steps_taken += 1
         return batch
 
     def _regroup(self, data: Any, num_images: int, across_batches: bool) -> list[Any]:
         images: list[Any] = []
         while data is not None:
-            if not _is_list_of_images(data):
+            of_this_batch = _images_of(data)
+            if of_this_batch is None:
                 raise ConfigError(
                     f"MEMFIT.MICRO_BATCH {num_images} needs a data loader that gives lists of "
                     f"dataset dicts, and this one gives a {type(data).__name__}"
                 )
-            images += data
+            images += of_this_batch
             if len(images) >= num_images or not across_batches:
                 break
             data = self._next_batch()
@@ -160,18 +172,40 @@ class Window:
 
 def image_names(data: Any) -> str:
     """The images of a micro-batch, as a user knows them."""
-    if not _is_list_of_images(data):
+    if not is_list_of_images(data) and columns_of(data) is None:
         return f"of a {type(data).__name__}, which has no names"
-    return ", ".join(
+    names = [
         f"{image.get('file_name', 'without file_name')} (image_id {image.get('image_id')})"
-        for image in data
-    )
+        for image in dataset_dicts(data)
+    ]
+    return ", ".join(names) or "without names"
 
 
-def _is_list_of_images(data: Any) -> bool:
-    return isinstance(data, list) and all(isinstance(image, dict) for image in data)
+def is_list_of_images(data: Any) -> bool:
+    """Whether the data is a list of dataset dicts, or of rows of a batch in columns."""
+    return isinstance(data, list) and all(isinstance(image, (dict, Row)) for image in data)
 
 
-def _num_images(data: Any) -> int:
-    """Length of a list of dataset dicts or of a tensor. Data of any other kind counts as one."""
-    return len(data) if _is_list_of_images(data) or isinstance(data, torch.Tensor) else 1
+def count_images(data: Any) -> int:
+    """The images of a batch; its rows, if it is in columns; the length of a tensor.
+
+    Data of any other kind counts as one.
+    """
+    columns = columns_of(data)
+    if columns is not None:
+        return len(columns[0])
+    return len(data) if is_list_of_images(data) or isinstance(data, torch.Tensor) else 1
+
+
+def _images_of(data: Any) -> Optional[list[Any]]:
+    """The images of data that can be cut; None if it cannot."""
+    if is_list_of_images(data):
+        return data
+    columns = columns_of(data)
+    return None if columns is None else rows_of(columns)
+
+
+def _names_only(image: Any) -> Any:
+    if isinstance(image, Row):
+        return replace(image, parts=tuple(map(_names_only, dataset_dicts(image))))
+    return {k: image[k] for k in ("file_name", "image_id") if k in image}

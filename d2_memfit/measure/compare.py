@@ -10,7 +10,6 @@ from ..planner import DryJob
 from ..planner.device_model import DeviceUse
 from ..planner.probe import run_for_real
 from ..planner.timeline import Timeline
-from ..presets import with_budget
 from .peaks import limited, peaks_of
 from .scale import Record, Scale
 
@@ -21,25 +20,25 @@ _GB = 2**30
 
 def compare_zoo(config: str, device: torch.device, scale: Scale) -> Record:
     for num_images in (2, 1):
-        job = scale.dry_job(scale.cfg(config, device, "SOLVER.IMS_PER_BATCH", num_images))
+        dry_job = scale.dry_job(scale.cfg(config, device, "SOLVER.IMS_PER_BATCH", num_images))
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2**50
-        if job.total_bytes() < free:
-            return {"images": num_images, **_compare(job, device)}
-    raise MemfitError(f"one image needs {job.total_bytes() / _GB:.2f} GB")
+        if dry_job.total_bytes() < free:
+            return {"images": num_images, **_compare(dry_job, device)}
+    raise MemfitError(f"one image needs {dry_job.total_bytes() / _GB:.2f} GB")
 
 
 def compare_preset(config: str, device: torch.device, scale: Scale) -> Record:
-    cfg = with_budget(scale.cfg(config, device))
-    job = scale.dry_job(cfg)
-    budget_bytes = int(cfg.MEMFIT.BUDGET_GB * _GB)
-    record = {"budget_gb": cfg.MEMFIT.BUDGET_GB, "images": job.micro_batch_sizes()[0]}
+    dry_job = scale.dry_job(scale.cfg(config, device))
+    job = dry_job.job
+    budget_bytes = int((job.budget_gb or 0) * _GB)
+    record = {"budget_gb": job.budget_gb, "images": job.geometry.micro_batch_sizes()[0]}
     if device.type == "cpu":
-        return {**record, **_compare(job, device)}
+        return {**record, **_compare(dry_job, device)}
     if budget_bytes > torch.cuda.get_device_properties(device).total_memory:
         raise MemfitError("this card is smaller")
     _load_kernels(device)  # which are part of the context
     with limited(device, budget_bytes - cuda_context_bytes(device)):
-        return {**record, **_compare(job, device, job.limit_bytes)}
+        return {**record, **_compare(dry_job, device, dry_job.limit_bytes)}
 
 
 def _load_kernels(device: torch.device) -> None:
@@ -49,13 +48,13 @@ def _load_kernels(device: torch.device) -> None:
     ).sum().backward()
 
 
-def _compare(job: DryJob, device: torch.device, limit_bytes: Optional[int] = None) -> Record:
+def _compare(dry_job: DryJob, device: torch.device, limit_bytes: Optional[int] = None) -> Record:
     """What a job was estimated to take in training and evaluation, and what it takes."""
-    uses: list[DeviceUse] = job._uses(limit_bytes)
-    record: Record = {"predicted_seconds": job.seconds()}
-    phases = (("training", job.training), ("evaluation", job.evaluation))
+    uses: list[DeviceUse] = dry_job._uses(limit_bytes)
+    record: Record = {"predicted_seconds": dry_job.seconds()}
+    phases = (("training", dry_job.training), ("evaluation", dry_job.evaluation))
     with peaks_of(device) as peaks:
-        for (phase, timeline), use, _ in zip(phases, uses, run_for_real(job, str(device))):
+        for (phase, timeline), use, _ in zip(phases, uses, run_for_real(dry_job, str(device))):
             allocated, reserved = peaks.take()
             estimated = allocated_bytes(timeline, use, device)
             if device.type == "cuda":

@@ -7,7 +7,8 @@ import torch
 from detectron2.config import CfgNode
 
 from ..config import load_cfg
-from ..planner import DryJob, WorstCase, worst_case
+from ..job import Job, WorstCase
+from ..planner import DryJob
 from ..planner.device_model import DeviceModel
 
 __all__ = ["MASK_RCNN", "Record", "Scale"]
@@ -41,4 +42,5 @@ class Scale:
 
     def dry_job(self, cfg: CfgNode) -> DryJob:
         device = torch.device(cfg.MODEL.DEVICE)
-        return DryJob(cfg, 1, DeviceModel.choose(None, str(device)), self.case or worst_case(cfg))
+        job = Job.from_cfg(cfg, 1, batch=self.case)
+        return DryJob(job, DeviceModel.choose(None, str(device)))

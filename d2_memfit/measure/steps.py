@@ -11,10 +11,11 @@ from detectron2.utils.events import EventStorage
 
 from ..config import with_settings
 from ..engine import AccumulatingTrainer, RecoveryOptions
+from ..job import Job
 from ..memory import release_memory
 from ..planner import DryJob
-from ..planner.batches import worst_proposals
-from ..planner.job import build_with_values
+from ..planner.steps import build_with_values
+from ..planner.worst_outputs import worst_proposals
 from ..techniques import get_technique
 from .compare import allocated_bytes
 from .injection import iterate, seed_all
@@ -36,7 +37,7 @@ def recover(device: torch.device, scale: Scale) -> Record:
 
     def trainer(loader: Any, **options: Any) -> AccumulatingTrainer:
         seed_all()
-        model, _ = build_with_values(cfg, str(device))
+        model, _ = build_with_values(Job.from_cfg(cfg, 1), str(device))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
         return AccumulatingTrainer(model, loader, optimizer, **options)
 
@@ -79,10 +80,10 @@ def recover(device: torch.device, scale: Scale) -> Record:
 def step_of(name: Optional[str], num_images: int, device: torch.device, scale: Scale) -> Record:
     """A training step at full size with one technique."""
     cfg = scale.cfg(MASK_RCNN, device, "SOLVER.IMS_PER_BATCH", num_images, *_NO_EVALUATION)
-    job = scale.dry_job(with_settings(cfg, get_technique(name).settings(cfg) if name else {}))
-    expected = allocated_bytes(job.training, job._uses()[0], device)
+    dry_job = scale.dry_job(with_settings(cfg, get_technique(name).settings(cfg) if name else {}))
+    expected = allocated_bytes(dry_job.training, dry_job._uses()[0], device)
     with peaks_of(device) as peaks:
-        runs = _Steps(job, device)
+        runs = _Steps(dry_job, device)
         runs.step()
         peaks.take()
         runs.step()
@@ -92,7 +93,7 @@ def step_of(name: Optional[str], num_images: int, device: torch.device, scale: S
         "gb": allocated / _GB,
         "estimated_gb": expected / _GB,
         "seconds": median_seconds(runs.step, device, scale.rounds),
-        "predicted_seconds": job.seconds(),
+        "predicted_seconds": dry_job.seconds(),
     }
     del runs
     release_memory(device)
@@ -103,31 +104,31 @@ class _Steps:
     """Steps of a trainer on the worst batch of a job, with weights of 0 as for a probe."""
 
     def __init__(
-        self, job: DryJob, device: torch.device, make: Callable[..., Any] = AccumulatingTrainer
+        self, dry_job: DryJob, device: torch.device, make: Callable[..., Any] = AccumulatingTrainer
     ) -> None:
-        self._cfg, self._batch = job.cfg, job.training_batch()
-        model, optimizer = build_with_values(job.cfg, str(device))
+        cfg, self._batch = dry_job.job.cfg, dry_job.job.training_batch()
+        model, optimizer = build_with_values(dry_job.job, str(device))
         for p in model.parameters():
             if p.dim() > 1:
                 p.data.zero_()
         options = {}
-        if job.cfg.SOLVER.AMP.ENABLED:
-            options["precision"] = "bf16" if job.cfg.MEMFIT.AMP_DTYPE == "bfloat16" else "fp16"
+        if cfg.SOLVER.AMP.ENABLED:
+            options["precision"] = "bf16" if cfg.MEMFIT.AMP_DTYPE == "bfloat16" else "fp16"
         self._trainer = make(model, repeat(self._batch), optimizer, **options)
 
     def step(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(EventStorage())
-            stack.enter_context(worst_proposals(self._trainer.model, self._cfg, self._batch))
+            stack.enter_context(worst_proposals(self._trainer.model, lambda line: None))
             self._trainer.iter = 0
             self._trainer.run_step()
 
 
 def train(make: Callable[..., Any], num_images: int, device: torch.device, scale: Scale) -> Record:
     opts = ("SOLVER.IMS_PER_BATCH", num_images, *_NO_EVALUATION)
-    job = scale.dry_job(scale.cfg(MASK_RCNN, device, *opts))
+    dry_job = scale.dry_job(scale.cfg(MASK_RCNN, device, *opts))
     with peaks_of(device) as peaks:
-        steps = _Steps(job, device, make)
+        steps = _Steps(dry_job, device, make)
         steps.step()
         peaks.take()
         steps.step()

@@ -1,11 +1,11 @@
 """What a job needs, and how it fits, said before it is trained, and without a GPU."""
 
+from ..job import WorstCase, worst_case
 from .dry_job import DryJob, MemoryEstimate
 from .estimate import estimate_memory
 from .fit import fit_config
 from .plan import Plan, PlanStep
 from .search import Planner, plan_memory
-from .worst_case import WorstCase, worst_case
 
 __all__ = [
     "DryJob",

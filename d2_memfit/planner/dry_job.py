@@ -1,23 +1,17 @@
 """A job of which all that needs memory is done as a dry run."""
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
-from detectron2.config import CfgNode
-
-from ..errors import ConfigError, MemfitError
-from ..memory import error_line, segments_expand
+from ..job import Job
+from ..job.batches import size_of
+from ..memory import segments_expand
 from ..techniques.host_budget import loader_bytes
-from . import job
+from . import steps
 from .allocators import DoesNotFit
-from .batches import evaluation_batch, training_batch
 from .device_model import DeviceModel, DeviceUse
+from .explain import explained
 from .timeline import Timeline
-from .worst_case import WorstCase
 
 __all__ = ["DryJob", "MemoryEstimate", "usable_bytes"]
 
@@ -74,11 +68,10 @@ class DryJob:
     """A job of which all that needs memory was done as a dry run.
 
     Args:
-        cfg: with the keys of d2_memfit, and checked.
-        num_gpus: ranks that train together.
-        device: that the job is for.
-        case: sizes and objects of the largest batch.
+        job: that was done.
+        device: that it is for.
         evaluation: its timeline, where it is known.
+        evaluates: whether evaluation counts, or training alone.
 
     Attributes:
         training: timeline of the largest micro-batch and a step of the optimizer. If an iteration
@@ -91,51 +84,33 @@ class DryJob:
 
     def __init__(
         self,
-        cfg: CfgNode,
-        num_gpus: int,
+        job: Job,
         device: DeviceModel,
-        case: WorstCase,
         evaluation: Optional[Timeline] = None,
+        evaluates: bool = True,
     ) -> None:
-        self.cfg = cfg
-        self.num_gpus = num_gpus
+        self.job = job
         self.device = device
-        self.case = case
-        self.assumptions = case.assumptions
-        budget_gb, margin = cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN
+        budget_gb, margin = job.budget_gb, job.cfg.MEMFIT.PLAN.MARGIN
         self.limit_bytes = None if budget_gb is None else usable_bytes(budget_gb, margin)
         self.expandable_segments = segments_expand(under_budget=budget_gb is not None)
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
-        accumulates = len(self.micro_batch_sizes()) > 1
-        with _explained():
-            batch = self.training_batch()
-            like = num_gpus, device.is_gpu, device.foreach
-            self.training = job.train(cfg, [batch], *like, accumulates)
+        accumulates = len(job.geometry.micro_batch_sizes()) > 1
+        like = device.is_gpu, device.foreach
+        with explained():
+            batch = job.training_batch()
+            self.image_size = size_of(batch)
+            self.num_instances = job.batches.num_instances
+            self.training = steps.train(job, [batch], *like, accumulates)
             self.evaluation = evaluation
-            if evaluation is None and cfg.DATASETS.TEST:
-                batch = self.evaluation_batch()
-                self.evaluation = job.evaluate(cfg, batch, *like)
-
-    def padded_size(self) -> tuple[int, int]:
-        shapes = [image["image"].shape for image in self.training_batch()]
-        return max(s[1] for s in shapes), max(s[2] for s in shapes)
-
-    def training_batch(self) -> list[dict[str, Any]]:
-        """The largest micro-batch."""
-        return training_batch(self.cfg, self.case, self.micro_batch_sizes()[0])
-
-    def evaluation_batch(self) -> list[dict[str, Any]]:
-        return evaluation_batch(self.cfg, self.case)
-
-    def micro_batch_sizes(self) -> list[int]:
-        """Images of each forward of an iteration, on each rank."""
-        images = self.cfg.SOLVER.IMS_PER_BATCH // self.num_gpus
-        steps = self.cfg.SOLVER.ACCUMULATION_STEPS
-        size = self.cfg.MEMFIT.MICRO_BATCH
-        if size is None:
-            return [images] * steps
-        full, rest = divmod(images * steps, size)
-        return [size] * full + [rest] * (rest > 0)
+            if evaluation is None and evaluates and job.evaluates:
+                self.evaluation = steps.evaluate(job, job.evaluation_batch(), *like)
+        timelines = [t for t in (self.training, self.evaluation) if t is not None]
+        notes = [note for timeline in timelines for note in timeline.notes]
+        assumed = [*job.batches.assumptions]
+        if self.evaluation is not None:
+            assumed += job.batches.evaluation_assumptions
+        self.assumptions = tuple(dict.fromkeys([*assumed, *notes]))
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether it runs where the process can take no more of the device, context included."""
@@ -162,9 +137,14 @@ class DryJob:
         """
         return max(use.total_bytes for use in self._uses(limit_bytes))
 
+    def evaluation_decides(self, limit_bytes: Optional[int] = None) -> bool:
+        """Whether evaluation takes more of the device than training."""
+        uses = self._uses(limit_bytes)
+        return len(uses) > 1 and uses[1].allocated_bytes > uses[0].allocated_bytes
+
     def seconds(self) -> float:
         """Of an iteration, at least; to be compared with others on the same device."""
-        sizes = self.micro_batch_sizes()
+        sizes = self.job.geometry.micro_batch_sizes()
         work = self.training.work
         fetching = replace(work["backward"], host_bytes=work["forward"].host_bytes)
         of_largest = self.device.seconds(work["forward"]) + self.device.seconds(fetching)
@@ -172,15 +152,15 @@ class DryJob:
 
     def estimate(self, limit_bytes: Optional[int] = None) -> MemoryEstimate:
         uses = self._uses(limit_bytes)
-        sizes = self.micro_batch_sizes()
+        geometry = self.job.geometry
         return MemoryEstimate(
             device=self.device.description,
-            num_gpus=self.num_gpus,
-            images_per_gpu=self.cfg.SOLVER.IMS_PER_BATCH // self.num_gpus,
-            images_per_micro_batch=sizes[0],
-            accumulation_steps=self.cfg.SOLVER.ACCUMULATION_STEPS,
-            image_size=self.padded_size(),
-            num_instances=self.case.num_instances,
+            num_gpus=geometry.ranks,
+            images_per_gpu=geometry.images_per_batch,
+            images_per_micro_batch=geometry.micro_batch_sizes()[0],
+            accumulation_steps=geometry.accumulation_steps,
+            image_size=self.image_size,
+            num_instances=self.num_instances,
             assumptions=self.assumptions,
             peak_allocated_gb=uses[0].allocated_bytes / _GB,
             peak_reserved_gb=uses[0].reserved_bytes / _GB,
@@ -189,8 +169,8 @@ class DryJob:
             breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
             seconds_per_iteration=self.seconds(),
             expandable_segments=self.expandable_segments if self.device.is_gpu else None,
-            num_workers=self.cfg.DATALOADER.NUM_WORKERS,
-            host_gb=loader_bytes(self.cfg, self.num_gpus) / _GB,
+            num_workers=self.job.cfg.DATALOADER.NUM_WORKERS,
+            host_gb=loader_bytes(self.job.cfg, geometry.ranks) / _GB,
         )
 
     def _uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
@@ -216,18 +196,3 @@ class DryJob:
 def usable_bytes(budget_gb: float, margin: float) -> int:
     """What a budget leaves beside its margin."""
     return int(budget_gb * (1 - margin) * _GB)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Make one line of what a model raises that cannot be built from a config, or cannot run."""
-    try:
-        yield
-    except MemfitError:
-        raise
-    except Exception as e:
-        where = traceback.extract_tb(e.__traceback__)[-1]
-        raise ConfigError(
-            f"the model of this config does not run ({type(e).__name__}: {error_line(e)}, in "
-            f"{Path(where.filename).name}:{where.lineno})"
-        ) from e

@@ -21,8 +21,10 @@ _Args = tuple[Any, ...]  # of an operator
 _Kwargs = dict[str, Any]
 
 aten = torch.ops.aten
+_empty_strided = torch.empty_strided  # cuda_as_cpu would replace it, which takes time
 
 _LARGE_BYTES = 2**20  # what is smaller is cheap to compute
+_STEP = 5e-7  # float32 has it at -4.6, the bias of a focal loss
 _RANDOM_FILLS = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
 _FILLS = {
     *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default),
@@ -31,6 +33,14 @@ _FILLS = {
 }
 # They make much of little (of a keypoint's heatmap for one), and nothing depends on what it is.
 _UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
+# What adds a bias, with its position among the arguments, and that of its dimension in the result.
+_BIASES = {
+    aten.addmm.default: (0, -1),
+    aten.convolution.default: (2, 1),
+    aten.native_batch_norm.default: (2, 1),
+    aten.native_group_norm.default: (2, 1),
+    aten.native_layer_norm.default: (3, -1),
+}
 # Views by another name, and what changes the size of its argument.
 _LIKE_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.resize_.default}
 
@@ -69,7 +79,7 @@ class DryRun(OwnerMeter):
         inputs: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(model, optimizer)
-        make_hollow(list(model.parameters()))
+        make_hollow([p for p in model.parameters() if p.dim() > 1 or p.nbytes >= _LARGE_BYTES])
         make_hollow([t for t in inputs if t.nbytes >= _LARGE_BYTES])
         self.phase = "setup"
         self.timeline = Timeline()
@@ -202,10 +212,25 @@ def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     if func is aten.index.Tensor:
         args = (args[0], _without_masks(args[1]))
     fill = int(_asks_if_finite(func, args) or func.overloadpacket is aten.all)
-    args, kwargs = tree_map(_to_meta, (args, kwargs))
-    result = tree_map(lambda t: _from_meta(t, fill), func(*args, **kwargs))
+    like = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+    result = tree_map(lambda t: _from_meta(t, fill), like)
+    if func in _BIASES:
+        _add_bias(func, args, result)
     # Weights in 16 bits are weights still, however small.
     return make_hollow(result) if func is aten._to_copy.default else result
+
+
+def _add_bias(func: Any, args: _Args, result: Any) -> None:
+    """Fill a small result as if all weights were 0: so scores stay where biases have put them.
+
+    No two of its values are the same, so that a model that keeps its best keeps as many as it may,
+    and not all that tie with them.
+    """
+    position, dim = _BIASES[func]
+    bias, y = args[position], result[0] if isinstance(result, tuple) else result
+    if bias is not None and bias.dim() == 1 and not is_hollow((bias, y)):
+        y.movedim(dim, -1).copy_(bias)
+        y.sub_((torch.arange(y.numel()) * _STEP).view(y.shape))  # in 16 bits alone it would be inf
 
 
 def _asks_if_finite(func: Any, args: _Args) -> bool:
@@ -241,7 +266,7 @@ def _to_meta(value: Any) -> Any:
         return torch.device("meta")
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _from_meta(value: Any, fill: int = 0) -> Any:
@@ -249,7 +274,7 @@ def _from_meta(value: Any, fill: int = 0) -> Any:
         return value
     num_bytes = value.untyped_storage().nbytes()
     if num_bytes < _LARGE_BYTES:
-        result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        result = _empty_strided(value.shape, value.stride(), dtype=value.dtype)
         return result.fill_(fill)
     # Memory that is shared, with nobody: a limit on the private memory of the process, as ulimit -d
     # sets it, does not count it.

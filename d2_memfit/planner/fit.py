@@ -2,17 +2,21 @@
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional, TypeVar, Union
 
 import torch
-import yaml
 from detectron2.config import CfgNode
 from detectron2.utils import comm
+from omegaconf import DictConfig, OmegaConf
 
-from ..config import check_config, get_cfg, with_memfit_keys, with_settings
+from ..config import with_memfit_keys, with_settings
 from ..errors import ConfigError, MemfitError
+from ..job import Job
+from ..job.batches import size_of
+from ..job.lazy import with_overrides
 from ..logs import start_logging
 from ..memory import (
     limit_onednn_cache,
@@ -20,47 +24,58 @@ from ..memory import (
     segments_expand,
     use_expandable_segments,
 )
-from ..presets import with_budget
-from .plan import Plan
+from .explain import explained
+from .plan_file import budget_in, planned, planned_yaml
 from .search import plan_memory
 from .text import describe_plan, why_it_does_not_fit
-from .worst_case import worst_case
 
-__all__ = ["fit_config", "planned_config", "planned_yaml"]
+__all__ = ["fit_config"]
 
 logger = logging.getLogger(__name__)
 
 _KEY = "# planned from the config "
 _AS_MUCH = 1.05  # what is free differs a little each time
 
+_Config = TypeVar("_Config", CfgNode, DictConfig)
 
-def fit_config(cfg: CfgNode) -> CfgNode:
-    """Make a config fit MEMFIT.BUDGET_GB, if MEMFIT.PLAN.ENABLED; else it is returned as it is.
+
+def fit_config(cfg: _Config, trainer: Any = None) -> _Config:
+    """Make a job fit MEMFIT.BUDGET_GB, if MEMFIT.PLAN.ENABLED; else the config stays as it is.
 
     Call it on all ranks after ``default_setup``, where the trainer is made: the first rank plans,
     for the smallest budget where that is measured on each. The plan is logged, and is in
     OUTPUT_DIR/memfit_plan.yaml. A run that is resumed takes it from there, unless its config is
     another one, or less memory is free.
 
+    Args:
+        cfg: a config of yacs, or a LazyConfig, whose ``train.memfit.plan.enabled`` counts.
+        trainer: the class that trains, with the ``build_*`` methods of ``DefaultTrainer``.
+
     Raises:
         ConfigError: on all ranks, if it does not fit with the tiers of MEMFIT.PLAN.ALLOW, or a
             value cannot work.
         MemfitError: on the other ranks, if planning has failed on the first for another reason.
     """
-    if not with_memfit_keys(cfg).MEMFIT.PLAN.ENABLED:
+    if not _wants_a_plan(cfg):
         return cfg
-    cfg = with_memfit_keys(cfg)
-    check_config(cfg)
-    start_logging(cfg.OUTPUT_DIR)
-    use_expandable_segments()
-    budget_gb = min(_on_each_rank(lambda: with_budget(cfg).MEMFIT.BUDGET_GB))
-    planned = with_settings(cfg, {"MEMFIT.BUDGET_GB": budget_gb})
+    use_expandable_segments()  # before a budget is measured
+    jobs: list[Job] = []
+
+    def budget_here() -> Optional[float]:
+        jobs.append(Job.of(cfg, trainer))
+        start_logging(jobs[0].cfg.OUTPUT_DIR)
+        return jobs[0].budget_gb
+
+    budget_gb = min(_on_each_rank(budget_here))
     is_main = comm.is_main_process()
-    text = _on_each_rank(lambda: _plan_of_this_run(planned, _key_of(cfg)) if is_main else "")[0]
-    planned.merge_from_other_cfg(CfgNode(yaml.safe_load(text)))
-    if cfg.is_frozen():
-        planned.freeze()
-    return planned
+    text = _on_each_rank(lambda: _plan_of_this_run(cfg, jobs[0], budget_gb) if is_main else "")[0]
+    return planned(cfg, text)
+
+
+def _wants_a_plan(cfg: Union[CfgNode, DictConfig]) -> bool:
+    if isinstance(cfg, DictConfig):
+        return bool(OmegaConf.select(cfg, "train.memfit.plan.enabled", default=False))
+    return with_memfit_keys(cfg).MEMFIT.PLAN.ENABLED
 
 
 def _on_each_rank(call: Callable[[], Any]) -> list[Any]:
@@ -81,28 +96,32 @@ def _on_each_rank(call: Callable[[], Any]) -> list[Any]:
     return [result for result, _, _ in outcomes]
 
 
-def _key_of(cfg: CfgNode) -> str:
+def _key_of(cfg: Union[CfgNode, DictConfig], job: Job) -> str:
     """What a plan is for, wherever it runs: the config, before anything is measured, and the
     largest of its images.
     """
-    case = worst_case(cfg, comm.get_world_size())
-    without_folder = with_settings(cfg, {"OUTPUT_DIR": ""})
-    text = f"{comm.get_world_size()} {case} {without_folder.dump()}"
-    return hashlib.sha256(text.encode()).hexdigest()
+    if isinstance(cfg, DictConfig):
+        config = re.sub(r" at 0x[0-9a-f]+", "", str(with_overrides(cfg, {"train.output_dir": ""})))
+    else:
+        config = with_settings(with_memfit_keys(cfg), {"OUTPUT_DIR": ""}).dump()
+    batches = job.batches
+    largest = size_of(job.training_batch()), batches.num_instances, batches.assumptions
+    return hashlib.sha256(f"{job.ranks} {largest} {config}".encode()).hexdigest()
 
 
-def _plan_of_this_run(cfg: CfgNode, key: str) -> str:
+def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: float) -> str:
     """The text of OUTPUT_DIR/memfit_plan.yaml, which is written if need be."""
-    budget_gb = cfg.MEMFIT.BUDGET_GB
-    path = Path(cfg.OUTPUT_DIR) / "memfit_plan.yaml"
+    with explained():
+        key = _key_of(cfg, job)
+    path = Path(job.cfg.OUTPUT_DIR) / "memfit_plan.yaml"
     text = path.read_text() if path.is_file() else ""
     if text.startswith(_KEY + key):
-        planned_gb = yaml.safe_load(text)["MEMFIT"]["BUDGET_GB"]
+        planned_gb = budget_in(text)
         if planned_gb <= budget_gb * _AS_MUCH:
             logger.info("The plan is that of %s", path)
             return text
         logger.info("%.2f GB are free, and %s is for %.2f GB", budget_gb, path, planned_gb)
-    if torch.device(cfg.MODEL.DEVICE).type == "cpu":
+    if torch.device(job.cfg.MODEL.DEVICE).type == "cpu":
         return_large_blocks()  # what dry runs ask for must not count towards the budget later
         limit_onednn_cache()
     elif not segments_expand():
@@ -112,10 +131,9 @@ def _plan_of_this_run(cfg: CfgNode, key: str) -> str:
             "start the program with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )
     plan = plan_memory(
-        cfg,
+        job,
         budget_gb,
-        comm.get_world_size(),
-        cfg.MEMFIT.PLAN.ALLOW,
+        allow=job.cfg.MEMFIT.PLAN.ALLOW,
         progress=lambda line: logger.info("Planning: %s", line),
     )
     logger.info("Plan for MEMFIT.BUDGET_GB %.4g:\n%s", plan.budget_gb, describe_plan(plan))
@@ -125,34 +143,3 @@ def _plan_of_this_run(cfg: CfgNode, key: str) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return text
-
-
-def planned_config(cfg: CfgNode, plan: Plan) -> CfgNode:
-    """The config with the plan's settings, which is not planned again."""
-    return with_settings(with_memfit_keys(cfg), {**plan.settings, "MEMFIT.PLAN.ENABLED": False})
-
-
-def planned_yaml(cfg: CfgNode, plan: Plan) -> str:
-    """A config file with the plan in it, for ``tools/train_net.py --config-file``.
-
-    It has what differs from the defaults, and stands by itself.
-    """
-    planned = planned_config(cfg, plan)
-    comment = "".join(f"# {line}".rstrip() + "\n" for line in describe_plan(plan).splitlines())
-    of_plan = {"VERSION", "MEMFIT.PLAN.ENABLED", *plan.settings}
-    return comment + CfgNode(_differences(planned, get_cfg(), of_plan)).dump()
-
-
-def _differences(
-    cfg: CfgNode, defaults: CfgNode, always: set[str], prefix: str = ""
-) -> dict[str, Any]:
-    """What is not as in the defaults, and what is named by its whole key."""
-    differences: dict[str, Any] = {}
-    for key, value in cfg.items():
-        if isinstance(value, CfgNode):
-            nested = _differences(value, defaults.get(key, CfgNode()), always, f"{prefix}{key}.")
-            if nested:
-                differences[key] = CfgNode(nested)
-        elif key not in defaults or defaults[key] != value or prefix + key in always:
-            differences[key] = value
-    return differences

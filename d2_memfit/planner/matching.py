@@ -1,10 +1,14 @@
-"""Labels of anchors: a dry run's are real, and computed once for all images with the same boxes."""
+"""Labels of anchors, which a dry run computes once for all images with the same boxes; and
+Hungarian matching, of which it takes any.
+"""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha1
 from typing import Any
 
+import numpy as np
 import torch
 from detectron2.modeling.matcher import Matcher
 from detectron2.structures import Boxes, pairwise_iou
@@ -24,6 +28,9 @@ _LARGE_MATRIX = 2**20  # pairs
 def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     """While open, large matrices of pairs of boxes are written down, and not computed, and neither
     is what a ``Matcher`` makes of them; its labels come from a matcher that works in chunks.
+
+    Hungarian matching takes any match: predictions are invented, so that none is better than
+    another, and their costs can be ties, which take long, or no numbers.
     """
     pairs: dict[int, tuple[Boxes, Boxes]] = {}  # by the number of a matrix
 
@@ -56,10 +63,32 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     try:
         files = source_files(model.modules())
         matches = knows_function(files, "pairwise_iou")
-        with replaced_functions(files, {"pairwise_iou": without_values} if matches else {}):
+        iou = {"pairwise_iou": without_values} if matches else {}
+        with replaced_functions(files, iou), _assigning_at_once(files):
             yield
     finally:
         Matcher.__call__ = call
+
+
+@contextmanager
+def _assigning_at_once(files: list[Any]) -> Iterator[None]:
+    name = "linear_sum_assignment"
+    # A matcher need not be a module of the model.
+    places = [
+        file for file in (*files, *sys.modules.values()) if name in getattr(file, "__dict__", {})
+    ]
+    with replaced_functions(places, {name: _assign_at_once} if places else {}):
+        yield
+
+
+def _assign_at_once(_: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of ``scipy.optimize.linear_sum_assignment``."""
+
+    def linear_sum_assignment(cost_matrix: Any, maximize: bool = False) -> tuple[Any, Any]:
+        num = min(cost_matrix.shape)
+        return np.arange(num), np.arange(num)
+
+    return linear_sum_assignment
 
 
 def _labels(matcher: Matcher, boxes: Boxes, anchors: Boxes) -> tuple[torch.Tensor, torch.Tensor]:

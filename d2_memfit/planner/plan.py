@@ -45,6 +45,7 @@ class Plan:
         time_factor: seconds of an iteration with the plan, divided by those without.
         smallest_budget_gb: that would do, if it does not fit.
         must_allow: tiers that would have to be allowed for this budget; empty if none would help.
+        evaluation_decides: whether evaluation takes more of the device than training.
     """
 
     budget_gb: float
@@ -57,3 +58,4 @@ class Plan:
     time_factor: float
     smallest_budget_gb: Optional[float] = None
     must_allow: tuple[str, ...] = ()
+    evaluation_decides: bool = False

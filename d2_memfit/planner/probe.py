@@ -10,8 +10,8 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.utils.events import EventStorage
 
-from ..config import with_settings
 from ..errors import ConfigError
+from ..job import Job
 from ..memory import (
     DeviceMemory,
     cuda_context_bytes,
@@ -19,8 +19,7 @@ from ..memory import (
     is_out_of_memory,
     release_memory,
 )
-from ..precision import Precision
-from . import job
+from . import steps
 from .allocators import DoesNotFit
 from .device_model import DeviceModel, DeviceUse
 from .dry_job import DryJob
@@ -45,15 +44,13 @@ class ProbedJob(DryJob):
     ready are as before. Its peak statistics begin anew. Tensors that are there before do not count.
     """
 
-    def __init__(
-        self, cfg: CfgNode, num_gpus: int, device: DeviceModel, *args: Any, **kwargs: Any
-    ) -> None:
-        name = torch.cuda.get_device_name(_device_of(cfg))
-        super().__init__(cfg, num_gpus, replace(device, description=name), *args, **kwargs)
+    def __init__(self, job: Job, device: DeviceModel, *args: Any, **kwargs: Any) -> None:
+        name = torch.cuda.get_device_name(_device_of(job.cfg))
+        super().__init__(job, replace(device, description=name), *args, **kwargs)
 
     def _find_uses(self, limit_bytes: Optional[int]) -> list[DeviceUse]:
         expected = super()._find_uses(None)
-        device = _device_of(self.cfg)
+        device = _device_of(self.job.cfg)
         uses: list[DeviceUse] = []
         too_large = False
         try:
@@ -74,7 +71,7 @@ class ProbedJob(DryJob):
         if limit_bytes is not None:
             raise DoesNotFit
         why = "The GPU cannot hold the largest batch: estimated by a dry run"
-        self.assumptions = (*self.case.assumptions, why)
+        self.assumptions = (*self.assumptions, why)
         return expected
 
 
@@ -85,31 +82,31 @@ def run_for_real(dry_job: DryJob, device: str) -> Iterator[None]:
     Args:
         device: as in MODEL.DEVICE.
     """
-    cfg, num_gpus = dry_job.cfg, dry_job.num_gpus
+    job = dry_job.job
     devices = [] if device == "cpu" else [torch.device(device)]
     with torch.random.fork_rng(devices), EventStorage():
         torch.default_generator.manual_seed(0)
-        model, optimizer = job.build_with_values(cfg, device, num_gpus)
+        model, optimizer = steps.build_with_values(job, device)
         for p in model.parameters():
             if p.dim() > 1:
                 p.data.zero_()  # random weights can overflow; biases have a meaning
         trained = [p for p in model.parameters() if p.requires_grad]
-        if num_gpus > 1:
+        if job.ranks > 1:
             buckets = torch.empty(sum(map(torch.numel, trained)), device=device)
-            if cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW:
-                job.keep_gradients_in(buckets, trained)
-        precision = Precision.from_cfg(with_settings(cfg, {"MODEL.DEVICE": device}))
+            if job.cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW:
+                steps.keep_gradients_in(buckets, trained)
+        precision = job.precision(device)
         if precision.scaler is not None:  # the first steps must not be left out
             precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
-        micro_batches = [dry_job.training_batch()] * min(len(dry_job.micro_batch_sizes()), 2)
+        micro_batches = [job.training_batch()] * min(len(job.geometry.micro_batch_sizes()), 2)
         for _ in range(2):  # the second finds the optimizer's states there
             optimizer.zero_grad(set_to_none=True)
-            for _ in job.iterate(model, optimizer, precision, cfg, micro_batches):
+            for _ in steps.iterate(model, optimizer, precision, micro_batches):
                 pass
         del micro_batches
         yield
         if dry_job.evaluation is not None:
-            job.infer(model, cfg, dry_job.evaluation_batch())
+            steps.infer(model, job, job.evaluation_batch())
             yield
 
 

@@ -2,30 +2,26 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from detectron2.config import CfgNode
-from torch.nn.modules.batchnorm import _BatchNorm
+from omegaconf import DictConfig
 
-from ..checks import check_positive_int
-from ..config import check_config, with_memfit_keys, with_settings
 from ..errors import ConfigError
+from ..job import Job, WorstCase
+from ..job.datasets import Size
 from ..memory import check_budget
 from ..presets import why_no_card_has
-from ..scaling import auto_scale_workers
-from ..techniques import TECHNIQUES, TIERS, get_technique
-from . import job
+from ..techniques import TIERS, get_technique
 from .device_model import DeviceModel
 from .dry_job import DryJob, usable_bytes
-from .order import IN_EVALUATION, NOT_PLANNED, ON_GPU_ONLY, harm
+from .order import harm
 from .plan import Plan, PlanStep
 from .probe import job_class
-from .timeline import Timeline
-from .worst_case import WorstCase, worst_case
+from .trials import Choice, Trials, choice_of
 
 __all__ = ["Planner", "plan_memory"]
 
@@ -39,7 +35,7 @@ _OF_BATCH_NORM = "the images that BatchNorm's statistics are of."
 
 
 def plan_memory(
-    cfg: CfgNode,
+    cfg: Union[CfgNode, DictConfig, Job],
     budget_gb: float,
     num_gpus: int = 1,
     allow: Sequence[str] = ("exact", "precision"),
@@ -47,6 +43,12 @@ def plan_memory(
     case: Optional[WorstCase] = None,
     progress: Callable[[str], None] = lambda line: None,
     probe: bool = False,
+    *,
+    trainer: Any = None,
+    batch: Any = None,
+    image_size: Optional[Size] = None,
+    num_instances: Optional[int] = None,
+    evaluates: bool = True,
 ) -> Plan:
     """Find the fastest of the changes that make a job fit, from the first tier in which some do.
 
@@ -55,8 +57,9 @@ def plan_memory(
     Args:
         budget_gb: of the device, for the whole process, in 2^30 bytes.
         allow: tiers that may be used, of "exact", "precision" and "recipe".
-        num_gpus, device, case, probe: as for :func:`~d2_memfit.planner.estimate_memory`.
         progress: called with a line for each dry run.
+        cfg, num_gpus, device, case, probe, trainer, batch, image_size, num_instances, evaluates: as
+            for :func:`~d2_memfit.planner.estimate_memory`.
 
     Raises:
         ConfigError: a value cannot work, or the config's model cannot be built.
@@ -64,20 +67,17 @@ def plan_memory(
     check_budget(budget_gb)
     if budget_gb is None or isinstance(budget_gb, str):
         raise ConfigError("a plan needs a budget in GB, such as 6")
-    check_positive_int("num_gpus", num_gpus)
     unknown = set(allow) - set(TIERS)
     if unknown or isinstance(allow, str):
         raise ConfigError(f"allow must be some of {', '.join(TIERS)}, got {allow!r}")
-    cfg = with_memfit_keys(cfg)
-    check_config(cfg)
-    cfg = auto_scale_workers(cfg, num_gpus)
-    check_config(cfg, num_gpus)
-    cfg.defrost()
-    chosen_device = DeviceModel.choose(device, cfg.MODEL.DEVICE)
-    warning = why_no_card_has(budget_gb) if chosen_device.is_gpu else None
+    facts = {"image_size": image_size, "num_instances": num_instances}
+    given = batch if case is None else case
+    job = Job.of(cfg, trainer, num_gpus, batch=given, **facts)
+    model = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
+    warning = why_no_card_has(budget_gb) if model.is_gpu else None
     if warning and not _has_card_of(budget_gb):
         logger.warning(warning)
-    planner = Planner(cfg, num_gpus, chosen_device, case, progress, probe)
+    planner = Planner(job, model, job_class(probe, model), evaluates, progress)
     return planner.plan(budget_gb, [tier for tier in TIERS if tier in allow])
 
 
@@ -89,65 +89,61 @@ def _has_card_of(budget_gb: float) -> bool:
 
 
 class Planner:
-    """Finds a plan, and remembers the dry runs that it has made on the way.
+    """Finds plans, and remembers the dry runs that it has made on the way.
 
     Args:
-        cfg: with the keys of d2_memfit, and checked.
-        num_gpus, device, case, progress, probe: as for :func:`plan_memory`.
+        job, device, run_job, evaluates, progress: as for :class:`~.trials.Trials`.
     """
 
     def __init__(
         self,
-        cfg: CfgNode,
-        num_gpus: int,
+        job: Job,
         device: DeviceModel,
-        case: Optional[WorstCase] = None,
+        run_job: type[DryJob] = DryJob,
+        evaluates: bool = True,
         progress: Callable[[str], None] = lambda line: None,
-        probe: bool = False,
     ) -> None:
-        self._cfg = cfg.clone()
-        self._num_gpus = num_gpus
-        self._device = device
-        self._case = case
-        self._progress = progress
-        self._run_job = job_class(probe, device)
-        batch = cfg.SOLVER.IMS_PER_BATCH // num_gpus
-        self._window = batch * cfg.SOLVER.ACCUMULATION_STEPS
-        self._images = min(cfg.MEMFIT.MICRO_BATCH or batch, self._window)
-        self._jobs: dict[_Choice, DryJob] = {}
-        self._evaluations: dict[tuple[str, ...], Timeline] = {}  # by the techniques that matter
-        self._usable: dict[str, tuple[str, ...]] = {}  # techniques by tier
+        self._trials = Trials(job, device, run_job, evaluates, progress)
+        self._window = job.geometry.window
+        self._images = job.geometry.largest_micro_batch
 
     def plan(self, budget_gb: float, tiers: Sequence[str]) -> Plan:
-        margin = self._cfg.MEMFIT.PLAN.MARGIN
-        self._cfg.MEMFIT.BUDGET_GB = budget_gb
-        self._limit_bytes = usable_bytes(budget_gb, margin)
-        start = _choice((), self._images)
-        choice = start if self._fits(start) else self._search(tiers)
+        """
+        Args:
+            budget_gb: of the device, for the whole process.
+            tiers: that may be used, in the order of harm.
+        """
+        trials = self._trials
+        margin = trials.job.cfg.MEMFIT.PLAN.MARGIN
+        trials.limit_bytes = usable_bytes(budget_gb, margin)
+        start = choice_of((), self._images)
+        choice = start if trials.fits(start) else self._search(tiers)
         fits = choice is not None
         smallest_gb: Optional[float] = None
         must_allow: Sequence[str] = ()
         if choice is None:
             choice = self._smallest(tiers)
-            smallest_gb = self._job(choice).least_bytes() / (1 - margin) / _GB
-            must_allow = next((t for t in _more(tiers) if self._fits(self._smallest(t))), ())
-        before, after = self._job(start), self._job(choice)
+            smallest_gb = trials.dry_job(choice).least_bytes() / (1 - margin) / _GB
+            more = _more(tiers)
+            must_allow = next((t for t in more if trials.fits(self._smallest(t))), ())
+        before, after = trials.dry_job(start), trials.dry_job(choice)
         return Plan(
             budget_gb=budget_gb,
             margin=margin,
             fits=fits,
             steps=self._steps(choice),
-            settings={**self._settings(choice), **self._safety(budget_gb)},
-            before=before.estimate(self._limit_bytes),
-            estimate=after.estimate(self._limit_bytes),
+            settings={**trials.settings(choice), **self._safety(budget_gb)},
+            before=before.estimate(trials.limit_bytes),
+            estimate=after.estimate(trials.limit_bytes),
             time_factor=after.seconds() / before.seconds(),
             smallest_budget_gb=smallest_gb,
             must_allow=tuple(must_allow),
+            evaluation_decides=after.evaluation_decides(trials.limit_bytes),
         )
 
-    def _search(self, tiers: Sequence[str]) -> Optional["_Choice"]:
+    def _search(self, tiers: Sequence[str]) -> Optional[Choice]:
         """The fastest of the choices that fit, from the first of the tiers in which some do."""
-        names = {tier: self._names(tier) for tier in tiers}
+        names = {tier: self._trials.names(tier) for tier in tiers}
         exact, precision = names.get("exact", ()), names.get("precision", ())
         recipe = names.get("recipe", ())
         least = self._least_images([tier for tier in tiers if tier != "recipe"])
@@ -156,51 +152,25 @@ class Planner:
             found = self._fastest(precision, exact, least)
         least = self._least_images(tiers)
         for i in range(len(recipe) + 1):
-            if found is None and self._fits(_choice((*precision, *recipe[:i], *exact), least)):
+            if found is None and self._trials.fits(
+                choice_of((*precision, *recipe[:i], *exact), least)
+            ):
                 found = self._fastest((*precision, *recipe[:i]), exact, least)
         return found
 
-    def _smallest(self, tiers: Sequence[str]) -> "_Choice":
-        names = [name for tier in tiers for name in self._names(tier)]
-        return _choice(names, self._least_images(tiers))
+    def _smallest(self, tiers: Sequence[str]) -> Choice:
+        names = [name for tier in tiers for name in self._trials.names(tier)]
+        names = [name for name in names if self._trials.runs((name,))]
+        return choice_of(names, self._least_images(tiers))
 
     def _least_images(self, tiers: Sequence[str]) -> int:
-        return 1 if self._micro_batch_tier in tiers else self._images
-
-    @cached_property
-    def _micro_batch_tier(self) -> str:
-        """Statistics of BatchNorm are of the images of a micro-batch."""
-        model, _ = job.build(self._cfg)
-        trains = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
-        return "recipe" if trains else "exact"
-
-    def _names(self, tier: str) -> tuple[str, ...]:
-        """Techniques of a tier that change something here and that a dry run has."""
-        if tier not in self._usable:
-            names = [n for n, t in TECHNIQUES if t.tier == tier and n not in NOT_PLANNED]
-            self._usable[tier] = tuple(filter(self._is_usable, sorted(names, key=harm)))
-        return self._usable[tier]
-
-    def _is_usable(self, name: str) -> bool:
-        if name in ON_GPU_ONLY and not self._device.is_gpu:
-            return False
-        if name == "ShardedOptimizerStates" and self._num_gpus == 1:
-            return False
-        settings = get_technique(name).settings(self._cfg)
-        cfg = with_settings(self._cfg, settings)
-        if cfg == self._cfg:
-            return False
-        try:
-            job.build(cfg)
-        except ConfigError as e:
-            self._progress(f"{name} is left out: {e}")
-            return False
-        return True
+        return 1 if self._trials.micro_batch_tier in tiers else self._images
 
     def _fastest(
         self, lead: tuple[str, ...], more: tuple[str, ...], least_images: int
-    ) -> Optional["_Choice"]:
+    ) -> Optional[Choice]:
         """Of those with all in ``lead``, and one or the first few of ``more`` as far as needed."""
+        more = tuple(name for name in more if self._trials.runs((*lead, name)))
         first_few = [more[:i] for i in range(2, len(more) + 1)]
         best, best_seconds = None, float("inf")
         for names in [(), *((name,) for name in more), *first_few]:
@@ -210,31 +180,32 @@ class Planner:
             num_images = self._most_images(names, least_images)
             if num_images is None:
                 continue
-            choice = self._without_what_is_not_needed(_choice(names, num_images))
-            if self._job(choice).seconds() < _WORTH_IT * best_seconds:
-                best, best_seconds = choice, self._job(choice).seconds()
+            choice = self._without_what_is_not_needed(choice_of(names, num_images))
+            if self._trials.dry_job(choice).seconds() < _WORTH_IT * best_seconds:
+                best, best_seconds = choice, self._trials.dry_job(choice).seconds()
         return best
 
     def _least_seconds(self, names: tuple[str, ...]) -> float:
         """Of an iteration, if all images went through the model at once."""
-        one = self._job(_choice(names, 1))
+        one = self._trials.dry_job(choice_of(names, 1))
         work = one.training.work
         calls = work["forward"].num_operators + work["backward"].num_operators
-        overhead = calls * self._device.seconds_per_operator * len(one.micro_batch_sizes())
+        num_micro_batches = len(one.job.geometry.micro_batch_sizes())
+        overhead = calls * self._trials.device.seconds_per_operator * num_micro_batches
         return one.seconds() - overhead * (1 - 1 / self._images)
 
     def _most_images(self, names: tuple[str, ...], least: int) -> Optional[int]:
         """The largest micro-batch that fits; memory grows with it by as much for each image."""
-        if not self._fits(_choice(names, least)):
+        if not self._trials.fits(choice_of(names, least)):
             return None
         if least == self._images:
             return least
-        if not self._fits(_choice(names, 2)):
+        if not self._trials.fits(choice_of(names, 2)):
             return 1
-        one, two = (self._job(_choice(names, i)).training_bytes() for i in (1, 2))
-        guess = 2 + int((self._limit_bytes - two) / max(two - one, 1))
+        one, two = (self._trials.dry_job(choice_of(names, i)).training_bytes() for i in (1, 2))
+        guess = 2 + int((self._trials.limit_bytes - two) / max(two - one, 1))
         num_images = self._even(min(guess, self._images))
-        while not self._fits(_choice(names, num_images)):
+        while not self._trials.fits(choice_of(names, num_images)):
             num_images = self._even(num_images - 1)
         return num_images
 
@@ -242,99 +213,53 @@ class Planner:
         """The smallest micro-batch with which an iteration has no more of them."""
         return min(-(-self._window // -(-self._window // num_images)), self._images)
 
-    def _without_what_is_not_needed(self, choice: "_Choice") -> "_Choice":
+    def _without_what_is_not_needed(self, choice: Choice) -> Choice:
         """Try without each technique, first those that harm most."""
         for name in sorted(choice.names, key=harm, reverse=True):
             names = list(choice.names)
             names.remove(name)
-            if self._fits(_choice(names, choice.num_images)):
-                choice = _choice(names, choice.num_images)
+            if self._trials.fits(choice_of(names, choice.num_images)):
+                choice = choice_of(names, choice.num_images)
         return choice
 
-    def _steps(self, choice: "_Choice") -> tuple[PlanStep, ...]:
+    def _steps(self, choice: Choice) -> tuple[PlanStep, ...]:
         steps = []
-        before = _choice((), self._images)
+        before = choice_of((), self._images)
         if choice.num_images < self._images:
-            after = _choice((), choice.num_images)
-            steps.append(self._step(_MICRO_BATCH, self._micro_batch_tier, before, after))
+            after = choice_of((), choice.num_images)
+            steps.append(self._step(_MICRO_BATCH, self._trials.micro_batch_tier, before, after))
             before = after
         for name in choice.names:
-            after = _choice((*before.names, name), choice.num_images)
+            after = choice_of((*before.names, name), choice.num_images)
             steps.append(self._step(name, get_technique(name).tier, before, after))
             before = after
         return tuple(steps)
 
-    def _step(self, name: str, tier: str, before: "_Choice", after: "_Choice") -> PlanStep:
-        settings, there = self._settings(after), self._settings(before)
-        one, other = self._job(before), self._job(after)
+    def _step(self, name: str, tier: str, before: Choice, after: Choice) -> PlanStep:
+        settings, there = self._trials.settings(after), self._trials.settings(before)
+        one, other = self._trials.dry_job(before), self._trials.dry_job(after)
         return PlanStep(
             name=name,
             tier=tier,
             settings={k: v for k, v in settings.items() if k not in there or there[k] != v},
             what=_what_changes(name) if tier == "recipe" else "",
-            gb_before=one.total_bytes(self._limit_bytes) / _GB,
-            gb_after=other.total_bytes(self._limit_bytes) / _GB,
+            gb_before=one.total_bytes(self._trials.limit_bytes) / _GB,
+            gb_after=other.total_bytes(self._trials.limit_bytes) / _GB,
             time_factor=other.seconds() / one.seconds(),
         )
 
-    def _settings(self, choice: "_Choice") -> dict[str, Any]:
-        settings = {}
-        cfg = self._cfg
-        for name in choice.names:
-            of_technique = get_technique(name).settings(cfg)
-            settings.update(of_technique)
-            cfg = with_settings(cfg, of_technique)
-        if choice.num_images < self._images:
-            settings["MEMFIT.MICRO_BATCH"] = choice.num_images
-        return settings
-
     def _safety(self, budget_gb: float) -> dict[str, Any]:
         """What keeps the job in its budget if an image is not as expected."""
+        job = self._trials.job
         settings: dict[str, Any] = {"MEMFIT.BUDGET_GB": budget_gb}
-        if self._num_gpus == 1 or "SyncBN" not in self._cfg.dump():  # recovery cannot have both
+        if job.ranks == 1 or "SyncBN" not in job.cfg.dump():  # recovery cannot have both
             settings["MEMFIT.OOM.POLICY"] = "split"
         return settings
-
-    def _fits(self, choice: "_Choice") -> bool:
-        return self._job(choice).fits(self._limit_bytes)
-
-    def _job(self, choice: "_Choice") -> DryJob:
-        if choice not in self._jobs:
-            cfg = with_settings(self._cfg, self._settings(choice))
-            key = tuple(filter(_matters_in_evaluation, choice.names))
-            dry_job = self._run_job(
-                cfg,
-                self._num_gpus,
-                self._device,
-                self._case or worst_case(cfg, self._num_gpus),
-                self._evaluations.get(key),
-            )
-            if dry_job.evaluation is not None:
-                self._evaluations[key] = dry_job.evaluation
-            self._progress(f"{dry_job.total_bytes(self._limit_bytes) / _GB:.2f} GB: {choice}")
-            self._jobs[choice] = dry_job
-        return self._jobs[choice]
-
-
-class _Choice(NamedTuple):
-    names: tuple[str, ...]  # of techniques, in the order of what they harm
-    num_images: int  # in a micro-batch
-
-    def __str__(self) -> str:
-        return ", ".join([f"{self.num_images} images in a micro-batch", *self.names])
-
-
-def _choice(names: Iterable[str], num_images: int) -> _Choice:
-    return _Choice(tuple(sorted(names, key=harm)), num_images)
 
 
 def _more(tiers: Sequence[str]) -> list[list[str]]:
     """What else could be allowed, in the order of harm."""
     return [[*TIERS[:i]] for i in range(1, len(TIERS) + 1) if not set(TIERS[:i]) <= set(tiers)]
-
-
-def _matters_in_evaluation(name: str) -> bool:
-    return get_technique(name).tier == "recipe" or name in IN_EVALUATION
 
 
 def _what_changes(name: str) -> str:

@@ -8,6 +8,11 @@ from tabulate import tabulate
 from .dry_job import MemoryEstimate
 from .plan import Plan
 
+_EVALUATION_DECIDES = (
+    "Evaluation takes more memory than training here. To plan for training alone: --training-only, "
+    "or DATASETS.TEST ()"
+)
+
 __all__ = ["describe_estimate", "describe_plan", "why_it_does_not_fit"]
 
 
@@ -58,16 +63,19 @@ def describe_plan(plan: Plan) -> str:
         "",
         describe_estimate(e),
     ]
+    if plan.evaluation_decides:
+        lines += ["", _EVALUATION_DECIDES]
     if not plan.fits:
         lines += ["", why_it_does_not_fit(plan)]
     return "\n".join(lines)
 
 
 def why_it_does_not_fit(plan: Plan) -> str:
+    decides = f". {_EVALUATION_DECIDES}" if plan.evaluation_decides else ""
     how = f"The smallest budget is {plan.smallest_budget_gb:.2f} GB"
     if plan.must_allow:
         how += f", unless MEMFIT.PLAN.ALLOW is {', '.join(plan.must_allow)}"
-    return f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}: the job does not fit. {how}"
+    return f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}: the job does not fit. {how}{decides}"
 
 
 def _needs(plan: Plan) -> str:

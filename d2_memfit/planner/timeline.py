@@ -82,10 +82,12 @@ class Timeline:
     Attributes:
         events: in the order in which they happen. A convolution comes after what it allocates.
         work: by phase.
+        notes: lines about what may be more in a real batch.
     """
 
     events: list[Event] = field(default_factory=list)
     work: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
+    notes: list[str] = field(default_factory=list)
 
     def peak(self) -> Counter[str]:
         """Bytes by owner at the time when most is alive."""

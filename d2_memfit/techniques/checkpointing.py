@@ -65,7 +65,7 @@ class ActivationCheckpointing(Technique):
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
         patterns = _patterns(model, cfg.MEMFIT.CHECKPOINT.MODULES)
         for module in find_modules(model, "MEMFIT.CHECKPOINT.MODULES", patterns):
-            extend(module, _Checkpointed)
+            extend(module, _Checkpointed if _is_called_by_forward(module) else _CheckpointedCall)
         return model
 
 
@@ -81,6 +81,19 @@ def _patterns(model: nn.Module, choices: Sequence[str]) -> list[str]:
 class _Checkpointed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return recompute_in_backward(self, super().forward, *args, **kwargs)
+
+
+class _CheckpointedCall(nn.Module):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return recompute_in_backward(self, super().__call__, *args, **kwargs)
+
+
+def _is_called_by_forward(module: nn.Module) -> bool:
+    """Whether calling it calls the ``forward`` of its class, and hooks around that.
+
+    Some modules have a ``__call__`` of their own, or a function in place of ``forward``.
+    """
+    return type(module).__call__ is nn.Module.__call__ and "forward" not in vars(module)
 
 
 @contextmanager

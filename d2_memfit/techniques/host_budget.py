@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from ..checks import check_positive_int, check_positive_number
 from ..data import shorter_sides
+from ..geometry import BatchGeometry
 from ..memory import available_host_bytes
 from .registry import TECHNIQUES, Technique
 
@@ -141,7 +142,7 @@ class LoaderPrefetch(Technique):
 
 def loader_bytes(cfg: CfgNode, num_ranks: int) -> float:
     """RAM that a rank takes, in bytes: itself, its window of images, and the loader's workers."""
-    window = cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS // num_ranks
+    window = BatchGeometry.from_cfg(cfg, num_ranks).window
     own = _TRAINER_BYTES + window * _image_bytes(cfg)
     return own + workers_bytes(cfg, num_ranks)
 
@@ -156,7 +157,7 @@ def worker_bytes(cfg: CfgNode, prefetch: int, num_ranks: int) -> float:
     """RAM that a worker of the loader takes, in bytes: itself, the image that it works on, as read
     and as resized, and those that it has ready; without masks.
     """
-    batch = cfg.SOLVER.IMS_PER_BATCH // num_ranks
+    batch = BatchGeometry.from_cfg(cfg, num_ranks).images_per_batch
     images = 1 if cfg.DATALOADER.ASPECT_RATIO_GROUPING else batch
     return _WORKER_BYTES + (2 + prefetch) * images * _image_bytes(cfg)
 

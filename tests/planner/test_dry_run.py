@@ -16,12 +16,11 @@ from torch import nn
 
 from d2_memfit.config import load_cfg
 from d2_memfit.config_files import find_config_file
+from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import process_memory
-from d2_memfit.planner import job
+from d2_memfit.planner import steps
 from d2_memfit.planner.autocast import _TO_FLOAT32, casts_of_cuda
-from d2_memfit.planner.batches import evaluation_batch, training_batch
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_hollow, make_hollow
-from d2_memfit.planner.worst_case import WorstCase
 
 pytestmark = pytest.mark.slow
 
@@ -121,11 +120,9 @@ def make_cfg(name):
 
 
 def train(cfg):
-    if cfg.MEMFIT.MICRO_BATCH:
-        batches = [training_batch(cfg, CASE, 1)] * 2
-    else:
-        batches = [training_batch(cfg, CASE, 2)]
-    return job.train(cfg, batches, num_gpus=2)
+    job = Job.from_cfg(cfg, 2, batch=CASE)
+    batches = [job.training_batch(1)] * 2 if cfg.MEMFIT.MICRO_BATCH else [job.training_batch(2)]
+    return steps.train(job, batches)
 
 
 @pytest.fixture
@@ -133,7 +130,7 @@ def computing(monkeypatch):
     """Makes a job compute all that it does not, without changing what is counted."""
 
     def compute():
-        monkeypatch.setattr(job, "WithoutValues", nullcontext)
+        monkeypatch.setattr(steps, "WithoutValues", nullcontext)
         monkeypatch.setattr(DryRun, "_call", lambda self, func, args, kwargs: func(*args, **kwargs))
 
     return compute
@@ -168,28 +165,28 @@ def test_a_step_has_the_memory_of_one_that_is_computed(name, computing):
 
 
 def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
-    cfg = make_cfg("mask FPN")
-    batch = training_batch(cfg, CASE, 1)
-    whole = job.train(cfg, [batch] * 3)
-    last = job.train(cfg, [batch], accumulates=True)
+    job = Job.from_cfg(make_cfg("mask FPN"), 1, batch=CASE)
+    batch = job.training_batch(1)
+    whole = steps.train(job, [batch] * 3)
+    last = steps.train(job, [batch], accumulates=True)
     assert sum(last.peak().values()) == sum(whole.peak().values())
 
 
 @pytest.mark.parametrize("name", ["mask FPN", "panoptic", "PointRend", "FCOS", "a user's own"])
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
-    cfg = make_cfg(name)
-    batch = evaluation_batch(cfg, CASE)
-    dry = job.evaluate(cfg, batch)
+    job = Job.from_cfg(make_cfg(name), 1, batch=CASE)
+    batch = job.evaluation_batch()
+    dry = steps.evaluate(job, batch)
     computing()
-    computed = job.evaluate(cfg, batch)
+    computed = steps.evaluate(job, batch)
     assert sum(dry.peak().values()) == pytest.approx(sum(computed.peak().values()), rel=0.001)
 
 
 def test_nothing_large_is_computed_or_touched():
-    cfg = load_cfg(MASK)
     case = WorstCase(((800, 1333),), 20, (800, 1333), (800, 1333))
+    job = Job.from_cfg(load_cfg(MASK), 1, batch=case)
     before = process_memory().peak_resident_bytes
-    timeline = job.train(cfg, [training_batch(cfg, case, 4)])
+    timeline = steps.train(job, [job.training_batch(4)])
     assert sum(timeline.peak().values()) > 4 * 2**30
     assert process_memory().peak_resident_bytes < before + 1.5 * 2**30
 

@@ -13,11 +13,12 @@ from tiny import tiny_cfg
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.cli import main
 from d2_memfit.config import load_cfg
+from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import TensorMeter
-from d2_memfit.planner import DryJob, WorstCase
-from d2_memfit.planner.batches import worst_proposals
+from d2_memfit.planner import DryJob
 from d2_memfit.planner.device_model import DeviceModel
 from d2_memfit.planner.probe import run_for_real
+from d2_memfit.planner.worst_outputs import worst_proposals
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ def test_a_real_run_has_the_peaks_of_the_dry_one(family):
     cfg = tiny_cfg(family)
     cfg.SOLVER.IMS_PER_BATCH = 4
     cfg.MEMFIT.MICRO_BATCH = 2
-    dry_job = DryJob(cfg, 1, DeviceModel.load("cpu"), CASE)
+    dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
@@ -54,7 +55,7 @@ def test_mixed_precision_steps_too():
     cfg.MODEL.RETINANET.NUM_CLASSES = 80
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.SOLVER.AMP.ENABLED = True
-    dry_job = DryJob(cfg, 1, DeviceModel.load("cpu"), CASE)
+    dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))
     with TensorMeter() as meter:
         next(run_for_real(dry_job, "cpu"))
     training = sum(dry_job.training.peak().values())
@@ -65,12 +66,12 @@ def test_a_trainer_has_the_peak_of_a_probe():
     cfg = tiny_cfg("mask_rcnn")
     cfg.SOLVER.IMS_PER_BATCH = 4
     cfg.MEMFIT.MICRO_BATCH = 2
-    dry_job = DryJob(cfg, 1, DeviceModel.load("cpu"), CASE)
+    dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))
     with TensorMeter() as meter, EventStorage():
         model = build_model(cfg)
-        batch = dry_job.training_batch()
+        batch = dry_job.job.training_batch()
         trainer = AccumulatingTrainer(model, repeat(batch), build_optimizer(cfg, model), 2)
-        with worst_proposals(model, cfg, batch):
+        with worst_proposals(model, lambda line: None):
             for _ in range(2):
                 trainer.run_step()
     training = sum(dry_job.training.peak().values())

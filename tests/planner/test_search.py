@@ -5,8 +5,9 @@ from tiny import tiny_cfg
 from d2_memfit import estimate_memory, plan_memory
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
-from d2_memfit.planner import WorstCase, job
-from d2_memfit.planner.fit import planned_config
+from d2_memfit.job import WorstCase
+from d2_memfit.planner import steps
+from d2_memfit.planner.plan_file import planned_config
 
 pytestmark = pytest.mark.slow
 
@@ -30,21 +31,20 @@ def shared_dry_runs():
     known = {}
 
     def shared(function):
-        def run(cfg, batch, *args):
-            of_run = cfg.clone()
-            of_run.MEMFIT.BUDGET_GB = None
+        def run(job, batch, *args):
+            of_run = job.with_settings({"MEMFIT.BUDGET_GB": None}).cfg
             images = batch[0] if isinstance(batch[0], list) else batch
             sizes = [(i["image"].shape, len(i.get("instances", ()))) for i in images]
-            key = f"{function.__name__} {of_run} {sizes} {args}"
+            key = f"{function.__name__} {job.ranks} {of_run} {sizes} {args}"
             if key not in known:
-                known[key] = function(cfg, batch, *args)
+                known[key] = function(job, batch, *args)
             return known[key]
 
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for function in (job.train, job.evaluate):
-            patch.setattr(job, function.__name__, shared(function))
+        for function in (steps.train, steps.evaluate):
+            patch.setattr(steps, function.__name__, shared(function))
         yield
 
 

@@ -28,8 +28,8 @@ from tiled_images.planning import with_datasets_of_tiles
 from tiled_images.rle import move
 from tiny import ROOT, read_metrics, run_process
 
+from d2_memfit import Job
 from d2_memfit.errors import ConfigError, DataError
-from d2_memfit.planner.worst_case import worst_case
 
 pytestmark = pytest.mark.slow
 
@@ -502,12 +502,13 @@ def test_a_plan_is_made_for_tiles_not_for_images(tmp_path):
     DatasetCatalog.register("wide", lambda: [image])
     try:
         config = cfg("DATASETS.TRAIN", ("wide",), "DATASETS.TEST", ("wide",))
-        case = worst_case(with_datasets_of_tiles(config))
-        largest = (256, 256)
-        assert (set(case.image_sizes), case.test_size) == ({largest}, largest)
-        assert case.original_size == largest
-        assert 10 <= case.num_instances <= 12
-        assert not case.assumptions
+        job = Job.from_cfg(with_datasets_of_tiles(config), 1)
+        largest = (3, 256, 256)
+        assert {tuple(d["image"].shape) for d in job.training_batch(2)} == {largest}
+        (image,) = job.evaluation_batch()
+        assert (tuple(image["image"].shape), image["height"], image["width"]) == (largest, 256, 256)
+        assert 10 <= job.batches.num_instances <= 12
+        assert not job.batches.assumptions
     finally:
         for name in [n for n in DatasetCatalog.list() if n.startswith("wide")]:
             DatasetCatalog.remove(name)

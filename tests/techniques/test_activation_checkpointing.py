@@ -218,3 +218,51 @@ def test_all_of_detectron2s_backbones_can_be_told():
     cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[32]]
     torch.manual_seed(0)
     step(apply(build_model(cfg), "backbone+heads"), images(1))
+
+
+class Calls(torch.nn.Module):
+    """What its call does is not in ``forward``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+        self.num_calls = 0
+
+    def __call__(self, x, scale=1.0):
+        self.num_calls += 1
+        return self.layers(x) * scale
+
+
+class CallsForward(Calls):
+    def __call__(self, x, scale=1.0):
+        return torch.nn.Module.__call__(self, x, scale=scale)
+
+    def forward(self, x, scale):
+        return super().__call__(x, scale)
+
+
+def with_another_forward():
+    module = CallsForward()
+    module.forward = lambda x, scale: module.layers(x) * scale
+    return module
+
+
+@pytest.mark.parametrize("make", [Calls, CallsForward, with_another_forward])
+def test_a_module_that_is_called_in_its_own_way(make):
+    x, results = torch.rand(1024, 64), []
+    for patterns in ([], ["part"]):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential()
+        model.part = make()
+        if patterns:
+            apply(model, *patterns)
+        with TensorMeter() as meter:
+            out = model.part(x, scale=2.0)
+            kept = meter.live_bytes
+            out.sum().backward()
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        results.append((kept, gradients, model.part.num_calls))
+    (kept, expected, num_calls), (kept_less, actual, num_calls_again) = results
+    assert kept_less < 0.5 * kept
+    assert relative_difference(actual, expected) == 0
+    assert num_calls_again == num_calls  # what is computed again is not counted

@@ -106,7 +106,10 @@ def test_two_ranks(arguments, tmp_path):
     [
         (["train.accumulation_steps=0"], "train.accumulation_steps must be a positive integer"),
         (["train.micro_batch=1.5"], "train.micro_batch must be a positive integer, got 1.5"),
-        (["train.amp.enabled=True", "train.amp.dtype=float8"], "the precision must be one of"),
+        (
+            ["train.amp.enabled=True", "train.amp.dtype=float8"],
+            "MEMFIT.AMP_DTYPE must be 'float16'",
+        ),
         (["+train.oom.policy=never"], "MEMFIT.OOM.POLICY must be 'raise' or 'split', got 'never'"),
         (["+train.oom.grow_afer=1"], "there is no config key MEMFIT.OOM.GROW_AFER"),
         (
@@ -117,7 +120,8 @@ def test_two_ranks(arguments, tmp_path):
             ["+train.memfit.head.chunk_size=1"],
             "there is no config key MEMFIT.HEAD (near: MEMFIT.HEADS",
         ),
-        (["+train.memfit.plan.enabled=true"], "train.memfit: plans and presets are for yaml"),
+        (["+train.memfit.plan.enabled=true"], "MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB"),
+        (["+train.memfit.preset=7GB"], "there is no preset '7GB'"),
         (["+train.memfit.oom.policy=split"], "train.memfit.oom is train.oom in a LazyConfig"),
         (["+train.memfit.monitor.period=0"], "MEMFIT.MONITOR.PERIOD must be a positive integer"),
         (["+train.memfit.host.budget_gb=1"], "train.memfit.host.budget_gb cannot be used"),

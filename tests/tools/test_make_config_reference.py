@@ -6,8 +6,7 @@ from detectron2.config import get_cfg as get_detectron2_cfg
 from omegaconf import OmegaConf
 
 from d2_memfit import get_cfg
-from d2_memfit.config import cfg_of_techniques
-from d2_memfit.engine import RecoveryOptions
+from d2_memfit.job.lazy import cfg_of_lazy
 
 KEYS = {key.name: key for key in reference.documented_keys()}
 
@@ -45,14 +44,13 @@ def test_the_name_in_a_lazy_config_is_read(key):
     value = get_cfg()
     for name in key.split("."):
         value = value[name]
-    train = OmegaConf.create({"amp": {"enabled": False}, "output_dir": "", "device": "cpu"})
-    OmegaConf.update(train, reference.lazy_name(key)[len("train.") :], value)
-    lazyconfig_train_net.techniques(train)
-    lazyconfig_train_net.accumulation(train)
-    name = reference.lazy_name(key).split(".")
-    if name[1] == "memfit":  # unknown keys are errors there, and in the node OOM
-        assert key in set(leaves(cfg_of_techniques(OmegaConf.to_container(train.memfit))))
-    elif name[1] == "oom":
-        RecoveryOptions.from_keys(train.oom, "", None)
-    else:
-        assert f"{reference.lazy_name(key)} " in lazyconfig_train_net.__doc__
+    train = {"amp": {"enabled": False}, "output_dir": "", "device": "cpu", "max_iter": 1}
+    lazy = {"model": {}, "optimizer": {}, "train": train}
+    lazy["dataloader"] = {"train": {"total_batch_size": 2}}
+    lazy = OmegaConf.create(lazy)
+    before = set(leaves(cfg_of_lazy(lazy)))
+    name = reference.lazy_name(key)
+    OmegaConf.update(lazy, name, value, force_add=True)
+    assert set(leaves(cfg_of_lazy(lazy))) == before  # unknown keys are errors
+    if name.split(".")[1] not in ("memfit", "oom"):
+        assert f"{name} " in lazyconfig_train_net.__doc__

@@ -12,9 +12,9 @@ import time
 
 from d2_memfit.config import load_cfg
 from d2_memfit.config_files import detectron2_zoo
+from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import process_memory
-from d2_memfit.planner import WorstCase, job
-from d2_memfit.planner.batches import training_batch
+from d2_memfit.planner import steps
 
 from .common import machine, markdown_table
 
@@ -60,7 +60,8 @@ def measure(config: str, num_steps: int) -> list[str]:
     seconds = []
     for _ in range(1 + num_steps):
         start = time.perf_counter()
-        timeline = job.train(cfg, [training_batch(cfg, CASE, 2)])
+        job = Job.from_cfg(cfg, 1, batch=CASE)
+        timeline = steps.train(job, [job.training_batch(2)])
         seconds.append(time.perf_counter() - start)
     resident = process_memory().peak_resident_bytes
     peak = sum(timeline.peak().values())

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from d2_memfit.config import load_cfg
+from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import TensorMeter, process_memory, return_large_blocks
-from d2_memfit.planner import DryJob, WorstCase
+from d2_memfit.planner import DryJob
 from d2_memfit.planner.device_model import DeviceModel
 from d2_memfit.planner.probe import run_for_real
 
@@ -56,7 +57,7 @@ def compare(config: str) -> list[str]:
     cfg.MODEL.DEVICE = "cpu"
     cfg.SOLVER.IMS_PER_BATCH, cfg.MEMFIT.MICRO_BATCH = 2, 1
     before = process_memory().data_bytes
-    dry_job = DryJob(cfg, 1, DeviceModel.load("cpu"), CASE)
+    dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))
     cells = []
     timelines = [t for t in (dry_job.training, dry_job.evaluation) if t is not None]
     with TensorMeter() as meter:

@@ -1,4 +1,4 @@
-"""What a job does that needs memory, as a dry run: a training step, an image's evaluation."""
+"""A training step and an image's evaluation, as dry runs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,24 +8,24 @@ from typing import Any, Callable
 
 import torch
 from detectron2 import layers
-from detectron2.config import CfgNode
 from detectron2.layers import mask_ops
-from detectron2.modeling import build_model
-from detectron2.solver import build_optimizer
 from detectron2.structures import Boxes
 from detectron2.utils.events import EventStorage
 from torch import nn
 from torch.optim import Optimizer
 
-from ..config import with_settings
+from ..alone import alone, no_information
+from ..job import Job
+from ..job.batches import tensors_of
 from ..precision import Precision
-from ..techniques import apply_techniques, ready_to_evaluate
+from ..techniques import ready_to_evaluate
 from ..techniques.modules import replaced_functions
 from .autocast import casts_of_cuda
-from .batches import tensors_of, worst_detections, worst_proposals
+from .cuda_as_cpu import cuda_as_cpu
 from .dry_run import DryRun, WithoutValues, make_hollow
 from .matching import fast_matching
 from .timeline import Timeline
+from .worst_outputs import worst_detections, worst_proposals
 
 __all__ = [
     "build",
@@ -37,13 +37,10 @@ __all__ = [
     "train",
 ]
 
-Batch = list[dict[str, Any]]
-
 
 def train(
-    cfg: CfgNode,
-    micro_batches: Sequence[Batch],
-    num_gpus: int = 1,
+    job: Job,
+    micro_batches: Sequence[Any],
     like_gpu: bool = True,
     foreach: bool = True,
     accumulates: bool = False,
@@ -52,18 +49,17 @@ def train(
 
     Args:
         micro_batches: those of one iteration.
-        num_gpus: ranks that train together.
         like_gpu: whether what depends on the device is as on a GPU, or else as on a CPU.
-        foreach: whether the optimizer steps on all parameters at once, unless the config tells.
+        foreach: whether the optimizer steps on all parameters at once, unless the job tells.
         accumulates: whether gradients of earlier micro-batches are there.
     """
-    precision = Precision.from_cfg(with_settings(cfg, {"MODEL.DEVICE": "cpu"}))
-    inputs = [image for batch in micro_batches for image in batch]
-    with _job(cfg, inputs, num_gpus, foreach) as (run, model, optimizer):
+    precision = job.precision("cpu")
+    with _started(job, micro_batches, foreach) as (run, model, optimizer):
         if not accumulates:
             optimizer.zero_grad(set_to_none=True)
         with casts_of_cuda() if like_gpu else nullcontext():
-            for phase in iterate(model, optimizer, precision, cfg, micro_batches):
+            note = run.timeline.notes.append
+            for phase in iterate(model, optimizer, precision, micro_batches, note):
                 run.phase = phase
     return run.timeline
 
@@ -72,97 +68,108 @@ def iterate(
     model: nn.Module,
     optimizer: Optimizer,
     precision: Precision,
-    cfg: CfgNode,
-    micro_batches: Sequence[Batch],
+    micro_batches: Sequence[Any],
+    note: Callable[[str], None] = lambda line: None,
 ) -> Iterator[str]:
-    """An iteration with as many proposals as there can be; yields each phase before it begins."""
-    num_images = sum(map(len, micro_batches))
+    """An iteration with as many proposals as there can be; yields each phase before it begins.
+
+    Args:
+        note: called with a line about what is not the largest possible.
+    """
     for batch in micro_batches:
         yield "forward"
-        with worst_proposals(model, cfg, batch), precision.autocast():
+        with worst_proposals(model, note), precision.autocast():
             losses = model(batch)
             loss = losses if isinstance(losses, torch.Tensor) else sum(losses.values())
         del losses
         yield "backward"
-        precision.backward(loss * (len(batch) / num_images))
+        precision.backward(loss * (1 / len(micro_batches)))
         del loss
     yield "optimizer"
     precision.step(optimizer)
 
 
-def evaluate(
-    cfg: CfgNode, batch: Batch, num_gpus: int = 1, like_gpu: bool = True, foreach: bool = True
-) -> Timeline:
+def evaluate(job: Job, batch: Any, like_gpu: bool = True, foreach: bool = True) -> Timeline:
     """A dry run of an evaluation between two iterations of training."""
     paste = {"paste_masks_in_image": _paste_like_gpu} if like_gpu else {}
-    with _job(cfg, batch, num_gpus, foreach) as (run, model, _):
+    with _started(job, [batch], foreach) as (run, model, _):
         run.phase = "evaluation"
         with replaced_functions([layers, mask_ops], paste):
-            infer(model, cfg, batch)
+            infer(model, job, batch, run.timeline.notes.append)
     return run.timeline
 
 
-def infer(model: nn.Module, cfg: CfgNode, batch: Batch) -> None:
+def infer(
+    model: nn.Module, job: Job, batch: Any, note: Callable[[str], None] = lambda line: None
+) -> None:
     """An evaluation's forward with as many proposals and detections as there can be."""
     model.eval()
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(ready_to_evaluate(model, cfg, announce=False))
-        stack.enter_context(worst_proposals(model, cfg, batch))
-        stack.enter_context(worst_detections(model))
+        stack.enter_context(ready_to_evaluate(model, job.cfg, announce=False))
+        stack.enter_context(worst_proposals(model, note))
+        stack.enter_context(worst_detections(model, note))
         model(batch)
 
 
-def build(cfg: CfgNode) -> tuple[nn.Module, Optimizer]:
-    """Model and optimizer with the config's techniques, on the CPU and without values.
+def build(job: Job) -> tuple[nn.Module, Optimizer]:
+    """Model and optimizer with the job's techniques, on the CPU and without values.
 
     Raises:
         ConfigError: a technique does not go with them.
     """
-    with _one_thread(), torch.random.fork_rng(devices=[]), WithoutValues():
-        model, optimizer = build_with_values(cfg, "cpu")
-        with ready_to_evaluate(model, cfg, announce=False):
+    with (
+        alone(),
+        cuda_as_cpu(),
+        _one_thread(),
+        torch.random.fork_rng(devices=[]),
+        WithoutValues(),
+    ):
+        model, optimizer = build_with_values(job, "cpu")
+        with ready_to_evaluate(model, job.cfg, announce=False):
             return model, optimizer
 
 
-def build_with_values(cfg: CfgNode, device: str, num_gpus: int = 1) -> tuple[nn.Module, Optimizer]:
-    """The same on a device; the optimizer has what it has on one of so many ranks."""
-    there = with_settings(cfg, {"MODEL.DEVICE": device})
-    without_zero = with_settings(cfg, {"MEMFIT.OPTIMIZER.ZERO": False})  # it needs other ranks
-    model = apply_techniques("model", build_model(there), cfg, announce=False)
-    optimizer = apply_techniques(
-        "optimizer", build_optimizer(there, model), without_zero, announce=False
-    )
-    if cfg.MEMFIT.OPTIMIZER.ZERO:
-        _keep_share(optimizer, num_gpus)
+def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:
+    """The same on a device; the optimizer has what it has on one of the job's ranks."""
+    model = job.build_model(device, announce=False)
+    without_zero = job.with_settings({"MEMFIT.OPTIMIZER.ZERO": False})  # it needs other ranks
+    optimizer = without_zero.build_optimizer(model, announce=False)
+    if job.cfg.MEMFIT.OPTIMIZER.ZERO:
+        _keep_share(optimizer, job.ranks)
     return model, optimizer
 
 
 @contextmanager
-def _job(
-    cfg: CfgNode, inputs: Batch, num_gpus: int, foreach: bool
+def _started(
+    job: Job, micro_batches: Sequence[Any], foreach: bool
 ) -> Iterator[tuple[DryRun, nn.Module, Optimizer]]:
     """A job after its first iteration, gradients included."""
-    with _one_thread(), torch.random.fork_rng(devices=[]), EventStorage():
+    with ExitStack() as stack:
+        for context in (
+            *(alone(), no_information(), _one_thread(), cuda_as_cpu()),
+            *(torch.random.fork_rng(devices=[]), EventStorage()),
+        ):
+            stack.enter_context(context)
         torch.default_generator.manual_seed(0)  # and no generator of a GPU
         with WithoutValues():
-            model, optimizer = build_with_values(cfg, "cpu", num_gpus)
+            model, optimizer = build_with_values(job, "cpu")
         if foreach:
             _use_foreach(optimizer)
-        with DryRun(model, optimizer, tensors_of(inputs)) as run:
-            trained = [p for p in model.parameters() if p.requires_grad]
-            if num_gpus > 1:
-                buckets = make_hollow(torch.empty(sum(map(torch.numel, trained))))
-                run.own("DDP buckets", buckets)
-                if cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW:
-                    keep_gradients_in(buckets, trained)
-            for p in trained:
-                if p.grad is None:
-                    p.grad = make_hollow(torch.zeros_like(p))
-                    run.own("gradients", p.grad)
-            optimizer.step()
-            with fast_matching(model, run):
-                yield run, model, optimizer
+        run = stack.enter_context(DryRun(model, optimizer, tensors_of(micro_batches)))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if job.ranks > 1:
+            buckets = make_hollow(torch.empty(sum(map(torch.numel, trained))))
+            run.own("DDP buckets", buckets)
+            if job.cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW:
+                keep_gradients_in(buckets, trained)
+        for p in trained:
+            if p.grad is None:
+                p.grad = make_hollow(torch.zeros_like(p))
+                run.own("gradients", p.grad)
+        optimizer.step()
+        stack.enter_context(fast_matching(model, run))
+        yield run, model, optimizer
 
 
 @contextmanager

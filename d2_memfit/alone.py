@@ -1,0 +1,38 @@
+"""Work beside the training itself, such as planning: by one rank, and without a word."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+__all__ = ["alone", "no_information"]
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """While open, code that asks is told that this process is the only one.
+
+    So Detectron2's loaders and the criteria of models do not wait for ranks that do not take part.
+    """
+    original = dist.is_initialized
+    dist.is_initialized = lambda: False
+    try:
+        yield
+    finally:
+        dist.is_initialized = original
+
+
+@contextmanager
+def no_information(up_to: int = logging.INFO) -> Iterator[None]:
+    """While open, nothing below a warning is logged: it would be about another job.
+
+    Args:
+        up_to: the highest level that is not logged.
+    """
+    level = logging.root.manager.disable
+    logging.disable(max(level, up_to))
+    try:
+        yield
+    finally:
+        logging.disable(level)

@@ -1,0 +1,266 @@
+"""The checks of a job: each returns a line about what works, or raises one about what does not."""
+
+import copy
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine import SimpleTrainer
+from detectron2.utils.events import EventStorage
+from torch import nn
+
+from ..config import with_settings
+from ..engine import MemfitMixin, RecoveryOptions, recovering_inference
+from ..engine.forward_counters import numbers_of
+from ..engine.snapshot import Snapshot
+from ..errors import MemfitError
+from ..job import Job
+from ..measure.injection import Injector, seed_all
+from ..memory import TensorMeter
+from ..planner import steps
+from ..planner.device_model import DeviceModel
+from ..planner.dry_job import DryJob
+from ..planner.explain import explained
+from ..planner.order import NOT_PLANNED
+from ..techniques import TECHNIQUES, get_technique
+from .collectives import noticed_collectives
+from .patient import Patient
+
+__all__ = [
+    "Unwell",
+    "accumulates",
+    "is_estimated",
+    "is_silent",
+    "puts_state_back",
+    "recovers",
+    "recovers_in_evaluation",
+    "same_as_detectron2",
+    "trains",
+    "usable_techniques",
+]
+
+_EXACT = 1e-4  # relative distance of gradients in float32
+_ESTIMATE = 0.02  # relative error of an estimate
+_NEGLIGIBLE_BYTES = 2**20
+_WARM_UP = 4  # iterations
+_FEW = 5  # names in a line
+
+
+class Unwell(Exception):
+    """What a check says of something that does not work."""
+
+
+def same_as_detectron2(patient: Patient) -> str:
+    def plain() -> list[torch.Tensor]:
+        model = patient.model()
+        trainer = SimpleTrainer(model, [patient.batch()], torch.optim.SGD(model.parameters(), 0.0))
+        seed_all()
+        with EventStorage():
+            trainer.iter = 0
+            trainer.run_step()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for _ in range(_WARM_UP):  # functions of torch.jit are not the same from the beginning
+        expected = patient.call(plain)
+        gradients, loss, _ = patient.step()
+        if len(gradients) == len(expected) and all(map(torch.equal, gradients, expected)):
+            break
+    else:
+        raise Unwell("loss or gradients are not those of Detectron2's SimpleTrainer")
+    return f"loss {loss:.4g} and gradients are Detectron2's, to the last bit"
+
+
+def accumulates(patient: Patient) -> str:
+    full, _, _ = patient.step()
+    cut, _, _ = patient.step(micro_batch_size=1)
+    other, _, _ = patient.step(seed=1)
+    distance, by_chance = _distance(cut, full), _distance(other, full)
+    if distance <= _EXACT:
+        return f"gradients of two micro-batches are those of the full batch, to {distance:.0e}"
+    if distance <= 2 * by_chance:
+        return (
+            f"gradients of two micro-batches are {distance:.2g} from the full batch's, no more "
+            f"than another random seed makes ({by_chance:.2g})"
+        )
+    raise Unwell(
+        f"gradients of two micro-batches are {distance:.2g} from the full batch's, because a loss "
+        "is divided by a count of its own batch, or draws random numbers. See ACCUMULATION.md"
+    )
+
+
+def _distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    if len(one) != len(other):
+        return float("inf")
+    difference = sum(float((a - b).double().pow(2).sum()) for a, b in zip(one, other))
+    return (difference / max(sum(float(b.double().pow(2).sum()) for b in other), 1e-30)) ** 0.5
+
+
+def recovers(patient: Patient, where: float) -> str:
+    """
+    Args:
+        where: the share of an iteration's allocations before the error.
+    """
+    _, _, counting = patient.step(fail_at=(10**9,), with_optimizer=True)
+    fail_at = int(counting.injector.num_allocations * where)
+    undisturbed, _, _ = patient.step(micro_batch_size=1, with_optimizer=True)
+    recovered, _, trainer = patient.step(fail_at=(fail_at,), with_optimizer=True)
+    if trainer.window_sizes != (1, 1):
+        raise Unwell(f"the two images were run as {trainer.window_sizes}, and not one by one")
+    if not all(map(torch.equal, recovered, undisturbed)):
+        raise Unwell(
+            f"weights are {_distance(recovered, undisturbed):.1e} from those of an iteration "
+            "without the error: something that a forward changes is not put back"
+        )
+    return "the images are run again one by one, and weights are as without the error, bit by bit"
+
+
+def recovers_in_evaluation(patient: Patient) -> str:
+    if not patient.job.evaluates:
+        return "nothing is evaluated"
+    model = patient.model().eval()
+    batch = patient.batch()
+    images = [{k: v for k, v in d.items() if k != "instances"} for d in batch]
+
+    def evaluate(fail_at: tuple[int, ...]) -> int:
+        injector = Injector(fail_at)
+        with torch.no_grad(), recovering_inference(model, RecoveryOptions()), injector:
+            model(copy.deepcopy(images))
+        return injector.num_allocations
+
+    num = patient.call(evaluate, ())
+    patient.call(evaluate, (num // 2,))
+    return "the images are run again"
+
+
+def puts_state_back(patient: Patient) -> str:
+    model = patient.model()
+    before = _other_state(model)
+    snapshot = Snapshot(model)
+    counters = numbers_of(model)
+
+    def forward() -> None:
+        losses = model(patient.batch())
+        loss = losses if isinstance(losses, torch.Tensor) else sum(losses.values())
+        loss.backward()
+
+    patient.call(forward)
+    counting = [k for k, v in numbers_of(model).items() if k in counters and v == counters[k] + 1]
+    snapshot.restore()
+    after = _other_state(model)
+    changed = [name for name, text in after.items() if before.get(name) != text]
+    if changed:
+        raise Unwell(
+            f"a forward changes {_some(changed)}, which a retry does not put back: keep it in a "
+            "buffer or a number"
+        )
+    if counting:
+        return f"all is put back. {_some(counting)} counts forwards, not iterations"
+    return "all is put back"
+
+
+def _other_state(model: nn.Module) -> dict[str, str]:
+    """Attributes of modules that are neither parameters nor modules, as text."""
+    result = {}
+    for path, part in model.named_modules():
+        for name, value in vars(part).items():
+            if not name.startswith("_") or name in ("_buffers",):
+                result[f"{path or type(model).__name__}.{name}"] = repr(value)
+    return result
+
+
+def is_silent(patient: Patient) -> str:
+    model = patient.model()
+
+    def forward() -> list[str]:
+        with noticed_collectives() as places:
+            model(patient.batch())
+        return places
+
+    places = patient.call(forward)
+    if places:
+        raise Unwell(
+            f"{_some(places)}: on several ranks MEMFIT.OOM.POLICY split cannot run one rank's "
+            "images again. Name the class of the module in MEMFIT.OOM.COMMUNICATING_MODULES, or "
+            "train with policy raise"
+        )
+    return "none"
+
+
+def is_estimated(patient: Patient) -> str:
+    job = patient.job.with_settings({"MEMFIT.MICRO_BATCH": None}).with_batch(patient.images)
+    dry_job = DryJob(job, DeviceModel.load("cpu"), evaluates=False)
+
+    def measure() -> int:
+        batch = job.training_batch(job.geometry.micro_batch_sizes()[0])
+        with TensorMeter() as meter:
+            model, optimizer = steps.build_with_values(job, "cpu")
+            for _ in range(2):
+                optimizer.zero_grad(set_to_none=True)
+                for _ in steps.iterate(model, optimizer, job.precision("cpu"), [batch]):
+                    pass
+        return meter.peak_bytes
+
+    measured = patient.call(measure)
+    estimated = sum(dry_job.training.peak().values())
+    error = estimated / measured - 1
+    text = f"{estimated / 2**20:.1f} MB, and {measured / 2**20:.1f} MB are measured ({error:+.2%})"
+    if abs(error) > _ESTIMATE and abs(estimated - measured) > _NEGLIGIBLE_BYTES:
+        raise Unwell(f"{text}. A plan needs a larger MEMFIT.PLAN.MARGIN")
+    return text
+
+
+def trains(patient: Patient, trainer: Any) -> str:
+    """With MemfitMixin, two iterations of two images, one at a time."""
+    images = patient.batch()
+    bases = (trainer,) if issubclass(trainer, MemfitMixin) else (MemfitMixin, trainer)
+
+    def build_train_loader(cls: Any, cfg: CfgNode) -> Any:
+        return [images] * 4
+
+    members = {"build_train_loader": classmethod(build_train_loader)}
+    kind = type(trainer.__name__, bases, members)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            **{"OUTPUT_DIR": folder, "MODEL.DEVICE": "cpu", "MODEL.WEIGHTS": ""},
+            **{"SOLVER.MAX_ITER": 2, "SOLVER.ACCUMULATION_STEPS": 2, "TEST.EVAL_PERIOD": 0},
+            **{"MEMFIT.MICRO_BATCH": 1, "MEMFIT.OOM.POLICY": "split", "MEMFIT.BUDGET_GB": None},
+            **{"MEMFIT.PRESET": "", "DATASETS.TEST": (), "SOLVER.AMP.ENABLED": False},
+        }
+
+        def train() -> None:
+            made = kind(with_settings(patient.job.cfg, settings))
+            made.train()
+
+        patient.call(train)
+    return f"class Trainer(MemfitMixin, {trainer.__name__}) trains"
+
+
+def usable_techniques(patient: Patient) -> str:
+    apply: list[str] = []
+    left_out: list[str] = []
+    plain = _kinds(patient.job)
+    for name, technique in sorted(TECHNIQUES):
+        if technique.tier == "recipe" or name in NOT_PLANNED:
+            continue
+        try:
+            settings = get_technique(name).settings(patient.job.cfg)
+            with explained():
+                changed = _kinds(patient.job.with_settings(settings)) != plain
+            if changed or technique.part not in ("model", "optimizer"):
+                apply.append(name)
+        except MemfitError as e:
+            left_out.append(f"{name} ({e})")
+    return f"{', '.join(apply)}" + (f"; not {'; '.join(left_out)}" if left_out else "")
+
+
+def _kinds(job: Job) -> list[Any]:
+    """Classes of the modules, which techniques extend, and of the optimizer."""
+    model, optimizer = steps.build(job)
+    return [len(type(m).__mro__) for m in model.modules()] + [type(optimizer)]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return ", ".join(names[:_FEW]) + more

@@ -1,0 +1,84 @@
+"""What works with a job, and what does not, one line each."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..errors import MemfitError
+from ..job import Job
+from ..planner.explain import explained
+from . import checks
+from .patient import Patient
+
+__all__ = ["Finding", "examine"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        what: was checked.
+        is_well: whether it works.
+        text: one line, with what to do where it does not.
+    """
+
+    what: str
+    is_well: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{'ok' if self.is_well else 'NO':3} {self.what}: {self.text}"
+
+
+def examine(job: Job, trainer: Any = None) -> Iterator[Finding]:
+    """Try a job in small iterations on the CPU, with errors injected in each phase.
+
+    Args:
+        trainer: the class that trains, if there is one, which is tried with ``MemfitMixin`` too.
+    """
+    patients: list[Patient] = []
+
+    def batch() -> str:
+        patients.append(Patient(job))
+        first = patients[0].images[0]
+        num = len(first.get("instances", ())) if isinstance(first, dict) else 0
+        return f"two images are made, the first with {num} objects. {_assumed(job)}".strip()
+
+    yield _found("batch", batch)
+    if not patients:
+        return
+    patient = patients[0]
+    steps: dict[str, Callable[[Patient], str]] = {
+        "iteration 0": checks.same_as_detectron2,
+        "accumulation": checks.accumulates,
+        "recovery, memory runs out in the forward": partial(checks.recovers, where=0.3),
+        "recovery, memory runs out in the backward": partial(checks.recovers, where=0.9),
+        "recovery, memory runs out in evaluation": checks.recovers_in_evaluation,
+        "state that a retry puts back": checks.puts_state_back,
+        "communication in the forward": checks.is_silent,
+        "estimate": checks.is_estimated,
+        "techniques": checks.usable_techniques,
+    }
+    for what, check in steps.items():
+        yield _found(what, check, patient)
+    if trainer is not None:
+        yield _found("trainer", checks.trains, patient, trainer)
+
+
+def _assumed(job: Job) -> str:
+    return " ".join(f"Assumed: {line}." for line in job.batches.assumptions)
+
+
+def _found(what: str, check: Callable[..., str], *args: Any) -> Finding:
+    try:
+        with explained():
+            try:
+                return Finding(what, True, check(*args))
+            except checks.Unwell as e:
+                return Finding(what, False, str(e))
+    except MemfitError as e:
+        text = re.sub(r"^the model of this job does not run \((.*?)\)\. ", r"\1. ", str(e))
+        return Finding(what, False, text)

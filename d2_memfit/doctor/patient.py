@@ -1,0 +1,119 @@
+"""A job made small: few pixels, two images, on the CPU, with the same weights each time."""
+
+import copy
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Optional
+
+import torch
+from detectron2.structures import Instances
+from detectron2.utils.events import EventStorage
+from torch import nn
+
+from ..alone import alone, no_information
+from ..engine import AccumulatingTrainer, RecoveryOptions
+from ..job import Job
+from ..job.batches import size_of
+from ..measure.injection import InjectedTrainer, Injector, seed_all
+from ..planner.cuda_as_cpu import cuda_as_cpu
+from ..precision import Precision
+from ..techniques.resize import resize_image
+
+__all__ = ["Patient"]
+
+_LONGEST_SIDE = 256  # pixels
+
+
+class Patient:
+    """A job that small iterations are tried on.
+
+    Args:
+        job: on any device.
+
+    Attributes:
+        images: two dataset dicts, of which the second has fewer objects.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.images: Any = _small(job.training_batch(2))
+        self._model: Optional[nn.Module] = None
+
+    def model(self) -> nn.Module:
+        """A new model on the CPU, with the same weights as the ones before."""
+        if self._model is None:
+            seed_all()
+            with _as_planned():
+                self._model = self.job.parts.build_model("cpu")
+        return copy.deepcopy(self._model).train()
+
+    def batch(self) -> Any:
+        return copy.deepcopy(self.images)
+
+    def step(
+        self,
+        micro_batch_size: Optional[int] = None,
+        fail_at: tuple[int, ...] = (),
+        seed: int = 0,
+        with_optimizer: bool = False,
+    ) -> tuple[list[torch.Tensor], float, Any]:
+        """One iteration; returns gradients, or weights after the optimizer's step, the loss, and
+        the trainer.
+
+        Args:
+            micro_batch_size: images in a forward.
+            fail_at: numbers of allocations at which memory runs out; recovery is on then.
+            with_optimizer: whether the job's optimizer steps.
+        """
+        model = self.model()
+        with _as_planned():
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+            if with_optimizer:
+                optimizer = self.job.parts.build_optimizer(model)
+            kind = InjectedTrainer if fail_at else AccumulatingTrainer
+            trainer = kind(
+                model,
+                [self.batch()],
+                optimizer,
+                precision=Precision("fp32", "cpu"),
+                images_per_micro_batch=micro_batch_size,
+                recovery=RecoveryOptions() if fail_at else None,
+            )
+            if fail_at:
+                trainer.injector = Injector(fail_at)
+            seed_all(seed)
+            with EventStorage() as storage:
+                trainer.run_step()
+                loss = float(storage.latest()["total_loss"][0])
+        if with_optimizer:
+            return [p.detach() for p in model.parameters()], loss, trainer
+        return [p.grad for p in model.parameters() if p.grad is not None], loss, trainer
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call it as models are called here: alone, and on a CPU that answers to CUDA."""
+        with _as_planned(), EventStorage():
+            return function(*args)
+
+
+def _as_planned() -> ExitStack:
+    stack = ExitStack()
+    for context in (alone(), no_information(logging.WARNING), cuda_as_cpu()):
+        stack.enter_context(context)
+    return stack
+
+
+def _small(batch: Any) -> Any:
+    """Lists of dataset dicts with fewer pixels and objects; others stay as they are."""
+    if not isinstance(batch, list) or not all(isinstance(d, dict) for d in batch):
+        return batch
+    result = []
+    for i, d in enumerate(batch):
+        longest = max(size_of(d))
+        factor = min(1, _LONGEST_SIDE / longest) if longest else 1
+        small = resize_image(d, factor) if "image" in d and factor < 1 else dict(d)
+        instances = small.get("instances")
+        if isinstance(instances, Instances) and len(instances) > 1:
+            small["instances"] = instances[: max(len(instances) // (i + 1) ** 2 // 5, 1)]
+        result.append(small)
+    return result

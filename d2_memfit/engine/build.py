@@ -1,0 +1,51 @@
+"""From a job to its trainer in one call, for a loop of one's own and for LazyConfigs."""
+
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from ..compat import create_ddp_model
+from ..job import Job
+from ..memory import enforce_budget, use_expandable_segments
+from ..techniques import apply_techniques
+from .train_loop import AccumulatingTrainer
+
+__all__ = ["build_trainer"]
+
+
+def build_trainer(
+    job: Job,
+    model: Optional[nn.Module] = None,
+    data_loader: Optional[Any] = None,
+    optimizer: Optional[torch.optim.Optimizer] = None,
+    **kwargs: Any,
+) -> AccumulatingTrainer:
+    """A trainer with the job's accumulation, precision, recovery, techniques and budget.
+
+    Args:
+        model: on the job's device, without DDP around it; None is the job's own.
+        data_loader: of this rank; None is the job's own.
+        optimizer: of the model's parameters; None is the job's own.
+        kwargs: other arguments of :class:`AccumulatingTrainer`, such as ``loss_fn``.
+
+    Raises:
+        ConfigError: a technique or recovery cannot work with the model or optimizer.
+    """
+    if job.budget_gb is not None:
+        use_expandable_segments()
+    enforce_budget(job.budget_gb, job.cfg.MODEL.DEVICE)
+    model = job.parts.build_model(job.cfg.MODEL.DEVICE) if model is None else model
+    model = apply_techniques("model", model, job.cfg)
+    optimizer = job.parts.build_optimizer(model) if optimizer is None else optimizer
+    optimizer = apply_techniques("optimizer", optimizer, job.cfg)
+    return AccumulatingTrainer(
+        create_ddp_model(model, **job.ddp_options()),
+        job.build_train_loader() if data_loader is None else data_loader,
+        optimizer,
+        accumulation_steps=job.geometry.accumulation_steps,
+        precision=job.precision(),
+        images_per_micro_batch=job.geometry.micro_batch_size,
+        recovery=job.recovery,
+        **kwargs,
+    )

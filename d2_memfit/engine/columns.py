@@ -1,0 +1,79 @@
+"""Batches that come in columns, such as (images, targets): cut and joined image by image."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+
+__all__ = ["Row", "as_given", "columns_of", "dataset_dicts", "rows_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What the columns of a batch have of one image."""
+
+    parts: tuple[Any, ...]
+    join: Callable[[Sequence[Sequence[Any]]], Any]  # makes a batch of its columns' parts
+
+
+def columns_of(batch: Any) -> Optional[Sequence[Any]]:
+    """The columns of a batch, or None if it is of another kind.
+
+    They are equally long. A tuple may have lists, tuples and tensors. A list may have lists only:
+    a list of tensors, or of tuples, is more likely one image after another.
+    """
+    kinds = (list, tuple, torch.Tensor) if isinstance(batch, tuple) else (list,)
+    if not isinstance(batch, (list, tuple)) or not all(isinstance(c, kinds) for c in batch):
+        return None
+    if any(isinstance(column, torch.Tensor) and column.dim() == 0 for column in batch):
+        return None
+    lengths = {len(column) for column in batch}
+    return batch if len(lengths) == 1 and 0 not in lengths else None
+
+
+def rows_of(columns: Sequence[Any]) -> list[Row]:
+    """One row for each image."""
+
+    def join(parts: Sequence[Sequence[Any]]) -> Any:
+        return make([_join_like(kind)(column) for kind, column in zip(kinds, parts)])
+
+    make = _maker(columns)
+    kinds = [type(column) for column in columns]
+    parts = [c.split(1) if isinstance(c, torch.Tensor) else c for c in columns]
+    return [Row(row, join) for row in zip(*parts)]
+
+
+def as_given(data: Any) -> Any:
+    """Data of a micro-batch in the form that its loader gave.
+
+    Lists in columns are new ones, so that a model that appends to them leaves ours alone.
+    """
+    if isinstance(data, list) and data and isinstance(data[0], Row):
+        return data[0].join(list(zip(*(row.parts for row in data))))
+    columns = columns_of(data)
+    if columns is None:
+        return data
+    return _maker(columns)([list(c) if isinstance(c, list) else c for c in columns])
+
+
+def dataset_dicts(data: Any) -> Iterator[dict[str, Any]]:
+    """All dataset dicts of a batch, of whatever kind."""
+    if isinstance(data, dict):
+        yield data
+    elif isinstance(data, Row):
+        yield from dataset_dicts(list(data.parts))
+    elif isinstance(data, (list, tuple)):
+        for part in data:
+            yield from dataset_dicts(part)
+
+
+def _maker(columns: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+    """What makes another batch of the same type; a named tuple has its own way."""
+    return getattr(type(columns), "_make", type(columns))
+
+
+def _join_like(kind: type) -> Callable[[Sequence[Any]], Any]:
+    if issubclass(kind, torch.Tensor):
+        return lambda parts: torch.cat(list(parts))
+    return list if issubclass(kind, list) else tuple

@@ -1,0 +1,63 @@
+"""Numbers in a model that count its forwards, of which accumulation makes several."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .window import Window
+
+__all__ = ["ForwardCounters", "numbers_of"]
+
+logger = logging.getLogger(__name__)
+
+
+class ForwardCounters:
+    """Warns of a model's counters in the first window of more than one micro-batch.
+
+    Such as BoxInst's ``_iter``, which its warm-up is a function of. A counter is a buffer of one
+    element, or an integer attribute, that grows by one per micro-batch.
+
+    Args:
+        model: without DDP around it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._has_looked = False
+
+    @contextmanager
+    def watched(self, window: Window) -> Iterator[None]:
+        """Open it while a window runs."""
+        before = {} if self._has_looked else numbers_of(self._model)
+        yield
+        times = len(window.micro_batches)
+        if self._has_looked or times < 2:
+            return
+        self._has_looked = True
+        after = numbers_of(self._model)
+        for name, number in before.items():
+            if name in after and float(after[name] - number) == times:
+                logger.warning(
+                    "%s counts forwards, %d times per iteration with accumulation. What depends "
+                    "on it, such as a warm-up, comes so many times sooner: lengthen that",
+                    name,
+                    times,
+                )
+
+
+def numbers_of(model: nn.Module) -> dict[str, Any]:
+    """Whatever may be a counter, by name. Tensors are copies on their device: nothing waits."""
+    found = {}
+    for path, part in model.named_modules():
+        values = {k: v for k, v in vars(part).items() if type(v) is int}
+        for name, buffer in part._buffers.items():
+            # Batch normalisation counts forwards by this name, and uses it for nothing.
+            is_counter = name != "num_batches_tracked" and buffer is not None
+            if is_counter and buffer.numel() == 1 and buffer.dtype != torch.bool:
+                values[name] = buffer.detach().clone()
+        found.update({f"{path or type(model).__name__}.{k}": v for k, v in values.items()})
+    return found

@@ -1,0 +1,137 @@
+"""Where memory goes over time: reports of all ranks, for the event storage and the console."""
+
+import logging
+import statistics
+from typing import Any, Optional
+
+import psutil
+import torch
+from detectron2.engine import HookBase, hooks
+from detectron2.utils import comm
+from detectron2.utils.events import CommonMetricPrinter
+
+from .. import compat
+from ..memory import device_memory
+
+__all__ = ["MemoryMonitor"]
+
+_GB = 2**30
+
+
+class MemoryMonitor(HookBase):
+    """Reports the memory of all ranks to the event storage, and to the console.
+
+    Every ``period`` iterations the storage gets, in GB (2^30 bytes), ``memfit/allocated_gb``,
+    ``memfit/reserved_gb``, the peaks of both since the last report (``..._peak_gb``), the host's
+    RAM of the trainer (``memfit/host_rss_gb``) and of its loader's workers
+    (``memfit/workers_rss_gb``, and without what they share ``memfit/workers_private_gb``); and
+    ``memfit/fragmentation`` (reserved minus allocated, over reserved), ``memfit/budget_used`` (peak
+    reserved over the budget) and ``memfit/alloc_retries`` (a total). With several ranks each is the
+    largest, and ``..._min`` and ``..._mean`` stand beside it.
+
+    Nobody's peak statistics are reset. A peak since the last report is the device's own where that
+    has risen since; otherwise it is the most that was seen at the end of a forward or a step.
+
+    On the CPU, allocated is what the process has in RAM, and reserved what the kernel's limit
+    counts.
+
+    Register it on all ranks, before the hook that writes.
+
+    Args:
+        period: iterations between reports.
+        budget_gb: MEMFIT.BUDGET_GB.
+    """
+
+    def __init__(self, period: int, budget_gb: Optional[float] = None) -> None:
+        self._period = period
+        self._budget_gb = budget_gb
+        self._column = ""
+        self._forward_hook: Any = None
+        self._seen = self._ever = (0, 0)  # since the last report, and ever: allocated, reserved
+
+    def before_train(self) -> None:
+        model = compat.without_ddp(self.trainer.model)
+        self._device = next(model.parameters()).device
+        memory = device_memory(self._device)
+        self._ever = memory.peak_allocated_bytes, memory.peak_reserved_bytes
+        self._forward_hook = model.register_forward_hook(lambda *_: self._look())
+        for hook in self.trainer._hooks:
+            for writer in hook._writers if isinstance(hook, hooks.PeriodicWriter) else ():
+                if type(writer) is CommonMetricPrinter and not hasattr(writer.logger, "extra"):
+                    writer.logger = _WithColumn(writer.logger, self)
+
+    def after_step(self) -> None:
+        self._look()
+        if (self.trainer.iter + 1) % self._period and self.trainer.iter + 1 < self.trainer.max_iter:
+            return
+        ranks = comm.gather(self._report())
+        if not comm.is_main_process():
+            return
+        for name in ranks[0]:
+            values = [rank[name] for rank in ranks]
+            self._put(name, max(values))
+            if len(ranks) > 1:
+                self._put(f"{name}_min", min(values))
+                self._put(f"{name}_mean", statistics.mean(values))
+        used = max(rank["reserved_peak_gb"] for rank in ranks)
+        budget = f"/{self._budget_gb:.1f}" if self._budget_gb else ""
+        self._column = f"mem {used:.1f}{budget} GB"
+
+    def after_train(self) -> None:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+
+    def _look(self) -> None:
+        memory = device_memory(self._device)
+        now = memory.allocated_bytes, memory.reserved_bytes
+        ever = memory.peak_allocated_bytes, memory.peak_reserved_bytes
+        risen = [e if e > before else 0 for e, before in zip(ever, self._ever)]
+        self._seen = max(self._seen[0], now[0], risen[0]), max(self._seen[1], now[1], risen[1])
+        self._ever = ever
+
+    def _report(self) -> dict[str, float]:
+        memory = device_memory(self._device)
+        report = {
+            "allocated_gb": memory.allocated_bytes / _GB,
+            "reserved_gb": memory.reserved_bytes / _GB,
+            "allocated_peak_gb": self._seen[0] / _GB,
+            "reserved_peak_gb": self._seen[1] / _GB,
+            "fragmentation": 1 - memory.allocated_bytes / max(memory.reserved_bytes, 1),
+        }
+        if self._budget_gb:
+            report["budget_used"] = report["reserved_peak_gb"] / self._budget_gb
+        report["alloc_retries"] = 0
+        if self._device.type == "cuda":
+            report["alloc_retries"] = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
+        process = psutil.Process()
+        report["host_rss_gb"] = process.memory_info().rss / _GB
+        workers = [_rss_and_private(child) for child in process.children(recursive=True)]
+        report["workers_rss_gb"] = sum(rss for rss, _ in workers) / _GB
+        report["workers_private_gb"] = sum(private for _, private in workers) / _GB
+        self._seen = (0, 0)
+        return report
+
+    def _put(self, name: str, value: float) -> None:
+        self.trainer.storage.put_scalar(f"memfit/{name}", value, smoothing_hint=False)
+
+
+class _WithColumn(logging.LoggerAdapter):  # type: ignore[type-arg]  # it takes one from 3.11 on
+    """Appends the monitor's column to the lines of Detectron2's console printer."""
+
+    def __init__(self, original: Any, monitor: MemoryMonitor) -> None:
+        super().__init__(original, {})
+        self._monitor = monitor
+
+    def process(self, message: str, kwargs: Any) -> tuple[str, Any]:
+        column = self._monitor._column
+        return (f"{message}  {column}" if column else message), kwargs
+
+
+def _rss_and_private(process: psutil.Process) -> tuple[int, int]:
+    try:
+        rss = process.memory_info().rss
+        return rss, process.memory_full_info().uss
+    except psutil.AccessDenied:
+        return rss, rss
+    except psutil.NoSuchProcess:
+        return 0, 0

@@ -1,0 +1,30 @@
+"""Trainers of projects that build everything and are a ``SimpleTrainer`` themselves."""
+
+from collections.abc import Mapping
+from functools import partialmethod
+from typing import Any
+
+from detectron2.engine import SimpleTrainer
+
+from .train_loop import AccumulatingTrainer
+
+__all__ = ["accumulate_in"]
+
+
+def accumulate_in(trainer: SimpleTrainer, options: Mapping[str, Any]) -> None:
+    """Make a trainer of such a class an :class:`AccumulatingTrainer`, before its ``__init__``.
+
+    The ``DefaultTrainer`` of few-shot-object-detection is of this kind, as that of Detectron2's
+    first releases was. In the trainer's new class, an ``AccumulatingTrainer`` stands before
+    ``SimpleTrainer``. So the project's ``super().__init__(model, data_loader, optimizer)`` and
+    ``super().run_step()`` are those of the ``AccumulatingTrainer``.
+
+    Args:
+        trainer: its ``__init__`` has not begun to build.
+        options: keyword arguments of :class:`AccumulatingTrainer`.
+    """
+    original = type(trainer)
+    init = partialmethod(AccumulatingTrainer.__init__, **options)
+    steps = type("Steps", (AccumulatingTrainer,), {"__init__": init})
+    names = {k: getattr(original, k) for k in ("__module__", "__qualname__", "__doc__")}
+    trainer.__class__ = type(original.__name__, (original, steps), names)

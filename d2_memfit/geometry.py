@@ -1,0 +1,61 @@
+"""How the images of an iteration are dealt out: to ranks, batches and micro-batches."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from detectron2.config import CfgNode
+
+__all__ = ["BatchGeometry"]
+
+
+@dataclass(frozen=True)
+class BatchGeometry:
+    """Images of one iteration, in numbers.
+
+    Attributes:
+        ranks: processes that train together.
+        images_per_batch: in a batch of one rank's loader, SOLVER.IMS_PER_BATCH / ranks.
+        accumulation_steps: batches of the loader behind one optimizer step.
+        micro_batch_size: images in one forward on each rank; None is the loader's batch.
+    """
+
+    ranks: int
+    images_per_batch: int
+    accumulation_steps: int = 1
+    micro_batch_size: Optional[int] = None
+
+    @classmethod
+    def from_cfg(cls, cfg: CfgNode, ranks: int) -> "BatchGeometry":
+        return cls(
+            ranks,
+            cfg.SOLVER.IMS_PER_BATCH // ranks,
+            cfg.SOLVER.ACCUMULATION_STEPS,
+            cfg.MEMFIT.MICRO_BATCH,
+        )
+
+    @property
+    def window(self) -> int:
+        """Images of one rank behind one optimizer step."""
+        return self.images_per_batch * self.accumulation_steps
+
+    @property
+    def effective_batch(self) -> int:
+        """Images of all ranks behind one optimizer step."""
+        return self.window * self.ranks
+
+    @property
+    def largest_micro_batch(self) -> int:
+        return min(self.micro_batch_size or self.images_per_batch, self.window)
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Images of each forward of an iteration, on each rank."""
+        if self.micro_batch_size is None:
+            return [self.images_per_batch] * self.accumulation_steps
+        full, rest = divmod(self.window, self.micro_batch_size)
+        return [self.micro_batch_size] * full + [rest] * (rest > 0)
+
+    @property
+    def crosses_batches(self) -> bool:
+        """Whether a micro-batch can have images of several of the loader's batches."""
+        size = self.micro_batch_size or self.images_per_batch
+        return self.accumulation_steps > 1 and self.images_per_batch % size > 0

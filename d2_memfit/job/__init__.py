@@ -1,0 +1,7 @@
+"""What is trained, described once: from a config, a trainer class, a LazyConfig, or from pieces."""
+
+from .job import Job
+from .recovery_options import RecoveryOptions
+from .worst_case import WorstCase, worst_case
+
+__all__ = ["Job", "RecoveryOptions", "WorstCase", "worst_case"]

@@ -1,0 +1,133 @@
+"""The largest batches of a job, for its dry run."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Union
+
+import torch
+from detectron2.structures import Instances
+
+from ..errors import ConfigError
+
+__all__ = ["Batches", "GivenBatches", "copy_of", "padded_area", "size_of", "tensors_of"]
+
+_LARGE_BYTES = 2**20  # above it, a dry run does not look at values
+
+
+class Batches(Protocol):
+    """Makes the largest batches of a job.
+
+    Attributes:
+        num_instances: annotated objects in each image of training.
+        assumptions: what is not known, and what is taken instead; a line each.
+        evaluation_assumptions: the same for evaluation, as far as that is not in the first.
+    """
+
+    @property
+    def num_instances(self) -> int: ...
+
+    @property
+    def assumptions(self) -> tuple[str, ...]: ...
+
+    @property
+    def evaluation_assumptions(self) -> tuple[str, ...]: ...
+
+    def training(self, num_images: int, crosses_batches: bool = False) -> Any:
+        """A micro-batch.
+
+        Args:
+            crosses_batches: whether it has images of several of the loader's batches.
+        """
+
+    def evaluation(self) -> Any: ...
+
+
+class GivenBatches:
+    """Images that the user has made.
+
+    Args:
+        batch: a list with an item for each image, of which a micro-batch takes as many as it has
+            images, again and again if need be; or a tuple of such lists; or a function that makes
+            one.
+    """
+
+    assumptions: tuple[str, ...] = ()
+    evaluation_assumptions: tuple[str, ...] = ()
+
+    def __init__(self, batch: Union[Any, Callable[[], Any]]) -> None:
+        self._batch = batch() if callable(batch) else batch
+        lists = self._batch if isinstance(self._batch, tuple) else (self._batch,)
+        for images in lists:
+            if not isinstance(images, Sequence) or isinstance(images, str) or not len(images):
+                raise ConfigError(
+                    "batch must be a list with an item for each image, or a tuple of such lists, "
+                    f"got {type(images).__name__}"
+                )
+        first = lists[0][0]
+        instances = first.get("instances", ()) if isinstance(first, dict) else ()
+        self.num_instances = len(instances)
+
+    def training(self, num_images: int, crosses_batches: bool = False) -> Any:
+        if isinstance(self._batch, tuple):
+            return tuple(_take(images, num_images) for images in self._batch)
+        return _take(self._batch, num_images)
+
+    def evaluation(self) -> Any:
+        batch = self.training(1)
+        for image in batch if isinstance(batch, list) else ():
+            if isinstance(image, dict):
+                image.pop("instances", None)
+        return batch
+
+
+def _take(images: Sequence[Any], num: int) -> list[Any]:
+    return [copy_of(images[i % len(images)]) for i in range(num)]
+
+
+def copy_of(data: Any) -> Any:
+    """A copy with tensors of its own. The values of large ones are not copied."""
+    large = [t for t in tensors_of(data) if t.nbytes >= _LARGE_BYTES]
+    return copy.deepcopy(data, {id(t): torch.empty_like(t) for t in large})
+
+
+def tensors_of(data: Any) -> list[torch.Tensor]:
+    """All tensors in containers of any kind: dicts, lists, ``Instances``, boxes, masks."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value
+        if isinstance(value, (str, bytes, int, float, type, torch.Tensor)) or id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, Instances):
+            value = value.get_fields()
+        if isinstance(value, dict):
+            children = list(value.values())
+        elif isinstance(value, (list, tuple, set)):
+            children = list(value)
+        else:
+            children = list(getattr(value, "__dict__", {}).values())
+        for child in children:
+            visit(child)
+
+    visit(data)
+    return list(found.values())
+
+
+def size_of(data: Any) -> tuple[int, int]:
+    """Height and width in pixels to which the images of a batch are padded; 0 if none are found."""
+    if isinstance(data, dict):
+        shape = tuple(getattr(data.get("image"), "shape", ()))
+        return (shape[-2], shape[-1]) if len(shape) > 1 else (0, 0)
+    if isinstance(data, (list, tuple)):
+        sizes = [size_of(item) for item in data]
+        return max((s[0] for s in sizes), default=0), max((s[1] for s in sizes), default=0)
+    shape = tuple(getattr(data, "shape", ()))
+    return (shape[-2], shape[-1]) if len(shape) > 2 else (0, 0)
+
+
+def padded_area(size: tuple[int, int]) -> int:
+    return math.prod(-(-length // 32) * 32 for length in size)

@@ -1,0 +1,185 @@
+"""The mapper of a job's loader, and images for it that are empty and of any size."""
+
+import copy
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from detectron2.data import DatasetCatalog, build, common, detection_utils
+from detectron2.data.transforms import ResizeShortestEdge, Transform
+from detectron2.structures import BoxMode
+
+from ..alone import alone, no_information
+from ..techniques.modules import replaced_functions
+from .datasets import boxes_anywhere, facts_of, invented_dict
+
+__all__ = ["CapturedLoader", "capture_loader", "empty_images", "largest_resizes"]
+
+_NUM_PROPOSALS = 5000  # of an image in a file that is not there; mappers keep fewer
+
+
+@dataclass
+class CapturedLoader:
+    """What was seen while a loader was made.
+
+    Attributes:
+        mappers: those of its ``MapDataset``, in the order in which they were made.
+        names: datasets that it asked for.
+        has_proposals: whether it reads precomputed proposals.
+    """
+
+    mappers: list[Callable[..., Any]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    has_proposals: bool = False
+
+
+def capture_loader(make_loader: Callable[[], Any]) -> CapturedLoader:
+    """Make a loader whose datasets need not be there. Nothing is read by it."""
+    captured = CapturedLoader()
+
+    def note_mapper(init: Callable[..., None]) -> Callable[..., None]:
+        def noting_init(self: Any, dataset: Any, map_func: Callable[..., Any]) -> None:
+            captured.mappers.append(map_func)
+            init(self, dataset, map_func)
+
+        return noting_init
+
+    def get_one_dict(_: Callable[..., Any]) -> Callable[..., Any]:
+        def get(self: Any, name: str) -> list[dict[str, Any]]:
+            captured.names.append(name)
+            facts = facts_of([name])
+            return [invented_dict((480, 640), 2, name) if facts is None else facts.any_dict()]
+
+        return get
+
+    def keep_dicts(_: Callable[..., Any]) -> Callable[..., Any]:
+        def load_proposals_into_dataset(dicts: Any, file: str) -> Any:
+            captured.has_proposals = True
+            return dicts
+
+        return load_proposals_into_dataset
+
+    maps = [getattr(common, n) for n in ("MapDataset", "_MapIterableDataset") if hasattr(common, n)]
+    with ExitStack() as stack:
+        for context in (
+            alone(),
+            unchanged_random_state(),
+            no_information(),
+            replaced_functions(maps, {"__init__": note_mapper}),
+            replaced_functions([type(DatasetCatalog)], {"get": get_one_dict}),
+            replaced_functions([build], {"load_proposals_into_dataset": keep_dicts}),
+            warnings.catch_warnings(),
+        ):
+            stack.enter_context(context)
+        warnings.simplefilter("ignore")  # of workers, which are not started
+        make_loader()
+    return captured
+
+
+def with_proposals(d: dict[str, Any]) -> dict[str, Any]:
+    """A dataset dict with proposals, half of them on its objects."""
+    annotations = [a for a in d.get("annotations", ()) if len(a["bbox"]) == 4]
+    boxes = boxes_anywhere(_NUM_PROPOSALS, (d["height"], d["width"]), seed=1)
+    found = [BoxMode.convert(a["bbox"], a["bbox_mode"], BoxMode.XYXY_ABS) for a in annotations]
+    if found:
+        boxes[::2] = np.resize(found, (len(boxes[::2]), 4))
+    return {
+        **d,
+        "proposal_boxes": boxes,
+        "proposal_objectness_logits": np.zeros(len(boxes)),
+        "proposal_bbox_mode": BoxMode.XYXY_ABS,
+    }
+
+
+class _EmptyFiles:
+    """Names of files that are not there, for images of a size."""
+
+    def __init__(self) -> None:
+        self._dicts: dict[str, dict[str, Any]] = {}
+
+    def name(self, d: dict[str, Any]) -> None:
+        """Give a dataset dict such names, where it has some."""
+        for key in ("file_name", "sem_seg_file_name", "pan_seg_file_name"):
+            if key in d:
+                d[key] = f"largest_image_{len(self._dicts)}.png"
+                self._dicts[d[key]] = d
+
+    def read(self, name: str, format: Optional[str]) -> Optional[Any]:
+        """None for another file."""
+        d = self._dicts.get(name)
+        if d is None:
+            return None
+        image = np.zeros((d["height"], d["width"], 1 if format == "L" else 3), np.uint8)
+        if name == d.get("pan_seg_file_name"):  # a stripe for each segment
+            segments = d.get("segments_info", ())
+            for rows, segment in zip(
+                np.array_split(np.arange(len(image)), len(segments)), segments
+            ):
+                image[rows] = [segment["id"] // 256**i % 256 for i in range(3)]
+        return image
+
+
+@contextmanager
+def empty_images() -> Iterator[_EmptyFiles]:
+    """While open, Detectron2's ``read_image`` gives empty images for names made by what is
+    yielded. Nothing is logged, and random numbers are the same each time.
+    """
+    files = _EmptyFiles()
+    original = detection_utils.read_image
+
+    def read_empty(_: Callable[..., Any]) -> Callable[..., Any]:
+        def read_image(file_name: str, format: Optional[str] = None) -> Any:
+            image = files.read(file_name, format)
+            return original(file_name, format) if image is None else image
+
+        return read_image
+
+    known = [m for m in list(sys.modules.values()) if vars(m).get("read_image") is original]
+    with (
+        alone(),
+        no_information(),
+        unchanged_random_state(),
+        replaced_functions(known, {"read_image": read_empty}),
+    ):
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)
+        yield files
+
+
+@contextmanager
+def largest_resizes() -> Iterator[set[tuple[int, int]]]:
+    """While open, ``ResizeShortestEdge`` takes the largest of its lengths. Yields the pairs of
+    shorter and longest side that it was used with.
+    """
+    used: set[tuple[int, int]] = set()
+
+    def take_largest(get_transform: Callable[..., Transform]) -> Callable[..., Transform]:
+        def get_largest_transform(self: Any, image: Any) -> Transform:
+            fixed = copy.copy(self)
+            fixed.short_edge_length = [max(self.short_edge_length)] * 2
+            used.add((fixed.short_edge_length[0], int(min(self.max_size, 10**6))))
+            return get_transform(fixed, image)
+
+        return get_largest_transform
+
+    with replaced_functions([ResizeShortestEdge], {"get_transform": take_largest}):
+        yield used
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """While open, random numbers can be drawn that the job does not miss."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,211 @@
+"""The images of a job's datasets that need the most memory, or invented ones where none are."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Optional
+
+import cv2
+import numpy as np
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.transforms import ResizeShortestEdge
+from detectron2.structures import BoxMode
+from detectron2.utils.file_io import PathManager
+from pycocotools import mask as coco_mask
+
+__all__ = [
+    "DEFAULT_INSTANCES",
+    "Facts",
+    "Size",
+    "any_shape",
+    "boxes_anywhere",
+    "dict_of_size",
+    "facts_of",
+    "invented_dict",
+    "largest_sizes",
+    "resized",
+]
+
+# Where no dataset is there to count them: the most crowded image of COCO's training set has 93.
+DEFAULT_INSTANCES = 100
+
+Size = tuple[int, int]  # height and width in pixels
+
+_COCO_KEYPOINTS = 17
+
+# Width / height of landscapes, of which crops and limits of the longer side favour one.
+_ASPECTS = (1, 5 / 4, 4 / 3, 3 / 2, 5 / 3, 16 / 9, 2)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is largest in some datasets.
+
+    Attributes:
+        sizes: of all images.
+        num_instances: annotated objects of the most crowded image, at least 1.
+        most_crowded: its dataset dict.
+    """
+
+    sizes: frozenset[Size]
+    num_instances: int
+    most_crowded: dict[str, Any]
+
+    def any_dict(self) -> dict[str, Any]:
+        """One to look at, with two annotations at most."""
+        size = self.most_crowded["height"], self.most_crowded["width"]
+        return with_few_annotations(dict_of_size(self.most_crowded, size))
+
+
+def facts_of(names: Sequence[str]) -> Optional[Facts]:
+    """None where one of the datasets is not there, or does not say how large its images are."""
+    for name in names:
+        if name not in DatasetCatalog:
+            return None
+        json_file = MetadataCatalog.get(name).get("json_file")
+        if json_file and not PathManager.isfile(json_file):
+            return None
+    return _facts_of(tuple((name, DatasetCatalog[name]) for name in names))
+
+
+# Reading COCO takes 20 seconds. The key is the names, and what is registered under them now.
+@lru_cache(maxsize=8)
+def _facts_of(datasets: tuple[tuple[str, Callable[..., Any]], ...]) -> Optional[Facts]:
+    sizes, most, num_most = set(), None, -1
+    for _, load in datasets:
+        try:
+            dicts = load()
+        except (OSError, ImportError):  # built-in ones whose files or packages are missing
+            return None
+        for d in dicts:
+            if "height" not in d or "width" not in d:
+                return None
+            sizes.add((d["height"], d["width"]))
+            if _num_instances(d) > num_most:
+                most, num_most = d, _num_instances(d)
+    return Facts(frozenset(sizes), max(num_most, 1), most) if most is not None else None
+
+
+def _num_instances(d: dict[str, Any]) -> int:
+    objects = [a for a in d.get("annotations", ()) if not a.get("iscrowd", 0)]
+    return len(objects) or len(d.get("segments_info", ()))
+
+
+def dict_of_size(d: dict[str, Any], size: Size) -> dict[str, Any]:
+    """A copy of a dataset dict as if its image had another size."""
+    result = copy.deepcopy(d)
+    scale = size[0] / d["height"], size[1] / d["width"]
+    result.update(height=size[0], width=size[1], file_name=result.get("file_name", ""))
+    if any("bbox" not in a for a in d.get("annotations", ())):  # nothing but their number
+        num = sum(not a.get("iscrowd", 0) for a in d["annotations"])
+        result["annotations"] = invented_dict(size, num)["annotations"]
+    elif scale != (1, 1):
+        for annotation in result.get("annotations", ()):
+            _scale(annotation, scale, size)
+    return result
+
+
+def _scale(annotation: dict[str, Any], scale: tuple[float, float], size: Size) -> None:
+    y, x = scale
+    if len(annotation["bbox"]) == 4:  # others are rotated
+        annotation["bbox"] = (np.asarray(annotation["bbox"]) * (x, y, x, y)).tolist()
+    segmentation = annotation.get("segmentation")
+    if isinstance(segmentation, list):
+        scaled = [(np.reshape(p, (-1, 2)) * (x, y)).reshape(-1).tolist() for p in segmentation]
+        annotation["segmentation"] = scaled
+    elif isinstance(segmentation, dict):
+        if isinstance(segmentation["counts"], list):
+            segmentation = coco_mask.frPyObjects(segmentation, *segmentation["size"])
+        mask = cv2.resize(
+            coco_mask.decode(segmentation), size[::-1], interpolation=cv2.INTER_NEAREST
+        )
+        annotation["segmentation"] = coco_mask.encode(np.asfortranarray(mask))
+    if "keypoints" in annotation:
+        points = np.reshape(annotation["keypoints"], (-1, 3)) * (x, y, 1)
+        annotation["keypoints"] = points.reshape(-1).tolist()
+
+
+def with_few_annotations(d: dict[str, Any]) -> dict[str, Any]:
+    """Two, for a mapper that crops around one of them."""
+    return {**d, "annotations": d["annotations"][:2]} if "annotations" in d else d
+
+
+def invented_dict(size: Size, num_instances: int, name: str = "") -> dict[str, Any]:
+    """A dataset dict of Detectron2's format, with boxes, polygons and keypoints.
+
+    Args:
+        name: of the dataset that is not there; its metadata tells how many keypoints there are, and
+            whether pixels have labels, and segments.
+    """
+    metadata = MetadataCatalog.get(name) if name in MetadataCatalog.list() else None
+    num_keypoints = len(metadata.get("keypoint_names", ())) if metadata is not None else 0
+    kind = metadata.get("evaluator_type", "") if metadata is not None else ""
+    boxes = boxes_anywhere(num_instances, size)
+    x0, y0, x1, y1 = boxes.T
+    corners = np.stack([x0, y0, x1, y0, x1, y1, x0, y1], axis=1)
+    points = np.stack([(x0 + x1) / 2, (y0 + y1) / 2, np.full(len(boxes), 2.0)], axis=1)
+    d: dict[str, Any] = {"file_name": "", "image_id": 0, "height": size[0], "width": size[1]}
+    d["annotations"] = [
+        {
+            "bbox": box.tolist(),
+            "bbox_mode": BoxMode.XYXY_ABS,
+            "category_id": 0,
+            "iscrowd": 0,
+            "segmentation": [polygon.tolist()],
+            "keypoints": np.tile(point, num_keypoints or _COCO_KEYPOINTS).tolist(),
+        }
+        for box, polygon, point in zip(boxes, corners, points)
+    ]
+    if "sem_seg" in kind or "panoptic" in kind:
+        d["sem_seg_file_name"] = ""
+    if "panoptic" in kind:
+        d["pan_seg_file_name"] = ""
+        d["segments_info"] = [
+            {"id": i + 1, "category_id": 0, "iscrowd": 0, "isthing": True, "area": float(area)}
+            for i, area in enumerate((x1 - x0) * (y1 - y0))
+        ]
+    return d
+
+
+def boxes_anywhere(num: int, size: Size, seed: int = 0) -> Any:
+    """Boxes [num, 4] of all sizes, anywhere in an image."""
+    corner, length = np.random.RandomState(seed).rand(2, num, 2)
+    extent = size[::-1]
+    corner, length = corner * 0.8 * extent, (length * 0.18 + 0.02) * extent
+    return np.concatenate([corner, corner + length], axis=1)
+
+
+def largest_sizes(sizes: Iterable[Size], resizes: Iterable[tuple[int, int]]) -> list[Size]:
+    """The sizes out of which the largest images can come, few of many.
+
+    Args:
+        resizes: lengths of the shorter and at most of the longer side, to which images are resized.
+    """
+    sizes = set(sizes)
+    found = {max(sizes, key=math.prod), max(sizes), max(sizes, key=lambda size: size[::-1])}
+    for is_wide in (False, True):
+        group = [size for size in sizes if (size[1] > size[0]) == is_wide]
+        if not group:
+            continue
+        for aspect in _ASPECTS:
+            wanted = aspect if is_wide else 1 / aspect
+            found.add(min(group, key=lambda s: abs(math.log(s[1] / s[0] / wanted))))
+        for short, long in resizes:
+            outputs = {size: resized(size, short, long) for size in group}
+            found |= {max(group, key=lambda s: outputs[s]), max(group, key=lambda s: outputs[s][1])}
+            found.add(max(group, key=lambda s: math.prod(outputs[s])))
+    return sorted(found)
+
+
+def any_shape(resizes: Iterable[tuple[int, int]]) -> set[Size]:
+    """Sizes that an unknown dataset may have, for images that are resized."""
+    shapes = {(min(pair), max(pair)) for pair in resizes if min(pair) > 0}
+    shapes |= {(800, round(800 * aspect)) for aspect in _ASPECTS}
+    return shapes | {size[::-1] for size in shapes}
+
+
+def resized(size: Size, short: int, long: int) -> Size:
+    """As ``ResizeShortestEdge`` does it; a shorter side of 0 leaves the image as it is."""
+    return size if short == 0 else ResizeShortestEdge.get_output_shape(*size, short, long)

@@ -1,0 +1,298 @@
+"""What is trained, described once, and used by trainers, plans and commands."""
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any, Optional, Union
+
+from detectron2.config import CfgNode
+from detectron2.engine import DefaultTrainer
+from detectron2.utils import comm
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import compat
+from ..alone import no_information
+from ..checks import check_positive_int
+from ..config import cfg_of_techniques, check_config, with_memfit_keys, with_settings
+from ..errors import ConfigError
+from ..geometry import BatchGeometry
+from ..precision import Precision
+from ..presets import with_budget
+from ..projects import own_registry
+from ..scaling import auto_scale_workers
+from ..techniques import apply_techniques
+from .batches import Batches, GivenBatches
+from .datasets import Size, facts_of
+from .invented import InventedBatches
+from .lazy import LazyParts, cfg_of_lazy
+from .mapped import MappedBatches
+from .parts import GivenParts, Parts, TrainerParts
+from .recovery_options import RecoveryOptions
+from .worst_case import WorstCase, worst_case
+
+__all__ = ["Job"]
+
+
+class Job:
+    """A training job: model, optimizer, loaders, batch geometry, precision, recovery, budget and
+    techniques. It is not changed after it was made, and was checked once.
+
+    Ways to make one::
+
+        Job.from_cfg(cfg)                 # Detectron2's own defaults
+        Job.from_trainer(Trainer, cfg)    # the project's build_model, build_optimizer, ...
+        Job.from_lazy(cfg)                # a LazyConfig
+        Job(model=..., optimizer=...)     # pieces, for a loop of one's own
+
+    Args:
+        model: makes the model.
+        optimizer: makes the optimizer of that model.
+        train_loader, test_loader: make the loaders of a rank.
+        images_per_batch: in a batch of a rank's training loader.
+        accumulation_steps: batches behind one optimizer step.
+        micro_batch_size: images in one forward on each rank; None is the loader's batch.
+        ranks: processes that train together.
+        device: as MODEL.DEVICE.
+        amp_dtype: of mixed precision, "float16" or "bfloat16"; None is float32.
+        max_iter: optimizer steps.
+        output_dir: for records and plans.
+        memfit: other keys of the node MEMFIT, nested, such as ``{"budget_gb": 6}``.
+        batch: the largest batch, for estimates; see :meth:`from_cfg`.
+
+    Attributes:
+        cfg: the config of yacs, frozen, with all keys of d2_memfit. That of a LazyConfig or of
+            pieces has those keys that stand for what these say.
+        parts: what makes model, optimizer and loaders.
+        geometry: images of an iteration, in numbers.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    cfg: CfgNode
+    parts: Parts
+    geometry: BatchGeometry
+
+    def __init__(
+        self,
+        *,
+        model: Callable[[], nn.Module],
+        optimizer: Callable[[nn.Module], Optimizer],
+        train_loader: Optional[Callable[[], Any]] = None,
+        test_loader: Optional[Callable[[], Any]] = None,
+        images_per_batch: int = 1,
+        accumulation_steps: int = 1,
+        micro_batch_size: Optional[int] = None,
+        ranks: int = 1,
+        device: str = "cuda",
+        amp_dtype: Optional[str] = None,
+        max_iter: int = 1,
+        output_dir: str = "output",
+        memfit: Optional[Mapping[str, Any]] = None,
+        batch: Any = None,
+    ) -> None:
+        check_positive_int("images_per_batch", images_per_batch)
+        cfg = cfg_of_techniques(memfit or {})
+        cfg.SOLVER.IMS_PER_BATCH = images_per_batch * ranks
+        cfg.SOLVER.ACCUMULATION_STEPS = accumulation_steps
+        cfg.SOLVER.MAX_ITER = max_iter
+        cfg.SOLVER.AMP.ENABLED = amp_dtype is not None
+        cfg.MEMFIT.AMP_DTYPE = amp_dtype or cfg.MEMFIT.AMP_DTYPE
+        cfg.MEMFIT.MICRO_BATCH = micro_batch_size
+        cfg.MODEL.DEVICE, cfg.OUTPUT_DIR = device, output_dir
+        cfg.DATASETS.TEST = () if test_loader is None else ("test_loader",)
+        parts = GivenParts(model, optimizer, train_loader, test_loader)
+        self._describe(parts, cfg, ranks, batch)
+
+    @classmethod
+    def from_cfg(cls, cfg: CfgNode, ranks: Optional[int] = None, **batch: Any) -> "Job":
+        """The job of Detectron2's ``DefaultTrainer``.
+
+        Args:
+            ranks: processes that train together; None is those of this run.
+            batch: the largest batch of the job, made by the caller: ``batch=`` images, see
+                :class:`~d2_memfit.job.batches.GivenBatches`, or sizes as a :class:`WorstCase`.
+                Or what is not as in the datasets: ``image_size=`` (height, width) of the largest
+                image file, ``num_instances=`` of the most crowded one.
+        """
+        return cls.from_trainer(DefaultTrainer, cfg, ranks, **batch)
+
+    @classmethod
+    def from_trainer(
+        cls, trainer: Any, cfg: CfgNode, ranks: Optional[int] = None, **batch: Any
+    ) -> "Job":
+        """The job of a trainer class, whose ``build_*`` methods and ``test`` are used.
+
+        Args:
+            trainer: ``DefaultTrainer``, or a class with such class methods.
+            cfg, ranks, batch: as for :meth:`from_cfg`.
+        """
+        if not isinstance(cfg, CfgNode):
+            raise TypeError(f"a trainer's job needs a config of yacs, got a {type(cfg).__name__}")
+        ranks = comm.get_world_size() if ranks is None else ranks
+        check_positive_int("num_gpus", ranks)
+        cfg = auto_scale_workers(with_memfit_keys(cfg), ranks)
+        parts = TrainerParts(cfg, trainer)
+        other = own_registry(cfg) if trainer is DefaultTrainer else None
+        if other is not None:
+            raise ConfigError(
+                f"{other} has a registry of its own with MODEL.META_ARCHITECTURE "
+                f"{cfg.MODEL.META_ARCHITECTURE}, so Detectron2's model of that name is not the "
+                "project's: name the class that trains, --trainer MODULE:CLASS"
+            )
+        job = cls.__new__(cls)
+        job._describe(parts, cfg, ranks, **batch)
+        return job
+
+    @classmethod
+    def from_lazy(cls, cfg: DictConfig, ranks: Optional[int] = None, **batch: Any) -> "Job":
+        """The job of a LazyConfig, as Detectron2's ``tools/lazyconfig_train_net.py`` trains it.
+
+        Args:
+            cfg: with the nodes model, optimizer, dataloader and train.
+            ranks, batch: as for :meth:`from_cfg`.
+        """
+        ranks = comm.get_world_size() if ranks is None else ranks
+        check_positive_int("num_gpus", ranks)
+        job = cls.__new__(cls)
+        job._describe(LazyParts(cfg), cfg_of_lazy(cfg), ranks, **batch)
+        return job
+
+    @classmethod
+    def of(
+        cls,
+        config: Union["Job", CfgNode, DictConfig],
+        trainer: Any = None,
+        ranks: Optional[int] = None,
+        **batch: Any,
+    ) -> "Job":
+        """The job of a config of either kind; a job is returned as it is."""
+        if isinstance(config, Job):
+            if trainer is not None or any(value is not None for value in batch.values()):
+                raise TypeError("a Job has its trainer and its batch already")
+            return config
+        if isinstance(config, DictConfig):
+            if trainer is not None:
+                raise TypeError("a LazyConfig has no trainer class: its nodes say what is built")
+            return cls.from_lazy(config, ranks, **batch)
+        return cls.from_trainer(trainer or DefaultTrainer, config, ranks, **batch)
+
+    def _describe(
+        self,
+        parts: Parts,
+        cfg: CfgNode,
+        ranks: int,
+        batch: Any = None,
+        image_size: Optional[Size] = None,
+        num_instances: Optional[int] = None,
+    ) -> None:
+        check_config(cfg, ranks)
+        is_a_rank = comm.get_world_size() > 1
+        cfg = with_budget(cfg, compat.local_world_size() if is_a_rank else ranks)
+        RecoveryOptions.from_cfg(cfg)
+        cfg = cfg.clone()
+        cfg.freeze()
+        self.cfg = cfg
+        self.parts = parts.with_cfg(cfg)
+        self.geometry = BatchGeometry.from_cfg(cfg, ranks)
+        self._batch = batch
+        self._image_size = image_size
+        self._num_instances = num_instances
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "Job":
+        """The same job with other values for some keys of its config.
+
+        Raises:
+            ConfigError: the job has no such key.
+        """
+        job = copy.copy(self)
+        job.cfg = with_settings(self.cfg, settings)
+        job.cfg.freeze()
+        job.parts = self.parts.with_settings(settings)
+        job.geometry = BatchGeometry.from_cfg(job.cfg, self.ranks)
+        if not all(key.startswith(("MEMFIT.", "SOLVER.")) for key in settings):
+            vars(job).pop("batches", None)  # its mapper may make others
+        return job
+
+    def with_batch(self, batch: Any) -> "Job":
+        """The same job with another largest batch, as for :meth:`from_cfg`."""
+        job = copy.copy(self)
+        job._batch = batch
+        vars(job).pop("batches", None)
+        return job
+
+    @property
+    def ranks(self) -> int:
+        return self.geometry.ranks
+
+    @property
+    def budget_gb(self) -> Optional[float]:
+        """Device memory that each rank may use, in GB of 2^30 bytes."""
+        return self.cfg.MEMFIT.BUDGET_GB
+
+    @property
+    def recovery(self) -> Optional[RecoveryOptions]:
+        """None where an out-of-memory error ends the run."""
+        return RecoveryOptions.from_cfg(self.cfg)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return len(self.cfg.DATASETS.TEST) > 0
+
+    def precision(self, device: Optional[str] = None) -> Precision:
+        """Number formats, on MODEL.DEVICE or another device."""
+        there = self.cfg.MODEL.DEVICE if device is None else device
+        return Precision.from_cfg(with_settings(self.cfg, {"MODEL.DEVICE": there}))
+
+    def ddp_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``DistributedDataParallel``."""
+        return apply_techniques("ddp", self.parts.ddp_options(), self.cfg)
+
+    def build_model(self, device: Optional[str] = None, announce: bool = True) -> nn.Module:
+        """The model with its techniques, on MODEL.DEVICE or another device.
+
+        Args:
+            announce: whether the log says which techniques are on.
+        """
+        with nullcontext() if announce else no_information():
+            model = self.parts.build_model(self.cfg.MODEL.DEVICE if device is None else device)
+        return apply_techniques("model", model, self.cfg, announce)
+
+    def build_optimizer(self, model: nn.Module, announce: bool = True) -> Optimizer:
+        """The optimizer with its techniques; ZeRO's needs all ranks."""
+        optimizer = self.parts.build_optimizer(model)
+        return apply_techniques("optimizer", optimizer, self.cfg, announce)
+
+    def build_train_loader(self) -> Any:
+        return apply_techniques("loader", self.parts.build_train_loader, self.cfg)()
+
+    @cached_property
+    def batches(self) -> Batches:
+        """What makes the largest batches."""
+        if isinstance(self._batch, WorstCase):
+            return InventedBatches(self.cfg, self._batch)
+        if self._batch is not None:
+            return GivenBatches(self._batch)
+        is_known = self._image_size is None and self._num_instances is None
+        if is_known and self.parts.has_default_loader and facts_of(self.cfg.DATASETS.TRAIN) is None:
+            # What Detectron2's mapper would make of a dataset that is not there.
+            return InventedBatches(self.cfg, worst_case(self.cfg, self.ranks))
+        return MappedBatches(
+            self.parts,
+            self.cfg.DATALOADER.ASPECT_RATIO_GROUPING,
+            self._image_size,
+            self._num_instances,
+        )
+
+    def training_batch(self, num_images: Optional[int] = None) -> Any:
+        """The largest micro-batch, or one of so many images."""
+        num_images = self.geometry.micro_batch_sizes()[0] if num_images is None else num_images
+        return self.batches.training(num_images, self.geometry.crosses_batches)
+
+    def evaluation_batch(self) -> Any:
+        """The largest batch of evaluation."""
+        return self.batches.evaluation()

@@ -1,0 +1,138 @@
+"""A LazyConfig as a job: its parts, and its keys as those of a yacs config."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from detectron2.config import CfgNode, instantiate
+from detectron2.evaluation import inference_on_dataset
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.optim import Optimizer
+
+from ..checks import check_positive_int
+from ..config import cfg_of_techniques
+from ..errors import ConfigError
+
+__all__ = ["LazyParts", "cfg_of_lazy", "overrides_of", "with_overrides"]
+
+# Keys of yacs that have a place of their own in a LazyConfig; the rest of MEMFIT is train.memfit.
+_NAMES = {
+    "SOLVER.ACCUMULATION_STEPS": "train.accumulation_steps",
+    "SOLVER.AMP.ENABLED": "train.amp.enabled",
+    "MEMFIT.AMP_DTYPE": "train.amp.dtype",
+    "MEMFIT.MICRO_BATCH": "train.micro_batch",
+    "MEMFIT.BUDGET_GB": "train.budget_gb",
+}
+
+
+@dataclass(frozen=True)
+class LazyParts:
+    """What a LazyConfig instantiates, as Detectron2's ``tools/lazyconfig_train_net.py`` does.
+
+    Args:
+        cfg: with the nodes model, optimizer, dataloader and train.
+    """
+
+    cfg: DictConfig
+    has_default_loader = False
+
+    def build_model(self, device: str) -> nn.Module:
+        return instantiate(self.cfg.model).to(device)
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        cfg = copy.deepcopy(self.cfg)  # a config that is given a model is no config any more
+        cfg.optimizer.params.model = model
+        return instantiate(cfg.optimizer)
+
+    def build_train_loader(self) -> Any:
+        return instantiate(self.cfg.dataloader.train)
+
+    def test_loaders(self) -> list[Callable[[], Any]]:
+        if "test" not in self.cfg.dataloader or "evaluator" not in self.cfg.dataloader:
+            return []
+        return [lambda: instantiate(self.cfg.dataloader.test)]
+
+    def test(self, model: nn.Module) -> Any:
+        nodes = self.cfg.dataloader
+        return inference_on_dataset(model, instantiate(nodes.test), instantiate(nodes.evaluator))
+
+    def ddp_options(self) -> dict[str, Any]:
+        return dict(self.cfg.train.get("ddp", {}))
+
+    def with_cfg(self, cfg: CfgNode) -> "LazyParts":
+        return self
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "LazyParts":
+        overrides_of(settings)
+        return self  # they are not of what it instantiates
+
+
+def overrides_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The places in a LazyConfig of keys of a yacs config.
+
+    Raises:
+        ConfigError: a LazyConfig has no such key.
+    """
+    overrides = {}
+    for key, value in settings.items():
+        if key in _NAMES:
+            overrides[_NAMES[key]] = value
+        elif key.startswith("MEMFIT.OOM."):
+            overrides[f"train.{key[len('MEMFIT.') :].lower()}"] = value
+        elif key.startswith("MEMFIT."):
+            overrides[f"train.{key.lower()}"] = value
+        else:
+            raise ConfigError(f"{key} has no place in a LazyConfig")
+    return overrides
+
+
+def with_overrides(cfg: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
+    """A copy of a LazyConfig with other values at some places."""
+    changed = copy.deepcopy(cfg)
+    for place, value in overrides.items():
+        OmegaConf.update(changed, place, value, force_add=True)
+    return changed
+
+
+def cfg_of_lazy(cfg: DictConfig) -> CfgNode:
+    """The keys that a LazyConfig's ``train`` and ``dataloader`` stand for.
+
+    Raises:
+        ConfigError: a value cannot work, or what a job needs is not there.
+    """
+    for node in ("model", "optimizer", "dataloader", "train"):
+        if node not in cfg:
+            raise ConfigError(f"the LazyConfig has no {node}, which a job needs")
+    train, loader = cfg.train, cfg.dataloader.train
+    if loader.get("total_batch_size") is None:
+        raise ConfigError("dataloader.train.total_batch_size is missing")
+    steps, micro_batch = train.get("accumulation_steps", 1), train.get("micro_batch")
+    check_positive_int("train.accumulation_steps", steps)
+    if micro_batch is not None:
+        check_positive_int("train.micro_batch", micro_batch)
+    memfit = train.get("memfit", {})
+    for key in {"micro_batch", "amp_dtype", "budget_gb", "oom"} & set(memfit):
+        name = "amp.dtype" if key == "amp_dtype" else key
+        raise ConfigError(f"train.memfit.{key} is train.{name} in a LazyConfig")
+    keys = cfg_of_techniques({**memfit, "oom": train.get("oom", {})})
+    if keys.MEMFIT.HOST.BUDGET_GB is not None:
+        raise ConfigError(
+            "train.memfit.host.budget_gb cannot be used in a LazyConfig: lower "
+            "dataloader.train.num_workers"
+        )
+    amp = train.get("amp", {})
+    keys.SOLVER.AMP.ENABLED = amp.get("enabled", False)
+    keys.MEMFIT.AMP_DTYPE = amp.get("dtype", "float16")
+    keys.MEMFIT.MICRO_BATCH = micro_batch
+    keys.MEMFIT.BUDGET_GB = train.get("budget_gb")
+    keys.SOLVER.ACCUMULATION_STEPS = steps
+    keys.SOLVER.IMS_PER_BATCH = loader.total_batch_size
+    keys.SOLVER.MAX_ITER = train.max_iter
+    keys.DATALOADER.NUM_WORKERS = loader.get("num_workers", 0)
+    keys.DATALOADER.ASPECT_RATIO_GROUPING = loader.get("aspect_ratio_grouping", True)
+    keys.MODEL.DEVICE, keys.MODEL.WEIGHTS = train.device, train.get("init_checkpoint", "")
+    keys.OUTPUT_DIR = train.output_dir
+    keys.DATASETS.TEST = ("dataloader.test",) if "evaluator" in cfg.dataloader else ()
+    return keys

@@ -1,0 +1,157 @@
+"""What makes the model, the optimizer and the loaders of a job."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Optional, Protocol
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine import DefaultTrainer
+from torch import nn
+from torch.optim import Optimizer
+
+from ..config import with_settings
+from ..errors import ConfigError
+
+__all__ = ["GivenParts", "Parts", "TrainerParts"]
+
+
+class Parts(Protocol):
+    """The factories of a job, each for one call."""
+
+    def build_model(self, device: str) -> nn.Module: ...
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer: ...
+
+    def build_train_loader(self) -> Any: ...
+
+    def test_loaders(self) -> list[Callable[[], Any]]:
+        """What makes the loaders of the datasets that are evaluated on, if any."""
+
+    def test(self, model: nn.Module) -> Any:
+        """Evaluate as the job's owner does."""
+
+    def ddp_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``DistributedDataParallel``, techniques not counted."""
+
+    def with_cfg(self, cfg: CfgNode) -> "Parts":
+        """The parts of a config of yacs whose values are complete."""
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "Parts":
+        """The same parts with other values for some keys of the config.
+
+        Raises:
+            ConfigError: they do not have such a key.
+        """
+
+    @property
+    def has_default_loader(self) -> bool:
+        """Whether Detectron2's own ``DatasetMapper`` makes the batches, as a yacs config says."""
+
+
+@dataclass(frozen=True)
+class TrainerParts:
+    """The class methods of a trainer, called with a config.
+
+    Args:
+        cfg: of yacs.
+        trainer: a class with the ``build_*`` methods of ``DefaultTrainer``; those that it lacks are
+            Detectron2's.
+    """
+
+    cfg: CfgNode
+    trainer: Any = DefaultTrainer
+
+    def build_model(self, device: str) -> nn.Module:
+        there = with_settings(self.cfg, {"MODEL.DEVICE": device})
+        return self._method("build_model")(there).to(device)
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return self._method("build_optimizer")(self.cfg, model)
+
+    def build_train_loader(self) -> Any:
+        return self._method("build_train_loader")(self.cfg)
+
+    def test_loaders(self) -> list[Callable[[], Any]]:
+        build = self._method("build_test_loader")
+        return [partial(build, self.cfg, name) for name in self.cfg.DATASETS.TEST]
+
+    def test(self, model: nn.Module) -> Any:
+        return self._method("test")(self.cfg, model)
+
+    def ddp_options(self) -> dict[str, Any]:
+        return {"broadcast_buffers": False}  # DefaultTrainer's
+
+    def with_cfg(self, cfg: CfgNode) -> "TrainerParts":
+        return TrainerParts(cfg, self.trainer)
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "TrainerParts":
+        changed = with_settings(self.cfg, settings)
+        changed.freeze()
+        return TrainerParts(changed, self.trainer)
+
+    @property
+    def has_default_loader(self) -> bool:
+        return self.is_default("build_train_loader")
+
+    def is_default(self, name: str) -> bool:
+        """Whether a method is Detectron2's own."""
+        return self._method(name).__func__ is getattr(DefaultTrainer, name).__func__
+
+    def _method(self, name: str) -> Any:
+        method = getattr(self.trainer, name, None) or getattr(DefaultTrainer, name)
+        if getattr(method, "__self__", None) is None and isinstance(
+            vars(DefaultTrainer).get(name), classmethod
+        ):
+            raise ConfigError(
+                f"{self.trainer.__name__}.{name} must be a classmethod, as in DefaultTrainer"
+            )
+        return method
+
+
+@dataclass(frozen=True)
+class GivenParts:
+    """Functions of a loop of one's own.
+
+    Args:
+        model: makes the model.
+        optimizer: makes the optimizer of a model.
+        train_loader: makes the loader of a rank's training batches.
+        test_loader: makes the loader that is evaluated on.
+    """
+
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], Optimizer]
+    train_loader: Optional[Callable[[], Any]] = None
+    test_loader: Optional[Callable[[], Any]] = None
+    has_default_loader = False
+
+    def build_model(self, device: str) -> nn.Module:
+        return self.model().to(torch.device(device))
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return self.optimizer(model)
+
+    def build_train_loader(self) -> Any:
+        if self.train_loader is None:
+            raise ConfigError("this Job was made without train_loader: give it one, or a batch")
+        return self.train_loader()
+
+    def test_loaders(self) -> list[Callable[[], Any]]:
+        return [] if self.test_loader is None else [self.test_loader]
+
+    def test(self, model: nn.Module) -> Any:
+        raise ConfigError("this Job was made from pieces, and has no test()")
+
+    def ddp_options(self) -> dict[str, Any]:
+        return {}
+
+    def with_cfg(self, cfg: CfgNode) -> "GivenParts":
+        return self
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "GivenParts":
+        for key in settings:
+            if not key.startswith(("MEMFIT.", "SOLVER.AMP.")):
+                raise ConfigError(f"a Job that was made from pieces has no key {key}")
+        return self

@@ -1,0 +1,134 @@
+"""Options of commands that ask about a job: which one, and what is largest in it."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Optional, Union
+
+from detectron2.config import CfgNode, LazyConfig
+from omegaconf import DictConfig
+
+from .checks import check_positive_int
+from .config import load_cfg
+from .config_files import find_config_file
+from .errors import ConfigError
+from .job import Job
+from .job.batches import GivenBatches
+from .job.lazy import overrides_of, with_overrides
+from .options import add_options, check_opts, opts_of_settings, settings_of_data
+from .projects import add_project_options, find_function
+
+__all__ = ["add_job_options", "job_of", "load_any_config"]
+
+Config = Union[CfgNode, DictConfig]
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add all that :func:`load_any_config` and :func:`job_of` look at."""
+    parser.add_argument(
+        "--config-file",
+        default="",
+        metavar="FILE",
+        help="a file, or the name of a config in Detectron2's model zoo or ours; a LazyConfig ends "
+        "in .py",
+    )
+    parser.add_argument("--num-gpus", type=int, default=1, help="that train together")
+    add_options(parser)
+    add_project_options(parser)
+    parser.add_argument(
+        "--batch",
+        metavar="MODULE:FUNCTION",
+        help="a function of the config that returns the largest batch: a list of dataset dicts as "
+        "the model gets them",
+    )
+    parser.add_argument(
+        "--image-size",
+        metavar="HEIGHT,WIDTH",
+        help="of the largest image file, in pixels, in place of what the dataset has",
+    )
+    parser.add_argument(
+        "--instances", type=int, metavar="N", help="annotated objects of the most crowded image"
+    )
+    parser.add_argument(
+        "opts", nargs="*", metavar="KEY VALUE", help="config keys and values; key=value for .py"
+    )
+
+
+def load_any_config(
+    args: argparse.Namespace, opts: Sequence[str], say: Callable[[str], None]
+) -> Config:
+    """The config of the command line, with what follows from ``--coco``.
+
+    Args:
+        opts: KEY VALUE pairs that stand before the user's.
+        say: for progress.
+    """
+    if args.config_file.endswith(".py"):
+        return _load_lazy(args, opts)
+    check_opts(args.opts)
+    add_keys = [find_function(name) for name in args.project]
+    if not args.project:  # it may have everything in its keys
+        find_config_file(args.config_file)
+    if args.trainer:
+        find_function(args.trainer, "--trainer")  # importing it registers what the config names
+    opts = [*opts, *args.opts]
+    settings = settings_of_data(args.coco, args.config_file, opts, add_keys, progress=say)
+    for setting in settings:
+        print(f"From the data: {setting}", file=sys.stderr if args.json else sys.stdout)
+    return load_cfg(args.config_file, [*opts_of_settings(settings), *opts], add_keys)
+
+
+def _load_lazy(args: argparse.Namespace, opts: Sequence[str]) -> DictConfig:
+    if args.coco or args.trainer:
+        option = "--coco" if args.coco else "--trainer"
+        raise ConfigError(f"{option} is for yaml configs: a LazyConfig says itself what is built")
+    for name in args.project:
+        find_function(name)
+    args.config_file = find_config_file(args.config_file, ".py")
+    try:
+        cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file), args.opts)
+    except Exception as e:  # whatever the file's code raises, and what is wrong with an override
+        raise ConfigError(f"{args.config_file} cannot be loaded ({_one_line(e)})") from e
+    pairs = load_cfg("", opts)
+    return with_overrides(cfg, overrides_of({key: _value(pairs, key) for key in opts[::2]}))
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _value(cfg: CfgNode, key: str) -> Any:
+    for name in key.split("."):
+        cfg = cfg[name]
+    return cfg
+
+
+def job_of(args: argparse.Namespace, cfg: Config) -> Job:
+    """The job of a config, with the trainer and the largest batch of the command line."""
+    trainer = find_function(args.trainer, "--trainer") if args.trainer else None
+    batch = None
+    if args.batch:
+        batch = find_function(args.batch, "--batch")(cfg)
+        GivenBatches(batch)  # raises on what is no batch
+    if args.instances is not None:
+        check_positive_int("--instances", args.instances)
+    return Job.of(
+        cfg,
+        trainer,
+        args.num_gpus,
+        batch=batch,
+        image_size=_image_size(args.image_size),
+        num_instances=args.instances,
+    )
+
+
+def _image_size(text: Optional[str]) -> Optional[tuple[int, int]]:
+    if text is None:
+        return None
+    try:
+        height, width = (int(part) for part in text.lower().replace("x", ",").split(","))
+    except ValueError:
+        raise ConfigError(f"--image-size must be HEIGHT,WIDTH in pixels, got {text!r}") from None
+    check_positive_int("--image-size", height)
+    check_positive_int("--image-size", width)
+    return height, width

@@ -1,0 +1,153 @@
+"""Dry runs of a job with some techniques, as a plan tries them."""
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..errors import ConfigError
+from ..job import Job
+from ..techniques import TECHNIQUES, get_technique
+from . import steps
+from .device_model import DeviceModel
+from .dry_job import DryJob
+from .order import IN_EVALUATION, NOT_PLANNED, ON_GPU_ONLY, harm
+from .timeline import Timeline
+
+__all__ = ["Choice", "Trials", "choice_of"]
+
+_GB = 2**30
+
+
+class Choice(NamedTuple):
+    """What a plan may do.
+
+    Attributes:
+        names: of techniques, in the order of what they harm.
+        num_images: in a micro-batch.
+    """
+
+    names: tuple[str, ...]
+    num_images: int
+
+    def __str__(self) -> str:
+        return ", ".join([f"{self.num_images} images in a micro-batch", *self.names])
+
+
+def choice_of(names: Iterable[str], num_images: int) -> Choice:
+    return Choice(tuple(sorted(names, key=harm)), num_images)
+
+
+class Trials:
+    """Makes the dry runs of choices, each once.
+
+    Args:
+        job: to which the choices are applied.
+        device: that it is for.
+        run_job: the class of its dry runs.
+        evaluates: whether evaluation counts, or training alone.
+        progress: called with a line for each dry run, and for what is left out.
+
+    Attributes:
+        limit_bytes: of the device, within which a choice must fit.
+    """
+
+    limit_bytes: int
+
+    def __init__(
+        self,
+        job: Job,
+        device: DeviceModel,
+        run_job: type[DryJob],
+        evaluates: bool,
+        progress: Callable[[str], None],
+    ) -> None:
+        # Under some budget: its allocator is another one than without.
+        self.job = job.with_settings({"MEMFIT.BUDGET_GB": job.budget_gb or 1.0})
+        self.device = device
+        self._run_job = run_job
+        self._evaluates = evaluates
+        self._progress = progress
+        self._dry_jobs: dict[Choice, DryJob] = {}
+        self._evaluations: dict[tuple[str, ...], Timeline] = {}  # by the techniques that matter
+        self._usable: dict[str, tuple[str, ...]] = {}  # techniques by tier
+
+    def dry_job(self, choice: Choice) -> DryJob:
+        """
+        Raises:
+            ConfigError: the job does not run with these techniques.
+        """
+        if choice not in self._dry_jobs:
+            key = tuple(filter(_matters_in_evaluation, choice.names))
+            dry_job = self._run_job(
+                self.job.with_settings(self.settings(choice)),
+                self.device,
+                self._evaluations.get(key),
+                self._evaluates,
+            )
+            if dry_job.evaluation is not None:
+                self._evaluations[key] = dry_job.evaluation
+            self._progress(f"{dry_job.total_bytes(self.limit_bytes) / _GB:.2f} GB: {choice}")
+            self._dry_jobs[choice] = dry_job
+        return self._dry_jobs[choice]
+
+    def runs(self, names: tuple[str, ...]) -> bool:
+        """Whether the job runs with these techniques; if not, that is said."""
+        try:
+            self.dry_job(choice_of(names, 1))
+        except ConfigError as e:
+            if not names:
+                raise
+            self._progress(f"{', '.join(names)}: left out, {e}")
+            return False
+        return True
+
+    def fits(self, choice: Choice) -> bool:
+        runs = not choice.names or self.runs(choice.names)
+        return runs and self.dry_job(choice).fits(self.limit_bytes)
+
+    def settings(self, choice: Choice) -> dict[str, Any]:
+        """Config keys and their values."""
+        settings = {}
+        job = self.job
+        for name in choice.names:
+            of_technique = get_technique(name).settings(job.cfg)
+            settings.update(of_technique)
+            job = job.with_settings(of_technique)
+        if choice.num_images < self.job.geometry.largest_micro_batch:
+            settings["MEMFIT.MICRO_BATCH"] = choice.num_images
+        return settings
+
+    def names(self, tier: str) -> tuple[str, ...]:
+        """Techniques of a tier that change something here and that a dry run has."""
+        if tier not in self._usable:
+            names = [n for n, t in TECHNIQUES if t.tier == tier and n not in NOT_PLANNED]
+            self._usable[tier] = tuple(filter(self._is_usable, sorted(names, key=harm)))
+        return self._usable[tier]
+
+    @cached_property
+    def micro_batch_tier(self) -> str:
+        """Statistics of BatchNorm are of the images of a micro-batch."""
+        model, _ = steps.build(self.job)
+        trains = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+        return "recipe" if trains else "exact"
+
+    def _is_usable(self, name: str) -> bool:
+        if name in ON_GPU_ONLY and not self.device.is_gpu:
+            return False
+        if name == "ShardedOptimizerStates" and self.job.ranks == 1:
+            return False
+        try:
+            job = self.job.with_settings(get_technique(name).settings(self.job.cfg))
+            if job.cfg == self.job.cfg:
+                return False
+            steps.build(job)
+        except ConfigError as e:
+            self._progress(f"{name} is left out: {e}")
+            return False
+        return True
+
+
+def _matters_in_evaluation(name: str) -> bool:
+    return get_technique(name).tier == "recipe" or name in IN_EVALUATION

@@ -1,0 +1,155 @@
+"""What the doctor says of jobs that work, and of those that have something wrong."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from detectron2.engine import DefaultTrainer
+from tiny import tiny_cfg
+from torch import nn
+
+from d2_memfit import Job
+from d2_memfit.cli import main
+from d2_memfit.doctor import examine
+from d2_memfit.doctor.collectives import noticed_collectives
+
+
+class Model(nn.Module):
+    """A detector of one layer, whose loss is a mean over images."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 3)
+
+    def forward(self, batch):
+        losses = [self.layer(d["image"].float() / 255).mean() for d in batch]
+        return {"loss": torch.stack(losses).mean()}
+
+
+class PerObject(Model):
+    """Divides by the objects of its batch, as DETR-likes do."""
+
+    def forward(self, batch):
+        counts = torch.tensor([float(len(d["instances"])) for d in batch])
+        losses = [self.layer(d["image"].float() / 255).mean() for d in batch]
+        return {"loss": (torch.stack(losses) * counts).sum() / counts.sum()}
+
+
+class Communicating(Model):
+    def forward(self, batch):
+        count = torch.ones(1)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(count)
+        return {"loss": super().forward(batch)["loss"] / count.clamp(min=1)[0]}
+
+
+class Remembering(Model):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.num_forwards = 0
+
+    def forward(self, batch):
+        self.seen.append(len(batch))
+        self.num_forwards += 1
+        return super().forward(batch)
+
+
+class Broken(Model):
+    def forward(self, batch):
+        return {"loss": self.layer(batch[0]["depth"])}
+
+
+@pytest.fixture(scope="module")
+def images():
+    return Job.from_cfg(tiny_cfg("faster_rcnn"), 1).training_batch(2)
+
+
+def findings(model, images):
+    job = Job(
+        model=model,
+        optimizer=lambda m: torch.optim.AdamW(m.parameters()),
+        images_per_batch=2,
+        device="cpu",
+        batch=images,
+    )
+    return {f.what: f for f in examine(job)}
+
+
+def test_a_job_that_works(images):
+    found = findings(Model, images)
+    assert all(f.is_well for f in found.values()), [str(f) for f in found.values()]
+    assert "to the last bit" in found["iteration 0"].text
+    assert "bit by bit" in found["recovery, memory runs out in the backward"].text
+    assert found["recovery, memory runs out in evaluation"].text == "nothing is evaluated"
+    assert found["communication in the forward"].text == "none"
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "text"),
+    [
+        (PerObject, "accumulation", "divided by a count of its own batch"),
+        (Communicating, "communication in the forward", "all_reduce in doctor/test_examination.py"),
+        (Remembering, "state that a retry puts back", "Remembering.seen, which a retry does not"),
+        (Broken, "iteration 0", "KeyError: 'depth', in tests/doctor/test_examination.py"),
+    ],
+)
+def test_what_is_wrong_is_named(images, model, what, text):
+    finding = findings(model, images)[what]
+    assert not finding.is_well
+    assert text in finding.text
+    assert "\n" not in str(finding)
+
+
+def test_a_counter_of_forwards_is_told(images):
+    class Counting(Model):
+        num = 0
+
+        def forward(self, batch):
+            self.num += 1
+            return super().forward(batch)
+
+        def __init__(self):
+            super().__init__()
+            self.num = 0
+
+    finding = findings(Counting, images)["state that a retry puts back"]
+    assert finding.is_well
+    assert "Counting.num counts forwards, not iterations" in finding.text
+
+
+def test_collectives_are_noticed_and_answered_as_by_two_equal_ranks():
+    x = torch.ones(2)
+    with noticed_collectives() as places:
+        dist.all_reduce(x)
+        gathered = [torch.zeros(2), torch.zeros(2)]
+        dist.all_gather(gathered, x)
+    assert x.tolist() == [2, 2]
+    assert [g.tolist() for g in gathered] == [[2, 2], [2, 2]]
+    assert [place.split()[0] for place in places] == ["all_reduce", "all_gather"]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_trainer_of_the_zoo_is_well():
+    found = list(examine(Job.from_cfg(tiny_cfg("mask_rcnn"), 1), DefaultTrainer))
+    assert all(f.is_well for f in found), [str(f) for f in found]
+    assert found[-1].text == "class Trainer(MemfitMixin, DefaultTrainer) trains"
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_line_for_each_and_its_status_tells(tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken_project.py").write_text(
+        "from detectron2.engine import DefaultTrainer\n"
+        "class Trainer(DefaultTrainer):\n"
+        "    @classmethod\n"
+        "    def build_optimizer(cls, cfg, model):\n"
+        "        raise ValueError('no such optimizer')\n"
+    )
+    (tmp_path / "tiny.yaml").write_text(tiny_cfg("faster_rcnn").dump())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as e:
+        main(["doctor", "--trainer", "broken_project:Trainer", "--config-file", "tiny.yaml"])
+    assert e.value.code == 3
+    printed = capsys.readouterr().out
+    assert "ok  accumulation:" in printed
+    assert "NO  estimate: ValueError: no such optimizer, in" in printed

@@ -1,0 +1,178 @@
+"""What a project does in an iteration of its own: its losses, its clipping."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from detectron2.engine import SimpleTrainer
+from injection import InjectedTrainer, Injector, iterate
+from tiny import (
+    every_anchor_counts,
+    images,
+    parameters,
+    relative_difference,
+    tiny_cfg,
+    tiny_model,
+)
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.compat import create_ddp_model
+from d2_memfit.engine import RecoveryOptions
+
+pytestmark = pytest.mark.slow
+
+BATCH = images(8)
+
+
+def sgd(model, lr=0.01):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def start(dtype=torch.float32):
+    """A model whose loss is a mean over images."""
+    model = tiny_model(every_anchor_counts(tiny_cfg("proposal_network")), dtype=dtype)
+    model.proposal_generator.predict_proposals = lambda *args: None  # its NMS takes no float64
+    return model
+
+
+def weighted(model, batch):
+    losses = model(batch)
+    return {"loss_rpn_cls": 0.5 * losses["loss_rpn_cls"], "loss_rpn_loc": losses["loss_rpn_loc"]}
+
+
+def trained(cut, kind=AccumulatingTrainer, model=None, num_iterations=3, **kwargs):
+    """The parameters after some iterations of 8 images, in batches of ``cut``."""
+    model = model or start()
+    loader = [BATCH[i : i + cut] for i in range(0, 8, cut)] * num_iterations
+    trainer = kind(model, loader, sgd(model), 8 // cut, **kwargs)
+    storage = iterate(trainer, num_iterations)
+    return parameters(model), storage, trainer
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(("cut", "micro_batch"), [(2, None), (8, 3)])
+def test_its_losses_accumulate_as_a_model_s_own(dtype, tolerance, cut, micro_batch):
+    before = parameters(start(dtype))
+    full, expected, _ = trained(8, model=start(dtype), loss_fn=weighted)
+    plain, _, _ = trained(8, model=start(dtype))
+    assert relative_difference(full, plain) > 1e-4  # the weights matter
+    actual, storage, _ = trained(
+        cut, model=start(dtype), loss_fn=weighted, images_per_micro_batch=micro_batch
+    )
+    moved = relative_difference(full, before)
+    assert relative_difference(actual, full) < tolerance * moved
+    for name in ("loss_rpn_cls", "loss_rpn_loc", "total_loss"):
+        values, all_expected = (s.history(name).values() for s in (storage, expected))
+        assert [v for v, _ in values] == pytest.approx([v for v, _ in all_expected], rel=1e-5)
+
+
+def test_with_one_forward_it_computes_what_detectron2_computes():
+    """Where the loss is the sum of the model's, to the last bit."""
+    expected = start()
+    iterate(SimpleTrainer(expected, [BATCH] * 3, sgd(expected)), 3)
+    actual, _, _ = trained(8, loss_fn=lambda model, batch: sum(model(batch).values()))
+    torch.testing.assert_close(actual, parameters(expected), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fail_at", [5, 60, 500, 700])
+def test_recovery_runs_it_again(fail_at):
+    options = {"loss_fn": weighted, "num_iterations": 1, "recovery": RecoveryOptions()}
+    full, _, _ = trained(8, **options)
+
+    class FailingOnce(InjectedTrainer):
+        injector = Injector([fail_at])
+
+    actual, _, trainer = trained(8, FailingOnce, **options)
+    assert trainer.recovery.oom_events == 1
+    assert relative_difference(actual, full) < 1e-6
+
+
+def test_it_is_computed_in_the_trainer_s_precision():
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return weighted(model, batch)
+
+    trained(4, loss_fn=loss_fn, precision="bf16", num_iterations=1)
+    assert seen == [True, True]
+
+
+def wrapped_on_rank(rank, steps):
+    model = create_ddp_model(start(), broadcast_buffers=False)
+    own = images(4, first=4 * rank)
+    loader = [own] if steps == 1 else [own[:2], own[2:]]
+    iterate(AccumulatingTrainer(model, loader, sgd(model), steps, loss_fn=halves))
+    return parameters(model.module)
+
+
+def halves(model, batch):
+    """Two forwards behind one backward, as semi-supervised training has them."""
+    assert type(model).__name__ == "DistributedDataParallel"
+    half = len(batch) // 2
+    first, second = model(batch[:half]), model(batch[half:])
+    return {k: (first[k] + second[k]) / 2 for k in first}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_on_several_ranks_it_gets_the_wrapped_model(two_ranks, steps):
+    results = two_ranks.run(wrapped_on_rank, steps)
+    full, _, _ = trained(8, num_iterations=1)
+    assert relative_difference(results[0], full) < 1e-6
+    assert relative_difference(results[1], results[0]) == 0
+
+
+CLIPS = {
+    "norm": partial(clip_grad_norm_, max_norm=0.01, norm_type=2),
+    "value": partial(clip_grad_value_, clip_value=1e-3),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+@pytest.mark.parametrize(("cut", "micro_batch"), [(2, None), (8, 3)])
+def test_clipping_sees_the_complete_gradient(clip, cut, micro_batch):
+    calls = []
+
+    def counted(gradients):
+        calls.append(len(gradients))
+        return clip(gradients)
+
+    full, _, _ = trained(8, clip_gradients=clip)
+    unclipped, _, _ = trained(8)
+    effect = relative_difference(unclipped, full)
+    assert effect > 1e-4
+    actual, _, trainer = trained(cut, clip_gradients=counted, images_per_micro_batch=micro_batch)
+    assert relative_difference(actual, full) < 1e-4 * effect
+    with_gradients = [p for p in trainer.model.parameters() if p.grad is not None]
+    assert calls == [len(with_gradients)] * 3
+
+
+def test_float16_clips_gradients_without_the_loss_scale():
+    norms = {}
+    for precision in ("fp32", "fp16"):
+
+        def clip(gradients, norms=norms, precision=precision):
+            norms[precision] = clip_grad_norm_(gradients, max_norm=0.01).item()
+
+        trained(2, precision=precision, clip_gradients=clip, num_iterations=1)
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01)
+
+
+def test_an_overflow_skips_the_step_with_clipping_too(log):
+    model = torch.nn.Linear(1, 1)
+    trainer = AccumulatingTrainer(
+        model,
+        [torch.full((1, 1), 1e35), torch.ones(1, 1)],
+        sgd(model),
+        precision="fp16",
+        loss_fn=lambda model, batch: (model.weight * batch).sum(),
+        clip_gradients=CLIPS["norm"],
+    )
+    before = copy.deepcopy(model.state_dict())
+    iterate(trainer)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert "gradients overflowed float16" in log.text
+    iterate(trainer, first=1)
+    assert model.weight.item() != before["weight"].item()

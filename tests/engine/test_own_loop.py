@@ -1,0 +1,85 @@
+"""A loop of one's own, such as CenterNet2's, calls ``run_step`` and no ``train``."""
+
+import pytest
+import torch
+from detectron2.checkpoint import DetectionCheckpointer, PeriodicCheckpointer
+from detectron2.utils.events import EventStorage
+from tiny import images, parameters, tiny_cfg, tiny_model
+
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.engine import RecoveryOptions
+
+pytestmark = pytest.mark.slow
+
+STEPS = 2
+LR, GAMMA, PERIOD = 0.01, 0.5, 2
+
+
+def train(folder, max_iter, resume=False, precision="fp32"):
+    """CenterNet2's do_train: a trainer takes the place of its lines from model to optimizer."""
+    model = tiny_model(tiny_cfg("proposal_network"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, PERIOD, GAMMA)
+
+    def batches():  # each iteration has images of its own, also after a resume
+        for i in range(STEPS * start_iter, STEPS * max_iter):
+            yield images(1, first=i)
+
+    trainer = AccumulatingTrainer(
+        model, batches(), optimizer, STEPS, precision, recovery=RecoveryOptions()
+    )
+    folder.mkdir(exist_ok=True)
+    checkpointer = DetectionCheckpointer(model, str(folder), trainer=trainer, scheduler=scheduler)
+    start_iter = checkpointer.resume_or_load("", resume=resume).get("iteration", -1) + 1
+    periodic_checkpointer = PeriodicCheckpointer(checkpointer, PERIOD, max_iter=max_iter)
+    with EventStorage(start_iter) as storage:
+        for iteration in range(start_iter, max_iter):
+            torch.manual_seed(iteration)  # the sampling of anchors
+            trainer.run_step()
+            assert trainer.iter == storage.iter == iteration
+            storage.put_scalar("lr", optimizer.param_groups[0]["lr"], smoothing_hint=False)
+            scheduler.step()
+            periodic_checkpointer.step(iteration)
+            storage.step()
+    return trainer, storage
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_resumed_loop_goes_on_as_if_nothing_had_happened(tmp_path, precision):
+    expected, _ = train(tmp_path / "straight", 6, precision=precision)
+    train(tmp_path / "resumed", 4, precision=precision)
+    actual, storage = train(tmp_path / "resumed", 6, resume=True, precision=precision)
+    torch.testing.assert_close(actual.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(parameters(actual.model), parameters(expected.model), rtol=0, atol=0)
+    assert [i for _, i in storage.history("total_loss").values()] == [4, 5]
+
+
+def test_each_iteration_writes_its_own_metrics(tmp_path):
+    _, storage = train(tmp_path, 5)
+    for name in ("total_loss", "effective_batch", "memfit/micro_batch", "lr", "data_time"):
+        assert [i for _, i in storage.history(name).values()] == [0, 1, 2, 3, 4], name
+    rates = [lr for lr, _ in storage.history("lr").values()]
+    assert rates == [LR * GAMMA ** (i // PERIOD) for i in range(5)]
+    assert (tmp_path / "model_0000003.pth").exists()
+
+
+def test_the_iteration_is_the_storage_s_however_the_loop_counts():
+    """CenterNet2 and Detic step the storage before the forward, so that they count from one."""
+    model = tiny_model(tiny_cfg("proposal_network"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    trainer = AccumulatingTrainer(model, [images(1)] * 9, optimizer)
+    seen = []
+    with EventStorage(5) as storage:
+        for iteration in range(5, 8):
+            storage.step()
+            trainer.run_step()
+            seen.append((trainer.iter, iteration + 1))
+    assert seen == [(6, 6), (7, 7), (8, 8)]
+    assert [i for _, i in storage.history("total_loss").values()] == [6, 7, 8]
+
+
+def test_without_a_storage_the_error_says_what_is_missing():
+    model = tiny_model(tiny_cfg("proposal_network"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with pytest.raises(AssertionError, match="EventStorage"):
+        AccumulatingTrainer(model, [images(1)], optimizer).run_step()

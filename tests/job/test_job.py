@@ -1,0 +1,209 @@
+"""Jobs of trainers, of LazyConfigs and of pieces: what is planned is what is trained."""
+
+import detectron2.data.transforms as T
+import pytest
+import torch
+from detectron2.config import instantiate
+from detectron2.data import (
+    build_detection_train_loader,
+)
+from detectron2.engine import DefaultTrainer
+from detectron2.modeling import META_ARCH_REGISTRY
+from fvcore.common.registry import Registry
+from lazy_configs import lazy_config
+from omegaconf import OmegaConf
+from tiny import tiny_cfg, tiny_model
+from torch import nn
+
+from d2_memfit import Job, MemfitMixin, estimate_memory, plan_memory
+from d2_memfit.engine import build_trainer
+from d2_memfit.errors import ConfigError
+from d2_memfit.job.lazy import cfg_of_lazy, overrides_of, with_overrides
+
+
+class AdamWTrainer(DefaultTrainer):
+    """With an optimizer, a mapper and a model of its own, as projects have them."""
+
+    @classmethod
+    def build_optimizer(cls, cfg, model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    @classmethod
+    def build_train_loader(cls, cfg):
+        def mapper(d):
+            image = T.AugInput(read(d))
+            resize_then_crop(image)
+            tensor = torch.as_tensor(image.image.transpose(2, 0, 1).copy())
+            return {"image": tensor, "own_field": len(d["annotations"]), "height": 1, "width": 1}
+
+        return build_detection_train_loader(cfg, mapper=mapper)
+
+
+def read(d):
+    from detectron2.data import detection_utils as utils
+
+    image = utils.read_image(d["file_name"], format="BGR")
+    utils.check_image_size(d, image)
+    return image
+
+
+resize_then_crop = T.AugmentationList(
+    [T.ResizeShortestEdge((100, 200), 400, "choice"), T.RandomCrop("absolute", (96, 160))]
+)
+
+
+def test_the_mapper_of_the_trainer_makes_the_batch_in_its_own_order():
+    cfg = tiny_cfg("faster_rcnn")
+    job = Job.from_trainer(AdamWTrainer, cfg, 1)
+    batch = job.training_batch(2)
+    assert [tuple(d["image"].shape) for d in batch] == [(3, 96, 160)] * 2
+    assert [d["own_field"] for d in batch] == [100, 100]
+    assert "coco_2017_train cannot be read" in job.batches.assumptions[0]
+    assert Job.from_trainer(AdamWTrainer, cfg, 1, num_instances=5).batches.num_instances == 5
+
+
+def test_making_a_batch_draws_no_random_numbers_of_the_job():
+    import random
+
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    Job.from_trainer(AdamWTrainer, tiny_cfg("faster_rcnn"), 1).training_batch(1)
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_the_optimizer_of_the_trainer_is_estimated():
+    class WithAdamW(DefaultTrainer):
+        build_optimizer = AdamWTrainer.build_optimizer
+
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.MODEL.DEVICE = "cpu"
+    sgd, adamw = estimate_memory(cfg), estimate_memory(cfg, trainer=WithAdamW)
+    assert adamw.breakdown["optimizer"] > 1.5 * sgd.breakdown["optimizer"]  # two moments, not one
+
+
+def test_methods_that_are_no_class_methods_are_an_error():
+    class Wrong(DefaultTrainer):
+        def build_optimizer(self, cfg, model):
+            raise AssertionError
+
+    job = Job.from_trainer(Wrong, tiny_cfg("faster_rcnn"), 1)
+    with pytest.raises(ConfigError, match=r"Wrong.build_optimizer must be a classmethod"):
+        job.build_optimizer(nn.Linear(1, 1))
+
+
+def test_a_registry_of_the_project_that_has_the_models_name_is_noticed(monkeypatch):
+    own = Registry("META_ARCH")
+    cfg = tiny_cfg("faster_rcnn")
+    own._do_register("GeneralizedRCNN", nn.Module)
+    monkeypatch.setitem(globals(), "OWN_REGISTRY", own)
+    with pytest.raises(ConfigError, match=r"test_job has a registry of its own with MODEL.META_"):
+        Job.from_cfg(cfg, 1)
+    Job.from_trainer(AdamWTrainer, cfg, 1)
+    assert "GeneralizedRCNN" in META_ARCH_REGISTRY
+
+
+def test_a_job_says_how_images_are_dealt_out():
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS, cfg.MEMFIT.MICRO_BATCH = 8, 2, 3
+    geometry = Job.from_cfg(cfg, 2).geometry
+    assert (geometry.images_per_batch, geometry.window, geometry.effective_batch) == (4, 8, 16)
+    assert geometry.micro_batch_sizes() == [3, 3, 2]
+    assert geometry.crosses_batches
+    with pytest.raises(ConfigError, match="must be divisible by the number of ranks, 3"):
+        Job.from_cfg(cfg, 3)
+
+
+def test_a_job_is_not_changed_by_its_settings():
+    job = Job.from_cfg(tiny_cfg("faster_rcnn"), 1)
+    other = job.with_settings({"MEMFIT.MICRO_BATCH": 1})
+    assert other.geometry.micro_batch_size == 1
+    assert job.geometry.micro_batch_size is None
+    with pytest.raises(AttributeError, match="immutable"):
+        job.cfg.MEMFIT.MICRO_BATCH = 2
+
+
+def test_a_batch_can_be_given():
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.SOLVER.IMS_PER_BATCH = 3
+    images = Job.from_cfg(cfg, 1).training_batch(2)
+    job = Job.from_cfg(cfg, 1, batch=images)
+    batch = job.training_batch()
+    assert [d["image"].shape for d in batch] == [images[i % 2]["image"].shape for i in range(3)]
+    assert len({d["image"].data_ptr() for d in batch}) == 3
+    assert estimate_memory(cfg, batch=lambda: images).num_instances == len(images[0]["instances"])
+    pairs = Job.from_cfg(cfg, 1, batch=([1, 2], [3, 4])).training_batch()
+    assert pairs == ([1, 2, 1], [3, 4, 3])
+    with pytest.raises(ConfigError, match="batch must be a list with an item for each image"):
+        Job.from_cfg(cfg, 1, batch=7).training_batch()
+
+
+def test_a_lazy_config_is_a_job_with_its_own_optimizer_mapper_and_batch():
+    cfg = lazy_config(accumulation_steps=2)
+    job = Job.from_lazy(cfg, 2)
+    assert (job.geometry.window, job.geometry.images_per_batch) == (4, 2)
+    assert isinstance(job.build_optimizer(job.build_model()), torch.optim.AdamW)
+    sizes = {tuple(d["image"].shape[1:]) for d in job.training_batch(2)}
+    assert max(map(max, sizes)) == 100
+    assert "model" not in cfg.optimizer.params  # the config is as before
+    assert isinstance(instantiate(cfg.model), nn.Module)
+
+
+def test_a_lazy_config_is_estimated_and_planned():
+    cfg = lazy_config()
+    e = estimate_memory(cfg, device="cuda")
+    assert e.evaluation_gb > 0
+    assert any("nobody_has_it cannot be read" in line for line in e.assumptions)
+    assert e.breakdown["optimizer"] >= 2 * e.breakdown["parameters"]  # AdamW's two moments
+    plan = plan_memory(cfg, 24, device="cuda")
+    assert plan.fits
+    planned = with_overrides(cfg, overrides_of(plan.settings))
+    assert planned.train.budget_gb == 24
+    assert planned.train.oom.policy == "split"
+    assert Job.from_lazy(planned, 1).recovery is not None
+
+
+def test_keys_of_a_lazy_config_have_their_places():
+    places = overrides_of({"MEMFIT.MICRO_BATCH": 1, "MEMFIT.CHECKPOINT.MODULES": ["backbone"]})
+    assert places == {"train.micro_batch": 1, "train.memfit.checkpoint.modules": ["backbone"]}
+    with pytest.raises(ConfigError, match=r"INPUT.MASK_FORMAT has no place in a LazyConfig"):
+        overrides_of({"INPUT.MASK_FORMAT": "polygon"})
+    keys = cfg_of_lazy(with_overrides(lazy_config(), places))
+    assert keys.MEMFIT.CHECKPOINT.MODULES == ["backbone"]
+    with pytest.raises(ConfigError, match="the LazyConfig has no optimizer"):
+        cfg_of_lazy(OmegaConf.create({"model": {}}))
+
+
+def test_pieces_are_a_job_and_a_job_is_a_trainer():
+    cfg = tiny_cfg("faster_rcnn")
+    images = Job.from_cfg(cfg, 1).training_batch(4)
+    job = Job(
+        model=lambda: tiny_model(cfg),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        train_loader=lambda: [images] * 2,
+        images_per_batch=4,
+        micro_batch_size=2,
+        accumulation_steps=2,
+        device="cpu",
+        memfit={"oom": {"policy": "split"}},
+        batch=images,
+    )
+    trainer = build_trainer(job)
+    assert trainer.images_per_micro_batch == 2
+    assert trainer.recovery is not None
+    trainer.train(0, 1)
+    assert estimate_memory(job, device="cuda").images_per_micro_batch == 2
+    with pytest.raises(ConfigError, match=r"made from pieces has no key INPUT.MASK_FORMAT"):
+        job.with_settings({"INPUT.MASK_FORMAT": "polygon"})
+
+
+def test_the_mixin_trains_the_job_that_is_planned(tmp_path):
+    class Trainer(MemfitMixin, AdamWTrainer):
+        pass
+
+    cfg = tiny_cfg("faster_rcnn")
+    assert isinstance(
+        Job.from_trainer(Trainer, cfg, 1).build_optimizer(tiny_model(cfg)), torch.optim.AdamW
+    )

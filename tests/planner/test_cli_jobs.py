@@ -1,0 +1,167 @@
+"""The command with a project's trainer, with batches of one's own, and with LazyConfigs."""
+
+import json
+import sys
+
+import pytest
+from detectron2.config import LazyConfig
+from lazy_configs import lazy_config
+from tiny import tiny_cfg
+
+from d2_memfit import Job, fit_config
+from d2_memfit.cli import main
+from d2_memfit.errors import ConfigError
+
+pytestmark = pytest.mark.slow
+
+PROJECT = """
+import torch
+from detectron2.config import get_cfg
+from detectron2.engine import DefaultTrainer
+from tiny import tiny_cfg
+from d2_memfit import Job
+
+
+def own_cfg():
+    cfg = get_cfg()
+    cfg.MODEL.OWN_KEY = 1
+    return cfg
+
+
+class Trainer(DefaultTrainer):
+    @classmethod
+    def build_optimizer(cls, cfg, model):
+        return torch.optim.AdamW(model.parameters())
+
+
+def largest_batch(cfg):
+    return Job.from_cfg(tiny_cfg("faster_rcnn"), 1, num_instances=3).training_batch(1)
+
+
+def no_batch(cfg):
+    return None
+"""
+
+LAZY = """
+from lazy_configs import lazy_config
+
+_cfg = lazy_config()
+globals().update({name: _cfg[name] for name in _cfg})
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "project_of_test.py").write_text(PROJECT)
+    (tmp_path / "tiny.yaml").write_text(tiny_cfg("faster_rcnn").dump())
+    (tmp_path / "lazy.py").write_text(LAZY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "project_of_test", raising=False)
+    return tmp_path
+
+
+def answer(capsys, *arguments):
+    main([*arguments, "--json", "MODEL.DEVICE", "cpu"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_optimizer_of_a_trainer_counts(folder, capsys):
+    plain = answer(capsys, "estimate", "--config-file", "tiny.yaml")
+    trainer = ["--trainer", "project_of_test:Trainer"]
+    own = answer(capsys, "estimate", "--config-file", "tiny.yaml", *trainer)
+    assert own["breakdown"]["optimizer"] > 1.5 * plain["breakdown"]["optimizer"]
+    plan = answer(capsys, "plan", "--config-file", "tiny.yaml", *trainer, "--budget", "20")
+    assert plan["fits"]
+
+
+def test_a_function_that_returns_a_config_is_a_project(folder, capsys):
+    project = ["--project", "project_of_test:own_cfg", "--config-file", "tiny.yaml"]
+    main(["estimate", *project, "--json", "MODEL.OWN_KEY", "2"])
+    assert json.loads(capsys.readouterr().out)["peak_allocated_gb"] < 1  # its tiny model
+
+
+def test_batches_sizes_and_instances_can_be_given(folder, capsys):
+    config = ["estimate", "--config-file", "tiny.yaml"]
+    given = answer(capsys, *config, "--batch", "project_of_test:largest_batch")
+    assert given["num_instances"] == 3
+    asked = answer(capsys, *config, "--image-size", "480,640", "--instances", "7")
+    assert asked["num_instances"] == 7
+    assert asked["image_size"] == [64, 85]
+    for option, value, message in [
+        ("--batch", "project_of_test:no_batch", "batch must be a list"),
+        ("--image-size", "large", "--image-size must be HEIGHT,WIDTH"),
+        ("--instances", "0", "--instances must be a positive integer"),
+    ]:
+        with pytest.raises(SystemExit) as e:
+            main([*config, option, value])
+        assert e.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_training_can_be_planned_by_itself(folder, capsys):
+    config = ["estimate", "--config-file", "tiny.yaml", "--training-only"]
+    e = answer(capsys, *config)
+    assert e["evaluation_gb"] is None
+    assert not any("DATASETS.TEST" in line for line in e["assumptions"])
+
+
+def test_a_lazy_config_is_planned_and_its_plan_is_a_lazy_config(folder, capsys):
+    config = ["plan", "--config-file", "lazy.py", "--budget", "20", "--device", "cpu"]
+    main([*config, "--output", "planned.py", "train.accumulation_steps=2"])
+    assert "SOLVER.ACCUMULATION_STEPS 2, as before" in capsys.readouterr().out
+    planned = LazyConfig.load("planned.py")
+    assert planned.train.budget_gb == 20
+    assert planned.train.accumulation_steps == 2
+    job = Job.from_lazy(planned, 1)
+    assert job.budget_gb == 20
+    assert job.recovery is not None
+    job.build_optimizer(job.build_model())
+    main([*config, "--output", "overrides.yaml"])
+    assert "train.budget_gb: 20" in (folder / "overrides.yaml").read_text()
+    main(["estimate", "--config-file", "lazy.py", "--card", "24GB", "--device", "cpu"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config-file", "lazy.py", "--trainer", "a:B"], "--trainer is for yaml configs"),
+        (["--config-file", "lazy.py", "train.no"], "lazy.py cannot be loaded"),
+        (["--config-file", "tiny.yaml", "--trainer", "project_of_test:T"], "has no class 'T'"),
+        (["--config-file", "tiny.yaml", "--trainer", "Trainer"], "--trainer must be MODULE:CLASS"),
+    ],
+)
+def test_bad_input_is_one_line(folder, capsys, arguments, message):
+    with pytest.raises(SystemExit) as e:
+        main(["estimate", *arguments])
+    assert e.value.code == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_a_run_plans_the_job_of_its_trainer(folder):
+    import project_of_test
+
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.OUTPUT_DIR = str(folder / "output")
+    cfg.MEMFIT.PLAN.ENABLED, cfg.MEMFIT.BUDGET_GB = True, 20.0
+    fit_config(cfg)
+    plain = (folder / "output" / "memfit_plan.yaml").read_text()
+    cfg.OUTPUT_DIR = str(folder / "other")
+    fit_config(cfg, trainer=project_of_test.Trainer)
+    assert "| optimizer " in plain
+    assert (folder / "other" / "memfit_plan.yaml").read_text() != plain
+
+
+def test_a_run_of_a_lazy_config_plans(folder, log):
+    keys = {"plan": {"enabled": True}}
+    cfg = lazy_config(output_dir=str(folder / "lazy"), budget_gb=20.0, memfit=keys)
+    planned = fit_config(cfg)
+    assert planned.train.oom.policy == "split"
+    assert not planned.train.memfit.plan.enabled
+    assert fit_config(planned) is planned
+    assert fit_config(cfg) == planned
+    assert "The plan is that of" in log.text
+    cfg.train.budget_gb = 0.4
+    with pytest.raises(ConfigError, match="the job does not fit"):
+        fit_config(cfg)
