@@ -1,6 +1,7 @@
 """What a job needs, and how it fits, said before it is trained, and without a GPU."""
 
-from ..job import WorstCase, worst_case
+from ..job import WorstCase
+from .deprecated import worst_case
 from .dry_job import DryJob, MemoryEstimate
 from .estimate import estimate_memory
 from .fit import fit_config

@@ -72,6 +72,16 @@ def test_a_dataset_says_how_large_and_how_crowded_its_images_are(dataset):
     assert job.batches.assumptions == job.batches.evaluation_assumptions == ()
 
 
+def test_the_name_of_the_first_release_still_works(dataset):
+    from d2_memfit.planner import worst_case
+
+    cfg = make_cfg(DATASETS__TRAIN=(dataset,), DATASETS__TEST=(dataset,))
+    with pytest.warns(DeprecationWarning, match="worst_case is deprecated"):
+        case = worst_case(cfg)
+    assert case.image_sizes == ((1333, 667), (800, 800))
+    assert (case.num_instances, case.original_size) == (7, (1000, 500))
+
+
 def test_without_grouping_both_orientations_meet_in_a_batch(dataset):
     cfg = make_cfg(DATASETS__TRAIN=(dataset,), DATALOADER__ASPECT_RATIO_GROUPING=False)
     highest, widest, again = sizes(cfg, 3)

@@ -196,3 +196,20 @@ def test_planning_draws_no_random_numbers():
     torch.manual_seed(0)
     plan_memory(cfg, 20)
     assert torch.rand(1) == expected
+
+
+def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(monkeypatch):
+    from d2_memfit.techniques.heads import ChunkedHeads
+
+    def broken(model, cfg):
+        model.roi_heads.forward = None
+        return model
+
+    monkeypatch.setattr(ChunkedHeads, "apply", broken)
+    lines = []
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    before = estimate_memory(cfg, device="cuda", case=CASE)
+    p = plan(cfg, before.device_total_gb, progress=lines.append)
+    assert "ChunkedHeads" not in [s.name for s in p.steps]
+    assert any("ChunkedHeads: left out, the model of this job does not run" in x for x in lines)
