@@ -6,8 +6,8 @@ from detectron2.checkpoint import DetectionCheckpointer, PeriodicCheckpointer
 from detectron2.utils.events import EventStorage
 from tiny import images, parameters, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine import RecoveryOptions
+from d2_memfit import AccumulatingTrainer, Job
+from d2_memfit.engine import RecoveryOptions, build_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -83,3 +83,30 @@ def test_without_a_storage_the_error_says_what_is_missing():
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with pytest.raises(AssertionError, match="EventStorage"):
         AccumulatingTrainer(model, [images(1)], optimizer).run_step()
+
+
+def test_one_call_makes_the_trainer_of_a_config(tmp_path):
+    """Techniques, budget, precision and recovery are the config's; parts may be the project's."""
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS, cfg.MEMFIT.MICRO_BATCH = 2, 2, 1
+    cfg.MEMFIT.OOM.POLICY, cfg.OUTPUT_DIR = "split", str(tmp_path)
+    cfg.MEMFIT.CHECKPOINT.MODULES = ["backbone"]
+    job = Job.from_cfg(cfg)
+    model = tiny_model(cfg)
+    trainer = build_trainer(job, model=model, data_loader=[images(2)] * 4)
+    assert trainer.model is model
+    assert trainer.images_per_micro_batch == 1
+    assert trainer.recovery is not None
+    assert any(hasattr(type(module), "_extended_class") for module in model.modules())
+    assert isinstance(trainer.optimizer, torch.optim.SGD)  # the job's own
+    with EventStorage() as storage:
+        for _ in range(2):
+            trainer.run_step()
+            storage.step()
+    assert storage.latest()["effective_batch"][0] == 4
+    doubled = build_trainer(
+        job, data_loader=[images(2)] * 2, loss_fn=lambda m, b: {"x": 2 * sum(m(b).values())}
+    )
+    with EventStorage() as storage:
+        doubled.run_step()
+    assert storage.latest()["total_loss"][0] > 0
