@@ -1,12 +1,15 @@
 """Work beside the training itself, such as planning: by one rank, and without a word."""
 
 import logging
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
-__all__ = ["alone", "no_information"]
+__all__ = ["alone", "no_information", "unchanged_random_state"]
 
 
 @contextmanager
@@ -36,3 +39,15 @@ def no_information(up_to: int = logging.INFO) -> Iterator[None]:
         yield
     finally:
         logging.disable(level)
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """While open, random numbers can be drawn that the job does not miss."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -27,7 +27,7 @@ from .memory import use_expandable_segments
 from .options import check_opts, opts_of_card
 from .planner import plan_memory
 from .planner.estimate import run_dry
-from .planner.plan_file import lazy_file, planned_yaml
+from .planner.plan_file import lazy_file, planned_yaml, write_whole
 from .planner.text import describe_estimate, describe_plan
 from .projects import find_function
 
@@ -161,11 +161,8 @@ def _ask(args: argparse.Namespace) -> None:
         sys.exit(_DOES_NOT_FIT)
     if args.output is not None:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
-        args.output.write_text(
-            lazy_file(args.config_file, args.opts, plan)
-            if is_lazy_file
-            else planned_yaml(cfg, plan)
-        )
+        text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
+        write_whole(args.output, text or planned_yaml(cfg, plan))
 
 
 def _draw(args: argparse.Namespace) -> None:

@@ -162,6 +162,9 @@ def cfg_of_techniques(keys: Mapping[str, Any]) -> CN:
 
 def _in_upper_case(keys: Any) -> Any:
     if isinstance(keys, Mapping):
+        twice = [k for k in keys if k != k.upper() and k.upper() in keys]
+        if twice:
+            raise ConfigError(f"train.memfit has {twice[0]} and {twice[0].upper()}: write one")
         return {key.upper(): _in_upper_case(value) for key, value in keys.items()}
     if isinstance(keys, Sequence) and not isinstance(keys, str):
         return list(keys)  # OmegaConf's too

@@ -118,6 +118,8 @@ def check_arguments(script, arguments):
         assert not arguments
         return
     args = vars(parser.parse_args(arguments))
+    if str(args.get("config_file")).endswith(".py"):
+        return  # the keys are those of a LazyConfig
     if script in (ROOT / "tools" / "train_net.py", ROOT / "tools" / "plan_memory.py", "d2-memfit"):
         load_cfg("", args.get("opts", []))  # names and values of config keys
 

@@ -127,9 +127,9 @@ def main(args: argparse.Namespace) -> None:
 def run() -> None:
     args = default_argument_parser(epilog=__doc__).parse_args()
     cfg = load_config(args)
-    if cfg.train.get("budget_gb") is not None:
-        use_expandable_segments()  # before anything asks the GPU
     keys = cfg_of_lazy(cfg)
+    if keys.MEMFIT.BUDGET_GB is not None or keys.MEMFIT.PRESET:
+        use_expandable_segments()  # before anything asks the GPU
     check_config(keys, world_size(args.num_gpus, args.num_machines))
     Precision.from_cfg(keys)
     RecoveryOptions.from_cfg(keys)

@@ -38,15 +38,12 @@ class Patient:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.images: Any = _small(job.training_batch(2))
-        self._model: Optional[nn.Module] = None
 
     def model(self) -> nn.Module:
         """A new model on the CPU, with the same weights as the ones before."""
-        if self._model is None:
-            seed_all()
-            with _as_planned():
-                self._model = self.job.parts.build_model("cpu")
-        return copy.deepcopy(self._model).train()
+        seed_all()
+        with _as_planned():
+            return self.job.parts.build_model("cpu").train()
 
     def batch(self) -> Any:
         return copy.deepcopy(self.images)

@@ -39,6 +39,7 @@ def build_trainer(
     model = apply_techniques("model", model, job.cfg)
     optimizer = job.parts.build_optimizer(model) if optimizer is None else optimizer
     optimizer = apply_techniques("optimizer", optimizer, job.cfg)
+    kwargs.setdefault("clip_gradients", job.parts.clip_gradients())
     return AccumulatingTrainer(
         create_ddp_model(model, **job.ddp_options()),
         job.build_train_loader() if data_loader is None else data_loader,

@@ -20,11 +20,11 @@ class Row:
 def columns_of(batch: Any) -> Optional[Sequence[Any]]:
     """The columns of a batch, or None if it is of another kind.
 
-    They are equally long. A tuple may have lists, tuples and tensors. A list may have lists only:
-    a list of tensors, or of tuples, is more likely one image after another.
+    They are equally long lists, tuples or tensors in a tuple. What is in a list is one image after
+    another.
     """
-    kinds = (list, tuple, torch.Tensor) if isinstance(batch, tuple) else (list,)
-    if not isinstance(batch, (list, tuple)) or not all(isinstance(c, kinds) for c in batch):
+    kinds = (list, tuple, torch.Tensor)
+    if not isinstance(batch, tuple) or not all(isinstance(c, kinds) for c in batch):
         return None
     if any(isinstance(column, torch.Tensor) and column.dim() == 0 for column in batch):
         return None

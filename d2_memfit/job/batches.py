@@ -13,6 +13,7 @@ from ..errors import ConfigError
 __all__ = ["Batches", "GivenBatches", "copy_of", "padded_area", "size_of", "tensors_of"]
 
 _LARGE_BYTES = 2**20  # above it, a dry run does not look at values
+_PIXELS = (torch.uint8, torch.bool, torch.float32, torch.float16)  # others are labels
 
 
 class Batches(Protocol):
@@ -86,9 +87,9 @@ def _take(images: Sequence[Any], num: int) -> list[Any]:
 
 
 def copy_of(data: Any) -> Any:
-    """A copy with tensors of its own. The values of large ones are not copied."""
-    large = [t for t in tensors_of(data) if t.nbytes >= _LARGE_BYTES]
-    return copy.deepcopy(data, {id(t): torch.empty_like(t) for t in large})
+    """A copy with tensors of its own. The values of large pixels and masks are not copied."""
+    large = [t for t in tensors_of(data) if t.nbytes >= _LARGE_BYTES and t.dtype in _PIXELS]
+    return copy.deepcopy(data, {id(t): torch.zeros_like(t) for t in large})
 
 
 def tensors_of(data: Any) -> list[torch.Tensor]:

@@ -15,12 +15,13 @@ from detectron2.data import DatasetCatalog, build, common, detection_utils
 from detectron2.data.transforms import ResizeShortestEdge, Transform
 from detectron2.structures import BoxMode
 
-from ..alone import alone, no_information
+from ..alone import alone, no_information, unchanged_random_state
 from ..techniques.modules import replaced_functions
-from .datasets import boxes_anywhere, facts_of, invented_dict
+from .datasets import Size, boxes_anywhere, facts_of, invented_dict
 
 __all__ = ["CapturedLoader", "capture_loader", "empty_images", "largest_resizes"]
 
+_NUM_DICTS = 1000  # enough for samplers that take a share of a dataset
 _NUM_PROPOSALS = 5000  # of an image in a file that is not there; mappers keep fewer
 
 
@@ -54,7 +55,8 @@ def capture_loader(make_loader: Callable[[], Any]) -> CapturedLoader:
         def get(self: Any, name: str) -> list[dict[str, Any]]:
             captured.names.append(name)
             facts = facts_of([name])
-            return [invented_dict((480, 640), 2, name) if facts is None else facts.any_dict()]
+            one = invented_dict((480, 640), 2, name) if facts is None else facts.any_dict()
+            return [one] * _NUM_DICTS
 
         return get
 
@@ -101,27 +103,27 @@ class _EmptyFiles:
     """Names of files that are not there, for images of a size."""
 
     def __init__(self) -> None:
-        self._dicts: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, tuple[str, Size, list[int]]] = {}  # kind, size, ids of segments
 
     def name(self, d: dict[str, Any]) -> None:
         """Give a dataset dict such names, where it has some."""
+        ids = [segment["id"] for segment in d.get("segments_info", ())]
         for key in ("file_name", "sem_seg_file_name", "pan_seg_file_name"):
             if key in d:
-                d[key] = f"largest_image_{len(self._dicts)}.png"
-                self._dicts[d[key]] = d
+                d[key] = f"largest_image_{len(self._known)}.png"
+                self._known[d[key]] = key, (d["height"], d["width"]), ids
 
     def read(self, name: str, format: Optional[str]) -> Optional[Any]:
-        """None for another file."""
-        d = self._dicts.get(name)
-        if d is None:
+        """As Detectron2's ``read_image``; None for another file."""
+        if name not in self._known:
             return None
-        image = np.zeros((d["height"], d["width"], 1 if format == "L" else 3), np.uint8)
-        if name == d.get("pan_seg_file_name"):  # a stripe for each segment
-            segments = d.get("segments_info", ())
-            for rows, segment in zip(
-                np.array_split(np.arange(len(image)), len(segments)), segments
-            ):
-                image[rows] = [segment["id"] // 256**i % 256 for i in range(3)]
+        kind, size, ids = self._known[name]
+        if format is None and kind == "sem_seg_file_name":
+            return np.zeros(size, np.uint8)
+        image = np.zeros((*size, 1 if format == "L" else 3), np.uint8)
+        if kind == "pan_seg_file_name" and ids:  # a stripe for each segment
+            for rows, number in zip(np.array_split(np.arange(len(image)), len(ids)), ids):
+                image[rows] = [number // 256**i % 256 for i in range(3)]
         return image
 
 
@@ -140,7 +142,11 @@ def empty_images() -> Iterator[_EmptyFiles]:
 
         return read_image
 
-    known = [m for m in list(sys.modules.values()) if vars(m).get("read_image") is original]
+    known = [
+        module
+        for module in list(sys.modules.values())
+        if getattr(module, "__dict__", {}).get("read_image") is original
+    ]
     with (
         alone(),
         no_information(),
@@ -171,15 +177,3 @@ def largest_resizes() -> Iterator[set[tuple[int, int]]]:
 
     with replaced_functions([ResizeShortestEdge], {"get_transform": take_largest}):
         yield used
-
-
-@contextmanager
-def unchanged_random_state() -> Iterator[None]:
-    """While open, random numbers can be drawn that the job does not miss."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

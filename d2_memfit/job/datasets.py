@@ -1,11 +1,11 @@
 """The images of a job's datasets that need the most memory, or invented ones where none are."""
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import cv2
 import numpy as np
@@ -14,6 +14,8 @@ from detectron2.data.transforms import ResizeShortestEdge
 from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathManager
 from pycocotools import mask as coco_mask
+
+from ..alone import alone, no_information, unchanged_random_state
 
 __all__ = [
     "DEFAULT_INSTANCES",
@@ -27,6 +29,8 @@ __all__ = [
     "largest_sizes",
     "resized",
 ]
+
+logger = logging.getLogger(__name__)
 
 # Where no dataset is there to count them: the most crowded image of COCO's training set has 93.
 DEFAULT_INSTANCES = 100
@@ -54,43 +58,66 @@ class Facts:
     most_crowded: dict[str, Any]
 
     def any_dict(self) -> dict[str, Any]:
-        """One to look at, with two annotations at most."""
+        """One that no loader leaves out."""
         size = self.most_crowded["height"], self.most_crowded["width"]
-        return with_few_annotations(dict_of_size(self.most_crowded, size))
+        d = dict_of_size(self.most_crowded, size)
+        has_none = "annotations" in d and not _num_instances(d)
+        return {**d, "annotations": invented_dict(size, 1)["annotations"]} if has_none else d
 
 
-def facts_of(names: Sequence[str]) -> Optional[Facts]:
+def facts_of(names: Union[str, Sequence[str]]) -> Optional[Facts]:
     """None where one of the datasets is not there, or does not say how large its images are."""
-    for name in names:
+    found = []
+    for name in [names] if isinstance(names, str) else names:
         if name not in DatasetCatalog:
             return None
         json_file = MetadataCatalog.get(name).get("json_file")
         if json_file and not PathManager.isfile(json_file):
             return None
-    return _facts_of(tuple((name, DatasetCatalog[name]) for name in names))
+        facts = _facts_of_one(name, DatasetCatalog[name])
+        if facts is None:
+            return None
+        found.append(facts)
+    if not found:
+        return None
+    most = max(found, key=lambda facts: facts.num_instances)
+    sizes = frozenset().union(*(facts.sizes for facts in found))
+    return Facts(sizes, most.num_instances, most.most_crowded)
 
 
-# Reading COCO takes 20 seconds. The key is the names, and what is registered under them now.
-@lru_cache(maxsize=8)
-def _facts_of(datasets: tuple[tuple[str, Callable[..., Any]], ...]) -> Optional[Facts]:
-    sizes, most, num_most = set(), None, -1
-    for _, load in datasets:
+# What is known by name, and what was registered under it then: reading COCO takes 20 seconds.
+_known: dict[str, tuple[Callable[..., Any], Optional[Facts]]] = {}
+
+
+def _facts_of_one(name: str, load: Callable[..., Any]) -> Optional[Facts]:
+    if name in _known and _known[name][0] is load and _known[name][1] is not None:
+        return _known[name][1]
+    with alone(), no_information(), unchanged_random_state():
         try:
             dicts = load()
-        except (OSError, ImportError):  # built-in ones whose files or packages are missing
+        except Exception as e:  # whatever files, packages or checks of a dataset are missing
+            logger.info("The dataset %s cannot be read: %s: %s", name, type(e).__name__, e)
+            dicts = []
+    sizes, most, num_most = set(), None, -1
+    for d in dicts:
+        if "height" not in d or "width" not in d:
             return None
-        for d in dicts:
-            if "height" not in d or "width" not in d:
-                return None
-            sizes.add((d["height"], d["width"]))
-            if _num_instances(d) > num_most:
-                most, num_most = d, _num_instances(d)
-    return Facts(frozenset(sizes), max(num_most, 1), most) if most is not None else None
+        sizes.add((d["height"], d["width"]))
+        num = _num_instances(d)
+        if num > num_most:
+            most, num_most = d, num
+    facts = Facts(frozenset(sizes), max(num_most, 1), most) if most is not None else None
+    _known[name] = load, facts
+    return facts
 
 
 def _num_instances(d: dict[str, Any]) -> int:
+    """Objects; those with visible keypoints, where there are keypoints, since mappers and loaders
+    look for them.
+    """
     objects = [a for a in d.get("annotations", ()) if not a.get("iscrowd", 0)]
-    return len(objects) or len(d.get("segments_info", ()))
+    visible = [a for a in objects if any(v > 0 for v in a.get("keypoints", (1, 1, 1))[2::3])]
+    return len(visible) or len(d.get("segments_info", ()))
 
 
 def dict_of_size(d: dict[str, Any], size: Size) -> dict[str, Any]:
@@ -109,8 +136,8 @@ def dict_of_size(d: dict[str, Any], size: Size) -> dict[str, Any]:
 
 def _scale(annotation: dict[str, Any], scale: tuple[float, float], size: Size) -> None:
     y, x = scale
-    if len(annotation["bbox"]) == 4:  # others are rotated
-        annotation["bbox"] = (np.asarray(annotation["bbox"]) * (x, y, x, y)).tolist()
+    angle = (1,) * (len(annotation["bbox"]) - 4)  # of rotated boxes
+    annotation["bbox"] = (np.asarray(annotation["bbox"]) * (x, y, x, y, *angle)).tolist()
     segmentation = annotation.get("segmentation")
     if isinstance(segmentation, list):
         scaled = [(np.reshape(p, (-1, 2)) * (x, y)).reshape(-1).tolist() for p in segmentation]

@@ -24,14 +24,12 @@ from ..presets import with_budget
 from ..projects import own_registry
 from ..scaling import auto_scale_workers
 from ..techniques import apply_techniques
-from .batches import Batches, GivenBatches
-from .datasets import Size, facts_of
-from .invented import InventedBatches
+from .batches import Batches
+from .datasets import Size
+from .largest import largest_batches
 from .lazy import LazyParts, cfg_of_lazy
-from .mapped import MappedBatches
 from .parts import GivenParts, Parts, TrainerParts
 from .recovery_options import RecoveryOptions
-from .worst_case import WorstCase, worst_case
 
 __all__ = ["Job"]
 
@@ -54,7 +52,7 @@ class Job:
         images_per_batch: in a batch of a rank's training loader.
         accumulation_steps: batches behind one optimizer step.
         micro_batch_size: images in one forward on each rank; None is the loader's batch.
-        ranks: processes that train together.
+        ranks: processes that train together; None is those of this run.
         device: as MODEL.DEVICE.
         amp_dtype: of mixed precision, "float16" or "bfloat16"; None is float32.
         max_iter: optimizer steps.
@@ -86,7 +84,7 @@ class Job:
         images_per_batch: int = 1,
         accumulation_steps: int = 1,
         micro_batch_size: Optional[int] = None,
-        ranks: int = 1,
+        ranks: Optional[int] = None,
         device: str = "cuda",
         amp_dtype: Optional[str] = None,
         max_iter: int = 1,
@@ -95,6 +93,7 @@ class Job:
         batch: Any = None,
     ) -> None:
         check_positive_int("images_per_batch", images_per_batch)
+        ranks = _checked(ranks)
         cfg = cfg_of_techniques(memfit or {})
         cfg.SOLVER.IMS_PER_BATCH = images_per_batch * ranks
         cfg.SOLVER.ACCUMULATION_STEPS = accumulation_steps
@@ -132,8 +131,7 @@ class Job:
         """
         if not isinstance(cfg, CfgNode):
             raise TypeError(f"a trainer's job needs a config of yacs, got a {type(cfg).__name__}")
-        ranks = comm.get_world_size() if ranks is None else ranks
-        check_positive_int("num_gpus", ranks)
+        ranks = _checked(ranks)
         cfg = auto_scale_workers(with_memfit_keys(cfg), ranks)
         parts = TrainerParts(cfg, trainer)
         other = own_registry(cfg) if trainer is DefaultTrainer else None
@@ -155,10 +153,9 @@ class Job:
             cfg: with the nodes model, optimizer, dataloader and train.
             ranks, batch: as for :meth:`from_cfg`.
         """
-        ranks = comm.get_world_size() if ranks is None else ranks
-        check_positive_int("num_gpus", ranks)
+        ranks = _checked(ranks)
         job = cls.__new__(cls)
-        job._describe(LazyParts(cfg), cfg_of_lazy(cfg), ranks, **batch)
+        job._describe(LazyParts(copy.deepcopy(cfg)), cfg_of_lazy(cfg), ranks, **batch)
         return job
 
     @classmethod
@@ -199,8 +196,7 @@ class Job:
         self.parts = parts.with_cfg(cfg)
         self.geometry = BatchGeometry.from_cfg(cfg, ranks)
         self._batch = batch
-        self._image_size = image_size
-        self._num_instances = num_instances
+        self._facts = image_size, num_instances
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Job":
         """The same job with other values for some keys of its config.
@@ -209,12 +205,16 @@ class Job:
             ConfigError: the job has no such key.
         """
         job = copy.copy(self)
-        job.cfg = with_settings(self.cfg, settings)
+        try:
+            job.cfg = with_settings(self.cfg, settings)
+        except KeyError as e:
+            raise ConfigError(f"there is no config key {e.args[0]}") from e
         job.cfg.freeze()
         job.parts = self.parts.with_settings(settings)
         job.geometry = BatchGeometry.from_cfg(job.cfg, self.ranks)
-        if not all(key.startswith(("MEMFIT.", "SOLVER.")) for key in settings):
-            vars(job).pop("batches", None)  # its mapper may make others
+        same_mapper = all(key.startswith(("MEMFIT.", "SOLVER.")) for key in settings)
+        if not same_mapper or job.geometry.crosses_batches != self.geometry.crosses_batches:
+            vars(job).pop("batches", None)
         return job
 
     def with_batch(self, batch: Any) -> "Job":
@@ -273,20 +273,7 @@ class Job:
     @cached_property
     def batches(self) -> Batches:
         """What makes the largest batches."""
-        if isinstance(self._batch, WorstCase):
-            return InventedBatches(self.cfg, self._batch)
-        if self._batch is not None:
-            return GivenBatches(self._batch)
-        is_known = self._image_size is None and self._num_instances is None
-        if is_known and self.parts.has_default_loader and facts_of(self.cfg.DATASETS.TRAIN) is None:
-            # What Detectron2's mapper would make of a dataset that is not there.
-            return InventedBatches(self.cfg, worst_case(self.cfg, self.ranks))
-        return MappedBatches(
-            self.parts,
-            self.cfg.DATALOADER.ASPECT_RATIO_GROUPING,
-            self._image_size,
-            self._num_instances,
-        )
+        return largest_batches(self.parts, self.cfg, self.ranks, self._batch, *self._facts)
 
     def training_batch(self, num_images: Optional[int] = None) -> Any:
         """The largest micro-batch, or one of so many images."""
@@ -296,3 +283,9 @@ class Job:
     def evaluation_batch(self) -> Any:
         """The largest batch of evaluation."""
         return self.batches.evaluation()
+
+
+def _checked(ranks: Optional[int]) -> int:
+    ranks = comm.get_world_size() if ranks is None else ranks
+    check_positive_int("num_gpus", ranks)
+    return ranks

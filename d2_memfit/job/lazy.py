@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Optional
 
 from detectron2.config import CfgNode, instantiate
 from detectron2.evaluation import inference_on_dataset
@@ -50,9 +51,7 @@ class LazyParts:
         return instantiate(self.cfg.dataloader.train)
 
     def test_loaders(self) -> list[Callable[[], Any]]:
-        if "test" not in self.cfg.dataloader or "evaluator" not in self.cfg.dataloader:
-            return []
-        return [lambda: instantiate(self.cfg.dataloader.test)]
+        return [lambda: instantiate(self.cfg.dataloader.test)] if _evaluates(self.cfg) else []
 
     def test(self, model: nn.Module) -> Any:
         nodes = self.cfg.dataloader
@@ -61,12 +60,23 @@ class LazyParts:
     def ddp_options(self) -> dict[str, Any]:
         return dict(self.cfg.train.get("ddp", {}))
 
+    def clip_gradients(self) -> Optional[Callable[[Any], Any]]:
+        """As detrex's ``train.clip_grad`` says."""
+        clip = self.cfg.train.get("clip_grad")
+        if clip is None or not clip.enabled:
+            return None
+        return partial(nn.utils.clip_grad_norm_, **clip.params)
+
     def with_cfg(self, cfg: CfgNode) -> "LazyParts":
         return self
 
     def with_settings(self, settings: Mapping[str, Any]) -> "LazyParts":
         overrides_of(settings)
         return self  # they are not of what it instantiates
+
+
+def _evaluates(cfg: DictConfig) -> bool:
+    return all(cfg.dataloader.get(name) is not None for name in ("test", "evaluator"))
 
 
 def overrides_of(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,18 +115,21 @@ def cfg_of_lazy(cfg: DictConfig) -> CfgNode:
     for node in ("model", "optimizer", "dataloader", "train"):
         if node not in cfg:
             raise ConfigError(f"the LazyConfig has no {node}, which a job needs")
-    train, loader = cfg.train, cfg.dataloader.train
-    if loader.get("total_batch_size") is None:
+    train, loader = cfg.train, cfg.dataloader.get("train")
+    for key in ("max_iter", "device", "output_dir"):
+        if train.get(key) is None:
+            raise ConfigError(f"the LazyConfig has no train.{key}, which a job needs")
+    if loader is None or loader.get("total_batch_size") is None:
         raise ConfigError("dataloader.train.total_batch_size is missing")
     steps, micro_batch = train.get("accumulation_steps", 1), train.get("micro_batch")
     check_positive_int("train.accumulation_steps", steps)
     if micro_batch is not None:
         check_positive_int("train.micro_batch", micro_batch)
-    memfit = train.get("memfit", {})
+    memfit = train.get("memfit") or {}
     for key in {"micro_batch", "amp_dtype", "budget_gb", "oom"} & set(memfit):
         name = "amp.dtype" if key == "amp_dtype" else key
         raise ConfigError(f"train.memfit.{key} is train.{name} in a LazyConfig")
-    keys = cfg_of_techniques({**memfit, "oom": train.get("oom", {})})
+    keys = cfg_of_techniques({**memfit, "oom": train.get("oom") or {}})
     if keys.MEMFIT.HOST.BUDGET_GB is not None:
         raise ConfigError(
             "train.memfit.host.budget_gb cannot be used in a LazyConfig: lower "
@@ -134,5 +147,5 @@ def cfg_of_lazy(cfg: DictConfig) -> CfgNode:
     keys.DATALOADER.ASPECT_RATIO_GROUPING = loader.get("aspect_ratio_grouping", True)
     keys.MODEL.DEVICE, keys.MODEL.WEIGHTS = train.device, train.get("init_checkpoint", "")
     keys.OUTPUT_DIR = train.output_dir
-    keys.DATASETS.TEST = ("dataloader.test",) if "evaluator" in cfg.dataloader else ()
+    keys.DATASETS.TEST = ("dataloader.test",) if _evaluates(cfg) else ()
     return keys

@@ -162,7 +162,7 @@ class _Mapper:
     """Draws what a loader's mapper makes of images of any size."""
 
     def __init__(self, loader: CapturedLoader, crowded: dict[str, Any]) -> None:
-        self._map = loader.mappers[0]
+        self._maps = loader.mappers
         self._has_proposals = loader.has_proposals
         self._crowded = crowded
 
@@ -176,7 +176,8 @@ class _Mapper:
         with empty_images() as files, largest_resizes() as resizes:
 
             def draw(size: Size, times: int, is_crowded: bool) -> list[_Drawn]:
-                return [self._draw(files, size, is_crowded) for _ in range(times)]
+                maps = self._maps * times
+                return [self._draw(map_func, files, size, is_crowded) for map_func in maps]
 
             draw(_ANY_SIZE, 1, is_crowded=False)  # it tells how images are resized
             sizes = set(sizes) or self._any_shape(resizes, draw)
@@ -195,19 +196,21 @@ class _Mapper:
         once, twice = (
             max(d.need[0] for d in draw((largest[0] * k, largest[1] * k), 4, False)) for k in (1, 2)
         )
-        if twice > once > 0:
+        if twice > 2 * once > 0:  # and not by the chance of a crop
             raise ConfigError(
                 "the mapper leaves images in their own sizes, and the dataset that would say what "
                 "they are cannot be read: name the largest with --image-size HEIGHT,WIDTH"
             )
         return sizes
 
-    def _draw(self, files: Any, size: Size, is_crowded: bool) -> _Drawn:
+    def _draw(
+        self, map_func: Callable[..., Any], files: Any, size: Size, is_crowded: bool
+    ) -> _Drawn:
         crowded = self._crowded if is_crowded else with_few_annotations(self._crowded)
         for _ in range(_TRIES):
             d = dict_of_size(crowded, size)
             files.name(d)
-            data = self._map(with_proposals(d) if self._has_proposals else d)
+            data = map_func(with_proposals(d) if self._has_proposals else d)
             if data is not None:
                 return _Drawn(data, size)
         raise ConfigError("the training mapper gives nothing for the dataset's largest images")

@@ -1,5 +1,6 @@
 """What makes the model, the optimizer and the loaders of a job."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,9 @@ class Parts(Protocol):
 
     def ddp_options(self) -> dict[str, Any]:
         """Keyword arguments of ``DistributedDataParallel``, techniques not counted."""
+
+    def clip_gradients(self) -> Optional[Callable[[Any], Any]]:
+        """Clips the gradients of a list of parameters, where the optimizer does not."""
 
     def with_cfg(self, cfg: CfgNode) -> "Parts":
         """The parts of a config of yacs whose values are complete."""
@@ -83,6 +87,9 @@ class TrainerParts:
     def ddp_options(self) -> dict[str, Any]:
         return {"broadcast_buffers": False}  # DefaultTrainer's
 
+    def clip_gradients(self) -> None:
+        return None
+
     def with_cfg(self, cfg: CfgNode) -> "TrainerParts":
         return TrainerParts(cfg, self.trainer)
 
@@ -97,13 +104,13 @@ class TrainerParts:
 
     def is_default(self, name: str) -> bool:
         """Whether a method is Detectron2's own."""
-        return self._method(name).__func__ is getattr(DefaultTrainer, name).__func__
+        function = getattr(self._method(name), "__func__", None)
+        return function is getattr(DefaultTrainer, name).__func__
 
     def _method(self, name: str) -> Any:
         method = getattr(self.trainer, name, None) or getattr(DefaultTrainer, name)
-        if getattr(method, "__self__", None) is None and isinstance(
-            vars(DefaultTrainer).get(name), classmethod
-        ):
+        kind = inspect.getattr_static(self.trainer, name, None)
+        if inspect.isfunction(kind):
             raise ConfigError(
                 f"{self.trainer.__name__}.{name} must be a classmethod, as in DefaultTrainer"
             )
@@ -147,11 +154,14 @@ class GivenParts:
     def ddp_options(self) -> dict[str, Any]:
         return {}
 
+    def clip_gradients(self) -> None:
+        return None
+
     def with_cfg(self, cfg: CfgNode) -> "GivenParts":
         return self
 
     def with_settings(self, settings: Mapping[str, Any]) -> "GivenParts":
         for key in settings:
-            if not key.startswith(("MEMFIT.", "SOLVER.AMP.")):
+            if not key.startswith(("MEMFIT.", "SOLVER.AMP.", "SOLVER.ACCUMULATION_STEPS")):
                 raise ConfigError(f"a Job that was made from pieces has no key {key}")
         return self

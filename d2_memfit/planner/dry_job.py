@@ -97,7 +97,7 @@ class DryJob:
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         accumulates = len(job.geometry.micro_batch_sizes()) > 1
         like = device.is_gpu, device.foreach
-        with explained():
+        with explained(lambda: job.batches.assumptions):
             batch = job.training_batch()
             self.image_size = size_of(batch)
             self.num_instances = job.batches.num_instances

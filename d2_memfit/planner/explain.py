@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -23,8 +23,11 @@ _NEEDS_GPU = r"(?i:cuda|nvidia|not compiled|not implemented (on|for) .*cpu)|(?<!
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def explained(assume: Callable[[], Iterable[str]] = tuple) -> Iterator[None]:
     """While open, what a model raises becomes one line.
+
+    Args:
+        assume: gives lines about what was made up, which may be why.
 
     Raises:
         ConfigError: a model cannot be built, or does not run. The text names the error, the last
@@ -39,7 +42,15 @@ def explained() -> Iterator[None]:
         error = f"{type(e).__name__}: {text}" if text else type(e).__name__
         raise ConfigError(
             f"the model of this job does not run ({error}, in {_place(e)}). {_advice(e)}"
+            + "".join(f". Assumed: {line}" for line in _lines(assume))
         ) from e
+
+
+def _lines(assume: Callable[[], Iterable[str]]) -> list[str]:
+    try:
+        return list(assume())
+    except Exception:  # it may be what has failed
+        return []
 
 
 def _place(error: Exception) -> str:
@@ -63,6 +74,8 @@ def _advice(error: Exception) -> str:
             "If that is what the project's training mapper adds to a batch, name the trainer that "
             "uses it, with --trainer MODULE:CLASS, or give a batch, with --batch MODULE:FUNCTION"
         )
+    if isinstance(error, ModuleNotFoundError):
+        return "Install what is missing"
     if re.search(_NEEDS_GPU, str(error)):
         return (
             "It needs a GPU or an operator that is not compiled here: build the project's "

@@ -10,13 +10,13 @@ from typing import Any, Optional, TypeVar, Union
 import torch
 from detectron2.config import CfgNode
 from detectron2.utils import comm
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ..config import with_memfit_keys, with_settings
 from ..errors import ConfigError, MemfitError
 from ..job import Job
 from ..job.batches import size_of
-from ..job.lazy import with_overrides
+from ..job.lazy import cfg_of_lazy, with_overrides
 from ..logs import start_logging
 from ..memory import (
     limit_onednn_cache,
@@ -25,7 +25,7 @@ from ..memory import (
     use_expandable_segments,
 )
 from .explain import explained
-from .plan_file import budget_in, planned, planned_yaml
+from .plan_file import budget_in, planned, planned_yaml, write_whole
 from .search import plan_memory
 from .text import describe_plan, why_it_does_not_fit
 
@@ -74,7 +74,7 @@ def fit_config(cfg: _Config, trainer: Any = None) -> _Config:
 
 def _wants_a_plan(cfg: Union[CfgNode, DictConfig]) -> bool:
     if isinstance(cfg, DictConfig):
-        return bool(OmegaConf.select(cfg, "train.memfit.plan.enabled", default=False))
+        return cfg_of_lazy(cfg).MEMFIT.PLAN.ENABLED
     return with_memfit_keys(cfg).MEMFIT.PLAN.ENABLED
 
 
@@ -141,5 +141,5 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
         raise ConfigError(why_it_does_not_fit(plan))
     text = f"{_KEY}{key}\n{planned_yaml(cfg, plan)}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    write_whole(path, text)
     return text

@@ -1,5 +1,6 @@
 """Plans as text: a config file of yacs, a LazyConfig file, or overrides; and back."""
 
+import os
 from pathlib import Path
 from typing import Any, Union
 
@@ -12,7 +13,7 @@ from ..job.lazy import overrides_of, with_overrides
 from .plan import Plan
 from .text import describe_plan
 
-__all__ = ["budget_in", "lazy_file", "planned", "planned_config", "planned_yaml"]
+__all__ = ["budget_in", "lazy_file", "planned", "planned_config", "planned_yaml", "write_whole"]
 
 
 def planned_config(cfg: Union[CfgNode, DictConfig], plan: Plan) -> Union[CfgNode, DictConfig]:
@@ -37,6 +38,13 @@ def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
     return comment + CfgNode(_differences(planned_config(cfg, plan), get_cfg(), of_plan)).dump()
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
 def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictConfig]:
     """The config with a plan that :func:`planned_yaml` wrote."""
     keys = yaml.safe_load(text)
@@ -46,6 +54,7 @@ def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictCo
     complete.defrost()
     complete.MEMFIT.BUDGET_GB = None  # "auto" is no number
     complete.merge_from_other_cfg(CfgNode(keys))
+    complete.OUTPUT_DIR = cfg.OUTPUT_DIR  # a plan may be of another folder, copied
     if cfg.is_frozen():
         complete.freeze()
     return complete

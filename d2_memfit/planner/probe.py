@@ -10,6 +10,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.utils.events import EventStorage
 
+from ..alone import unchanged_random_state
 from ..errors import ConfigError
 from ..job import Job
 from ..memory import (
@@ -84,7 +85,7 @@ def run_for_real(dry_job: DryJob, device: str) -> Iterator[None]:
     """
     job = dry_job.job
     devices = [] if device == "cpu" else [torch.device(device)]
-    with torch.random.fork_rng(devices), EventStorage():
+    with unchanged_random_state(), torch.random.fork_rng(devices), EventStorage():
         torch.default_generator.manual_seed(0)
         model, optimizer = steps.build_with_values(job, device)
         for p in model.parameters():

@@ -252,7 +252,7 @@ class Planner:
         """What keeps the job in its budget if an image is not as expected."""
         job = self._trials.job
         settings: dict[str, Any] = {"MEMFIT.BUDGET_GB": budget_gb}
-        if job.ranks == 1 or "SyncBN" not in job.cfg.dump():  # recovery cannot have both
+        if job.ranks == 1 or not self._trials.synchronizes:  # recovery cannot have both
             settings["MEMFIT.OOM.POLICY"] = "split"
         return settings
 

@@ -14,7 +14,7 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 from torch.optim import Optimizer
 
-from ..alone import alone, no_information
+from ..alone import alone, no_information, unchanged_random_state
 from ..job import Job
 from ..job.batches import tensors_of
 from ..precision import Precision
@@ -122,7 +122,7 @@ def build(job: Job) -> tuple[nn.Module, Optimizer]:
         alone(),
         cuda_as_cpu(),
         _one_thread(),
-        torch.random.fork_rng(devices=[]),
+        unchanged_random_state(),
         WithoutValues(),
     ):
         model, optimizer = build_with_values(job, "cpu")
@@ -148,7 +148,7 @@ def _started(
     with ExitStack() as stack:
         for context in (
             *(alone(), no_information(), _one_thread(), cuda_as_cpu()),
-            *(torch.random.fork_rng(devices=[]), EventStorage()),
+            *(unchanged_random_state(), EventStorage()),
         ):
             stack.enter_context(context)
         torch.default_generator.manual_seed(0)  # and no generator of a GPU

@@ -4,14 +4,17 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from detectron2.layers import NaiveSyncBatchNorm
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import ConfigError
+from ..errors import MemfitError
 from ..job import Job
 from ..techniques import TECHNIQUES, get_technique
 from . import steps
 from .device_model import DeviceModel
 from .dry_job import DryJob
+from .explain import explained
 from .order import IN_EVALUATION, NOT_PLANNED, ON_GPU_ONLY, harm
 from .timeline import Timeline
 
@@ -72,6 +75,10 @@ class Trials:
         self._dry_jobs: dict[Choice, DryJob] = {}
         self._evaluations: dict[tuple[str, ...], Timeline] = {}  # by the techniques that matter
         self._usable: dict[str, tuple[str, ...]] = {}  # techniques by tier
+        with explained():
+            _ = (
+                self.job.batches.assumptions
+            )  # made once, for all that only other settings tell apart
 
     def dry_job(self, choice: Choice) -> DryJob:
         """
@@ -96,7 +103,7 @@ class Trials:
         """Whether the job runs with these techniques; if not, that is said."""
         try:
             self.dry_job(choice_of(names, 1))
-        except ConfigError as e:
+        except MemfitError as e:
             if not names:
                 raise
             self._progress(f"{', '.join(names)}: left out, {e}")
@@ -126,12 +133,22 @@ class Trials:
             self._usable[tier] = tuple(filter(self._is_usable, sorted(names, key=harm)))
         return self._usable[tier]
 
-    @cached_property
+    @property
     def micro_batch_tier(self) -> str:
         """Statistics of BatchNorm are of the images of a micro-batch."""
-        model, _ = steps.build(self.job)
-        trains = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+        trains = any(isinstance(m, _BatchNorm) and m.training for m in self._model.modules())
         return "recipe" if trains else "exact"
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether the model has layers that communicate with other ranks."""
+        kinds = (nn.SyncBatchNorm, NaiveSyncBatchNorm)
+        return any(isinstance(m, kinds) for m in self._model.modules())
+
+    @cached_property
+    def _model(self) -> nn.Module:
+        with explained():
+            return steps.build(self.job)[0]
 
     def _is_usable(self, name: str) -> bool:
         if name in ON_GPU_ONLY and not self.device.is_gpu:
@@ -142,8 +159,9 @@ class Trials:
             job = self.job.with_settings(get_technique(name).settings(self.job.cfg))
             if job.cfg == self.job.cfg:
                 return False
-            steps.build(job)
-        except ConfigError as e:
+            with explained():
+                steps.build(job)
+        except MemfitError as e:
             self._progress(f"{name} is left out: {e}")
             return False
         return True

@@ -131,7 +131,7 @@ def main(args):
             verify_results(cfg, res)
         return res
 
-    trainer = Trainer(fit_config(cfg))
+    trainer = Trainer(fit_config(cfg, Trainer))
     trainer.resume_or_load(resume=args.resume)
     return trainer.train()
 

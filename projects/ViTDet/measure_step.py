@@ -6,24 +6,24 @@ On the CPU, in float32, with the first batch of the loader. Tensors are counted 
 """
 
 import argparse
+import copy
 import time
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode, LazyConfig, instantiate
+from detectron2.config import LazyConfig, instantiate
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from omegaconf import DictConfig
 
-from d2_memfit.config import cfg_of_techniques
+from d2_memfit import Job
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques import apply_techniques
 
 
-def step(cfg: DictConfig, batch: list[Any], memfit: CfgNode) -> tuple[float, float, float]:
+def step(cfg: DictConfig, batch: list[Any]) -> tuple[float, float, float]:
     """Peak in MB of 2^20 bytes, seconds, and the norm of the gradient."""
     torch.manual_seed(0)
-    model = apply_techniques("model", instantiate(cfg.model), memfit)
+    model = Job.from_lazy(cfg).build_model("cpu")
     torch.manual_seed(0)  # for the proposals that are sampled
     start = time.perf_counter()
     with TensorMeter() as meter, EventStorage():
@@ -31,6 +31,12 @@ def step(cfg: DictConfig, batch: list[Any], memfit: CfgNode) -> tuple[float, flo
     seconds = time.perf_counter() - start
     gradients = [p.grad.norm() for p in model.parameters() if p.grad is not None]
     return meter.peak_bytes / 2**20, seconds, torch.stack(gradients).norm().item()
+
+
+def without_techniques(cfg: DictConfig) -> DictConfig:
+    plain = copy.deepcopy(cfg)
+    plain.train.memfit = {}
+    return plain
 
 
 def main() -> None:
@@ -43,8 +49,8 @@ def main() -> None:
     cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file), args.opts)
     seed_all_rng(0)
     batch = next(iter(instantiate(cfg.dataloader.train)))
-    for name, memfit in (("without", {}), (f"with {cfg.train.memfit}", cfg.train.memfit)):
-        peak, seconds, norm = step(cfg, batch, cfg_of_techniques(memfit))
+    for name, config in (("without", without_techniques(cfg)), (f"with {cfg.train.memfit}", cfg)):
+        peak, seconds, norm = step(config, batch)
         print(f"{name}: peak {peak:.0f} MB, {seconds:.2f} s, norm of the gradient {norm:.6f}")
 
 

@@ -11,7 +11,9 @@ from detectron2.config import LazyConfig, instantiate
 from diffs import apply_diff, diffs_in, of_detectron2
 from tiny import ROOT, read_metrics, run_process
 
-from d2_memfit.config import cfg_of_techniques
+from d2_memfit import Job, estimate_memory
+from d2_memfit.cli import main
+from d2_memfit.config_files import find_config_file
 
 pytestmark = pytest.mark.slow
 
@@ -67,10 +69,31 @@ def test_checkpointing_saves_memory_and_leaves_the_gradient(config, most):
     cfg = LazyConfig.apply_overrides(LazyConfig.load(str(config)), SHORT)
     batch = next(iter(instantiate(cfg.dataloader.train)))
     (peak, _, norm), (less, _, same) = (
-        measure_step.step(cfg, batch, cfg_of_techniques(keys)) for keys in ({}, cfg.train.memfit)
+        measure_step.step(config, batch) for config in (measure_step.without_techniques(cfg), cfg)
     )
     assert less < most * peak
     assert same == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("config", [FPN, pytest.param(VITDET, marks=NEEDS_VIT)])
+def test_the_command_plans_the_config_as_it_stands(config, folder, capsys):
+    planned = folder / "planned.py"
+    command = ["plan", "--config-file", str(config), "--device", "cuda", "--output", str(planned)]
+    main([*command, "--budget", "1.5", *SHORT, "train.amp.enabled=True"])
+    assert "Assumed" not in capsys.readouterr().out  # of the dataset, which is there
+    job = Job.from_lazy(LazyConfig.load(str(planned)))
+    assert (job.budget_gb, job.cfg.MEMFIT.OOM.POLICY) == (1.5, "split")
+    assert job.cfg.SOLVER.AMP.ENABLED
+    assert type(job.training_batch(1)[0]["instances"].gt_masks).__name__ == "PolygonMasks"
+
+
+@NEEDS_VIT
+def test_vitdet_is_estimated_with_its_own_optimizer():
+    cfg = LazyConfig.load(str(VITDET))
+    cfg.model = LazyConfig.load(find_config_file("common/models/mask_rcnn_vitdet.py", ".py")).model
+    cfg.model.backbone.net.depth = 2  # of 12 blocks
+    owners = estimate_memory(cfg, device="cuda", evaluates=False).breakdown
+    assert owners["optimizer"] == pytest.approx(2 * owners["parameters"], rel=0.01)  # AdamW
 
 
 def test_the_first_readme_has_the_diff_of_the_project():
