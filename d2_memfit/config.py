@@ -265,6 +265,7 @@ def _no_such_key(key: str, cfg: CN) -> str:
 def _add_missing(cfg: CN, defaults: CN) -> None:
     for key, value in defaults.items():
         if key not in cfg:
-            setattr(cfg, key, value.clone() if isinstance(value, CN) else value)
+            # Of the config's own class, where a project has one: yacs merges no other.
+            setattr(cfg, key, type(cfg)(value.clone()) if isinstance(value, CN) else value)
         elif isinstance(value, CN):
             _add_missing(cfg[key], value)

@@ -4,7 +4,7 @@ from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
 from d2_memfit import add_memfit_config, get_cfg
-from d2_memfit.config import check_config, load_cfg
+from d2_memfit.config import check_config, load_cfg, with_memfit_keys
 from d2_memfit.config_files import detectron2_zoo
 from d2_memfit.errors import ConfigError
 
@@ -139,3 +139,14 @@ def test_a_budget_on_the_command_line_may_be_of_another_type_than_in_the_file(tm
     assert value == cfg.MEMFIT.BUDGET_GB
     assert cfg.MEMFIT.MICRO_BATCH is None
     check_config(cfg)
+
+
+def test_a_config_of_a_projects_own_class_gets_nodes_of_that_class():
+    class OwnNode(CfgNode):
+        """As d2go's, which does not merge with others."""
+
+    own = OwnNode(get_detectron2_cfg())
+    add_memfit_config(own)
+    assert type(own.MEMFIT.OOM) is OwnNode
+    own.merge_from_other_cfg(OwnNode({"MEMFIT": {"OOM": {"POLICY": "split"}}}))
+    assert with_memfit_keys(own).MEMFIT.OOM.POLICY == "split"

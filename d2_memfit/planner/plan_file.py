@@ -53,7 +53,7 @@ def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictCo
     complete = with_memfit_keys(cfg)
     complete.defrost()
     complete.MEMFIT.BUDGET_GB = None  # "auto" is no number
-    complete.merge_from_other_cfg(CfgNode(keys))
+    complete.merge_from_other_cfg(type(complete)(keys))
     complete.OUTPUT_DIR = cfg.OUTPUT_DIR  # a plan may be of another folder, copied
     if cfg.is_frozen():
         complete.freeze()
