@@ -24,6 +24,7 @@ from ..memory import (
     segments_expand,
     use_expandable_segments,
 )
+from .device_model import DeviceModel
 from .explain import explained
 from .plan_file import budget_in, planned, planned_yaml, write_whole
 from .search import plan_memory
@@ -111,6 +112,11 @@ def _key_of(cfg: Union[CfgNode, DictConfig], job: Job) -> str:
 
 def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: float) -> str:
     """The text of OUTPUT_DIR/memfit_plan.yaml, which is written if need be."""
+    on_cpu = torch.device(job.cfg.MODEL.DEVICE).type == "cpu"
+    if on_cpu:
+        return_large_blocks()  # what is asked for here must not count towards the budget later
+        limit_onednn_cache()
+    device = DeviceModel.choose(None, job.cfg.MODEL.DEVICE)  # now: a CPU's context is this process
     with explained():
         key = _key_of(cfg, job)
     path = Path(job.cfg.OUTPUT_DIR) / "memfit_plan.yaml"
@@ -121,10 +127,7 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
             logger.info("The plan is that of %s", path)
             return text
         logger.info("%.2f GB are free, and %s is for %.2f GB", budget_gb, path, planned_gb)
-    if torch.device(job.cfg.MODEL.DEVICE).type == "cpu":
-        return_large_blocks()  # what dry runs ask for must not count towards the budget later
-        limit_onednn_cache()
-    elif not segments_expand():
+    if not on_cpu and not segments_expand():
         logger.warning(
             "CUDA was started, or PYTORCH_CUDA_ALLOC_CONF set, without expandable segments, so the "
             "plan is made for an allocator that leaves more memory unused. To let segments grow, "
@@ -134,6 +137,7 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
         job,
         budget_gb,
         allow=job.cfg.MEMFIT.PLAN.ALLOW,
+        device=device,
         progress=lambda line: logger.info("Planning: %s", line),
     )
     logger.info("Plan for MEMFIT.BUDGET_GB %.4g:\n%s", plan.budget_gb, describe_plan(plan))

@@ -39,7 +39,7 @@ def plan_memory(
     budget_gb: float,
     num_gpus: int = 1,
     allow: Sequence[str] = ("exact", "precision"),
-    device: Optional[Union[str, Path]] = None,
+    device: Optional[Union[str, Path, DeviceModel]] = None,
     case: Optional[WorstCase] = None,
     progress: Callable[[str], None] = lambda line: None,
     probe: bool = False,
@@ -73,11 +73,12 @@ def plan_memory(
     facts = {"image_size": image_size, "num_instances": num_instances}
     given = batch if case is None else case
     job = Job.of(cfg, trainer, num_gpus, batch=given, **facts)
-    model = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
-    warning = why_no_card_has(budget_gb) if model.is_gpu else None
+    if not isinstance(device, DeviceModel):
+        device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
+    warning = why_no_card_has(budget_gb) if device.is_gpu else None
     if warning and not _has_card_of(budget_gb):
         logger.warning(warning)
-    planner = Planner(job, model, job_class(probe, model), evaluates, progress)
+    planner = Planner(job, device, job_class(probe, device), evaluates, progress)
     return planner.plan(budget_gb, [tier for tier in TIERS if tier in allow])
 
 
