@@ -28,6 +28,8 @@ __all__ = [
     "invented_dict",
     "largest_sizes",
     "resized",
+    "with_few_annotations",
+    "with_instances",
 ]
 
 logger = logging.getLogger(__name__)
@@ -152,6 +154,16 @@ def _scale(annotation: dict[str, Any], scale: tuple[float, float], size: Size) -
     if "keypoints" in annotation:
         points = np.reshape(annotation["keypoints"], (-1, 3)) * (x, y, 1)
         annotation["keypoints"] = points.reshape(-1).tolist()
+
+
+def with_instances(d: dict[str, Any], num: int) -> Optional[dict[str, Any]]:
+    """A dataset dict with its own annotations, again and again or fewer of them; None if it has
+    none.
+    """
+    objects = [a for a in d.get("annotations", ()) if not a.get("iscrowd", 0) and "bbox" in a]
+    if not objects:
+        return None
+    return {**d, "annotations": [copy.deepcopy(objects[i % len(objects)]) for i in range(num)]}
 
 
 def with_few_annotations(d: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from .datasets import (
     invented_dict,
     largest_sizes,
     with_few_annotations,
+    with_instances,
 )
 from .parts import Parts
 
@@ -133,7 +134,8 @@ class MappedBatches:
         if self._image_size is not None:
             sizes = frozenset([self._image_size])
         if self._num_instances is not None:
-            crowded, num_instances = None, self._num_instances
+            num_instances = self._num_instances
+            crowded = crowded and with_instances(crowded, num_instances)
         if not sizes or (crowded is None and self._num_instances is None):
             names = ", ".join(loader.names) or "without a name"
             size = self._image_size

@@ -1,5 +1,6 @@
 """One line for the user out of what a model raises: what, where, and what to do."""
 
+import errno
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -74,6 +75,8 @@ def _advice(error: Exception) -> str:
             "If that is what the project's training mapper adds to a batch, name the trainer that "
             "uses it, with --trainer MODULE:CLASS, or give a batch, with --batch MODULE:FUNCTION"
         )
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return "A dry run takes addresses and little RAM: lift the limit on them, ulimit -v"
     if isinstance(error, ModuleNotFoundError):
         return "Install what is missing"
     if re.search(_NEEDS_GPU, str(error)):

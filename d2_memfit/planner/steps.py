@@ -93,6 +93,7 @@ def evaluate(job: Job, batch: Any, like_gpu: bool = True, foreach: bool = True) 
     """A dry run of an evaluation between two iterations of training."""
     paste = {"paste_masks_in_image": _paste_like_gpu} if like_gpu else {}
     with _started(job, [batch], foreach) as (run, model, _):
+        run.timeline.forget_what_is_gone()  # the optimizer's step is not part of it
         run.phase = "evaluation"
         with replaced_functions([layers, mask_ops], paste):
             infer(model, job, batch, run.timeline.notes.append)

@@ -89,6 +89,11 @@ class Timeline:
     work: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
     notes: list[str] = field(default_factory=list)
 
+    def forget_what_is_gone(self) -> None:
+        """Leave out what has come and gone so far, such as temporaries of the set-up."""
+        gone = {id(event.allocation) for event in self.events if isinstance(event, Free)}
+        self.events = [e for e in self.events if id(getattr(e, "allocation", None)) not in gone]
+
     def peak(self) -> Counter[str]:
         """Bytes by owner at the time when most is alive."""
         owners: Counter[str] = Counter()

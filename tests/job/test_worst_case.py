@@ -184,3 +184,17 @@ def test_a_coco_file_that_is_missing_is_no_error(tmp_path):
     job = Job.from_cfg(cfg, 1)
     assert job.batches.num_instances == 4
     assert torch.is_tensor(job.training_batch(1)[0]["image"])
+
+
+def test_the_datasets_own_annotations_are_repeated_for_more_instances(tmp_path):
+    info = {"file_name": "a.jpg", "image_id": 1, "height": 30, "width": 40}
+    own = {"bbox": [1, 2, 5, 6], "bbox_mode": 0, "category_id": 0, "own": 7}
+    DatasetCatalog.register("own_annotations", lambda: [{**info, "annotations": [own]}])
+    try:
+        cfg = make_cfg(DATASETS__TRAIN=("own_annotations",))
+        (image,) = Job.from_cfg(cfg, 1, num_instances=5).training_batch(1)
+        assert len(image["instances"]) == 5
+        boxes = image["instances"].gt_boxes.tensor
+        assert torch.equal(boxes, boxes[:1].expand(5, 4))
+    finally:
+        DatasetCatalog.remove("own_annotations")

@@ -1,0 +1,107 @@
+"""What stands before the loop in the scripts of projects that have one of their own.
+
+Each class has what ``Job.from_trainer`` wants of a trainer, so that a user of the project writes it
+in the project's script; and ``train``, which is the project's loop as it stands.
+"""
+
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetMapper, build_detection_test_loader, build_detection_train_loader
+from detectron2.modeling import build_model
+from detectron2.solver import build_lr_scheduler, build_optimizer
+
+from .project import load
+
+__all__ = ["centernet2", "d2go", "d2go_cfg", "detic"]
+
+
+class centernet2:
+    """CenterNet2's ``train_net.py``."""
+
+    @classmethod
+    def build_model(cls, cfg: CfgNode) -> torch.nn.Module:
+        return build_model(cfg)
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(cfg, model)
+
+    @classmethod
+    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> Any:
+        return build_lr_scheduler(cfg, optimizer)
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> Any:
+        return build_detection_train_loader(cfg, mapper=DatasetMapper(cfg, True))
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, name: str) -> Any:
+        return build_detection_test_loader(cfg, name, mapper=DatasetMapper(cfg, False))
+
+    @classmethod
+    def train(cls, cfg: CfgNode, model: torch.nn.Module) -> None:
+        do_train = load("train_net:do_train")
+        do_train.__globals__["TensorboardXWriter"] = lambda *_: None
+        do_train(cfg, model)
+
+
+class detic(centernet2):
+    """Detic's ``train_net.py``."""
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return load("detic.custom_solver:build_custom_optimizer")(cfg, model)
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> Any:
+        return cls._loader(build_detection_train_loader, cfg, is_train=True)
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, name: str) -> Any:
+        return cls._loader(build_detection_test_loader, cfg, name, is_train=False)
+
+    @classmethod
+    def _loader(cls, build: Any, *args: Any, is_train: bool) -> Any:
+        cfg = args[0]
+        build_augmentation = load("detic.data.custom_build_augmentation:build_custom_augmentation")
+        augmentations = build_augmentation(cfg, is_train)
+        return build(*args, mapper=DatasetMapper(cfg, is_train, augmentations=augmentations))
+
+
+class d2go:
+    """d2go's ``GeneralizedRCNNRunner``."""
+
+    @classmethod
+    def runner(cls) -> Any:
+        return load("d2go.runner:GeneralizedRCNNRunner")()
+
+    @classmethod
+    def build_model(cls, cfg: CfgNode) -> torch.nn.Module:
+        return cls.runner().build_model(cfg)
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return cls.runner().build_optimizer(cfg, model)
+
+    @classmethod
+    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> Any:
+        return cls.runner().build_lr_scheduler(cfg, optimizer)
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> Any:
+        return cls.runner().build_detection_train_loader(cfg)
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, name: str) -> Any:
+        return cls.runner().build_detection_test_loader(cfg, name)
+
+    @classmethod
+    def train(cls, cfg: CfgNode, model: torch.nn.Module) -> None:
+        cls.runner().do_train(cfg, model, resume=False)
+
+
+def d2go_cfg() -> CfgNode:
+    """The config of d2go without a file."""
+    return load("d2go.runner:GeneralizedRCNNRunner").get_default_cfg()

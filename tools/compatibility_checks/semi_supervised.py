@@ -1,0 +1,56 @@
+"""Unbiased Teacher with d2_memfit: its losses as a function, its teacher once per iteration."""
+
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine import SimpleTrainer
+from torch import nn
+
+from d2_memfit import Job
+from d2_memfit.config import with_memfit_keys
+from d2_memfit.engine import build_trainer
+
+from .project import load
+
+__all__ = ["make_trainer"]
+
+
+def make_trainer() -> type:
+    """A trainer class. The project must be importable by then."""
+    UBTeacherTrainer = load("train_net:UBTeacherTrainer")
+
+    class Trainer(UBTeacherTrainer):  # type: ignore[misc,valid-type]
+        def __init__(self, cfg: CfgNode) -> None:
+            super().__init__(cfg)
+            plain: SimpleTrainer = vars(self)["_trainer"]
+            job = Job.from_trainer(UBTeacherTrainer, with_memfit_keys(cfg))
+            self._trainer = build_trainer(
+                job, plain.model, plain.data_loader, plain.optimizer, loss_fn=self.losses
+            )
+
+        def losses(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+            keys = self.cfg.SEMISUPNET
+            label_q, label_k, unlabel_q, unlabel_k = batch
+            losses, *_ = model(label_q + label_k, branch="supervised")
+            losses = {k: v for k, v in losses.items() if k.startswith("loss")}
+            if self.iter >= keys.BURN_UP_STEP:
+                with torch.no_grad():
+                    unlabeled = self.remove_label(unlabel_k)
+                    boxes = self.model_teacher(unlabeled, branch="unsup_data_weak")[2]
+                threshold = keys.BBOX_THRESHOLD
+                labels, _ = self.process_pseudo_label(boxes, threshold, "roih", "thresholding")
+                pseudo, *_ = model(self.add_label(unlabel_q, labels), branch="supervised")
+                for name in ("loss_cls", "loss_rpn_cls"):
+                    losses[f"{name}_pseudo"] = keys.UNSUP_LOSS_WEIGHT * pseudo[name]
+            return losses
+
+        def run_step_full_semisup(self) -> None:
+            begin = self.cfg.SEMISUPNET.BURN_UP_STEP
+            if self.iter >= begin:
+                rate = self.cfg.SEMISUPNET.EMA_KEEP_RATE if self.iter > begin else 0.0
+                self._update_teacher_model(keep_rate=rate)
+            self._trainer.iter = self.iter
+            self._trainer.run_step()
+
+    return Trainer
