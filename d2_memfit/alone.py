@@ -18,12 +18,17 @@ def alone() -> Iterator[None]:
 
     So Detectron2's loaders and the criteria of models do not wait for ranks that do not take part.
     """
-    original = dist.is_initialized
-    dist.is_initialized = lambda: False
+    answers = {
+        "is_initialized": lambda: False,
+        "get_world_size": lambda group=None: 1,
+        "get_rank": lambda group=None: 0,
+    }
+    originals = {name: getattr(dist, name) for name in answers}
     try:
+        vars(dist).update(answers)
         yield
     finally:
-        dist.is_initialized = original
+        vars(dist).update(originals)
 
 
 @contextmanager

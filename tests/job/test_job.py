@@ -207,3 +207,16 @@ def test_the_mixin_trains_the_job_that_is_planned(tmp_path):
     assert isinstance(
         Job.from_trainer(Trainer, cfg, 1).build_optimizer(tiny_model(cfg)), torch.optim.AdamW
     )
+
+
+def test_the_clipping_of_a_lazy_config_is_done():
+    """As detrex's trainer does it, which is none of Detectron2's."""
+    clip = {"enabled": True, "params": {"max_norm": 1e-3, "norm_type": 2}}
+    cfg = lazy_config(clip_grad=clip)
+    images = Job.from_cfg(tiny_cfg("faster_rcnn"), 1, num_instances=3).training_batch(2)
+    trainer = build_trainer(Job.from_lazy(cfg, 1), data_loader=[images])
+    trainer.train(0, 1)
+    norms = [p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]
+    assert torch.stack(norms).norm() == pytest.approx(1e-3, rel=1e-3)
+    cfg.train.clip_grad.enabled = False
+    assert build_trainer(Job.from_lazy(cfg, 1), data_loader=[images]).clip_gradients is None

@@ -23,9 +23,13 @@ _GB = 2**30
 _OF_ALL = 0.7  # of what the recipe needs, for a plan
 _SAVES = 0.98  # of the peak at most, so that a technique counts as one that applies
 
+_OWN_STEP = "its step is not `model(batch)`"
+
 
 def estimates(subject: Subject) -> str:
     """The peaks of a dry run against those of the same step and evaluation really computed."""
+    if not subject.project.has_plain_step:
+        return _OWN_STEP
     dry_job = _dry(subject.job(subject.settings(subject.project.images)))
     cells = []
     timelines = [t for t in (dry_job.training, dry_job.evaluation) if t is not None]
@@ -40,6 +44,8 @@ def estimates(subject: Subject) -> str:
 
 def plans(subject: Subject) -> str:
     """A plan for the project's own recipe with which a small iteration is trained."""
+    if not subject.project.has_plain_step:
+        return _OWN_STEP
     images = 2 * subject.project.least_images
     job = _full_size(subject, images)
     needs = _dry(job, _CARD).least_bytes()
@@ -56,6 +62,8 @@ def plans(subject: Subject) -> str:
 
 def applies(subject: Subject) -> str:
     """Techniques that keep the recipe and lower the peak of a training step of it."""
+    if not subject.project.has_plain_step:
+        return _OWN_STEP
     job = _full_size(subject, subject.project.images)
     whole = _peak(job)
     names = []
