@@ -1,6 +1,7 @@
 """What a user writes to use d2_memfit in a project, as Markdown."""
 
 import inspect
+import textwrap
 
 from .project import Project
 
@@ -73,8 +74,8 @@ def lines_of(project: Project) -> str:
         from . import semi_supervised
 
         source = inspect.getsource(semi_supervised.make_trainer)
-        source = inspect.cleandoc("\n" + source.partition("    class Trainer")[2])
-        source = "class Trainer" + source.rpartition("return Trainer")[0].rstrip() + "\n"
+        source = "".join(source.partition("    class Trainer")[1:])
+        source = textwrap.dedent(source.rpartition("    return Trainer")[0]).rstrip() + "\n"
         return _SEMI_SUPERVISED.format(**facts, source=source)
     folder = "" if project.paths[0] == "." else f"{project.paths[0]}/"
     return _TRAINER.format(**facts, script=f"{folder}{module}.py", trainer=trainer)
