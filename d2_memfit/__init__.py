@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .config import add_memfit_config, get_cfg
     from .engine import AccumulatingTrainer, MemfitMixin, MemfitTrainer
     from .job import Job
+    from .normalizers import window_count
     from .planner import estimate_memory, fit_config, plan_memory
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "fit_config",
     "get_cfg",
     "plan_memory",
+    "window_count",
 ]
 
 _HOMES = {
@@ -49,6 +51,7 @@ _HOMES = {
     "fit_config": "planner",
     "get_cfg": "config",
     "plan_memory": "planner",
+    "window_count": "normalizers",
 }
 
 

@@ -49,8 +49,18 @@ _C.MEMFIT.OOM.LAST_RESORT = "raise"
 # The share of all images seen that may be skipped, rounded up to a whole image, before the run ends
 # with an error.
 _C.MEMFIT.OOM.MAX_SKIPPED = 0.001
-# Names of classes of modules, beside SyncBN, that communicate with other ranks in their forward.
+# Not used any more: communication in a forward is noticed when it happens.
 _C.MEMFIT.OOM.COMMUNICATING_MODULES = []
+
+_C.MEMFIT.NORMALIZERS = CN()
+# Which counts that losses are divided by are those of the whole effective batch, where it goes
+# through the model in several micro-batches: "window", those that the model adds up over ranks, the
+# weights of weighted means, and what it asks window_count for; "exact", the sizes of plain means
+# too, such as the proposals of R-CNN, at the price of a forward more; "off", none.
+_C.MEMFIT.NORMALIZERS.POLICY = "window"
+# Losses that a model divides by the number of annotated objects in its batch without adding that up
+# over ranks: pairs of a pattern of their names and "objects", such as [["loss_mask*", "objects"]].
+_C.MEMFIT.NORMALIZERS.LOSSES = []
 
 _C.MEMFIT.MONITOR = CN()
 # Iterations between reports of all ranks' memory, as scalars memfit/..., and in the console's line.

@@ -1,6 +1,7 @@
 """The number formats of a training run: float32, float16 with a gradient scaler, or bfloat16."""
 
 import contextlib
+import logging
 from contextlib import AbstractContextManager
 from typing import Any, Optional, Union
 
@@ -10,6 +11,8 @@ from detectron2.config import CfgNode
 from .errors import ConfigError
 
 __all__ = ["Precision"]
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {
     "float32": torch.float32,
@@ -65,8 +68,11 @@ class Precision:
         """Add the gradients of ``loss`` to those that are there, scaled where there is a scaler."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+    def step(self, optimizer: torch.optim.Optimizer, iteration: int = 0) -> bool:
         """Step with the complete gradients of an iteration; call it once per iteration.
+
+        Args:
+            iteration: for the warning that the step was skipped.
 
         Returns:
             bool: False if the gradients were not finite. Then nothing was changed but the scale.
@@ -74,10 +80,18 @@ class Precision:
         if self.scaler is None:
             optimizer.step()
             return True
-        scale = self.scaler.get_scale()
+        before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
-        return self.scaler.get_scale() >= scale
+        scale = self.scaler.get_scale()
+        if scale < before:
+            logger.warning(
+                "Iteration %d: gradients overflowed float16. The step is skipped, and the loss "
+                "scale is lowered to %g",
+                iteration,
+                scale,
+            )
+        return scale >= before
 
 
 def _check_device(dtype: torch.dtype, device: torch.device) -> None:

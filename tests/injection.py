@@ -55,10 +55,12 @@ class FailingTrainer(AccumulatingTrainer):
 
 
 class ScriptedSize:
-    """In place of MicroBatchSize: the sizes that a test asks for."""
+    """In place of MicroBatchSize: the sizes that a test asks for. The trainer asks once before a
+    window, and again for each micro-batch.
+    """
 
     def __init__(self, sizes):
-        self._sizes = iter(sizes)
+        self._sizes = iter([sizes[0], *sizes])
 
     @property
     def images(self):

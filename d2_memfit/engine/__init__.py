@@ -1,5 +1,6 @@
 """Training: one window of images per iteration, whatever the memory."""
 
+from ..job.normalizer_options import NormalizerOptions
 from ..job.recovery_options import RecoveryOptions
 from ..precision import Precision
 from .build import build_trainer
@@ -23,6 +24,7 @@ __all__ = [
     "MemfitTrainer",
     "MemoryMonitor",
     "MemorySnapshot",
+    "NormalizerOptions",
     "Precision",
     "RecoveryOptions",
     "build_trainer",

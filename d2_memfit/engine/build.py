@@ -48,5 +48,6 @@ def build_trainer(
         precision=job.precision(),
         images_per_micro_batch=job.geometry.micro_batch_size,
         recovery=job.recovery,
+        normalizers=job.normalizers,
         **kwargs,
     )

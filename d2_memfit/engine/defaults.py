@@ -77,6 +77,7 @@ class MemfitMixin(_Trainer):
             "precision": job.precision(),
             "images_per_micro_batch": job.geometry.micro_batch_size,
             "recovery": job.recovery,
+            "normalizers": job.normalizers,
         }
         create_trainer = partial(AccumulatingTrainer, **options)
         if isinstance(self, SimpleTrainer):

@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
 from ..memory import RisingRetries, is_out_of_memory, release_memory
+from .communication import Communication
 from .escalation import RAISE, SKIP, Escalation, low_memory_step
 from .micro_batch_size import MicroBatchSize
 from .oom_record import Failure, OomEvent, OomRecord, final_error
@@ -49,6 +50,7 @@ class Recovery:
         model: without DDP around it.
         images_per_micro_batch: as for the trainer.
         mixed_precision: whether it is on, for the advice in the last error.
+        communication: what the model says to other ranks in its forward.
 
     Attributes:
         size: how many images go through the model at once.
@@ -61,20 +63,22 @@ class Recovery:
         model: nn.Module,
         images_per_micro_batch: Optional[int],
         mixed_precision: bool,
+        communication: Communication,
     ) -> None:
         self.size = MicroBatchSize(images_per_micro_batch, options.grow_after)
         self.oom_events = self.retried_images = self.skipped_images = self._seen_images = 0
         self._options = options
+        self._communication = communication
         self._model = model
         self._mixed_precision = mixed_precision
         self._device = next(model.parameters()).device
         self._record = OomRecord(options.output_dir)
-        self._is_size_configured = images_per_micro_batch is not None
-        self._may_retry = not options.check_communication(model, images_per_micro_batch)
+        self._images_per_micro_batch = images_per_micro_batch
         self._sizes = [self.size.state_dict()]  # of all ranks
         self._retries = RisingRetries()
         self._escalation = Escalation(options)
         self._report = RecoveryReport()
+        self._window: Optional[Window] = None
 
     def run(
         self,
@@ -93,10 +97,14 @@ class Recovery:
             OutOfMemoryError: at once, where ranks communicate within the forward. In all other
                 cases the ranks must agree first, see :meth:`end_iteration`.
         """
-        self._report = RecoveryReport()
+        if window is not self._window:  # what was reported of it stays, if all ranks run it again
+            self._report = RecoveryReport()
+        self._window = window
         self._escalation = Escalation(self._options)
         start = None
-        while micro_batch := window.take(self.size.images, self._is_size_configured):
+        while micro_batch := window.take(
+            self.micro_batch_size, self._images_per_micro_batch is not None
+        ):
             storage.next_micro_batch(micro_batch.num_images)
             before, failure = self._attempt(micro_batch, storage, forward, backward)
             start = start or before
@@ -131,6 +139,16 @@ class Recovery:
         self._report.size = self.size.state_dict()
         return self._report
 
+    @property
+    def micro_batch_size(self) -> Optional[int]:
+        """Images that go through the model at once, for now; None is the loader's batch."""
+        return self.size.images if self._may_retry else self._images_per_micro_batch
+
+    @property
+    def _may_retry(self) -> bool:
+        """Whether this rank can run its images again without the others."""
+        return not self._communication.known
+
     def end_iteration(self, reports: Sequence[RecoveryReport]) -> None:
         """Count what happened on all ranks, and log it.
 
@@ -141,6 +159,7 @@ class Recovery:
         errors = [r.final_error for r in reports if r.final_error]
         if errors:
             raise OutOfMemoryError("\n".join(errors))
+        self._window = None
         self._sizes = [r.size for r in reports]
         self.oom_events += sum(r.oom_events for r in reports)
         self.retried_images += sum(r.retried_images for r in reports)

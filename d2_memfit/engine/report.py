@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Optional
 
 import torch
@@ -10,10 +10,12 @@ from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 
 from .. import compat
+from ..errors import ConfigError
+from .count_report import CountReport
 from .recovery import RecoveryReport
 from .window import Window, image_names
 
-__all__ = ["Report", "check_finite", "report", "write_metrics"]
+__all__ = ["Report", "check_finite", "check_writing", "report", "write_metrics"]
 
 
 @dataclass
@@ -26,12 +28,14 @@ class Report:
     not_finite: list[str]  # one line for each micro-batch with a loss of infinity or NaN
     has_gradient: list[bool]  # for each parameter that is asked for, in the model's order
     recovery: Optional[RecoveryReport] = None
+    counts: CountReport = field(default_factory=CountReport)
 
 
 def report(
     window: Window,
     parameters: Iterable[torch.Tensor] = (),
     recovery: Optional[RecoveryReport] = None,
+    counts: Optional[CountReport] = None,
 ) -> Report:
     """Sum up a window's losses after its last backward. This waits for the device."""
     sums: dict[str, float] = {}
@@ -43,7 +47,15 @@ def report(
         if not math.isfinite(sum(losses.values())):
             not_finite.append(f"losses {losses} on the images {image_names(m.data)}")
     has_gradient = [p.grad is not None for p in parameters]
-    return Report(window.num_images, sums, window.data_time, not_finite, has_gradient, recovery)
+    return Report(
+        window.num_images,
+        sums,
+        window.data_time,
+        not_finite,
+        has_gradient,
+        recovery,
+        counts or CountReport(),
+    )
 
 
 def check_finite(reports: Sequence[Report], iteration: int) -> None:
@@ -60,6 +72,15 @@ def check_finite(reports: Sequence[Report], iteration: int) -> None:
             + "\n".join(lines)
             + "\nLook at the annotations of these images; or lower SOLVER.BASE_LR, lengthen "
             "SOLVER.WARMUP_ITERS, or set SOLVER.CLIP_GRADIENTS.ENABLED True"
+        )
+
+
+def check_writing(in_the_background: bool) -> None:
+    """Raise :class:`ConfigError` if losses shall be looked at after the step."""
+    if in_the_background:
+        raise ConfigError(
+            "async_write_metrics=True cannot be used: all ranks look at the losses before the "
+            "step, so that one that is not finite changes nothing. Leave it False"
         )
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Optional, Union
 
@@ -15,14 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 from ..checks import check_positive_int
-from ..errors import ConfigError
+from ..job.normalizer_options import NormalizerOptions
 from ..job.recovery_options import RecoveryOptions
-from ..memory import is_out_of_memory
 from ..precision import Precision
+from .communication import CommunicationError
 from .forward_counters import ForwardCounters
+from .known_criteria import adapt_known_criteria
+from .normalizers import Normalizers
+from .observers import observed
 from .recovery import Recovery, RecoveryReport
 from .reduce import average_gradients, check_ddp, image_share
-from .report import check_finite, report, write_metrics
+from .report import Report, check_finite, check_writing, report, write_metrics
+from .snapshot import Snapshot
 from .storage import WindowStorage
 from .window import MicroBatch, Window
 
@@ -60,6 +64,8 @@ class AccumulatingTrainer(SimpleTrainer):
         precision: a :class:`Precision`, or the name of one: "fp32", "fp16", "bf16".
         images_per_micro_batch: images in one forward; None for the loader's batches as they come.
         recovery: what to do when memory runs out; None is an error, as in Detectron2.
+        normalizers: which counts that losses are divided by are those of all micro-batches and
+            ranks; None is the default.
         loss_fn: called as ``loss_fn(model, batch)`` in place of ``model(batch)``. On several ranks
             the model is the one that is wrapped in DDP.
         clip_gradients: called once per iteration with the parameters that have gradients, such as
@@ -89,6 +95,7 @@ class AccumulatingTrainer(SimpleTrainer):
         precision: Union[Precision, str] = "fp32",
         images_per_micro_batch: Optional[int] = None,
         recovery: Optional[RecoveryOptions] = None,
+        normalizers: Optional[NormalizerOptions] = None,
         loss_fn: Optional[Callable[[nn.Module, Any], Losses]] = None,
         clip_gradients: Optional[Callable[[list[nn.Parameter]], Any]] = None,
         gather_metric_period: int = 1,
@@ -105,28 +112,36 @@ class AccumulatingTrainer(SimpleTrainer):
         self.precision = precision
         self.images_per_micro_batch = images_per_micro_batch
         self.out_of_memory_observers: list[Callable[[], None]] = []
+        normalizers = normalizers or NormalizerOptions()
+        bare_model = compat.without_ddp(model)
+        self.normalizers = Normalizers(
+            bare_model,
+            normalizers,
+            recovery is not None,
+            images_per_micro_batch,
+            accumulation_steps,
+        )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
             self.recovery = Recovery(
                 recovery,
-                compat.without_ddp(model),
+                bare_model,
                 images_per_micro_batch,
                 mixed_precision=precision.dtype != torch.float32,
+                communication=self.normalizers.communication,
             )
+        if normalizers.policy != "off" and not self._reduces_in_backward:
+            adapt_known_criteria(bare_model)
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
             check_ddp(model, recovers=recovery is not None)
-        if async_write_metrics:
-            raise ConfigError(
-                "async_write_metrics=True cannot be used: all ranks look at the losses before the "
-                "step, so that one that is not finite changes nothing. Leave it False"
-            )
+        check_writing(async_write_metrics)
         super().__init__(model, data_loader, optimizer)
         self.loss_fn = loss_fn
         self.clip_gradients = clip_gradients
         self.gather_metric_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self._has_old_gradients = False
-        self._counters = ForwardCounters(compat.without_ddp(model))
+        self._counters = ForwardCounters(bare_model)
 
     def run_step(self) -> None:
         """One iteration, the one that the event storage is at."""
@@ -144,18 +159,11 @@ class AccumulatingTrainer(SimpleTrainer):
             self._backward(self._forward(micro_batch), share)
             reports = comm.all_gather(report(window))
         else:
-            with (
-                WindowStorage(get_event_storage()) as storage,
-                self._no_sync(),
-                self._counters.watched(window),
-            ):
-                recovery_report = self._accumulate(window, storage)
-            self._free_old_gradients()  # if all images were skipped
+            with WindowStorage(get_event_storage()) as storage, self._no_sync():
+                reports = self._run_window(window, storage)
             storage.write()
-            # The vote: up to here, a rank could do its window again without the others.
-            reports = comm.all_gather(report(window, self.model.parameters(), recovery_report))
             if self.recovery is not None:
-                self.recovery.end_iteration([r.recovery for r in reports])
+                self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
         check_finite(reports, self.iter)
         if not any(r.num_images for r in reports):
             logger.warning("Iteration %d: all images were skipped, and so is the step", self.iter)
@@ -169,39 +177,65 @@ class AccumulatingTrainer(SimpleTrainer):
             write_metrics(reports)
         with self._explained("optimizer", window):
             self._clip()
-            was_finite = self.precision.step(self.optimizer)
-        scaler = self.precision.scaler
-        if scaler is not None and not was_finite:
-            logger.warning(
-                "Iteration %d: gradients overflowed float16. The step is skipped, and the loss "
-                "scale is lowered to %g",
-                self.iter,
-                scaler.get_scale(),
-            )
+            self.precision.step(self.optimizer, self.iter)
+
+    def _run_window(self, window: Window, storage: WindowStorage) -> list[Report]:
+        """Accumulate a window's gradients, and hear of the other ranks'. All run theirs again where
+        a count that losses were divided by was not the window's.
+        """
+        normalizers, recovery = self.normalizers, self.recovery
+        model = compat.without_ddp(self.model)
+        start = Snapshot(model, storage) if normalizers.may_run_again else None
+        recovery_report = None
+        while True:
+            with contextlib.suppress(CommunicationError):  # all ranks are told below
+                size = recovery.micro_batch_size if recovery else self.images_per_micro_batch
+                normalizers.begin(window, size, self._forward)
+                with self._counters.watched(window):
+                    recovery_report = self._accumulate(window, storage)
+            self._free_old_gradients()  # if all images were skipped
+            # The vote: up to here, a rank could do its window again without the others.
+            counts = normalizers.report(window)
+            mine = report(window, self.model.parameters(), recovery_report, counts)
+            reports = comm.all_gather(mine)
+            is_over = any(r.recovery is not None and r.recovery.final_error for r in reports)
+            if is_over or not normalizers.must_run_again([r.counts for r in reports]):
+                return reports
+            assert start is not None
+            start.restore()
+            self.optimizer.zero_grad(set_to_none=True)
+            window.start_over()
 
     def _accumulate(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
         """Run a window's micro-batches one after another; each counts by its images."""
 
         def backward(loss: torch.Tensor, micro_batch: MicroBatch) -> None:
-            self._backward(loss, micro_batch.num_images / window.expected_images)
+            with self.normalizers.of(micro_batch):
+                self._backward(loss, micro_batch.num_images / window.expected_images)
 
         if self.recovery is not None:
             return self.recovery.run(window, storage, self.iter, self._forward, backward)
         while (micro_batch := window.take(self.images_per_micro_batch)) is not None:
             storage.next_micro_batch(micro_batch.num_images)
             backward(self._forward(micro_batch), micro_batch)
-            micro_batch.keep_names_only()  # without recovery it is not run again
+            if not self.normalizers.may_run_again:
+                micro_batch.keep_names_only()
         return None
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the model's losses. Each is kept in the micro-batch, too."""
-        with self._observed(), self.precision.autocast():
+        with (
+            observed(self.out_of_memory_observers),
+            self.precision.autocast(),
+            self.normalizers.of(micro_batch),
+        ):
             batch = micro_batch.batch
             losses: Any = (
                 self.model(batch) if self.loss_fn is None else self.loss_fn(self.model, batch)
             )
             if isinstance(losses, torch.Tensor):
                 losses = {"total_loss": losses}
+            losses = self.normalizers.divided(losses)
             total = sum(losses.values())
         micro_batch.losses = {name: loss.detach() for name, loss in losses.items()}
         return total
@@ -209,7 +243,7 @@ class AccumulatingTrainer(SimpleTrainer):
     def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
         """Add the gradients of ``weight x loss`` to those of the window."""
         self._free_old_gradients()
-        with self._observed():
+        with observed(self.out_of_memory_observers):
             self.precision.backward(loss * weight)
 
     def _free_old_gradients(self) -> None:
@@ -225,38 +259,17 @@ class AccumulatingTrainer(SimpleTrainer):
             self.precision.scaler.unscale_(self.optimizer)  # the step knows that it was done
         self.clip_gradients([p for p in self.model.parameters() if p.grad is not None])
 
-    @contextlib.contextmanager
-    def _observed(self) -> Iterator[None]:
-        """Let observers see the memory as it is when it runs out."""
-        try:
-            yield
-        except Exception as e:
-            if is_out_of_memory(e):
-                self._notify_observers()
-            raise
-
-    def _notify_observers(self) -> None:
-        for observe in self.out_of_memory_observers:
-            try:
-                observe()
-            except Exception as e:  # the run may yet go on
-                logger.warning("What was to be seen of the memory is lost: %s", e)
-
     def _explained(self, phase: str, window: Window) -> AbstractContextManager[None]:
         """For what cannot be done again when memory runs out."""
         if self.recovery is None:
             return contextlib.nullcontext()
-        data = window.micro_batches[-1].data if window.micro_batches else []
-        return self.recovery.explained(phase, data, self.iter)
+        last = window.micro_batches[-1:]
+        return self.recovery.explained(phase, last[0].data if last else [], self.iter)
 
     @property
     def _reduces_in_backward(self) -> bool:
         """Whether DDP reduces the gradients while they are computed, as in Detectron2."""
-        return (
-            self.accumulation_steps == 1
-            and self.images_per_micro_batch is None
-            and self.recovery is None
-        )
+        return self.accumulation_steps == 1 and not (self.images_per_micro_batch or self.recovery)
 
     def _no_sync(self) -> AbstractContextManager[None]:
         """Keeps DDP from reducing gradients; it must be open in forward and backward."""

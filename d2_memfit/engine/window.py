@@ -12,7 +12,14 @@ from ..errors import ConfigError, DataError, HostMemoryError
 from ..memory import error_line, is_loader_out_of_memory
 from .columns import Row, as_given, columns_of, dataset_dicts, rows_of
 
-__all__ = ["MicroBatch", "Window", "count_images", "image_names", "is_list_of_images"]
+__all__ = [
+    "MicroBatch",
+    "Window",
+    "count_images",
+    "count_objects",
+    "image_names",
+    "is_list_of_images",
+]
 
 
 @dataclass
@@ -71,6 +78,13 @@ class Window:
         self._accumulation_steps = accumulation_steps
         self._steps_taken = 0
         self._waiting: deque[Any] = deque()  # loaded, or put back: these go before new batches
+
+    def load(self) -> None:
+        """Take all of the window from the loader now. Micro-batches come as they would have."""
+        loaded = []
+        while (data := self._next_batch()) is not None:
+            loaded.append(data)
+        self._waiting = deque(loaded)
 
     def take(
         self, num_images: Optional[int] = None, across_batches: bool = True
@@ -195,6 +209,17 @@ def count_images(data: Any) -> int:
     if columns is not None:
         return len(columns[0])
     return len(data) if is_list_of_images(data) or isinstance(data, torch.Tensor) else 1
+
+
+def count_objects(data: Any) -> int:
+    """The annotated objects of a batch: instances, or what targets of another kind have."""
+    return sum(map(_objects_of, dataset_dicts(data)))
+
+
+def _objects_of(image: dict[str, Any]) -> int:
+    targets = (image[k] for k in ("instances", "labels", "class_labels", "boxes") if k in image)
+    target = next(targets, ())
+    return len(target) if hasattr(target, "__len__") else 0
 
 
 def _images_of(data: Any) -> Optional[list[Any]]:

@@ -1,7 +1,8 @@
 """What is trained, described once: from a config, a trainer class, a LazyConfig, or from pieces."""
 
 from .job import Job
+from .normalizer_options import NormalizerOptions
 from .recovery_options import RecoveryOptions
 from .worst_case import WorstCase, worst_case
 
-__all__ = ["Job", "RecoveryOptions", "WorstCase", "worst_case"]
+__all__ = ["Job", "NormalizerOptions", "RecoveryOptions", "WorstCase", "worst_case"]

@@ -28,6 +28,7 @@ from .batches import Batches
 from .datasets import Size
 from .largest import largest_batches
 from .lazy import LazyParts, cfg_of_lazy
+from .normalizer_options import NormalizerOptions
 from .parts import GivenParts, Parts, TrainerParts
 from .recovery_options import RecoveryOptions
 
@@ -190,6 +191,7 @@ class Job:
         is_a_rank = comm.get_world_size() > 1
         cfg = with_budget(cfg, compat.local_world_size() if is_a_rank else ranks)
         RecoveryOptions.from_cfg(cfg)
+        NormalizerOptions.from_cfg(cfg)
         cfg = cfg.clone()
         cfg.freeze()
         self.cfg = cfg
@@ -237,6 +239,11 @@ class Job:
     def recovery(self) -> Optional[RecoveryOptions]:
         """None where an out-of-memory error ends the run."""
         return RecoveryOptions.from_cfg(self.cfg)
+
+    @property
+    def normalizers(self) -> NormalizerOptions:
+        """What losses are divided by while an effective batch is accumulated."""
+        return NormalizerOptions.from_cfg(self.cfg)
 
     @property
     def evaluates(self) -> bool:

@@ -1,14 +1,12 @@
 """What recovery from an out-of-memory error may do."""
 
 import numbers
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
-from detectron2.layers import NaiveSyncBatchNorm
-from detectron2.utils import comm
-from torch import nn
 
 from ..checks import check_bool, check_choice, check_positive_int, check_strings
 from ..errors import ConfigError
@@ -21,7 +19,8 @@ class RecoveryOptions:
     """The keys of the config's node MEMFIT.OOM, and what recovery must know beside them.
 
     Args:
-        grow_after, allow_resize, last_resort, max_skipped, communicating_modules: as the keys.
+        grow_after, allow_resize, last_resort, max_skipped: as the keys.
+        communicating_modules: not used any more.
         output_dir: where the record goes; an empty text for none.
         budget_gb: MEMFIT.BUDGET_GB, for messages.
 
@@ -42,6 +41,13 @@ class RecoveryOptions:
         check_choice("MEMFIT.OOM.LAST_RESORT", self.last_resort, ("raise", "skip"))
         check_bool("MEMFIT.OOM.ALLOW_RESIZE", self.allow_resize)
         check_strings("MEMFIT.OOM.COMMUNICATING_MODULES", self.communicating_modules)
+        if self.communicating_modules:
+            warnings.warn(
+                "MEMFIT.OOM.COMMUNICATING_MODULES does nothing any more: what communicates in a "
+                "forward is noticed when it does. Leave it out",
+                DeprecationWarning,
+                stacklevel=3,
+            )
         is_share = isinstance(self.max_skipped, numbers.Real) and 0 <= self.max_skipped <= 1
         if not is_share:
             raise ConfigError(f"MEMFIT.OOM.MAX_SKIPPED must be 0 to 1, got {self.max_skipped!r}")
@@ -69,29 +75,3 @@ class RecoveryOptions:
     @classmethod
     def from_cfg(cls, cfg: CfgNode) -> Optional["RecoveryOptions"]:
         return cls.from_keys(cfg.MEMFIT.OOM, cfg.OUTPUT_DIR, cfg.MEMFIT.BUDGET_GB)
-
-    def check_communication(self, model: nn.Module, images_per_micro_batch: Optional[int]) -> bool:
-        """Whether ranks talk to each other within the model's forward.
-
-        Then a rank cannot run its images again by itself: the others would wait, or take its
-        messages for those of another layer.
-
-        Raises:
-            ConfigError: they do, and nothing fixes the micro-batch.
-        """
-        if comm.get_world_size() == 1:
-            return False
-        names = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, (nn.SyncBatchNorm, NaiveSyncBatchNorm))
-            or type(module).__name__ in self.communicating_modules
-        ]
-        if names and images_per_micro_batch is None:
-            raise ConfigError(
-                f"MEMFIT.OOM.POLICY split cannot run a rank's images again, because {names[0]} "
-                "communicates with other ranks in each forward. Set another MODEL.*.NORM, such as "
-                "GN; or MEMFIT.MICRO_BATCH, to keep the micro-batch fixed: then an error that says "
-                "all is all you get; or MEMFIT.OOM.POLICY raise"
-            )
-        return bool(names)

@@ -13,6 +13,7 @@ from tiny import tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine import MemorySnapshot, RecoveryOptions
+from d2_memfit.engine.observers import observed
 from d2_memfit.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,7 @@ class Failing(AccumulatingTrainer):
         super().run_step()
 
     def _forward(self, micro_batch):
-        with self._observed(), self.injector:
+        with observed(self.out_of_memory_observers), self.injector:
             return super()._forward(micro_batch)
 
 

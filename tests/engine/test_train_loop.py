@@ -253,18 +253,20 @@ def test_the_loader_is_asked_for_a_batch_only_when_it_is_needed():
 
 
 def test_images_are_let_go_after_their_backward():
+    """But in the first windows, which may have to be run again."""
     model = ToyModel()
     seen = []
 
     def forward(batch):
-        assert not any(image() is not None for image in seen)
+        if len(seen) >= 12:
+            assert not any(image() is not None for image in seen)
         seen.extend(weakref.ref(x["value"]) for x in batch)
         return ToyModel.forward(model, batch)
 
     model.forward = forward
-    loader = ([{"value": torch.ones(1)}] for _ in range(8))
-    run(AccumulatingTrainer(model, loader, sgd(model), accumulation_steps=4), 2)
-    assert len(seen) == 8
+    loader = ([{"value": torch.ones(1)}] for _ in range(20))
+    run(AccumulatingTrainer(model, loader, sgd(model), accumulation_steps=4), 5)
+    assert len(seen) == 20
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -475,6 +477,7 @@ def test_accumulation_needs_the_memory_of_one_micro_batch(family):
         trainer = AccumulatingTrainer(
             model, cut([batch] * 9, [size] * (num_images // size)), sgd(model), steps
         )
+        run(trainer, 1)  # of the first window, images are kept
         with TensorMeter() as meter:
             run(trainer, 2)
         peaks[steps, size] = meter.peak_bytes

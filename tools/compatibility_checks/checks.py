@@ -12,6 +12,7 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.measure.injection import Injector, seed_all
 from d2_memfit.techniques.modules import replaced_functions
 
+from .gradients import gradient
 from .subject import Outcome, Subject, state_of
 
 __all__ = ["CHECKS", "accumulates", "recovers", "resumes", "same_loss", "trains"]
@@ -32,10 +33,16 @@ def same_loss(subject: Subject) -> str:
 
 
 def accumulates(subject: Subject) -> str:
-    """Two batches behind a step, against the mean of their gradients by hand."""
+    """Two batches behind a step, each with its own counts, against the mean of their gradients by
+    hand.
+    """
     images = subject.project.images
     batches = subject.record(2, images)
-    settings = {**subject.settings(images), "SOLVER.ACCUMULATION_STEPS": 2}
+    settings = {
+        **subject.settings(images),
+        "SOLVER.ACCUMULATION_STEPS": 2,
+        "MEMFIT.NORMALIZERS.POLICY": "off",
+    }
     ours = subject.run(settings, batches, num_iterations=1, name="accumulates")
     if not subject.project.has_plain_step:
         return "trains, not compared"
@@ -156,6 +163,7 @@ CHECKS = {
     "trains": trains,
     "same loss at iteration 0": same_loss,
     "accumulates": accumulates,
+    "gradient": gradient,
     "resumes": resumes,
     "recovers": recovers,
 }

@@ -11,6 +11,8 @@ _COMPARED = {
     "trains": "the weights after two iterations with plain Detectron2's",
     "same loss at iteration 0": "the loss of the first iteration with plain Detectron2's",
     "accumulates": "the weights after a step of two batches with those of the mean gradient",
+    "gradient": "the gradient of images one by one, with 10, 3 and no objects, with that of one "
+    "forward over all: relative difference; and the same without `MEMFIT.NORMALIZERS`",
     "resumes": "the weights of a run that was ended and resumed with those of one that was not",
     "recovers": "the weights after an out-of-memory error, injected into the forward and into the "
     "backward, with those of the same images in halves",

@@ -1,0 +1,69 @@
+"""Collectives in a forward that are no counts: a rank cannot run its images again without them."""
+
+from collections.abc import Sequence
+
+from detectron2.utils import comm
+
+from ..collectives import Collective
+from ..errors import ConfigError
+
+__all__ = ["Communication", "CommunicationError"]
+
+
+class CommunicationError(Exception):
+    """A model communicates in its forward, and was not known to. All ranks are told."""
+
+
+class Communication:
+    """What a model is known to say to the other ranks in its forward.
+
+    Args:
+        may_retry: whether a rank may run its images again.
+        is_size_fixed: whether MEMFIT.MICRO_BATCH is set; then ranks go on without retries.
+
+    Attributes:
+        known: the first collective, as a text; "" where there is none.
+        found: one that was not known of, in this window.
+    """
+
+    def __init__(self, may_retry: bool, is_size_fixed: bool) -> None:
+        self.known = self.found = ""
+        self._may_retry = may_retry
+        self._is_size_fixed = is_size_fixed
+
+    def handle(self, call: Collective) -> bool:
+        """As a handler of :func:`~d2_memfit.collectives.noticed_collectives`.
+
+        Raises:
+            CommunicationError: it is the first.
+        """
+        if self.known:
+            return False
+        self.found = str(call)
+        raise CommunicationError
+
+    def allow(self, found: str) -> None:
+        """Decide, on all ranks, what becomes of one that was found on any.
+
+        Raises:
+            ConfigError: the model cannot be trained so.
+        """
+        if comm.get_world_size() == 1:  # it had been pretended that there are more
+            return
+        if self._may_retry and not self._is_size_fixed:
+            raise ConfigError(
+                f"MEMFIT.OOM.POLICY split cannot run a rank's images again, because {found} "
+                "communicates with other ranks in each forward. Train without it, such as with "
+                "MODEL.*.NORM GN in place of SyncBN; or set MEMFIT.OOM.POLICY raise"
+            )
+        self.known = found
+
+    def check(self, numbers_of_micro_batches: Sequence[int]) -> None:
+        """Raise :class:`ConfigError`, on all ranks, if some would wait for others."""
+        if self.known and len(set(numbers_of_micro_batches)) > 1:
+            raise ConfigError(
+                f"the model communicates in its forward, {self.known}, so all ranks must have as "
+                f"many micro-batches, and they have {list(numbers_of_micro_batches)}. Give all "
+                "ranks as many images, or train without that, such as with MODEL.*.NORM GN in "
+                "place of SyncBN"
+            )

@@ -1,0 +1,115 @@
+"""A window's forwards without gradients, for what they count."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from detectron2.utils.events import EventStorage, get_event_storage
+from torch import nn
+
+from ..memory import is_out_of_memory, release_memory
+from .count_rules import Site
+from .forward_counts import ForwardCounts
+from .snapshot import Snapshot
+from .window import MicroBatch, Window
+
+__all__ = ["count_window", "does_the_same_with_ranks", "without_traces"]
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def without_traces(model: nn.Module) -> Iterator[None]:
+    """For forwards without gradients that leave the model, random states and the log alone."""
+    snapshot = Snapshot(model)
+    try:
+        with torch.no_grad(), EventStorage(get_event_storage().iter):
+            yield
+    finally:
+        snapshot.restore()
+
+
+def does_the_same_with_ranks(
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    forward: Callable[[MicroBatch], Any],
+    new_counts: Callable[[bool], ForwardCounts],
+) -> bool:
+    """Whether a model that is told of a second rank counts something, and computes the same.
+
+    Args:
+        new_counts: called with whether a rank is to be pretended; makes what sees the counts.
+    """
+    losses = []
+    for pretends in (False, True):
+        counts = new_counts(pretends)
+        try:
+            with without_traces(model):
+                forward(micro_batch)
+        except Exception as e:  # whatever a model does that has no other rank
+            if not pretends:
+                raise
+            logger.debug("The model cannot be told that there are ranks: %s", e)
+            return False
+        losses.append(micro_batch.losses)
+    if not any(site.kind == "ranks" for site in counts.seen):
+        return False
+    is_same = all(
+        torch.allclose(loss.float(), losses[1][name].float(), equal_nan=True)
+        for name, loss in losses[0].items()
+    )
+    if not is_same:
+        logger.warning(
+            "The model's losses are other ones when it is told that there are ranks, so the counts "
+            "that it would add up over ranks are those of each micro-batch"
+        )
+    return is_same
+
+
+def count_window(
+    model: nn.Module,
+    window: Window,
+    take: tuple[Optional[int], bool],
+    forward: Callable[[MicroBatch], Any],
+    new_counts: Callable[[], ForwardCounts],
+    recovers: bool,
+) -> dict[Site, float]:
+    """Run a window's forwards, and put its images back.
+
+    Args:
+        take: arguments of :meth:`Window.take`.
+        new_counts: called before each forward; makes what sees its counts.
+        recovers: whether images that do not fit are run again in smaller pieces. What does not fit
+            alone is left out: it will not fit in training, where more can be done about it.
+
+    Returns:
+        The sum of all counts at each site.
+    """
+    totals: dict[Site, float] = {}
+    images, across_batches = take
+    with without_traces(model):
+        while (micro_batch := window.take(images, across_batches)) is not None:
+            counts = new_counts()
+            if _fits(micro_batch, forward, recovers):
+                for site, seen in counts.seen.items():
+                    totals[site] = totals.get(site, 0.0) + sum(s.value for s in seen)
+            else:
+                release_memory(next(model.parameters()).device)
+                if micro_batch.can_be_split:
+                    images = micro_batch.num_images // 2
+                    window.put_back()
+    window.start_over()
+    return totals
+
+
+def _fits(micro_batch: MicroBatch, forward: Callable[[MicroBatch], Any], recovers: bool) -> bool:
+    try:
+        forward(micro_batch)
+    except Exception as e:
+        if not (recovers and is_out_of_memory(e)):
+            raise
+        logger.info("%d images did not fit while their counts were taken", micro_batch.num_images)
+        return False
+    return True

@@ -1,0 +1,160 @@
+"""The counts of one forward: seen, and answered with its share of the window's."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Optional, TypeVar
+
+import torch
+
+from ..collectives import Collective, noticed_collectives, place_of_caller, pretended_ranks
+from ..normalizers import counts_answered_by
+from .count_rules import Seen, Site
+from .mean_losses import MeanLosses
+from .window import MicroBatch, Window, count_objects
+
+__all__ = ["PRETENDED_RANKS", "ForwardCounts", "SeenAt"]
+
+Number = TypeVar("Number", float, torch.Tensor)
+SeenAt = dict[Site, list[Seen]]
+
+PRETENDED_RANKS = 2
+_MOST_ELEMENTS = 16  # of a tensor of counts; what is larger is something else
+
+
+class ForwardCounts:
+    """Stands between a model and the other ranks while it runs.
+
+    Args:
+        window: that of the micro-batches.
+        communicate: called with collectives that are no counts; as a handler of
+            :func:`noticed_collectives`. None leaves the model alone.
+        pretends: whether the model is told that there are two ranks.
+        totals: the window's count at each site; where there is none, counts are the forward's own.
+        images: that the totals are of, for each kind of site; of the window on this rank where
+            none are given.
+        objects: of the same images as means; None is not known.
+        means: whether means are seen.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        communicate: Optional[Callable[[Collective], bool]] = None,
+        pretends: bool = False,
+        totals: Optional[Mapping[Site, float]] = None,
+        images: Optional[Mapping[str, int]] = None,
+        objects: Optional[int] = None,
+        means: bool = True,
+    ) -> None:
+        self._window = window
+        self._communicate = communicate
+        self._pretends = pretends
+        self._totals = totals or {}
+        self._images = images or {}
+        self._objects = objects
+        self._means = means
+        self._micro_batch = (0, 0)  # images and objects
+        self._calls: Counter[Any] = Counter()
+        self._answers: list[tuple[float, float]] = []  # and the share that each is
+        self._noted: list[tuple[Site, tuple[int, int], torch.Tensor]] = []
+
+    @property
+    def seen(self) -> SeenAt:
+        """What was counted so far. This waits for the device."""
+        seen: SeenAt = {}
+        for site, (images, objects), count in self._noted:
+            seen.setdefault(site, []).append(Seen(images, objects, float(count)))
+        return seen
+
+    @contextmanager
+    def of(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Open it while a micro-batch's forward runs, and again for its backward, which may compute
+        parts of the forward again.
+        """
+        self._micro_batch = (micro_batch.num_images, count_objects(micro_batch.data))
+        self._calls.clear()
+        self._answers.clear()
+        with ExitStack() as stack:
+            stack.enter_context(counts_answered_by(self))
+            if self._communicate is not None:
+                stack.enter_context(noticed_collectives(self._handle))
+            if self._pretends:
+                stack.enter_context(pretended_ranks(PRETENDED_RANKS))
+            if self._means:
+                stack.enter_context(MeanLosses(self))
+            yield
+
+    @property
+    def share(self) -> float:
+        return self._share("mean")
+
+    def answer(self, count: Number, minimum: float) -> Number:
+        """As :func:`~d2_memfit.normalizers.window_count`."""
+        site = self._note("ranks", torch.as_tensor(count).detach())
+        own = count.detach() if isinstance(count, torch.Tensor) else count
+        total = self._totals.get(site)
+        if isinstance(own, torch.Tensor):
+            if total is None:
+                return own.float().clamp(min=minimum)
+            return torch.full_like(
+                own, max(total, minimum) * self._share("ranks"), dtype=torch.float
+            )
+        return max(own, minimum) if total is None else max(total, minimum) * self._share("ranks")
+
+    def share_of_objects(self) -> float:
+        """What to multiply a loss with that is divided by the objects of this micro-batch."""
+        if self._objects is None:
+            return 1.0
+        return max(self._micro_batch[1], 1) / (max(self._objects, 1) * self._share("mean"))
+
+    def count_of_mean(self, kind: str, count: torch.Tensor) -> Optional[float]:
+        site = self._note(kind, count)
+        share = self._share(kind)
+        if share == 1 or site not in self._totals:
+            return None
+        return self._totals[site] * share
+
+    def share_of(self, value: float) -> Optional[float]:
+        for answer, share in self._answers:
+            if abs(value - answer) <= 1e-6 * abs(answer):
+                return share
+        return None
+
+    def _handle(self, call: Collective) -> bool:
+        if not _is_count(call):
+            assert self._communicate is not None
+            return self._communicate(call)
+        tensor = call.tensors[0]
+        ranks = call.num_ranks if call.is_sum else 1
+        sites = [self._note("ranks", t.detach().clone()) for t in tensor.detach().flatten()]
+        if all(site in self._totals for site in sites):
+            share = self._share("ranks")
+            means = [self._totals[site] * share for site in sites]
+            self._answers += [(m * r, share) for m in means for r in {1, ranks}]
+            answer = tensor.new_tensor(means, dtype=torch.float).reshape(tensor.shape) * ranks
+        else:
+            answer = tensor.detach() * ranks
+        # A count of integers may have a share that is none.
+        tensor.data = answer if not tensor.is_floating_point() else answer.to(tensor.dtype)
+        return True
+
+    def _note(self, kind: str, count: torch.Tensor) -> Site:
+        place = place_of_caller()
+        site = Site(kind, place, self._calls[kind, place])
+        self._calls[kind, place] += 1
+        self._noted.append((site, self._micro_batch, count))
+        return site
+
+    def _share(self, kind: str) -> float:
+        return self._micro_batch[0] / self._images.get(kind, self._window.expected_images)
+
+
+def _is_count(call: Collective) -> bool:
+    return (
+        call.is_sum is not None
+        and call.name == "all_reduce"
+        and not call.is_differentiable
+        and call.tensors[0].numel() <= _MOST_ELEMENTS
+        and call.tensors[0].dtype != torch.bool
+    )

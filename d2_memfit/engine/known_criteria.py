@@ -1,0 +1,62 @@
+"""Criteria whose counts are not to be seen from outside, each with what it takes."""
+
+from typing import Any
+
+import torch
+from detectron2.modeling.meta_arch.dense_detector import DenseDetector
+from detectron2.utils.events import get_event_storage
+from torch import nn
+
+from ..normalizers import window_count, window_share
+from ..techniques.modules import extend
+
+__all__ = ["adapt_known_criteria"]
+
+
+def adapt_known_criteria(model: nn.Module) -> None:
+    """Let the criteria of a model that are known here ask for the window's counts."""
+    for module in list(model.modules()):
+        if isinstance(module, DenseDetector):
+            extend(module, _RunningNormalizer)
+        elif type(module).__name__ == "SetCriterionDynamicK":
+            extend(module, _CountsMatches)
+
+
+class _RunningNormalizer(nn.Module):
+    """RetinaNet and FCOS of Detectron2: a running mean of the positive anchors in a batch.
+
+    It runs from window to window. The window's number is estimated from the micro-batches so far:
+    to know it would take another forward of all.
+    """
+
+    def _ema_update(
+        self, name: str, value: float, initial_value: float, momentum: float = 0.9
+    ) -> float:
+        share = window_share()
+        if share == 1:
+            return super()._ema_update(name, value, initial_value, momentum)  # type: ignore[misc]
+        # Plain numbers of the module, so that a retry puts them back.
+        state, iteration = vars(self), get_event_storage().iter
+        if state.get(f"{name}_of_window") != iteration:
+            state[f"{name}_of_window"] = iteration
+            state[f"{name}_before"] = state.get(name, initial_value)
+            state[f"{name}_sum"] = state[f"{name}_share"] = 0.0
+        state[f"{name}_sum"] += value
+        state[f"{name}_share"] += share
+        estimate = state[f"{name}_sum"] / state[f"{name}_share"]
+        state[name] = state[f"{name}_before"] * momentum + estimate * (1 - momentum)
+        return float(state[name] * share)
+
+
+class _CountsMatches(nn.Module):
+    """DiffusionDet: each layer's losses are divided by the queries that are matched there."""
+
+    def get_loss(
+        self, loss: str, outputs: Any, targets: Any, indices: Any, *args: Any, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        losses: dict[str, torch.Tensor] = super().get_loss(  # type: ignore[misc]
+            loss, outputs, targets, indices, *args, **kwargs
+        )
+        matches = float(sum(len(objects) for _, objects in indices))
+        factor = max(matches, 1.0) / window_count(matches)
+        return {name: value * factor for name, value in losses.items()}
