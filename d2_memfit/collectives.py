@@ -75,6 +75,7 @@ _PASSED_ON = (
     "/detectron2/utils/comm.py",
 )
 
+_MOST_COUNTS = 16  # in a tensor; what is larger is something else
 _FUNCTION = torch.autograd.function.__file__
 
 Place = tuple[tuple[str, int], ...]  # file and line, and those of the callers, innermost first
@@ -101,6 +102,17 @@ class Collective:
     num_ranks: int
     is_sum: Optional[bool]
     is_differentiable: bool
+
+    @property
+    def is_count(self) -> bool:
+        """Whether it may be of numbers that losses are divided by."""
+        return (
+            self.is_sum is not None
+            and self.name == "all_reduce"
+            and not self.is_differentiable
+            and self.tensors[0].numel() <= _MOST_COUNTS
+            and self.tensors[0].dtype != torch.bool
+        )
 
     def __str__(self) -> str:
         file, line = self.place[0] if self.place else ("a file that is not known", 0)

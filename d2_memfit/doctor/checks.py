@@ -13,6 +13,7 @@ from detectron2.engine import SimpleTrainer
 from detectron2.utils.events import EventStorage
 from torch import nn
 
+from ..collectives import Collective, noticed_collectives, pretended_ranks
 from ..config import with_settings
 from ..engine import MemfitMixin, RecoveryOptions, recovering_inference
 from ..engine.forward_counters import numbers_of
@@ -27,12 +28,12 @@ from ..planner.dry_job import DryJob
 from ..planner.explain import explained
 from ..planner.order import NOT_PLANNED
 from ..techniques import TECHNIQUES, get_technique
-from .collectives import noticed_collectives
 from .patient import Patient
 
 __all__ = [
     "Unwell",
     "accumulates",
+    "counts",
     "is_estimated",
     "is_silent",
     "puts_state_back",
@@ -187,22 +188,38 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+def counts(patient: Patient) -> str:
+    _, _, trainer = patient.step(micro_batch_size=1)
+    places = trainer.normalizers.rules.described()
+    return f"with accumulation, these are the window's: {_some(places)}" if places else "none found"
+
+
 def is_silent(patient: Patient) -> str:
     model = patient.model()
+    found: list[str] = []
 
-    def forward() -> list[str]:
-        with noticed_collectives() as places:
-            model(patient.batch())
-        return places
+    def handle(call: Collective) -> bool:
+        if not call.is_count:
+            found.append(str(call))
+        elif call.is_sum:
+            call.tensors[0].mul_(call.num_ranks)
+        return True
 
-    places = patient.call(forward)
-    if places:
-        raise Unwell(
-            f"{_some(places)}: on several ranks MEMFIT.OOM.POLICY split cannot run one rank's "
-            "images again. Name the class of the module in MEMFIT.OOM.COMMUNICATING_MODULES, or "
-            "train with policy raise"
-        )
-    return "none"
+    def forward() -> None:
+        with noticed_collectives(handle), pretended_ranks(2):
+            try:
+                model(patient.batch())
+            except Exception:  # of what has no answer from another rank
+                if not found:
+                    raise
+
+    patient.call(forward)
+    if not found:
+        return "none but of counts"
+    raise Unwell(
+        f"{_some(list(dict.fromkeys(found)))}: on several ranks MEMFIT.OOM.POLICY split cannot run "
+        "one rank's images again. Train with policy raise"
+    )
 
 
 def is_estimated(patient: Patient) -> str:
@@ -250,12 +267,7 @@ def trains(patient: Patient, trainer: Any) -> str:
             **{"MEMFIT.PLAN.ENABLED": False, "SOLVER.REFERENCE_WORLD_SIZE": 0},
             **{"MEMFIT.OPTIMIZER.ZERO": False, "MEMFIT.HOST.BUDGET_GB": None},
         }
-
-        def train() -> None:
-            made = kind(with_settings(patient.job.cfg, settings))
-            made.train()
-
-        patient.call(train)
+        patient.call(lambda: kind(with_settings(patient.job.cfg, settings)).train())
     return f"class Trainer(MemfitMixin, {trainer.__name__}) trains"
 
 

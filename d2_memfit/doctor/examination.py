@@ -58,6 +58,7 @@ def examine(job: Job, trainer: Any = None) -> Iterator[Finding]:
         "recovery, memory runs out in the backward": partial(checks.recovers, where=0.9),
         "recovery, memory runs out in evaluation": checks.recovers_in_evaluation,
         "state that a retry puts back": checks.puts_state_back,
+        "normalisers": checks.counts,
         "communication in the forward": checks.is_silent,
         "estimate": checks.is_estimated,
         "techniques": checks.usable_techniques,

@@ -91,6 +91,16 @@ class CountRules:
         """What an object and an image count there; None where only a forward knows."""
         return self._known[site].rule if site in self._known else None
 
+    def described(self) -> list[str]:
+        """Where counts are taken that are always the window's, and how they are known."""
+        lines: dict[str, None] = {}
+        for site in self._known:
+            if site.kind != "mean" and site.place:
+                file, line = site.place[0]
+                how = "by a forward more" if self.rule(site) is None else "from the annotations"
+                lines[f"{file}:{line} ({how})"] = None
+        return list(lines)
+
     def _explains(self, site: Site, seen: Iterable[Seen]) -> bool:
         rule = self.rule(site)
         return rule is not None and all(_is_close(_apply(rule, s), s.value) for s in seen)

@@ -19,7 +19,6 @@ Number = TypeVar("Number", float, torch.Tensor)
 SeenAt = dict[Site, list[Seen]]
 
 PRETENDED_RANKS = 2
-_MOST_ELEMENTS = 16  # of a tensor of counts; what is larger is something else
 
 
 class ForwardCounts:
@@ -122,7 +121,7 @@ class ForwardCounts:
         return None
 
     def _handle(self, call: Collective) -> bool:
-        if not _is_count(call):
+        if not call.is_count:
             assert self._communicate is not None
             return self._communicate(call)
         tensor = call.tensors[0]
@@ -148,13 +147,3 @@ class ForwardCounts:
 
     def _share(self, kind: str) -> float:
         return self._micro_batch[0] / self._images.get(kind, self._window.expected_images)
-
-
-def _is_count(call: Collective) -> bool:
-    return (
-        call.is_sum is not None
-        and call.name == "all_reduce"
-        and not call.is_differentiable
-        and call.tensors[0].numel() <= _MOST_ELEMENTS
-        and call.tensors[0].dtype != torch.bool
-    )

@@ -47,6 +47,7 @@ class Normalizers:
 
     Attributes:
         communication: what the model says to other ranks that is no count.
+        rules: what is known of the model's counts.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Normalizers:
         self._images_per_micro_batch = images_per_micro_batch
         self._is_whole = accumulation_steps == 1 and images_per_micro_batch is None
         self._ranks = comm.get_world_size()
-        self._rules = CountRules()
+        self.rules = CountRules()
         self._may_pretend = self._ranks == 1  # that there is a second rank
         self._asks_for_ranks = self._pretends = False
         self._windows_to_watch = _WATCHED_WINDOWS
@@ -109,7 +110,7 @@ class Normalizers:
             self._counts = ForwardCounts(window, means=False)
             return
         self.communication.check([p.micro_batches for p in self._parts])
-        must_count = any(self._needs(s) and not self._rules.rule(s) for s in self._rules.sites)
+        must_count = any(self._needs(s) and not self.rules.rule(s) for s in self.rules.sites)
         if self._must_ask:
             self._may_pretend = False
             crowded = max(micro_batches, key=lambda m: count_objects(m.data))
@@ -150,7 +151,7 @@ class Normalizers:
     def report(self, window: Window) -> CountReport:
         """What the ranks must know to agree whether the window was run with the right counts."""
         return CountReport(
-            self._rules.news(self._counts.seen if self._counts else {}),
+            self.rules.news(self._counts.seen if self._counts else {}),
             self._must_ask,
             self.communication.found,
             self._is_whole
@@ -169,24 +170,23 @@ class Normalizers:
         """
         found = [r.communicates for r in reports if r.communicates]
         is_cut_anew = any(r.is_cut_anew for r in reports)
-        if found:
+        if again := len(found) > 0:
             self.communication.allow(found[0])
             self._pretends = False
-            again = True
         else:
             news: SeenAt = {}
             for r in reports:
                 for site, seen in r.news.items():
                     news.setdefault(site, []).extend(seen)
-            self._rules.learn(news)
+            self.rules.learn(news)
             if self._is_on:
                 has_objects = any(r.has_objects for r in reports)
                 self._windows_to_watch = 0 if has_objects else self._windows_to_watch - 1
             again = any(r.asks_for_ranks for r in reports) or any(
-                self._answered[site] not in (None, self._rules.rule(site))
+                self._answered[site] not in (None, self.rules.rule(site))
                 if site in self._answered
                 else self._needs(site, is_cut_anew)
-                for site in self._rules.sites
+                for site in self.rules.sites
             )
             again = again and (is_cut_anew or not self._is_uncut)
         if again and self._runs == _MOST_RUNS:
@@ -213,7 +213,7 @@ class Normalizers:
     @property
     def _knows_something(self) -> bool:
         """Whether the model is known to count or communicate, or to ask whether it may."""
-        counts = any(self._needs(site, is_cut=True) for site in self._rules.sites)
+        counts = any(self._needs(site, is_cut=True) for site in self.rules.sites)
         is_told = len(self._options.losses) > 0
         return counts or self.communication.known != "" or self._must_ask or is_told
 
@@ -229,7 +229,7 @@ class Normalizers:
         is_cut = is_cut or any(p.micro_batches > 1 for p in self._parts)
         if self._is_own(site) and not is_cut:
             return False
-        rule = self._rules.rule(site)
+        rule = self.rules.rule(site)
         if rule is None:
             return site.kind == "weights" or self._options.policy == "exact"
         return rule[0] != 0
@@ -251,8 +251,8 @@ class Normalizers:
         own = self._parts[rank]
         images, objects = (sum(getattr(p, k) for p in self._parts) for k in ("images", "objects"))
         totals = {}
-        for site in dict.fromkeys([*self._rules.sites, *(s for c in counted for s in c)]):
-            rule = self._rules.rule(site)
+        for site in dict.fromkeys([*self.rules.sites, *(s for c in counted for s in c)]):
+            rule = self.rules.rule(site)
             is_own = self._is_own(site)
             if rule is not None and self._needs(site):
                 of = (own.objects, own.images) if is_own else (objects, images)

@@ -10,7 +10,6 @@ from torch import nn
 from d2_memfit import Job
 from d2_memfit.cli import main
 from d2_memfit.doctor import examine
-from d2_memfit.doctor.collectives import noticed_collectives
 
 
 class Model(nn.Module):
@@ -34,12 +33,24 @@ class PerObject(Model):
         return {"loss": (torch.stack(losses) * counts).sum() / counts.sum()}
 
 
+class Counting(Model):
+    """As :class:`PerObject`, but other ranks are told."""
+
+    def forward(self, batch):
+        counts = torch.tensor([float(len(d["instances"])) for d in batch])
+        losses = [self.layer(d["image"].float() / 255).mean() for d in batch]
+        total, ranks = counts.sum(), 1
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(total)
+            ranks = dist.get_world_size()
+        return {"loss": (torch.stack(losses) * counts).sum() / torch.clamp(total / ranks, min=1)}
+
+
 class Communicating(Model):
     def forward(self, batch):
-        count = torch.ones(1)
         if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(count)
-        return {"loss": super().forward(batch)["loss"] / count.clamp(min=1)[0]}
+            dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))
+        return super().forward(batch)
 
 
 class Remembering(Model):
@@ -81,14 +92,14 @@ def test_a_job_that_works(images):
     assert "to the last bit" in found["iteration 0"].text
     assert "bit by bit" in found["recovery, memory runs out in the backward"].text
     assert found["recovery, memory runs out in evaluation"].text == "nothing is evaluated"
-    assert found["communication in the forward"].text == "none"
+    assert found["communication in the forward"].text == "none but of counts"
 
 
 @pytest.mark.parametrize(
     ("model", "what", "text"),
     [
         (PerObject, "accumulation", "divided by a count of its own batch"),
-        (Communicating, "communication in the forward", "all_reduce in doctor/test_examination.py"),
+        (Communicating, "communication in the forward", "all_gather in doctor/test_examination.py"),
         (Remembering, "state that a retry puts back", "Remembering.seen, which a retry does not"),
         (Broken, "iteration 0", "KeyError: 'depth', in tests/doctor/test_examination.py"),
     ],
@@ -101,7 +112,7 @@ def test_what_is_wrong_is_named(images, model, what, text):
 
 
 def test_a_counter_of_forwards_is_told(images):
-    class Counting(Model):
+    class Ticking(Model):
         num = 0
 
         def forward(self, batch):
@@ -112,21 +123,17 @@ def test_a_counter_of_forwards_is_told(images):
             super().__init__()
             self.num = 0
 
-    finding = findings(Counting, images)["state that a retry puts back"]
+    finding = findings(Ticking, images)["state that a retry puts back"]
     assert finding.is_well
-    assert "Counting.num counts forwards, not iterations" in finding.text
+    assert "Ticking.num counts forwards, not iterations" in finding.text
 
 
-def test_collectives_are_noticed_and_answered_as_by_two_equal_ranks():
-    x = torch.ones(2)
-    with noticed_collectives() as places:
-        dist.all_reduce(x)
-        gathered = [torch.zeros(2), torch.zeros(2)]
-        dist.all_gather(gathered, x)
-    assert x.tolist() == [2, 2]
-    assert [g.tolist() for g in gathered] == [[2, 2], [2, 2]]
-    assert [place.split()[0] for place in places] == ["all_reduce", "all_gather"]
-    assert not dist.is_initialized()
+def test_counts_that_losses_are_divided_by_are_named(images):
+    found = findings(Counting, images)
+    assert found["accumulation"].is_well
+    assert "doctor/test_examination.py:" in found["normalisers"].text
+    assert "(from the annotations)" in found["normalisers"].text
+    assert found["communication in the forward"].text == "none but of counts"
 
 
 @pytest.mark.slow
