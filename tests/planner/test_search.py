@@ -109,7 +109,7 @@ def test_techniques_are_taken_as_far_as_they_are_needed(mask):
     for step in all_of_them.steps:
         if step.name == "ActivationCheckpointing":
             assert 1.15 < step.time_factor < 1.4  # a forward more
-            assert step.settings == {"MEMFIT.CHECKPOINT.MODULES": ["backbone+heads"]}
+            assert step.settings == {"MEMFIT.CHECKPOINT.MODULES": ["all"]}
     enough = plan(mask, all_of_them.smallest_budget_gb + 0.01, allow=["exact"])
     assert enough.fits
     assert len(enough.steps) < len(all_of_them.steps)
