@@ -50,14 +50,15 @@ def recompute_in_backward(
         return run()
     before = _RandomState(module), ModuleState(module)
     cpu_state = torch.get_rng_state()
+    unchanged = _Unchanged(tensors)
     try:
-        with _Unchanged(tensors):
+        with unchanged:
             result = run()
-    except _ArgumentChangesError as e:
+    except _ArgumentChangesError:
         logger.warning(
             "Activation checkpointing leaves a %s out: it changes its input in place (%s)",
             own_class(module).__name__,
-            e,
+            unchanged.operator,
         )
         _changes_arguments[module] = True
         torch.set_rng_state(cpu_state)
@@ -96,14 +97,19 @@ def _repeatable(
 
 
 class _ArgumentChangesError(Exception):
-    """The text is the operator."""
+    pass
 
 
 class _Unchanged(TorchDispatchMode):
-    """While open, an operator that would change one of some tensors raises, and has not."""
+    """While open, an operator that would change one of some tensors raises before it does.
+
+    Attributes:
+        operator: that has raised.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
+        self.operator: Any = None
         self._addresses = set(map(_address, tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,7 +120,8 @@ class _Unchanged(TorchDispatchMode):
             for name, value in given.items():
                 alias = arguments[name].alias_info
                 if alias is not None and alias.is_write and self._has(value):
-                    raise _ArgumentChangesError(func.overloadpacket)
+                    self.operator = func.overloadpacket
+                    raise _ArgumentChangesError
         return func(*args, **kwargs)
 
     def _has(self, value: Any) -> bool:

@@ -8,6 +8,7 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase
 from d2_memfit.planner import steps
 from d2_memfit.planner.plan_file import planned_config
+from d2_memfit.planner.text import describe_plan
 
 pytestmark = pytest.mark.slow
 
@@ -213,3 +214,35 @@ def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(m
     p = plan(cfg, before.device_total_gb, progress=lines.append)
     assert "ChunkedHeads" not in [s.name for s in p.steps]
     assert any("ChunkedHeads: left out, the model of this job does not run" in x for x in lines)
+    assert any("ChunkedHeads: left out" in line for line in p.left_out)
+
+
+def test_techniques_that_only_run_alone_do_not_end_a_plan(mask, monkeypatch):
+    from d2_memfit.techniques.checkpointing import ActivationCheckpointing
+
+    apply = ActivationCheckpointing.apply
+
+    def with_chunks_it_is_broken(model, cfg):
+        if cfg.MEMFIT.HEADS.CHUNK_SIZE is not None or cfg.SOLVER.AMP.ENABLED:
+            raise RuntimeError("not both")
+        return apply(model, cfg)
+
+    monkeypatch.setattr(ActivationCheckpointing, "apply", with_chunks_it_is_broken)
+    p = plan(mask, 1, allow=["exact", "precision"])
+    assert not p.fits  # the smallest one is known all the same
+    assert "ChunkedHeads" in [s.name for s in p.steps]
+    assert "ActivationCheckpointing" not in [s.name for s in p.steps]
+    pairs = [line.partition(": left out, ") for line in p.left_out]
+    assert any("ChunkedHeads, ActivationCheckpointing" in names for names, _, _ in pairs)
+    assert all("RuntimeError: not both" in why for _, _, why in pairs)
+    assert p.left_out[0] in describe_plan(p)
+
+
+def test_a_technique_that_changes_nothing_is_in_no_plan(mask, monkeypatch):
+    from d2_memfit.techniques.heads import ChunkedHeads
+
+    assert "ChunkedHeads" in [s.name for s in plan(mask, 1, allow=["exact"]).steps]
+    monkeypatch.setattr(ChunkedHeads, "apply", lambda model, cfg: model)
+    p = plan(mask, 1, allow=["exact"])
+    assert "ChunkedHeads" not in [s.name for s in p.steps]
+    assert p.left_out == ()
