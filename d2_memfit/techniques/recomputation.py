@@ -54,19 +54,19 @@ def recompute_in_backward(
     try:
         with unchanged:
             result = run()
+        _changes_arguments[module] = False
+        return result
     except _ArgumentChangesError:
-        logger.warning(
-            "Activation checkpointing leaves a %s out: it changes its input in place (%s)",
-            own_class(module).__name__,
-            unchanged.operator,
-        )
         _changes_arguments[module] = True
-        torch.set_rng_state(cpu_state)
-        for state in before:
-            state.restore()
-        return forward(*args, **kwargs)
-    _changes_arguments[module] = False
-    return result
+    logger.warning(
+        "Activation checkpointing leaves a %s out: it changes its input in place (%s)",
+        own_class(module).__name__,
+        unchanged.operator,
+    )
+    torch.set_rng_state(cpu_state)
+    for state in before:
+        state.restore()
+    return forward(*args, **kwargs)
 
 
 def _repeatable(
