@@ -43,7 +43,7 @@ KNOBS = {
     ],
     "Exact techniques": [
         Knob("checkpointing, backbone", ["MEMFIT.CHECKPOINT.MODULES", ["backbone"]], ""),
-        Knob("checkpointing, heads too", ["MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"]], ""),
+        Knob("checkpointing, heads too", ["MEMFIT.CHECKPOINT.MODULES", ["all"]], ""),
         Knob("offload, backbone", ["MEMFIT.OFFLOAD.MODULES", ["backbone"]], ""),
         Knob("matching in chunks", ["MEMFIT.MATCHING.CHUNK_SIZE", 4096], ""),
         Knob("mask head in chunks", ["MEMFIT.HEADS.CHUNK_SIZE", 32], ""),

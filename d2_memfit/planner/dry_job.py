@@ -112,6 +112,10 @@ class DryJob:
             assumed += job.batches.evaluation_assumptions
         self.assumptions = tuple(dict.fromkeys([*assumed, *notes]))
 
+    def trace(self) -> tuple[list[int], ...]:
+        """What is allocated and freed: the same for a job that does the same."""
+        return tuple(t.sizes() for t in (self.training, self.evaluation) if t is not None)
+
     def fits(self, limit_bytes: int) -> bool:
         """Whether it runs where the process can take no more of the device, context included."""
         return self._uses_within(limit_bytes) is not None

@@ -46,6 +46,7 @@ class Plan:
         smallest_budget_gb: that would do, if it does not fit.
         must_allow: tiers that would have to be allowed for this budget; empty if none would help.
         evaluation_decides: whether evaluation takes more of the device than training.
+        left_out: techniques with which the job does not run, and why; a line each.
     """
 
     budget_gb: float
@@ -59,3 +60,4 @@ class Plan:
     smallest_budget_gb: Optional[float] = None
     must_allow: tuple[str, ...] = ()
     evaluation_decides: bool = False
+    left_out: tuple[str, ...] = ()

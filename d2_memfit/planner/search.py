@@ -140,17 +140,20 @@ class Planner:
             smallest_budget_gb=smallest_gb,
             must_allow=tuple(must_allow),
             evaluation_decides=after.evaluation_decides(trials.limit_bytes),
+            left_out=tuple(trials.left_out),
         )
 
     def _search(self, tiers: Sequence[str]) -> Optional[Choice]:
         """The fastest of the choices that fit, from the first of the tiers in which some do."""
-        names = {tier: self._trials.names(tier) for tier in tiers}
-        exact, precision = names.get("exact", ()), names.get("precision", ())
-        recipe = names.get("recipe", ())
+        exact = self._trials.names("exact") if "exact" in tiers else ()
         least = self._least_images([tier for tier in tiers if tier != "recipe"])
         found = self._fastest((), exact, least)
-        if found is None and precision:
+        if found is not None:
+            return found
+        precision = self._helpful("precision") if "precision" in tiers else ()
+        if precision:
             found = self._fastest(precision, exact, least)
+        recipe = self._helpful("recipe") if found is None and "recipe" in tiers else ()
         least = self._least_images(tiers)
         for i in range(len(recipe) + 1):
             if found is None and self._trials.fits(
@@ -159,10 +162,16 @@ class Planner:
                 found = self._fastest((*precision, *recipe[:i]), exact, least)
         return found
 
+    def _helpful(self, tier: str) -> tuple[str, ...]:
+        """Techniques of a tier with which the job does something else, each alone."""
+        return tuple(name for name in self._trials.names(tier) if self._trials.helps(name))
+
     def _smallest(self, tiers: Sequence[str]) -> Choice:
-        names = [name for tier in tiers for name in self._trials.names(tier)]
-        names = [name for name in names if self._trials.runs((name,))]
-        return choice_of(names, self._least_images(tiers))
+        names = [name for tier in tiers for name in self._helpful(tier)]
+        choice = choice_of(names, self._least_images(tiers))
+        while not self._trials.runs(choice):  # each alone it does
+            choice = choice_of(choice.names[:-1], choice.num_images)
+        return choice
 
     def _least_images(self, tiers: Sequence[str]) -> int:
         return 1 if self._trials.micro_batch_tier in tiers else self._images
@@ -171,11 +180,13 @@ class Planner:
         self, lead: tuple[str, ...], more: tuple[str, ...], least_images: int
     ) -> Optional[Choice]:
         """Of those with all in ``lead``, and one or the first few of ``more`` as far as needed."""
-        more = tuple(name for name in more if self._trials.runs((*lead, name)))
+        more = tuple(name for name in more if self._trials.helps(name, lead))
         first_few = [more[:i] for i in range(2, len(more) + 1)]
         best, best_seconds = None, float("inf")
         for names in [(), *((name,) for name in more), *first_few]:
             names = (*lead, *names)
+            if not self._trials.runs(choice_of(names, 1)):
+                continue
             if self._least_seconds(names) > _WORTH_IT * best_seconds:
                 continue
             num_images = self._most_images(names, least_images)

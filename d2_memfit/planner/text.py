@@ -53,6 +53,8 @@ def describe_plan(plan: Plan) -> str:
         header = ["step", "tier", "GB before", "GB after", "time x", "settings"]
         lines += ["", _table(rows, header)]
         lines += [f"{s.name} changes {s.what}" for s in plan.steps if s.what]
+    if plan.left_out:
+        lines += ["", *plan.left_out]
     e = plan.estimate
     lines += [
         "",

@@ -94,6 +94,10 @@ class Timeline:
         gone = {id(event.allocation) for event in self.events if isinstance(event, Free)}
         self.events = [e for e in self.events if id(getattr(e, "allocation", None)) not in gone]
 
+    def sizes(self) -> list[int]:
+        """Bytes of each allocation, and the same below zero where it is freed."""
+        return [_signed_bytes(e) for e in self.events if not isinstance(e, Convolution)]
+
     def peak(self) -> Counter[str]:
         """Bytes by owner at the time when most is alive."""
         owners: Counter[str] = Counter()
@@ -106,8 +110,7 @@ class Timeline:
         for i, event in enumerate(self.events):
             if isinstance(event, Convolution):
                 continue
-            sign = 1 if isinstance(event, Allocate) else -1
-            total += sign * event.allocation.num_bytes
+            total += _signed_bytes(event)
             if total > most:
                 most, end = total, i + 1
         alive = set()
@@ -130,3 +133,8 @@ class Timeline:
                     a = event.allocation
                     end = ends.get(a, "")
                     writer.writerow([i, end, a.num_bytes, a.owner, a.phase, int(a in at_peak)])
+
+
+def _signed_bytes(event: Union[Allocate, Free]) -> int:
+    num_bytes = event.allocation.num_bytes
+    return num_bytes if isinstance(event, Allocate) else -num_bytes

@@ -54,6 +54,7 @@ class Trials:
 
     Attributes:
         limit_bytes: of the device, within which a choice must fit.
+        left_out: techniques with which the job does not run, and why; a line each.
     """
 
     limit_bytes: int
@@ -72,7 +73,9 @@ class Trials:
         self._run_job = run_job
         self._evaluates = evaluates
         self._progress = progress
+        self.left_out: list[str] = []
         self._dry_jobs: dict[Choice, DryJob] = {}
+        self._failed: set[Choice] = set()
         self._evaluations: dict[tuple[str, ...], Timeline] = {}  # by the techniques that matter
         self._usable: dict[str, tuple[str, ...]] = {}  # techniques by tier
         with explained():
@@ -99,20 +102,35 @@ class Trials:
             self._dry_jobs[choice] = dry_job
         return self._dry_jobs[choice]
 
-    def runs(self, names: tuple[str, ...]) -> bool:
-        """Whether the job runs with these techniques; if not, that is said."""
+    def runs(self, choice: Choice) -> bool:
+        """Whether the job runs with this choice; if its techniques are why not, they are named.
+
+        Raises:
+            ConfigError: it does not run without techniques.
+        """
+        if choice in self._failed:
+            return False
         try:
-            self.dry_job(choice_of(names, 1))
+            self.dry_job(choice)
         except MemfitError as e:
-            if not names:
+            if not choice.names:
                 raise
-            self._progress(f"{', '.join(names)}: left out, {e}")
+            self._failed.add(choice)
+            line = f"{', '.join(choice.names)}: left out, {e}"
+            self.left_out.append(line)
+            self._progress(line)
             return False
         return True
 
+    def helps(self, name: str, lead: tuple[str, ...] = ()) -> bool:
+        """Whether the job runs with a technique, and does something else than without."""
+        with_it, without = choice_of((*lead, name), 1), choice_of(lead, 1)
+        if not self.runs(without) or not self.runs(with_it):
+            return False
+        return self.dry_job(with_it).trace() != self.dry_job(without).trace()
+
     def fits(self, choice: Choice) -> bool:
-        runs = not choice.names or self.runs(choice.names)
-        return runs and self.dry_job(choice).fits(self.limit_bytes)
+        return self.runs(choice) and self.dry_job(choice).fits(self.limit_bytes)
 
     def settings(self, choice: Choice) -> dict[str, Any]:
         """Config keys and their values."""
@@ -127,7 +145,7 @@ class Trials:
         return settings
 
     def names(self, tier: str) -> tuple[str, ...]:
-        """Techniques of a tier that change something here and that a dry run has."""
+        """Techniques of a tier that can be turned on here and that a dry run has."""
         if tier not in self._usable:
             names = [n for n, t in TECHNIQUES if t.tier == tier and n not in NOT_PLANNED]
             self._usable[tier] = tuple(filter(self._is_usable, sorted(names, key=harm)))
@@ -156,10 +174,10 @@ class Trials:
         if name == "ShardedOptimizerStates" and self.job.ranks == 1:
             return False
         try:
-            job = self.job.with_settings(get_technique(name).settings(self.job.cfg))
-            if job.cfg == self.job.cfg:
-                return False
             with explained():
+                job = self.job.with_settings(get_technique(name).settings(self.job.cfg))
+                if job.cfg == self.job.cfg:
+                    return False
                 steps.build(job)
         except MemfitError as e:
             self._progress(f"{name} is left out: {e}")

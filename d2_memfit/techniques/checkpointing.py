@@ -1,30 +1,24 @@
 """Activation checkpointing: what a block computes is computed again in the backward, not kept."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Optional
+from typing import Any
 
-import torch
 from detectron2.config import CfgNode
-from detectron2.utils.events import EventStorage
+from detectron2.modeling import Backbone
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
-from torch.utils.checkpoint import checkpoint
 
-from .. import compat
 from ..checks import check_strings
-from .module_state import ModuleState
+from ..errors import ConfigError
+from .blocks import find_blocks
 from .modules import extend, find_modules
+from .recomputation import recompute_in_backward
 from .registry import TECHNIQUES, Technique
 
-__all__ = ["ActivationCheckpointing", "checkpointed", "recompute_in_backward"]
+__all__ = ["ActivationCheckpointing", "checkpointed"]
 
-# Names that stand for the stages and blocks of these parts of a model.
-_READY_MADE = {
-    "backbone": ("backbone",),
-    "backbone+heads": ("backbone", "proposal_generator", "roi_heads", "head", "sem_seg_head"),
-}
+_READY_MADE = ("backbone", "all", "backbone+heads")
 
 
 @TECHNIQUES.register()
@@ -47,14 +41,15 @@ class ActivationCheckpointing(Technique):
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("CHECKPOINT", CfgNode())
         # The modules that keep only their inputs, by patterns of their names, such as
-        # "backbone.bottom_up.res4.*" or "roi_heads.mask_head"; or one of two choices that are made
-        # already: "backbone", the stages and blocks of the backbone, and "backbone+heads", those of
-        # the heads too. None are [].
+        # "backbone.bottom_up.res4.*" or "transformer.encoder.layers.*"; or one of two choices that
+        # are made already: "backbone", the blocks of the backbone, and "all", every block of the
+        # model: residual stages, encoder and decoder layers, necks, heads. "backbone+heads" is
+        # another name of "all". None are [].
         cfg.MEMFIT.CHECKPOINT.MODULES = []
 
     @classmethod
     def settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"MEMFIT.CHECKPOINT.MODULES": ["backbone+heads"]}
+        return {"MEMFIT.CHECKPOINT.MODULES": ["all"]}
 
     @classmethod
     def is_on(cls, cfg: CfgNode) -> bool:
@@ -70,12 +65,30 @@ class ActivationCheckpointing(Technique):
 
 
 def _patterns(model: nn.Module, choices: Sequence[str]) -> list[str]:
+    """Patterns as they are, and in place of a ready-made choice the names of its blocks."""
     patterns = []
     for choice in choices:
-        parts = [(n, m) for n, m in model.named_children() if n in _READY_MADE.get(choice, ())]
-        names = [name for part, m in parts for name, _ in m.named_modules(prefix=part)]
-        patterns += [name for name in names if _is_part(model.get_submodule(name))] or [choice]
+        if choice in _READY_MADE:
+            blocks = find_blocks(model)
+            if choice == "backbone":
+                blocks = [name for name in blocks if _is_in_backbone(model, name)]
+            if not blocks and choice not in dict(model.named_modules()):
+                raise ConfigError(
+                    f"MEMFIT.CHECKPOINT.MODULES: {choice!r} finds no blocks in this model. Name "
+                    "modules of it, or set []"
+                )
+            patterns += blocks or [choice]
+        else:
+            patterns.append(choice)
     return patterns
+
+
+def _is_in_backbone(model: nn.Module, name: str) -> bool:
+    parts = name.split(".")
+    outer = (".".join(parts[:i]) for i in range(1, len(parts)))
+    return "backbone" in parts or any(
+        isinstance(model.get_submodule(name), Backbone) for name in outer
+    )
 
 
 class _Checkpointed(nn.Module):
@@ -98,14 +111,14 @@ def _is_called_by_forward(module: nn.Module) -> bool:
 
 @contextmanager
 def checkpointed(model: nn.Module) -> Iterator[None]:
-    """While open, the parts of the model that can be checkpointed keep only their inputs.
+    """While open, the model's blocks keep only their inputs.
 
-    Keep it open for a forward and its backward. The parts are the model's blocks, and its stages,
-    which are sequences of blocks. Each forward is run up to three times, and what is kept is one
+    Keep it open for a forward and its backward. The blocks are those of :func:`find_blocks`. Where
+    a stage is a sequence of blocks, each forward is run up to three times, and what is kept is one
     input per stage, and within the stage that is in its backward one per block. Gradients are the
     same; to the last bit in float32, where the layers are deterministic.
     """
-    parts = [m for m in model.modules() if m is not model and _is_part(m)]
+    parts = [model.get_submodule(name) for name in find_blocks(model)]
     originals = [vars(part).get("forward") for part in parts]
     for part in parts:
         part.forward = partial(recompute_in_backward, part, part.forward)
@@ -117,79 +130,3 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
                 del part.forward
             else:
                 part.forward = original
-
-
-def recompute_in_backward(
-    module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    """Call ``forward``, of which autograd keeps only the arguments.
-
-    Args:
-        module: whose forward it is. What that changes, running statistics and logged scalars, is
-            changed once.
-    """
-    contexts = partial(_contexts, module)
-    call = partial(forward, **kwargs)
-    return checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
-
-
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], "_WithoutTraces"]:
-    """For the forward, and for when it is computed again."""
-    return nullcontext(), _WithoutTraces(module)
-
-
-class _WithoutTraces:
-    """While open, a forward draws the numbers of its first time, and running statistics and the
-    scalars of the run change for nothing. It can be opened again, as a second backward through the
-    same graph does.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        # PyTorch knows of the devices of tensors among the arguments only.
-        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self._rng = _device_rng(self._device)
-
-    def __enter__(self) -> None:
-        self._state = ModuleState(self._module)
-        self._rng_outside = _device_rng(self._device)
-        _set_device_rng(self._device, self._rng)
-        self._storage = EventStorage(compat.current_iteration()).__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._storage.__exit__(*error)
-        _set_device_rng(self._device, self._rng_outside)
-        self._state.restore()
-
-
-def _device_rng(device: torch.device) -> Optional[torch.Tensor]:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_device_rng(device: torch.device, state: Optional[torch.Tensor]) -> None:
-    if state is not None:
-        torch.cuda.set_rng_state(state, device)
-
-
-def _is_part(module: nn.Module) -> bool:
-    return _is_block(module) or _is_stage(module)
-
-
-def _is_block(module: nn.Module) -> bool:
-    """Whether a module has parameters, and its own parts are single layers.
-
-    Such as a residual block, an attention, the head of the proposal network, a box or mask head.
-    """
-    layers = list(module.children())
-    has_parameters = any(True for _ in module.parameters())
-    return not _is_layer(module) and has_parameters and all(map(_is_layer, layers))
-
-
-def _is_stage(module: nn.Module) -> bool:
-    blocks = list(module.children())
-    return isinstance(module, nn.Sequential) and len(blocks) > 0 and all(map(_is_block, blocks))
-
-
-def _is_layer(module: nn.Module) -> bool:
-    """Detectron2's convolutions have their normalisation inside."""
-    return isinstance(module, _ConvNd) or not any(True for _ in module.children())

@@ -10,8 +10,8 @@ from torch import nn
 
 from ..checks import check_positive_int
 from ..errors import ConfigError
-from .checkpointing import recompute_in_backward
 from .modules import extend
+from .recomputation import recompute_in_backward
 from .registry import TECHNIQUES, Technique
 
 __all__ = ["ChunkedHeads"]

@@ -12,7 +12,14 @@ from torch import nn
 from ..checks import near
 from ..errors import ConfigError
 
-__all__ = ["extend", "find_modules", "knows_function", "replaced_functions", "source_files"]
+__all__ = [
+    "extend",
+    "find_modules",
+    "knows_function",
+    "own_class",
+    "replaced_functions",
+    "source_files",
+]
 
 
 def find_modules(model: nn.Module, key: str, patterns: Sequence[str]) -> list[nn.Module]:
@@ -60,8 +67,7 @@ def extend(module: nn.Module, mixin: type, **attributes: Any) -> None:
     Args:
         attributes: of the new class, for the mixin's methods.
     """
-    original = type(module)
-    base = getattr(original, "_extended_class", original)
+    original, base = type(module), own_class(module)
     extensions = [*getattr(original, "_extensions", []), (mixin, attributes)]
 
     def reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
@@ -75,6 +81,12 @@ def extend(module: nn.Module, mixin: type, **attributes: Any) -> None:
         "_extensions": extensions,
     }
     module.__class__ = type(original.__name__, (mixin, original), members)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before :func:`extend`."""
+    own: type[nn.Module] = getattr(type(module), "_extended_class", type(module))
+    return own
 
 
 def _extended(base: type[nn.Module], extensions: list[tuple[type, dict[str, Any]]]) -> nn.Module:

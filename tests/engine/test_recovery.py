@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from detector_parts import Detector
 from detectron2.modeling.meta_arch import retinanet
 from fvcore.nn import sigmoid_focal_loss
 from injection import (
@@ -216,6 +217,25 @@ def test_an_image_that_does_not_fit_alone_is_eased_without_changing_what_is_comp
         states.append(everything(trainer, iterate(trainer)))
     actions = [e["action"] for e in read_record(tmp_path / "2")]
     assert actions == ACTIONS[: times + 1]
+    assert states[2].pop("scalars") == states[1].pop("scalars")
+    assert_same(states[2], states[1])
+
+
+class OfTokens(Detector):
+    def forward(self, batch):
+        tokens = [x["image"][:, ::8, ::4].reshape(-1, 16) / 255 for x in batch]
+        return super().forward(torch.stack(tokens))
+
+
+def test_an_image_that_does_not_fit_alone_in_a_model_with_attention(tmp_path):
+    """Saved on the host, a query, key and value that were one tensor would be three."""
+    states = []
+    for times in (0, 0, 2):
+        seed_all()
+        trainer = failing(FailsTimes(1, times), model=OfTokens(), output_dir=tmp_path / str(times))
+        trainer.phase = "backward"
+        states.append(everything(trainer, iterate(trainer)))
+    assert [e["action"] for e in read_record(tmp_path / "2")] == ACTIONS[:3]
     assert states[2].pop("scalars") == states[1].pop("scalars")
     assert_same(states[2], states[1])
 

@@ -69,10 +69,10 @@ JOBS = {
     "GN, float16": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", ["SOLVER.AMP.ENABLED", True]),
     "GN, bfloat16, checkpointing": (
         "Misc/mask_rcnn_R_50_FPN_3x_gn.yaml",
-        [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"]],
+        [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["all"]],
     ),
     "micro-batches": (MASK, ["MEMFIT.MICRO_BATCH", 1]),
-    "checkpointing": (MASK, ["MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"]]),
+    "checkpointing": (MASK, ["MEMFIT.CHECKPOINT.MODULES", ["all"]]),
     "offload": (MASK, ["MEMFIT.OFFLOAD.MODULES", ["backbone"]]),
     "chunked heads": (MASK, ["MEMFIT.HEADS.CHUNK_SIZE", 4]),
     "chunked matching": (MASK, ["MEMFIT.MATCHING.CHUNK_SIZE", 64]),
@@ -80,7 +80,7 @@ JOBS = {
     "a user's own": ("", ["MODEL.META_ARCHITECTURE", "SegmenterOfTests"]),
     "all together": (
         MASK,
-        [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["backbone+heads"], "MEMFIT.HEADS.CHUNK_SIZE", 4],
+        [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["all"], "MEMFIT.HEADS.CHUNK_SIZE", 4],
     ),
 }
 

@@ -8,6 +8,7 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase
 from d2_memfit.planner import steps
 from d2_memfit.planner.plan_file import planned_config
+from d2_memfit.planner.text import describe_plan
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +110,7 @@ def test_techniques_are_taken_as_far_as_they_are_needed(mask):
     for step in all_of_them.steps:
         if step.name == "ActivationCheckpointing":
             assert 1.15 < step.time_factor < 1.4  # a forward more
-            assert step.settings == {"MEMFIT.CHECKPOINT.MODULES": ["backbone+heads"]}
+            assert step.settings == {"MEMFIT.CHECKPOINT.MODULES": ["all"]}
     enough = plan(mask, all_of_them.smallest_budget_gb + 0.01, allow=["exact"])
     assert enough.fits
     assert len(enough.steps) < len(all_of_them.steps)
@@ -213,3 +214,41 @@ def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(m
     p = plan(cfg, before.device_total_gb, progress=lines.append)
     assert "ChunkedHeads" not in [s.name for s in p.steps]
     assert any("ChunkedHeads: left out, the model of this job does not run" in x for x in lines)
+    assert any("ChunkedHeads: left out" in line for line in p.left_out)
+
+
+def with_seed(cfg, seed):
+    """A job whose dry runs no other test has made."""
+    cfg = cfg.clone()
+    cfg.SEED = seed
+    return cfg
+
+
+def test_techniques_that_only_run_alone_do_not_end_a_plan(mask, monkeypatch):
+    from d2_memfit.techniques.checkpointing import ActivationCheckpointing
+
+    apply = ActivationCheckpointing.apply
+
+    def with_chunks_it_is_broken(model, cfg):
+        if cfg.MEMFIT.HEADS.CHUNK_SIZE is not None or cfg.SOLVER.AMP.ENABLED:
+            raise RuntimeError("not both")
+        return apply(model, cfg)
+
+    monkeypatch.setattr(ActivationCheckpointing, "apply", with_chunks_it_is_broken)
+    p = plan(with_seed(mask, 1), 1, allow=["exact", "precision"])
+    assert not p.fits  # the smallest one is known all the same
+    assert "ChunkedHeads" in [s.name for s in p.steps]
+    assert "ActivationCheckpointing" not in [s.name for s in p.steps]
+    pairs = [line.partition(": left out, ") for line in p.left_out]
+    assert any("ChunkedHeads, ActivationCheckpointing" in names for names, _, _ in pairs)
+    assert all("RuntimeError: not both" in why for _, _, why in pairs)
+    assert p.left_out[0] in describe_plan(p)
+
+
+def test_a_technique_that_changes_nothing_is_in_no_plan(mask, monkeypatch):
+    from d2_memfit.techniques.heads import ChunkedHeads
+
+    monkeypatch.setattr(ChunkedHeads, "apply", lambda model, cfg: model)
+    p = plan(with_seed(mask, 2), 1, allow=["exact"])
+    assert "ChunkedHeads" not in [s.name for s in p.steps]
+    assert p.left_out == ()

@@ -1,6 +1,7 @@
 """The technique with config keys. ``checkpointed``, which recovery uses, has a file of its own."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -61,9 +62,28 @@ def test_patterns_name_the_outermost_modules_that_match(patterns, expected):
 def test_ready_made_choices_are_stages_and_blocks():
     stages = extended(apply(tiny_model(tiny_cfg("mask_rcnn")), "backbone"))
     assert stages == [f"backbone.bottom_up.{s}" for s in ("stem", "res2", "res3", "res4", "res5")]
-    heads = extended(apply(tiny_model(tiny_cfg("mask_rcnn")), "backbone+heads"))[len(stages) :]
-    assert heads[0] == "proposal_generator.rpn_head"
-    assert {"roi_heads.box_head", "roi_heads.mask_head"} < set(heads)
+    blocks = extended(apply(tiny_model(tiny_cfg("mask_rcnn")), "all"))
+    assert blocks[len(stages)] == "proposal_generator.rpn_head"
+    assert {*stages, "roi_heads.box_head", "roi_heads.mask_head"} < set(blocks)
+    assert extended(apply(tiny_model(tiny_cfg("mask_rcnn")), "backbone+heads")) == blocks
+
+
+def test_a_backbone_is_found_wherever_it_is():
+    plain = {"detr": tiny_model(tiny_cfg("mask_rcnn"))}  # as DETR's meta-architecture has it
+    own = [type(m) for m in torch.nn.ModuleDict(plain).modules()]
+    model = apply(torch.nn.ModuleDict(plain), "backbone")
+    found = [name for (name, m), c in zip(model.named_modules(), own) if type(m) is not c]
+    stages = ("stem", "res2", "res3", "res4", "res5")
+    assert found == [f"detr.backbone.bottom_up.{s}" for s in stages]
+    renamed = torch.nn.ModuleDict({"trunk": tiny_model(tiny_cfg("mask_rcnn")).backbone})
+    assert apply(renamed, "backbone") is renamed  # by its class
+
+
+@pytest.mark.parametrize("choice", ["backbone", "all", "backbone+heads"])
+def test_a_ready_made_choice_that_finds_nothing_is_an_error(choice):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(inplace=True))
+    with pytest.raises(ConfigError, match=f"MODULES: '{re.escape(choice)}' finds no blocks"):
+        apply(model, choice)
 
 
 def test_a_module_list_stands_for_the_modules_in_it():

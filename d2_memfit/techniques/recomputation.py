@@ -1,0 +1,177 @@
+"""A forward of which autograd keeps only the arguments."""
+
+import logging
+import random
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Callable
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from detectron2.utils.events import EventStorage
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from .. import compat
+from .module_state import ModuleState
+from .modules import own_class
+
+__all__ = ["recompute_in_backward"]
+
+logger = logging.getLogger(__name__)
+
+# Whether a module that was called changes its arguments in place.
+_changes_arguments: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def recompute_in_backward(
+    module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``forward``, of which autograd keeps only the arguments.
+
+    A module that changes a tensor among its arguments in place could not be computed again. In its
+    first forward that is noticed before it happens, a warning names the module, and from then on
+    autograd keeps what it always does.
+
+    Args:
+        module: whose forward it is. What that changes, running statistics and logged scalars, is
+            changed once.
+    """
+    if not torch.is_grad_enabled() or _changes_arguments.get(module, False):
+        return forward(*args, **kwargs)
+    call, tensors = _repeatable(forward, args, kwargs)
+    contexts = partial(_contexts, module)
+    run = partial(checkpoint, call, *tensors, use_reentrant=False, context_fn=contexts)
+    if module in _changes_arguments:
+        return run()
+    before = _RandomState(module), ModuleState(module)
+    cpu_state = torch.get_rng_state()
+    unchanged = _Unchanged(tensors)
+    try:
+        with unchanged:
+            result = run()
+        _changes_arguments[module] = False
+        return result
+    except _ArgumentChangesError:
+        _changes_arguments[module] = True
+    logger.warning(
+        "Activation checkpointing leaves a %s out: it changes its input in place (%s)",
+        own_class(module).__name__,
+        unchanged.operator,
+    )
+    torch.set_rng_state(cpu_state)
+    for state in before:
+        state.restore()
+    return forward(*args, **kwargs)
+
+
+def _repeatable(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """A call as a function of the different tensors among its arguments, and these tensors.
+
+    The first call is given the arguments as they are. Later ones are given the function's tensors
+    in their places: one that was given twice is one tensor again, whatever was done to keep it.
+    Attention compares its query, key and value by ``is``.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    order = {key: i for i, key in enumerate(tensors)}
+    positions = [order.get(id(leaf)) for leaf in leaves]
+    others = [None if id(leaf) in tensors else leaf for leaf in leaves]
+    first = [(args, kwargs)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        if first:
+            args, kwargs = first.pop()
+        else:
+            leaves = [x if i is None else tensors[i] for i, x in zip(positions, others)]
+            args, kwargs = tree_unflatten(leaves, structure)
+        return forward(*args, **kwargs)
+
+    return call, list(tensors.values())
+
+
+class _ArgumentChangesError(Exception):
+    pass
+
+
+class _Unchanged(TorchDispatchMode):
+    """While open, an operator that would change one of some tensors raises before it does.
+
+    Attributes:
+        operator: that has raised.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.operator: Any = None
+        self._addresses = set(map(_address, tensors))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            arguments = {a.name: a for a in func._schema.arguments}
+            given = {**dict(zip(arguments, args)), **kwargs}
+            for name, value in given.items():
+                alias = arguments[name].alias_info
+                if alias is not None and alias.is_write and self._has(value):
+                    self.operator = func.overloadpacket
+                    raise _ArgumentChangesError
+        return func(*args, **kwargs)
+
+    def _has(self, value: Any) -> bool:
+        tensors = [t for t in tree_iter(value) if isinstance(t, torch.Tensor)]
+        return any(_address(t) in self._addresses for t in tensors)
+
+
+def _address(tensor: torch.Tensor) -> Any:
+    return id(tensor) if tensor.is_sparse else tensor.untyped_storage()._cdata
+
+
+def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], "_WithoutTraces"]:
+    """For the forward, and for when it is computed again."""
+    return nullcontext(), _WithoutTraces(module)
+
+
+class _WithoutTraces:
+    """While open, a forward draws the numbers of its first time, and running statistics and the
+    scalars of the run change for nothing. It can be opened again, as a second backward through the
+    same graph does.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._random = _RandomState(module)
+
+    def __enter__(self) -> None:
+        self._outside = _RandomState(self._module), ModuleState(self._module)
+        self._random.restore()
+        self._storage = EventStorage(compat.current_iteration()).__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._storage.__exit__(*error)
+        for state in self._outside:
+            state.restore()
+
+
+class _RandomState:
+    """The states of random generators that PyTorch's checkpoints leave alone, as they are when this
+    is made: of Python and NumPy, and of the module's GPU, where no argument is a tensor on it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        on_gpu = self._device.type == "cuda"
+        self._gpu = torch.cuda.get_rng_state(self._device) if on_gpu else None
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        if self._gpu is not None:
+            torch.cuda.set_rng_state(self._gpu, self._device)
