@@ -54,14 +54,16 @@ class Patient:
         fail_at: tuple[int, ...] = (),
         seed: int = 0,
         with_optimizer: bool = False,
+        iterations: int = 1,
     ) -> tuple[list[torch.Tensor], float, Any]:
-        """One iteration; returns gradients, or weights after the optimizer's step, the loss, and
+        """Iterations; returns gradients, or weights after the optimizer's step, the loss, and
         the trainer.
 
         Args:
             micro_batch_size: images in a forward.
             fail_at: numbers of allocations at which memory runs out; recovery is on then.
             with_optimizer: whether the job's optimizer steps.
+            iterations: so many, with the same images; results are of the last.
         """
         model = self.model()
         with _as_planned():
@@ -71,7 +73,7 @@ class Patient:
             kind = InjectedTrainer if fail_at else AccumulatingTrainer
             trainer = kind(
                 model,
-                [self.batch()],
+                [self.batch() for _ in range(iterations)],
                 optimizer,
                 precision=Precision("fp32", "cpu"),
                 images_per_micro_batch=micro_batch_size,
@@ -81,7 +83,8 @@ class Patient:
                 trainer.injector = Injector(fail_at)
             seed_all(seed)
             with EventStorage() as storage:
-                trainer.run_step()
+                for storage.iter in range(iterations):
+                    trainer.run_step()
                 loss = float(storage.latest()["total_loss"][0])
         if with_optimizer:
             return [p.detach() for p in model.parameters()], loss, trainer
