@@ -11,6 +11,7 @@ import torch
 from detectron2.config import LazyConfig, instantiate
 from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.projects.point_rend import add_pointrend_config
+from detr_like import add_detr_config
 from tiny import run_process
 from torch import nn
 
@@ -42,6 +43,11 @@ POINTREND = [
     *("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", True, "MODEL.POINT_HEAD.TRAIN_NUM_POINTS", 600),
     *("MODEL.ROI_MASK_HEAD.FC_DIM", 16, "MODEL.ROI_BOX_HEAD.FC_DIM", 16),
     *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 64, "TEST.DETECTIONS_PER_IMAGE", 30),
+]
+
+DETR = [
+    *("MODEL.META_ARCHITECTURE", "DetrOfTests", "INPUT.MASK_FORMAT", "bitmask"),
+    *("MODEL.DETR.NUM_POINTS", 2000, "MODEL.DETR.NUM_OBJECT_QUERIES", 100),
 ]
 
 JOBS = {
@@ -76,6 +82,8 @@ JOBS = {
     "offload": (MASK, ["MEMFIT.OFFLOAD.MODULES", ["backbone"]]),
     "chunked heads": (MASK, ["MEMFIT.HEADS.CHUNK_SIZE", 4]),
     "chunked matching": (MASK, ["MEMFIT.MATCHING.CHUNK_SIZE", 64]),
+    "queries": (MASK, DETR),
+    "queries, chunked criterion": (MASK, [*DETR, "MEMFIT.CRITERION.CHUNK_SIZE", 4]),
     "FCOS": ("", ["MODEL.META_ARCHITECTURE", "FcosOfTests"]),
     "a user's own": ("", ["MODEL.META_ARCHITECTURE", "SegmenterOfTests"]),
     "all together": (
@@ -116,7 +124,7 @@ class SegmenterOfTests(nn.Module):
 
 def make_cfg(name):
     file, opts = JOBS[name]
-    return load_cfg(file, [*SMALL, *opts], [add_pointrend_config])
+    return load_cfg(file, [*SMALL, *opts], [add_pointrend_config, add_detr_config])
 
 
 def train(cfg):
