@@ -153,7 +153,9 @@ def _in_chunks(
                     name,
                     problem,
                 )
-        return call.run(chunk_size)[0] if can_chunk[name] else function(module, *args, **kwargs)
+        if call.counts is None or not can_chunk[name]:
+            return function(module, *args, **kwargs)
+        return call.run(chunk_size)[0]
 
     return run
 
