@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial, wraps
 from inspect import signature, unwrap
 from itertools import count
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, Optional, Union
 
 import torch
@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..memory import is_out_of_memory
 from .losses_of_pairs import LossCall
 from .matching_objects import SOLVER, MatcherCall
-from .modules import extend, replaced_functions, source_files
+from .modules import calls_function, extend, replaced_functions, source_files
 from .objects import chunks_of
 from .random_state import RandomState
 from .registry import TECHNIQUES, Technique
@@ -98,21 +98,11 @@ def _functions_of_criteria(model: nn.Module) -> Iterator[_Function]:
     for cls in sorted(classes, key=lambda cls: cls.__qualname__):
         if not issubclass(cls, nn.Module):
             continue
-        if "forward" in vars(cls) and _is_matcher(cls):
+        if "forward" in vars(cls) and calls_function(cls, SOLVER):
             yield cls, "forward", MatcherCall
         for name, method in vars(cls).items():
             if isinstance(method, FunctionType) and _is_loss_of_pairs(name, method):
                 yield cls, name, LossCall
-
-
-def _is_matcher(cls: type) -> bool:
-    methods = [m for base in cls.__mro__ for m in vars(base).values()]
-    return any(isinstance(m, FunctionType) and _solves(unwrap(m).__code__) for m in methods)
-
-
-def _solves(code: CodeType) -> bool:
-    inner = [c for c in code.co_consts if isinstance(c, CodeType)]  # comprehensions, for one
-    return SOLVER in code.co_names or any(map(_solves, inner))
 
 
 def _is_loss_of_pairs(name: str, method: FunctionType) -> bool:

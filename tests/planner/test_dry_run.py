@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.detr_like import add_detr_config
 from detectron2.config import LazyConfig, instantiate
 from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.projects.point_rend import add_pointrend_config
-from detr_like import add_detr_config
 from tiny import run_process
 from torch import nn
 
@@ -46,7 +46,7 @@ POINTREND = [
 ]
 
 DETR = [
-    *("MODEL.META_ARCHITECTURE", "DetrOfTests", "INPUT.MASK_FORMAT", "bitmask"),
+    *("MODEL.META_ARCHITECTURE", "SmallDetr", "INPUT.MASK_FORMAT", "bitmask"),
     *("MODEL.DETR.NUM_POINTS", 2000, "MODEL.DETR.NUM_OBJECT_QUERIES", 100),
 ]
 
@@ -84,6 +84,7 @@ JOBS = {
     "chunked matching": (MASK, ["MEMFIT.MATCHING.CHUNK_SIZE", 64]),
     "queries": (MASK, DETR),
     "queries, chunked criterion": (MASK, [*DETR, "MEMFIT.CRITERION.CHUNK_SIZE", 4]),
+    "queries, masks one at a time": (MASK, [*DETR, "MEMFIT.EVALUATION.ON_HOST", True]),
     "FCOS": ("", ["MODEL.META_ARCHITECTURE", "FcosOfTests"]),
     "a user's own": ("", ["MODEL.META_ARCHITECTURE", "SegmenterOfTests"]),
     "all together": (
@@ -180,7 +181,13 @@ def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
     assert sum(last.peak().values()) == sum(whole.peak().values())
 
 
-@pytest.mark.parametrize("name", ["mask FPN", "panoptic", "PointRend", "FCOS", "a user's own"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mask FPN", "panoptic", "PointRend", "FCOS", "a user's own", "queries"),
+        "queries, masks one at a time",
+    ],
+)
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
     job = Job.from_cfg(make_cfg(name), 1, batch=CASE)
     batch = job.evaluation_batch()

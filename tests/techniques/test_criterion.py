@@ -3,8 +3,7 @@ import pickle
 
 import pytest
 import torch
-from detectron2.utils.events import EventStorage
-from detr_like import (
+from benchmarks.detr_like import (
     HungarianMatcher,
     SetCriterion,
     add_detr_config,
@@ -12,6 +11,7 @@ from detr_like import (
     random_outputs,
     random_targets,
 )
+from detectron2.utils.events import EventStorage
 from scipy.optimize import linear_sum_assignment
 from tiny import images, relative_difference, tiny_cfg, tiny_model
 
@@ -65,7 +65,7 @@ def test_losses_and_gradients_are_those_of_all_objects_at_once(kind, chunk_size,
 
 @pytest.mark.parametrize("counts", [[60, 25], [1, 2, 80]])
 def test_costs_and_matches_are_the_same_to_the_last_bit(counts, monkeypatch):
-    import detr_like
+    from benchmarks import detr_like
 
     costs = []
 
@@ -181,7 +181,7 @@ def test_what_is_not_of_each_object_by_itself_runs_as_it_is_and_is_said_once(mak
 
 
 def test_losses_in_torchscript_are_computed_again_too(monkeypatch):
-    import detr_like
+    from benchmarks import detr_like
 
     plain = step(criterion("masks"), [20, 33])
     monkeypatch.setattr(detr_like, "mask_losses", torch.jit.script(mask_losses))
@@ -237,7 +237,7 @@ def test_copies_and_pickles_look_at_chunks_too():
 
 def test_a_model_with_masks_trains_the_same():
     cfg = tiny_cfg()
-    cfg.MODEL.META_ARCHITECTURE = "DetrOfTests"
+    cfg.MODEL.META_ARCHITECTURE = "SmallDetr"
     add_detr_config(cfg)
     batch, found = images(2, num_instances=12), []
     for chunk_size in (None, 5):

@@ -1,6 +1,9 @@
-"""A small DETR with masks, whose matcher and criterion have the shape of those of DETR, Mask2Former
-and their descendants.
+"""A DETR with masks, whose matcher and criterion have the shape of those of DETR, Mask2Former and
+their descendants. For benchmarks and tests.
 """
+
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +17,14 @@ from detectron2.projects.point_rend.point_features import (
 from detectron2.structures import Boxes, ImageList, Instances
 from scipy.optimize import linear_sum_assignment
 from torch import nn
-from torchvision.ops import box_convert, generalized_box_iou
+from torchvision.ops import box_convert, generalized_box_iou  # type: ignore[import-untyped]
 
 NUM_CLASSES = 4
+
+Outputs = dict[str, Any]
+Targets = list[dict[str, torch.Tensor]]
+Indices = list[tuple[torch.Tensor, torch.Tensor]]
+Losses = dict[str, torch.Tensor]
 
 
 class HungarianMatcher(nn.Module):
@@ -25,12 +33,12 @@ class HungarianMatcher(nn.Module):
         num_points: at which masks are compared; 0 does not compare masks.
     """
 
-    def __init__(self, num_points=0):
+    def __init__(self, num_points: int = 0) -> None:
         super().__init__()
         self.num_points = num_points
 
     @torch.no_grad()
-    def forward(self, outputs, targets):
+    def forward(self, outputs: Outputs, targets: Targets) -> Indices:
         bs, num_queries = outputs["pred_logits"].shape[:2]
         probabilities = outputs["pred_logits"].flatten(0, 1).softmax(-1)
         boxes = outputs["pred_boxes"].flatten(0, 1)
@@ -46,7 +54,7 @@ class HungarianMatcher(nn.Module):
         indices = [linear_sum_assignment(c) for c in costs]
         return [(torch.as_tensor(i), torch.as_tensor(j)) for i, j in indices]
 
-    def mask_costs(self, outputs, targets):
+    def mask_costs(self, outputs: Outputs, targets: Targets) -> Iterator[torch.Tensor]:
         for masks, target in zip(outputs["pred_masks"], targets):
             points = torch.rand(1, self.num_points, 2)
             logits = point_sample(
@@ -58,7 +66,7 @@ class HungarianMatcher(nn.Module):
             yield cross / self.num_points
 
 
-def corners(boxes):
+def corners(boxes: torch.Tensor) -> torch.Tensor:
     return box_convert(boxes, "cxcywh", "xyxy")
 
 
@@ -68,13 +76,15 @@ class SetCriterion(nn.Module):
         losses: of "labels", "boxes", "masks" (all pixels) and "points" (of masks, drawn at random).
     """
 
-    def __init__(self, matcher, losses, num_points=0):
+    def __init__(self, matcher: nn.Module, losses: list[str], num_points: int = 0) -> None:
         super().__init__()
         self.matcher = matcher
         self.losses = losses
         self.num_points = num_points
 
-    def loss_labels(self, outputs, targets, indices, num_boxes):
+    def loss_labels(
+        self, outputs: Outputs, targets: Targets, indices: Indices, num_boxes: float
+    ) -> Losses:
         logits = outputs["pred_logits"]
         classes = torch.full(logits.shape[:2], NUM_CLASSES)
         classes[self.queries(indices)] = torch.cat(
@@ -82,19 +92,25 @@ class SetCriterion(nn.Module):
         )
         return {"loss_ce": F.cross_entropy(logits.transpose(1, 2), classes)}
 
-    def loss_boxes(self, outputs, targets, indices, num_boxes):
+    def loss_boxes(
+        self, outputs: Outputs, targets: Targets, indices: Indices, num_boxes: float
+    ) -> Losses:
         boxes = outputs["pred_boxes"][self.queries(indices)]
         target_boxes = torch.cat([t["boxes"][j] for t, (_, j) in zip(targets, indices)])
         overlap = torch.diag(generalized_box_iou(corners(boxes), corners(target_boxes)))
         distance = F.l1_loss(boxes, target_boxes, reduction="sum")
         return {"loss_bbox": distance / num_boxes, "loss_giou": (1 - overlap).sum() / num_boxes}
 
-    def loss_masks(self, outputs, targets, indices, num_masks):
+    def loss_masks(
+        self, outputs: Outputs, targets: Targets, indices: Indices, num_masks: float
+    ) -> Losses:
         logits, masks = self.masks(outputs, targets, indices)
         logits = F.interpolate(logits, size=masks.shape[-2:], mode="bilinear")
         return mask_losses(logits.flatten(1), masks.flatten(1), num_masks)
 
-    def loss_points_of_masks(self, outputs, targets, indices, num_masks):
+    def loss_points_of_masks(
+        self, outputs: Outputs, targets: Targets, indices: Indices, num_masks: float
+    ) -> Losses:
         logits, masks = self.masks(outputs, targets, indices)
         with torch.no_grad():
             points = get_uncertain_point_coords_with_randomness(
@@ -104,7 +120,9 @@ class SetCriterion(nn.Module):
         logits = point_sample(logits, points, align_corners=False)[:, 0]
         return mask_losses(logits, values, num_masks)
 
-    def masks(self, outputs, targets, indices):
+    def masks(
+        self, outputs: Outputs, targets: Targets, indices: Indices
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """All objects' masks become numbers, as in DETR and Mask2Former."""
         image = self.queries([(j, i) for i, j in indices])
         sizes = [len(t["masks"]) for t in targets]
@@ -113,11 +131,11 @@ class SetCriterion(nn.Module):
             masks[: len(target["masks"])] = target["masks"]
         return outputs["pred_masks"][self.queries(indices)][:, None], padded[image][:, None]
 
-    def queries(self, indices):
+    def queries(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
         batch = torch.cat([torch.full_like(i, number) for number, (i, _) in enumerate(indices)])
         return batch, torch.cat([i for i, _ in indices])
 
-    def forward(self, outputs, targets):
+    def forward(self, outputs: Outputs, targets: Targets) -> Losses:
         functions = {
             "labels": self.loss_labels,
             "boxes": self.loss_boxes,
@@ -134,18 +152,22 @@ class SetCriterion(nn.Module):
         return losses
 
 
-def mask_losses(logits: torch.Tensor, masks: torch.Tensor, num_masks: float):
+def mask_losses(
+    logits: torch.Tensor, masks: torch.Tensor, num_masks: float
+) -> dict[str, torch.Tensor]:
     cross = F.binary_cross_entropy_with_logits(logits, masks, reduction="none").mean(1)
     scores = logits.sigmoid()
     dice = 1 - (2 * (scores * masks).sum(1) + 1) / (scores.sum(1) + masks.sum(1) + 1)
     return {"loss_mask": cross.sum() / num_masks, "loss_dice": dice.sum() / num_masks}
 
 
-def random_outputs(num_images, num_queries, size=16, num_layers=2, seed=0):
+def random_outputs(
+    num_images: int, num_queries: int, size: int = 16, num_layers: int = 2, seed: int = 0
+) -> Outputs:
     """Predictions of each layer, as leaves that want gradients."""
     rng = torch.Generator().manual_seed(seed)
 
-    def layer():
+    def layer() -> Outputs:
         logits = torch.randn(num_images, num_queries, NUM_CLASSES + 1, generator=rng)
         boxes = torch.rand(num_images, num_queries, 4, generator=rng) * 0.5 + 0.1
         masks = torch.randn(num_images, num_queries, size, size, generator=rng)
@@ -155,7 +177,7 @@ def random_outputs(num_images, num_queries, size=16, num_layers=2, seed=0):
     return {**layer(), "aux_outputs": [layer() for _ in range(num_layers - 1)]}
 
 
-def random_targets(counts, size=32, seed=0):
+def random_targets(counts: Sequence[int], size: int = 32, seed: int = 0) -> Targets:
     """So many objects in each image."""
     rng = torch.Generator().manual_seed(seed)
     return [
@@ -169,16 +191,17 @@ def random_targets(counts, size=32, seed=0):
     ]
 
 
-def add_detr_config(cfg):
-    """NUM_POINTS: at which masks are compared; 0 is all pixels."""
-    cfg.MODEL.DETR = CfgNode({"NUM_OBJECT_QUERIES": 30, "NUM_POINTS": 64})
+def add_detr_config(cfg: CfgNode) -> None:
+    """NUM_POINTS: at which masks are compared; 0 is all pixels. PANOPTIC: whether that is found."""
+    keys = {"NUM_OBJECT_QUERIES": 30, "NUM_POINTS": 64, "PANOPTIC": True}
+    cfg.MODEL.DETR = CfgNode(keys)
 
 
 @META_ARCH_REGISTRY.register()
-class DetrOfTests(nn.Module):
-    """Queries that look at no image much; the rest is as in Mask2Former."""
+class SmallDetr(nn.Module):
+    """Queries with the mean of the image in place of a decoder; the rest is as in Mask2Former."""
 
-    def __init__(self, cfg):
+    def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
         self.backbone = build_backbone(cfg)
         self.num_queries = cfg.MODEL.DETR.NUM_OBJECT_QUERIES
@@ -193,10 +216,11 @@ class DetrOfTests(nn.Module):
         num_points = cfg.MODEL.DETR.NUM_POINTS
         losses = ["labels", "boxes", "points" if num_points else "masks"]
         self.criterion = SetCriterion(HungarianMatcher(num_points), losses, num_points)
+        self.finds_panoptic = cfg.MODEL.DETR.PANOPTIC
         self.topk = cfg.TEST.DETECTIONS_PER_IMAGE
         self.to(cfg.MODEL.DEVICE)
 
-    def forward(self, batch):
+    def forward(self, batch: list[dict[str, Any]]) -> Any:
         images = ImageList.from_tensors([d["image"].float() / 255 for d in batch], 32)
         features = self.backbone(images.tensor)["p2"]
         queries = self.queries.weight + features.mean((2, 3))[:, None]
@@ -215,7 +239,7 @@ class DetrOfTests(nn.Module):
             )
         ]
 
-    def target(self, image, size):
+    def target(self, image: dict[str, Any], size: Sequence[int]) -> dict[str, torch.Tensor]:
         instances = image["instances"]
         height, width = instances.image_size
         masks = instances.gt_masks.tensor
@@ -226,7 +250,13 @@ class DetrOfTests(nn.Module):
             "masks": F.pad(masks, (0, size[1] - width, 0, size[0] - height)),
         }
 
-    def result(self, logits, masks, image_size, image):
+    def result(
+        self,
+        logits: torch.Tensor,
+        masks: torch.Tensor,
+        image_size: tuple[int, int],
+        image: dict[str, Any],
+    ) -> dict[str, Any]:
         """As Mask2Former's, of which it has three kinds."""
         masks = sem_seg_postprocess(masks, image_size, image["height"], image["width"])
         logits = logits.to(masks)
@@ -239,14 +269,20 @@ class DetrOfTests(nn.Module):
         result.pred_boxes = Boxes(torch.zeros(len(chosen), 4))
         inside = (chosen_masks.sigmoid().flatten(1) * result.pred_masks.flatten(1)).sum(1)
         result.scores = scores * (inside / (result.pred_masks.flatten(1).sum(1) + 1e-6))
-        return {"instances": result, "panoptic_seg": self.panoptic(probabilities, masks)}
+        found = {"instances": result}
+        if self.finds_panoptic:
+            found["panoptic_seg"] = self.panoptic(probabilities, masks)
+        return found
 
-    def panoptic(self, probabilities, masks):
+    def panoptic(
+        self, probabilities: torch.Tensor, masks: torch.Tensor
+    ) -> tuple[torch.Tensor, list[dict[str, int]]]:
         scores, labels = probabilities.max(-1)
-        keep = scores > scores.median()
+        keep = scores.topk(len(scores) // 2).indices
         scores, masks = scores[keep], masks.sigmoid()[keep]
         number_of = (scores.view(-1, 1, 1) * masks).argmax(0)
-        segments, found = torch.zeros(masks.shape[-2:], dtype=torch.int32), []
+        found: list[dict[str, int]] = []
+        segments = torch.zeros(masks.shape[-2:], dtype=torch.int32)
         for k, label in enumerate(labels[keep].tolist()):
             mask = (number_of == k) & (masks[k] >= 0.5)
             if mask.sum().item() > 0:
