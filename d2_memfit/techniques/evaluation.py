@@ -37,7 +37,7 @@ class EvaluationOnHost(Technique):
     over. The evaluator turns each into a run-length code as it comes. Costs time where the host is
     slower than the device, and upsampling masks once for their scores and once for their codes.
 
-    Sources: github.com/facebookresearch/detectron2/issues/1366, with ``paste_masks_in_image``;
+    Source: github.com/facebookresearch/detectron2/issues/1366, with ``paste_masks_in_image``, and
     github.com/facebookresearch/Mask2Former/issues/83.
     """
 

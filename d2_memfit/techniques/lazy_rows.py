@@ -113,8 +113,9 @@ class LazyRows(torch.Tensor):
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute().numpy(*args, **kwargs)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compute().__array__(*args, **kwargs)
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
 
     def tolist(self) -> Any:
         return self.compute().tolist()
