@@ -86,8 +86,7 @@ class LazyRows(torch.Tensor):
     def compute(self) -> torch.Tensor:
         """The tensor that this stands for."""
         num = math.prod(self.leading)
-        row = self.like.shape[1:]
-        result = torch.empty(num, *row, dtype=self.dtype, device=self.device)
+        result = torch.empty(num, *self.like.shape[1:], dtype=self.dtype, device=self.device)
         step = max(1, _CHUNK_BYTES // max(1, self.row_bytes))
         for start in range(0, num, step):
             numbers = range(start, min(start + step, num))
