@@ -6,6 +6,7 @@ tools/benchmark.py dry_runs         how long dry runs take, and how much RAM
 tools/benchmark.py estimates        estimates against the same jobs really run on the CPU
 tools/benchmark.py gradients        how far accumulated gradients are from the full batch's
 tools/benchmark.py peers            against Accelerate, Lightning, mmengine and Composer
+tools/benchmark.py queries          chunks of objects, and masks one at a time, in DETR-likes
 tools/benchmark.py recovery         what recovery from out-of-memory errors costs
 tools/benchmark.py techniques       what each technique saves and costs
 tools/benchmark.py zoo              estimates against the memory that Detectron2's zoo publishes
@@ -13,7 +14,16 @@ tools/benchmark.py zoo              estimates against the memory that Detectron2
 
 import argparse
 
-from benchmarks import accumulation, dry_runs, estimates, gradients, recovery, techniques, zoo
+from benchmarks import (
+    accumulation,
+    dry_runs,
+    estimates,
+    gradients,
+    queries,
+    recovery,
+    techniques,
+    zoo,
+)
 from benchmarks.peers import race
 
 BENCHMARKS = {
@@ -22,6 +32,7 @@ BENCHMARKS = {
     "estimates": estimates,
     "gradients": gradients,
     "peers": race,
+    "queries": queries,
     "recovery": recovery,
     "techniques": techniques,
     "zoo": zoo,

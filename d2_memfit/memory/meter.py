@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ __all__ = [
     "ProcessMemory",
     "TensorMeter",
     "device_memory",
+    "have_operators",
     "is_on_host",
     "on_host",
     "process_memory",
@@ -158,6 +159,8 @@ class TensorMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if have_operators(types):
+            return NotImplemented  # they are called, and do what they do under this mode
         self._ignore((args, kwargs))
         result = self._call(func, args, kwargs or {})
         if _on_host.is_open:
@@ -204,7 +207,13 @@ def _call(weak_method: weakref.WeakMethod[Any], address: int) -> None:
         method(address)
 
 
+def have_operators(types: Iterable[type]) -> bool:
+    """Whether one of these classes of tensors has operators of its own, in Python."""
+    plain = torch.Tensor.__torch_dispatch__
+    return any(getattr(t, "__torch_dispatch__", plain) is not plain for t in types)
+
+
 def storages(values: Any) -> list[torch.UntypedStorage]:
-    """Of all tensors in nested containers, but for sparse ones, which have none."""
-    tensors = [v for v in tree_iter(values) if isinstance(v, torch.Tensor)]
+    """Of all tensors in nested containers, but for sparse and meta ones, which have none."""
+    tensors = [v for v in tree_iter(values) if isinstance(v, torch.Tensor) and not v.is_meta]
     return [t.untyped_storage() for t in tensors if t.layout == torch.strided]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ..memory import OwnerMeter, is_on_host, storages
+from ..memory import OwnerMeter, have_operators, is_on_host, storages
 from .timeline import Allocate, Allocation, Convolution, Free, Timeline
 
 __all__ = ["DryRun", "WithoutValues", "is_hollow", "make_hollow", "make_real"]
@@ -57,7 +57,7 @@ class WithoutValues(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
     ) -> Any:
-        return _run(func, args, kwargs or {})
+        return NotImplemented if have_operators(types) else _run(func, args, kwargs or {})
 
 
 class DryRun(OwnerMeter):
@@ -105,6 +105,8 @@ class DryRun(OwnerMeter):
         if self._is_paused:
             return func(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is NotImplemented:
+            return result
         self._note(func, args, kwargs or {}, result)
         return result
 
@@ -192,7 +194,8 @@ def _run(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
         filled = func(*tree_map(_to_meta, args), **{**kwargs, "device": "meta"})
         is_real = filled.nbytes < _LARGE_BYTES or not filled.is_floating_point()
         return func(*args, **kwargs) if is_real else _from_meta(filled)
-    if not is_hollow((args, kwargs)) and func.overloadpacket not in _UPSAMPLING:
+    makes_much = func.overloadpacket in _UPSAMPLING and not args[0].is_meta
+    if not makes_much and not is_hollow((args, kwargs)):
         return func(*args, **kwargs)
     try:
         return _without_computing(func, args, kwargs)

@@ -7,9 +7,9 @@ __all__ = ["IN_EVALUATION", "NOT_PLANNED", "ON_GPU_ONLY", "harm"]
 # In each tier what costs or harms least stands first; techniques of users come last.
 _ORDER = {
     "exact": (
-        *("SharedBitMaskTargets", "ChunkedMatching", "EvaluationOnHost", "ShardedOptimizerStates"),
-        *("OptimizerImplementation", "ChunkedHeads", "ActivationCheckpointing"),
-        "ActivationOffload",
+        *("SharedBitMaskTargets", "ChunkedMatching", "ChunkedCriterion", "EvaluationOnHost"),
+        *("ShardedOptimizerStates", "OptimizerImplementation", "ChunkedHeads"),
+        *("ActivationCheckpointing", "ActivationOffload"),
     ),
     "precision": ("MixedPrecision", "EightBitOptimizerStates"),
     "recipe": (

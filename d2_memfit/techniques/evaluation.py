@@ -1,5 +1,6 @@
 """Results of an evaluation that grow to the size of the image on the host, one mask at a time."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Callable, Optional, Union
@@ -14,10 +15,14 @@ from torch import nn
 
 from ..checks import check_bool
 from ..errors import ConfigError
-from .modules import extend, knows_function, replaced_functions, source_files
+from .lazy_rows import WritesToLazyRows
+from .modules import calls_function, extend, knows_function, replaced_functions, source_files
 from .registry import TECHNIQUES, Technique
+from .upsampling import UpsamplesLater
 
 __all__ = ["EvaluationOnHost", "PastedMasks", "can_have_results_on_host", "results_on_host"]
+
+logger = logging.getLogger(__name__)
 
 # Functions of Detectron2 that bring results to the size of the image.
 _POSTPROCESSING = ("detector_postprocess", "sem_seg_postprocess")
@@ -25,13 +30,15 @@ _POSTPROCESSING = ("detector_postprocess", "sem_seg_postprocess")
 
 @TECHNIQUES.register()
 class EvaluationOnHost(Technique):
-    """Results are post-processed on the host, and masks pasted into the image one at a time.
+    """Results are post-processed on the host, and masks brought to the image's size one at a time.
 
     Saves the masks of all detections in the size of the image, on the device and on the host: 100
-    masks of 5000 x 5000 pixels are 2.5 GB. The evaluator turns each into a run-length code as it
-    comes. Costs time where the host pastes more slowly than the device.
+    masks of 5000 x 5000 pixels are 2.5 GB pasted, and 10 GB where they are upsampled, several times
+    over. The evaluator turns each into a run-length code as it comes. Costs time where the host is
+    slower than the device, and upsampling masks once for their scores and once for their codes.
 
-    Source: github.com/facebookresearch/detectron2/issues/1366, with ``paste_masks_in_image``.
+    Source: github.com/facebookresearch/detectron2/issues/1366, with ``paste_masks_in_image``, and
+    github.com/facebookresearch/Mask2Former/issues/83.
     """
 
     tier = "exact"
@@ -54,21 +61,30 @@ class EvaluationOnHost(Technique):
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
-        if not can_have_results_on_host(model):
+        if not can_have_results_on_host(model) and not calls_function(type(model), "interpolate"):
             raise ConfigError(
                 f"MEMFIT.EVALUATION.ON_HOST: the files of the {type(model).__name__} call neither "
-                f"{' nor '.join(_POSTPROCESSING)} of Detectron2, so nothing would change. Set it "
-                "False"
+                f"{' nor '.join(_POSTPROCESSING)} of Detectron2, and it does not interpolate, so "
+                "nothing would change. Set it False"
             )
         extend(model, _EvaluatesOnHost)
         return model
 
 
 class _EvaluatesOnHost(nn.Module):
+    upsamples_later = True
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.training:
             return super().__call__(*args, **kwargs)
         with results_on_host(self, _detector_postprocess_lazily):
+            if self.upsamples_later:
+                try:
+                    with UpsamplesLater(args[0] if args else None):
+                        return super().__call__(*args, **kwargs)
+                except WritesToLazyRows as e:
+                    logger.warning("%s: all masks of an image are there at once", e)
+                    type(self).upsamples_later = False
             return super().__call__(*args, **kwargs)
 
 

@@ -4,7 +4,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from types import FunctionType
+from inspect import unwrap
+from types import CodeType, FunctionType
 from typing import Any, Callable
 
 from torch import nn
@@ -13,6 +14,7 @@ from ..checks import near
 from ..errors import ConfigError
 
 __all__ = [
+    "calls_function",
     "extend",
     "find_modules",
     "knows_function",
@@ -117,6 +119,20 @@ def _file_of(cls: type) -> Any:
 class _File:
     def __init__(self, names: dict[str, Any]) -> None:
         self.__dict__ = names
+
+
+def calls_function(cls: type, name: str) -> bool:
+    """Whether a method of the class, or of its bases, uses something of this name."""
+    methods = [method for base in cls.__mro__ for method in vars(base).values()]
+    return any(
+        isinstance(method, FunctionType) and _has_name(unwrap(method).__code__, name)
+        for method in methods
+    )
+
+
+def _has_name(code: CodeType, name: str) -> bool:
+    inner = [c for c in code.co_consts if isinstance(c, CodeType)]  # comprehensions, for one
+    return name in code.co_names or any(_has_name(c, name) for c in inner)
 
 
 @contextmanager

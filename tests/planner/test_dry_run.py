@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.detr_like import add_detr_config
 from detectron2.config import LazyConfig, instantiate
 from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.projects.point_rend import add_pointrend_config
@@ -44,6 +45,11 @@ POINTREND = [
     *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 64, "TEST.DETECTIONS_PER_IMAGE", 30),
 ]
 
+DETR = [
+    *("MODEL.META_ARCHITECTURE", "SmallDetr", "INPUT.MASK_FORMAT", "bitmask"),
+    *("MODEL.DETR.NUM_POINTS", 2000, "MODEL.DETR.NUM_OBJECT_QUERIES", 100),
+]
+
 JOBS = {
     "faster C4": ("COCO-Detection/faster_rcnn_R_50_C4_1x.yaml", []),
     "faster DC5": ("COCO-Detection/faster_rcnn_R_50_DC5_1x.yaml", []),
@@ -76,6 +82,9 @@ JOBS = {
     "offload": (MASK, ["MEMFIT.OFFLOAD.MODULES", ["backbone"]]),
     "chunked heads": (MASK, ["MEMFIT.HEADS.CHUNK_SIZE", 4]),
     "chunked matching": (MASK, ["MEMFIT.MATCHING.CHUNK_SIZE", 64]),
+    "queries": (MASK, DETR),
+    "queries, chunked criterion": (MASK, [*DETR, "MEMFIT.CRITERION.CHUNK_SIZE", 4]),
+    "queries, masks one at a time": (MASK, [*DETR, "MEMFIT.EVALUATION.ON_HOST", True]),
     "FCOS": ("", ["MODEL.META_ARCHITECTURE", "FcosOfTests"]),
     "a user's own": ("", ["MODEL.META_ARCHITECTURE", "SegmenterOfTests"]),
     "all together": (
@@ -116,7 +125,7 @@ class SegmenterOfTests(nn.Module):
 
 def make_cfg(name):
     file, opts = JOBS[name]
-    return load_cfg(file, [*SMALL, *opts], [add_pointrend_config])
+    return load_cfg(file, [*SMALL, *opts], [add_pointrend_config, add_detr_config])
 
 
 def train(cfg):
@@ -172,7 +181,13 @@ def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
     assert sum(last.peak().values()) == sum(whole.peak().values())
 
 
-@pytest.mark.parametrize("name", ["mask FPN", "panoptic", "PointRend", "FCOS", "a user's own"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mask FPN", "panoptic", "PointRend", "FCOS", "a user's own", "queries"),
+        "queries, masks one at a time",
+    ],
+)
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
     job = Job.from_cfg(make_cfg(name), 1, batch=CASE)
     batch = job.evaluation_batch()

@@ -3,6 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks.detr_like import add_detr_config
 from detectron2.data import MetadataCatalog
 from detectron2.evaluation import COCOEvaluator, inference_on_dataset
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
@@ -12,8 +13,9 @@ from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques import get_technique, ready_to_evaluate
+from d2_memfit.techniques import get_technique, lazy_rows, ready_to_evaluate
 from d2_memfit.techniques.evaluation import PastedMasks
+from d2_memfit.techniques.lazy_rows import LazyRows
 
 
 def apply(model):
@@ -138,6 +140,75 @@ def test_panoptic_results_are_the_same():
         assert torch.equal(p["panoptic_seg"][0], x["panoptic_seg"][0])
         assert p["panoptic_seg"][1] == x["panoptic_seg"][1]
         assert torch.equal(p["sem_seg"], x["sem_seg"])
+
+
+def model_with_queries():
+    cfg = tiny_cfg()
+    add_detr_config(cfg)
+    cfg.MODEL.META_ARCHITECTURE = "SmallDetr"
+    cfg.TEST.DETECTIONS_PER_IMAGE = 20
+    return tiny_model(cfg)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(lazy_rows, "_CHUNK_BYTES", 2**14)
+
+
+def test_masks_of_queries_come_one_at_a_time_with_the_same_codes(small_chunks):
+    plain = outputs(model_with_queries(), batch_of(100))
+    lazy = outputs(apply(model_with_queries()), batch_of(100))
+    for p, x in zip(plain, lazy):
+        assert isinstance(x["instances"].pred_masks, LazyRows)
+        assert torch.equal(x["instances"].pred_classes, p["instances"].pred_classes)
+        torch.testing.assert_close(x["instances"].scores, p["instances"].scores, rtol=1e-6, atol=0)
+        expected, found = (
+            [{**entry, "score": None} for entry in instances_to_coco_json(r["instances"], 1)]
+            for r in (p, x)
+        )
+        assert len(found) == 20
+        assert found == expected
+        assert torch.equal(x["panoptic_seg"][0], p["panoptic_seg"][0])
+        assert x["panoptic_seg"][1] == p["panoptic_seg"][1]
+
+
+def test_memory_does_not_grow_with_the_number_of_queries(monkeypatch):
+    mask = 600 * 610 * 4
+    monkeypatch.setattr(lazy_rows, "_CHUNK_BYTES", mask)
+    peaks = []
+    for model in (model_with_queries(), apply(model_with_queries())):
+        with TensorMeter() as meter:
+            (result,) = outputs(model, batch_of(600)[:1])
+            instances_to_coco_json(result["instances"], 1)
+        peaks.append(meter.peak_bytes)
+    assert peaks[0] > 60 * mask
+    assert peaks[1] < 10 * mask
+
+
+def test_scores_of_classes_are_compared_one_class_at_a_time(small_chunks):
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.MODEL.META_ARCHITECTURE = "SemanticSegmentor"
+    cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES = 20
+    cfg.MODEL.SEM_SEG_HEAD.CONVS_DIM, cfg.MODEL.SEM_SEG_HEAD.NORM = 16, ""
+    plain = outputs(tiny_model(cfg), batch_of(100))
+    lazy = outputs(apply(tiny_model(cfg)), batch_of(100))
+    for p, x in zip(plain, lazy):
+        assert isinstance(x["sem_seg"], LazyRows)
+        assert torch.equal(x["sem_seg"].argmax(dim=0), p["sem_seg"].argmax(dim=0))
+
+
+def test_a_model_that_writes_into_its_masks_has_all_of_them_and_is_told(small_chunks, log):
+    class Writing(type(model_with_queries())):
+        def result(self, logits, masks, image_size, image):
+            return {"instances": masks.sigmoid_()[0]}
+
+    found = []
+    for change in (lambda model: model, apply):
+        model = model_with_queries()
+        model.__class__ = Writing
+        found.append(outputs(change(model), batch_of(100)))
+    assert torch.equal(found[1][0]["instances"], found[0][0]["instances"])
+    assert log.text.count("writes into masks that are computed when they are needed") == 1
 
 
 def test_a_value_that_is_no_bool_is_an_error():

@@ -42,6 +42,13 @@ def test_gradients(others):
     assert all(float(gap) < 1e-4 for gap in table[exact])
 
 
+def test_queries():
+    sizes = ["--objects", 64, "--mask-size", 32, "--chunk-size", 8, "--size", 900, 900]
+    table = benchmark("queries", *sizes, "--masks", 8)
+    assert float(table["matching and boxes, 1 image"][2]) > 1
+    assert float(table["8 masks of 900 x 900 pixels"][1]) > 0
+
+
 @pytest.mark.exhaustive
 def test_recovery():
     table = benchmark("recovery", "--size", 64, 96, "--rounds", 1)

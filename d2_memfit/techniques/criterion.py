@@ -1,0 +1,184 @@
+"""Criteria of DETR-likes, whose costs and losses are computed for some objects at a time."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial, wraps
+from inspect import signature, unwrap
+from itertools import count
+from types import FunctionType
+from typing import Any, Optional, Union
+
+import torch
+from detectron2.config import CfgNode
+from torch import nn
+
+from ..checks import check_positive_int
+from ..errors import ConfigError
+from ..memory import is_out_of_memory
+from .losses_of_pairs import LossCall
+from .matching_objects import SOLVER, MatcherCall
+from .modules import calls_function, extend, replaced_functions, source_files
+from .objects import chunks_of
+from .random_state import RandomState
+from .registry import TECHNIQUES, Technique
+
+__all__ = ["ChunkedCriterion"]
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE = 6  # objects by which it is seen whether chunks give the same
+_TOLERANCE = 1e-2  # relative; in 16 bits sums round by as much
+_OF_PAIRS = ("box", "giou", "mask")  # in the names of losses that are sums over pairs
+
+
+@TECHNIQUES.register()
+class ChunkedCriterion(Technique):
+    """The criteria of DETR-likes look at some objects of the batch at a time.
+
+    Saves, with many objects, the costs of all queries with all objects of the batch, the matched
+    boxes' intersections with each other, and the masks of all objects as numbers: each is there for
+    one chunk. Costs the losses of boxes and masks a second time, in the backward, where there are
+    more objects than in a chunk; else nothing. Matchers must give their costs to SciPy's
+    ``linear_sum_assignment``, and losses must be sums over objects; whether they do is tried with
+    the first objects that are seen.
+
+    Source: Carion et al., "End-to-End Object Detection with Transformers", arXiv:2005.12872, whose
+    costs are those of each query and each object by itself.
+    """
+
+    tier = "exact"
+    part = "model"
+
+    @classmethod
+    def add_config(cls, cfg: CfgNode) -> None:
+        cfg.MEMFIT.setdefault("CRITERION", CfgNode())
+        # Objects of the batch for which a DETR-like's matcher computes costs, and its criterion the
+        # losses of boxes and masks, at a time; None is all.
+        cfg.MEMFIT.CRITERION.CHUNK_SIZE = None
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        nodes = ("DETR", "MASK_FORMER", "MaskDINO", "SparseRCNN")
+        has_queries = any(node in cfg.MODEL for node in nodes)
+        return {"MEMFIT.CRITERION.CHUNK_SIZE": 32} if has_queries else {}
+
+    @classmethod
+    def is_on(cls, cfg: CfgNode) -> bool:
+        chunk_size = cfg.MEMFIT.CRITERION.CHUNK_SIZE
+        if chunk_size is not None:
+            check_positive_int("MEMFIT.CRITERION.CHUNK_SIZE", chunk_size)
+        return chunk_size is not None
+
+    @classmethod
+    def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
+        functions = list(_functions_of_criteria(model))
+        if not any(call is MatcherCall for *_, call in functions):
+            raise ConfigError(
+                "MEMFIT.CRITERION.CHUNK_SIZE: the model has no Hungarian matching by SciPy's "
+                "linear_sum_assignment, so nothing would change. Set it None"
+            )
+        chunk_size = cfg.MEMFIT.CRITERION.CHUNK_SIZE
+        extend(model, _LooksAtChunks, chunk_size=chunk_size, functions=functions, can_chunk={})
+        return model
+
+
+_Call = Union[MatcherCall, LossCall]
+_Function = tuple[type, str, type[_Call]]  # a class, its method, and what makes chunks of that
+
+
+def _functions_of_criteria(model: nn.Module) -> Iterator[_Function]:
+    modules = list(model.modules())
+    names = [vars(file) for file in source_files(modules)]
+    # Models of the transformers library make their criterion in the function of their loss_type.
+    losses: list[Any] = [m.loss_function for m in modules if getattr(m, "loss_type", None)]
+    names += [unwrap(loss).__globals__ for loss in losses if isinstance(loss, FunctionType)]
+    known = [value for file in names for value in list(file.values()) if isinstance(value, type)]
+    classes = {base for cls in [*known, *map(type, modules)] for base in cls.__mro__}
+    for cls in sorted(classes, key=lambda cls: cls.__qualname__):
+        if not issubclass(cls, nn.Module):
+            continue
+        if "forward" in vars(cls) and calls_function(cls, SOLVER):
+            yield cls, "forward", MatcherCall
+        for name, method in vars(cls).items():
+            if isinstance(method, FunctionType) and _is_loss_of_pairs(name, method):
+                yield cls, name, LossCall
+
+
+def _is_loss_of_pairs(name: str, method: FunctionType) -> bool:
+    parameters = list(signature(method).parameters)
+    has_indices = "indices" in parameters[3:-1]  # behind predictions and targets
+    return has_indices and any(word in name for word in _OF_PAIRS)
+
+
+class _LooksAtChunks(nn.Module):
+    chunk_size: int
+    functions: list[_Function]
+    can_chunk: dict[str, bool]  # by the name of a function, once that was tried
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Classes are changed, and not modules: some models make their criterion in the forward.
+        with ExitStack() as stack:
+            for cls, name, call in self.functions:
+                new = partial(_in_chunks, call, self.chunk_size, self.can_chunk)
+                stack.enter_context(replaced_functions([cls], {name: new}))
+            return super().forward(*args, **kwargs)
+
+
+def _in_chunks(
+    kind: type[_Call], chunk_size: int, can_chunk: dict[str, bool], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    @wraps(function)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = kind(function, module, args, kwargs)
+        if call.counts is not None and len(list(chunks_of(call.counts, chunk_size))) == 1:
+            return function(module, *args, **kwargs)
+        name = f"{type(module).__qualname__}.{function.__name__}"
+        if name not in can_chunk:
+            problem = _problem_of_chunks(call)
+            can_chunk[name] = problem is None
+            if problem is not None:
+                logger.warning(
+                    "MEMFIT.CRITERION.CHUNK_SIZE: %s runs for all objects at once, %s",
+                    name,
+                    problem,
+                )
+        if call.counts is None or not can_chunk[name]:
+            return function(module, *args, **kwargs)
+        return call.run(chunk_size)[0]
+
+    return run
+
+
+def _problem_of_chunks(call: _Call) -> Optional[str]:
+    """What is wrong with chunks of a few of the objects; None if they give the same."""
+    if call.counts is None:
+        return "as its arguments have no targets of the common shape"
+    counts, state = call.counts, RandomState(call.device)
+    num_objects = min(_SAMPLE, sum(counts))
+    per_image = next(n for n in count(1) if sum(min(n, c) for c in counts) >= num_objects)
+    sample = call.of([slice(0, min(per_image, c)) for c in counts])
+    found = []
+    try:
+        for chunk_size in (sum(counts), 2):
+            state.restore()
+            with torch.no_grad():
+                found.append((sample.run(chunk_size)[1], RandomState(call.device)))
+    except Exception as e:
+        if is_out_of_memory(e):
+            raise
+        message = (str(e).splitlines() or [""])[0]
+        return f"as it cannot run for some of them ({type(e).__name__}: {message})"
+    finally:
+        state.restore()
+    (whole, state_of_whole), (parts, state_of_parts) = found
+    if not state_of_parts.is_that_of(state_of_whole):
+        return "as it draws other random numbers for some of them"
+    is_same = len(whole) == len(parts) and all(map(_are_close, whole, parts))
+    return None if is_same else "as what it computes for one depends on the others"
+
+
+def _are_close(a: Any, b: Any) -> bool:
+    a, b = (torch.as_tensor(x).float().nan_to_num() for x in (a, b))
+    scale = float(a.abs().max()) if a.numel() else 0.0
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=_TOLERANCE * scale)

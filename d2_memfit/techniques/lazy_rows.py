@@ -1,0 +1,300 @@
+"""Tensors such as the masks of an image, of which a few are there at a time."""
+
+import math
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, Optional
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map
+
+__all__ = ["LazyRows", "WritesToLazyRows", "on_meta"]
+
+aten = torch.ops.aten
+
+_CHUNK_BYTES = 2**26  # of rows that are computed at a time; what is smaller in all is computed
+_Rows = Callable[[Sequence[int]], torch.Tensor]  # of numbers of rows: [number of them, *row]
+
+# What they give for a row depends on this row alone.
+_ELEMENTWISE = {
+    *(aten.gt, aten.ge, aten.lt, aten.le, aten.eq, aten.ne, aten.isnan),
+    *(aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.abs),
+    *(aten.exp, aten.log, aten.pow, aten.sigmoid, aten.relu),
+    *(aten.logical_and, aten.logical_or, aten.logical_not),
+    *(aten.bitwise_and, aten.bitwise_or, aten.bitwise_not),
+    *(aten._to_copy, aten.clone, aten.detach, aten.alias, aten.clamp),
+}
+_REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.any, aten.all, aten.argmax}
+_UPSAMPLING = {aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.upsample_nearest2d}
+_VIEWS_OF_DIM = {aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim}
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+
+class WritesToLazyRows(RuntimeError):
+    """Something is written into rows that are computed anew each time."""
+
+
+class _NeedsAllRows(Exception):
+    """An operator does not work row by row."""
+
+
+class LazyRows(torch.Tensor):
+    """A tensor [*leading, *row] whose rows are computed when they are needed, a few at a time.
+
+    Operators that work row by row give another one; so do views of its leading dimensions. What is
+    small, such as a sum over each row, is computed at once. All others get the tensor that this
+    stands for, and take the memory of that.
+
+    Args:
+        rows: called with the numbers of rows, counted through the leading dimensions.
+        leading: the sizes of these.
+        like: a row on the device "meta" [1, *row].
+        row_bytes: of the largest thing that is made for a row.
+        device: on which rows are.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        rows: _Rows,
+        leading: Sequence[int],
+        like: torch.Tensor,
+        row_bytes: int,
+        device: torch.device,
+    ) -> "LazyRows":
+        shape = (*leading, *like.shape[1:])
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=device)
+        made.rows, made.leading, made.like = rows, tuple(leading), like
+        made.row_bytes = max(row_bytes, like.nbytes)
+        return made
+
+    rows: _Rows
+    leading: tuple[int, ...]
+    like: torch.Tensor
+    row_bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, num_leading: int) -> "LazyRows":
+        """The rows of a tensor that is there."""
+        flat = tensor.flatten(0, num_leading - 1)
+        like = on_meta(flat[:1])
+        leading = tensor.shape[:num_leading]
+        return cls(lambda numbers: flat[list(numbers)], leading, like, 0, tensor.device)
+
+    def compute(self) -> torch.Tensor:
+        """The tensor that this stands for."""
+        num = math.prod(self.leading)
+        result = torch.empty(num, *self.like.shape[1:], dtype=self.dtype, device=self.device)
+        step = max(1, _CHUNK_BYTES // max(1, self.row_bytes))
+        for start in range(0, num, step):
+            numbers = range(start, min(start + step, num))
+            result[start : numbers.stop] = self.rows(numbers)
+        return result.view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # PyTorch's hint has no func
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and any(isinstance(a, LazyRows) for a in _written(func, args)):
+            raise WritesToLazyRows(
+                f"MEMFIT.EVALUATION.ON_HOST: {func} writes into masks that are computed when they "
+                "are needed. Set it False"
+            )
+        try:
+            return _by_rows(func, args, kwargs)
+        except _NeedsAllRows:
+            args, kwargs = tree_map(_computed, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute().numpy(*args, **kwargs)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        return self.compute().tolist()
+
+    def __deepcopy__(self, memo: Any) -> "LazyRows":
+        return self  # it cannot be written to
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.compute().__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LazyRows(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same size on the device "meta"."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _written(func: Any, args: Sequence[Any]) -> list[Any]:
+    arguments = zip(func._schema.arguments, args)
+    return [value for a, value in arguments if a.alias_info and a.alias_info.is_write]
+
+
+def _computed(value: Any) -> Any:
+    return value.compute() if isinstance(value, LazyRows) else value
+
+
+def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """
+    Raises:
+        _NeedsAllRows: the operator works in another way.
+    """
+    lazy = next(t for t in tree_iter((args, kwargs)) if isinstance(t, LazyRows))
+    num_leading, num_dims = len(lazy.leading), lazy.dim()
+    packet = func.overloadpacket
+    if packet in _ELEMENTWISE:
+        return _of_rows(lazy, func, args, kwargs)
+    if args[0] is not lazy:
+        raise _NeedsAllRows
+    if packet in _UPSAMPLING and num_dims == 4:
+        return _of_rows(lazy, _upsample(func), args, kwargs, remembers=True)
+    if packet in _REDUCTIONS and len(args) > 1 and args[1] is not None:
+        is_one = isinstance(args[1], int)
+        dims = [d % num_dims for d in ([args[1]] if is_one else args[1])]
+        if packet is aten.argmax and dims == [0] and num_leading == 1 and len(args) == 2:
+            return _argmax(lazy)
+        if not dims or min(dims) < num_leading:
+            raise _NeedsAllRows
+        dims = [d - num_leading + 1 for d in dims]
+        return _of_rows(lazy, func, (lazy, dims[0] if is_one else dims, *args[2:]), kwargs)
+    if func in _VIEWS_OF_DIM:
+        position = args[1] if len(args) > 1 else 0
+        dim = position % (num_dims + (func is aten.unsqueeze.default))
+        if dim >= num_leading:
+            return _of_rows(lazy, func, (lazy, dim - num_leading + 1, *args[2:]), kwargs)
+        return _of_leading(lazy, lambda numbers: func(numbers, dim, *args[2:]))
+    if func is aten.unbind.int and num_leading and (args[1] if len(args) > 1 else 0) == 0:
+        return tuple(_of_leading(lazy, itemgetter(i)) for i in range(lazy.shape[0]))
+    if func is aten.index.Tensor and sum(map(_num_indexed, args[1])) <= num_leading:
+        indices = [i if i is None else i.cpu() for i in args[1]]
+        return _of_leading(lazy, lambda numbers: func(numbers, indices))
+    if func is aten.expand.default or func in _VIEWS:
+        return _in_shape(lazy, func, list(args[1]))
+    raise _NeedsAllRows
+
+
+def _num_indexed(index: Optional[torch.Tensor]) -> int:
+    """The dimensions that an index is for; a mask is for as many as it has."""
+    is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+    return index.dim() if index is not None and is_mask else 1
+
+
+def _upsample(func: Any) -> Callable[..., torch.Tensor]:
+    def upsample(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if rows.dim() == 4:
+            return func(rows, *args, **kwargs)
+        return func(rows[None], *args, **kwargs)[0]
+
+    return upsample
+
+
+def _of_leading(lazy: LazyRows, view: Callable[[torch.Tensor], torch.Tensor]) -> LazyRows:
+    """Another choice, or order, of the same rows."""
+    numbers = view(torch.arange(math.prod(lazy.leading)).view(lazy.leading))
+    chosen = numbers.flatten().tolist()
+    return LazyRows(
+        lambda numbers: lazy.rows([chosen[n] for n in numbers]),
+        numbers.shape,
+        lazy.like,
+        lazy.row_bytes,
+        lazy.device,
+    )
+
+
+def _in_shape(lazy: LazyRows, func: Any, sizes: list[int]) -> Any:
+    """A view that leaves the leading dimensions, or the others, as they are."""
+    row = lazy.like.shape[1:]
+    if func in _VIEWS and -1 in sizes:
+        known = math.prod(s for s in sizes if s != -1)
+        sizes = [lazy.numel() // known if s == -1 else s for s in sizes]
+    of_row = sizes[max(0, len(sizes) - len(row)) :]
+    is_of_leading = len(sizes) >= len(row) and all(s in (-1, n) for s, n in zip(of_row, row))
+    if is_of_leading and (func is aten.expand.default or math.prod(sizes) == lazy.numel()):
+        return _of_leading(lazy, lambda numbers: func(numbers, sizes[: len(sizes) - len(row)]))
+    num_leading = len(lazy.leading)
+    if func in _VIEWS and tuple(sizes[:num_leading]) == lazy.leading:
+        rest = sizes[num_leading:]
+        return _of_rows(lazy, lambda rows: rows.reshape(len(rows), *rest), (lazy,), {})
+    raise _NeedsAllRows
+
+
+def _of_rows(
+    lazy: LazyRows,
+    function: Callable[..., torch.Tensor],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    remembers: bool = False,
+) -> Any:
+    """What a function gives for rows, computed now if it is small.
+
+    Args:
+        remembers: whether rows that were computed last are kept, for whoever asks for them next.
+    """
+    parts = [_part(value, lazy) for value in args]
+
+    def rows(numbers: Sequence[int]) -> torch.Tensor:
+        return function(*(part(numbers) for part, _ in parts), **kwargs)
+
+    without_device = {k: v for k, v in kwargs.items() if k != "device"}
+    like = function(*(like for _, like in parts), **without_device)
+    device = kwargs.get("device") or lazy.device
+    made = LazyRows(
+        _Remembering(rows) if remembers else rows, lazy.leading, like, lazy.row_bytes, device
+    )
+    return made.compute() if made.numel() * made.element_size() <= _CHUNK_BYTES else made
+
+
+def _part(value: Any, lazy: LazyRows) -> tuple[Callable[[Sequence[int]], Any], Any]:
+    """What an argument has for some rows, and for one row on the device "meta"."""
+    if isinstance(value, LazyRows):
+        if value.leading != lazy.leading:
+            raise _NeedsAllRows
+        return value.rows, value.like
+    if not isinstance(value, torch.Tensor):
+        return (lambda numbers: value), value
+    num_of_row = lazy.dim() - len(lazy.leading)
+    if value.dim() <= num_of_row:
+        return (lambda numbers: value), on_meta(value)
+    if value.dim() > lazy.dim():
+        raise _NeedsAllRows
+    of_row = value.shape[value.dim() - num_of_row :]
+    flat = value.expand(*lazy.leading, *of_row).reshape(-1, *of_row)
+    return (lambda numbers: flat[list(numbers)]), on_meta(flat[:1])
+
+
+class _Remembering:
+    """Rows that are asked for twice in a row, as by both sides of a product, are computed once."""
+
+    def __init__(self, rows: _Rows) -> None:
+        self._rows = rows
+        self._numbers: list[int] = []
+
+    def __call__(self, numbers: Sequence[int]) -> torch.Tensor:
+        if list(numbers) != self._numbers:
+            self._last = None  # before the next are there
+            self._last = self._rows(numbers)
+            self._numbers = list(numbers)
+        assert self._last is not None
+        return self._last
+
+    _last: Optional[torch.Tensor] = None
+
+
+def _argmax(lazy: LazyRows) -> torch.Tensor:
+    """The number of the row that is largest at each place, the first of those that are."""
+    best = lazy.rows([0])[0].clone()
+    number = torch.zeros_like(best, dtype=torch.int64)
+    for i in range(1, lazy.shape[0]):
+        row = lazy.rows([i])[0]
+        number.masked_fill_(row > best, i)
+        torch.maximum(best, row, out=best)
+    return number

@@ -1,0 +1,76 @@
+"""The targets of a DETR-like's criterion, some objects at a time."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional, Union
+
+import torch
+
+__all__ = ["chunks_of", "count_objects", "is_targets", "take_objects"]
+
+_LABELS = ("labels", "class_labels")  # in DETR and those after it; in the transformers library
+
+
+def is_targets(value: Any) -> bool:
+    """Whether it is a list with a dict, or a tensor, for each image."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all(isinstance(v, dict) for v in value) or all(
+        isinstance(v, torch.Tensor) for v in value
+    )
+
+
+def count_objects(targets: Sequence[Any]) -> Optional[list[int]]:
+    """The objects of each image. None if a target does not say how many it has."""
+    counts = []
+    for target in targets:
+        if isinstance(target, dict):
+            target = next((target[name] for name in _LABELS if name in target), None)
+        if not isinstance(target, torch.Tensor) or target.dim() == 0:
+            return None
+        counts.append(len(target))
+    return counts
+
+
+def take_objects(targets: Sequence[Any], chosen: Sequence[Union[slice, torch.Tensor]]) -> list[Any]:
+    """The targets with some of their objects.
+
+    Args:
+        chosen: those of each image.
+    """
+    counts = count_objects(targets)
+    assert counts is not None
+    if not isinstance(targets[0], dict):
+        return [target[part] for target, part in zip(targets, chosen)]
+    names = [name for name in targets[0] if _is_of_objects(name, targets, counts)]
+    return [
+        {**target, **{name: target[name][part] for name in names}}
+        for target, part in zip(targets, chosen)
+    ]
+
+
+def _is_of_objects(name: str, targets: Sequence[Any], counts: Sequence[int]) -> bool:
+    values = [target.get(name) for target in targets]
+    if not all(isinstance(v, torch.Tensor) and v.dim() for v in values):
+        return False
+    if values[0].dim() == 1 and "size" in name:  # an image's, which can have as many objects
+        return False
+    return [len(v) for v in values] == list(counts)
+
+
+def chunks_of(counts: Sequence[int], chunk_size: int) -> Iterator[list[slice]]:
+    """Chunks of about equal size, each as the objects that it has of each image.
+
+    Args:
+        counts: of objects in each image.
+        chunk_size: objects in a chunk. There is no chunk of one.
+    """
+    num = sum(counts)
+    num_chunks = max(1, min(math.ceil(num / chunk_size), num // 2))
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    for chunk in range(num_chunks):
+        first, end = (num * i // num_chunks for i in (chunk, chunk + 1))
+        yield [
+            slice(min(max(first - start, 0), count), min(max(end - start, 0), count))
+            for start, count in zip(starts, counts)
+        ]

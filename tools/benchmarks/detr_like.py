@@ -1,0 +1,291 @@
+"""A DETR with masks, whose matcher and criterion have the shape of those of DETR, Mask2Former and
+their descendants. For benchmarks and tests.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from detectron2.config import CfgNode
+from detectron2.modeling import META_ARCH_REGISTRY, build_backbone
+from detectron2.modeling.postprocessing import sem_seg_postprocess
+from detectron2.projects.point_rend.point_features import (
+    get_uncertain_point_coords_with_randomness,
+    point_sample,
+)
+from detectron2.structures import Boxes, ImageList, Instances
+from scipy.optimize import linear_sum_assignment
+from torch import nn
+from torchvision.ops import box_convert, generalized_box_iou  # type: ignore[import-untyped]
+
+NUM_CLASSES = 4
+
+Outputs = dict[str, Any]
+Targets = list[dict[str, torch.Tensor]]
+Indices = list[tuple[torch.Tensor, torch.Tensor]]
+Losses = dict[str, torch.Tensor]
+
+
+class HungarianMatcher(nn.Module):
+    """
+    Args:
+        num_points: at which masks are compared; 0 does not compare masks.
+    """
+
+    def __init__(self, num_points: int = 0) -> None:
+        super().__init__()
+        self.num_points = num_points
+
+    @torch.no_grad()
+    def forward(self, outputs: Outputs, targets: Targets) -> Indices:
+        bs, num_queries = outputs["pred_logits"].shape[:2]
+        probabilities = outputs["pred_logits"].flatten(0, 1).softmax(-1)
+        boxes = outputs["pred_boxes"].flatten(0, 1)
+        labels = torch.cat([t["labels"] for t in targets])
+        target_boxes = torch.cat([t["boxes"] for t in targets])
+        cost = torch.cdist(boxes, target_boxes, p=1) - probabilities[:, labels]
+        cost = cost - generalized_box_iou(corners(boxes), corners(target_boxes))
+        cost = cost.view(bs, num_queries, -1).cpu()
+        sizes = [len(t["boxes"]) for t in targets]
+        costs = [c[i] for i, c in enumerate(cost.split(sizes, -1))]
+        if self.num_points:
+            costs = [c + m for c, m in zip(costs, self.mask_costs(outputs, targets))]
+        indices = [linear_sum_assignment(c) for c in costs]
+        return [(torch.as_tensor(i), torch.as_tensor(j)) for i, j in indices]
+
+    def mask_costs(self, outputs: Outputs, targets: Targets) -> Iterator[torch.Tensor]:
+        for masks, target in zip(outputs["pred_masks"], targets):
+            points = torch.rand(1, self.num_points, 2)
+            logits = point_sample(
+                masks[:, None], points.repeat(len(masks), 1, 1), align_corners=False
+            )[:, 0]
+            masks = target["masks"].to(logits)[:, None]
+            values = point_sample(masks, points.repeat(len(masks), 1, 1), align_corners=False)[:, 0]
+            cross = F.softplus(-logits) @ values.T + F.softplus(logits) @ (1 - values).T
+            yield cross / self.num_points
+
+
+def corners(boxes: torch.Tensor) -> torch.Tensor:
+    return box_convert(boxes, "cxcywh", "xyxy")
+
+
+class SetCriterion(nn.Module):
+    """
+    Args:
+        losses: of "labels", "boxes", "masks" (all pixels) and "points" (of masks, drawn at random).
+    """
+
+    def __init__(self, matcher: nn.Module, losses: list[str], num_points: int = 0) -> None:
+        super().__init__()
+        self.matcher = matcher
+        self.losses = losses
+        self.num_points = num_points
+
+    def loss_labels(
+        self, outputs: Outputs, targets: Targets, indices: Indices, num_boxes: float
+    ) -> Losses:
+        logits = outputs["pred_logits"]
+        classes = torch.full(logits.shape[:2], NUM_CLASSES)
+        classes[self.queries(indices)] = torch.cat(
+            [t["labels"][j] for t, (_, j) in zip(targets, indices)]
+        )
+        return {"loss_ce": F.cross_entropy(logits.transpose(1, 2), classes)}
+
+    def loss_boxes(
+        self, outputs: Outputs, targets: Targets, indices: Indices, num_boxes: float
+    ) -> Losses:
+        boxes = outputs["pred_boxes"][self.queries(indices)]
+        target_boxes = torch.cat([t["boxes"][j] for t, (_, j) in zip(targets, indices)])
+        overlap = torch.diag(generalized_box_iou(corners(boxes), corners(target_boxes)))
+        distance = F.l1_loss(boxes, target_boxes, reduction="sum")
+        return {"loss_bbox": distance / num_boxes, "loss_giou": (1 - overlap).sum() / num_boxes}
+
+    def loss_masks(
+        self, outputs: Outputs, targets: Targets, indices: Indices, num_masks: float
+    ) -> Losses:
+        logits, masks = self.masks(outputs, targets, indices)
+        logits = F.interpolate(logits, size=masks.shape[-2:], mode="bilinear")
+        return mask_losses(logits.flatten(1), masks.flatten(1), num_masks)
+
+    def loss_points_of_masks(
+        self, outputs: Outputs, targets: Targets, indices: Indices, num_masks: float
+    ) -> Losses:
+        logits, masks = self.masks(outputs, targets, indices)
+        with torch.no_grad():
+            points = get_uncertain_point_coords_with_randomness(
+                logits, lambda logits: -logits.abs(), self.num_points, 3, 0.75
+            )
+            values = point_sample(masks, points, align_corners=False)[:, 0]
+        logits = point_sample(logits, points, align_corners=False)[:, 0]
+        return mask_losses(logits, values, num_masks)
+
+    def masks(
+        self, outputs: Outputs, targets: Targets, indices: Indices
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All objects' masks become numbers, as in DETR and Mask2Former."""
+        image = self.queries([(j, i) for i, j in indices])
+        sizes = [len(t["masks"]) for t in targets]
+        padded = torch.zeros(len(targets), max(sizes), *targets[0]["masks"].shape[1:])
+        for masks, target in zip(padded, targets):
+            masks[: len(target["masks"])] = target["masks"]
+        return outputs["pred_masks"][self.queries(indices)][:, None], padded[image][:, None]
+
+    def queries(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = torch.cat([torch.full_like(i, number) for number, (i, _) in enumerate(indices)])
+        return batch, torch.cat([i for i, _ in indices])
+
+    def forward(self, outputs: Outputs, targets: Targets) -> Losses:
+        functions = {
+            "labels": self.loss_labels,
+            "boxes": self.loss_boxes,
+            "masks": self.loss_masks,
+            "points": self.loss_points_of_masks,
+        }
+        num_boxes = max(sum(len(t["labels"]) for t in targets), 1)
+        losses = {}
+        for number, layer in enumerate([outputs, *outputs.get("aux_outputs", [])]):
+            indices = self.matcher({k: v for k, v in layer.items() if k != "aux_outputs"}, targets)
+            for name in self.losses:
+                found = functions[name](layer, targets, indices, num_boxes)
+                losses.update({f"{k}_{number}": v for k, v in found.items()})
+        return losses
+
+
+def mask_losses(
+    logits: torch.Tensor, masks: torch.Tensor, num_masks: float
+) -> dict[str, torch.Tensor]:
+    cross = F.binary_cross_entropy_with_logits(logits, masks, reduction="none").mean(1)
+    scores = logits.sigmoid()
+    dice = 1 - (2 * (scores * masks).sum(1) + 1) / (scores.sum(1) + masks.sum(1) + 1)
+    return {"loss_mask": cross.sum() / num_masks, "loss_dice": dice.sum() / num_masks}
+
+
+def random_outputs(
+    num_images: int, num_queries: int, size: int = 16, num_layers: int = 2, seed: int = 0
+) -> Outputs:
+    """Predictions of each layer, as leaves that want gradients."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def layer() -> Outputs:
+        logits = torch.randn(num_images, num_queries, NUM_CLASSES + 1, generator=rng)
+        boxes = torch.rand(num_images, num_queries, 4, generator=rng) * 0.5 + 0.1
+        masks = torch.randn(num_images, num_queries, size, size, generator=rng)
+        named = {"pred_logits": logits, "pred_boxes": boxes, "pred_masks": masks}
+        return {k: v.requires_grad_() for k, v in named.items()}
+
+    return {**layer(), "aux_outputs": [layer() for _ in range(num_layers - 1)]}
+
+
+def random_targets(counts: Sequence[int], size: int = 32, seed: int = 0) -> Targets:
+    """So many objects in each image."""
+    rng = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "labels": torch.randint(0, NUM_CLASSES, (num,), generator=rng),
+            "boxes": torch.rand(num, 4, generator=rng) * 0.5 + 0.1,
+            "masks": torch.rand(num, size, size, generator=rng) > 0.5,
+            "size": torch.tensor([size, size]),
+        }
+        for num in counts
+    ]
+
+
+def add_detr_config(cfg: CfgNode) -> None:
+    """NUM_POINTS: at which masks are compared; 0 is all pixels. PANOPTIC: whether that is found."""
+    keys = {"NUM_OBJECT_QUERIES": 30, "NUM_POINTS": 64, "PANOPTIC": True}
+    cfg.MODEL.DETR = CfgNode(keys)
+
+
+@META_ARCH_REGISTRY.register()
+class SmallDetr(nn.Module):
+    """Queries with the mean of the image in place of a decoder; the rest is as in Mask2Former."""
+
+    def __init__(self, cfg: CfgNode) -> None:
+        super().__init__()
+        self.backbone = build_backbone(cfg)
+        self.num_queries = cfg.MODEL.DETR.NUM_OBJECT_QUERIES
+        channels = self.backbone.output_shape()["p2"].channels
+        self.queries = nn.Embedding(self.num_queries, channels)
+        self.heads = nn.ModuleDict(
+            {
+                "pred_logits": nn.Linear(channels, NUM_CLASSES + 1),
+                "pred_boxes": nn.Linear(channels, 4),
+            }
+        )
+        num_points = cfg.MODEL.DETR.NUM_POINTS
+        losses = ["labels", "boxes", "points" if num_points else "masks"]
+        self.criterion = SetCriterion(HungarianMatcher(num_points), losses, num_points)
+        self.finds_panoptic = cfg.MODEL.DETR.PANOPTIC
+        self.topk = cfg.TEST.DETECTIONS_PER_IMAGE
+        self.to(cfg.MODEL.DEVICE)
+
+    def forward(self, batch: list[dict[str, Any]]) -> Any:
+        images = ImageList.from_tensors([d["image"].float() / 255 for d in batch], 32)
+        features = self.backbone(images.tensor)["p2"]
+        queries = self.queries.weight + features.mean((2, 3))[:, None]
+        outputs = {name: head(queries) for name, head in self.heads.items()}
+        outputs["pred_boxes"] = outputs["pred_boxes"].sigmoid()
+        outputs["pred_masks"] = torch.einsum("bqc,bchw->bqhw", queries, features)
+        if self.training:
+            return self.criterion(
+                outputs, [self.target(d, images.tensor.shape[-2:]) for d in batch]
+            )
+        masks = F.interpolate(outputs["pred_masks"], images.tensor.shape[-2:], mode="bilinear")
+        return [
+            self.result(logits, mask, size, d)
+            for logits, mask, size, d in zip(
+                outputs["pred_logits"], masks, images.image_sizes, batch
+            )
+        ]
+
+    def target(self, image: dict[str, Any], size: Sequence[int]) -> dict[str, torch.Tensor]:
+        instances = image["instances"]
+        height, width = instances.image_size
+        masks = instances.gt_masks.tensor
+        scale = torch.tensor([width, height, width, height])
+        return {
+            "labels": instances.gt_classes,
+            "boxes": box_convert(instances.gt_boxes.tensor / scale, "xyxy", "cxcywh"),
+            "masks": F.pad(masks, (0, size[1] - width, 0, size[0] - height)),
+        }
+
+    def result(
+        self,
+        logits: torch.Tensor,
+        masks: torch.Tensor,
+        image_size: tuple[int, int],
+        image: dict[str, Any],
+    ) -> dict[str, Any]:
+        """As Mask2Former's, of which it has three kinds."""
+        masks = sem_seg_postprocess(masks, image_size, image["height"], image["width"])
+        logits = logits.to(masks)
+        probabilities = logits.softmax(-1)[:, :-1]
+        scores, chosen = probabilities.flatten().topk(self.topk, sorted=False)
+        result = Instances(masks.shape[-2:])
+        result.pred_classes = chosen % NUM_CLASSES
+        chosen_masks = masks[chosen // NUM_CLASSES]
+        result.pred_masks = (chosen_masks > 0).float()
+        result.pred_boxes = Boxes(torch.zeros(len(chosen), 4))
+        inside = (chosen_masks.sigmoid().flatten(1) * result.pred_masks.flatten(1)).sum(1)
+        result.scores = scores * (inside / (result.pred_masks.flatten(1).sum(1) + 1e-6))
+        found = {"instances": result}
+        if self.finds_panoptic:
+            found["panoptic_seg"] = self.panoptic(probabilities, masks)
+        return found
+
+    def panoptic(
+        self, probabilities: torch.Tensor, masks: torch.Tensor
+    ) -> tuple[torch.Tensor, list[dict[str, int]]]:
+        scores, labels = probabilities.max(-1)
+        keep = scores.topk(len(scores) // 2).indices
+        scores, masks = scores[keep], masks.sigmoid()[keep]
+        number_of = (scores.view(-1, 1, 1) * masks).argmax(0)
+        found: list[dict[str, int]] = []
+        segments = torch.zeros(masks.shape[-2:], dtype=torch.int32)
+        for k, label in enumerate(labels[keep].tolist()):
+            mask = (number_of == k) & (masks[k] >= 0.5)
+            if mask.sum().item() > 0:
+                segments[mask] = len(found) + 1
+                found.append({"id": len(found) + 1, "category_id": label})
+        return segments, found
