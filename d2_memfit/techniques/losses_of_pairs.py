@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from .checkpointing import recompute_in_backward
 from .objects import chunks_of, count_objects, is_targets, take_objects
 from .random_state import RandomState, device_of
+from .recomputation import recompute_in_backward
 
 __all__ = ["LossCall"]
 _rand = torch.rand  # of which a dry run makes another function
