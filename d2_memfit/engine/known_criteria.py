@@ -37,7 +37,8 @@ class _RunningNormalizer(nn.Module):
             return super()._ema_update(name, value, initial_value, momentum)  # type: ignore[misc]
         # Plain numbers of the module, so that a retry puts them back.
         state, iteration = vars(self), get_event_storage().iter
-        if state.get(f"{name}_of_window") != iteration:
+        is_over = state.get(f"{name}_share", 1.0) > 1 - 1e-6
+        if is_over or state[f"{name}_of_window"] != iteration:
             state[f"{name}_of_window"] = iteration
             state[f"{name}_before"] = state.get(name, initial_value)
             state[f"{name}_sum"] = state[f"{name}_share"] = 0.0

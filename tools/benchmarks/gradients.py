@@ -28,6 +28,7 @@ from torch import nn
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.config import load_cfg
+from d2_memfit.engine import NormalizerOptions
 from d2_memfit.techniques.modules import replaced_functions
 
 from .common import coins, machine, markdown_table
@@ -68,6 +69,9 @@ def run(args: argparse.Namespace) -> None:
         cfg = load_cfg(str(CONFIG), FAMILIES[name].split(), [add_pointrend_config])
         model = train(cfg, images, args.train)
         rows.append([name, *gaps(model, images)])
+        if "MASK_ON" in FAMILIES[name] and name != "PointRend":
+            exact = gaps(model, images, policy="exact")
+            rows.append([f"{name}, `NORMALIZERS.POLICY exact`", *exact])
         if hasattr(model, "loss_normalizer"):
             rows.append([f"{name}, its normaliser at 100", *gaps(model, images, at_start=True)])
         if name == "PointRend":
@@ -91,38 +95,48 @@ def train(cfg: CfgNode, images: list[dict[str, Any]], num_iterations: int) -> nn
     return model
 
 
-def gaps(model: nn.Module, images: list[dict[str, Any]], at_start: bool = False) -> list[str]:
+def gaps(
+    model: nn.Module, images: list[dict[str, Any]], at_start: bool = False, policy: str = "window"
+) -> list[str]:
     """For each of CUTS, the relative difference of its gradient to the full batch's."""
     samples = Samples(model)
     full = gradient(model, images, (NUM_IMAGES,), at_start)
     result = []
     for sizes in CUTS.values():
-        cut = gradient(model, images, sizes, at_start)
+        cut = gradient(model, images, sizes, at_start, policy)
         result.append(f"{((cut - full).norm() / full.norm()).item():.1e}")
     samples.stop()
     return result
 
 
 def gradient(
-    model: nn.Module, images: list[dict[str, Any]], sizes: tuple[int, ...], at_start: bool
+    model: nn.Module,
+    images: list[dict[str, Any]],
+    sizes: tuple[int, ...],
+    at_start: bool,
+    policy: str = "window",
 ) -> torch.Tensor:
     """The gradient of one iteration, as one vector.
 
     Args:
         sizes: images in each micro-batch.
         at_start: give RetinaNet's normaliser the value that it starts with, instead of the one it
-            settles on: the mean number of positive anchors in these micro-batches.
+            settles on: the number of positive anchors in all images.
+        policy: of normalisers.
     """
     rest = iter(images)
     batches = [[next(rest) for _ in range(size)] for size in sizes]
     if at_start:
         vars(model)["loss_normalizer"] = 100.0
     elif hasattr(model, "loss_normalizer"):
-        positives = [count_positive_anchors(model, batch) for batch in batches]
-        vars(model)["loss_normalizer"] = sum(positives) / len(positives)
+        vars(model)["loss_normalizer"] = count_positive_anchors(model, images)
     with EventStorage():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        AccumulatingTrainer(model, batches, optimizer, len(sizes)).run_step()
+        normalizers = NormalizerOptions(policy)
+        trainer = AccumulatingTrainer(
+            model, batches, optimizer, len(sizes), normalizers=normalizers
+        )
+        trainer.run_step()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
