@@ -1,6 +1,6 @@
 """Criteria whose counts are not to be seen from outside, each with what it takes."""
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from detectron2.modeling.meta_arch.dense_detector import DenseDetector
@@ -16,10 +16,13 @@ __all__ = ["adapt_known_criteria"]
 def adapt_known_criteria(model: nn.Module) -> None:
     """Let the criteria of a model that are known here ask for the window's counts."""
     for module in list(model.modules()):
+        kind: Optional[type] = None
         if isinstance(module, DenseDetector):
-            extend(module, _RunningNormalizer)
+            kind = _RunningNormalizer
         elif type(module).__name__ == "SetCriterionDynamicK":
-            extend(module, _CountsMatches)
+            kind = _CountsMatches
+        if kind is not None and not isinstance(module, kind):  # of a trainer before
+            extend(module, kind)
 
 
 class _RunningNormalizer(nn.Module):

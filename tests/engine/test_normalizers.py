@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from criteria import Detector, Detr, Fcos, annotated_images, get_world_size
 from detectron2.utils.events import EventStorage
 from injection import InjectedTrainer, Injector, iterate
+from tiny import images, tiny_cfg, tiny_model
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer, compat, window_count
@@ -318,3 +319,57 @@ def test_equal_cuts_of_a_model_that_communicates_are_trained(two_ranks):
     outcomes = two_ranks.run(on_ranks, 2, Synchronised, parts, "window", {"accumulation_steps": 2})
     for actual in outcomes:
         assert max(differences(actual, full)) < 2e-7
+
+
+# Criteria of others
+
+
+def test_retinanet_is_divided_by_a_running_mean_of_windows():
+    cfg = tiny_cfg("retinanet")
+    batch = images(4)
+    results, normalizers = [], []
+    for options in ({}, {"images_per_micro_batch": 1}, {"images_per_micro_batch": 3}):
+        model = tiny_model(cfg).double()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        trainer = AccumulatingTrainer(model, [batch] * 3, sgd, **options)
+        with EventStorage() as storage:
+            for storage.iter in range(3):
+                trainer.run_step()
+        results.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
+        normalizers.append(model.loss_normalizer)
+    assert normalizers[1:] == pytest.approx([normalizers[0]] * 2, rel=1e-6)
+    assert max(differences(results[1:], [results[0]] * 2)) < 0.1
+    plain = AccumulatingTrainer(model, [batch], sgd, images_per_micro_batch=1)  # once more
+    with EventStorage():
+        plain.run_step()
+
+
+class SetCriterionDynamicK(nn.Module):
+    """The part of DiffusionDet's that divides."""
+
+    def get_loss(self, loss, outputs, targets, indices, num_boxes):
+        matched = torch.cat([outputs[i][queries] for i, (queries, _) in enumerate(indices)])
+        return {loss: matched.abs().sum() / max(len(matched), 1)}
+
+
+class Matches(Detector):
+    def __init__(self):
+        super().__init__()
+        self.criterion = SetCriterionDynamicK()
+
+    def forward(self, batch):
+        outputs = self.features(batch).flatten(1)
+        indices = [
+            (torch.arange(n), torch.arange(n)) for n in (2 * len(x["instances"]) + 1 for x in batch)
+        ]
+        return self.criterion.get_loss("loss", outputs, batch, indices, 1)
+
+
+def test_diffusiondet_is_divided_by_the_matches_of_the_window():
+    images = images_of()
+    full, _ = gradients(Matches, [[window] for window in images])
+    divide, options = CUTS["4 x 1"]
+    actual, _ = gradients(Matches, list(map(divide, images)), **options)
+    assert max(differences(actual, full)) < 1e-12
