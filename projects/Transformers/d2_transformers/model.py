@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -79,12 +80,10 @@ class TransformersDetector(nn.Module):
         check_transformers_config(cfg)
         model = build_transformers_model(cfg)
         _check_resolutions(cfg, _divisor(model.config))
+        _choose_trained(model)
         frozen = cfg.TRANSFORMERS.FREEZE
         for module in find_modules(model, "TRANSFORMERS.FREEZE", frozen) if frozen else ():
             module.requires_grad_(False)
-        for name, parameter in model.named_parameters():
-            if name.endswith("embeddings.mask_token"):  # of DINOv2's pretraining: not in a forward
-                parameter.requires_grad_(False)
         return {
             "model": model,
             "family": FAMILIES[cfg.TRANSFORMERS.TYPE],
@@ -192,6 +191,17 @@ class TransformersDetector(nn.Module):
             found.pred_boxes.scale(1 / shown[1], 1 / shown[0])
             found.pred_boxes.clip(size)
         return found
+
+
+def _choose_trained(model: nn.Module) -> None:
+    """Put right what transformers trains and does not."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("embeddings.mask_token"):  # of DINOv2's pretraining: not in a forward
+            parameter.requires_grad_(False)
+        # Deformable DETR means to freeze a ResNet's stem and first stage. It looks for the others
+        # as "stage.1", which are named "stages.1", and freezes them too.
+        elif re.search(r"backbone.*\.stages\.[1-3]\.", name):
+            parameter.requires_grad_(True)
 
 
 def _divisor(config: Any) -> int:
