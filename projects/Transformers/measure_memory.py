@@ -24,7 +24,6 @@ ROWS: dict[str, tuple[str, list[Any]]] = {
     "batch 1": (SEG, []),
     "batch 2": (SEG, ["SOLVER.IMS_PER_BATCH", 2]),
     "batch 4": (SEG, ["SOLVER.IMS_PER_BATCH", 4]),
-    "resolution 256": (SEG, ["TRANSFORMERS.RESOLUTION", 256]),
     "resolution 320": (SEG, ["TRANSFORMERS.RESOLUTION", 320]),
     "resolution 512": (SEG, ["TRANSFORMERS.RESOLUTION", 512]),
     "resolution 640": (SEG, ["TRANSFORMERS.RESOLUTION", 640]),

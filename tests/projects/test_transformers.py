@@ -329,6 +329,7 @@ def test_the_whole_gradient_is_clipped():
         ({"TYPE": "yolo"}, "TRANSFORMERS.TYPE must be 'rf_detr', "),
         ({"SIZE": "huge"}, "TRANSFORMERS.SIZE must be nano, small, base, medium, large, or a conf"),
         ({"RESOLUTION": 100}, "has 100 pixels, which must be divisible by 32"),
+        ({"NUM_QUERIES": 65}, "TRANSFORMERS.NUM_QUERIES must be at most 64, the patches of an im"),
         ({"OPTIONS": [["dropuot", 0.1]]}, r"RfDetrConfig has no dropuot \(near: dropout"),
         ({"OPTIONS": ["dropout"]}, "TRANSFORMERS.OPTIONS must be a list of pairs"),
         ({"MULTI_SCALE_STEPS": 4}, "must be less than TRANSFORMERS.RESOLUTION, got 128"),

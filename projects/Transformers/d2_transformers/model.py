@@ -80,6 +80,7 @@ class TransformersDetector(nn.Module):
         check_transformers_config(cfg)
         model = build_transformers_model(cfg)
         _check_resolutions(cfg, _divisor(model.config))
+        _check_queries(cfg, model.config)
         _choose_trained(model)
         frozen = cfg.TRANSFORMERS.FREEZE
         for module in find_modules(model, "TRANSFORMERS.FREEZE", frozen) if frozen else ():
@@ -223,3 +224,16 @@ def _check_resolutions(cfg: CfgNode, divisor: int) -> None:
                 f"{cfg.TRANSFORMERS.MULTI_SCALE_STEPS} x {cfg.TRANSFORMERS.MULTI_SCALE_STRIDE} has "
                 f"{resolution} pixels, which must be divisible by {divisor}"
             )
+
+
+def _check_queries(cfg: CfgNode, config: Any) -> None:
+    """RF-DETR chooses its queries out of the patches of an image."""
+    smallest = min(resolutions(cfg), default=0)
+    if config.model_type != "rf_detr" or not smallest:
+        return
+    num_patches = (smallest // config.backbone_config.patch_size) ** 2
+    if num_patches < config.num_queries:
+        raise ConfigError(
+            f"TRANSFORMERS.NUM_QUERIES must be at most {num_patches}, the patches of an image of "
+            f"{smallest} pixels, got {config.num_queries}"
+        )
