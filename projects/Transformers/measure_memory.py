@@ -52,7 +52,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- |")
     for name in sys.argv[1:] or ROWS:
         config, opts = ROWS[name]
-        keys = ["SOLVER.IMS_PER_BATCH", 1, *opts]
+        keys = ["SOLVER.IMS_PER_BATCH", 1, "SOLVER.ACCUMULATION_STEPS", 1, *opts]
         cfg = load_cfg(str(CONFIGS / f"{config}.yaml"), keys, [add_transformers_config])
         estimate = estimate_memory(cfg, device="cuda", trainer=Trainer, evaluates=False)
         numbers = f"{estimate.peak_allocated_gb:.2f} | {estimate.device_total_gb:.2f}"
