@@ -99,8 +99,9 @@ def presets(job: Job, cards: Sequence[str], file: str) -> Iterator[tuple[str, Pl
 
 def preset_text(model: str, card: str, plan: Plan) -> str:
     estimate = plan.estimate
+    images = estimate.images_per_gpu * estimate.accumulation_steps
     lines = [
-        f"# {Path(model).name} on one GPU of {card}: {estimate.images_per_gpu} images in each "
+        f"# {Path(model).name} on one GPU of {card}: {images} images in each "
         f"iteration, as in the recipe,",
         f"# {estimate.images_per_micro_batch} at a time. Estimated at "
         f"{estimate.device_total_gb:.1f} of {plan.budget_gb:g} GB.",

@@ -134,12 +134,16 @@ def test_a_short_run_lowers_its_loss(kind, has_masks, coins):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("config", "metric", "least"),
-    [("rf_detr_seg_coins", "segm/AP50", 50), ("rt_detr_v2_coins", "bbox/AP50", 80)],
+    ("config", "least"),
+    [
+        ("rf_detr_seg_coins", {"bbox/AP50": 80, "segm/AP50": 30}),
+        ("rt_detr_v2_coins", {"bbox/AP50": 80}),
+    ],
 )
-def test_they_learn_to_find_coins(config, metric, least, coins, tmp_path):
+def test_they_learn_to_find_coins(config, least, coins, tmp_path):
     """From random weights, within ten minutes of a CPU core."""
     file = PROJECT / "configs" / f"{config}.yaml"
     train(file, coins, "OUTPUT_DIR", tmp_path, timeout_s=1800)
-    (last,) = [m for m in read_metrics(tmp_path) if metric in m]
-    assert last[metric] >= least
+    (last,) = [m for m in read_metrics(tmp_path) if "bbox/AP50" in m]
+    for metric, value in least.items():
+        assert last[metric] >= value

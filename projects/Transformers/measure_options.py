@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What each option of a training does to its memory and time, by dry runs: README's table.
 
-    projects/Transformers/measure_memory.py [NAME ...]
+    projects/Transformers/measure_options.py [NAME ...]
 
 Each row is one image in mixed precision but for what it names, on the device family "cuda".
 """
