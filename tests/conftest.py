@@ -16,6 +16,7 @@ torch.set_flush_denormal(True)
 
 import_from("projects/Coins")
 import_from("projects/TiledImages")
+import_from("projects/Transformers")
 import_from("projects/ViTDet")
 import_from("tools")
 

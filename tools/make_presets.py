@@ -2,9 +2,11 @@
 """Write the presets in configs/, and docs/MEMORY_ZOO.md, from plans.
 
     tools/make_presets.py [NAME ...]        such as COCO-Detection/retinanet_R_50_FPN_3x
+    tools/make_presets.py --transformers [NAME ...]                     such as rf_detr_nano
 
 For each model and each card that it makes sense on, the plan of one GPU: the recipe's 16 images in
-each iteration, with exact techniques and mixed precision. A few minutes on two cores for all.
+each iteration, with exact techniques and mixed precision. A few minutes on two cores for all of the
+zoo. Those of projects/Transformers are made with --transformers, and take some minutes each.
 """
 
 import argparse
@@ -53,19 +55,43 @@ MODELS = (
 )
 
 
-def presets(model: str, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
+TRANSFORMERS = ROOT / "projects" / "Transformers"
+ALL_CARDS = ("4GB", "6GB", "8GB", "12GB", "16GB", "24GB")
+MODELS_OF_TRANSFORMERS = (
+    *(f"rf_detr_{size}" for size in ("nano", "small", "base", "medium", "large")),
+    *(f"rf_detr_seg_{size}" for size in ("nano", "small", "base", "medium", "large")),
+    *(f"rt_detr_v2_{size}" for size in ("r18", "r34", "r50", "r101")),
+    *(f"mask2former_{size}" for size in ("r50", "swin_tiny", "swin_small")),
+)
+
+
+def zoo_job(model: str) -> Job:
+    return Job.from_cfg(load_cfg(str(CONFIGS / f"{model}.yaml")), 1)
+
+
+def transformers_job(model: str) -> Job:
+    sys.path.insert(0, str(TRANSFORMERS))
+    from d2_transformers import Trainer, add_transformers_config
+
+    file = TRANSFORMERS / "configs" / f"{model}.yaml"
+    return Job.from_trainer(Trainer, load_cfg(str(file), (), [add_transformers_config]), 1)
+
+
+def presets(job: Job, cards: Sequence[str], file: str) -> Iterator[tuple[str, Plan]]:
     """Plans of those cards that the model fits on with other settings than on the card before, and
     of those that have a preset already: a name that is in use stays.
 
     None that would need bitsandbytes, which not everybody has.
+
+    Args:
+        file: of a preset, with "{}" for its card.
     """
-    job = Job.from_cfg(load_cfg(str(CONFIGS / f"{model}.yaml")), 1)
     planner = Planner(job, DeviceModel.load("cuda"))
     before = None
     for card in cards:
         plan = planner.plan(budget_of_preset(card), TIERS)
         settings = {k: v for k, v in plan.settings.items() if k != "MEMFIT.BUDGET_GB"}
-        is_new = settings != before or (CONFIGS / f"{model}_{card}.yaml").exists()
+        is_new = settings != before or Path(file.format(card)).exists()
         if plan.fits and is_new and "MEMFIT.OPTIMIZER.STATES_8BIT" not in settings:
             before = settings
             yield card, plan
@@ -73,8 +99,9 @@ def presets(model: str, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
 
 def preset_text(model: str, card: str, plan: Plan) -> str:
     estimate = plan.estimate
+    images = estimate.images_per_gpu * estimate.accumulation_steps
     lines = [
-        f"# {Path(model).name} on one GPU of {card}: {estimate.images_per_gpu} images in each "
+        f"# {Path(model).name} on one GPU of {card}: {images} images in each "
         f"iteration, as in the recipe,",
         f"# {estimate.images_per_micro_batch} at a time. Estimated at "
         f"{estimate.device_total_gb:.1f} of {plan.budget_gb:g} GB.",
@@ -140,15 +167,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="of models; all if there is none")
+    parser.add_argument("--transformers", action="store_true", help="those of that project")
     args = parser.parse_args()
+    if args.transformers:
+        folder, models, make_job = (
+            TRANSFORMERS / "configs",
+            MODELS_OF_TRANSFORMERS,
+            transformers_job,
+        )
+    else:
+        folder, models, make_job = CONFIGS, MODELS, zoo_job
     rows = []
-    for model in args.names or MODELS:
-        cards = next(cards for backbone, cards in CARDS.items() if backbone in model)
-        for card, plan in presets(model, cards):
-            (CONFIGS / f"{model}_{card}.yaml").write_text(preset_text(model, card, plan))
+    for model in args.names or models:
+        cards = next((cards for part, cards in CARDS.items() if part in model), ALL_CARDS)
+        file = str(folder / f"{model}_{{}}.yaml")
+        for card, plan in presets(make_job(model), cards, file):
+            Path(file.format(card)).write_text(preset_text(model, card, plan))
             rows.append(preset_row(model, card, plan))
             print("  ".join(map(str, rows[-1])), file=sys.stderr, flush=True)
-    if not args.names:
+    if not args.names and not args.transformers:
         table = tabulate(rows, HEADER, tablefmt="pipe", disable_numparse=True)
         (ROOT / "docs" / "MEMORY_ZOO.md").write_text(INTRODUCTION + table + "\n")
 

@@ -1,0 +1,94 @@
+"""The config keys of this project."""
+
+from collections.abc import Sequence
+
+from detectron2.config import CfgNode
+
+from d2_memfit.checks import (
+    check_choice,
+    check_int,
+    check_positive_number,
+    check_strings,
+)
+from d2_memfit.errors import ConfigError
+
+from .families import FAMILIES
+
+__all__ = ["add_transformers_config", "check_transformers_config"]
+
+
+def add_transformers_config(cfg: CfgNode) -> None:
+    """Add the node TRANSFORMERS to a Detectron2 config. Use it with MODEL.META_ARCHITECTURE
+    TransformersDetector. Classes are MODEL.ROI_HEADS.NUM_CLASSES; masks are MODEL.MASK_ON.
+    """
+    cfg.TRANSFORMERS = CfgNode()
+    # "rf_detr", "rt_detr_v2", "d_fine", "deformable_detr", "mask2former" or "eomt".
+    cfg.TRANSFORMERS.TYPE = "rf_detr"
+    # A size of that type, such as "nano"; families.py has them. Or a config.json of transformers,
+    # or the folder that it is in.
+    cfg.TRANSFORMERS.SIZE = "nano"
+    # Keys of the transformers config with other values, such as [["dropout", 0.0]].
+    cfg.TRANSFORMERS.OPTIONS = []
+    # Object queries; 0 for those of the size.
+    cfg.TRANSFORMERS.NUM_QUERIES = 0
+    # Height and width in pixels that images are brought to, whatever their shape. 0 keeps the shape
+    # and takes Detectron2's INPUT.MIN_SIZE_TRAIN and so on.
+    cfg.TRANSFORMERS.RESOLUTION = 384
+    # Whether each training batch has another resolution: RESOLUTION and up to this many steps of
+    # MULTI_SCALE_STRIDE pixels less and more.
+    cfg.TRANSFORMERS.MULTI_SCALE_STEPS = 0
+    cfg.TRANSFORMERS.MULTI_SCALE_STRIDE = 32
+    # Pretrained weights: a folder of save_pretrained, or a name on huggingface.co. "" is none.
+    cfg.TRANSFORMERS.WEIGHTS = ""
+    # Modules whose weights are not trained, by patterns of their names.
+    cfg.TRANSFORMERS.FREEZE = []
+    # Factors of the learning rate of parameters, by patterns of their names, such as
+    # [["*.backbone.*", 0.1]]. The first pattern that matches counts.
+    cfg.TRANSFORMERS.LR_MULTIPLIERS = []
+    # Decay of an average of the weights, which is then what is evaluated and saved. 0 is none.
+    # rf-detr has 0.993.
+    cfg.TRANSFORMERS.EMA_DECAY = 0.0
+    # Iterations in which the decay rises to that value: decay x (1 - exp(-iterations / tau)).
+    cfg.TRANSFORMERS.EMA_TAU = 100.0
+
+
+def check_transformers_config(cfg: CfgNode) -> None:
+    """Raise :class:`ConfigError` on the first value that cannot work."""
+    keys = cfg.TRANSFORMERS
+    check_choice("TRANSFORMERS.TYPE", keys.TYPE, list(FAMILIES))
+    family = FAMILIES[keys.TYPE]
+    if family.mask_class is None and cfg.MODEL.MASK_ON:
+        raise ConfigError(
+            f"MODEL.MASK_ON must be False: TRANSFORMERS.TYPE {keys.TYPE} has no masks"
+        )
+    if family.box_class is None and not cfg.MODEL.MASK_ON:
+        raise ConfigError(
+            f"MODEL.MASK_ON must be True: TRANSFORMERS.TYPE {keys.TYPE} is trained on masks"
+        )
+    for key in ("NUM_QUERIES", "RESOLUTION", "MULTI_SCALE_STEPS"):
+        check_int(f"TRANSFORMERS.{key}", keys[key], at_least=0)
+    check_int("TRANSFORMERS.MULTI_SCALE_STRIDE", keys.MULTI_SCALE_STRIDE, at_least=1)
+    if max(keys.RESOLUTION, 1) <= keys.MULTI_SCALE_STEPS * keys.MULTI_SCALE_STRIDE:
+        raise ConfigError(
+            f"TRANSFORMERS.MULTI_SCALE_STEPS {keys.MULTI_SCALE_STEPS} x MULTI_SCALE_STRIDE "
+            f"{keys.MULTI_SCALE_STRIDE} must be less than TRANSFORMERS.RESOLUTION, got "
+            f"{keys.RESOLUTION}"
+        )
+    check_strings("TRANSFORMERS.FREEZE", keys.FREEZE)
+    for key in ("OPTIONS", "LR_MULTIPLIERS"):
+        check_pairs(f"TRANSFORMERS.{key}", keys[key])
+    for _, factor in keys.LR_MULTIPLIERS:
+        check_positive_number("TRANSFORMERS.LR_MULTIPLIERS", factor)
+    if not 0 <= keys.EMA_DECAY < 1:
+        raise ConfigError(
+            f"TRANSFORMERS.EMA_DECAY must be at least 0 and less than 1, got {keys.EMA_DECAY!r}"
+        )
+    check_positive_number("TRANSFORMERS.EMA_TAU", keys.EMA_TAU)
+
+
+def check_pairs(name: str, value: object) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is a list of (text, anything)."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    for pair in value if is_list else [value]:  # type: ignore[attr-defined]
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ConfigError(f"{name} must be a list of pairs [name, value], got {value!r}")

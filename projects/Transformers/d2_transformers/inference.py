@@ -1,0 +1,93 @@
+"""What transformers' detectors find, as Detectron2's Instances."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from detectron2.structures import Boxes, Instances
+from torch import Tensor
+
+__all__ = ["instances_of_boxes", "instances_of_masks"]
+
+Size = tuple[int, int]  # height and width in pixels
+
+
+def instances_of_boxes(
+    output: Any, index: int, shown: tuple[float, float], size: Size, num: int
+) -> Instances:
+    """The best detections of one image by a model with boxes, and masks if it has any.
+
+    As ``post_process_object_detection`` of transformers: scores are sigmoids, and a query may be an
+    object of several classes.
+
+    Args:
+        output: of the model.
+        index: of the image in the batch.
+        shown: share of the height and width of the frame that is not padding.
+        size: of the image file, that results are for.
+        num: detections at most.
+    """
+    scores, queries, classes = _best(output.logits[index].sigmoid(), num)
+    x, y, w, h = output.pred_boxes[index][queries].unbind(1)
+    corners = torch.stack([x - w / 2, y - h / 2, x + w / 2, y + h / 2], dim=1)
+    found = Instances(size)
+    found.pred_boxes = Boxes(corners * corners.new_tensor([size[1], size[0]] * 2))
+    found.pred_boxes.clip(size)
+    found.scores, found.pred_classes = scores, classes
+    masks = getattr(output, "pred_masks", None)
+    if masks is not None:
+        found.pred_masks = _in_image(masks[index][queries], shown, size)
+    return found
+
+
+def instances_of_masks(
+    output: Any, index: int, shown: tuple[float, float], size: Size, num: int
+) -> Instances:
+    """The best detections of one image by a model with masks alone.
+
+    As Mask2Former's ``instance_inference``: a softmax with a last class for none, and scores times
+    the mean of the mask where it is above a half. Boxes are around the masks.
+
+    Args:
+        output, index, shown, size, num: as for :func:`instances_of_boxes`.
+    """
+    scores, queries, classes = _best(output.class_queries_logits[index].softmax(-1)[:, :-1], num)
+    logits = output.masks_queries_logits[index][queries]
+    inside = (logits > 0).flatten(1).float()
+    certainty = (logits.sigmoid().flatten(1) * inside).sum(1) / (inside.sum(1) + 1e-6)
+    found = Instances(size)
+    found.pred_masks = _in_image(logits, shown, size)
+    found.pred_boxes = Boxes(_around(found.pred_masks))
+    found.scores, found.pred_classes = scores * certainty, classes
+    return found
+
+
+def _best(scores: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, queries and classes [num] of the best of [queries, classes]."""
+    num_classes = scores.shape[1]
+    best, index = scores.float().flatten().topk(min(num, scores.numel()))
+    return best, torch.div(index, num_classes, rounding_mode="floor"), index % num_classes
+
+
+def _in_image(logits: Tensor, shown: tuple[float, float], size: Size) -> Tensor:
+    """Masks [num, height, width] of an image file, out of logits of the padded frame. One after
+    another, as they are four times as large in floating point.
+    """
+    height, width = (max(round(n * s), 1) for n, s in zip(logits.shape[-2:], shown))
+    logits = logits[:, :height, :width].float()
+    masks = torch.empty(len(logits), *size, dtype=torch.bool, device=logits.device)
+    for mask, of_object in zip(masks, logits):
+        mask.copy_(F.interpolate(of_object[None, None], size=size, mode="bilinear")[0, 0] > 0)
+    return masks
+
+
+def _around(masks: Tensor) -> Tensor:
+    """Boxes [num, 4] around masks; zeros around an empty one."""
+    boxes = masks.new_zeros(len(masks), 4, dtype=torch.float32)
+    for side, dim in ((0, 1), (1, 2)):
+        hit = masks.any(dim).float()  # along x, then along y
+        length = hit.shape[1]
+        first = hit.argmax(1)
+        last = length - hit.flip(1).argmax(1)
+        boxes[:, side], boxes[:, side + 2] = first, torch.where(hit.any(1), last, first)
+    return boxes

@@ -1,0 +1,141 @@
+"""Training: Detectron2's trainer with AdamW, an average of the weights, and ``save_pretrained``."""
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Optional
+
+from detectron2.config import CfgNode
+from detectron2.data import (
+    MetadataCatalog,
+    build_detection_test_loader,
+    build_detection_train_loader,
+)
+from detectron2.engine import HookBase
+from detectron2.evaluation import DatasetEvaluator
+from detectron2.utils import comm
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from d2_memfit import MemfitTrainer
+from d2_memfit.compat import without_ddp
+from d2_memfit.errors import ConfigError
+from d2_memfit.evaluation import build_evaluator
+
+from .data import build_mapper
+from .model import TransformersDetector
+
+__all__ = ["AverageWeights", "SavePretrained", "Trainer"]
+
+
+class Trainer(MemfitTrainer):
+    """Loaders with this project's mapper, AdamW, clipping of the whole gradient, TRANSFORMERS."""
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> Any:
+        return build_detection_train_loader(cfg, mapper=build_mapper(cfg, is_train=True))
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
+        mapper = build_mapper(cfg, is_train=False)
+        return build_detection_test_loader(cfg, dataset_name, mapper=mapper)
+
+    @classmethod
+    def build_evaluator(
+        cls, cfg: CfgNode, dataset_name: str, output_folder: Optional[str] = None
+    ) -> DatasetEvaluator:
+        return build_evaluator(cfg, dataset_name, output_folder)
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Optimizer:
+        return build_optimizer(cfg, model)
+
+    def build_hooks(self) -> list[HookBase]:
+        hooks: list[HookBase] = super().build_hooks()
+        if self.cfg.TRANSFORMERS.EMA_DECAY:
+            hooks.insert(0, AverageWeights())  # before what saves and evaluates
+        names = MetadataCatalog.get(self.cfg.DATASETS.TRAIN[0]).get("thing_classes")
+        hooks.append(SavePretrained(os.path.join(self.cfg.OUTPUT_DIR, "pretrained"), names))
+        return hooks
+
+    def resume_or_load(self, resume: bool = True) -> Any:
+        weights = self.cfg.TRANSFORMERS.WEIGHTS
+        if weights and not (resume and self.checkpointer.has_checkpoint()):
+            _detector(self).load_pretrained(weights)
+        return super().resume_or_load(resume)
+
+
+def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
+    """AdamW with TRANSFORMERS.LR_MULTIPLIERS. Norms, biases and embeddings of one dimension have no
+    weight decay. With SOLVER.CLIP_GRADIENTS the norm of the whole gradient is clipped, as in DETR.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or the gradient shall be clipped otherwise.
+    """
+    factors = dict(cfg.TRANSFORMERS.LR_MULTIPLIERS)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for pattern in factors:
+        if not any(fnmatchcase(name, pattern) for name, _ in trained):
+            raise ConfigError(f"TRANSFORMERS.LR_MULTIPLIERS: no parameter matches {pattern!r}")
+    groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in trained:
+        factor = next((f for pattern, f in factors.items() if fnmatchcase(name, pattern)), 1.0)
+        decay = cfg.SOLVER.WEIGHT_DECAY if parameter.dim() > 1 else 0.0
+        groups[factor, decay].append(parameter)
+    options = [
+        {"params": parameters, "lr": cfg.SOLVER.BASE_LR * factor, "weight_decay": decay}
+        for (factor, decay), parameters in groups.items()
+    ]
+    if not cfg.SOLVER.CLIP_GRADIENTS.ENABLED:
+        return AdamW(options)
+    clip = cfg.SOLVER.CLIP_GRADIENTS
+    if clip.CLIP_TYPE not in ("norm", "full_model"):
+        raise ConfigError(
+            f"SOLVER.CLIP_GRADIENTS.CLIP_TYPE must be 'norm', that of all parameters together, got "
+            f"{clip.CLIP_TYPE!r}"
+        )
+    return _ClippingAdamW(options, clip.CLIP_VALUE)
+
+
+class _ClippingAdamW(AdamW):
+    """Clips the norm of the gradient of all its parameters before each step."""
+
+    def __init__(self, groups: list[dict[str, Any]], max_norm: float) -> None:
+        super().__init__(groups)
+        self._max_norm = max_norm
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, self._max_norm)
+        return super().step(closure)
+
+
+class AverageWeights(HookBase):
+    """Updates the average of the weights after each iteration."""
+
+    def after_step(self) -> None:
+        _detector(self.trainer).update_ema()
+
+
+class SavePretrained(HookBase):
+    """After the last iteration, writes a folder that ``from_pretrained`` of transformers loads.
+
+    Args:
+        folder: to write.
+        class_names: of the dataset, if it has names.
+    """
+
+    def __init__(self, folder: str, class_names: Optional[Sequence[str]]) -> None:
+        self._folder = folder
+        self._class_names = class_names
+
+    def after_train(self) -> None:
+        if comm.is_main_process() and self.trainer.iter + 1 >= self.trainer.max_iter:
+            _detector(self.trainer).save_pretrained(self._folder, self._class_names)
+
+
+def _detector(trainer: Any) -> TransformersDetector:
+    model = without_ddp(trainer.model)
+    assert isinstance(model, TransformersDetector)
+    return model

@@ -1,0 +1,361 @@
+"""Detectors of the transformers library as Detectron2's: losses, Instances, config, weights."""
+
+import copy
+
+import pytest
+import torch
+from d2_transformers import ResizeSquare, Trainer, build_mapper
+from d2_transformers.families import FAMILIES
+from detectron2.data import DatasetCatalog, build_detection_test_loader
+from detectron2.evaluation import inference_on_dataset
+from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks
+from tiny import images, parameters, relative_difference, tiny_model
+from tiny_transformers import MODELS, NUM_QUERIES, RESOLUTION, tiny_transformers_cfg
+
+from d2_memfit import Job
+from d2_memfit.errors import ConfigError
+from d2_memfit.evaluation import build_coco_evaluator
+from d2_memfit.memory import TensorMeter
+from d2_memfit.planner import DryJob
+from d2_memfit.planner.device_model import DeviceModel
+from d2_memfit.planner.probe import run_for_real
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+EACH_MODEL = pytest.mark.parametrize(("kind", "has_masks"), MODELS)
+
+
+def made(kind="rf_detr", has_masks=False, **keys):
+    cfg = tiny_transformers_cfg(kind, has_masks)
+    for key, value in keys.items():
+        cfg.TRANSFORMERS[key] = value
+    return tiny_model(cfg)
+
+
+def loss_of_transformers(model, call):
+    """What the model's own output says that its loss is, while ``call`` runs."""
+    found = []
+    hook = model.model.register_forward_hook(lambda module, args, output: found.append(output.loss))
+    try:
+        losses = call()
+    finally:
+        hook.remove()
+    return losses, found[0]
+
+
+@EACH_MODEL
+def test_the_losses_add_up_to_that_of_transformers_and_reach_all_parameters(kind, has_masks):
+    model = made(kind, has_masks)
+    losses, expected = loss_of_transformers(model, lambda: model(images(2)))
+    total = sum(losses.values())
+    assert all(name.startswith("loss_") for name in losses)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-6)
+    total.backward()
+    without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert without == []
+
+
+@EACH_MODEL
+def test_all_losses_that_count_objects_are_divided_by_one_number(kind, has_masks, monkeypatch):
+    model = made(kind, has_masks)
+    batch = images(2, num_instances=5)
+    before = model.state_dict()
+    torch.manual_seed(0)
+    losses = model(batch)
+    monkeypatch.setattr(model, "_num_objects", lambda num_objects: 2.0 * num_objects)
+    model.load_state_dict(before)
+    torch.manual_seed(0)
+    halved = model(batch)
+    for name, loss in losses.items():
+        other_mean = name.startswith(("loss_cross_entropy", "loss_ddf"))
+        assert halved[name].item() == pytest.approx(loss.item() / (1 if other_mean else 2))
+
+
+@pytest.mark.parametrize("kind", ["rf_detr", "deformable_detr"])
+def test_micro_batches_divided_by_the_count_of_all_have_the_gradient_of_all(kind, monkeypatch):
+    """What the count is for: images with 1 and with 9 objects, together and one after another."""
+    model = made(kind)
+    batch = [*images(1, num_instances=1), *images(1, first=5, num_instances=9)]
+    sum(model(batch).values()).backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    differences = []
+    for share in (lambda num_objects: num_objects, lambda num_objects: 10.0):
+        monkeypatch.setattr(model, "_num_objects", share)
+        model.zero_grad()
+        for image in batch:
+            sum(model([image]).values()).backward()
+        actual = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        differences.append(relative_difference(actual, expected))
+    assert differences[0] > 0.05
+    assert differences[1] < 1e-4
+
+
+@EACH_MODEL
+def test_images_without_objects_have_losses_too(kind, has_masks):
+    model = made(kind, has_masks)
+    losses = model(images(2, num_instances=0))
+    sum(losses.values()).backward()
+    assert all(torch.isfinite(loss) for loss in losses.values())
+
+
+@EACH_MODEL
+def test_evaluation_gives_instances_in_the_size_of_the_file(kind, has_masks):
+    model = made(kind, has_masks).eval()
+    batch = [{**d, "height": 90, "width": 130} for d in images(2)]
+    for d in batch:
+        del d["instances"]
+    with torch.no_grad():
+        outputs = model(batch)
+    for output in outputs:
+        found = output["instances"]
+        assert found.image_size == (90, 130)
+        assert len(found) == NUM_QUERIES  # of one class
+        boxes = found.pred_boxes.tensor
+        assert (boxes >= 0).all()
+        assert (boxes[:, 2] <= 130).all()
+        assert (boxes[:, 3] <= 90).all()
+        assert found.has("pred_masks") == has_masks
+        if has_masks:
+            assert found.pred_masks.shape == (NUM_QUERIES, 90, 130)
+            assert found.pred_masks.dtype == torch.bool
+
+
+@EACH_MODEL
+def test_coco_s_evaluator_takes_what_it_finds(kind, has_masks, coins, tmp_path):
+    cfg = tiny_transformers_cfg(kind, has_masks)
+    model = tiny_model(cfg).eval()
+    two_images = DatasetCatalog.get("coins_val")[:2]
+    loader = build_detection_test_loader(two_images, mapper=build_mapper(cfg, is_train=False))
+    results = inference_on_dataset(model, loader, build_coco_evaluator("coins_val", str(tmp_path)))
+    assert results.keys() == ({"bbox", "segm"} if has_masks else {"bbox"})
+
+
+def test_boxes_are_those_of_transformers_post_processing():
+    from transformers import RTDetrImageProcessor
+
+    model = made("rt_detr_v2").eval()
+    (data,) = images(1)
+    found = model([{**data, "height": 200, "width": 100}])[0]["instances"]
+    outputs = []
+    hook = model.model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    model([data])
+    hook.remove()
+    processor = RTDetrImageProcessor()
+    (expected,) = processor.post_process_object_detection(outputs[0], 0.0, [(200, 100)])
+    boxes = Boxes(expected["boxes"])
+    boxes.clip((200, 100))
+    torch.testing.assert_close(found.pred_boxes.tensor, boxes.tensor)
+    torch.testing.assert_close(found.scores, expected["scores"])
+
+
+@pytest.mark.parametrize("kind", ["rt_detr_v2", "deformable_detr", "mask2former"])
+def test_padding_does_not_move_what_is_found(kind):
+    """A model whose queries find the whole image finds that image in a padded batch as well."""
+    has_masks = kind == "mask2former"
+    model = made(kind, has_masks, RESOLUTION=0).eval()
+    small, large = images(1, size=64)[0], images(1, size=96)[0]
+
+    def whole_image(module, args, kwargs, output):
+        height, _ = kwargs.get("pixel_values", args[0] if args else None).shape[-2:]
+        if has_masks:
+            logits = torch.full_like(output.masks_queries_logits, -1.0)
+            step = height // logits.shape[-2]
+            logits[0, :, : 64 // step, : 64 // step] = 1
+            output.masks_queries_logits = logits
+        else:
+            part = 1.0 if kind == "deformable_detr" else 64 / height
+            output.pred_boxes = torch.tensor([part / 2, part / 2, part, part]).expand_as(
+                output.pred_boxes
+            )
+        return output
+
+    model.model.register_forward_hook(whole_image, with_kwargs=True)
+    with torch.no_grad():
+        found = model([small, large])[0]["instances"]
+    torch.testing.assert_close(
+        found.pred_boxes.tensor[0], torch.tensor([0.0, 0.0, 64.0, 64.0]), atol=1e-3, rtol=0
+    )
+
+
+def test_the_targets_are_those_of_the_mapper(coins):
+    """Boxes relative to the image, masks in its resolution, also where images are resized."""
+    cfg = tiny_transformers_cfg(has_masks=True)
+    mapper = build_mapper(cfg, is_train=True)
+    data = mapper(copy.deepcopy(DatasetCatalog.get("coins_train")[0]))
+    assert data["image"].shape == (3, RESOLUTION, RESOLUTION)
+    model = tiny_model(cfg)
+    labels = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: labels.append(kwargs["labels"]), with_kwargs=True
+    )
+    polygons = Instances((RESOLUTION, RESOLUTION))
+    polygons.gt_boxes = Boxes(torch.tensor([[32.0, 0, 64, 128]]))
+    polygons.gt_classes = torch.tensor([0])
+    polygons.gt_masks = PolygonMasks([[torch.tensor([32.0, 0, 64, 0, 64, 128, 32, 128]).numpy()]])
+    half = Instances((64, 64))
+    half.gt_boxes = Boxes(torch.tensor([[16.0, 0, 32, 64]]))
+    half.gt_classes = torch.tensor([0])
+    mask = torch.zeros(1, 64, 64, dtype=torch.bool)
+    mask[:, :, 16:32] = True
+    half.gt_masks = BitMasks(mask)
+    small = {"image": torch.zeros(3, 64, 64), "instances": half}
+    model([data, {"image": data["image"], "instances": polygons}, small])
+    (found,) = labels
+    assert len(found[0]["boxes"]) == len(data["instances"])
+    for of_image in found[1:]:
+        torch.testing.assert_close(of_image["boxes"], torch.tensor([[0.375, 0.5, 0.25, 1.0]]))
+        assert of_image["masks"].shape == (1, RESOLUTION, RESOLUTION)
+        columns = of_image["masks"][0, 0].nonzero()
+        assert (columns.min().item(), columns.max().item()) == (32, 63)
+
+
+def test_multi_scale_draws_squares_and_a_dry_run_takes_the_largest(coins):
+    cfg = tiny_transformers_cfg()
+    cfg.DATASETS.TRAIN = ("coins_train",)
+    cfg.TRANSFORMERS.MULTI_SCALE_STEPS = 2
+    (resize, *_) = build_mapper(cfg, is_train=True).augmentations.augs
+    assert isinstance(resize, ResizeSquare)
+    image = torch.zeros(50, 70, 3).numpy()
+    sides = {resize.get_transform(image).apply_image(image).shape for _ in range(200)}
+    assert sides == {(side, side, 3) for side in (64, 96, 128, 160, 192)}
+    largest = Job.from_trainer(Trainer, cfg).training_batch(3)
+    assert [data["image"].shape for data in largest] == [(3, 192, 192)] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_masks"), [("rf_detr", True), ("rt_detr_v2", False), ("mask2former", True)]
+)
+def test_a_real_step_has_the_peak_of_a_dry_one(kind, has_masks):
+    cfg = tiny_transformers_cfg(kind, has_masks)
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.TRANSFORMERS.EMA_DECAY = 0.9
+    job = Job.from_trainer(Trainer, cfg, 1, batch=images(2, size=RESOLUTION))
+    dry_job = DryJob(job, DeviceModel.load("cpu"), evaluates=False)
+    with TensorMeter() as meter:
+        next(run_for_real(dry_job, "cpu"))
+    assert meter.peak_bytes == pytest.approx(sum(dry_job.training.peak().values()), rel=0.02)
+
+
+def test_the_average_follows_the_weights_and_is_what_is_evaluated():
+    model = made(EMA_DECAY=0.5, EMA_TAU=1e-9)
+    assert model.best_model is model.model  # nothing has been averaged
+    before = parameters(model.ema)
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            parameter.add_(1.0)
+    model.update_ema()
+    assert model.best_model is model.ema
+    for name, value in parameters(model.ema).items():
+        torch.testing.assert_close(value, before[name] + 0.5)
+    assert not any(p.requires_grad for p in model.ema.parameters())
+
+
+@EACH_MODEL
+def test_what_is_saved_is_loaded_by_transformers_and_by_the_config(kind, has_masks, tmp_path):
+    model = made(kind, has_masks)
+    model.save_pretrained(str(tmp_path), ["coin"])
+    loaded = type(model.model).from_pretrained(str(tmp_path))
+    assert loaded.config.id2label == {0: "coin"}
+    assert relative_difference(parameters(loaded), parameters(model.model)) == 0
+    cfg = tiny_transformers_cfg(kind, has_masks)
+    cfg.TRANSFORMERS.SIZE, cfg.TRANSFORMERS.OPTIONS = str(tmp_path), []
+    again = tiny_model(cfg, seed=1)
+    again.load_pretrained(str(tmp_path))
+    assert relative_difference(parameters(again.model), parameters(model.model)) == 0
+
+
+def test_a_segmentation_model_takes_the_weights_of_its_detector(tmp_path, log):
+    detector = made()
+    detector.save_pretrained(str(tmp_path))
+    cfg = tiny_transformers_cfg(has_masks=True)
+    model = tiny_model(cfg, seed=1)
+    model.load_pretrained(str(tmp_path))
+    assert relative_difference(parameters(model.model.model), parameters(detector.model)) == 0
+    assert "0 of" in log.text
+
+
+def test_other_classes_keep_their_random_weights(tmp_path, log):
+    made().save_pretrained(str(tmp_path))
+    cfg = tiny_transformers_cfg()
+    cfg.MODEL.ROI_HEADS.NUM_CLASSES = 5
+    model = tiny_model(cfg)
+    model.load_pretrained(str(tmp_path))
+    assert model.model.class_embed.out_features == 5
+    assert "stay random: class_embed.bias, class_embed.weight" in log.text
+
+
+def test_weights_that_cannot_be_fetched_are_an_error_that_says_what_to_do(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"WEIGHTS 'nobody/nothing' is neither a folder"):
+        made().load_pretrained("nobody/nothing")
+
+
+def test_frozen_modules_are_not_trained():
+    model = made(FREEZE=["model.backbone"])
+    frozen = {n for n, p in model.model.named_parameters() if not p.requires_grad}
+    assert frozen == {n for n, _ in model.model.named_parameters() if "backbone" in n}
+
+
+def test_the_learning_rate_of_parts():
+    cfg = tiny_transformers_cfg()
+    cfg.TRANSFORMERS.LR_MULTIPLIERS = [["*.backbone.*", 0.1]]
+    model = tiny_model(cfg)
+    optimizer = Trainer.build_optimizer(cfg, model)
+    lr = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert lr[id(parameter)] == pytest.approx(1e-4 if ".backbone." in name else 1e-3)
+    cfg.TRANSFORMERS.LR_MULTIPLIERS = [["*.body.*", 0.1]]
+    with pytest.raises(ConfigError, match=r"no parameter matches '\*.body.\*'"):
+        Trainer.build_optimizer(cfg, model)
+
+
+def test_the_whole_gradient_is_clipped():
+    cfg = tiny_transformers_cfg()
+    cfg.SOLVER.CLIP_GRADIENTS.ENABLED = True
+    cfg.SOLVER.CLIP_GRADIENTS.CLIP_TYPE, cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = "norm", 0.1
+    model = tiny_model(cfg)
+    optimizer = Trainer.build_optimizer(cfg, model)
+    sum(model(images(1)).values()).backward()
+    optimizer.step()
+    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    assert torch.stack(norms).norm().item() == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"TYPE": "yolo"}, "TRANSFORMERS.TYPE must be 'rf_detr', "),
+        ({"SIZE": "huge"}, "TRANSFORMERS.SIZE must be nano, small, base, medium, large, or a conf"),
+        ({"RESOLUTION": 100}, "has 100 pixels, which must be divisible by 32"),
+        ({"NUM_QUERIES": 65}, "TRANSFORMERS.NUM_QUERIES must be at most 64, the patches of an im"),
+        ({"OPTIONS": [["dropuot", 0.1]]}, r"RfDetrConfig has no dropuot \(near: dropout"),
+        ({"OPTIONS": ["dropout"]}, "TRANSFORMERS.OPTIONS must be a list of pairs"),
+        ({"MULTI_SCALE_STEPS": 4}, "must be less than TRANSFORMERS.RESOLUTION, got 128"),
+        ({"EMA_DECAY": 1.0}, "TRANSFORMERS.EMA_DECAY must be at least 0 and less than 1"),
+        ({"FREEZE": ["body"]}, "TRANSFORMERS.FREEZE: no module of the model matches 'body'"),
+    ],
+)
+def test_values_that_cannot_work(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        made(**keys)
+
+
+@pytest.mark.parametrize(("kind", "has_masks"), [("rt_detr_v2", True), ("eomt", False)])
+def test_masks_are_asked_of_models_that_have_them(kind, has_masks):
+    with pytest.raises(ConfigError, match=f"MODEL.MASK_ON must be {not has_masks}"):
+        tiny_model(tiny_transformers_cfg(kind, has_masks))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [(kind, size) for kind, family in FAMILIES.items() for size in family.sizes]
+)
+def test_every_size_is_one_that_transformers_builds(kind, size):
+    cfg = tiny_transformers_cfg(kind, FAMILIES[kind].box_class is None)
+    cfg.TRANSFORMERS.SIZE, cfg.TRANSFORMERS.OPTIONS = size, []
+    cfg.TRANSFORMERS.RESOLUTION = 448
+    cfg.MODEL.DEVICE = "meta"
+    with torch.device("meta"):
+        model = tiny_model(cfg)
+    assert sum(p.numel() for p in model.parameters()) > 10**7

@@ -1,0 +1,149 @@
+"""Training detectors of transformers: budget, split, resume, ranks, and that they learn."""
+
+import sys
+
+import pytest
+import torch
+from d2_transformers import Trainer
+from detectron2.utils.events import EventStorage
+from injection import FailingTrainer, InjectedTrainer, Injector, iterate
+from tiny import (
+    ROOT,
+    images,
+    parameters,
+    read_metrics,
+    relative_difference,
+    run_process,
+    tiny_model,
+)
+from tiny_transformers import tiny_transformers_cfg
+
+from d2_memfit import AccumulatingTrainer, compat
+from d2_memfit.engine import RecoveryOptions
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+PROJECT = ROOT / "projects" / "Transformers"
+
+
+def train(config, coins, *options, timeout_s=180):
+    command = [sys.executable, "-W", "ignore", PROJECT / "train_transformers.py"]
+    command += ["--config-file", config]
+    for split in ("train", "val"):
+        command += ["--coco", f"coins_{split}", coins / f"{split}.json", coins / split]
+    result = run_process([*command, *options], timeout_s=timeout_s)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def tiny_config(folder, kind, has_masks):
+    cfg = tiny_transformers_cfg(kind, has_masks)
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ("coins_val",)
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS = 2, 2
+    cfg.SOLVER.MAX_ITER = 2
+    cfg.TRANSFORMERS.EMA_DECAY = 0.9
+    cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.OOM.POLICY = 3, "split"
+    cfg.OUTPUT_DIR = str(folder / "output")
+    file = folder / "tiny.yaml"
+    file.write_text(cfg.dump())
+    return file
+
+
+@pytest.mark.parametrize(("kind", "has_masks"), [("rf_detr", True), ("rt_detr_v2", False)])
+def test_a_job_trains_in_a_budget_is_resumed_saved_and_evaluated(kind, has_masks, tmp_path, coins):
+    config = tiny_config(tmp_path, kind, has_masks)
+    folder = tmp_path / "output"
+    train(config, coins)
+    weights = torch.load(folder / "model_final.pth", weights_only=True)["model"]
+    assert weights["ema_updates"] == 2
+    out = train(config, coins, "--resume", "SOLVER.MAX_ITER", "3")
+    assert "Starting training from iteration 2" in out
+    metrics = read_metrics(folder)
+    assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [4, 4]
+    assert any("segm/AP50" in m for m in metrics) == has_masks
+    weights = torch.load(folder / "model_final.pth", weights_only=True)["model"]
+    assert weights["ema_updates"] == 3
+    kinds = transformers.AutoConfig.from_pretrained(str(folder / "pretrained"))
+    assert (kinds.model_type, kinds.id2label) == (kind, {0: "coin"})
+    out = train(config, coins, "--eval-only", "TRANSFORMERS.WEIGHTS", folder / "pretrained")
+    assert "Evaluation results for bbox" in out
+
+
+def test_on_two_ranks(tmp_path, coins):
+    config = tiny_config(tmp_path, "rf_detr", True)
+    train(config, coins, "--num-gpus", "2", "MEMFIT.BUDGET_GB", "None", timeout_s=300)
+    metrics = read_metrics(tmp_path / "output")
+    assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [4]
+    assert (tmp_path / "output" / "pretrained" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_batch_that_does_not_fit_is_split(phase):
+    """Images with as many objects as the others: so the step is that of the whole batch."""
+    cfg = tiny_transformers_cfg("rf_detr")
+    batch = images(4, num_instances=3)
+    whole, split = tiny_model(cfg), tiny_model(cfg)
+    for model, trainer_class in ((whole, AccumulatingTrainer), (split, FailingTrainer)):
+        failing = {} if model is whole else {"fails": lambda ids: len(ids) > 2}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = trainer_class(model, [batch], optimizer, recovery=RecoveryOptions(), **failing)
+        trainer.phase = phase
+        iterate(trainer)
+    assert trainer.recovery.oom_events == 1
+    assert relative_difference(parameters(split), parameters(whole)) < 1e-5
+
+
+def train_with_failures(rank, kind, has_masks):
+    """In each iteration but the first, the other rank runs out of memory once."""
+    model = tiny_model(tiny_transformers_cfg(kind, has_masks))
+    model = compat.create_ddp_model(model, broadcast_buffers=False)
+    loader = [images(2, first=4 * i + 2 * rank) for i in range(3)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    trainer = InjectedTrainer(model, loader, optimizer, recovery=RecoveryOptions())
+    for i in range(3):
+        trainer.injector = Injector([500] if i and i % 2 == rank else [])
+        iterate(trainer, first=i)
+    return parameters(model.module), trainer.recovery.oom_events
+
+
+@pytest.mark.parametrize(("kind", "has_masks"), [("rf_detr", True), ("mask2former", True)])
+def test_ranks_that_fail_in_turn_do_not_hang_and_agree(kind, has_masks, two_ranks):
+    (first, num_events), (second, _) = two_ranks.run(train_with_failures, kind, has_masks)
+    assert num_events == 2
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "has_masks"), [("rf_detr", True), ("rt_detr_v2", False)])
+def test_a_short_run_lowers_its_loss(kind, has_masks, coins):
+    cfg = tiny_transformers_cfg(kind, has_masks)
+    cfg.DATASETS.TRAIN = ("coins_train",)
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    model = tiny_model(cfg)
+    batches = iter(Trainer.build_train_loader(cfg))
+    optimizer = Trainer.build_optimizer(cfg, model)
+    trainer = AccumulatingTrainer(model, batches, optimizer, accumulation_steps=1)
+    losses = []
+    with EventStorage() as storage:
+        for _ in range(30):
+            trainer.run_step()
+            losses.append(storage.latest()["total_loss"][0])
+            storage.step()
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("config", "least"),
+    [
+        ("rf_detr_seg_coins", {"bbox/AP50": 80, "segm/AP50": 30}),
+        ("rt_detr_v2_coins", {"bbox/AP50": 80}),
+    ],
+)
+def test_they_learn_to_find_coins(config, least, coins, tmp_path):
+    """From random weights, within ten minutes of a CPU core."""
+    file = PROJECT / "configs" / f"{config}.yaml"
+    train(file, coins, "OUTPUT_DIR", tmp_path, timeout_s=1800)
+    (last,) = [m for m in read_metrics(tmp_path) if "bbox/AP50" in m]
+    for metric, value in least.items():
+        assert last[metric] >= value
