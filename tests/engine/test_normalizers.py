@@ -165,7 +165,7 @@ def test_fp16_and_bf16_autocast_follow_too():
     assert max(differences(actual, full)) < 2e-2
 
 
-def test_a_model_that_does_something_else_with_ranks_is_left_alone(caplog):
+def test_a_model_that_does_something_else_with_ranks_is_left_alone(log):
     class Doubles(Detr):
         def forward(self, batch):
             losses = super().forward(batch)
@@ -176,7 +176,7 @@ def test_a_model_that_does_something_else_with_ranks_is_left_alone(caplog):
     windows = list(map(divide, images))
     off = gradients(Doubles, windows, normalizers=NORMALIZERS["off"], **options)[1]
     on = gradients(Doubles, windows, **options)[1]
-    assert "The model's losses are other ones when it is told that there are ranks" in caplog.text
+    assert "The model's losses are other ones when it is told that there are ranks" in log.text
     for one, other in zip(on, off):  # its weighted mean is the window's all the same
         assert one["loss_bbox"] == pytest.approx(other["loss_bbox"])
 

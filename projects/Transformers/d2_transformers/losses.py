@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from d2_memfit.techniques.modules import replaced_functions
 
-__all__ = ["collected_losses", "divided_by", "no_collectives", "weighted_losses"]
+__all__ = ["collected_losses", "divided_by", "losses_of_images", "weighted_losses"]
 
 # Not divided by a number of objects: means over queries, and a metric.
 _OTHER_MEANS = ("loss_ddf", "loss_cross_entropy")
@@ -56,13 +56,38 @@ def weighted_losses(losses: Mapping[str, Tensor], config: Any) -> dict[str, Tens
 
 
 @contextmanager
-def no_collectives() -> Iterator[None]:
-    """While open, no loss communicates with other ranks: its number of objects is its batch's."""
+def losses_of_images() -> Iterator[None]:
+    """While open, losses and matchers of transformers are those of images, whatever else there is.
+
+    None communicates with other ranks: its number of objects is its batch's. And RF-DETR's matcher
+    with masks takes one image at a time. It samples a number of points that grows with the batch,
+    because it takes the shape of the boxes for that of the masks, so its memory grows with the
+    square of the batch, and an image would be matched otherwise in another batch.
+    """
     files = [importlib.import_module(name) for name in _REDUCING]
-    with replaced_functions(
-        files, {"_is_torch_distributed_initialized": lambda original: lambda: False}
-    ):
+    replacements: dict[str, Any] = {
+        "_is_torch_distributed_initialized": lambda original: lambda: False,
+        "RfDetrHungarianMatcher": _image_by_image,
+    }
+    with replaced_functions(files, replacements):
         yield
+
+
+def _image_by_image(matcher: type[nn.Module]) -> type[nn.Module]:
+    class ImageByImage(matcher):  # type: ignore[misc, valid-type]
+        def forward(
+            self, outputs: Mapping[str, Tensor], targets: Sequence[Any], group_detr: int
+        ) -> list[Any]:
+            indices = []
+            for i, target in enumerate(targets):
+                image = {
+                    name: outputs[name][i : i + 1]
+                    for name in ("logits", "pred_boxes", "pred_masks")
+                }
+                indices += super().forward(image, [target], group_detr)
+            return indices
+
+    return ImageByImage
 
 
 def divided_by(

@@ -12,6 +12,7 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.structures import Instances
 from torch import Tensor, nn
 
+from d2_memfit import window_count
 from d2_memfit.errors import ConfigError
 from d2_memfit.techniques.modules import find_modules
 
@@ -21,7 +22,7 @@ from .config import check_transformers_config
 from .data import resolutions
 from .families import FAMILIES, Family
 from .inference import instances_of_boxes, instances_of_masks
-from .losses import collected_losses, divided_by, no_collectives, weighted_losses
+from .losses import collected_losses, divided_by, losses_of_images, weighted_losses
 
 __all__ = ["TransformersDetector"]
 
@@ -124,7 +125,7 @@ class TransformersDetector(nn.Module):
         self, pixels: Tensor, labels: list[Labels], mask: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Each with its weight: their sum is the loss of transformers."""
-        with no_collectives():
+        with losses_of_images():
             if self.family.has_own_criterion:
                 of_images = {
                     "class_labels": [of_image["class_labels"] for of_image in labels],
@@ -144,7 +145,7 @@ class TransformersDetector(nn.Module):
 
     def _num_objects(self, num_objects: int) -> float:
         """What losses that count objects are divided by, given the objects of this forward."""
-        return max(num_objects, 1)
+        return window_count(num_objects)
 
     @property
     def best_model(self) -> nn.Module:
