@@ -124,8 +124,6 @@ def gradient(
             settles on: the number of positive anchors in all images.
         policy: of normalisers.
     """
-    rest = iter(images)
-    batches = [[next(rest) for _ in range(size)] for size in sizes]
     if at_start:
         vars(model)["loss_normalizer"] = 100.0
     elif hasattr(model, "loss_normalizer"):
@@ -134,7 +132,11 @@ def gradient(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         normalizers = NormalizerOptions(policy)
         trainer = AccumulatingTrainer(
-            model, batches, optimizer, len(sizes), normalizers=normalizers
+            model,
+            [images],
+            optimizer,
+            images_per_micro_batch=sizes[0],
+            normalizers=normalizers,
         )
         trainer.run_step()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
