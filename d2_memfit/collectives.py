@@ -68,10 +68,12 @@ _OPERATORS = (
     "reduce_scatter_tensor_coalesced",
 )
 
+_PACKAGE = str(Path(__file__).parent)
+
 # Files of functions that others call: a collective's place is where those are called from.
 _PASSED_ON = (
     str(Path(torch.__file__).parent),
-    str(Path(__file__).parent),
+    _PACKAGE,
     "/detectron2/utils/comm.py",
 )
 
@@ -188,10 +190,12 @@ def place_of_caller(depth: int = 3) -> Place:
     """
     place: list[tuple[str, int]] = []
     for frame in _frames():
-        if not _is_passed_on(frame):
-            place.append(("/".join(Path(frame.f_code.co_filename).parts[-2:]), frame.f_lineno))
-            if len(place) == depth:
-                break
+        file = frame.f_code.co_filename
+        if not any(part in file for part in _PASSED_ON):
+            place.append(("/".join(Path(file).parts[-2:]), frame.f_lineno))
+        is_over = place and file.startswith(_PACKAGE)  # the trainer, which calls the model
+        if is_over or len(place) == depth:
+            break
     return tuple(place)
 
 
@@ -200,10 +204,6 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _is_passed_on(frame: FrameType) -> bool:
-    return any(part in frame.f_code.co_filename for part in _PASSED_ON)
 
 
 def _collective(name: str, given: Any, num_ranks: int, op: Any) -> Collective:

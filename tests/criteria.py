@@ -68,7 +68,7 @@ class Detr(Detector):
         loss_bbox = boxes.sum() * 0
         for i, target in enumerate(targets):
             wanted = target.gt_boxes.tensor.to(boxes.dtype)
-            rows, columns = linear_sum_assignment(torch.cdist(boxes[i], wanted, p=1).detach())
+            rows, columns = linear_sum_assignment(torch.cdist(boxes[i], wanted).detach())
             labels[i, rows] = target.gt_classes[columns]
             loss_bbox = loss_bbox + (boxes[i, rows] - wanted[columns]).abs().sum() / num_boxes
         loss_ce = F.cross_entropy(

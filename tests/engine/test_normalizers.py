@@ -262,14 +262,15 @@ def with_errors(rank, num_ranks, kind, num_iterations, seed, steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("kind", [Detr, Fcos])
+@pytest.mark.parametrize("num", [26, pytest.param(121, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks"])
-def test_errors_on_any_rank_change_nothing_and_no_rank_waits(ranks, kind, steps, request):
+def test_errors_on_any_rank_change_nothing_and_no_rank_waits(ranks, num, kind, steps, request):
     ranks = request.getfixturevalue(ranks)
     n = ranks.num_ranks
-    outcomes = ranks.run(with_errors, n, kind, 25, 0, steps)
-    (undisturbed, _), *_ = ranks.run(with_errors, n, kind, 25, None, steps)
+    outcomes = ranks.run(with_errors, n, kind, num, 0, steps)
+    (undisturbed, _), *_ = ranks.run(with_errors, n, kind, num, None, steps)
     (first, _), *others = outcomes
-    assert sum(errors for _, errors in outcomes) >= 20
+    assert sum(errors for _, errors in outcomes) > num * 0.8
     for other, _ in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
     torch.testing.assert_close(first, undisturbed, rtol=1e-6, atol=1e-8)

@@ -25,7 +25,10 @@ def gradient(subject: Subject) -> str:
 
     Drawn numbers are the same for each image and object, and there is no dropout.
     """
-    images = _images(subject)
+    [batch] = subject.record(1, 1)
+    if not subject.project.has_plain_step or "image" not in batch[0]:
+        return "not compared"
+    images = _images(batch[0])
     try:
         full = _gradient(subject, images, None)
     except (AssertionError, RuntimeError):  # some cannot train on an image without objects
@@ -38,9 +41,8 @@ def gradient(subject: Subject) -> str:
     return f"{on:.0e} ({off:.0e} without)"
 
 
-def _images(subject: Subject) -> list[Any]:
+def _images(first: dict[str, Any]) -> list[Any]:
     """One image thrice, moved, with some of its instances, or all of them twice and more."""
-    [[first]] = subject.record(1, 1)
     if "instances" not in first:
         return [first] * len(_OBJECTS)
     images = []
