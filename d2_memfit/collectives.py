@@ -222,7 +222,7 @@ def _collective(name: str, given: Any, num_ranks: int, op: Any) -> Collective:
         module,
         tensors,
         num_ranks,
-        _is_sum(op) if name == "all_reduce" else None,
+        _is_sum(op) if name in ("all_reduce", "reduce") else None,
         is_differentiable or any(t.requires_grad for t in tensors),
     )
 

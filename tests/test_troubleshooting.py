@@ -40,6 +40,7 @@ PASSED_ON |= {"where + text", "_DOES_NOT_FIT", "_UNWELL", "key"}
 # Not for users: caught where it is raised, or written into the results of measure-gpu.
 INTERNAL = {
     "injected at \0",
+    "its images did not fit while its counts were looked for",
     "module \0 has no attribute \0",
     "one image needs \0 GB",
     "this card is smaller",

@@ -9,6 +9,7 @@ import torch
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
 
+from ..errors import OutOfMemoryError
 from ..memory import is_out_of_memory, release_memory
 from .count_rules import Site
 from .forward_counts import ForwardCounts
@@ -36,22 +37,35 @@ def does_the_same_with_ranks(
     micro_batch: MicroBatch,
     forward: Callable[[MicroBatch], Any],
     new_counts: Callable[[bool], ForwardCounts],
+    recovers: bool,
 ) -> bool:
     """Whether a model that is told of a second rank counts something, and computes the same.
 
     Args:
         new_counts: called with whether a rank is to be pretended; makes what sees the counts.
+        recovers: whether what does not fit is tried once more.
     """
     losses = []
     for pretends in (False, True):
-        counts = new_counts(pretends)
         try:
-            with without_traces(model):
-                forward(micro_batch)
+            for _ in range(2):  # freed caches may be all that it takes
+                counts = new_counts(pretends)
+                with without_traces(model):
+                    fits = _fits(micro_batch, forward, recovers)
+                if fits:
+                    break
+                release_memory(next(model.parameters()).device)
+            else:
+                raise OutOfMemoryError("its images did not fit while its counts were looked for")
         except Exception as e:  # whatever a model does that has no other rank
-            if not pretends:
+            if not pretends and not isinstance(e, OutOfMemoryError):
                 raise
-            logger.debug("The model cannot be told that there are ranks: %s", e)
+            logger.warning(
+                "The model cannot be told that there are ranks (%s: %s), so the counts that it "
+                "would add up over ranks are those of each micro-batch",
+                type(e).__name__,
+                e,
+            )
             return False
         losses.append(micro_batch.losses)
     if not any(site.kind == "ranks" for site in counts.seen):
@@ -89,6 +103,7 @@ def count_window(
     """
     totals: dict[Site, float] = {}
     images, across_batches = take
+    hopeless = None
     with without_traces(model):
         while (micro_batch := window.take(images, across_batches)) is not None:
             counts = new_counts()
@@ -99,6 +114,8 @@ def count_window(
                 release_memory(next(model.parameters()).device)
                 if micro_batch.can_be_split:
                     images = micro_batch.num_images // 2
+                if micro_batch.can_be_split or micro_batch.data is not hopeless:
+                    hopeless = micro_batch.data  # if it fails once more
                     window.put_back()
     window.start_over()
     return totals

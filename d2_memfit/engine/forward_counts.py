@@ -56,24 +56,32 @@ class ForwardCounts:
         self._micro_batch = (0, 0)  # images and objects
         self._calls: Counter[Any] = Counter()
         self._answers: list[tuple[float, float]] = []  # and the share that each is
-        self._noted: list[tuple[Site, tuple[int, int], torch.Tensor]] = []
+        self._replays = False
+        self._of_forward: list[tuple[Site, torch.Tensor]] = []
+        self._noted: list[tuple[tuple[int, int], list[tuple[Site, torch.Tensor]]]] = []
 
     @property
     def seen(self) -> SeenAt:
         """What was counted so far. This waits for the device."""
-        seen: SeenAt = {}
-        for site, (images, objects), count in self._noted:
-            seen.setdefault(site, []).append(Seen(images, objects, float(count)))
+        sites = dict.fromkeys(site for _, noted in self._noted for site, _ in noted)
+        seen: SeenAt = {site: [] for site in sites}
+        for (images, objects), noted in self._noted:
+            counts = dict(noted)
+            for site in sites:  # where a forward did not count, it counted none
+                seen[site].append(Seen(images, objects, float(counts.get(site, 0.0))))
         return seen
 
     @contextmanager
-    def of(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Open it while a micro-batch's forward runs, and again for its backward, which may compute
-        parts of the forward again.
+    def of(self, micro_batch: MicroBatch, replays: bool) -> Iterator[None]:
+        """Open it while a micro-batch's forward runs, and again (``replays``) for its backward,
+        which may compute parts of the forward again. These get the answers of the forward.
         """
         self._micro_batch = (micro_batch.num_images, count_objects(micro_batch.data))
+        self._replays = replays
         self._calls.clear()
-        self._answers.clear()
+        if not replays:
+            self._answers.clear()
+            self._of_forward = []
         with ExitStack() as stack:
             stack.enter_context(counts_answered_by(self))
             if self._communicate is not None:
@@ -83,6 +91,8 @@ class ForwardCounts:
             if self._means:
                 stack.enter_context(MeanLosses(self))
             yield
+        if not replays:
+            self._noted.append((self._micro_batch, self._of_forward))
 
     @property
     def share(self) -> float:
@@ -121,6 +131,10 @@ class ForwardCounts:
         return None
 
     def _handle(self, call: Collective) -> bool:
+        if self._pretends and call.name in ("barrier", "broadcast", "reduce"):  # such as for logs
+            if call.is_sum:
+                call.tensors[0].mul_(call.num_ranks)
+            return True
         if not call.is_count:
             assert self._communicate is not None
             return self._communicate(call)
@@ -140,9 +154,14 @@ class ForwardCounts:
 
     def _note(self, kind: str, count: torch.Tensor) -> Site:
         place = place_of_caller()
+        if self._replays:  # its callers are those of the backward
+            same = [s for s, _ in self._of_forward if s.kind == kind and s.place[:1] == place[:1]]
+            if same:
+                self._calls[kind, place[:1]] += 1
+                return same[min(self._calls[kind, place[:1]], len(same)) - 1]
         site = Site(kind, place, self._calls[kind, place])
         self._calls[kind, place] += 1
-        self._noted.append((site, self._micro_batch, count))
+        self._of_forward.append((site, count))
         return site
 
     def _share(self, kind: str) -> float:

@@ -28,7 +28,12 @@ _CLAMPS = (
     torch.Tensor.clamp,
     torch.Tensor.clamp_min,
     torch.Tensor.clip,
+    torch.max,
+    torch.maximum,
+    torch.Tensor.max,
+    torch.Tensor.maximum,
 )
+_CLAMPS_IN_PLACE = (torch.Tensor.clamp_, torch.Tensor.clamp_min_, torch.Tensor.clip_)
 
 
 class CountsOfMeans(Protocol):
@@ -73,11 +78,14 @@ class MeanLosses(TorchFunctionMode):
             divisor = self._counts.count_of_mean("mean", count)
             if divisor is not None and args[0].requires_grad:
                 return args[0].sum() / divisor
-        if func in _CLAMPS and args and _is_count(args[0]):
-            share = self._counts.share_of(float(args[0]))
+        clamps = func in _CLAMPS or func in _CLAMPS_IN_PLACE
+        if clamps and len(args) + len(kwargs) > 1 and _is_count(args[0]):
+            share = self._counts.share_of(float(args[0].flatten()[0]))
+            if share and func in _CLAMPS_IN_PLACE:
+                return func(args[0].div_(share), *args[1:], **kwargs).mul_(share)
             if share:
                 return func(args[0] / share, *args[1:], **kwargs) * share
-        if func is torch.Tensor.item and _is_count(args[0]):
+        if func is torch.Tensor.item and _is_count(args[0]) and args[0].numel() == 1:
             value = args[0].item()
             share = self._counts.share_of(value)
             return ShareOfCount(value, share) if share else value
@@ -129,6 +137,14 @@ class ShareOfCount(float):
     def __gt__(self, other: float) -> bool:
         return float(self) / self._share > other
 
+    def __le__(self, other: float) -> bool:
+        return float(self) / self._share <= other
+
+    def __ge__(self, other: float) -> bool:
+        return float(self) / self._share >= other
+
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad
+    if not isinstance(value, torch.Tensor) or value.requires_grad:
+        return False
+    return 0 < value.numel() <= 16 and value.is_floating_point()

@@ -112,18 +112,17 @@ class Normalizers:
         self.communication.check([p.micro_batches for p in self._parts])
         must_count = any(self._needs(s) and not self.rules.rule(s) for s in self.rules.sites)
         if self._must_ask:
-            self._may_pretend = False
             crowded = max(micro_batches, key=lambda m: count_objects(m.data))
             self._pretends = does_the_same_with_ranks(
-                self._model, crowded, forward, partial(self._new_counts, window)
+                self._model, crowded, forward, partial(self._new_counts, window), self._recovers
             )
-            self.communication.found = ""
+            self._may_pretend, self.communication.found = False, ""
             must_count |= self._pretends
         self._know(window, self._count(window, images, forward) if must_count else [])
 
     @contextmanager
-    def of(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Open it while a micro-batch's forward runs, and again while its backward does.
+    def of(self, micro_batch: MicroBatch, replays: bool = False) -> Iterator[None]:
+        """Open it while a micro-batch's forward runs, and again (``replays``) for its backward.
 
         Raises:
             CommunicationError: the model communicates, and was not known to.
@@ -133,7 +132,7 @@ class Normalizers:
             if self._is_on and self._may_pretend:
                 asked = stack.enter_context(noticed_questions())
             if self._counts is not None:
-                stack.enter_context(self._counts.of(micro_batch))
+                stack.enter_context(self._counts.of(micro_batch, replays))
             yield
         self._asks_for_ranks |= bool(asked)
 

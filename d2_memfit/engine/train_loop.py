@@ -184,8 +184,8 @@ class AccumulatingTrainer(SimpleTrainer):
         a count that losses were divided by was not the window's.
         """
         normalizers, recovery = self.normalizers, self.recovery
-        model = compat.without_ddp(self.model)
-        start = Snapshot(model, storage) if normalizers.may_run_again else None
+        self._keeps_images = normalizers.may_run_again
+        start = Snapshot(compat.without_ddp(self.model), storage) if self._keeps_images else None
         recovery_report = None
         while True:
             with contextlib.suppress(CommunicationError):  # all ranks are told below
@@ -210,7 +210,7 @@ class AccumulatingTrainer(SimpleTrainer):
         """Run a window's micro-batches one after another; each counts by its images."""
 
         def backward(loss: torch.Tensor, micro_batch: MicroBatch) -> None:
-            with self.normalizers.of(micro_batch):
+            with self.normalizers.of(micro_batch, replays=True):
                 self._backward(loss, micro_batch.num_images / window.expected_images)
 
         if self.recovery is not None:
@@ -218,7 +218,7 @@ class AccumulatingTrainer(SimpleTrainer):
         while (micro_batch := window.take(self.images_per_micro_batch)) is not None:
             storage.next_micro_batch(micro_batch.num_images)
             backward(self._forward(micro_batch), micro_batch)
-            if not self.normalizers.may_run_again:
+            if not self._keeps_images:
                 micro_batch.keep_names_only()
         return None
 

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from criteria import Detector, Detr, Fcos, annotated_images, get_world_size
+from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from injection import InjectedTrainer, Injector, iterate
 from tiny import images, tiny_cfg, tiny_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from d2_memfit import AccumulatingTrainer, compat, window_count
 from d2_memfit.engine import NormalizerOptions, RecoveryOptions
@@ -374,3 +376,89 @@ def test_diffusiondet_is_divided_by_the_matches_of_the_window():
     divide, options = CUTS["4 x 1"]
     actual, _ = gradients(Matches, list(map(divide, images)), **options)
     assert max(differences(actual, full)) < 1e-12
+
+
+# Criteria that are written otherwise
+
+
+class InPlace(Detector):
+    """Limits its count in place."""
+
+    def forward(self, batch):
+        return {"loss": self.criterion(self.features(batch).flatten(1).abs(), batch)}
+
+    def criterion(self, scores, batch):
+        count = torch.tensor([float(sum(len(x["instances"]) for x in batch))])
+        if dist.is_initialized():
+            dist.all_reduce(count)
+            count /= dist.get_world_size()
+        count.clamp_(min=1)
+        return scores.square().sum() / count[0]
+
+
+class Checkpointed(InPlace):
+    def forward(self, batch):
+        scores = self.features(batch).flatten(1).abs()
+        return {"loss": checkpoint(self.criterion, scores, batch, use_reentrant=False)}
+
+
+class Logs(Detr):
+    """Reduces its losses for the log, as many do."""
+
+    def forward(self, batch):
+        losses = super().forward(batch)
+        comm.reduce_dict({k: loss.detach() for k, loss in losses.items()})
+        return losses
+
+
+class SkipsMean(Detector):
+    """Takes a mean over those images of a batch that have objects."""
+
+    def forward(self, batch):
+        per_image = self.features(batch).abs().mean((1, 2, 3))
+        kept = [i for i, image in enumerate(batch) if len(image["instances"])]
+        return {
+            "loss": F.l1_loss(per_image[kept], torch.zeros(len(kept)))
+            if kept
+            else per_image.sum() * 0
+        }
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"), [(InPlace, "window"), (Logs, "window"), (SkipsMean, "exact")]
+)
+def test_it_does_not_matter_how_a_criterion_is_written(kind, policy):
+    images = images_of([(10, 3, 0, 5), (1, 0, 0, 0), (0, 1, 0, 1), (0, 0, 2, 0)])
+    full, _ = gradients(kind, [[window] for window in images])
+    divide, options = CUTS["4 x 1"]
+    normalizers = NORMALIZERS[policy]
+    actual, _ = gradients(kind, list(map(divide, images)), normalizers=normalizers, **options)
+    assert max(differences(actual, full)) < 2e-7
+
+
+@pytest.mark.parametrize("fails", range(1, 15))
+def test_an_error_while_counts_are_taken_changes_nothing(fails):
+    """One forward after another of the first window, of which some are only for its counts."""
+    images = images_of()
+    divide, options = CUTS["4 x 1"]
+    forwards = []
+
+    class Fails(Detr):
+        def forward(self, batch):
+            forwards.append(1)
+            if len(forwards) == fails:
+                raise torch.OutOfMemoryError("CUDA out of memory. injected")
+            return super().forward(batch)
+
+    full, _ = gradients(Detr, [[window] for window in images])
+    windows = list(map(divide, images))
+    actual, _ = gradients(Fails, windows, recovery=RecoveryOptions(), **options)
+    assert max(differences(actual, full)) < 2e-7
+
+
+def test_a_criterion_that_is_computed_again_in_the_backward_has_the_same_counts():
+    images = images_of([(10, 3, 0, 5), (4, 2, 0, 5)])
+    full, _ = gradients(Checkpointed, [[window] for window in images])
+    divide, options = CUTS["4 x 1"]
+    actual, _ = gradients(Checkpointed, list(map(divide, images)), **options)
+    assert max(differences(actual, full)) < 2e-7
