@@ -60,9 +60,9 @@ def losses_of_images() -> Iterator[None]:
     """While open, losses and matchers of transformers are those of images, whatever else there is.
 
     None communicates with other ranks: its number of objects is its batch's. And RF-DETR's matcher
-    with masks takes one image at a time. It samples a number of points that grows with the batch,
-    because it takes the shape of the boxes for that of the masks, so its memory grows with the
-    square of the batch, and an image would be matched otherwise in another batch.
+    with masks takes one image at a time, and samples points by the size of its masks, as that of
+    rfdetr does. In transformers 5.23 it takes the shape of the boxes for that of the masks: points
+    grow with the batch, memory with its square, and an image is matched otherwise in another batch.
     """
     files = [importlib.import_module(name) for name in _REDUCING]
     replacements: dict[str, Any] = {
@@ -78,6 +78,11 @@ def _image_by_image(matcher: type[nn.Module]) -> type[nn.Module]:
         def forward(
             self, outputs: Mapping[str, Tensor], targets: Sequence[Any], group_detr: int
         ) -> list[Any]:
+            # It takes 4 x queries // ratio points, where it should pixels of a mask // ratio.
+            pixels_per_point = self.mask_point_sample_ratio
+            num_points = max(outputs["pred_masks"][0, 0].numel() // pixels_per_point, 1)
+            num_taken = 4 * outputs["pred_boxes"].shape[1]
+            self.mask_point_sample_ratio = max(round(num_taken / num_points), 1)
             indices = []
             for i, target in enumerate(targets):
                 image = {
@@ -85,6 +90,7 @@ def _image_by_image(matcher: type[nn.Module]) -> type[nn.Module]:
                     for name in ("logits", "pred_boxes", "pred_masks")
                 }
                 indices += super().forward(image, [target], group_detr)
+            self.mask_point_sample_ratio = pixels_per_point
             return indices
 
     return ImageByImage
