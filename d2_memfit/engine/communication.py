@@ -1,5 +1,6 @@
 """Collectives in a forward that are no counts: a rank cannot run its images again without them."""
 
+import logging
 from collections.abc import Sequence
 
 from detectron2.utils import comm
@@ -8,6 +9,8 @@ from ..collectives import Collective
 from ..errors import ConfigError
 
 __all__ = ["Communication", "CommunicationError"]
+
+logger = logging.getLogger(__name__)
 
 
 class CommunicationError(Exception):
@@ -56,6 +59,12 @@ class Communication:
                 "communicates with other ranks in each forward. Train without it, such as with "
                 "MODEL.*.NORM GN in place of SyncBN; or set MEMFIT.OOM.POLICY raise"
             )
+        logger.warning(
+            "The model communicates in its forward, %s. Each micro-batch does, so what it learns "
+            "there from other ranks is of one micro-batch of each. If losses are divided by it, "
+            "use d2_memfit.window_count",
+            found,
+        )
         self.known = found
 
     def check(self, numbers_of_micro_batches: Sequence[int]) -> None:

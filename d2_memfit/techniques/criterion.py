@@ -60,7 +60,7 @@ class ChunkedCriterion(Technique):
     @classmethod
     def settings(cls, cfg: CfgNode) -> dict[str, Any]:
         nodes = ("DETR", "MASK_FORMER", "MaskDINO", "SparseRCNN")
-        has_queries = any(node in cfg.MODEL for node in nodes)
+        has_queries = "TRANSFORMERS" in cfg or any(node in cfg.MODEL for node in nodes)
         return {"MEMFIT.CRITERION.CHUNK_SIZE": 32} if has_queries else {}
 
     @classmethod

@@ -2,6 +2,7 @@
 counts of their batch.
 """
 
+import logging
 import random
 
 import pytest
@@ -314,14 +315,23 @@ def test_unequal_cuts_of_a_model_that_communicates_are_an_error_on_all_ranks(two
     assert "[2, 3]" in errors[0]
 
 
+def with_warnings(*arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        logs = []
+        logger = logging.getLogger("d2_memfit.engine.communication")
+        patch.setattr(logger, "warning", lambda text, *args: logs.append(text % args))
+        return on_ranks(*arguments), logs
+
+
 @pytest.mark.slow
 def test_equal_cuts_of_a_model_that_communicates_are_trained(two_ranks):
     images = annotated_images((10, 3, 0, 5))
     parts = [[[images[:1], images[1:2]], [images[2:3], images[3:]]]]
     full, _ = gradients(Detr, [[images]])
-    outcomes = two_ranks.run(on_ranks, 2, Synchronised, parts, "window", {"accumulation_steps": 2})
-    for actual in outcomes:
+    options = {"accumulation_steps": 2}
+    for actual, (log,) in two_ranks.run(with_warnings, 2, Synchronised, parts, "window", options):
         assert max(differences(actual, full)) < 2e-7
+        assert "all_reduce in engine/test_normalizers.py:" in log
 
 
 # Criteria of others

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY, build_backbone
@@ -142,7 +143,7 @@ class SetCriterion(nn.Module):
             "masks": self.loss_masks,
             "points": self.loss_points_of_masks,
         }
-        num_boxes = max(sum(len(t["labels"]) for t in targets), 1)
+        num_boxes = count_over_ranks(sum(len(t["labels"]) for t in targets))
         losses = {}
         for number, layer in enumerate([outputs, *outputs.get("aux_outputs", [])]):
             indices = self.matcher({k: v for k, v in layer.items() if k != "aux_outputs"}, targets)
@@ -150,6 +151,15 @@ class SetCriterion(nn.Module):
                 found = functions[name](layer, targets, indices, num_boxes)
                 losses.update({f"{k}_{number}": v for k, v in found.items()})
         return losses
+
+
+def count_over_ranks(count: int) -> float:
+    """The mean over ranks; on one rank, as in its descendants, nothing communicates."""
+    total = torch.as_tensor([count], dtype=torch.float32)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total)
+        total = total / dist.get_world_size()
+    return total.clamp(min=1).item()
 
 
 def mask_losses(

@@ -32,6 +32,7 @@ from d2_memfit.engine import NormalizerOptions
 from d2_memfit.techniques.modules import replaced_functions
 
 from .common import coins, machine, markdown_table
+from .detr_like import add_detr_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "projects/Coins/configs/mask_rcnn_coins.yaml"
 NUM_IMAGES = 8
@@ -53,6 +54,9 @@ FAMILIES = {
     "MODEL.BACKBONE.NAME build_retinanet_resnet_fpn_backbone MODEL.RETINANET.NUM_CONVS 2 "
     "MODEL.RESNETS.OUT_FEATURES ['res3','res4','res5'] SOLVER.BASE_LR 0.005 "
     "MODEL.FPN.IN_FEATURES ['res3','res4','res5']",
+    # The criterion of DETR and its descendants, with masks.
+    "DETR-like": "MODEL.META_ARCHITECTURE SmallDetr MODEL.DETR.NUM_POINTS 0 "
+    "INPUT.MASK_FORMAT bitmask SOLVER.BASE_LR 0.01",
 }
 
 
@@ -66,8 +70,7 @@ def run(args: argparse.Namespace) -> None:
         images = [mapper(d) for d in dicts]
     rows = []
     for name in args.families or FAMILIES:
-        cfg = load_cfg(str(CONFIG), FAMILIES[name].split(), [add_pointrend_config])
-        model = train(cfg, images, args.train)
+        model = train(family(name), images, args.train)
         rows.append([name, *gaps(model, images)])
         if "MASK_ON" in FAMILIES[name] and name != "PointRend":
             exact = gaps(model, images, policy="exact")
@@ -79,6 +82,11 @@ def run(args: argparse.Namespace) -> None:
                 rows.append([f"{name}, all proposals at the same points", *gaps(model, images)])
     print(f"{machine()}. Norm of the gradient's difference by that of the full batch's.\n")
     print(markdown_table(["", *CUTS], rows))
+
+
+def family(name: str) -> CfgNode:
+    """The config of one of FAMILIES."""
+    return load_cfg(str(CONFIG), FAMILIES[name].split(), [add_pointrend_config, add_detr_config])
 
 
 def train(cfg: CfgNode, images: list[dict[str, Any]], num_iterations: int) -> nn.Module:

@@ -1,7 +1,7 @@
 """Which gradient reaches the optimizer, against the full batch's.
 
-The model is the small one of projects/Coins, trained for a while as in ``tools/benchmark.py
-gradients``, with the same sampled anchors and proposals each time. The full batch's gradient is
+The models are small ones of ``tools/benchmark.py gradients``, trained for a while on photographs of
+projects/Coins, with the same sampled anchors and proposals each time. The full batch's gradient is
 that of one forward over exactly the images behind the step. The figure is, over all parameters and
 in float32, norm(difference) / norm(full).
 """
@@ -15,17 +15,15 @@ import torch
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from d2_memfit.config import load_cfg
-
 from ..common import coins
-from ..gradients import CONFIG, FAMILIES, Samples
+from ..gradients import Samples, family
 from ..gradients import train as train_for_a_while
 from .job import Job, StepGradients
 from .results import Results
 from .sides import ACCUMULATORS, MMENGINE_CHECKPOINTED, OURS_SPLIT, Side
 
 SIDES = [*ACCUMULATORS, OURS_SPLIT, MMENGINE_CHECKPOINTED]
-MODELS = ("RPN, every anchor sampled", "Mask R-CNN")
+MODELS = ("RPN, every anchor sampled", "Mask R-CNN", "DETR-like")
 
 
 class Case(NamedTuple):
@@ -58,9 +56,7 @@ def measure(results: Results, sides: list[Side], num_iterations: int) -> None:
     with coins(160, 224) as (dicts, mapper):
         images = [mapper(d) for d in dicts] if missing else []
     for name in dict.fromkeys(model for model, _, _ in missing):
-        model = train_for_a_while(
-            load_cfg(str(CONFIG), FAMILIES[name].split()), images, num_iterations
-        )
+        model = train_for_a_while(family(name), images, num_iterations)
         kept: dict[tuple[str, int], Any] = {}
         for side, case in [(s, c) for m, s, c in missing if m == name]:
             own = copy.deepcopy(model)  # a side may change it
