@@ -75,6 +75,8 @@ def losses_of_images() -> Iterator[None]:
 
 def _image_by_image(matcher: type[nn.Module]) -> type[nn.Module]:
     class ImageByImage(matcher):  # type: ignore[misc, valid-type]
+        mask_point_sample_ratio: int
+
         def forward(
             self, outputs: Mapping[str, Tensor], targets: Sequence[Any], group_detr: int
         ) -> list[Any]:
