@@ -43,7 +43,6 @@ def check_model_keys(cfg: CfgNode) -> None:
     if "resnet" in model.BACKBONE.NAME and model.RESNETS.DEPTH not in _DEPTHS:
         depths = ", ".join(map(str, _DEPTHS))
         raise ConfigError(f"MODEL.RESNETS.DEPTH must be one of {depths}, got {model.RESNETS.DEPTH}")
-    check_int("MODEL.BACKBONE.FREEZE_AT", model.BACKBONE.FREEZE_AT, at_least=0)
     for key in ("PIXEL_MEAN", "PIXEL_STD"):
         if not _are_finite(model[key]) or len(model[key]) != len(model.PIXEL_MEAN):
             raise ConfigError(f"MODEL.{key} must be a finite number a channel, got {model[key]}")
@@ -104,7 +103,6 @@ def check_solver_keys(cfg: CfgNode) -> None:
     """Raise :class:`ConfigError` on the first value that ends a training later."""
     solver = cfg.SOLVER
     check_int("SOLVER.CHECKPOINT_PERIOD", solver.CHECKPOINT_PERIOD, at_least=1)
-    check_int("TEST.EVAL_PERIOD", cfg.TEST.EVAL_PERIOD, at_least=0)
     check_int("SOLVER.WARMUP_ITERS", solver.WARMUP_ITERS, at_least=0)
     check_positive_number("SOLVER.BASE_LR", solver.BASE_LR)
     check_choice("SOLVER.LR_SCHEDULER_NAME", solver.LR_SCHEDULER_NAME, _SCHEDULES)

@@ -16,7 +16,7 @@ from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Boxes, Instances
 from tiny import run_process, tiny_cfg
 
-from d2_memfit import evaluation_in_parts
+from d2_memfit import MemfitTrainer, evaluation_in_parts
 from d2_memfit.config import check_config
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
@@ -233,6 +233,36 @@ def test_an_evaluator_of_ones_own_gets_what_it_can_iterate(dataset, cfg, tmp_pat
             evaluator._predictions.append(prediction)
         expected = sum(len(p["instances"]) for p in predictions(*dataset))
         assert evaluator.evaluate() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("takes_cfg", [True, False])
+def test_a_trainer_evaluates_so(coins, tmp_path, monkeypatch, takes_cfg):
+    """``MemfitTrainer.test`` with its own evaluator, or one that it is given."""
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.DATASETS.TEST = ("coins_val",)
+    cfg.OUTPUT_DIR = str(tmp_path)
+    model = MemfitTrainer.build_model(cfg)
+    monkeypatch.setattr(evaluation_in_parts, "_IMAGES", 3)
+    results, kinds = [], []
+
+    class Evaluator(COCOEvaluator):
+        def process(self, inputs, outputs):
+            super().process(inputs, outputs)
+            kinds.append(type(self._predictions))
+
+    class Trainer(MemfitTrainer):
+        @classmethod
+        def build_evaluator(cls, cfg, name):
+            return Evaluator(name, output_dir=str(tmp_path), use_fast_impl=False)
+
+    for on_disk in (False, True):
+        cfg.MEMFIT.EVALUATION.ON_DISK = on_disk
+        evaluators = [] if takes_cfg else [[Trainer.build_evaluator(cfg, "coins_val")]]
+        results.append(Trainer.test(cfg, model, *evaluators))
+    assert set(kinds) == {list, SpilledPredictions}
+    assert results[0]["segm"]
+    np.testing.assert_equal(dict(results[1]), dict(results[0]))
 
 
 def evaluate_on_rank(rank, folder, num_ranks):

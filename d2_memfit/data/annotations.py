@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,9 @@ def look_at_annotations(dicts: Iterable[Mapping[str, Any]]) -> AnnotationFacts:
         for number, annotation in enumerate(objects):
             for fault in _faults(annotation, size):
                 _count(facts.cases, fault, image, number, annotation)
-            _count(facts.classes, repr(annotation.get("category_id")), image, number, annotation)
+            category = annotation.get("category_id")
+            name = str(int(category)) if isinstance(category, Integral) else repr(category)
+            _count(facts.classes, name, image, number, annotation)
     return facts
 
 
@@ -89,7 +92,8 @@ def _faults(annotation: Mapping[str, Any], size: tuple[Any, Any]) -> list[str]:
         faults.append("rle")
     if fault := fault_of_segmentation(segmentation, *size):
         faults.append(fault)
-    if not len(annotation.get("keypoints", ())):
+    keypoints = annotation.get("keypoints")
+    if keypoints is None or not len(keypoints):
         faults.append("no_keypoints")
     return faults
 

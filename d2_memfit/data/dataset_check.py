@@ -167,7 +167,7 @@ def _warnings_about_classes(
         case = found.classes[number]
         warnings.append(
             f"{case.number} of {found.num_objects} objects have the category_id {number}, which is "
-            f"not a number from 0 up: {case.first}"
+            f"not an integer from 0 up: {case.first}"
         )
     model = classes_of_model(cfg)
     if model is None:

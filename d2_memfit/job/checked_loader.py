@@ -63,7 +63,7 @@ def checked_test_loaders(cfg: CfgNode) -> Iterator[None]:
     """
     with (
         SharedDataset.sharing(cfg),
-        _replaced(lambda dicts: check_polygons(cfg, look_at_annotations(dicts))),
+        _replaced(lambda dicts: _check_test_dicts(dicts, cfg)),
     ):
         yield
 
@@ -133,6 +133,11 @@ def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: boo
         logger.warning(warning)
     if says_all:
         warn_of_small_shm(cfg, facts.annotations, comm.get_world_size())
+
+
+def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
+    if cfg.MODEL.MASK_ON:
+        check_polygons(cfg, look_at_annotations(dicts))
 
 
 class _NamesImage:

@@ -65,6 +65,7 @@ def test_nothing_is_said_of_what_is_good():
     assert warnings_of(dicts_of(corners)) == []
     turned = annotation(bbox=[5, 5, 8, 8, 45.0], bbox_mode=BoxMode.XYWHA_ABS)
     assert warnings_of(dicts_of(turned)) == []
+    assert warnings_of(dicts_of(annotation(category_id=np.int64(1)))) == []
     mask = annotation(segmentation={"size": [20, 30], "counts": b"X"})
     cfg = cfg_of()
     cfg.INPUT.MASK_FORMAT = "bitmask"
@@ -90,7 +91,7 @@ WRONG = {
     "ignored class": (annotation(category_id=-1), "1 of 4 objects have the category_id -1, which"),
     "class list": (annotation(category_id=[1]), "1 of 4 objects have the category_id [1], which"),
     "no class": (annotation(category_id=...), "1 of 4 objects have the category_id None, which"),
-    "class name": (annotation(category_id="coin"), "have the category_id 'coin', which is not a"),
+    "class name": (annotation(category_id="coin"), "have the category_id 'coin', which is not an"),
     "no mask": (
         annotation(segmentation=...),
         "MODEL.MASK_ON True, and 1 of 4 objects have no mask",
