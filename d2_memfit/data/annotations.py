@@ -1,7 +1,7 @@
 """What is odd in the annotations of dataset dicts, counted in one pass."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -132,13 +132,21 @@ def fault_of_segmentation(segmentation: Any, height: Any = None, width: Any = No
     if not isinstance(segmentation, (list, tuple)):
         return "bad_polygon"
     try:
-        if all(len(polygon) < 6 for polygon in segmentation):
-            return "no_mask"
-        if any(_is_out_of_reach(polygon) for polygon in segmentation if len(polygon)):
-            return "bad_polygon"
-        return "odd_polygon" if any(len(polygon) % 2 for polygon in segmentation) else ""
+        return _fault_of_polygons(segmentation)
     except TypeError:  # no lists of numbers
         return "bad_polygon"
+
+
+def _fault_of_polygons(polygons: Sequence[Any]) -> str:
+    """Detectron2 leaves those of less than three corners out."""
+    fault = "no_mask"
+    for polygon in polygons:
+        if len(polygon) < 6:
+            continue
+        if _is_out_of_reach(polygon):
+            return "bad_polygon"
+        fault = "odd_polygon" if len(polygon) % 2 or fault == "odd_polygon" else ""
+    return fault
 
 
 def _is_size(size: Any) -> bool:
@@ -157,4 +165,6 @@ def _are_counts(code: dict[str, Any]) -> bool:
 def _is_out_of_reach(polygon: Any) -> bool:
     if isinstance(polygon, np.ndarray):
         return not bool(np.all(np.abs(polygon) < FAR))
+    if math.hypot(*polygon) < FAR:  # the fastest look at all corners, and False for NaN
+        return False
     return not (math.isfinite(sum(polygon)) and max(map(abs, polygon)) < FAR)

@@ -221,6 +221,8 @@ def test_evaluation_needs_nothing_of_what_training_needs(arguments, tmp_path, ca
     options = ["--num-gpus", 0, "--eval-only", *arguments, "SOLVER.IMS_PER_BATCH", 7]
     assert call(capsys, *options, "DATASETS.TRAIN", "()")[0] == 0
     assert (tmp_path / "output" / "inference" / "coco_instances_results.json").exists()
+    log = (tmp_path / "output" / "log.txt").read_text()
+    assert "--eval-only evaluates random weights, for MODEL.WEIGHTS is empty" in log
 
 
 def test_a_pattern_that_matches_nothing_is_one_line(arguments, capsys):
