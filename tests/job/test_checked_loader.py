@@ -112,6 +112,21 @@ def test_an_image_that_cannot_be_loaded_is_named(cfg, dicts, tmp_path, workers, 
         next(iter(loader))
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [{"counts": b"!!"}, {"counts": b"0"}, {"size": [3, 3], "counts": b"9"}, [[1, 2] * 4, [3]]],
+)
+def test_annotations_that_do_not_go_with_an_image_are_named_with_it(cfg, dicts, mask):
+    cfg.INPUT.MASK_FORMAT = "bitmask"
+    for entry in dicts:
+        size = {"size": [entry["height"], entry["width"]]}
+        is_code = isinstance(mask, dict)
+        entry["annotations"][0]["segmentation"] = {**size, **mask} if is_code else mask
+    loader = checked_loader(build_detection_train_loader, cfg)(cfg)
+    with pytest.raises(DataError, match=r"the image .*, or its annotations do not go with it \("):
+        next(iter(loader))
+
+
 def test_what_was_found_is_remembered_until_the_files_change(coins, cfg, log, monkeypatch):
     cfg.DATASETS.TRAIN = ("coins_val",)
     build = checked_loader(build_detection_train_loader, cfg)
