@@ -128,7 +128,7 @@ def _warnings_about_masks(cfg: CfgNode, found: AnnotationFacts) -> list[str]:
         (
             size,
             f"{size.number} of {total} masks are run-length codes of another size than their "
-            f"image. {ends}: {size.first}",
+            f"image. They end training, or are trained on wrongly: {size.first}",
         ),
         (
             bad,
