@@ -188,6 +188,7 @@ def check_config(cfg: CN, world_size: Optional[int] = None) -> None:
     check_choice("MEMFIT.AMP_DTYPE", cfg.MEMFIT.AMP_DTYPE, ("float16", "bfloat16"))
     check_plan(cfg)
     check_monitor(cfg)
+    check_bool("MEMFIT.EVALUATION.ON_DISK", cfg.MEMFIT.EVALUATION.ON_DISK)
     _check_techniques(cfg)
     check_positive_int("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH)
     check_positive_int("SOLVER.MAX_ITER", cfg.SOLVER.MAX_ITER)
@@ -250,10 +251,14 @@ def _explained(cfg: CN, where: str = "") -> Iterator[None]:
         unknown = re.search(r"Non-existent.* key: (\S+)", text)
         if unknown:
             text = _no_such_key(unknown[1], cfg)
-        mismatch = re.search(r"<class '(\w+)'> vs.* \(.* vs\. (.*)\) for config key: (\S+)", text)
+        mismatch = re.search(
+            r"<class '[\w.]*?(\w+)'> vs.* \(.* vs\. (.*)\) for config key: (\S+)", text
+        )
         if mismatch:
             text = f"{mismatch[3]} must be of type {mismatch[1]}, got {mismatch[2]}"
         raise ConfigError(where + text) from e
+    except RecursionError as e:
+        raise ConfigError(f"{where}its _BASE_ leads back to itself, or too far") from e
     except (AttributeError, TypeError) as e:  # from looking for keys in what has none
         raise ConfigError(f"{where}not a config: it must be a mapping of keys to values") from e
 

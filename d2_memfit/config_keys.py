@@ -74,6 +74,10 @@ _C.MEMFIT.MONITOR.SNAPSHOT_ITER = None
 # Whether OUTPUT_DIR/memfit_oom_<number>.json says the same at the first out-of-memory errors.
 _C.MEMFIT.MONITOR.SNAPSHOT_ON_OOM = False
 
+_C.MEMFIT.EVALUATION = CN()
+# Whether the predictions that Detectron2's COCOEvaluator collects are kept in a file, and evaluated
+# in parts of 200 images by the official COCO API: the results are those of the whole.
+_C.MEMFIT.EVALUATION.ON_DISK = False
 
 _C.MEMFIT.PLAN = CN()
 # Whether fit_config, and with it tools/train_net.py, plans before training so that the job fits

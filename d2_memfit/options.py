@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
@@ -11,12 +12,14 @@ from .config import check_config, load_cfg
 from .config_files import find_config_file, keys_in_own_files
 from .data import (
     CocoFile,
+    Remembered,
     Setting,
     add_coco_option,
     check_coco_file,
     fit_to_data,
     goes_with_data,
     register_coco,
+    stamp_of,
 )
 from .errors import ConfigError
 from .presets import PRESETS, budget_of_preset
@@ -69,6 +72,7 @@ def settings_of_data(
     *,
     eval_only: bool = False,
     reads_images: bool = False,
+    checked: Optional[dict[str, Any]] = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Setting]:
     """Register the datasets of ``--coco``, check those that are used, and find what follows from
@@ -82,6 +86,8 @@ def settings_of_data(
         config_file, opts, add_keys: as for :func:`~d2_memfit.config.load_cfg`.
         eval_only: whether nothing is trained.
         reads_images: whether images must be there, or only the annotations.
+        checked: gets what was found in the files, for :class:`~d2_memfit.data.Remembered`. Files
+            that are in that of OUTPUT_DIR, and did not change, are not read again.
         progress: as for :func:`~d2_memfit.data.check_coco_file`.
     """
     names = [name for name, _, _ in coco]
@@ -104,6 +110,7 @@ def settings_of_data(
     cfg = load_cfg(config_file, [*opts_of_settings(settings), *opts], add_keys)
     if not eval_only:
         check_config(cfg)
+    remembered = Remembered(cfg.OUTPUT_DIR)
     train: list[CocoFile] = []
     test: list[CocoFile] = []
     for name, json_file, image_dir in coco:
@@ -111,7 +118,15 @@ def settings_of_data(
         if trains or name in cfg.DATASETS.TEST:
             folder = image_dir if reads_images else None
             needs_objects = trains and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
-            file = check_coco_file(name, json_file, folder, needs_objects, progress)
+            paths = [json_file, *([folder] if folder else [])]
+            stamp = stamp_of(*paths, name=name, needs_objects=needs_objects)
+            found = None if checked is None else remembered.get(stamp)
+            if found is None:
+                file = check_coco_file(name, json_file, folder, needs_objects, progress)
+            else:
+                file = CocoFile.from_json(found)
+            if checked is not None and stamp is not None:
+                checked[stamp] = asdict(file)
             (train if trains else test).append(file)
     return [*settings, *fit_to_data(cfg, train, test, given)]
 

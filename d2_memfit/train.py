@@ -23,12 +23,15 @@ from detectron2.engine import default_argument_parser, default_setup, hooks
 from detectron2.evaluation import DatasetEvaluator, verify_results
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
+from detectron2.utils.file_io import PathManager
 from detectron2.utils.logger import setup_logger
 from torch import nn
 
+from .checks import check_int, check_positive_int
 from .config import check_config, check_plan, load_cfg, with_settings
 from .config_files import find_config_file
-from .data import check_datasets, register_coco
+from .data import Remembered, check_datasets, register_coco
+from .detectron2_keys import check_data_keys, check_model_keys, check_solver_keys
 from .engine import (
     MemfitCheckpointer,
     MemfitTrainer,
@@ -38,7 +41,7 @@ from .engine import (
     usable_device,
     world_size,
 )
-from .errors import ConfigError, exit_on_error
+from .errors import CheckpointError, ConfigError, exit_on_error
 from .evaluation import build_evaluator
 from .memory import use_expandable_segments
 from .options import add_options, check_opts, opts_of_card, opts_of_settings, settings_of_data
@@ -89,16 +92,18 @@ def prepare(args: argparse.Namespace) -> None:
     arguments what follows from others.
 
     ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data, which stand before the
-    user's; ``args.notes`` says what follows from the data.
+    user's; ``args.notes`` says what follows from the data, ``args.checked`` what was found in it.
     """
     check_opts(args.opts)
     opts = [*opts_of_card(args.card, args.opts), *args.opts]
+    args.checked = {}
     settings = settings_of_data(
         args.coco,
         args.config_file,
         opts,
         eval_only=args.eval_only,
         reads_images=True,
+        checked=args.checked,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
     args.notes = [str(setting) for setting in settings]
@@ -120,18 +125,56 @@ def _check(args: argparse.Namespace) -> None:
     cfg = make_cfg(args)
     if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
         use_expandable_segments()  # before anything asks the GPU
+    check_int("--num-gpus", args.num_gpus, at_least=0)
+    check_positive_int("--num-machines", args.num_machines)
+    if not 0 <= args.machine_rank < args.num_machines:
+        raise ConfigError(
+            f"--machine-rank must be 0 to {args.num_machines - 1}, for there are --num-machines "
+            f"{args.num_machines}, got {args.machine_rank}"
+        )
     ranks = world_size(args.num_gpus, args.num_machines)
+    check_model_keys(cfg)
+    check_data_keys(cfg)
     if not args.eval_only:
         check_config(Trainer.auto_scale_workers(cfg, ranks), ranks)
+        check_solver_keys(cfg)
     args.config_file = find_config_file(args.config_file)  # which is logged
     Precision.from_cfg(cfg)
     RecoveryOptions.from_cfg(cfg)
     check_plan(cfg)
     check_datasets(cfg, args.eval_only)
-    if os.path.exists(cfg.OUTPUT_DIR) and not os.path.isdir(cfg.OUTPUT_DIR):
-        raise ConfigError(f"OUTPUT_DIR must be a folder, and {cfg.OUTPUT_DIR} is a file")
+    _check_output_dir(cfg.OUTPUT_DIR)
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR)
     checkpointer.check(cfg.MODEL.WEIGHTS, resume=args.resume)
+    if not (args.resume and checkpointer.has_checkpoint()):
+        _fetch(cfg.MODEL.WEIGHTS)
+
+
+def _fetch(weights: str) -> None:
+    """Download what the ranks will look for in the cache."""
+    if "://" not in weights:
+        return
+    try:
+        file = PathManager.get_local_path(weights.partition("?")[0])  # main takes options there
+        problem = None if os.path.isfile(file) else f"{file} is no file"
+    except Exception as e:  # each handler has its own
+        problem = f"{type(e).__name__}: {e}"
+    if problem is not None:
+        raise CheckpointError(
+            f"MODEL.WEIGHTS {weights} cannot be fetched ({problem}). Name a file that is here, or "
+            '"" for random weights'
+        )
+
+
+def _check_output_dir(output_dir: str) -> None:
+    """It is not made yet: something else may still be wrong."""
+    if os.path.exists(output_dir) and not os.path.isdir(output_dir):
+        raise ConfigError(f"OUTPUT_DIR must be a folder, and {output_dir} is a file")
+    there = Path(output_dir).absolute()
+    while not there.exists():
+        there = there.parent
+    if "://" not in output_dir and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ConfigError(f"OUTPUT_DIR {output_dir} cannot be written: {there} is no such folder")
 
 
 @exit_on_error
@@ -144,10 +187,20 @@ def main(args: argparse.Namespace) -> None:
         logger.warning("No GPU is visible: running on the CPU")
     for note in args.notes:
         logger.info("From the data: %s", note)
+    if comm.is_main_process():
+        remembered = Remembered(cfg.OUTPUT_DIR)
+        for stamp, found in args.checked.items():
+            remembered.put(stamp, found)
+        remembered.save()
 
     if args.eval_only:
         model = Trainer.build_model(cfg)
         checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
+        if not cfg.MODEL.WEIGHTS and not (args.resume and checkpointer.has_checkpoint()):
+            logger.warning(
+                "--eval-only evaluates random weights, for MODEL.WEIGHTS is empty. Set it, or add "
+                "--resume for the last checkpoint of OUTPUT_DIR"
+            )
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
         results = Trainer.test(cfg, model)
         if cfg.TEST.AUG.ENABLED:

@@ -23,6 +23,11 @@ WRITERS = {
     "_no_such_key",
     "_unreadable",
     "final_error",
+    "_warnings_about_boxes",
+    "_warnings_about_classes",
+    "_warnings_about_images",
+    "_warnings_about_keypoints",
+    "_warnings_about_masks",
     "why_it_does_not_fit",
     "why_no_card_has",
 }

@@ -51,6 +51,8 @@ from d2_memfit.engine import (
 )
 from d2_memfit.errors import exit_on_error
 from d2_memfit.evaluation import use_available_implementation
+from d2_memfit.evaluation_in_parts import predictions_on_disk
+from d2_memfit.job import checked_test_loaders
 from d2_memfit.job.lazy import cfg_of_lazy
 from d2_memfit.memory import enforce_budget, use_expandable_segments
 from d2_memfit.techniques import ShardedOptimizer, ready_to_evaluate
@@ -62,6 +64,8 @@ def evaluate(job: Job, model: torch.nn.Module) -> Optional[dict[str, Any]]:
     with (
         ready_to_evaluate(without_ddp(model), job.cfg),
         recovering_inference(model, job.recovery),
+        predictions_on_disk(job.cfg),
+        checked_test_loaders(job.cfg),
     ):
         results = job.parts.test(model)
     print_csv_format(results)

@@ -1,21 +1,32 @@
 """A user's own dataset: registered by its files, checked, and what a config has to say of it."""
 
+from .annotations import AnnotationFacts, look_at_annotations
 from .coco_file import CocoFile, check_coco_file
+from .dataset_check import DatasetFacts, check_polygons, look_at_dataset, warnings_about_data
 from .datasets import add_coco_option, check_datasets, register_coco
 from .fit import Setting, check_classes, fit_to_data, goes_with_data
+from .remembered import Remembered, stamp_of
 from .schedule import fine_tuning_schedule
 from .sizes import shorter_sides
 
 __all__ = [
+    "AnnotationFacts",
     "CocoFile",
+    "DatasetFacts",
+    "Remembered",
     "Setting",
     "add_coco_option",
     "check_classes",
     "check_coco_file",
     "check_datasets",
+    "check_polygons",
     "fine_tuning_schedule",
     "fit_to_data",
     "goes_with_data",
+    "look_at_annotations",
+    "look_at_dataset",
     "register_coco",
     "shorter_sides",
+    "stamp_of",
+    "warnings_about_data",
 ]

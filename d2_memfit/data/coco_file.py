@@ -15,6 +15,7 @@ from typing import Any, Optional
 from detectron2.utils.file_io import PathManager
 
 from ..errors import DataError
+from .annotations import fault_of_segmentation
 from .images import check_images
 
 __all__ = ["CocoFile", "check_coco_file", "keypoint_names", "read_json"]
@@ -25,6 +26,7 @@ _FIELDS = {
     "annotations": {"id", "image_id", "category_id", "bbox"},
     "categories": {"id", "name"},
 }
+_BAD_MASKS = ("bad_polygon", "bad_rle", "rle_size", "odd_polygon")
 _LARGE_BYTES = 50 * 2**20  # from here on, reading takes long enough to say so
 
 
@@ -41,6 +43,8 @@ class CocoFile:
         without_size: ids of objects whose box has no width or no height.
         without_area: ids of annotations that pycocotools cannot evaluate.
         without_mask: ids of objects without a segmentation.
+        bad_masks: ids of objects, crowds too, whose masks cannot be drawn, or not without taking
+            all RAM.
         has_masks: whether Detectron2 takes one at least.
         with_rle: ids of objects whose segmentation is a run-length code.
         without_keypoints: ids of objects without keypoints.
@@ -56,10 +60,17 @@ class CocoFile:
     without_size: Sequence[int]
     without_area: Sequence[int]
     without_mask: Sequence[int]
+    bad_masks: Sequence[int]
     has_masks: bool
     with_rle: Sequence[int]
     without_keypoints: Sequence[int]
     keypoint_names: tuple[str, ...]
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "CocoFile":
+        """What ``dataclasses.asdict`` made of one."""
+        names = {key: tuple(found[key]) for key in ("classes", "keypoint_names")}
+        return cls(**{**found, **names})
 
 
 def check_coco_file(
@@ -130,6 +141,7 @@ def _check(
             a["id"] for a in coco["annotations"] if "area" not in a or "iscrowd" not in a
         ],
         without_mask=[a["id"] for a in objects if not a.get("segmentation")],
+        bad_masks=_bad_masks(coco),
         has_masks=any(_is_mask(a.get("segmentation")) for a in objects),
         with_rle=[a["id"] for a in objects if isinstance(a.get("segmentation"), dict)],
         without_keypoints=[a["id"] for a in objects if not a.get("keypoints")],
@@ -148,7 +160,7 @@ def read_json(name: str, json_file: str) -> dict[str, Any]:
             coco = json.load(f)
     except OSError as e:
         raise DataError(f"dataset {name}: cannot open {json_file} ({e.strerror})") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:  # what is nested too deeply
         raise DataError(f"dataset {name}: {json_file} is not valid JSON ({e})") from e
     if not isinstance(coco, dict):
         raise DataError(f"dataset {name}: {json_file} is not COCO's format, it has no 'images'")
@@ -244,7 +256,17 @@ def _is_mask(segmentation: Any) -> bool:
     """As Detectron2 sees it: it leaves polygons of less than three corners out."""
     if isinstance(segmentation, dict):
         return True
-    return bool(segmentation) and any(len(polygon) >= 6 for polygon in segmentation)
+    polygons = segmentation if isinstance(segmentation, list) else []
+    return any(isinstance(polygon, list) and len(polygon) >= 6 for polygon in polygons)
+
+
+def _bad_masks(coco: dict[str, Any]) -> list[Any]:
+    sizes = {i["id"]: (i["height"], i["width"]) for i in coco["images"]}
+    return [
+        a["id"]
+        for a in coco["annotations"]
+        if fault_of_segmentation(a.get("segmentation"), *sizes[a["image_id"]]) in _BAD_MASKS
+    ]
 
 
 def _first_twice(ids: list[Any]) -> Optional[Any]:

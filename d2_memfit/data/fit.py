@@ -10,7 +10,7 @@ from ..errors import ConfigError, DataError
 from .coco_file import CocoFile
 from .schedule import RULE, SCHEDULE_KEYS, fine_tuning_schedule, periods
 
-__all__ = ["Setting", "check_classes", "fit_to_data", "goes_with_data"]
+__all__ = ["Setting", "check_classes", "classes_of_model", "fit_to_data", "goes_with_data"]
 
 # They learn from labels of every pixel, which a COCO file does not have.
 _LEARN_FROM_PIXELS = ("PanopticFPN", "SemanticSegmentor", "PanopticDeepLab")
@@ -86,7 +86,7 @@ def fit_to_data(
     for file in test:
         _check_ground_truth(cfg, file)
     for file in train:
-        settings += _boxes(file)
+        _check_boxes(file)
         _check_masks(cfg, file)
         settings += _keypoints(cfg, file, given)
     if train:
@@ -116,6 +116,13 @@ def _classes(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator[S
         yield Setting(key, num_classes, f"the categories of {file.name}: {_names(file.classes)}")
 
 
+def classes_of_model(cfg: CfgNode) -> Optional[tuple[str, int]]:
+    """The key that has the model's number of classes, and that, where it is known."""
+    key = _CLASS_KEYS.get(cfg.MODEL.META_ARCHITECTURE)
+    keys = [key] if key is not None else _class_keys(cfg)
+    return (keys[0], _value(cfg, keys[0])) if keys and keys[0] else None
+
+
 def check_classes(cfg: CfgNode, file: CocoFile) -> None:
     """Raise :class:`ConfigError` unless a trained model finds what the data are labelled with."""
     key = _CLASS_KEYS.get(cfg.MODEL.META_ARCHITECTURE)
@@ -135,18 +142,11 @@ def _class_keys(cfg: CfgNode) -> list[str]:
     ]
 
 
-def _boxes(file: CocoFile) -> Iterator[Setting]:
-    """A few such boxes are in COCO, too."""
+def _check_boxes(file: CocoFile) -> None:
+    """A few without a size are in COCO, too. The trainer warns of these."""
     if file.without_size and len(file.without_size) == file.num_objects:
         raise DataError(
             f"{file.name}: no box of {file.json_file} has a size; a bbox is [x, y, width, height]"
-        )
-    if file.without_size:
-        yield Setting(
-            "",
-            None,
-            f"{len(file.without_size)} of {file.num_objects} boxes of {file.name} have no size, "
-            f"and nothing is learnt from them; the first has the id {file.without_size[0]}",
         )
 
 
@@ -159,6 +159,7 @@ def _check_ground_truth(cfg: CfgNode, file: CocoFile) -> None:
             f"{file.without_area[0]}. Add them: area is that of the mask, or of the box without "
             "one, and iscrowd 0"
         )
+    _check_drawable(cfg, file)
     if cfg.MODEL.MASK_ON and file.without_mask:
         raise DataError(
             f"MODEL.MASK_ON True, and {file.name} cannot be evaluated: {len(file.without_mask)} of "
@@ -175,6 +176,7 @@ def _check_masks(cfg: CfgNode, file: CocoFile) -> None:
             f"MODEL.MASK_ON True, and {file.name} has no masks: no annotation of {file.json_file} "
             "has a segmentation. Take a config of COCO-Detection, or set MODEL.MASK_ON False"
         )
+    _check_drawable(cfg, file)
     if file.without_mask:
         raise DataError(
             f"MODEL.MASK_ON True: {len(file.without_mask)} of {file.num_objects} annotations in "
@@ -186,6 +188,16 @@ def _check_masks(cfg: CfgNode, file: CocoFile) -> None:
             f"INPUT.MASK_FORMAT polygon: {len(file.with_rle)} annotations in {file.json_file} have "
             f"masks as run-length codes, the first has the id {file.with_rle[0]}. Set "
             "INPUT.MASK_FORMAT bitmask"
+        )
+
+
+def _check_drawable(cfg: CfgNode, file: CocoFile) -> None:
+    if cfg.MODEL.MASK_ON and file.bad_masks:
+        raise DataError(
+            f"MODEL.MASK_ON True: {len(file.bad_masks)} masks in {file.json_file} cannot be drawn, "
+            f"the first has the id {file.bad_masks[0]}. A polygon needs pairs of finite numbers "
+            "below a million, and a run-length code the size of its image, and counts that add up "
+            "to it. Correct or remove them, or set MODEL.MASK_ON False"
         )
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from .. import compat
 from ..config import with_memfit_keys
-from ..job import Job, RecoveryOptions
+from ..evaluation_in_parts import predictions_on_disk
+from ..job import Job, RecoveryOptions, checked_loader, checked_test_loaders
 from ..logs import start_logging
 from ..memory import enforce_budget, use_expandable_segments
 from ..presets import with_budget
@@ -151,7 +152,9 @@ class MemfitMixin(_Trainer):
             build_optimizer=lambda *a, **k: apply_techniques(
                 "optimizer", build_optimizer(*a, **k), cfg
             ),
-            build_train_loader=apply_techniques("loader", self.build_train_loader, cfg),
+            build_train_loader=apply_techniques(
+                "loader", checked_loader(self.build_train_loader, cfg), cfg
+            ),
         )
 
     auto_scale_workers = staticmethod(auto_scale_workers)
@@ -166,6 +169,8 @@ class MemfitMixin(_Trainer):
         with (
             ready_to_evaluate(compat.without_ddp(model), cfg),
             recovering_inference(model, options),
+            checked_test_loaders(cfg),
+            predictions_on_disk(cfg),
         ):
             return super().test(cfg, model, *args, **kwargs)
 

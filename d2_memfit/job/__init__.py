@@ -1,8 +1,17 @@
 """What is trained, described once: from a config, a trainer class, a LazyConfig, or from pieces."""
 
+from .checked_loader import checked_loader, checked_test_loaders
 from .job import Job
 from .normalizer_options import NormalizerOptions
 from .recovery_options import RecoveryOptions
 from .worst_case import WorstCase, worst_case
 
-__all__ = ["Job", "NormalizerOptions", "RecoveryOptions", "WorstCase", "worst_case"]
+__all__ = [
+    "Job",
+    "NormalizerOptions",
+    "RecoveryOptions",
+    "WorstCase",
+    "checked_loader",
+    "checked_test_loaders",
+    "worst_case",
+]

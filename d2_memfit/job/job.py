@@ -25,6 +25,7 @@ from ..projects import own_registry
 from ..scaling import auto_scale_workers
 from ..techniques import apply_techniques
 from .batches import Batches
+from .checked_loader import checked_loader
 from .datasets import Size
 from .largest import largest_batches
 from .lazy import LazyParts, cfg_of_lazy
@@ -275,7 +276,9 @@ class Job:
         return apply_techniques("optimizer", optimizer, self.cfg, announce)
 
     def build_train_loader(self) -> Any:
-        return apply_techniques("loader", self.parts.build_train_loader, self.cfg)()
+        says_all = isinstance(self.parts, TrainerParts)  # a LazyConfig's keys are of training only
+        build = checked_loader(self.parts.build_train_loader, self.cfg, says_all)
+        return apply_techniques("loader", build, self.cfg)()
 
     @cached_property
     def batches(self) -> Batches:
@@ -293,6 +296,5 @@ class Job:
 
 
 def _checked(ranks: Optional[int]) -> int:
-    ranks = comm.get_world_size() if ranks is None else ranks
-    check_positive_int("num_gpus", ranks)
-    return ranks
+    check_positive_int("num_gpus", comm.get_world_size() if ranks is None else ranks)
+    return comm.get_world_size() if ranks is None else ranks

@@ -3,7 +3,8 @@
 import os
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Callable
 
 import numpy as np
@@ -25,9 +26,9 @@ __all__ = ["SharedDataset", "SharedList"]
 class SharedDataset(Technique):
     """The dataset's dicts are serialized once per machine, into a file that all ranks map.
 
-    Saves the dataset's copies of all ranks but one: COCO's training annotations take 0.5 GB, those
-    of a large dataset tens of GB. Costs nothing: the file is gone from its folder as soon as all
-    ranks have it, and its pages are in RAM as long as there is room.
+    Saves the dataset's copies of all ranks but one, in training and evaluation: COCO's training
+    annotations take 0.5 GB, those of a large dataset tens of GB. Costs nothing: the file is gone
+    from its folder as soon as all ranks have it, and its pages are in RAM as long as there is room.
 
     Source: github.com/facebookresearch/detectron2/issues/4626 and d2go/issues/405.
     """
@@ -53,10 +54,20 @@ class SharedDataset(Technique):
     @classmethod
     def apply(cls, build_loader: Callable[..., Any], cfg: CfgNode) -> Callable[..., Any]:
         def build_loader_with_shared_dataset(*args: Any, **kwargs: Any) -> Any:
-            with replaced_functions([build], {"DatasetFromList": lambda _: SharedList}):
+            with cls.sharing(cfg):
                 return build_loader(*args, **kwargs)
 
         return build_loader_with_shared_dataset
+
+    @classmethod
+    @contextmanager
+    def sharing(cls, cfg: CfgNode) -> Iterator[None]:
+        """While open, loaders of Detectron2 that are built share their datasets, if it is on."""
+        if not cls.is_on(cfg):
+            yield
+            return
+        with replaced_functions([build], {"DatasetFromList": lambda _: SharedList}):
+            yield
 
 
 class SharedList(Dataset[Any]):

@@ -1,0 +1,222 @@
+"""Dataset dicts that would be trained on wrongly without a word."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Optional
+
+from detectron2.config import CfgNode
+
+from ..errors import DataError
+from .annotations import AnnotationFacts, Case, look_at_annotations
+from .fit import classes_of_model
+from .images import look_at_images
+
+__all__ = ["DatasetFacts", "check_polygons", "look_at_dataset", "warnings_about_data"]
+
+_MANY = 100_000  # annotations from which on it takes long enough to say so
+
+
+@dataclass
+class DatasetFacts:
+    """What is in a dataset; nothing in it depends on a config."""
+
+    annotations: AnnotationFacts
+    images: dict[str, Case]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Any) -> "DatasetFacts":
+        annotations = AnnotationFacts(**found["annotations"])
+        annotations.cases = _cases(found["annotations"]["cases"])
+        annotations.classes = _cases(found["annotations"]["classes"])
+        return cls(annotations, _cases(found["images"]))
+
+
+def _cases(found: Mapping[str, Any]) -> dict[str, Case]:
+    return {key: Case(**case) for key, case in found.items()}
+
+
+def look_at_dataset(
+    dicts: Sequence[Mapping[str, Any]], progress: Callable[[str], None]
+) -> DatasetFacts:
+    """One pass over the dicts, and a look into as many images as 3 s allow.
+
+    Args:
+        dicts: Detectron2's, as its loader is given them.
+        progress: called with a line at the begin and the end of what takes long.
+    """
+    start = time.perf_counter()
+    number = sum(len(d.get("annotations", ())) for d in dicts)
+    if number >= _MANY:
+        progress(f"Checking {number:,} annotations of {len(dicts):,} images ...")
+    annotations = look_at_annotations(dicts)
+    named = [d for d in dicts if isinstance(d.get("file_name"), str)]
+    files = [d["file_name"] for d in named]
+    images = look_at_images(files, [(d.get("width"), d.get("height")) for d in named])
+    if images.get("missing", Case()).number == len(files):
+        images = {"opened": Case()}  # names of something else than files: the mapper knows of what
+    if number >= _MANY:
+        progress(
+            f"Checked {number:,} annotations, and {images['opened'].number:,} of {len(files):,} "
+            f"images, in {time.perf_counter() - start:.1f} s"
+        )
+    return DatasetFacts(annotations, images)
+
+
+def check_polygons(cfg: CfgNode, facts: AnnotationFacts) -> None:
+    """Raise :class:`DataError` for a polygon that would take all of the machine's RAM."""
+    bad = facts.case("bad_polygon")
+    if bad and cfg.MODEL.MASK_ON:
+        raise DataError(
+            f"{bad.number} of {facts.num_objects} objects have a polygon with a corner that is NaN "
+            f"or infinite, or beyond a million pixels; the first is {bad.first}. To draw it would "
+            "take all RAM: correct or remove them, or set MODEL.MASK_ON False"
+        )
+
+
+def warnings_about_data(
+    cfg: Optional[CfgNode], facts: DatasetFacts, class_names: Optional[Sequence[str]]
+) -> list[str]:
+    """What is trained wrongly without a word, or ends training later, with counts.
+
+    Args:
+        cfg: what the model learns; None is not known.
+        class_names: of the dataset, where they are known.
+    """
+    found = facts.annotations
+    warnings = _warnings_about_boxes(found)
+    if cfg is not None:
+        warnings += _warnings_about_classes(cfg, found, class_names)
+        warnings += _warnings_about_masks(cfg, found) if cfg.MODEL.MASK_ON else []
+        warnings += _warnings_about_keypoints(found) if cfg.MODEL.KEYPOINT_ON else []
+    return warnings + _warnings_about_images(facts)
+
+
+def _warnings_about_boxes(found: AnnotationFacts) -> list[str]:
+    nan, negative, empty, none = map(found.case, ("nan_box", "negative_box", "empty_box", "no_box"))
+    total, left_out = found.num_objects, "Detectron2's mapper leaves them out without a word"
+    warnings = [
+        (nan, f"{nan.number} of {total} boxes have a NaN or infinity. {left_out}: {nan.first}"),
+        (
+            negative,
+            f"{negative.number} of {total} boxes have a negative width or height. {left_out}. Is "
+            f"bbox_mode right? {negative.first}",
+        ),
+        (empty, f"{empty.number} of {total} boxes have no area. {left_out}: {empty.first}"),
+        (
+            none,
+            f"{none.number} of {total} objects have a bbox that is not four numbers. Training ends "
+            f"where one is loaded: {none.first}",
+        ),
+    ]
+    return [text for case, text in warnings if case]
+
+
+def _warnings_about_masks(cfg: CfgNode, found: AnnotationFacts) -> list[str]:
+    none, size, bad, odd = map(found.case, ("no_mask", "rle_size", "bad_rle", "odd_polygon"))
+    rle = found.case("rle") if cfg.INPUT.MASK_FORMAT == "polygon" else Case()
+    total, ends = found.num_objects, "Training ends where one is loaded"
+    warnings = [
+        (
+            none,
+            f"MODEL.MASK_ON True, and {none.number} of {total} objects have no mask. Such an "
+            f"object, or an image of them alone, is left out or ends training: {none.first}",
+        ),
+        (
+            size,
+            f"{size.number} of {total} masks are run-length codes of another size than their "
+            f"image. They end training, or are trained on wrongly: {size.first}",
+        ),
+        (
+            bad,
+            f"{bad.number} of {total} masks are mappings without the size and counts of a "
+            f"run-length code. {ends}: {bad.first}",
+        ),
+        (
+            odd,
+            f"{odd.number} of {total} masks have a polygon with an odd number of coordinates. "
+            f"{ends}: {odd.first}",
+        ),
+        (
+            rle,
+            f"INPUT.MASK_FORMAT polygon, and {rle.number} of {total} masks are run-length codes. "
+            f"Set it bitmask: {rle.first}",
+        ),
+    ]
+    return [text for case, text in warnings if case]
+
+
+def _warnings_about_keypoints(found: AnnotationFacts) -> list[str]:
+    case = found.case("no_keypoints")
+    text = (
+        f"MODEL.KEYPOINT_ON True, and {case.number} of {found.num_objects} objects have no "
+        f"keypoints. Training ends where one is loaded: {case.first}"
+    )
+    return [text] if case else []
+
+
+def _warnings_about_classes(
+    cfg: CfgNode, found: AnnotationFacts, class_names: Optional[Sequence[str]]
+) -> list[str]:
+    warnings = []
+    numbers = [c for c in found.classes if not c.isdigit()]
+    for number in numbers:
+        case = found.classes[number]
+        warnings.append(
+            f"{case.number} of {found.num_objects} objects have the category_id {number}, which is "
+            f"not an integer from 0 up: {case.first}"
+        )
+    model = classes_of_model(cfg)
+    if model is None:
+        return warnings
+    key, num_classes = model
+    outside = {c: n for c, n in found.classes.items() if c.isdigit() and int(c) >= num_classes}
+    if outside:
+        ids = ", ".join(sorted(outside, key=int)[:5])
+        count = sum(case.number for case in outside.values())
+        warnings.append(
+            f"{count} of {found.num_objects} objects have a category_id outside 0 to "
+            f"{num_classes - 1} ({ids}), while {key} is {num_classes}. They are trained on as "
+            f"background, or end training: {next(iter(outside.values())).first}"
+        )
+    if class_names is not None and len(class_names) != num_classes:
+        names = ", ".join(class_names[:5]) + (", ..." if len(class_names) > 5 else "")
+        warnings.append(
+            f"{key} is {num_classes}, and the dataset has {len(class_names)} classes ({names}). "
+            "Set the key to that number"
+        )
+    return warnings
+
+
+def _warnings_about_images(facts: DatasetFacts) -> list[str]:
+    images, total, opened = facts.images, facts.annotations.num_images, facts.images["opened"]
+    warnings = []
+    if case := images.get("missing"):
+        warnings.append(f"{case.number} of {total} images do not exist, the first is {case.first}")
+    if case := images.get("unreadable"):
+        warnings.append(
+            f"{case.number} of {opened.number} images that were looked into cannot be decoded. "
+            f"Training ends where one is loaded: {case.first}"
+        )
+    if case := images.get("size"):
+        warnings.append(
+            f"{case.number} of {opened.number} images that were looked into have another size than "
+            "their dict says. Detectron2 turns photographs as their EXIF data say. Training ends "
+            f"where one is loaded: {case.first}"
+        )
+    if case := images.get("turned"):
+        warnings.append(
+            f"{case.number} of {opened.number} images that were looked into are turned or mirrored "
+            "as their EXIF data say. Were their annotations drawn on what is seen then? The first "
+            f"is {case.first}"
+        )
+    if case := images.get("deep"):
+        warnings.append(
+            f"{case.number} of {opened.number} images that were looked into have more than 8 bits "
+            "in a channel. Detectron2 reads them as 255 wherever they are brighter than that, so "
+            f"nearly all white: convert them to 8 bits: {case.first}"
+        )
+    return warnings

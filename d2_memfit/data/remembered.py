@@ -1,0 +1,70 @@
+"""What was found in a dataset's files, kept until they change."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Optional
+
+from detectron2.utils.file_io import PathManager
+
+__all__ = ["Remembered", "stamp_of"]
+
+_VERSION = 1  # of what is found and how it is written
+
+
+class Remembered:
+    """``OUTPUT_DIR/memfit_data_check.json``: what is found once is not looked for when the same run
+    is started again.
+
+    It is in OUTPUT_DIR and not beside the annotations, whose folder may be read-only or others'.
+
+    Args:
+        output_dir: may not exist yet. Nothing is written before :meth:`save`.
+    """
+
+    def __init__(self, output_dir: str) -> None:
+        self._file = Path(output_dir) / "memfit_data_check.json"
+        self._found: dict[str, Any] = {}
+        try:
+            content = json.loads(self._file.read_text())
+            if content["version"] == _VERSION:
+                self._found = dict(content["found"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # none, or a damaged one: it is looked for again
+
+    def get(self, stamp: Optional[str]) -> Optional[Any]:
+        """What was put under the stamp, or None."""
+        return None if stamp is None else self._found.get(stamp)
+
+    def put(self, stamp: Optional[str], found: Any) -> None:
+        """Nothing is kept without a stamp."""
+        if stamp is not None:
+            self._found[stamp] = found
+
+    def save(self) -> None:
+        """Best effort: a folder that cannot be written costs a check the next time."""
+        if not self._found:
+            return
+        beside = self._file.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps({"version": _VERSION, "found": self._found}))
+            os.replace(beside, self._file)
+        except OSError:
+            beside.unlink(missing_ok=True)
+
+
+def stamp_of(*paths: Any, **facts: Any) -> Optional[str]:
+    """A text that changes when one of the files or folders does.
+
+    Returns:
+        None if one is not local, or none is named.
+    """
+    stamps: list[Any] = []
+    for path in paths:
+        try:
+            status = os.stat(PathManager.get_local_path(str(path)) if "://" not in path else path)
+        except (OSError, TypeError):
+            return None
+        stamps.append([str(path), status.st_size, status.st_mtime_ns])
+    return None if not stamps else json.dumps([stamps, facts], default=str)

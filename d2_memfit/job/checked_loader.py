@@ -1,0 +1,165 @@
+"""Loaders that look at their dataset first, and name the image that cannot be loaded."""
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Callable, Optional
+
+from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog, build, common
+from detectron2.utils import comm
+
+from ..data import (
+    DatasetFacts,
+    Remembered,
+    check_polygons,
+    look_at_annotations,
+    look_at_dataset,
+    stamp_of,
+    warnings_about_data,
+)
+from ..errors import DataError
+from ..memory import is_loader_out_of_memory
+from ..techniques.modules import replaced_functions
+from ..techniques.shared_dataset import SharedDataset
+from .shm import warn_of_small_shm
+
+__all__ = ["checked_loader", "checked_test_loaders"]
+
+logger = logging.getLogger(__name__)
+
+
+def checked_loader(
+    build_loader: Callable[..., Any], cfg: CfgNode, says_all: bool = True
+) -> Callable[..., Any]:
+    """A function that builds a training loader as another does. What is odd about the dicts that
+    Detectron2's loader is given is logged first, and an image that cannot be loaded is named.
+
+    All ranks must call it together.
+
+    Args:
+        build_loader: all of its arguments are passed on.
+        says_all: whether the config has the datasets, the model and the loader, too.
+
+    Raises:
+        DataError: in the call, or out of the loader.
+    """
+
+    def build_checked_loader(*args: Any, **kwargs: Any) -> Any:
+        with _replaced(lambda dicts: _check_dicts(dicts, cfg, says_all)):
+            return build_loader(*args, **kwargs)
+
+    return build_checked_loader
+
+
+@contextmanager
+def checked_test_loaders(cfg: CfgNode) -> Iterator[None]:
+    """While open, Detectron2's test loaders name an image that cannot be loaded, and refuse
+    polygons that cannot be drawn. They share their dataset, if MEMFIT.HOST.SHARED_DATASET.
+
+    Raises:
+        DataError: where a loader is built, or out of the loader.
+    """
+    with (
+        SharedDataset.sharing(cfg),
+        _replaced(lambda dicts: _check_test_dicts(dicts, cfg)),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(check: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+    """While open, Detectron2's ``DatasetFromList`` checks, and its ``MapDataset`` names images, in
+    all files that know them.
+    """
+
+    def checking(original: Callable[..., Any]) -> Callable[..., Any]:
+        def dataset_from_list(items: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(items, list) and items and _is_dataset_dict(items[0]):
+                _on_first_rank(lambda: check(items))
+            return original(items, *args, **kwargs)
+
+        return dataset_from_list
+
+    def naming(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda dataset, function: original(dataset, _NamesImage(function))
+
+    originals = {"DatasetFromList": common.DatasetFromList, "MapDataset": common.MapDataset}
+    files = [
+        module
+        for module in list(sys.modules.values())
+        if module not in (build, common)
+        and any(vars(module).get(name) is cls for name, cls in originals.items())
+    ]
+    with replaced_functions([build, *files], {"DatasetFromList": checking, "MapDataset": naming}):
+        yield
+
+
+def _is_dataset_dict(item: Any) -> bool:
+    return isinstance(item, Mapping) and "annotations" in item
+
+
+def _on_first_rank(check: Callable[[], None]) -> None:
+    """An error of the first rank is one of all: no rank waits for another that has ended."""
+    error = ""
+    if comm.is_main_process():
+        try:
+            check()
+        except DataError as e:
+            error = str(e)
+    error = comm.all_gather(error)[0]
+    if error:
+        raise DataError(error)
+
+
+def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: bool) -> None:
+    names = list(cfg.DATASETS.TRAIN) if says_all else []
+    metadata = [MetadataCatalog.get(name) for name in names]
+    paths = [path for m in metadata for path in (m.get("json_file"), m.get("image_root"))]
+    remembered = Remembered(cfg.OUTPUT_DIR)
+    stamp = stamp_of(*paths, datasets=names, images=len(dicts))
+    found = remembered.get(stamp)
+    if found is None:
+        facts = look_at_dataset(dicts, logger.info)
+        remembered.put(stamp, facts.as_json())
+        remembered.save()
+    else:
+        facts = DatasetFacts.from_json(found)
+    if says_all:
+        check_polygons(cfg, facts.annotations)
+    class_names = metadata[0].get("thing_classes") if metadata else None
+    for warning in warnings_about_data(cfg if says_all else None, facts, class_names):
+        logger.warning(warning)
+    if says_all:
+        warn_of_small_shm(cfg, facts.annotations, comm.get_world_size())
+
+
+def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
+    if cfg.MODEL.MASK_ON:
+        check_polygons(cfg, look_at_annotations(dicts))
+
+
+class _NamesImage:
+    """A mapper whose errors name the image."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def __call__(self, item: Any) -> Any:
+        try:
+            return self._function(item)
+        except Exception as e:
+            name: Optional[str] = item.get("file_name") if isinstance(item, Mapping) else None
+            if name is None or isinstance(e, DataError) or is_loader_out_of_memory(e):
+                raise
+            raise DataError(
+                f"the image {name} cannot be loaded, or its annotations do not go with it "
+                f"({type(e).__name__}: {' '.join(str(e).split())[:300]}). Correct it, or take its "
+                "entry out of the dataset"
+            ) from e
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_function":  # while it is unpickled
+            raise AttributeError
+        return getattr(self._function, name)

@@ -1,0 +1,126 @@
+"""Predictions of an evaluation in a file, in place of a list that grows in RAM."""
+
+import pickle
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Optional
+
+import torch
+from detectron2.utils import comm
+
+__all__ = ["SpilledPredictions", "save_as_list"]
+
+# Of pickles, so that those of single items can be put together to that of a list.
+_PROTOCOL = 2
+_BEFORE, _AFTER = b"\x80\x02", b"."
+_SENT_BYTES = 8 * 2**20  # at once, from each rank to the first
+
+
+class SpilledPredictions:
+    """What ``COCOEvaluator`` appends to its list, pickled into a temporary file.
+
+    It can be iterated from the start, again and again. A pickle of it is one of a list.
+
+    Args:
+        folder: for the file, which has no name and is gone with this object; None is TMPDIR.
+    """
+
+    def __init__(self, folder: Optional[str]) -> None:
+        self._folder = folder
+        self._file = tempfile.TemporaryFile(prefix="d2_memfit_predictions_", dir=folder)  # noqa: SIM115
+        self._ends = array("q", [0])
+        self.image_ids: list[Any] = []
+        self.keys: set[str] = set()  # of predictions, and of the objects in their "instances"
+
+    def append(self, prediction: dict[str, Any]) -> None:
+        self.image_ids.append(prediction["image_id"])
+        self.keys.update(prediction)
+        for instance in prediction.get("instances", ()):
+            self.keys.update(instance)
+        self._append_pickle(pickle.dumps(prediction, _PROTOCOL))
+
+    def _append_pickle(self, pickled: bytes) -> None:
+        self._file.seek(self._ends[-1])
+        self._file.write(pickled)
+        self._ends.append(self._ends[-1] + len(pickled))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        prediction: dict[str, Any] = pickle.loads(self.pickle_of(index))
+        return prediction
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (), None, iter(self)
+
+    def pickle_of(self, index: int) -> bytes:
+        """The pickle of one prediction."""
+        self._file.seek(self._ends[index])
+        return self._file.read(self._ends[index + 1] - self._ends[index])
+
+    def gathered(self) -> "SpilledPredictions":
+        """Those of all ranks, in the order of the ranks, on the first. All ranks must call it.
+
+        A few MB are on their way at a time.
+        """
+        if comm.get_world_size() == 1:
+            return self
+        whole = SpilledPredictions(self._folder)
+        parts = list(self._parts())
+        for rank, number in enumerate(comm.all_gather(len(parts))):
+            for i in range(number):
+                is_mine = comm.get_rank() == rank
+                received = comm.gather(self._contents(parts[i]) if is_mine else None)
+                if comm.is_main_process():
+                    whole._extend(*received[rank])
+        return whole
+
+    def _extend(self, image_ids: list[Any], keys: set[str], pickles: list[bytes]) -> None:
+        self.image_ids += image_ids
+        self.keys |= keys
+        for pickled in pickles:
+            self._append_pickle(pickled)
+
+    def _parts(self) -> Iterator[range]:
+        """Indices of some MB each."""
+        begin = 0
+        for end in range(1, len(self) + 1):
+            if end == len(self) or self._ends[end] - self._ends[begin] >= _SENT_BYTES:
+                yield range(begin, end)
+                begin = end
+
+    def _contents(self, part: range) -> tuple[list[Any], set[str], list[bytes]]:
+        ids = self.image_ids[part.start : part.stop]
+        return ids, self.keys, [self.pickle_of(index) for index in part]
+
+
+def save_as_list(predictions: SpilledPredictions, file: BinaryIO) -> None:
+    """Write what ``torch.save(list(predictions), file)`` writes, in PyTorch's older format, which
+    needs no more than one prediction in RAM. ``torch.load`` reads both.
+
+    Source: ``_legacy_save`` in torch/serialization.py.
+    """
+    sizes = {"short": 2, "int": 4, "long": 4}
+    system = {
+        "protocol_version": torch.serialization.PROTOCOL_VERSION,
+        "little_endian": sys.byteorder == "little",
+        "type_sizes": sizes,
+    }
+    for header in (
+        torch.serialization.MAGIC_NUMBER,
+        torch.serialization.PROTOCOL_VERSION,
+        system,
+    ):
+        pickle.dump(header, file, protocol=_PROTOCOL)
+    file.write(_BEFORE + pickle.EMPTY_LIST)
+    for index in range(len(predictions)):
+        pickled = predictions.pickle_of(index)
+        file.write(pickled[len(_BEFORE) : -len(_AFTER)] + pickle.APPEND)
+    file.write(_AFTER)
+    pickle.dump([], file, protocol=_PROTOCOL)  # keys of storages: there are no tensors

@@ -1,0 +1,220 @@
+"""What is said of dataset dicts before the first iteration, and how long it takes."""
+
+import copy
+import json
+import time
+
+import numpy as np
+import pytest
+from detectron2.structures import BoxMode
+from PIL import Image
+
+from d2_memfit import get_cfg
+from d2_memfit.data import (
+    DatasetFacts,
+    check_polygons,
+    look_at_annotations,
+    look_at_dataset,
+    warnings_about_data,
+)
+from d2_memfit.errors import DataError
+
+NAN = float("nan")
+TRIANGLE = [1.0, 1.0, 9.0, 1.0, 9.0, 9.0]
+
+
+def annotation(**changes):
+    whole = {
+        "bbox": [1.0, 1.0, 8.0, 8.0],
+        "bbox_mode": BoxMode.XYWH_ABS,
+        "category_id": 0,
+        "iscrowd": 0,
+        "segmentation": [TRIANGLE],
+    }
+    return {key: value for key, value in {**whole, **changes}.items() if value is not ...}
+
+
+def dicts_of(*annotations):
+    good = [annotation() for _ in range(3)]
+    return [
+        {"file_name": "a.png", "image_id": 0, "height": 20, "width": 30, "annotations": good},
+        {"file_name": "b.png", "image_id": 1, "height": 20, "width": 30}
+        | {"annotations": list(annotations)},
+    ]
+
+
+def cfg_of(**model):
+    cfg = get_cfg()
+    cfg.MODEL.MASK_ON = True
+    cfg.MODEL.ROI_HEADS.NUM_CLASSES = 2
+    cfg.MODEL.update(model)
+    return cfg
+
+
+def warnings_of(dicts, cfg=None, names=("ring", "coin")):
+    facts = look_at_dataset(dicts, lambda line: None)
+    written = json.loads(json.dumps(facts.as_json()))  # as it is remembered
+    assert DatasetFacts.from_json(written) == facts
+    return warnings_about_data(cfg or cfg_of(), facts, names)
+
+
+def test_nothing_is_said_of_what_is_good():
+    assert warnings_of(dicts_of(annotation(category_id=1))) == []
+    assert warnings_of(dicts_of(annotation(bbox=[NAN] * 4, iscrowd=1))) == []  # not trained on
+    corners = annotation(bbox=np.array([1, 1, 9, 9]), bbox_mode=BoxMode.XYXY_ABS)
+    assert warnings_of(dicts_of(corners)) == []
+    turned = annotation(bbox=[5, 5, 8, 8, 45.0], bbox_mode=BoxMode.XYWHA_ABS)
+    assert warnings_of(dicts_of(turned)) == []
+    assert warnings_of(dicts_of(annotation(category_id=np.int64(1)))) == []
+    mask = annotation(segmentation={"size": [20, 30], "counts": b"X"})
+    cfg = cfg_of()
+    cfg.INPUT.MASK_FORMAT = "bitmask"
+    assert warnings_of(dicts_of(mask, annotation(segmentation=np.ones((20, 30)))), cfg) == []
+
+
+WRONG = {
+    "nan": (annotation(bbox=[NAN, 1, 2, 3]), "1 of 4 boxes have a NaN or infinity"),
+    "infinite": (annotation(bbox=[1, 1, float("inf"), 3]), "1 of 4 boxes have a NaN or infinity"),
+    "negative": (annotation(bbox=[9, 9, -4, 3]), "1 of 4 boxes have a negative width or height"),
+    "mode": (
+        annotation(bbox=[9, 9, 4, 3], bbox_mode=BoxMode.XYXY_ABS),
+        "negative width or height. Detectron2's mapper leaves them out without a word. Is bbox_mod",
+    ),
+    "flat": (annotation(bbox=[9, 9, 4, 0]), "1 of 4 boxes have no area"),
+    "three": (annotation(bbox=[9, 9, 4]), "1 of 4 objects have a bbox that is not four numbers"),
+    "no box": (annotation(bbox=...), "1 of 4 objects have a bbox that is not four numbers"),
+    "text box": (annotation(bbox="9 9 4 4"), "have a bbox that is not four numbers"),
+    "class": (
+        annotation(category_id=2),
+        "category_id outside 0 to 1 (2), while MODEL.ROI_HEADS.NUM_CLASSES is 2",
+    ),
+    "ignored class": (annotation(category_id=-1), "1 of 4 objects have the category_id -1, which"),
+    "class list": (annotation(category_id=[1]), "1 of 4 objects have the category_id [1], which"),
+    "no class": (annotation(category_id=...), "1 of 4 objects have the category_id None, which"),
+    "class name": (annotation(category_id="coin"), "have the category_id 'coin', which is not an"),
+    "no mask": (
+        annotation(segmentation=...),
+        "MODEL.MASK_ON True, and 1 of 4 objects have no mask",
+    ),
+    "two corners": (annotation(segmentation=[[1, 1, 2, 2]]), "1 of 4 objects have no mask"),
+    "odd": (annotation(segmentation=[[*TRIANGLE, 1]]), "a polygon with an odd number of coord"),
+    "code": (
+        annotation(segmentation={"size": [20, 30], "counts": b"X"}),
+        "INPUT.MASK_FORMAT polygon, and 1 of 4 masks are run-length codes. Set it bitmask",
+    ),
+    "other size": (
+        annotation(segmentation={"size": [30, 20], "counts": b"X"}),
+        "1 of 4 masks are run-length codes of another size than their image",
+    ),
+    "no counts": (
+        annotation(segmentation={"size": [20, 30]}),
+        "1 of 4 masks are mappings without the size and counts of a run-length code",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_would_be_trained_wrongly_is_counted_and_the_first_is_named(name):
+    wrong, message = WRONG[name]
+    found = [w for w in warnings_of(dicts_of(wrong)) if message in w]
+    assert len(found) == 1
+    assert "object 0 of b.png" in found[0]
+    assert "\n" not in found[0]
+
+
+def test_keypoints_must_be_there_where_they_are_learnt():
+    (warning,) = warnings_of(dicts_of(annotation()), cfg_of(KEYPOINT_ON=True))
+    assert warning.startswith("MODEL.KEYPOINT_ON True, and 4 of 4 objects have no keypoints")
+
+
+def test_what_the_model_does_not_learn_may_be_missing():
+    cfg = cfg_of(MASK_ON=False, META_ARCHITECTURE="ProposalNetwork")
+    wrong = annotation(segmentation=..., category_id=7)
+    assert warnings_of(dicts_of(wrong), cfg) == []
+
+
+def test_the_number_of_classes_is_compared_with_the_names():
+    (warning,) = warnings_of(dicts_of(), names=["ring"])
+    assert warning.startswith("MODEL.ROI_HEADS.NUM_CLASSES is 2, and the dataset has 1 classes (r")
+    assert warnings_of(dicts_of(), names=None) == []
+
+
+@pytest.mark.parametrize(
+    "polygon",
+    [[NAN, *TRIANGLE[1:]], [float("inf"), *TRIANGLE[1:]], [1e9, *TRIANGLE[1:]], ["a"] * 6],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_a_polygon_that_would_take_all_memory_is_an_error(polygon, kind):
+    facts = look_at_annotations(dicts_of(annotation(segmentation=[kind(polygon)])))
+    with pytest.raises(DataError, match=r"1 of 4 objects have a polygon .* object 0 of b\.png"):
+        check_polygons(cfg_of(), facts)
+    check_polygons(cfg_of(MASK_ON=False), facts)
+
+
+def save_truncated(image, file):
+    image.save(file)
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+def save_turned(orientation):
+    def save(image, file):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        image.save(file, exif=exif)
+
+    return save
+
+
+def save_deep(image, file):
+    Image.fromarray(np.full((20, 30), 4000, dtype=np.uint16)).save(file)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "save", "message"),
+    [
+        ("png", lambda image, file: None, "1 of 2 images do not exist, the first is"),
+        ("png", lambda image, file: file.write_bytes(b""), "1 of 2 images that were looked into"),
+        ("jpg", lambda image, file: file.write_text("no image"), "cannot be decoded"),
+        ("jpg", save_truncated, "cannot be decoded. Training ends where one is loaded"),
+        ("png", save_truncated, "cannot be decoded. Training ends where one is loaded"),
+        ("jpg", lambda image, file: image.resize((9, 9)).save(file), "another size than"),
+        ("jpg", save_turned(6), "another size than their dict says. Detectron2 turns"),
+        ("jpg", save_turned(3), "turned or mirrored as their EXIF data say"),
+        ("png", save_turned(6), "another size than their dict says"),
+        ("png", save_deep, "have more than 8 bits in a channel"),
+    ],
+)
+def test_images_are_looked_into(tmp_path, suffix, save, message):
+    rng = np.random.default_rng(0)
+    image = Image.fromarray(rng.integers(0, 255, (20, 30, 3), dtype=np.uint8))
+    dicts = dicts_of(annotation())
+    for number, entry in enumerate(dicts):
+        entry["file_name"] = str(tmp_path / f"{number}.{suffix}")
+        (save if number else Image.Image.save)(image, tmp_path / f"{number}.{suffix}")
+    (warning,) = warnings_of(dicts)
+    assert message in warning
+    assert f"1.{suffix}" in warning
+
+
+def test_names_that_are_no_files_are_left_to_the_mapper():
+    assert warnings_of(dicts_of()) == []  # there is no a.png
+
+
+@pytest.mark.exhaustive
+def test_as_many_annotations_as_coco_has_take_ten_seconds_at_most():
+    """Of CPU. The annotations are shared objects here, which makes no difference to it."""
+    corners = [float(i % 40) for i in range(46)]
+    objects = [annotation(segmentation=[copy.copy(corners)], bbox_mode=1) for _ in range(8)]
+    image = {"height": 480, "width": 640}
+    dicts = [
+        {**image, "file_name": f"{i}.jpg", "annotations": objects[: 8 if i % 10 else 1]}
+        for i in range(118_000)
+    ]
+    lines = []
+    start = time.process_time()
+    facts = look_at_dataset(dicts, lines.append)
+    assert time.process_time() - start < 10
+    assert facts.annotations.num_objects > 860_000
+    assert lines[0] == "Checking 861,400 annotations of 118,000 images ..."
+    assert lines[1].startswith("Checked 861,400 annotations, and 0 of 118,000 images, in ")

@@ -1,0 +1,218 @@
+"""Training with registered datasets, of which nothing was checked: what is said, and remembered."""
+
+import copy
+import json
+import os
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from detectron2.data import (
+    DatasetCatalog,
+    MetadataCatalog,
+    build_detection_test_loader,
+    build_detection_train_loader,
+)
+from PIL import Image
+from tiny import tiny_cfg
+
+from d2_memfit import MemfitTrainer
+from d2_memfit.data import AnnotationFacts
+from d2_memfit.errors import DataError
+from d2_memfit.evaluation import build_evaluator
+from d2_memfit.job import checked_loader, checked_test_loaders
+from d2_memfit.job.shm import shm_bytes
+from d2_memfit.techniques.shared_dataset import SharedList
+
+NAME = "registered"
+
+
+@pytest.fixture
+def dicts(coins):
+    """Those of a dataset that is registered by a function, as projects do. They may be changed."""
+    dicts = copy.deepcopy(DatasetCatalog.get("coins_val")[:4])
+    DatasetCatalog.register(NAME, lambda: copy.deepcopy(dicts))
+    MetadataCatalog.get(NAME).thing_classes = ["coin"]
+    yield dicts
+    DatasetCatalog.remove(NAME)
+    MetadataCatalog.remove(NAME)
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (NAME,), ()
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.SOLVER.MAX_ITER = 1
+    cfg.OUTPUT_DIR = str(tmp_path / "output")
+    return cfg
+
+
+def warnings(log):
+    return [r.getMessage() for r in log.records if r.levelname == "WARNING"]
+
+
+@pytest.mark.slow
+def test_a_trainer_warns_before_the_first_iteration(cfg, dicts, log):
+    for entry in dicts:
+        entry["annotations"][0]["bbox"][2] = float("nan")
+        entry["annotations"][1]["category_id"] = 1
+    MetadataCatalog.pop(NAME)
+    MetadataCatalog.get(NAME).thing_classes = ["coin", "note"]
+    MemfitTrainer(cfg)
+    said = warnings(log)
+    assert any("4 of " in w and "boxes have a NaN or infinity" in w for w in said)
+    assert any("4 of " in w and "category_id outside 0 to 0 (1)" in w for w in said)
+    assert any("NUM_CLASSES is 1, and the dataset has 2 classes (coin, note)" in w for w in said)
+
+
+def test_good_data_are_trained_on_without_a_word(cfg, dicts, log):
+    next(iter(checked_loader(build_detection_train_loader, cfg)(cfg)))
+    assert warnings(log) == []
+
+
+def test_the_batches_are_those_of_an_unchecked_loader(cfg, dicts):
+    from detectron2.utils.env import seed_all_rng
+
+    found = []
+    for build in (build_detection_train_loader, checked_loader(build_detection_train_loader, cfg)):
+        seed_all_rng(1)
+        found.append([d["image"].sum().item() for d in next(iter(build(cfg)))])
+    assert found[0] == found[1]
+
+
+def test_a_polygon_that_would_take_all_memory_is_an_error(cfg, dicts):
+    dicts[0]["annotations"][0]["segmentation"][0][0] = float("nan")
+    with pytest.raises(DataError, match=r"1 of \d+ objects have a polygon .*0\.png|jpg"):
+        checked_loader(build_detection_train_loader, cfg)(cfg)
+    with (
+        checked_test_loaders(cfg),
+        pytest.raises(DataError, match=r"1 of \d+ objects have a polygon"),
+    ):
+        build_detection_test_loader(cfg, NAME)
+
+
+@pytest.mark.parametrize(
+    ("workers", "training"),
+    [(0, True), (0, False), pytest.param(1, True, marks=pytest.mark.slow)],
+)
+def test_an_image_that_cannot_be_loaded_is_named(cfg, dicts, tmp_path, workers, training):
+    cfg.DATALOADER.NUM_WORKERS = workers
+    bad = tmp_path / "truncated.png"
+    Image.open(dicts[0]["file_name"]).save(bad)
+    bad.write_bytes(bad.read_bytes()[:-2000])
+    for entry in dicts:
+        entry["file_name"] = str(bad)
+    if training:
+        loader = checked_loader(build_detection_train_loader, cfg)(cfg)
+    else:
+        with checked_test_loaders(cfg):
+            loader = build_detection_test_loader(cfg, NAME)
+    with pytest.raises(DataError, match=r"the image .*truncated\.png cannot be loaded, .*OSError"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("mask", [{"counts": b"!!"}, [[1, 2] * 4, [3]]])
+def test_annotations_that_do_not_go_with_an_image_are_named_with_it(cfg, dicts, mask):
+    cfg.INPUT.MASK_FORMAT = "bitmask"
+    for entry in dicts:
+        size = {"size": [entry["height"], entry["width"]]}
+        is_code = isinstance(mask, dict)
+        entry["annotations"][0]["segmentation"] = {**size, **mask} if is_code else mask
+    loader = checked_loader(build_detection_train_loader, cfg)(cfg)
+    with pytest.raises(DataError, match=r"the image .*, or its annotations do not go with it \("):
+        next(iter(loader))
+
+
+def test_what_was_found_is_remembered_until_the_files_change(coins, cfg, log, monkeypatch):
+    cfg.DATASETS.TRAIN = ("coins_val",)
+    build = checked_loader(build_detection_train_loader, cfg)
+    build(cfg)
+    file = Path(cfg.OUTPUT_DIR) / "memfit_data_check.json"
+    kept = json.loads(file.read_text())
+    (found,) = kept["found"].values()
+    found["annotations"]["cases"]["nan_box"] = {"number": 3, "first": "what was remembered"}
+    file.write_text(json.dumps(kept))
+    build(cfg)
+    assert any("3 of" in w and "what was remembered" in w for w in warnings(log))
+    log.clear()
+    os.utime(coins / "val.json")
+    build(cfg)
+    assert warnings(log) == []
+    file.write_text("{")  # damaged
+    build(cfg)
+    assert warnings(log) == []
+
+
+def test_a_dataset_without_a_file_is_looked_at_each_time(cfg, dicts):
+    checked_loader(build_detection_train_loader, cfg)(cfg)
+    assert not os.path.exists(os.path.join(cfg.OUTPUT_DIR, "memfit_data_check.json"))
+
+
+def bad_data_on_rank(rank, output_dir):
+    """Each rank has the dataset, and only the first looks at it."""
+    annotation = {"bbox": [1, 1, 2, 2], "bbox_mode": 1, "category_id": 0}
+    annotation["segmentation"] = [[float("nan")] * 6]
+    entry = {"file_name": "a", "height": 9, "width": 9, "annotations": [annotation]}
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.OUTPUT_DIR = output_dir
+    build = checked_loader(
+        lambda: build_detection_train_loader([entry], mapper=lambda d: d, total_batch_size=2), cfg
+    )
+    with pytest.raises(DataError, match="have a polygon with a corner that is NaN"):
+        build()
+
+
+def test_an_error_of_the_first_rank_is_one_of_all(two_ranks, tmp_path):
+    two_ranks.run(bad_data_on_rank, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_loader_of_the_test_set_shares_its_dataset_too(cfg, dicts, coins, shared, monkeypatch):
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (NAME,), ("coins_val",)
+    cfg.MEMFIT.HOST.SHARED_DATASET = shared
+    loaders = []
+
+    class Trainer(MemfitTrainer):
+        @classmethod
+        def build_test_loader(cls, cfg, name):
+            loaders.append(super().build_test_loader(cfg, name))
+            return loaders[-1]
+
+        @classmethod
+        def build_evaluator(cls, cfg, name):
+            return build_evaluator(cfg, name)
+
+    model = Trainer.build_model(cfg)
+    Trainer.test(cfg, model)
+    assert isinstance(loaders[0].dataset._dataset, SharedList) is shared
+
+
+def test_dev_shm_is_measured_before_the_start(cfg, dicts, log, monkeypatch):
+    """A container has 64 MB."""
+    cfg.DATALOADER.NUM_WORKERS = 8
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (800,), 1333
+    status = namedtuple("status", ["f_bavail", "f_frsize"])
+    monkeypatch.setattr(os, "statvfs", lambda path: status(16384, 4096))
+    build = checked_loader(build_detection_train_loader, cfg)
+    build(cfg)
+    (warning,) = warnings(log)
+    # 8 workers x 2 images, a window of 2, and two groups of 2: 22 images of 3.2 MB.
+    assert "/dev/shm has 64 MB free, and the loader's workers may hold 67 MB" in warning
+    assert "docker run --shm-size=134m" in warning
+    assert warning.endswith("or set DATALOADER.NUM_WORKERS 7")
+    log.clear()
+    cfg.DATALOADER.NUM_WORKERS = 7
+    build(cfg)
+    assert warnings(log) == []
+
+
+def test_bit_masks_take_room_in_shared_memory(cfg):
+    facts = AnnotationFacts(num_images=10, num_objects=70, most_objects=30)
+    polygons = shm_bytes(cfg, facts, 1, 2)
+    cfg.INPUT.MASK_FORMAT = "bitmask"
+    pixels, images = 64 * 128, 2 * 2 + 2 + 4
+    assert polygons == pixels * 3 * images
+    assert shm_bytes(cfg, facts, 1, 2) == polygons + pixels * (7 * images + 30)
+    assert shm_bytes(cfg, facts, 1, 0) == 0

@@ -1,0 +1,569 @@
+"""What is put in, and the one line that comes out: of the command, before anything is started.
+
+Dataset dicts that a project registers are in tests/data/test_dataset_check.py.
+"""
+
+import json
+import resource
+import sys
+
+import numpy as np
+import pytest
+import train_net
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from PIL import Image
+from tiny import ROOT, run_process, tiny_cfg
+
+from d2_memfit import train
+
+NAN, INFINITY = float("nan"), float("inf")
+SIZE = 24
+TRIANGLE = [2.0, 2.0, 20.0, 2.0, 20.0, 20.0]
+
+
+def good_coco():
+    image = {"height": SIZE, "width": SIZE}
+    annotation = {"bbox": [2, 2, 18, 18], "area": 162, "iscrowd": 0, "category_id": 1}
+    return {
+        "images": [{"id": i, "file_name": f"{i}.jpg", **image} for i in (1, 2)],
+        "annotations": [
+            {"id": i, "image_id": i, "segmentation": [list(TRIANGLE)], **annotation} for i in (1, 2)
+        ],
+        "categories": [{"id": 1, "name": "ring"}],
+    }
+
+
+def put(place, *path, value=None):
+    """What changes one place of a COCO file."""
+
+    def change(coco):
+        *parents, last = path
+        node = coco[place]
+        for key in parents:
+            node = node[key]
+        node[last] = value
+
+    return change
+
+
+def drop(place, *path):
+    def change(coco):
+        node = coco[place]
+        for key in path[:-1]:
+            node = node[key]
+        del node[path[-1]]
+
+    return change
+
+
+def whole(place, value):
+    return lambda coco: coco.update({place: value})
+
+
+def code(counts, size=(SIZE, SIZE)):
+    return put("annotations", 0, "segmentation", value={"size": list(size), "counts": counts})
+
+
+def polygon(*corners):
+    return put("annotations", 0, "segmentation", value=[list(corners)])
+
+
+def keypoints(first, second):
+    def change(coco):
+        coco["annotations"][0]["keypoints"], coco["annotations"][1]["keypoints"] = first, second
+
+    return change
+
+
+ANNOTATION, IMAGE = ("annotations", 0), ("images", 0)
+
+# What is wrong with the COCO file that is trained on.
+COCO = {
+    "no images": (whole("images", []), "the list 'images' of {file} has no entries"),
+    "images is text": (whole("images", "a"), "the list 'images' of {file} is missing"),
+    "images is a mapping": (whole("images", {}), "the list 'images' of {file} is missing"),
+    "an image is text": (whole("images", ["a"]), "has an entry without file_name, height, id, wid"),
+    "no annotations": (whole("annotations", []), "has no annotations but those of crowds"),
+    "annotations is null": (whole("annotations", None), "the list 'annotations' of {file} is miss"),
+    "an annotation is null": (whole("annotations", [None]), "has an entry without bbox, category"),
+    "no categories": (whole("categories", []), "has the category_id 1, and there is nothing with"),
+    "categories is null": (whole("categories", None), "the list 'categories' of {file} is missing"),
+    "a category has no name": (drop("categories", 0, "name"), "has an entry without name"),
+    "a category has no id": (drop("categories", 0, "id"), "has an entry without id"),
+    "image without a name": (drop(*IMAGE, "file_name"), "has an entry without file_name"),
+    "image without a height": (drop(*IMAGE, "height"), "has an entry without height"),
+    "height of text": (put(*IMAGE, "height", value="24"), "has the height '24' and width 24 with"),
+    "height 0": (put(*IMAGE, "height", value=0), "has the height 0 and width 24 with the id 1"),
+    "negative width": (
+        put(*IMAGE, "width", value=-24),
+        "the height 24 and width -24 with the id 1",
+    ),
+    "width NaN": (put(*IMAGE, "width", value=NAN), "width nan with the id 1, which are no numbers"),
+    "infinite height": (put(*IMAGE, "height", value=INFINITY), "has the height inf and width 24"),
+    "height of another file": (put(*IMAGE, "height", value=99), "its entry says (24, 99)"),
+    "height of a billion": (put(*IMAGE, "height", value=10**9), "its entry says (24, 1000000000)"),
+    "file_name of a number": (put(*IMAGE, "file_name", value=7), "the first is {folder}/7"),
+    "image is not there": (put(*IMAGE, "file_name", value="x.jpg"), "1 of 2 images do not exist"),
+    "file_name of a folder": (put(*IMAGE, "file_name", value="folder"), "folder (IsADirectoryErr"),
+    "file_name of a parent": (put(*IMAGE, "file_name", value="../a/b.jpg"), "../a/b.jpg"),
+    "image id is a list": (
+        put(*IMAGE, "id", value=[1]),
+        "the id [1], which is no number and no te",
+    ),
+    "image id is null": (put(*IMAGE, "id", value=None), "the id None, which is no number and no t"),
+    "image id is true": (put(*IMAGE, "id", value=True), "the id True, which is no number and no t"),
+    "image id is 1.5": (put(*IMAGE, "id", value=1.5), "has the id 1.5, which is no number and no"),
+    "image id of text": (put(*IMAGE, "id", value="1"), "has numbers and texts as id: take one of"),
+    "image id twice": (
+        put(*IMAGE, "id", value=2),
+        "'images' of {file} has the id 2 more than once",
+    ),
+    "annotation id twice": (
+        put(*ANNOTATION, "id", value=2),
+        "'annotations' of {file} has the id 2",
+    ),
+    "category id twice": (
+        lambda coco: coco["categories"].append({"id": 1, "name": "coin"}),
+        "'categories' of {file} has the id 1 more than once",
+    ),
+    "category_id is a list": (put(*ANNOTATION, "category_id", value=[1]), "the category_id [1], w"),
+    "category_id of none": (put(*ANNOTATION, "category_id", value=7), "has the category_id 7, and"),
+    "category_id -1": (put(*ANNOTATION, "category_id", value=-1), "has the category_id -1, and th"),
+    "category_id of text": (put(*ANNOTATION, "category_id", value="1"), "texts as category_id"),
+    "image_id of none": (put(*ANNOTATION, "image_id", value=7), "has the image_id 7, and there is"),
+    "image_id is a mapping": (
+        put(*ANNOTATION, "image_id", value={}),
+        "the image_id {{}}, which is",
+    ),
+    "no bbox": (drop(*ANNOTATION, "bbox"), "has an entry without bbox: "),
+    "bbox null": (
+        put(*ANNOTATION, "bbox", value=None),
+        "has the bbox None with the id 1, which is",
+    ),
+    "bbox of three": (put(*ANNOTATION, "bbox", value=[1, 2, 3]), "has the bbox [1, 2, 3] with the"),
+    "bbox of text": (
+        put(*ANNOTATION, "bbox", value="1 2 3 4"),
+        "has the bbox '1 2 3 4' with the i",
+    ),
+    "bbox of texts": (
+        put(*ANNOTATION, "bbox", value=["1"] * 4),
+        "has the bbox ['1', '1', '1', '1'",
+    ),
+    "bbox with NaN": (
+        put(*ANNOTATION, "bbox", value=[1, 2, 3, NAN]),
+        "has the bbox [1, 2, 3, nan]",
+    ),
+    "infinite bbox": (
+        put(*ANNOTATION, "bbox", value=[1, 2, INFINITY, 3]),
+        "has the bbox [1, 2, inf",
+    ),
+    "nested bbox": (put(*ANNOTATION, "bbox", value=[[1, 2, 3, 4]]), "has the bbox [[1, 2, 3, 4]]"),
+    "no box has a size": (
+        lambda coco: [a.update(bbox=[1, 1, 0, 0]) for a in coco["annotations"]],
+        "bad: no box of {file} has a size",
+    ),
+    "all boxes are negative": (
+        lambda coco: [a.update(bbox=[9, 9, -4, -4]) for a in coco["annotations"]],
+        "bad: no box of {file} has a size",
+    ),
+    "crowds only": (
+        lambda coco: [a.update(iscrowd=1) for a in coco["annotations"]],
+        "has no annotations but those of crowds, which are not trained on",
+    ),
+    "no mask": (
+        drop(*ANNOTATION, "segmentation"),
+        "1 of 2 annotations in {file} have no segmentat",
+    ),
+    "mask null": (
+        put(*ANNOTATION, "segmentation", value=None),
+        "1 of 2 annotations in {file} have",
+    ),
+    "polygon with NaN": (
+        polygon(NAN, *TRIANGLE[1:]),
+        "1 masks in {file} cannot be drawn, the first",
+    ),
+    "infinite polygon": (
+        polygon(INFINITY, *TRIANGLE[1:]),
+        "1 masks in {file} cannot be drawn, the",
+    ),
+    "polygon far away": (
+        polygon(1e9, *TRIANGLE[1:]),
+        "1 masks in {file} cannot be drawn, the first",
+    ),
+    "polygon of texts": (
+        polygon(*"123456"),
+        "1 masks in {file} cannot be drawn, the first has the",
+    ),
+    "polygon of pairs": (
+        polygon(*[[1, 2]] * 6),
+        "1 masks in {file} cannot be drawn, the first has",
+    ),
+    "odd polygon": (
+        polygon(*TRIANGLE, 1),
+        "1 masks in {file} cannot be drawn, the first has the id",
+    ),
+    "a number as mask": (put(*ANNOTATION, "segmentation", value=7), "1 masks in {file} cannot be"),
+    "text as mask": (
+        put(*ANNOTATION, "segmentation", value="abc"),
+        "1 masks in {file} cannot be",
+    ),
+    "code without counts": (
+        code(None),
+        "1 masks in {file} cannot be drawn, the first has the id 1",
+    ),
+    "negative counts": (code([-5, 581]), "1 masks in {file} cannot be drawn, the first has the id"),
+    "counts of too few": (
+        code([3, 4]),
+        "1 masks in {file} cannot be drawn, the first has the id 1",
+    ),
+    "code of no size": (
+        code([576], []),
+        "1 masks in {file} cannot be drawn, the first has the id 1",
+    ),
+    "code of other size": (
+        code([1], [1, 1]),
+        "1 masks in {file} cannot be drawn, the first has the",
+    ),
+    "code of huge size": (
+        code([10**12], [10**6] * 2),
+        "1 masks in {file} cannot be drawn, the fir",
+    ),
+    "code for polygons": (
+        code([576]),
+        "INPUT.MASK_FORMAT polygon: 1 annotations in {file} have mas",
+    ),
+}
+
+# What the file is, in place of one in COCO's format.
+CONTENTS = {
+    "empty": (b"", "is not valid JSON"),
+    "cut off": (b'{"images": [', "is not valid JSON"),
+    "binary": (bytes(range(128, 256)), "is not valid JSON"),
+    "of UTF-16": ('{"images": []}'.encode("utf-16"), "is not valid JSON"),
+    "with a BOM": (b"\xef\xbb\xbf{}", "is not valid JSON"),
+    "nested without end": (b"[" * 200_000, "is not valid JSON"),
+    "a list": (b"[]", "is not COCO's format, it has no 'images'"),
+    "a number": (b"7", "is not COCO's format, it has no 'images'"),
+    "null": (b"null", "is not COCO's format, it has no 'images'"),
+    "a mapping of nothing": (b"{}", "the list 'images' of {file} is missing"),
+    "a number too long": (b'{"images": ' + b"9" * 5000 + b"}", "is not valid JSON"),
+}
+
+
+def save_turned(image, file):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.resize((SIZE * 2, SIZE)).save(file, exif=exif)
+
+
+IMAGES = {
+    "empty": (lambda image, file: file.write_bytes(b""), "1.jpg (UnidentifiedImageError: "),
+    "text": (lambda image, file: file.write_text("no image"), "1.jpg (UnidentifiedImageError: "),
+    "a folder": (lambda image, file: file.mkdir(), "1.jpg (IsADirectoryError: "),
+    "truncated": (
+        lambda image, file: [image.save(file), file.write_bytes(file.read_bytes()[:-300])],
+        "1.jpg (OSError: image file is truncated",
+    ),
+    "of another size": (
+        lambda image, file: image.resize((9, 9)).save(file),
+        "1.jpg has (9, 9) pixels of width and height, its entry says (24, 24)",
+    ),
+    "on its side": (save_turned, "1.jpg has (24, 48) pixels of width and height, its entry says"),
+    "missing": (
+        lambda image, file: None,
+        "1 of 2 images do not exist, the first is {folder}/1.jpg",
+    ),
+}
+
+# Keys and options, and what is said of them.
+OPTIONS = {
+    "SOLVER.MAX_ITER 0": "SOLVER.MAX_ITER must be a positive integer, got 0",
+    "SOLVER.MAX_ITER -3": "SOLVER.MAX_ITER must be a positive integer, got -3",
+    "SOLVER.MAX_ITER many": "SOLVER.MAX_ITER must be of type int, got many",
+    "SOLVER.IMS_PER_BATCH 0": "SOLVER.IMS_PER_BATCH must be a positive integer, got 0",
+    "SOLVER.ACCUMULATION_STEPS 0": "SOLVER.ACCUMULATION_STEPS must be a positive integer, got 0",
+    "SOLVER.CHECKPOINT_PERIOD 0": "SOLVER.CHECKPOINT_PERIOD must be a positive integer, got 0",
+    "SOLVER.CHECKPOINT_PERIOD -1": "SOLVER.CHECKPOINT_PERIOD must be a positive integer, got -1",
+    "SOLVER.STEPS (30,20)": "SOLVER.STEPS must be iterations from 1 on that increase, got (30, 20)",
+    "SOLVER.STEPS (20,20)": "SOLVER.STEPS must be iterations from 1 on that increase, got (20, 20)",
+    "SOLVER.STEPS (-5,)": "SOLVER.STEPS must be iterations from 1 on that increase, got (-5,)",
+    "SOLVER.STEPS ('a',)": "SOLVER.STEPS must be iterations from 1 on that increase, got ('a',)",
+    "SOLVER.STEPS 20": "SOLVER.STEPS must be of type tuple, got 20",
+    "SOLVER.BASE_LR -0.1": "SOLVER.BASE_LR must be a positive number, got -0.1",
+    "SOLVER.BASE_LR 0.0": "SOLVER.BASE_LR must be a positive number, got 0.0",
+    "SOLVER.BASE_LR high": "SOLVER.BASE_LR must be of type float, got high",
+    "SOLVER.MOMENTUM 1.5": "SOLVER.MOMENTUM must be from 0 on and below 1, got 1.5",
+    "SOLVER.WARMUP_ITERS -1": "SOLVER.WARMUP_ITERS must be an integer of at least 0, got -1",
+    "SOLVER.LR_SCHEDULER_NAME Cosine": "SOLVER.LR_SCHEDULER_NAME must be 'WarmupMultiStepLR', ",
+    "SOLVER.REFERENCE_WORLD_SIZE 3": "must be divisible by SOLVER.REFERENCE_WORLD_SIZE, 3, got 2",
+    "SOLVER.CLIP_GRADIENTS.ENABLED True SOLVER.CLIP_GRADIENTS.CLIP_TYPE full": (
+        "SOLVER.CLIP_GRADIENTS.CLIP_TYPE must be 'value' or 'norm', got 'full'"
+    ),
+    "SOLVER.CLIP_GRADIENTS.ENABLED True SOLVER.CLIP_GRADIENTS.CLIP_VALUE 0.0": (
+        "SOLVER.CLIP_GRADIENTS.CLIP_VALUE must be a positive number, got 0.0"
+    ),
+    "SOLVER.NO_SUCH 1": "there is no config key SOLVER.NO_SUCH",
+    "SOLVER.MAX_ITR 9": "there is no config key SOLVER.MAX_ITR (near: SOLVER.MAX_ITER",
+    "SOLVER 1": "SOLVER must be of type CfgNode",
+    "SOLVER.MAX_ITER": "a value is missing after SOLVER.MAX_ITER",
+    "DATALOADER.NUM_WORKERS -1": "DATALOADER.NUM_WORKERS must be an integer of at least 0, got -1",
+    "DATALOADER.SAMPLER_TRAIN Any": "DATALOADER.SAMPLER_TRAIN must be 'TrainingSampler', ",
+    "DATASETS.TRAIN ()": "DATASETS.TRAIN is empty: name a dataset to train on",
+    "DATASETS.TRAIN ('bda',)": "DATASETS.TRAIN names 'bda', and there is no such dataset",
+    "DATASETS.TRAIN bad": "DATASETS.TRAIN must be of type tuple, got bad",
+    "DATASETS.TEST ('bda',)": "DATASETS.TEST names 'bda', and there is no such dataset",
+    "INPUT.CROP.ENABLED True INPUT.CROP.TYPE circle": "INPUT.CROP.TYPE must be 'relative_range', ",
+    "INPUT.CROP.ENABLED True INPUT.CROP.SIZE [2.0,2.0]": (
+        "INPUT.CROP.SIZE must be two numbers, shares of 0 to 1, got [2.0, 2.0]"
+    ),
+    "INPUT.CROP.ENABLED True INPUT.CROP.SIZE [0.5]": "INPUT.CROP.SIZE must be two numbers, shares",
+    "INPUT.MASK_FORMAT rle": "INPUT.MASK_FORMAT must be 'polygon' or 'bitmask', got 'rle'",
+    "INPUT.RANDOM_FLIP both": "INPUT.RANDOM_FLIP must be 'none', 'horizontal' or 'vertical', got",
+    "INPUT.MIN_SIZE_TRAIN ()": "INPUT.MIN_SIZE_TRAIN is empty: name a size",
+    "INPUT.MIN_SIZE_TRAIN (0,)": "INPUT.MIN_SIZE_TRAIN must be a positive integer, got 0",
+    "INPUT.MIN_SIZE_TRAIN (-8,)": "INPUT.MIN_SIZE_TRAIN must be a positive integer, got -8",
+    "INPUT.MIN_SIZE_TEST -8": "INPUT.MIN_SIZE_TEST must be an integer of at least 0, got -8",
+    "INPUT.MAX_SIZE_TRAIN 0": "INPUT.MAX_SIZE_TRAIN must be a positive integer, got 0",
+    "INPUT.MIN_SIZE_TRAIN_SAMPLING any": "INPUT.MIN_SIZE_TRAIN_SAMPLING must be 'choice' or 'range",
+    "INPUT.MIN_SIZE_TRAIN_SAMPLING range": "range needs an INPUT.MIN_SIZE_TRAIN of two numbers, go",
+    "MODEL.META_ARCHITECTURE RCNN": "MODEL.META_ARCHITECTURE 'RCNN' is not registered (near: ",
+    "MODEL.BACKBONE.NAME resnet": "MODEL.BACKBONE.NAME 'resnet' is not registered",
+    "MODEL.RESNETS.DEPTH 51": "MODEL.RESNETS.DEPTH must be one of 18, 34, 50, 101, 152, got 51",
+    "MODEL.PROPOSAL_GENERATOR.NAME RPM": "MODEL.PROPOSAL_GENERATOR.NAME 'RPM' is not registered (n",
+    "MODEL.RPN.HEAD_NAME Head": "MODEL.RPN.HEAD_NAME 'Head' is not registered",
+    "MODEL.RPN.BATCH_SIZE_PER_IMAGE 0": "MODEL.RPN.BATCH_SIZE_PER_IMAGE must be a positive integer",
+    "MODEL.ROI_HEADS.NAME Heads": "MODEL.ROI_HEADS.NAME 'Heads' is not registered",
+    "MODEL.ROI_HEADS.NUM_CLASSES 0": "MODEL.ROI_HEADS.NUM_CLASSES 0 does not fit the data: {file}",
+    "MODEL.ROI_HEADS.NUM_CLASSES 80": "MODEL.ROI_HEADS.NUM_CLASSES 80 does not fit the data: ",
+    "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE 0": "BATCH_SIZE_PER_IMAGE must be a positive integer, go",
+    "MODEL.ROI_HEADS.POSITIVE_FRACTION 2.0": "POSITIVE_FRACTION must be 0 to 1, got 2.0",
+    "MODEL.ROI_BOX_HEAD.NAME Head": "MODEL.ROI_BOX_HEAD.NAME 'Head' is not registered",
+    "MODEL.ROI_MASK_HEAD.NAME Head": "MODEL.ROI_MASK_HEAD.NAME 'Head' is not registered",
+    "MODEL.KEYPOINT_ON True": "MODEL.KEYPOINT_ON True: 2 of 2 annotations in {file} have no keypoi",
+    "MODEL.PIXEL_STD [0.0,1.0,1.0]": "MODEL.PIXEL_STD must not be 0, got [0.0, 1.0, 1.0]",
+    "MODEL.PIXEL_STD [1.0]": "MODEL.PIXEL_STD must be a finite number a channel, got [1.0]",
+    "MODEL.PIXEL_MEAN ['a']": "MODEL.PIXEL_MEAN must be a finite number a channel, got ['a']",
+    "MODEL.DEVICE tpu9": "MODEL.DEVICE 'tpu9' is no device of PyTorch",
+    "MODEL.WEIGHTS no/such.pth": "the checkpoint no/such.pth does not exist",
+    "MODEL.WEIGHTS http://127.0.0.1:9/w.pkl": "MODEL.WEIGHTS http://127.0.0.1:9/w.pkl cannot be fe",
+    "MODEL.WEIGHTS no://such/w.pkl": "MODEL.WEIGHTS no://such/w.pkl cannot be fetched",
+    "OUTPUT_DIR {folder}/text.txt": "OUTPUT_DIR must be a folder, and {folder}/text.txt is a file",
+    "OUTPUT_DIR {folder}/text.txt/output": "output cannot be written: {folder}/text.txt is no such",
+    "MEMFIT.EVALUATION.ON_DISK 3": "MEMFIT.EVALUATION.ON_DISK must be of type bool, got 3",
+    "--num-gpus -1": "--num-gpus must be an integer of at least 0, got -1",
+    "--num-gpus 3": "SOLVER.IMS_PER_BATCH must be divisible by the number of ranks, 3, got 2",
+    "--num-machines 0": "--num-machines must be a positive integer, got 0",
+    "--num-machines 2 --machine-rank 2": "--machine-rank must be 0 to 1, for there are --num-machi",
+    "--machine-rank -1": "--machine-rank must be 0 to 0, for there are --num-machines 1, got -1",
+    "--card 7GB": "there is no preset '7GB'",
+    "--config-file no/such.yaml": "--config-file 'no/such.yaml' does not exist",
+    "--config-file {folder}/text.txt": "not a config: it must be a mapping of keys to values",
+    "--config-file {folder}/itself.yaml": "itself.yaml: its _BASE_ leads back to itself, or too fa",
+    "--config-file {folder}/no_base.yaml": "no_base.yaml: ",
+    "--config-file {folder}/unsafe.yaml": "unsafe.yaml: ",
+    "--config-file {folder}/binary.yaml": "binary.yaml: ",
+    "--config-file {folder}/key.yaml": "key.yaml: there is no config key NO_SUCH_KEY",
+    "--coco other no/such.json no": "dataset other: cannot open no/such.json",
+    "--coco other {folder} no": "dataset other: cannot open {folder}",
+    "--coco bad {file} {folder}": "--coco bad is there more than once: give each dataset its name",
+}
+
+# Variables that torchrun sets, of which one is wrong.
+VARIABLES = {
+    "RANK=a": "the environment variable RANK must be a number of 0 to 0, got 'a'",
+    "RANK=5": "the environment variable RANK must be a number of 0 to 0, got '5'",
+    "RANK=": "the environment variable RANK must be a number of 0 to 0, got ''",
+    "WORLD_SIZE=0": "the environment variable WORLD_SIZE must be a number of at least 1, got '0'",
+    "WORLD_SIZE=-2": "the environment variable WORLD_SIZE must be a number of at least 1, got '-2'",
+    "WORLD_SIZE=two": "the environment variable WORLD_SIZE must be a number of at least 1, got 'tw",
+    "LOCAL_RANK=1": "the environment variable LOCAL_RANK must be a number of 0 to 0, got '1'",
+    "LOCAL_WORLD_SIZE=x": "variable LOCAL_WORLD_SIZE must be a number of at least 1, got 'x'",
+    "MASTER_PORT=99999": "variable MASTER_PORT must be a number of 1 to 65535, got '99999'",
+    "MASTER_PORT=http": "variable MASTER_PORT must be a number of 1 to 65535, got 'http'",
+}
+
+FILES = {
+    "text.txt": "no config, and no weights",
+    "itself.yaml": "_BASE_: itself.yaml\n",
+    "no_base.yaml": "_BASE_: no_such.yaml\n",
+    "unsafe.yaml": "SEED: !!python/object/apply:os.getpid []\n",
+    "binary.yaml": "\x00\x01",
+    "key.yaml": "NO_SUCH_KEY: 1\n",
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A config file, and a folder with two good images, which the tests leave as it is."""
+    folder = tmp_path_factory.mktemp("bad_input")
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER = 2, 5
+    (folder / "tiny.yaml").write_text(cfg.dump())
+    for name, content in FILES.items():
+        (folder / name).write_text(content)
+    (folder / "folder").mkdir()
+    rng = np.random.default_rng(0)
+    image = Image.fromarray(rng.integers(0, 255, (SIZE, SIZE, 3), dtype=np.uint8))
+    for i in (1, 2):
+        image.save(folder / f"{i}.jpg")
+    return folder
+
+
+@pytest.fixture
+def said(config, tmp_path, capsys, monkeypatch):
+    """Calls the command with changed files, and gives the one line that it says."""
+
+    def call(change=lambda coco: None, content=None, folder=config, options="", starts=False):
+        if not starts:
+            monkeypatch.setattr(train, "launch", None)
+        coco = good_coco()
+        change(coco)
+        file = tmp_path / "bad.json"
+        file.write_bytes(json.dumps(coco).encode() if content is None else content)
+        names = {"file": str(file), "folder": str(folder)}
+        options = [o.format(**names) for o in options.split(" ") if o]
+        keys = [] if options[:1] and options[0].startswith("--") else options
+        flags = [] if keys else options
+        flags = (
+            flags if "--config-file" in flags else ["--config-file", f"{config}/tiny.yaml", *flags]
+        )
+        output = [] if "OUTPUT_DIR" in keys else ["OUTPUT_DIR", str(tmp_path / "output")]
+        coco_option = ["--coco", "bad", str(file), str(folder)]
+        if "other" in flags:
+            output += ["DATASETS.TRAIN", "('other',)"]
+        argv = ["train_net.py", *flags, *coco_option, *output, *keys]
+        monkeypatch.setattr(sys, "argv", argv)
+        try:
+            with pytest.raises(SystemExit) as e:
+                train_net.run()
+        finally:
+            for name in {"bad", "other"} & set(DatasetCatalog.list()):
+                DatasetCatalog.remove(name)
+                MetadataCatalog.remove(name)
+        assert e.value.code == 2
+        assert not (tmp_path / "output").exists()
+        line = capsys.readouterr().err
+        if "://" in " ".join(options):  # a download shows its progress first
+            line = line[line.index("error: ") :]
+        assert line.startswith("error: ")
+        assert line.count("\n") == 1
+        assert len(line) < 1000
+        return line, names
+
+    return call
+
+
+def test_the_table_has_a_hundred_rows():
+    assert sum(map(len, (COCO, CONTENTS, IMAGES, OPTIONS, VARIABLES))) >= 100
+
+
+@pytest.mark.parametrize("name", COCO)
+def test_a_coco_file(said, name):
+    change, message = COCO[name]
+    line, names = said(change)
+    assert message.format(**names) in line
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_file_that_is_another(said, name):
+    content, message = CONTENTS[name]
+    line, names = said(content=content)
+    assert message.format(**names) in line
+    assert names["file"] in line
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image(said, tmp_path, config, name):
+    save, message = IMAGES[name]
+    folder = tmp_path / "images"
+    folder.mkdir()
+    image = Image.open(config / "1.jpg")
+    image.save(folder / "2.jpg")
+    save(image, folder / "1.jpg")
+    line, names = said(folder=folder)
+    assert message.format(**names) in line
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_option(said, options):
+    line, names = said(options=options)
+    assert OPTIONS[options].format(**names) in line
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_a_variable(said, monkeypatch, variable):
+    good = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "RANK": "0", "LOCAL_RANK": "0"}
+    name, _, value = variable.partition("=")
+    for key, text in {**good, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", name: value}.items():
+        monkeypatch.setenv(key, text)
+    assert VARIABLES[variable] in said(starts=True)[0]
+
+
+# A trainer of a project, with a dataset that it registers; what is wrong comes first.
+SCRIPT = """
+import sys
+from detectron2.data import DatasetCatalog
+from d2_memfit import MemfitTrainer
+from d2_memfit.config import load_cfg
+from d2_memfit.errors import exit_on_error
+
+image = {{"file_name": "{folder}/1.jpg", "image_id": 1, "height": 24, "width": 24}}
+polygon = [2.0, 2.0, 20.0, 2.0, 20.0, 20.0]
+annotation = {{"bbox": [2, 2, 18, 18], "bbox_mode": 1, "category_id": 0, "segmentation": [polygon]}}
+{change}
+dicts = [{{**image, "annotations": [annotation]}}]
+DatasetCatalog.register("mine", lambda: dicts)
+opts = ["DATASETS.TRAIN", ("mine",), "OUTPUT_DIR", "{output}", "SOLVER.MAX_ITER", 3]
+opts += ["DATASETS.TEST", ()]
+
+@exit_on_error
+def main():
+    MemfitTrainer(load_cfg("{folder}/tiny.yaml", opts)).train()
+
+main()
+"""
+
+
+def limit_address_space():
+    """A mistake costs the process its life, and not the machine its RAM."""
+    resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, 16 * 2**30))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "polygon[0] = float('nan')",
+            "error: 1 of 1 objects have a polygon with a corner that is N",
+        ),
+        (
+            "image['file_name'] = '{folder}/text.txt'",
+            "error: the image {folder}/text.txt cannot be",
+        ),
+    ],
+)
+def test_a_project_with_a_registered_dataset(config, tmp_path, change, message):
+    places = {"folder": config, "output": tmp_path / "output"}
+    script = SCRIPT.format(change=change.format(**places), **places)
+    run = run_process(
+        [sys.executable, "-W", "ignore", "-c", script], preexec_fn=limit_address_space
+    )
+    assert run.returncode == 2, run.stdout[-2000:] + run.stderr[-2000:]
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith(message.format(**places))
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_the_command_as_a_process(config, tmp_path):
+    coco = good_coco()
+    polygon(NAN, *TRIANGLE[1:])(coco)
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(coco))
+    command = [sys.executable, "-W", "ignore", ROOT / "tools" / "train_net.py"]
+    command += ["--config-file", config / "tiny.yaml", "--coco", "bad", file, config]
+    run = run_process([*command, "OUTPUT_DIR", tmp_path / "output"], preexec_fn=limit_address_space)
+    assert run.returncode == 2
+    assert run.stderr.startswith(f"error: MODEL.MASK_ON True: 1 masks in {file} cannot be drawn")
+    assert run.stderr.count("\n") == 1
