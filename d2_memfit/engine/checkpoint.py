@@ -34,7 +34,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.path_manager = _WholeFiles(self.path_manager)
+        self.path_manager: Any = _WholeFiles(self.path_manager)
         self._has_begun = self._is_resumed = False
 
     def save(self, name: str, **kwargs: Any) -> None:

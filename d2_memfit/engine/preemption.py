@@ -1,5 +1,6 @@
 """A run that is asked to end by a signal ends after the iteration, with a checkpoint."""
 
+import itertools
 import logging
 import os
 import signal
@@ -20,6 +21,8 @@ from .signals import SIGNALS
 __all__ = ["StopOnSignals"]
 
 logger = logging.getLogger(__name__)
+
+_training_numbers = itertools.count()  # the same on all ranks, which train together
 
 
 class StopOnSignals(HookBase):
@@ -42,11 +45,13 @@ class StopOnSignals(HookBase):
         self._checkpointer = checkpointer
         self._status = 0
         self._former: dict[int, Any] = {}
-        self._evaluation_key = ""
+        self._training = self._evaluation_key = ""
 
     def before_train(self) -> None:
-        self._inner: Any = getattr(self.trainer, "_trainer", self.trainer)
-        self._inner.stop_signal = self._inner.agreed_stop_signal = self._status = 0
+        inner: Any = getattr(self.trainer, "_trainer", self.trainer)
+        inner.stop_signal = inner.agreed_stop_signal = self._status = 0
+        self._inner = inner
+        self._training = f"d2_memfit/training {next(_training_numbers)}"
         if threading.current_thread() is threading.main_thread():
             self._former = {number: signal.signal(number, self._note) for number in SIGNALS}
             _forks.protected = True
@@ -104,7 +109,7 @@ class StopOnSignals(HookBase):
         """Run an evaluation that can be left before each batch."""
         model = compat.without_ddp(self._inner.model)
         original = type(model)
-        self._evaluation_key = f"d2_memfit/evaluation/{self.trainer.iter}"
+        self._evaluation_key = f"{self._training}/evaluation {self.trainer.iter}"
 
         def train(model: nn.Module, mode: bool = True) -> nn.Module:
             if mode:  # inference_on_dataset is through with its batches
