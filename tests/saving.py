@@ -3,11 +3,13 @@
     python saving.py {kill,full} NUM_RUNS SEED OUTPUT_DIR
 
 Each run resumes the one before, saves after every iteration, and is killed by SIGKILL: every second
-one within a save. With "full", saves fail too, as on a full disk, by a limit on the size of files. After each run it is resumed here. The last line says how many saves were completed, how many
+one within a save. With "full", saves fail too, as on a full disk, by a limit on the size of files.
+After each run it is resumed here. The last line says how many saves were completed, how many
 failed, and how many runs were killed within a save.
 """
 
 import functools
+import logging
 import os
 import random
 import resource
@@ -113,7 +115,7 @@ def main(kind, num_runs, seed, output_dir):
         child = os.fork()
         if not child:
             os.close(here)
-            sys.stderr = open(os.devnull, "w")
+            logging.disable()
             run(output_dir, there, limit)
         os.close(there)
         text = read_for(here, 10, until="begin\n")

@@ -110,7 +110,9 @@ def test_where_no_checkpoint_is_good_one_error_says_so_and_they_are_kept(tmp_pat
     for file in tmp_path.glob("*.pth"):
         file.write_bytes(b"not a checkpoint")
     before = names(tmp_path)
-    with pytest.raises(CheckpointError, match=r"nothing in .* can be resumed: .*; .*; .*\. Without"):
+    with pytest.raises(
+        CheckpointError, match=r"nothing in .* can be resumed: .*; .*; .*\. Without"
+    ):
         resumed(tmp_path, size=50)
     assert names(tmp_path) == before
 
@@ -198,7 +200,7 @@ def test_a_failed_save_removes_no_older_checkpoint_and_training_goes_on(tmp_path
 def test_the_last_save_of_a_run_must_not_fail(tmp_path):
     _, checkpointer = saved_run(tmp_path)
     (tmp_path / "model_final.pth.tmp").mkdir()
-    with pytest.raises(CheckpointError, match="cannot save the checkpoint .*model_final.pth"):
+    with pytest.raises(CheckpointError, match=r"cannot save the checkpoint .*model_final\.pth"):
         checkpointer.save("model_final", iteration=3)
 
 

@@ -1,18 +1,19 @@
 """Signals that ask a run to end: in training, in evaluation, on one rank and on two."""
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from detectron2.engine import hooks
 from detectron2.evaluation import DatasetEvaluator, inference_on_dataset
 from detectron2.utils import comm
 from saving import Toy, resumed, trainer_of
-from tiny import ROOT, parameters
+from tiny import ROOT, tiny_cfg
 
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.engine import AccumulatingTrainer, MemfitCheckpointer, StopOnSignals
@@ -174,3 +175,79 @@ def test_a_rank_that_waits_for_the_others_results_gets_them(two_ranks, tmp_path,
     assert [(status, iteration) for status, iteration, _ in ends] == [(143, 2)] * 2
     assert all(ended == 1 for _, _, (_, ended) in ends)
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
+
+
+def is_there(group):
+    """Whether a process of a group is alive."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+TRAIN_NET = ROOT / "tools" / "train_net.py"
+RANKS = ["--num-gpus", 2, "--dist-url", "auto"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+slow = pytest.mark.slow
+exhaustive = pytest.mark.exhaustive
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
+@pytest.mark.parametrize(
+    ("launcher", "options", "number", "whole_group", "statuses"),
+    [
+        pytest.param([], [], signal.SIGTERM, True, {143}, marks=slow),
+        pytest.param([], [], signal.SIGINT, True, {130}, marks=exhaustive),
+        pytest.param([], [], signal.SIGUSR2, True, {140}, marks=exhaustive),
+        pytest.param([], RANKS, signal.SIGTERM, False, {143}, marks=exhaustive),
+        pytest.param([], RANKS, signal.SIGINT, True, {130}, marks=exhaustive),
+        pytest.param([], RANKS, signal.SIGINT, False, {130}, marks=exhaustive),
+        pytest.param([], RANKS, signal.SIGUSR2, True, {140}, marks=exhaustive),
+        pytest.param(TORCHRUN, [], signal.SIGTERM, False, {1, 143}, marks=exhaustive),
+        pytest.param(TORCHRUN, [], signal.SIGTERM, True, {1, 143}, marks=exhaustive),
+    ],
+)
+def test_commands_end_with_a_checkpoint_and_leave_no_process(
+    coins, tmp_path, launcher, options, number, whole_group, statuses
+):
+    """With workers of the loader. A terminal, or Slurm, signals all processes of a job."""
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("cli_train",), ()
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER = 2, 5000
+    cfg.DATALOADER.NUM_WORKERS = 2
+    cfg.OUTPUT_DIR = str(tmp_path / "output")
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    command = [sys.executable, "-W", "ignore", *launcher, TRAIN_NET, *options]
+    command += ["--config-file", tmp_path / "config.yaml"]
+    command += ["--coco", "cli_train", coins / "train.json", coins / "train"]
+    with (tmp_path / "printed").open("w") as printed:
+        job = subprocess.Popen(
+            [str(c) for c in command],
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    try:
+        log = tmp_path / "output" / "log.txt"
+        end = time.monotonic() + 120
+        while not (log.exists() and "  iter: 19" in log.read_text()):
+            assert job.poll() is None, (tmp_path / "printed").read_text()
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        os.killpg(job.pid, number) if whole_group else job.send_signal(number)
+        status = job.wait(60)
+        shown = (tmp_path / "printed").read_text()
+        assert status in statuses, shown
+        saved = (tmp_path / "output" / "last_checkpoint").read_text()
+        assert saved.startswith("model_00000"), shown
+        assert launcher or "Traceback" not in shown
+        assert launcher or "\nerror:" not in shown
+        end = time.monotonic() + 15  # a worker looks for its rank every 5 s
+        while is_there(job.pid):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
