@@ -35,6 +35,8 @@ _C.MEMFIT.BUDGET_GB = None
 # A budget by the size that is printed on a card, such as "6GB", in place of BUDGET_GB; "" is none.
 # presets.py has the sizes, and what a process can take of each. The same as --card 6GB.
 _C.MEMFIT.PRESET = ""
+# Whether SIGTERM, SIGINT and SIGUSR2 end the run after the iteration, with a checkpoint.
+_C.MEMFIT.STOP_ON_SIGNALS = True
 
 _C.MEMFIT.OOM = CN()
 # What an out-of-memory error does: "raise" ends the run, as in Detectron2; "split" undoes what was

@@ -19,6 +19,10 @@ __all__ = [
 ]
 
 
+# What a shell gives to SIGINT, SIGUSR2 and SIGTERM: a rank that was asked to end did so.
+_STOPPED = (130, 140, 143)
+
+
 class MemfitError(Exception):
     """Base of them all. The command-line tools print it as one line and exit with status 2."""
 
@@ -63,7 +67,7 @@ def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
             print(f"error: {one_line(e)}", file=sys.stderr)
             sys.exit(2)
         except ProcessExitedException as e:
-            if e.exit_code != 2:
+            if e.exit_code not in (2, *_STOPPED):
                 print(f"error: {e}", file=sys.stderr)
             sys.exit(e.exit_code)
 

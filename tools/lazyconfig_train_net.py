@@ -42,6 +42,7 @@ from d2_memfit.engine import (
     MemfitCheckpointer,
     Precision,
     RecoveryOptions,
+    StopOnSignals,
     build_trainer,
     launch,
     memory_hooks,
@@ -90,9 +91,12 @@ def train(cfg: DictConfig, job: Job, resume: bool) -> None:
             hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if is_main else None,
             hooks.EvalHook(cfg.train.eval_period, lambda: evaluate(job, model)),
             hooks.PeriodicWriter(writers, period=cfg.train.log_period) if is_main else None,
+            StopOnSignals(checkpointer) if job.cfg.MEMFIT.STOP_ON_SIGNALS else None,
         ]
     )
     checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
+    comm.synchronize()  # all ranks have read their weights
+    checkpointer.begin_run()
     # The checkpoint has the iteration that was just finished.
     start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
     trainer.train(start_iter, cfg.train.max_iter)

@@ -12,6 +12,7 @@ from .launch import launch, usable_device, world_size
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
+from .preemption import StopOnSignals
 from .sharding import ConsolidateOptimizer
 from .train_loop import AccumulatingTrainer
 
@@ -27,6 +28,7 @@ __all__ = [
     "NormalizerOptions",
     "Precision",
     "RecoveryOptions",
+    "StopOnSignals",
     "build_trainer",
     "launch",
     "memory_hooks",

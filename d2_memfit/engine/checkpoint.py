@@ -1,15 +1,18 @@
-"""Checkpoints that say what is wrong with them."""
+"""Checkpoints that are whole when they exist, and are verified before anything is loaded."""
 
+import glob
 import logging
 import os
 import pickle
-import zipfile
+import re
 from typing import Any, Optional
 
-import torch
 from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.utils import comm
 
 from ..errors import CheckpointError
+from ..files import is_local, whole_file
+from .checkpoint_file import read_lazily, verify_checksums, why_it_does_not_fit_the_run
 
 __all__ = ["MemfitCheckpointer"]
 
@@ -17,25 +20,111 @@ logger = logging.getLogger(__name__)
 
 
 class MemfitCheckpointer(DetectionCheckpointer):
-    """A ``DetectionCheckpointer`` that names a file that cannot be read, and what to do about it.
+    """A ``DetectionCheckpointer`` that neither loses a checkpoint nor loads a damaged one.
+
+    A file takes the place of an older one when it is on disk as a whole. A save that fails is a
+    warning, and the run goes on, unless it is the last, ``*_final``. What is loaded is verified
+    first. :meth:`resume_or_load` takes the newest checkpoint that is good. Those of an earlier run
+    in the same folder are moved aside before the first save of one that does not resume it.
 
     Raises:
-        CheckpointError: in all that loads, instead of the many errors of the many formats.
+        CheckpointError: in all that loads, instead of the many errors of the many formats; and
+            where the last save failed.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.path_manager: Any = _WholeFiles(self.path_manager)
+        self._has_begun = self._is_resumed = False
+
+    def save(self, name: str, **kwargs: Any) -> None:
+        try:
+            self.save_or_raise(name, **kwargs)
+        except CheckpointError as e:
+            if name.endswith("_final"):  # PeriodicCheckpointer's, after the last iteration
+                raise
+            last = self.get_checkpoint_file() or "none"
+            logger.error("%s. Training goes on; the last checkpoint is %s", e, last)
+
+    def save_or_raise(self, name: str, **kwargs: Any) -> None:
+        """:meth:`save`, of which every failure is a :class:`CheckpointError`."""
+        self.begin_run()
+        self.path_manager.keeps_all = True  # a failed save is no reason to remove an older file
+        try:
+            super().save(name, **kwargs)
+        except (OSError, RuntimeError) as e:
+            error = e.__context__ if isinstance(e, RuntimeError) else e  # torch.save's own follows
+            if not isinstance(error, OSError):
+                raise
+            file = os.path.join(self.save_dir, f"{name}.pth")
+            raise CheckpointError(f"cannot save the checkpoint {file} ({error})") from e
+        self.path_manager.keeps_all = False
+
+    def begin_run(self) -> None:
+        """Move the checkpoints of an earlier run in the same folder aside, unless it was resumed.
+
+        The first save does so too. Call it when no rank reads weights from that folder any more.
+        """
+        if self._has_begun or not (self.save_dir and self.save_to_disk):
+            return
+        self._has_begun = True
+        if is_local(self.save_dir):  # of a run that was killed within a save
+            for leftover in glob.glob(os.path.join(glob.escape(self.save_dir), "*.pth.tmp")):
+                os.remove(leftover)
+        if self._is_resumed:
+            return
+        last = self.get_checkpoint_file()
+        pattern = r"model_(\d{7,}|final)\.pth"
+        files = [f for f in self._files() if f == last or re.fullmatch(pattern, _name(f))]
+        if not files:
+            return
+        tag = os.path.join(self.save_dir, "last_checkpoint")
+        number = 1
+        while self.path_manager.exists(os.path.join(self.save_dir, f"earlier_{number}")):
+            number += 1
+        folder = os.path.join(self.save_dir, f"earlier_{number}")
+        self.path_manager.mkdirs(folder)
+        for file in [*([tag] if self.path_manager.exists(tag) else []), *files]:
+            if not self.path_manager.mv(file, os.path.join(folder, _name(file))):
+                raise CheckpointError(
+                    f"cannot move {file}, of an earlier run, to {folder}: name another OUTPUT_DIR, "
+                    "or go on with that run by --resume"
+                )
+        logger.warning(
+            "%s has checkpoints of an earlier run, and this one starts afresh: %s are moved to %s. "
+            "To go on with an earlier run: --resume",
+            self.save_dir,
+            ", ".join(map(_name, files)),
+            folder,
+        )
+
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
-        if resume and not self.has_checkpoint():
-            logger.warning(
-                "There is no checkpoint in %s to resume: starting afresh, from the weights %r",
-                self.save_dir,
-                path,
-            )
-        return super().resume_or_load(path, resume=resume)
+        """As ``Checkpointer``'s. All ranks must call it: the first one finds the file to resume
+        from.
+        """
+        if not resume:
+            return super().resume_or_load(path, resume=False)
+        found = self._newest_good() if comm.is_main_process() else None
+        file, problems = comm.all_gather(found)[0]
+        if file:
+            if problems:
+                logger.warning("%s. Resuming from %s instead", problems[0], file)
+            self._is_resumed = True
+            return self.load(file)
+        if problems:
+            raise self._none_is_good(problems)
+        logger.warning(
+            "There is no checkpoint in %s to resume: starting afresh, from the weights %r",
+            self.save_dir,
+            path,
+        )
+        return self.load(path, checkpointables=[])
 
     def load(
         self, path: str, checkpointables: Optional[list[str]] = None, **kwargs: Any
     ) -> dict[str, Any]:
         self._check_exists(path)
+        self._loads_all = checkpointables is None
         return super().load(path, checkpointables, **kwargs)
 
     def check(self, path: str, *, resume: bool) -> None:
@@ -43,31 +132,88 @@ class MemfitCheckpointer(DetectionCheckpointer):
 
         Only local files in PyTorch's format are read; of others it is seen whether they exist.
         """
-        if resume and self.has_checkpoint():
-            path = self.get_checkpoint_file()
+        if resume:
+            file, problems = self._newest_good()
+            if problems and not file:
+                raise self._none_is_good(problems)
+            path = "" if file else path
         self._check_exists(path)
-        if path.endswith(".pth") and "://" not in path:
-            filename = self.path_manager.get_local_path(path)
+        if path.endswith(".pth") and is_local(path):
+            self._verified(path)
+
+    def has_checkpoint(self) -> bool:
+        """Also where ``last_checkpoint`` was lost, and the checkpoints themselves were not."""
+        return super().has_checkpoint() or any(_name(f).startswith("model_") for f in self._files())
+
+    def get_checkpoint_file(self) -> str:
+        """What ``last_checkpoint`` names; "" if it is missing or damaged."""
+        try:
+            file = super().get_checkpoint_file()
+            return file if self.path_manager.isfile(file) else ""
+        except ValueError:  # it is binary
+            return ""
+
+    def _files(self) -> list[str]:
+        """All checkpoints of the folder, the newest first."""
+        if not self.path_manager.isdir(self.save_dir):
+            return []
+        files = self.get_all_checkpoint_files()
+        return sorted(files, key=lambda f: (_time(f), f), reverse=True)
+
+    def _newest_good(self) -> tuple[str, list[str]]:
+        """The file to resume from, or "", and what was wrong with those that come before it."""
+        problems: list[str] = []
+        if not self.has_checkpoint():
+            return "", problems
+        last = self.get_checkpoint_file()
+        if not last:
+            tag = os.path.join(self.save_dir, "last_checkpoint")
+            problems.append(f"{tag} is missing or damaged, or names a file that does not exist")
+        others = [f for f in self._files() if f != last]
+        for file in [*([last] if last else []), *others]:
             try:
-                torch.load(
-                    filename,
-                    map_location="cpu",
-                    weights_only=True,
-                    mmap=zipfile.is_zipfile(filename),  # then no tensor is read
-                )
-            except Exception as e:
-                raise self._unreadable(filename, e) from e
+                checkpoint = self._verified(file)
+                self._check_fits(file, checkpoint)
+                return file, problems
+            except CheckpointError as e:
+                problems.append(str(e))
+        return "", problems
+
+    def _none_is_good(self, problems: list[str]) -> CheckpointError:
+        return CheckpointError(
+            f"nothing in {self.save_dir} can be resumed: {'; '.join(problems[:3])}"
+            f"{'; ...' if problems[3:] else ''}. Without --resume a new run starts there, and "
+            "these files are kept"
+        )
 
     def _check_exists(self, path: str) -> None:
         # A URL may still have to be downloaded. Main takes options after a question mark.
-        if path and "://" not in path and not self.path_manager.isfile(path.partition("?")[0]):
+        if path and is_local(path) and not self.path_manager.isfile(path.partition("?")[0]):
             raise CheckpointError(f"the checkpoint {path} does not exist")
+
+    def _check_fits(self, file: str, checkpoint: Any) -> None:
+        reason = why_it_does_not_fit_the_run(checkpoint, self.model, self.checkpointables)
+        if reason:
+            raise CheckpointError(f"the checkpoint {file} is not one of this job: {reason}")
+
+    def _verified(self, file: str) -> Any:
+        """What is in a file of ``torch.save``, without its tensors, after they were verified."""
+        filename = self.path_manager.get_local_path(file)
+        try:
+            verify_checksums(filename)
+            return read_lazily(filename)
+        except Exception as e:
+            raise self._unreadable(file, e) from e
 
     def _load_file(self, filename: str) -> dict[str, Any]:
         try:
-            return super()._load_file(filename)
+            verify_checksums(filename)
+            checkpoint = super()._load_file(filename)
         except Exception as e:
             raise self._unreadable(filename, e) from e
+        if self._loads_all and set(self.checkpointables) & set(checkpoint):
+            self._check_fits(filename, checkpoint)
+        return checkpoint
 
     def _unreadable(self, filename: str, error: Exception) -> CheckpointError:
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
@@ -76,12 +222,38 @@ class MemfitCheckpointer(DetectionCheckpointer):
                 "you trust its origin, keep the weights alone: "
                 "torch.save({'model': torch.load(f, weights_only=False)['model']}, f)"
             )
-        message = f"cannot read the checkpoint {filename}, it is damaged or not a checkpoint"
-        if self.has_checkpoint() and filename == self.get_checkpoint_file():
-            folder, name = os.path.split(filename)
-            others = sorted(f for f in os.listdir(folder) if f.endswith(".pth") and f != name)
-            message += (
-                f". To resume from an earlier one ({', '.join(others) or 'there is none'}), write "
-                f"its name into {os.path.join(folder, 'last_checkpoint')}"
-            )
-        return CheckpointError(message)
+        return CheckpointError(
+            f"cannot read the checkpoint {filename}, it is damaged or not a checkpoint"
+        )
+
+
+class _WholeFiles:
+    """A path manager that writes local files as a whole, and can refuse to remove any.
+
+    ``PeriodicCheckpointer`` removes the oldest file after each save, also after one that failed.
+    """
+
+    def __init__(self, path_manager: Any) -> None:
+        self._path_manager = path_manager
+        self.keeps_all = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._path_manager, name)
+
+    def open(self, path: str, mode: str = "r", **kwargs: Any) -> Any:
+        if "w" in mode and is_local(path):
+            return whole_file(path, mode)
+        return self._path_manager.open(path, mode, **kwargs)
+
+    def rm(self, path: str) -> None:
+        if not self.keeps_all:
+            self._path_manager.rm(path)
+
+
+def _name(path: str) -> str:
+    return os.path.basename(path)
+
+
+def _time(file: str) -> float:
+    """When a file was written, as far as it is known."""
+    return os.path.getmtime(file) if is_local(file) else 0.0

@@ -23,6 +23,7 @@ from .budget_hook import EnforceBudget
 from .checkpoint import MemfitCheckpointer
 from .hooks import memory_hooks
 from .inference import recovering_inference
+from .preemption import StopOnSignals
 from .sharding import ConsolidateOptimizer
 from .simple_trainers import accumulate_in
 from .train_loop import AccumulatingTrainer
@@ -107,6 +108,7 @@ class MemfitMixin(_Trainer):
             periods = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
             first.append(ConsolidateOptimizer(inner.optimizer, *periods))
         self._register_first(first)
+        self._stops_on_signals = cfg.MEMFIT.STOP_ON_SIGNALS
         logger.info(
             "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, on %d ranks",
             cfg.SOLVER.IMS_PER_BATCH,
@@ -137,6 +139,16 @@ class MemfitMixin(_Trainer):
                 "the inner trainer with d2_memfit.engine.build_trainer"
             )
         super().register_hooks(hooks)
+
+    def before_train(self) -> None:
+        checkpointer = getattr(self, "checkpointer", None)
+        if isinstance(checkpointer, MemfitCheckpointer):
+            comm.synchronize()  # all ranks have read their weights
+            checkpointer.begin_run()
+            if self._stops_on_signals:  # after all other hooks
+                self.register_hooks([StopOnSignals(checkpointer)])
+                self._stops_on_signals = False
+        super().before_train()
 
     def _register_first(self, hooks: list[HookBase]) -> None:
         """Before the project's, which write and save."""

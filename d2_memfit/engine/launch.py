@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Callable, Optional
 
@@ -14,6 +15,7 @@ from detectron2.utils import comm
 
 from .. import compat
 from ..errors import ConfigError
+from .signals import signals_passed_on
 
 __all__ = ["launch", "usable_device", "world_size"]
 
@@ -38,8 +40,11 @@ def launch(
         main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout: as in
             Detectron2.
 
+    SIGTERM, SIGINT and SIGUSR2 are passed on to the processes that it starts.
+
     Raises:
         ConfigError: a launcher's variable is no number, or out of range.
+        SystemExit: the processes ended because of such a signal. The status is 128 + its number.
     """
     num_ranks = num_gpus_per_machine * num_machines
     if _is_torchrun():
@@ -48,13 +53,15 @@ def launch(
         _variable("MASTER_PORT", 1, 2**16)
         _run_rank(main_func, args, "env://", rank, num_ranks, local_rank, ranks_here, timeout)
     elif torch.cuda.is_available() or num_ranks <= 1:
-        _detectron2_launch(
-            main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout
-        )
+        with signals_passed_on() if num_ranks > 1 else nullcontext():
+            _detectron2_launch(
+                main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout
+            )
     elif dist_url == "auto" and num_machines > 1:
         raise ConfigError("--dist-url auto works on one machine; name the first one's address")
     else:
-        with tempfile.TemporaryDirectory() as folder:  # a file, unlike a port, is always free
+        # A file, unlike a port, is always free.
+        with signals_passed_on(), tempfile.TemporaryDirectory() as folder:
             url = f"file://{folder}/rendezvous" if dist_url == "auto" else dist_url
             ranks_here = num_gpus_per_machine
             mp.start_processes(

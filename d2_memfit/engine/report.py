@@ -29,6 +29,7 @@ class Report:
     has_gradient: list[bool]  # for each parameter that is asked for, in the model's order
     recovery: Optional[RecoveryReport] = None
     counts: CountReport = field(default_factory=CountReport)
+    stop_signal: int = 0  # the signal that asked this rank to end the run
 
 
 def report(
@@ -36,6 +37,7 @@ def report(
     parameters: Iterable[torch.Tensor] = (),
     recovery: Optional[RecoveryReport] = None,
     counts: Optional[CountReport] = None,
+    stop_signal: int = 0,
 ) -> Report:
     """Sum up a window's losses after its last backward. This waits for the device."""
     sums: dict[str, float] = {}
@@ -55,6 +57,7 @@ def report(
         has_gradient,
         recovery,
         counts or CountReport(),
+        stop_signal,
     )
 
 

@@ -79,6 +79,7 @@ class AccumulatingTrainer(SimpleTrainer):
 
     Attributes:
         out_of_memory_observers: called when memory runs out, before anything is freed.
+        stop_signal: set on any rank; all have it as ``agreed_stop_signal`` after a step.
 
     Raises:
         ConfigError: one of the numbers is not a positive integer, or the model's device cannot
@@ -112,14 +113,12 @@ class AccumulatingTrainer(SimpleTrainer):
         self.precision = precision
         self.images_per_micro_batch = images_per_micro_batch
         self.out_of_memory_observers: list[Callable[[], None]] = []
+        self.stop_signal = self.agreed_stop_signal = 0
         normalizers = normalizers or NormalizerOptions()
         bare_model = compat.without_ddp(model)
+        retries = recovery is not None
         self.normalizers = Normalizers(
-            bare_model,
-            normalizers,
-            recovery is not None,
-            images_per_micro_batch,
-            accumulation_steps,
+            bare_model, normalizers, retries, images_per_micro_batch, accumulation_steps
         )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
@@ -133,7 +132,7 @@ class AccumulatingTrainer(SimpleTrainer):
         if normalizers.policy != "off" and not self._reduces_in_backward:
             adapt_known_criteria(bare_model)
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
-            check_ddp(model, recovers=recovery is not None)
+            check_ddp(model, recovers=retries)
         check_writing(async_write_metrics)
         super().__init__(model, data_loader, optimizer)
         self.loss_fn = loss_fn
@@ -157,13 +156,14 @@ class AccumulatingTrainer(SimpleTrainer):
             assert micro_batch is not None  # it is the first
             share = image_share(micro_batch.num_images, self.model)
             self._backward(self._forward(micro_batch), share)
-            reports = comm.all_gather(report(window))
+            reports = comm.all_gather(report(window, stop_signal=self.stop_signal))
         else:
             with WindowStorage(get_event_storage()) as storage, self._no_sync():
                 reports = self._run_window(window, storage)
             storage.write()
             if self.recovery is not None:
                 self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
+        self.agreed_stop_signal = max(r.stop_signal for r in reports)
         check_finite(reports, self.iter)
         if not any(r.num_images for r in reports):
             logger.warning("Iteration %d: all images were skipped, and so is the step", self.iter)
@@ -195,8 +195,8 @@ class AccumulatingTrainer(SimpleTrainer):
                     recovery_report = self._accumulate(window, storage)
             self._free_old_gradients()  # if all images were skipped
             # The vote: up to here, a rank could do its window again without the others.
-            counts = normalizers.report(window)
-            mine = report(window, self.model.parameters(), recovery_report, counts)
+            parameters, counts = self.model.parameters(), normalizers.report(window)
+            mine = report(window, parameters, recovery_report, counts, self.stop_signal)
             reports = comm.all_gather(mine)
             is_over = any(r.recovery is not None and r.recovery.final_error for r in reports)
             if is_over or not normalizers.must_run_again([r.counts for r in reports]):

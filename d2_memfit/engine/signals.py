@@ -1,0 +1,53 @@
+"""The signals that ask a run to end, in the process that started the ranks."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.multiprocessing import ProcessExitedException
+
+__all__ = ["SIGNALS", "signals_passed_on"]
+
+SIGNALS = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGUSR2") if hasattr(signal, n)]
+
+
+@contextmanager
+def signals_passed_on() -> Iterator[None]:
+    """While open, they go on to the processes that this one has started. A second SIGINT kills all.
+
+    Raises:
+        SystemExit: with 128 + the number of the first, if the processes ended because of it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        children = multiprocessing.active_children()
+        if number == signal.SIGINT in received:
+            for child in children:
+                child.kill()
+            raise KeyboardInterrupt
+        received.append(number)
+        for child in children:
+            # A terminal's Ctrl-C has reached them already, and their second ends them at once.
+            passed = signal.SIGTERM if number == signal.SIGINT else number
+            if child.pid is not None:
+                os.kill(child.pid, passed)
+
+    former = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        yield
+    except ProcessExitedException:
+        if received:
+            sys.exit(128 + received[0])
+        raise
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler or signal.SIG_DFL)
