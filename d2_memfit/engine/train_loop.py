@@ -27,6 +27,7 @@ from .recovery import Recovery, RecoveryReport
 from .reduce import average_gradients, check_ddp, image_share
 from .report import Report, check_finite, check_writing, report, write_metrics
 from .snapshot import Snapshot
+from .state_watch import StateWatch
 from .storage import WindowStorage
 from .window import MicroBatch, Window
 
@@ -225,6 +226,7 @@ class AccumulatingTrainer(SimpleTrainer):
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the model's losses. Each is kept in the micro-batch, too."""
         with (
+            self._watched(),
             observed(self.out_of_memory_observers),
             self.precision.autocast(),
             self.normalizers.of(micro_batch),
@@ -239,6 +241,13 @@ class AccumulatingTrainer(SimpleTrainer):
             total = sum(losses.values())
         micro_batch.losses = {name: loss.detach() for name, loss in losses.items()}
         return total
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Notices what a forward changes, where it may be run again."""
+        if self.recovery is None and not self.normalizers.may_run_again:
+            return contextlib.nullcontext()
+        model = compat.without_ddp(self.model)
+        return StateWatch.of(model).forward(model)
 
     def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
         """Add the gradients of ``weight x loss`` to those of the window."""

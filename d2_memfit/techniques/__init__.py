@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from .checkpointing import checkpointed
 from .evaluation import can_have_results_on_host, results_on_host
-from .module_state import ModuleState
+from .module_state import ModuleState, plain_attributes
 from .registry import (
     TECHNIQUES,
     TIERS,
@@ -21,6 +21,7 @@ __all__ = [
     "TECHNIQUES",
     "TIERS",
     "ModuleState",
+    "plain_attributes",
     "ShardedOptimizer",
     "Technique",
     "apply_techniques",
