@@ -9,16 +9,28 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from .. import compat
 from ..techniques import ModuleState, plain_attributes
 from ..techniques.module_state import LARGE_BYTES, MOST_BYTES
 
-__all__ = ["StateWatch"]
+__all__ = ["StateWatch", "watched"]
 
 logger = logging.getLogger(__name__)
 
+Tensors = dict[int, tuple[str, torch.Tensor]]  # by id, with their names
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Tensors = dict[int, tuple[str, torch.Tensor]]  # by id, with their names
+
+@contextmanager
+def watched(model: nn.Module, may_run_again: bool) -> Iterator[None]:
+    """Open it while a forward runs that may be run again."""
+    if not may_run_again:
+        yield
+        return
+    model = compat.without_ddp(model)
+    with StateWatch.of(model).forward(model):
+        yield
 
 
 class StateWatch:
@@ -31,8 +43,6 @@ class StateWatch:
     in the 1st, 2nd, 4th, 8th, ... forward, and so are plain attributes that snapshots leave out.
     """
 
-    _of: "WeakKeyDictionary[nn.Module, StateWatch]" = WeakKeyDictionary()
-
     def __init__(self, model: nn.Module) -> None:
         self._num_forwards = 0
         self._tensors: Tensors = {}
@@ -44,9 +54,9 @@ class StateWatch:
     @classmethod
     def of(cls, model: nn.Module) -> "StateWatch":
         """The one of a model, which is without DDP around it."""
-        if model not in cls._of:
-            cls._of[model] = cls(model)
-        return cls._of[model]
+        if model not in _watches:
+            _watches[model] = cls(model)
+        return _watches[model]
 
     @property
     def changed(self) -> list[torch.Tensor]:
@@ -112,19 +122,27 @@ def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, 
     for part in state.parts:
         if hasattr(part, "save_for_retry"):
             own.update(map(id, part.parameters()))
-        prefix = names[part] + "." if names.get(part) else ""
+        prefix = names.get(part, type(part).__name__)
+        prefix += "." if prefix else ""
         values = [*part._parameters.items(), *plain_attributes(part)]
         for name, value in values:
-            is_parameter = isinstance(value, nn.Parameter)
-            if isinstance(value, torch.Tensor) and (is_parameter or value.nbytes > LARGE_BYTES):
-                if value.layout == torch.strided and not value.is_meta and value.grad_fn is None:
-                    full = prefix + name if part in names else f"{type(part).__name__}.{name}"
-                    tensors[id(value)] = full, value
+            if _may_change_unseen(value):
+                tensors[id(value)] = prefix + name, value
     left_out = {}
     for part, name, why in state.left_out:
         where = names.get(part) or type(part).__name__
         left_out[f"{where}.{name}"] = part, name, why
     return {k: v for k, v in tensors.items() if k not in own}, left_out
+
+
+def _may_change_unseen(value: Any) -> bool:
+    """Whether it is a tensor that snapshots do not copy unless they are told to."""
+    return (
+        isinstance(value, torch.Tensor)
+        and (isinstance(value, nn.Parameter) or value.nbytes > LARGE_BYTES)
+        and (value.layout == torch.strided and not value.is_meta)
+        and value.grad_fn is None
+    )
 
 
 def _counted(tensor: torch.Tensor, looks: bool) -> Any:
@@ -153,3 +171,6 @@ def _fingerprint(value: Any) -> Any:
 
 def _num_bytes(tensors: Any) -> int:
     return sum(t.nbytes for t in tensors)
+
+
+_watches: WeakKeyDictionary[nn.Module, StateWatch] = WeakKeyDictionary()

@@ -19,6 +19,7 @@ from ..job.normalizer_options import NormalizerOptions
 from ..job.recovery_options import RecoveryOptions
 from ..precision import Precision
 from .communication import CommunicationError
+from .explained_hooks import ExplainedHooks
 from .forward_counters import ForwardCounters
 from .known_criteria import adapt_known_criteria
 from .normalizers import Normalizers
@@ -27,7 +28,7 @@ from .recovery import Recovery, RecoveryReport
 from .reduce import average_gradients, check_ddp, image_share
 from .report import Report, check_finite, check_writing, report, write_metrics
 from .snapshot import Snapshot
-from .state_watch import StateWatch
+from .state_watch import watched
 from .storage import WindowStorage
 from .window import MicroBatch, Window
 
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 Losses = Union[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
-class AccumulatingTrainer(SimpleTrainer):
+class AccumulatingTrainer(ExplainedHooks, SimpleTrainer):
     """A ``SimpleTrainer`` whose iteration is one optimizer step behind several forwards.
 
     ``run_step`` takes ``accumulation_steps`` batches from the loader, sends them through the model
@@ -124,13 +125,8 @@ class AccumulatingTrainer(SimpleTrainer):
         )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
-            self.recovery = Recovery(
-                recovery,
-                bare_model,
-                images_per_micro_batch,
-                mixed_precision=precision.dtype != torch.float32,
-                communication=self.normalizers.communication,
-            )
+            is_mixed, says = precision.dtype != torch.float32, self.normalizers.communication
+            self.recovery = Recovery(recovery, bare_model, images_per_micro_batch, is_mixed, says)
         if normalizers.policy != "off" and not self._reduces_in_backward:
             adapt_known_criteria(bare_model)
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
@@ -196,8 +192,8 @@ class AccumulatingTrainer(SimpleTrainer):
                     recovery_report = self._accumulate(window, storage)
             self._free_old_gradients()  # if all images were skipped
             # The vote: up to here, a rank could do its window again without the others.
-            counts = normalizers.report(window)
-            mine = report(window, self.model.parameters(), recovery_report, counts)
+            counts, vote = normalizers.report(window), self._explained("vote", window)
+            mine = report(window, self.model.parameters(), recovery_report, counts, vote)
             reports = comm.all_gather(mine)
             is_over = any(r.recovery is not None and r.recovery.final_error for r in reports)
             if is_over or not normalizers.must_run_again([r.counts for r in reports]):
@@ -226,7 +222,7 @@ class AccumulatingTrainer(SimpleTrainer):
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the model's losses. Each is kept in the micro-batch, too."""
         with (
-            self._watched(),
+            watched(self.model, self.recovery is not None),
             observed(self.out_of_memory_observers),
             self.precision.autocast(),
             self.normalizers.of(micro_batch),
@@ -241,13 +237,6 @@ class AccumulatingTrainer(SimpleTrainer):
             total = sum(losses.values())
         micro_batch.losses = {name: loss.detach() for name, loss in losses.items()}
         return total
-
-    def _watched(self) -> AbstractContextManager[None]:
-        """Notices what a forward changes, where it may be run again."""
-        if self.recovery is None and not self.normalizers.may_run_again:
-            return contextlib.nullcontext()
-        model = compat.without_ddp(self.model)
-        return StateWatch.of(model).forward(model)
 
     def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
         """Add the gradients of ``weight x loss`` to those of the window."""
