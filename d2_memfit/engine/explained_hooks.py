@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Optional
 
 from detectron2.engine import HookBase
-from detectron2.engine.train_loop import TrainerBase
 
 from .recovery import Recovery
 
 __all__ = ["ExplainedHooks"]
 
 if TYPE_CHECKING:  # it is no trainer by itself, and stands before one
-    _Trainer = TrainerBase
+    from detectron2.engine.train_loop import TrainerBase as _Trainer
 else:
     _Trainer = object
 

@@ -118,7 +118,8 @@ def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, 
     """
     state = ModuleState(model)
     names = {part: name for name, part in model.named_modules()}
-    tensors, own = {}, set()
+    tensors: Tensors = {}
+    own: set[int] = set()
     for part in state.parts:
         if hasattr(part, "save_for_retry"):
             own.update(map(id, part.parameters()))
@@ -148,11 +149,10 @@ def _may_change_unseen(value: Any) -> bool:
 def _counted(tensor: torch.Tensor, looks: bool) -> Any:
     """Differs where the tensor was changed; with ``looks``, also by way of ``.data``."""
     version = None if tensor.is_inference() else tensor._version
-    bits = None
+    bits: Any = None
     integer = _INTEGERS.get(tensor.element_size())
     if looks and integer is not None and not tensor.is_complex():
-        bits = tensor.detach().view(integer).sum()
-        bits = bits.item()
+        bits = tensor.detach().view(integer).sum().item()
     return version, tensor.data_ptr(), bits
 
 

@@ -10,6 +10,7 @@ from .budget import (
     return_large_blocks,
 )
 from .census import TensorCensus, bytes_by_kind, holders, live_tensors
+from .containers import GrowingContainers
 from .host import available_host_bytes
 from .meter import (
     DeviceMemory,
@@ -31,6 +32,7 @@ from .trend import steady_growth
 
 __all__ = [
     "DeviceMemory",
+    "GrowingContainers",
     "OwnerMeter",
     "ProcessMemory",
     "RisingRetries",

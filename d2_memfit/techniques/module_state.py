@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from enum import Enum
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -32,7 +33,7 @@ _NO_STATE_OF = {"torch", "logging", "threading", "weakref", "functools", "d2_mem
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 
-Undo = Callable[[], None]
+Undo = Callable[[], Any]
 
 
 class ModuleState:
@@ -81,8 +82,7 @@ class ModuleState:
         self._undo.append(_undo_entries(part._buffers))
         self.parts.append(part)
         if hasattr(part, "save_for_retry"):
-            state = part.save_for_retry()
-            self._undo.append(lambda: part.restore_for_retry(state))
+            self._undo.append(_undo_own(part))
             return []
         kept, left, modules = dict(vars(part)), set(_OF_MODULES), []
         for name, value in kept.items():
@@ -176,6 +176,15 @@ class _Contents:
             self.undo.append(_undo_attributes(attributes, dict(attributes), set()))
 
 
+def _undo_own(part: Any) -> Undo:
+    state = part.save_for_retry()
+
+    def undo() -> None:
+        part.restore_for_retry(state)
+
+    return undo
+
+
 def _undo_tensor(tensor: torch.Tensor) -> Undo:
     # By way of .data, autograd does not take it for a change of what it has saved.
     value = tensor.detach().clone()
@@ -186,7 +195,7 @@ def _undo_tensor(tensor: torch.Tensor) -> Undo:
     return undo
 
 
-def _undo_array(array: np.ndarray) -> Undo:
+def _undo_array(array: Any) -> Undo:
     value = array.copy()
 
     def undo() -> None:
@@ -247,10 +256,8 @@ def _undo_attributes(
 
 def _undo_generator(generator: Any) -> Undo:
     if isinstance(generator, random.Random):
-        state = generator.getstate()
-        return lambda: generator.setstate(state)
+        return partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.Generator):
-        state = generator.bit_generator.state
-        return lambda: setattr(generator.bit_generator, "state", state)
-    state = generator.get_state()
-    return lambda: generator.set_state(state)
+        bits = generator.bit_generator
+        return partial(setattr, bits, "state", bits.state)
+    return partial(generator.set_state, generator.get_state())

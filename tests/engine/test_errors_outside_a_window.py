@@ -80,7 +80,7 @@ def test_other_errors_of_hooks_and_other_policies_are_left_alone(tmp_path):
         Model(), [images(2, size=32)], torch.optim.SGD(Model().parameters(), lr=0.1)
     )
     trainer.register_hooks([Average()])
-    with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory$"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory$"):
         trainer.train(0, 1)
     trainer = trainer_of(tmp_path)
     trainer.register_hooks([hooks.CallbackHook(after_step=lambda _: 1 / 0)])
