@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Optional
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ __all__ = ["StateWatch", "watched"]
 
 logger = logging.getLogger(__name__)
 
-Tensors = dict[int, tuple[str, torch.Tensor]]  # by id, with their names
+# By id, with their names. Weakly: what a forward replaces must not be kept.
+Tensors = dict[int, tuple[str, "ref[torch.Tensor]"]]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -47,9 +48,9 @@ class StateWatch:
         self._num_forwards = 0
         self._tensors: Tensors = {}
         self._said: set[str] = set()
-        self._changed: dict[int, torch.Tensor] = {}
-        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
-        self._at_first = frozen if _num_bytes(frozen.values()) <= MOST_BYTES else {}
+        self._changed: list[ref[torch.Tensor]] = []
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._at_first = frozen if _num_bytes(frozen) <= MOST_BYTES else []
 
     @classmethod
     def of(cls, model: nn.Module) -> "StateWatch":
@@ -61,7 +62,7 @@ class StateWatch:
     @property
     def changed(self) -> list[torch.Tensor]:
         """Tensors for snapshots to copy."""
-        return list((self._changed if self._num_forwards else self._at_first).values())
+        return self._at_first or [t for t in (r() for r in self._changed) if t is not None]
 
     @contextmanager
     def forward(self, model: nn.Module) -> Iterator[None]:
@@ -71,7 +72,7 @@ class StateWatch:
         if looks:
             self._tensors, left_out = _named_state(model)
         copied = {id(t) for t in self.changed}
-        before = {k: _counted(t, looks) for k, (_, t) in self._tensors.items()}
+        before = {k: _counted(r(), looks) for k, (_, r) in self._tensors.items()}
         others = {k: _fingerprint(getattr(m, a)) for k, (m, a, _) in left_out.items()}
         is_done = False
         try:
@@ -79,8 +80,10 @@ class StateWatch:
             is_done = True
         finally:
             self._num_forwards += 1
-            for key, (name, tensor) in self._tensors.items():
-                if before[key] != _counted(tensor, looks):
+            self._at_first = []
+            for key, (name, reference) in self._tensors.items():
+                tensor = reference()
+                if tensor is not None and before[key] != _counted(tensor, looks):
                     self._note(name, tensor, is_late=not is_done and key not in copied)
             for name, (part, attribute, why) in left_out.items():
                 if others[name] != _fingerprint(getattr(part, attribute, None)):
@@ -88,11 +91,12 @@ class StateWatch:
 
     def _note(self, name: str, tensor: torch.Tensor, is_late: bool) -> None:
         """A tensor was changed; late is when a forward failed, and no snapshot has it."""
-        if id(tensor) not in self._changed:
-            if _num_bytes([*self._changed.values(), tensor]) > MOST_BYTES:
+        changed = self.changed
+        if all(other is not tensor for other in changed):
+            if _num_bytes([*changed, tensor]) > MOST_BYTES:
                 self._warn(name, f"more than {MOST_BYTES >> 20} MB change in a forward")
                 return
-            self._changed[id(tensor)] = tensor
+            self._changed = [ref(t) for t in (*changed, tensor)]
         if is_late:
             logger.warning(
                 "%s was changed by a forward that failed, for the first time, and this change "
@@ -128,7 +132,7 @@ def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, 
         values = [*part._parameters.items(), *plain_attributes(part)]
         for name, value in values:
             if _may_change_unseen(value):
-                tensors[id(value)] = prefix + name, value
+                tensors[id(value)] = prefix + name, ref(value)
     left_out = {}
     for part, name, why in state.left_out:
         where = names.get(part) or type(part).__name__
@@ -146,8 +150,10 @@ def _may_change_unseen(value: Any) -> bool:
     )
 
 
-def _counted(tensor: torch.Tensor, looks: bool) -> Any:
+def _counted(tensor: Optional[torch.Tensor], looks: bool) -> Any:
     """Differs where the tensor was changed; with ``looks``, also by way of ``.data``."""
+    if tensor is None:
+        return None
     version = None if tensor.is_inference() else tensor._version
     bits: Any = None
     integer = _INTEGERS.get(tensor.element_size())

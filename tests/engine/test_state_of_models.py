@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 
 import numpy as np
@@ -187,6 +188,22 @@ def test_what_is_too_large_or_cannot_go_back_is_said_once_with_its_name(log, mon
     assert len(messages) == 3
     for name in ("teacher.weight", "Model.state", "Model.numbers"):
         assert any(f"The forward changes {name}, and" in m for m in messages), messages
+
+
+def test_large_tensors_that_a_forward_replaces_are_not_kept():
+    kept = []
+
+    def change(model):
+        model.state = torch.zeros(2**19)
+        kept.append(weakref.ref(model.state))
+
+    alive = []
+
+    def look(model):
+        alive.append(sum(r() is not None for r in kept))
+
+    train(torch.zeros(2**19), change, look, num_iterations=6, fails_in=())
+    assert max(alive) == 1
 
 
 class SimpleState(list):
