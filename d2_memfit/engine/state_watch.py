@@ -49,7 +49,7 @@ class StateWatch:
         self._tensors: Tensors = {}
         self._said: set[str] = set()
         self._changed: list[ref[torch.Tensor]] = []
-        frozen = [p for p in model.parameters() if not p.requires_grad]
+        frozen: list[torch.Tensor] = [p for p in model.parameters() if not p.requires_grad]
         self._at_first = frozen if _num_bytes(frozen) <= MOST_BYTES else []
 
     @classmethod
