@@ -54,15 +54,15 @@ def _last(container: Any, num: int) -> list[Any]:
     return values[-num:]
 
 
-def _bytes_of(value: Any) -> int:
-    """Roughly, with what is in containers."""
+def _bytes_of(value: Any, depth: int = 3) -> int:
+    """Roughly, with what is in containers; these may contain themselves."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     if isinstance(value, np.ndarray):
         return value.nbytes
     inner = list(value.values()) if isinstance(value, dict) else value
-    if isinstance(inner, (list, tuple, set, deque)):
-        return sum(map(_bytes_of, inner)) + sys.getsizeof(value)
+    if depth and isinstance(inner, (list, tuple, set, deque)):
+        return sum(_bytes_of(v, depth - 1) for v in list(inner)) + sys.getsizeof(value)
     return sys.getsizeof(value) + (sys.getsizeof(vars(value)) if hasattr(value, "__dict__") else 0)
 
 
