@@ -1,4 +1,6 @@
-"""Keeping a budget when the process takes more of a GPU than it did at first."""
+"""Keeping a budget while the process takes more of a GPU outside of PyTorch's allocator."""
+
+from typing import Any
 
 from detectron2.engine import HookBase
 
@@ -6,12 +8,15 @@ from ..memory import enforce_budget
 
 __all__ = ["EnforceBudget"]
 
+_FIRST_ITERATIONS = 10  # in which kernels, cuBLAS handles and NCCL's buffers are loaded
+_PERIOD = 100
+
 
 class EnforceBudget(HookBase):
-    """Limits the allocator anew after the first iteration.
+    """Limits PyTorch's allocator anew as more is taken outside of it, on a GPU.
 
-    By then kernels and NCCL's buffers are on the GPU, which are loaded when they are first used,
-    and which the limit at the start could not know.
+    What is loaded when it is first used, the limit at the start could not know. It is measured
+    after each forward and step of the first 10 iterations, then every 100 iterations.
 
     Args:
         budget_gb, device: as for :func:`~d2_memfit.memory.enforce_budget`.
@@ -20,7 +25,25 @@ class EnforceBudget(HookBase):
     def __init__(self, budget_gb: float, device: str) -> None:
         self._budget_gb = budget_gb
         self._device = device
+        self._forward_hook: Any = None
+
+    def before_train(self) -> None:
+        if self._device.startswith("cuda"):
+            self._forward_hook = self.trainer.model.register_forward_hook(lambda *_: self._limit())
 
     def after_step(self) -> None:
-        if self.trainer.iter == self.trainer.start_iter and self._device.startswith("cuda"):
-            enforce_budget(self._budget_gb, self._device)
+        if not self._device.startswith("cuda"):
+            return
+        done = self.trainer.iter + 1 - self.trainer.start_iter
+        if done <= _FIRST_ITERATIONS or done % _PERIOD == 0:
+            self._limit()
+        if done == _FIRST_ITERATIONS:
+            self.after_train()
+
+    def after_train(self) -> None:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
+
+    def _limit(self) -> None:
+        enforce_budget(self._budget_gb, self._device)

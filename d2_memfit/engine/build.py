@@ -9,6 +9,7 @@ from ..compat import create_ddp_model
 from ..job import Job
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques
+from .budget_hook import EnforceBudget
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["build_trainer"]
@@ -40,7 +41,7 @@ def build_trainer(
     optimizer = job.parts.build_optimizer(model) if optimizer is None else optimizer
     optimizer = apply_techniques("optimizer", optimizer, job.cfg)
     kwargs.setdefault("clip_gradients", job.parts.clip_gradients())
-    return AccumulatingTrainer(
+    trainer = AccumulatingTrainer(
         create_ddp_model(model, **job.ddp_options()),
         job.build_train_loader() if data_loader is None else data_loader,
         optimizer,
@@ -51,3 +52,6 @@ def build_trainer(
         normalizers=job.normalizers,
         **kwargs,
     )
+    if job.budget_gb is not None:
+        trainer.register_hooks([EnforceBudget(job.budget_gb, job.cfg.MODEL.DEVICE)])
+    return trainer

@@ -10,15 +10,15 @@ from torch import nn
 
 from ..job.recovery_options import RecoveryOptions
 from ..techniques import checkpointed, resize_image
+from .oom_record import RAISE
 from .window import Window, is_list_of_images
 
-__all__ = ["RAISE", "SKIP", "Escalation", "low_memory_step"]
+__all__ = ["SKIP", "Escalation", "low_memory_step"]
 
 AGAIN = "caches are freed and it is run again"
 LOW_MEMORY = "it is run again with checkpointed activations, kept on the host"
 RESIZE = "it is run again at 0.7 of its size, {:.2f} of the original"
 SKIP = "it is skipped"
-RAISE = "training stops"
 
 RESIZE_FACTOR = 0.7
 MAX_RESIZES = 3

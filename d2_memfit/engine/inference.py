@@ -13,8 +13,7 @@ from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
 from ..memory import is_out_of_memory, release_memory
 from ..techniques import can_have_results_on_host, results_on_host
-from .escalation import RAISE
-from .oom_record import Failure, OomEvent, OomRecord, final_error
+from .oom_record import RAISE, Failure, OomEvent, OomRecord, explained, final_error
 from .snapshot import Snapshot
 
 __all__ = ["recovering_inference"]
@@ -33,7 +32,8 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
         options: None changes nothing.
 
     Raises:
-        OutOfMemoryError: from the call, if one image alone does not fit.
+        OutOfMemoryError: from the call, if one image alone does not fit; or instead of the original
+            error, if memory runs out elsewhere, as in an evaluator.
     """
     if options is None:
         yield
@@ -47,6 +47,11 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     )
     try:
         yield
+    except Exception as e:
+        if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):
+            raise
+        bare, iteration = compat.without_ddp(model), compat.current_iteration()
+        raise explained(e, "evaluation", [], iteration, bare, options, False) from e
     finally:
         model.__class__ = original
 

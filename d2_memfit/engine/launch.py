@@ -15,6 +15,7 @@ from detectron2.utils import comm
 
 from .. import compat
 from ..errors import ConfigError
+from ..memory import limit_cudnn_cache
 from .signals import signals_passed_on
 
 __all__ = ["launch", "usable_device", "world_size"]
@@ -34,7 +35,8 @@ def launch(
     Under torchrun, or any launcher that sets the variables torchrun sets (RANK, WORLD_SIZE,
     LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), this process is one rank of the job;
     the arguments about machines are not used then. Without a GPU, ``num_gpus_per_machine``
-    processes share the CPU's cores and talk over gloo.
+    processes share the CPU's cores and talk over gloo. The ranks' cuDNN keeps fewer plans
+    (:func:`~d2_memfit.memory.limit_cudnn_cache`).
 
     Args:
         main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout: as in
@@ -46,6 +48,7 @@ def launch(
         ConfigError: a launcher's variable is no number, or out of range.
         SystemExit: the processes ended because of such a signal. The status is 128 + its number.
     """
+    limit_cudnn_cache()
     num_ranks = num_gpus_per_machine * num_machines
     if _is_torchrun():
         num_ranks, ranks_here = _variable("WORLD_SIZE", 1), _variable("LOCAL_WORLD_SIZE", 1)

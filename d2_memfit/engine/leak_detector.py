@@ -1,75 +1,168 @@
 """Whether memory leaks, and what holds it."""
 
 import logging
+import multiprocessing
+import sys
 from collections import Counter, deque
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from detectron2.engine import HookBase
 
 from .. import compat
-from ..memory import TensorCensus, bytes_by_kind, holders, steady_growth, used_bytes
+from ..memory import (
+    GrowingContainers,
+    TensorCensus,
+    bytes_by_kind,
+    holders,
+    steady_growth,
+    used_bytes,
+)
 
 __all__ = ["LeakDetector"]
 
 logger = logging.getLogger(__name__)
 
+_HOST = torch.device("cpu")
+# What counts as a leak. A leak of 1 MiB in 100 iterations is of 10 KiB in each; and of 20 Python
+# objects or more, where they are small: the largest that Python's own allocator serves has 512 B.
+_BYTES_PER_ITERATION = 8 * 2**10
+_OBJECTS_PER_ITERATION = 18
+_LOOK_AGAIN_AFTER = 8  # iterations, for containers that grow
+
 
 class LeakDetector(HookBase):
-    """Warns once if the memory in use after iterations grows steadily.
+    """Warns once of each kind of memory whose use after iterations grows steadily.
 
-    The warning says how much 1000 iterations add, what kinds of tensors have come, and which of the
-    model's modules or the trainer's hooks hold them. What Python cannot see, such as the graph
-    behind a loss that is kept, is in the growth and not among the tensors.
+    It looks at tensors on the GPU, at the host's memory, at small Python objects, which have an
+    allocator of their own, and at the loader's workers.
+
+    The warning says how much 1000 iterations add, what kinds of tensors have come, which of the
+    model's modules or the trainer's hooks hold them, and which containers grow. What Python cannot
+    see, such as the graph behind a loss that is kept, is in the growth and not among the tensors.
 
     Register it on the ranks that shall look, each for itself.
 
     Args:
         window: iterations over which memory must grow.
         skip: iterations at the beginning, which fill caches.
-        at_least_bytes: growth over the window that counts.
+        at_least_bytes: growth over the window that counts; None is 8 KiB for each iteration.
     """
 
-    def __init__(self, window: int = 400, skip: int = 50, at_least_bytes: int = 2**22) -> None:
+    def __init__(
+        self, window: int = 400, skip: int = 50, at_least_bytes: Optional[int] = None
+    ) -> None:
         self._window = window
         self._skip = skip
-        self._at_least_bytes = at_least_bytes
-        self._used: deque[int] = deque(maxlen=window)
+        self._at_least_bytes = at_least_bytes or _BYTES_PER_ITERATION * window
+        self._used: dict[str, deque[float]] = {}
+        self._growing: dict[str, float] = {}  # by kind, what was seen and not said yet
+        self._said: set[str] = set()
+        self._look_again = 0
         self._census: Optional[TensorCensus] = None
-        self._has_warned = False
+        self._containers: Optional[GrowingContainers] = None
 
     def after_step(self) -> None:
-        if self._has_warned:
-            return
         done = self.trainer.iter + 1 - self.trainer.start_iter - self._skip
         if done <= 0:
             return
-        device = next(self.trainer.model.parameters()).device
-        self._used.append(used_bytes(device))
-        if done % self._window == 1:
+        for kind, used in self._measure().items():
+            self._used.setdefault(kind, deque(maxlen=self._window)).append(used)
+        if self._growing:
+            if done >= self._look_again:
+                self._warn()
+        elif done % self._window == 1:
             self._census = TensorCensus()
         elif self._census is not None and done >= self._window and done % (self._window // 8) == 0:
-            growth = steady_growth(list(self._used), self._at_least_bytes)
-            if growth:
-                self._warn(growth, self._census.newcomers())
+            self._growing = self._growth()
+            if self._growing:
+                self._look_again = done + _LOOK_AGAIN_AFTER
+                self._containers = GrowingContainers(self._window // 4, self._histories())
 
-    def _warn(self, growth: float, new: list[torch.Tensor]) -> None:
-        self._has_warned = True
-        owners = [(type(hook).__name__, hook) for hook in self.trainer._hooks]
+    def _measure(self) -> dict[str, float]:
+        used: dict[str, float] = {"host": used_bytes(_HOST)}
+        device = next(self.trainer.model.parameters()).device
+        if device.type != "cpu":
+            used["device"] = used_bytes(device)
+        # Each entry of a history is a tuple and a number, and stays as long as the run.
+        entries = sum(map(len, self._histories()))
+        used["objects"] = sys.getallocatedblocks() - 2 * entries
+        workers = multiprocessing.active_children()
+        if workers:
+            used["workers"] = sum(_anonymous_bytes(w.pid) for w in workers)
+        return used
+
+    def _histories(self) -> list[list[Any]]:
+        """What Detectron2 keeps of all iterations."""
+        return [history._data for history in self.trainer.storage._history.values()]
+
+    def _growth(self) -> dict[str, float]:
+        """By kind, what each iteration adds; without those that do not grow."""
+        growth = {}
+        for kind, used in self._used.items():
+            at_least = self._at_least_bytes
+            if kind == "objects":
+                at_least = _OBJECTS_PER_ITERATION * self._window
+            if kind not in self._said and len(used) == self._window:
+                growth[kind] = steady_growth(list(used), at_least)
+        return {kind: per_iteration for kind, per_iteration in growth.items() if per_iteration}
+
+    def _warn(self) -> None:
+        assert self._census is not None
+        assert self._containers is not None
+        growing, self._growing = self._growing, {}
+        self._said.update(growing)
+        grown = self._containers.grown(_LOOK_AGAIN_AFTER // 2)
+        self._containers = None
+        containers = _most(Counter(grown)) if grown else "none that Python can see"
+        if "workers" in growing:
+            logger.warning(
+                "The memory of the data loader's workers grows by %.1f MB per 1000 iterations, and "
+                "has for the last %d. Look at what the dataset and its mapper keep",
+                growing.pop("workers") * 1000 / 2**20,
+                self._window,
+            )
+        objects = growing.pop("objects", 0)
+        if growing:
+            new = self._census.newcomers()
+            logger.warning(
+                "Memory in use grows by %.1f MB per 1000 iterations, and has for the last %d%s. "
+                "Tensors that have come: %s. They are held by: %s. Containers that grow: %s",
+                sum(growing.get(kind, 0) for kind in ("host", "device")) * 1000 / 2**20,
+                self._window,
+                f"; Python objects by {objects:.0f} per iteration" if objects else "",
+                _most(bytes_by_kind(new)),
+                _most(holders(new, self._owners())),
+                containers,
+            )
+        elif objects:
+            logger.warning(
+                "Python objects grow by %.0f per iteration, and have for the last %d. Containers "
+                "that grow: %s",
+                objects,
+                self._window,
+                containers,
+            )
+
+    def _owners(self) -> list[tuple[str, Any]]:
+        owners = [(type(hook).__name__, hook) for hook in self.trainer._hooks if hook is not self]
         model = compat.without_ddp(self.trainer.model)
         owners += [(name or type(model).__name__, module) for name, module in model.named_modules()]
         inner: Any = getattr(self.trainer, "_trainer", self.trainer)
         owners += [("the data loader", inner.data_loader), ("the optimizer", inner.optimizer)]
         owners += [("the event storage", self.trainer.storage), ("the trainer", inner)]
-        owners += [("the trainer", self.trainer)] if inner is not self.trainer else []
-        logger.warning(
-            "Memory in use grows by %.1f MB per 1000 iterations, and has for the last %d. Tensors "
-            "that have come: %s. They are held by: %s",
-            growth * 1000 / 2**20,
-            len(self._used),
-            _most(bytes_by_kind(new)),
-            _most(holders(new, owners)),
-        )
+        return owners + ([("the trainer", self.trainer)] if inner is not self.trainer else [])
+
+
+def _anonymous_bytes(pid: Optional[int]) -> int:
+    """RAM of a process that is no file's; pages that it shares with its parent count."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has ended, or this is not Linux
+        return 0
+    values = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
+    return int(values[0]) * 2**10 if values else 0
 
 
 def _most(counts: Counter[str], num: int = 3) -> str:

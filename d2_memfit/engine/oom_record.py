@@ -12,6 +12,7 @@ from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 from torch import nn
 
+from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
 from ..memory import device_memory, error_line
 from .columns import dataset_dicts
@@ -19,7 +20,17 @@ from .window import count_images
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Failure", "OomEvent", "OomRecord", "final_error", "padded_size"]
+__all__ = [
+    "RAISE",
+    "Failure",
+    "OomEvent",
+    "OomRecord",
+    "explained",
+    "final_error",
+    "padded_size",
+]
+
+RAISE = "training stops"
 
 _GB = 2**30
 
@@ -41,7 +52,9 @@ class OomEvent:
     """One out-of-memory error. Sizes are in pixels, memory is in GB (2^30 bytes)."""
 
     iteration: int
-    phase: str  # forward, backward, reduction, optimizer, evaluation or allocator
+    # forward, backward, restoration, vote, reduction, optimizer, evaluation, allocator, or "hook "
+    # and its class
+    phase: str
     micro_batch: int  # images in it
     images: list[dict[str, Any]]  # file_name, image_id, height, width, num_instances of each
     padded_size: Optional[tuple[int, int]]  # height and width of the batch that they make
@@ -115,15 +128,37 @@ class OomRecord:
             PathManager.mkdirs(os.path.dirname(self._path))
             with PathManager.open(self._path, "a") as f:
                 f.write(line)
-        except OSError as e:  # a full disk is no reason to end a run that was just saved
+        except (
+            OSError,
+            MemoryError,
+        ) as e:  # a full disk is no reason to end a run that was just saved
             logger.warning("Cannot write %s (%s). The event was %s", self._path, e, line.strip())
+
+
+def explained(
+    error: BaseException,
+    phase: str,
+    data: Any,
+    iteration: int,
+    model: nn.Module,
+    options: RecoveryOptions,
+    mixed_precision: bool,
+) -> OutOfMemoryError:
+    """The error to raise where nothing can be run again; its event is recorded first."""
+    failure = Failure(error, phase, next(model.parameters()).device)
+    event = OomEvent.of(failure, iteration, data, model, options.budget_gb)
+    event.action = RAISE
+    OomRecord(options.output_dir).append(event)
+    return OutOfMemoryError(final_error(event, options, mixed_precision))
 
 
 def final_error(event: OomEvent, options: RecoveryOptions, mixed_precision: bool) -> str:
     """The text of the error that ends a run: what happened, and the next three things to try."""
-    if event.phase == "evaluation":
+    if event.phase in ("evaluation", "hook EvalHook"):
         steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
-    elif event.phase in ("reduction", "optimizer"):
+    elif event.phase.startswith("hook "):
+        steps = ["less in this hook, or on the host", "a smaller MEMFIT.MICRO_BATCH"]
+    elif event.phase in ("restoration", "vote", "reduction", "optimizer"):
         steps = [
             "a smaller MEMFIT.MICRO_BATCH",
             "a higher MODEL.BACKBONE.FREEZE_AT: frozen weights need no gradients",

@@ -17,9 +17,9 @@ from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
 from ..memory import RisingRetries, is_out_of_memory, release_memory
 from .communication import Communication
-from .escalation import RAISE, SKIP, Escalation, low_memory_step
+from .escalation import SKIP, Escalation, low_memory_step
 from .micro_batch_size import MicroBatchSize
-from .oom_record import Failure, OomEvent, OomRecord, final_error
+from .oom_record import RAISE, Failure, OomEvent, OomRecord, explained, final_error
 from .snapshot import Snapshot
 from .storage import WindowStorage
 from .window import MicroBatch, Window
@@ -113,19 +113,17 @@ class Recovery:
             # No exception is being handled here, so nothing holds the tensors of the attempt.
             if failure.phase == "forward":
                 self._report.retried_images += micro_batch.num_images
-                if before is not None:
-                    before.restore()
                 window.put_back()
             else:
                 self._report.retried_images += window.num_images
-                assert start is not None  # a backward was begun, so there was memory for it
-                start.restore()
-                self._model.zero_grad(set_to_none=True)
+                before = start
                 window.start_over()
-            release_memory(self._device, thorough=self._report.oom_events > 0)
-            self._react(failure, micro_batch, window, iteration)
+            self._react(failure, micro_batch, window, iteration)  # which writes it down first
+            self._undo(before, failure, micro_batch, iteration)
             if self._report.final_error:
                 self._model.zero_grad(set_to_none=True)
+                if not self._may_retry:
+                    raise OutOfMemoryError(self._report.final_error)
                 break
         self._report.seen_images = window.num_images + self._report.skipped_images
         self._report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
@@ -189,13 +187,10 @@ class Recovery:
         try:
             yield
         except Exception as e:
-            if not is_out_of_memory(e):
+            if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # it was explained
                 raise
-            event = self._event(Failure(e, phase, self._device), data, iteration)
-            event.action = RAISE
-            self._record.append(event)
-            text = final_error(event, self._options, self._mixed_precision)
-            raise OutOfMemoryError(text) from e
+            model, options = self._model, self._options
+            raise explained(e, phase, data, iteration, model, options, self._mixed_precision) from e
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -259,8 +254,28 @@ class Recovery:
             self._report.skipped_images += micro_batch.num_images
         elif event.action == RAISE:
             self._report.final_error = final_error(event, self._options, self._mixed_precision)
-            if not self._may_retry:
-                raise OutOfMemoryError(self._report.final_error)
+
+    def _undo(
+        self,
+        before: Optional[Snapshot],
+        failure: Failure,
+        micro_batch: MicroBatch,
+        iteration: int,
+    ) -> None:
+        """Go back to a state, None if there was no memory to keep it, and free what is left.
+
+        If memory runs out here too, that is the last error of the window, on all ranks.
+        """
+        is_thorough = self._report.oom_events > 1
+        try:
+            with self.explained("restoration", micro_batch.data, iteration):
+                if failure.phase != "forward":
+                    self._model.zero_grad(set_to_none=True)
+                if before is not None:
+                    before.restore()
+                release_memory(self._device, thorough=is_thorough)
+        except OutOfMemoryError as e:
+            self._report.final_error = str(e)
 
     def _watch_allocator(self, window: Window, iteration: int) -> None:
         """Halve before the crash: an allocator that must retry again and again is near it."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -10,7 +11,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 
 from .. import compat
-from ..errors import ConfigError
+from ..errors import ConfigError, OutOfMemoryError
 from .count_report import CountReport
 from .recovery import RecoveryReport
 from .window import Window, image_names
@@ -38,8 +39,26 @@ def report(
     recovery: Optional[RecoveryReport] = None,
     counts: Optional[CountReport] = None,
     stop_signal: int = 0,
+    explained: Optional[AbstractContextManager[None]] = None,
 ) -> Report:
-    """Sum up a window's losses after its last backward. This waits for the device."""
+    """Sum up a window's losses after its last backward. This waits for the device.
+
+    If memory runs out for it, under ``explained``, the report says only that.
+    """
+    try:
+        with explained or nullcontext():
+            return _report(window, parameters, recovery, counts or CountReport(), stop_signal)
+    except OutOfMemoryError as e:
+        return Report(0, {}, 0.0, [], [], RecoveryReport(final_error=str(e)))
+
+
+def _report(
+    window: Window,
+    parameters: Iterable[torch.Tensor],
+    recovery: Optional[RecoveryReport],
+    counts: CountReport,
+    stop_signal: int,
+) -> Report:
     sums: dict[str, float] = {}
     not_finite = []
     for m in window.micro_batches:
@@ -56,7 +75,7 @@ def report(
         not_finite,
         has_gradient,
         recovery,
-        counts or CountReport(),
+        counts,
         stop_signal,
     )
 

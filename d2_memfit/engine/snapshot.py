@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..techniques import ModuleState
+from .state_watch import StateWatch
 from .storage import WindowStorage
 
 __all__ = ["Snapshot"]
@@ -17,8 +18,8 @@ class Snapshot:
     """The state to go back to, as it is when this is made.
 
     It holds the random generators of Python, NumPy and PyTorch, on the host and on the model's
-    device; what a forward changes in the model (:class:`ModuleState`); and the scalars that were
-    logged in this window.
+    device; what a forward changes in the model (:class:`ModuleState`), with the parameters that are
+    known to change (:class:`StateWatch`); and the scalars that were logged in this window.
 
     Args:
         model: without DDP around it.
@@ -34,7 +35,7 @@ class Snapshot:
         self._torch_rng = torch.get_rng_state()
         if self._device.type != "cpu":
             self._device_rng = torch.get_device_module(self._device).get_rng_state(self._device)
-        self._module_state = ModuleState(model)
+        self._module_state = ModuleState(model, StateWatch.of(model).changed)
 
     def restore(self) -> None:
         """Go back. It can be done more than once."""

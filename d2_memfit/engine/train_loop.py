@@ -19,6 +19,7 @@ from ..job.normalizer_options import NormalizerOptions
 from ..job.recovery_options import RecoveryOptions
 from ..precision import Precision
 from .communication import CommunicationError
+from .explained_hooks import ExplainedHooks
 from .forward_counters import ForwardCounters
 from .known_criteria import adapt_known_criteria
 from .normalizers import Normalizers
@@ -27,6 +28,7 @@ from .recovery import Recovery, RecoveryReport
 from .reduce import average_gradients, check_ddp, image_share
 from .report import Report, check_finite, check_writing, report, write_metrics
 from .snapshot import Snapshot
+from .state_watch import watched
 from .storage import WindowStorage
 from .window import MicroBatch, Window
 
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 Losses = Union[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
-class AccumulatingTrainer(SimpleTrainer):
+class AccumulatingTrainer(ExplainedHooks, SimpleTrainer):
     """A ``SimpleTrainer`` whose iteration is one optimizer step behind several forwards.
 
     ``run_step`` takes ``accumulation_steps`` batches from the loader, sends them through the model
@@ -122,13 +124,8 @@ class AccumulatingTrainer(SimpleTrainer):
         )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
-            self.recovery = Recovery(
-                recovery,
-                bare_model,
-                images_per_micro_batch,
-                mixed_precision=precision.dtype != torch.float32,
-                communication=self.normalizers.communication,
-            )
+            is_mixed, says = precision.dtype != torch.float32, self.normalizers.communication
+            self.recovery = Recovery(recovery, bare_model, images_per_micro_batch, is_mixed, says)
         if normalizers.policy != "off" and not self._reduces_in_backward:
             adapt_known_criteria(bare_model)
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
@@ -196,7 +193,8 @@ class AccumulatingTrainer(SimpleTrainer):
             self._free_old_gradients()  # if all images were skipped
             # The vote: up to here, a rank could do its window again without the others.
             parameters, counts = self.model.parameters(), normalizers.report(window)
-            mine = report(window, parameters, recovery_report, counts, self.stop_signal)
+            vote = self._explained("vote", window)
+            mine = report(window, parameters, recovery_report, counts, self.stop_signal, vote)
             reports = comm.all_gather(mine)
             is_over = any(r.recovery is not None and r.recovery.final_error for r in reports)
             if is_over or not normalizers.must_run_again([r.counts for r in reports]):
@@ -225,6 +223,7 @@ class AccumulatingTrainer(SimpleTrainer):
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the model's losses. Each is kept in the micro-batch, too."""
         with (
+            watched(self.model, self.recovery is not None),
             observed(self.out_of_memory_observers),
             self.precision.autocast(),
             self.normalizers.of(micro_batch),

@@ -6,10 +6,11 @@ from .budget import (
     check_budget,
     cuda_context_bytes,
     enforce_budget,
-    limit_onednn_cache,
     return_large_blocks,
 )
+from .caches import limit_cudnn_cache, limit_onednn_cache
 from .census import TensorCensus, bytes_by_kind, holders, live_tensors
+from .containers import GrowingContainers
 from .host import available_host_bytes
 from .meter import (
     DeviceMemory,
@@ -31,6 +32,7 @@ from .trend import steady_growth
 
 __all__ = [
     "DeviceMemory",
+    "GrowingContainers",
     "OwnerMeter",
     "ProcessMemory",
     "RisingRetries",
@@ -49,6 +51,7 @@ __all__ = [
     "is_loader_out_of_memory",
     "is_on_host",
     "is_out_of_memory",
+    "limit_cudnn_cache",
     "limit_onednn_cache",
     "live_tensors",
     "on_host",

@@ -1,10 +1,10 @@
 """A budget of memory that a job cannot exceed."""
 
 import ctypes
+import faulthandler
 import logging
 import math
 import numbers
-import os
 import sys
 from typing import Any, Optional, Union
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
+from .caches import limit_onednn_cache
 from .host import available_host_bytes
 from .meter import process_memory
 
@@ -20,7 +21,6 @@ __all__ = [
     "check_budget",
     "cuda_context_bytes",
     "enforce_budget",
-    "limit_onednn_cache",
     "return_large_blocks",
 ]
 
@@ -44,9 +44,8 @@ _FREE_ON_HOST_GB = 0.5
 _MMAP_THRESHOLD_BYTES = 2**20
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 
-# oneDNN keeps the code of 1024 convolutions, and has another for each size of images: some 400 MB
-# after 120 sizes of one convolution. With 64, a step of many sizes takes 5% more time.
-_ONEDNN_CONVOLUTIONS = "64"
+# Of a card: a difference between two limits that is not worth a line in the log.
+_SAME_SHARE = 0.002
 
 # By device, the limit that a budget has replaced, and the one that was set in its place.
 _replaced: dict[str, tuple[Any, Any]] = {}
@@ -112,11 +111,11 @@ def enforce_budget(budget_gb: Optional[float], device: str) -> None:
     """Make it impossible that this process takes more than ``budget_gb`` of the device's memory.
 
     On a GPU this limits PyTorch's allocator to what the budget leaves beside the CUDA context and
-    what other libraries have taken so far. Call it again when that may have grown: kernels and
-    NCCL's buffers are loaded when they are first used. On a Linux CPU it is the kernel's limit on
-    the data of the process (RLIMIT_DATA), and of each process it starts, such as the loader's
-    workers: all private memory, whether touched or not, with what the imports have taken. On other
-    systems it is not enforced, and a warning says so.
+    what other libraries have taken so far. Call it again when that may have grown, as the hook
+    ``EnforceBudget`` does: kernels and NCCL's buffers are loaded when they are first used. On a
+    Linux CPU it is the kernel's limit on the data of the process (RLIMIT_DATA), and of each process
+    it starts, such as the loader's workers: all private memory, whether touched or not, with what
+    the imports have taken. On other systems it is not enforced, and a warning says so.
 
     Args:
         budget_gb: in 2^30 bytes. None takes back the limit that an earlier call has set.
@@ -149,14 +148,6 @@ def return_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
-def limit_onednn_cache() -> None:
-    """Let oneDNN keep the code of few convolutions, unless the user has said of how many.
-
-    oneDNN looks for the number when the process runs its first convolution on the CPU.
-    """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_CONVOLUTIONS)
-
-
 def cuda_context_bytes(device: Union[torch.device, int]) -> int:
     """What the process takes of a GPU beside its tensors; where others use the GPU, at most."""
     free, total = torch.cuda.mem_get_info(device)
@@ -179,6 +170,17 @@ def _limit_cuda(budget_gb: Optional[float], device: int) -> None:
     share = before if budget_gb is None else min(_share(budget_gb, device), before)
     torch.cuda.set_per_process_memory_fraction(share, device)
     _remember(f"cuda:{device}", before, share, budget_gb)
+    if budget_gb is not None and abs(share - now) > _SAME_SHARE:
+        total = torch.cuda.mem_get_info(device)[1] / _GB
+        set_now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: share)(device)
+        logger.info(
+            "MEMFIT.BUDGET_GB %.4g on cuda:%d: PyTorch's allocator may take %.2f GB, and %.2f GB "
+            "are taken outside of it",
+            budget_gb,
+            device,
+            set_now * total,
+            cuda_context_bytes(device) / _GB,
+        )
 
 
 def _share(budget_gb: float, device: int) -> float:
@@ -230,6 +232,8 @@ def _limit_process(budget_gb: Optional[float]) -> None:
             )
         return_large_blocks()
         limit_onednn_cache()
+        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)  # oneDNN may crash, see limit_onednn_cache
         limits = [n for n in (before, hard) if n != resource.RLIM_INFINITY]
         limit = min([int(budget_gb * _GB), *limits])
         if limit < int(budget_gb * _GB):
@@ -240,6 +244,15 @@ def _limit_process(budget_gb: Optional[float]) -> None:
             )
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     _remember("cpu", before, limit, budget_gb)
+    set_now = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if budget_gb is not None and set_now != soft:
+        logger.info(
+            "MEMFIT.BUDGET_GB %.4g on the CPU: the process may take %.2f GB of private memory, and "
+            "has taken %.2f GB",
+            budget_gb,
+            set_now / _GB,
+            process_memory().data_bytes / _GB,
+        )
 
 
 def _before(device: str, now: Any) -> Any:

@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from .checkpointing import checkpointed
 from .evaluation import can_have_results_on_host, results_on_host
-from .module_state import ModuleState
+from .module_state import ModuleState, plain_attributes
 from .registry import (
     TECHNIQUES,
     TIERS,
@@ -27,6 +27,7 @@ __all__ = [
     "can_have_results_on_host",
     "checkpointed",
     "get_technique",
+    "plain_attributes",
     "ready_to_evaluate",
     "resize_image",
     "results_on_host",

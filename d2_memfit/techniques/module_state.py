@@ -1,39 +1,263 @@
 """What a forward changes in a module, kept so that it can be put back."""
 
-from numbers import Number
-from typing import Optional
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
-__all__ = ["ModuleState"]
+__all__ = ["LARGE_BYTES", "MOST_BYTES", "ModuleState", "plain_attributes"]
+
+# A tensor that is a plain attribute is copied up to this size; above, if it is known to change.
+LARGE_BYTES = 2**20
+# Larger ones are left out. The weights of an R50-FPN, such as a teacher's, have 170 MB.
+MOST_BYTES = 2**28
+_MOST_OBJECTS = 10_000  # that an attribute leads to
+
+# What nn.Module manages itself: parameters, buffers, modules and hooks.
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+
+_CONSTANT = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis)}
+    | {torch.dtype, torch.device, torch.Size}
+)
+_NO_STATE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, Enum)
+_NO_STATE_OF = {"torch", "logging", "threading", "weakref", "functools", "d2_memfit"}
+
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+
+Undo = Callable[[], Any]
 
 
 class ModuleState:
-    """The buffers of a module, such as running statistics of batch normalisation, and the plain
-    numbers (and Nones, which may become numbers) among the attributes of its parts, such as
-    RetinaNet's running normaliser; as they are when this is made.
+    """What a forward may change in a module and its parts, as it is when this is made.
+
+    - Buffers, such as running statistics of batch normalisation; also one that is None.
+    - Plain attributes of any kind, such as RetinaNet's running normaliser.
+    - What is in them: in lists, tuples, deques, dicts, sets and NumPy arrays, in random generators
+      of Python, NumPy and PyTorch, in tensors up to 1 MiB, and in the attributes of other objects.
+    - Tensors that are named.
+
+    A part with the methods ``save_for_retry()`` and ``restore_for_retry(state)`` keeps its plain
+    attributes itself. An attribute that leads to a tensor with a graph is no state, and left alone.
+
+    Args:
+        changed: parameters, or large tensors among the attributes, that forwards change.
+
+    Attributes:
+        parts: all modules, also those that only plain attributes lead to, as a list's.
+        left_out: parts, names and reasons of attributes that may be state and are not kept.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._buffers = [
-            (part, name, buffer, buffer.clone())
-            for part in module.modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        ]
-        self._numbers = [(part, _numbers(part)) for part in module.modules()]
+    def __init__(self, module: nn.Module, changed: Iterable[torch.Tensor] = ()) -> None:
+        self.parts: list[nn.Module] = []
+        self.left_out: list[tuple[nn.Module, str, str]] = []
+        self._known: dict[int, Any] = {}  # by id; the objects stay alive, so that ids do
+        self._undo: list[Undo] = []
+        for tensor in changed:
+            self._known[id(tensor)] = tensor
+            self._undo.append(_undo_tensor(tensor))
+        parts = deque(module.modules())
+        while parts:
+            part = parts.popleft()
+            if id(part) not in self._known:
+                self._known[id(part)] = part
+                parts.extend(self._keep(part))
 
     def restore(self) -> None:
         """Go back. It can be done more than once, and between a forward and its backward."""
-        for part, name, buffer, value in self._buffers:
-            # By way of .data, autograd does not take it for a change of what it has saved.
-            buffer.data.copy_(value)
-            part._buffers[name] = buffer
-        for part, numbers in self._numbers:
-            for name in _numbers(part).keys() - numbers.keys():  # it came with the first forward
-                delattr(part, name)
-            vars(part).update(numbers)
+        for undo in self._undo:
+            undo()
+
+    def _keep(self, part: nn.Module) -> list[nn.Module]:
+        """Returns modules that only a plain attribute leads to, such as a list's."""
+        self._undo += [_undo_tensor(b) for b in part._buffers.values() if b is not None]
+        self._undo.append(_undo_entries(part._buffers))
+        self.parts.append(part)
+        if hasattr(part, "save_for_retry"):
+            self._undo.append(_undo_own(part))
+            return []
+        kept, left, modules = dict(vars(part)), set(_OF_MODULES), []
+        for name, value in kept.items():
+            if type(value) in _CONSTANT or name in _OF_MODULES:
+                continue
+            contents = _Contents(self._known)
+            try:
+                contents.keep(value)
+            except _LeftOutError as e:
+                left.add(name)
+                if e.reason:
+                    self.left_out.append((part, name, e.reason))
+                continue
+            self._undo += contents.undo
+            self._known.update(contents.found)
+            modules += contents.modules
+        self._undo.append(_undo_attributes(vars(part), kept, left))
+        return modules
 
 
-def _numbers(part: nn.Module) -> dict[str, Optional[Number]]:
-    return {k: v for k, v in vars(part).items() if v is None or isinstance(v, Number)}
+def plain_attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Those of one module that PyTorch does not manage."""
+    return ((k, v) for k, v in vars(part).items() if k not in _OF_MODULES)
+
+
+class _LeftOutError(Exception):
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason
+
+
+class _Contents:
+    """What is in a value, and how it is put back."""
+
+    def __init__(self, known: dict[int, Any]) -> None:
+        self.undo: list[Undo] = []
+        self.found: dict[int, Any] = {}
+        self.modules: list[nn.Module] = []
+        self._known = known
+
+    def keep(self, value: Any) -> None:
+        if type(value) in _CONSTANT or id(value) in self._known or id(value) in self.found:
+            return
+        if len(self.found) == _MOST_OBJECTS:
+            raise _LeftOutError(f"it leads to more than {_MOST_OBJECTS} objects")
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+            return
+        self.found[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            self._keep_tensor(value)
+        elif isinstance(value, np.ndarray):
+            if value.flags.writeable:
+                self.undo.append(_undo_array(value))
+        elif isinstance(value, (list, deque)):
+            self._keep_all(value)
+            self.undo.append(_undo_sequence(value))
+        elif isinstance(value, dict):
+            self._keep_all(value.values())
+            self.undo.append(_undo_entries(value))
+        elif isinstance(value, set):
+            self.undo.append(_undo_set(value))
+        elif isinstance(value, (tuple, frozenset)):
+            self._keep_all(value)
+        elif isinstance(value, _GENERATORS):
+            self.undo.append(_undo_generator(value))
+        elif isinstance(value, Iterator):
+            raise _LeftOutError(f"it is a {type(value).__name__}, which cannot go back")
+        elif not isinstance(value, _NO_STATE):
+            self._keep_object(value)
+
+    def _keep_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if type(value) not in _CONSTANT:
+                self.keep(value)
+
+    def _keep_tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.grad_fn is not None:
+            raise _LeftOutError
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return
+        if tensor.nbytes > MOST_BYTES:
+            raise _LeftOutError(f"it has {tensor.nbytes / 2**20:.0f} MB")
+        if tensor.nbytes <= LARGE_BYTES:
+            self.undo.append(_undo_tensor(tensor))
+
+    def _keep_object(self, value: Any) -> None:
+        attributes = getattr(value, "__dict__", None)
+        package = type(value).__module__.partition(".")[0]
+        if isinstance(attributes, dict) and package not in _NO_STATE_OF:
+            self._keep_all(attributes.values())
+            self.undo.append(_undo_attributes(attributes, dict(attributes), set()))
+
+
+def _undo_own(part: Any) -> Undo:
+    state = part.save_for_retry()
+
+    def undo() -> None:
+        part.restore_for_retry(state)
+
+    return undo
+
+
+def _undo_tensor(tensor: torch.Tensor) -> Undo:
+    # By way of .data, autograd does not take it for a change of what it has saved.
+    value = tensor.detach().clone()
+
+    def undo() -> None:
+        tensor.data.copy_(value)
+
+    return undo
+
+
+def _undo_array(array: Any) -> Undo:
+    value = array.copy()
+
+    def undo() -> None:
+        array[...] = value
+
+    return undo
+
+
+def _undo_sequence(values: Any) -> Undo:
+    kept = list(values)
+
+    def undo() -> None:
+        values.clear()
+        values.extend(kept)
+
+    return undo
+
+
+def _undo_set(values: set[Any]) -> Undo:
+    kept = set(values)
+
+    def undo() -> None:
+        values.clear()
+        values.update(kept)
+
+    return undo
+
+
+def _undo_entries(entries: dict[Any, Any]) -> Undo:
+    kept = list(entries.items())
+
+    def undo() -> None:
+        if not _same(list(entries.items()), kept):  # a config may refuse to be written
+            entries.clear()
+            entries.update(dict(kept))  # of a Counter, pairs would be counted
+
+    return undo
+
+
+def _same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
+    return len(items) == len(others) and all(
+        a is b and v is w for (a, v), (b, w) in zip(items, others)
+    )
+
+
+def _undo_attributes(
+    attributes: dict[str, Any], kept: dict[str, Any], others: AbstractSet[str]
+) -> Undo:
+    """For a ``__dict__``, except for some names."""
+
+    def undo() -> None:
+        for name in attributes.keys() - kept.keys():  # it came with the first forward
+            del attributes[name]
+        attributes.update((name, value) for name, value in kept.items() if name not in others)
+
+    return undo
+
+
+def _undo_generator(generator: Any) -> Undo:
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return partial(setattr, bits, "state", bits.state)
+    return partial(generator.set_state, generator.get_state())

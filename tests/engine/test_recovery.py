@@ -365,15 +365,16 @@ def test_an_error_within_a_name_scope_leaves_the_scope():
 
 
 def test_a_batch_that_cannot_be_split_is_eased_as_a_whole(tmp_path):
+    failures = [1, 2]
+
     class TensorModel(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(()))
-            self.failures = [1, 2]
 
         def forward(self, batch):
-            if self.failures:
-                self.failures.pop()
+            if failures:
+                failures.pop()
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return {"loss": self.weight * batch.mean()}
 

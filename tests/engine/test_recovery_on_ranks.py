@@ -4,7 +4,9 @@ import random
 
 import pytest
 import torch
-from injection import InjectedTrainer, Injector, iterate
+from detectron2.modeling.meta_arch import retinanet
+from fvcore.nn import sigmoid_focal_loss
+from injection import InjectedTrainer, Injector, ScriptedSize, iterate, seed_all
 from tiny import (
     every_anchor_counts,
     images,
@@ -82,6 +84,36 @@ def test_ranks_that_failed_computed_the_full_batch(two_ranks):
     loader = [images_of(i, 0, 2) + images_of(i, 1, 2) for i in range(num_iterations)]
     iterate(AccumulatingTrainer(full, loader, sgd(full)), num_iterations)
     assert relative_difference(actual, parameters(full)) < 1e-5
+
+
+def train_retinanet(rank, fail_at, sizes=None):
+    """Two iterations of 2 x 2 images. In the second, rank 0 fails at an allocation, or has
+    micro-batches of the sizes given.
+    """
+    # In TorchScript, calls of a process's first iterations round otherwise than later ones, and
+    # images that are run again are calls too.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retinanet, "sigmoid_focal_loss_jit", sigmoid_focal_loss)
+        seed_all()
+        model = compat.create_ddp_model(tiny_model(tiny_cfg("retinanet")), broadcast_buffers=False)
+        loader = [images_of(i, rank, 2) for i in range(4)]
+        optimizer = sgd(model)
+        trainer = InjectedTrainer(model, loader, optimizer, 2, recovery=RecoveryOptions())
+        iterate(trainer)
+        trainer.injector = Injector([fail_at] if rank == 0 else [])
+        if sizes and rank == 0:
+            trainer.recovery.size = ScriptedSize(sizes)
+        iterate(trainer, first=1)
+    momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+    return parameters(model.module), momenta, trainer.window_sizes
+
+
+@pytest.mark.parametrize("fail_at", [100, 1200])
+def test_momenta_of_retinanet_are_those_of_an_undisturbed_run(fail_at, two_ranks):
+    failed = two_ranks.run(train_retinanet, fail_at)
+    sizes = failed[0][2]
+    assert sizes != (2, 2)
+    torch.testing.assert_close(failed, two_ranks.run(train_retinanet, 0, sizes), rtol=0, atol=0)
 
 
 def train_where_one_image_fits_in_no_way(rank):

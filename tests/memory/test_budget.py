@@ -7,13 +7,18 @@ import sys
 
 import pytest
 import torch
+from detectron2.engine.hooks import CallbackHook
+from monitored import cheap_trainer
 from tiny import run_process
 
+from d2_memfit.engine.budget_hook import EnforceBudget
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import (
     check_budget,
     device_memory,
     enforce_budget,
+    limit_cudnn_cache,
+    limit_onednn_cache,
     process_memory,
 )
 from d2_memfit.memory.budget import auto_budget_gb
@@ -262,6 +267,52 @@ def test_on_a_gpu_the_allocator_gets_what_the_context_leaves(monkeypatch):
         enforce_budget(0.5, "cuda")
     enforce_budget(None, "cuda")
     assert card.share == pytest.approx(1)
+
+
+def test_what_is_loaded_in_the_first_iterations_is_taken_from_the_allocator(monkeypatch, log):
+    trainer = cheap_trainer()
+    card = Card(monkeypatch, total_gb=8, context_gb=0.3)
+    enforce_budget(6, "cuda")
+    limits = []
+
+    def step(_):
+        limits.append(round(card.limit_gb, 2))
+        card.context_gb += 0.1
+
+    trainer.model.register_forward_pre_hook(lambda *_: setattr(card, "context_gb", 0.35))
+    trainer.register_hooks([CallbackHook(after_step=step), EnforceBudget(6, "cuda")])
+    trainer.train(0, 2)
+    assert limits == [5.65, 5.65]
+    assert card.limit_gb == pytest.approx(5.55)
+    assert "PyTorch's allocator may take 5.55 GB, and 0.45 GB are taken outside of it" in log.text
+    assert not trainer.model._forward_hooks
+    enforce_budget(None, "cuda")
+
+
+def test_the_limit_is_read_back_and_logged_once(log):
+    code = """
+import logging
+logging.basicConfig(level=logging.INFO)
+from d2_memfit.memory import enforce_budget
+for _ in range(2):
+    enforce_budget(20, "cpu")
+"""
+    result = run_process([sys.executable, "-c", code])
+    assert result.stderr.count("the process may take 20.00 GB of private memory") == 1
+
+
+def test_libraries_keep_less_unless_the_user_says_how_much(monkeypatch):
+    for limit, name in (
+        (limit_cudnn_cache, "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT"),
+        (limit_onednn_cache, "ONEDNN_PRIMITIVE_CACHE_CAPACITY"),
+    ):
+        monkeypatch.setenv(name, "7")
+        limit()
+        assert os.environ[name] == "7"
+        monkeypatch.delenv(name)
+        limit()
+        assert 0 < int(os.environ[name]) < 10**4
+        monkeypatch.delenv(name)
 
 
 def test_on_a_gpu_that_others_use_their_memory_is_not_taken_for_the_context(monkeypatch, log):

@@ -6,6 +6,8 @@ coins. All sides take turns in one run; the figures are ratios of medians.
 One rank, no error: MEMFIT.OOM.POLICY split against raise, which is Detectron2's way.
 One rank, a batch of two images whose forward is thrown away at its end: the time of that iteration,
 less that of the forward which was thrown away, against the same images as two micro-batches.
+The model's state: what it takes to keep it before each micro-batch, and with weights that forwards
+change, here all of them, as of a teacher of the same size.
 Two ranks, no error: split, which reduces gradients after the backward, against raise, where DDP
 reduces them while the backward runs. Without a GPU, each has half of the CPU's threads.
 """
@@ -27,6 +29,7 @@ from d2_memfit.compat import create_ddp_model
 from d2_memfit.engine import RecoveryOptions, launch
 from d2_memfit.engine.micro_batch_size import MicroBatchSize
 from d2_memfit.engine.window import MicroBatch
+from d2_memfit.techniques import ModuleState
 
 from .common import Side, coins, machine, markdown_table, take_turns
 
@@ -43,6 +46,7 @@ def run(args: argparse.Namespace) -> None:
     with coins(*args.size) as (dicts, mapper):
         images = [mapper(d) for d in dicts[:4]]
     print(one_rank(images, args.rounds), "\n")
+    print(state_of_model(args.rounds), "\n")
     if torch.cuda.device_count() != 1:  # two ranks cannot share a GPU
         launch(two_ranks, 2, dist_url="auto", args=(images, args.rounds))
 
@@ -66,6 +70,21 @@ def one_rank(images: list[dict[str, Any]], rounds: int) -> str:
         row("the same after a failure, less the forward thrown away", without, halves.seconds),
     ]
     return markdown_table(["one rank", "s per iteration (median)", "ratio of medians"], rows)
+
+
+def state_of_model(rounds: int) -> str:
+    model = Side(AccumulatingTrainer, ()).trainer.model
+    rows = []
+    for name, changed in (("all but weights", []), ("with all weights", list(model.parameters()))):
+        seconds = []
+        for _ in range(rounds + 1):
+            start = time.perf_counter()
+            ModuleState(model, changed)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        rows.append([name, f"{1000 * statistics.median(seconds[1:]):.1f}"])
+    return markdown_table(["state of the model", "ms to keep it (median)"], rows)
 
 
 class FailingTrainer(AccumulatingTrainer):

@@ -1,0 +1,256 @@
+"""A forward that is run again begins with the state of its model, of whatever kind that is."""
+
+import itertools
+import random
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+from injection import iterate
+from tiny import tiny_cfg, tiny_model
+
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.engine import RecoveryOptions
+from d2_memfit.techniques import module_state
+
+
+class Meter:
+    def __init__(self):
+        self.count = 0
+        self.seen = []
+
+    def change(self):
+        self.count += 1
+        self.seen.append(self.count)
+
+
+class Model(torch.nn.Module):
+    """Memory runs out at the end of some forwards, after their change of the state."""
+
+    def __init__(self, state, change, before_change, fails_in=(0,)):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.teacher = torch.nn.Linear(2, 2).requires_grad_(False)
+        self.register_buffer("queue", None)
+        self.state = state
+        self.change = lambda: change(self)
+        forwards = itertools.count()
+
+        def end_forward():
+            if next(forwards) in fails_in:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        self.begin_forward, self.end_forward = lambda: before_change(self), end_forward
+
+    def forward(self, batch):
+        self.begin_forward()
+        self.change()
+        self.end_forward()
+        return {"loss": self.weight.sum() * len(batch)}
+
+
+def train(state, change, look, num_iterations=1, fails_in=(0,), model=Model):
+    """Returns what ``look(model)`` was in the beginning of each forward."""
+    seen = []
+    model = model(state, change, lambda model: seen.append(str(look(model))), fails_in)
+    batches = [[{"image_id": 2 * i}, {"image_id": 2 * i + 1}] for i in range(num_iterations)]
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    iterate(
+        AccumulatingTrainer(model, batches, optimizer, recovery=RecoveryOptions()), num_iterations
+    )
+    return seen
+
+
+def ema(model):
+    """As MoCo and others write it: PyTorch does not count this change."""
+    model.teacher.weight.data = model.teacher.weight.data * 0.9 + 0.1
+
+
+def draw(model):
+    return model.state.random() if hasattr(model.state, "random") else model.state.rand()
+
+
+KINDS = {
+    "list": ([1], lambda m: m.state.append(2), lambda m: m.state),
+    "deque": (deque([1, 2], maxlen=2), lambda m: m.state.append(3), lambda m: m.state),
+    "dict": ({"a": 1}, lambda m: m.state.update(a=2, b=3), lambda m: m.state),
+    "OrderedDict": (
+        OrderedDict(a=1, b=2),
+        lambda m: m.state.move_to_end("a"),
+        lambda m: m.state,
+    ),
+    "defaultdict": (defaultdict(int), lambda m: m.state["a"], lambda m: dict(m.state)),
+    "Counter": (Counter("ab"), lambda m: m.state.update("b"), lambda m: m.state),
+    "set": ({1}, lambda m: m.state.add(2), lambda m: m.state),
+    "list in a dict": ({"a": [1]}, lambda m: m.state["a"].append(2), lambda m: m.state),
+    "list in a tuple": (([1], 2), lambda m: m.state[0].clear(), lambda m: m.state),
+    "string": ("a", lambda m: setattr(m, "state", m.state + "b"), lambda m: m.state),
+    "number": (1, lambda m: setattr(m, "state", 2), lambda m: m.state),
+    "None": (None, lambda m: setattr(m, "state", object()), lambda m: m.state),
+    "no attribute": (
+        0,
+        lambda m: setattr(m, "cache", []),
+        lambda m: hasattr(m, "cache"),
+    ),
+    "array": (np.zeros(2), lambda m: np.add(m.state, 1, out=m.state), lambda m: m.state),
+    "tensor": (torch.zeros(2), lambda m: m.state.add_(1), lambda m: m.state),
+    "other tensor": (
+        torch.zeros(2),
+        lambda m: setattr(m, "state", m.state + 1),
+        lambda m: m.state,
+    ),
+    "tensors in a list": (
+        [torch.zeros(2)],
+        lambda m: m.state[0].data.add_(1),
+        lambda m: m.state,
+    ),
+    "torch.Generator": (
+        torch.Generator().manual_seed(0),
+        lambda m: torch.rand(2, generator=m.state),
+        lambda m: m.state.get_state().sum(),
+    ),
+    "np.random.Generator": (
+        np.random.default_rng(0),
+        lambda m: m.state.random(),
+        lambda m: m.state.bit_generator.state,
+    ),
+    "np.random.RandomState": (
+        np.random.RandomState(0),
+        lambda m: m.state.rand(),
+        lambda m: m.state.get_state()[2],
+    ),
+    "random.Random": (
+        random.Random(0),
+        lambda m: m.state.random(),
+        lambda m: m.state.getstate()[1][-1],
+    ),
+    "object": (Meter(), lambda m: m.state.change(), lambda m: vars(m.state)),
+    "buffer": (
+        0,
+        lambda m: setattr(m, "queue", torch.ones(2)),
+        lambda m: m.queue,
+    ),
+    "frozen parameter": (0, ema, lambda m: m.teacher.weight.data),
+    "parameter": (
+        0,
+        lambda m: m.teacher.weight.data.mul_(0.9),
+        lambda m: m.teacher.weight.data,
+    ),
+    "hidden module": (
+        [torch.nn.Linear(2, 2).requires_grad_(False)],
+        lambda m: setattr(m.state[0], "steps", 1) or m.state[0].register_buffer("b", None),
+        lambda m: (hasattr(m.state[0], "steps"), hasattr(m.state[0], "b")),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_is_as_before_when_a_forward_is_run_again(kind):
+    first, again, after = train(*KINDS[kind])
+    assert again == first
+    assert after != first, "the change of the forward that did not fail stays"
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_weights_that_a_forward_changes_are_put_back_in_later_iterations(late):
+    """Which they are is found out, also where it does not begin at once."""
+    large = torch.zeros(2**19)  # 2 MiB, so that it is copied only because it changes
+    forwards = []
+
+    def change(model):
+        forwards.append(1)
+        if len(forwards) > late:
+            model.teacher.weight.data.mul_(0.9)
+            model.weight.data[1:].mul_(0.9)
+            model.state.add_(1)
+
+    def look(model):
+        return [model.teacher.weight.data, model.weight.data[1:], model.state[0]]
+
+    seen = train(large, change, look, num_iterations=8, fails_in=[6])
+    assert seen[7] == seen[6]
+    assert seen[8] != seen[7]
+
+
+def test_a_first_change_in_a_forward_that_fails_is_said(log):
+    train(0, lambda m: m.weight.data.mul_(0.9), lambda m: m.weight)
+    assert log.text.count("weight was changed by a forward that failed, for the first time") == 1
+
+
+def test_what_is_too_large_or_cannot_go_back_is_said_once_with_its_name(log, monkeypatch):
+    monkeypatch.setattr("d2_memfit.engine.state_watch.MOST_BYTES", 8)
+    monkeypatch.setattr(module_state, "_MOST_OBJECTS", 5)
+    state = SimpleState()
+    train(state, SimpleState.change, str, num_iterations=3, fails_in=())
+    messages = [r.getMessage() for r in log.records if "is not put back" in r.getMessage()]
+    assert len(messages) == 3
+    for name in ("teacher.weight", "Model.state", "Model.numbers"):
+        assert any(f"The forward changes {name}, and" in m for m in messages), messages
+
+
+def test_large_tensors_that_a_forward_replaces_are_not_kept():
+    kept = []
+
+    def change(model):
+        model.state = torch.zeros(2**19)
+        kept.append(weakref.ref(model.state))
+
+    alive = []
+
+    def look(model):
+        alive.append(sum(r() is not None for r in kept))
+
+    train(torch.zeros(2**19), change, look, num_iterations=6, fails_in=())
+    assert max(alive) == 1
+
+
+class SimpleState(list):
+    def __init__(self):
+        super().__init__([[] for _ in range(6)])
+
+    @staticmethod
+    def change(model):
+        model.state.append(1)
+        model.teacher.weight.mul_(0.9)
+        if not hasattr(model, "numbers"):
+            model.numbers = itertools.count()
+        next(model.numbers)
+
+
+class KeepsItself(Model):
+    def save_for_retry(self):
+        return list(self.state)
+
+    def restore_for_retry(self, state):
+        self.state = [*state, "restored"]
+
+
+def test_a_module_can_save_and_restore_its_own():
+    seen = train(
+        [1], lambda m: m.state.append(2), lambda m: m.state, num_iterations=1, model=KeepsItself
+    )
+    assert seen == ["[1]", "[1, 'restored']", "[1, 'restored', 2]"]
+
+
+def test_what_is_part_of_a_graph_is_left_alone():
+    kept = []
+
+    def change(model):
+        model.state = {"loss": model.weight.sum()}
+        kept.append(model.state)
+
+    train({}, change, lambda m: 0, num_iterations=2, fails_in=[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mask_rcnn", "keypoint_rcnn", "retinanet"])
+def test_nothing_is_said_of_detectron2s_models(family, log):
+    from monitored import batches
+
+    model = tiny_model(tiny_cfg(family))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    iterate(AccumulatingTrainer(model, batches(), optimizer, recovery=RecoveryOptions()), 3)
+    assert "not put back" not in log.text
+    assert "stays" not in log.text
