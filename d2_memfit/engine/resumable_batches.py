@@ -2,10 +2,10 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from itertools import chain, repeat, starmap
-from typing import Any, Callable, NamedTuple, Optional
+from itertools import chain
+from typing import Any, NamedTuple, Optional
 
 import torch
 from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset, _MapIterableDataset
@@ -20,15 +20,6 @@ __all__ = ["ResumableBatches", "UnknownLoader"]
 
 class UnknownLoader(TypeError):
     """The order of a loader's batches is not known. The text says what it is."""
-
-
-class _Waiting(NamedTuple):
-    """An image that waits for others of its aspect ratio, and what it takes to load it again."""
-
-    image: Any
-    number: int  # of the rank's images
-    index: int  # in the dataset
-    random_states: bytes  # before it was loaded, pickled
 
 
 class ResumableBatches(Iterator[Any]):
@@ -62,9 +53,8 @@ class ResumableBatches(Iterator[Any]):
         sampler = dataset.sampler
         needed = ("_infinite_indices", "_seed", "_rank", "_world_size")
         if not dataset.shard_sampler or not all(hasattr(sampler, name) for name in needed):
-            raise UnknownLoader(f"a loader with a {type(sampler).__name__}")
+            raise UnknownLoader(f"one with a {type(sampler).__name__}")
         self._loader = loader
-        self._dataset = dataset
         self._sampler = sampler
         self._layout = Layout(
             ranks=sampler._world_size,
@@ -72,20 +62,24 @@ class ResumableBatches(Iterator[Any]):
             chunk=getattr(dataset, "shard_chunk_size", 1),
             batch=loader.batch_size,
         )
-        self._start_at(Rest(0, torch.tensor([], dtype=torch.int64)))
+        self._start_at(Rest(0, torch.tensor([], dtype=torch.int64)), _Taken(loader.num_workers))
 
-    def _start_at(self, rest: Rest) -> None:
+    def _start_at(self, rest: Rest, taken: "_Taken") -> None:
         self._rest = rest
-        self._taken = 0  # batches of self._loader; single images, where they are grouped
-        self._workers: list[Optional[bytes]] = [None] * self._loader.num_workers  # random states
-        self._seeds: Optional[torch.Tensor] = None  # the generator that workers are seeded by
-        self._waiting: list[_Waiting] = []
-        self._source: Optional[Iterator[Any]] = None
+        sampler = RestOfStream(self._sampler, rest)
+        is_grouped = self._group_size > 0
+        self._received = _Received(self._loader, sampler, self._layout, is_grouped, taken)
         self._batches: Optional[Iterator[Any]] = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self._batches is None:
-            self._begin()
+        """Start when Detectron2 does, as the workers' seeds are drawn then."""
+        if self._batches is None and self._group_size:
+            self._batches = _grouped(self._received, self._group_size)
+            if self._collate is not None:
+                self._batches = filter(_is_there, map(self._collate, self._batches))
+        elif self._batches is None:
+            self._batches = self._received
+            self._received.start()
         return self
 
     def __next__(self) -> Any:
@@ -93,77 +87,18 @@ class ResumableBatches(Iterator[Any]):
         assert self._batches is not None
         return next(self._batches)
 
-    def _begin(self) -> None:
-        """Seed the workers, and start them, at the moment at which Detectron2 does."""
-        received = starmap(self._receive, repeat(()))  # other than a generator, it survives errors
-        if not self._group_size:
-            self._source = self._start_loader()
-            self._batches = received
-            return
-        reloaded = [waiting.image for waiting in self._waiting]
-        self._batches = self._grouped(chain(reloaded, received))
-        if self._collate is not None:
-            collated = map(self._collate, self._batches)
-            self._batches = (batch for batch in collated if batch is not None)
-
-    def _start_loader(self) -> Iterator[Any]:
-        """Iterate the loader from behind what was taken."""
-        loader = copy.copy(self._loader)
-        vars(loader)["dataset"] = Images(
-            self._dataset,
-            RestOfStream(self._sampler, self._rest),
-            self._layout,
-            self._taken,
-            self._workers,
-            keeps_states=self._group_size > 0,
-        )
-        loader.collate_fn = WithStates(loader.collate_fn)
-        if self._seeds is not None:
-            loader.generator = torch.Generator()
-            loader.generator.set_state(self._seeds)
-        self._seeds = (loader.generator or torch.default_generator).get_state()
-        return iter(loader)
-
-    def _receive(self) -> Any:
-        """The next batch of the loader, or image, where they are grouped."""
-        if self._source is None:
-            self._source = self._start_loader()
-        states = None
-        while states is None:
-            batch, states = next(self._source)
-        index, before, after = states
-        if after is not None:
-            self._workers[self._taken % len(self._workers)] = after
-        if self._group_size:
-            self._waiting.append(_Waiting(batch, self._taken, index, before))
-        self._taken += 1
-        return batch
-
-    def _grouped(self, images: Iterator[Any]) -> Iterator[Any]:
-        for batch in AspectRatioGroupedDataset(images, self._group_size):
-            gone = set(map(id, batch))
-            self._waiting = [w for w in self._waiting if id(w.image) not in gone]
-            yield batch
-
     def state_dict(self) -> dict[str, Any]:
         """What differs from rank to rank, in plain types and tensors."""
-        return {
-            "taken": self._taken,
-            "workers": [state and pickle.loads(state) for state in self._workers],
-            "seeds": self._seeds,
-            "waiting": [
-                (w.number, int(w.index), pickle.loads(w.random_states)) for w in self._waiting
-            ],
-        }
+        return self._received.taken.state_dict()
 
     def stream(self) -> dict[str, Any]:
         """What all ranks have in common, in plain types and tensors."""
-        sampler = {k: v for k, v in vars(self._sampler).items() if k in _KEPT_OF_SAMPLERS}
+        drawn = {k: v for k, v in vars(self._sampler).items() if k in _DRAWN_BY_SAMPLERS}
         return {
             "layout": {**asdict(self._layout), "group": self._group_size},
             "rest": {"first": self._rest.first, "without": self._rest.without},
-            "dataset_size": len(self._dataset.dataset),
-            "sampler": {"type": type(self._sampler).__name__, **sampler},
+            "dataset_size": len(self._loader.dataset.dataset),
+            "sampler": {"type": type(self._sampler).__name__, **drawn},
         }
 
     def load_state_dict(self, stream: dict[str, Any], ranks: list[dict[str, Any]]) -> bool:
@@ -177,47 +112,149 @@ class ResumableBatches(Iterator[Any]):
         Raises:
             ValueError: the dataset or the sampler is another.
         """
-        size, kept = len(self._dataset.dataset), dict(stream["sampler"])
-        was, now = (stream["dataset_size"], kept.pop("type")), (size, type(self._sampler).__name__)
-        if was != now:
-            raise ValueError("{} images by a {}, and now {} by a {}".format(*was, *now))
+        drawn, size = dict(stream["sampler"]), len(self._loader.dataset.dataset)
+        then = f"{stream['dataset_size']} images by a {drawn.pop('type')}"
+        now = f"{size} images by a {type(self._sampler).__name__}"
+        if then != now:
+            raise ValueError(f"{then} then, {now} now")
         self._sampler = copy.copy(self._sampler)
-        vars(self._sampler).update(kept)
-        layout = dict(stream["layout"])
-        group = layout.pop("group")
-        then, rest = Layout(**layout), Rest(**stream["rest"])
-        is_same = (then, group) == (self._layout, self._group_size)
-        if is_same and len(ranks[self._sampler._rank]["workers"]) == self._loader.num_workers:
-            self._start_at(rest)
-            self._go_on(**ranks[self._sampler._rank])
+        vars(self._sampler).update(drawn)
+        options = dict(stream["layout"])
+        group_size, layout = options.pop("group"), Layout(**options)
+        rest, num_workers = Rest(**stream["rest"]), self._loader.num_workers
+        is_same = (layout, group_size) == (self._layout, self._group_size)
+        is_same = is_same and len(ranks[self._sampler._rank]["workers"]) == num_workers
+        if is_same:
+            taken = _Taken(num_workers)
+            taken.load_state_dict(ranks[self._sampler._rank], self._loader.dataset.dataset)
+            self._start_at(rest, taken)
         else:
-            is_same = False
-            self._start_at(rest.after(_taken_places(then, ranks)))
-        self._begin()
-        if self._source is None:
-            self._source = self._start_loader()
+            self._start_at(rest.after(_places(layout, ranks)), _Taken(num_workers))
+        iter(self)
+        self._received.start()  # seeds are not drawn later, when other numbers are due
         return is_same
 
-    def _go_on(self, taken: int, workers: list[Any], seeds: Any, waiting: list[Any]) -> None:
-        self._taken = taken
-        self._workers = [state and pickle.dumps(state) for state in workers]
-        self._seeds = seeds
+
+_DRAWN_BY_SAMPLERS = ("_seed", "_seed_subset", "_indexes_subset")
+
+
+class _Waiting(NamedTuple):
+    """An image that waits for others of its aspect ratio, and what it takes to load it again."""
+
+    image: Any
+    number: int  # of the rank's images
+    index: int  # in the dataset
+    random_states: bytes  # before it was loaded, pickled
+
+
+class _Taken:
+    """What a rank took from its loader since the start of the rest of the stream.
+
+    Attributes:
+        batches: of the loader; single images, where they are grouped.
+        workers: the random states of each after its last batch, pickled; None before the first.
+        seeds: the state of the generator that the workers' seeds were drawn from.
+        waiting: images in no group yet.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.batches = 0
+        self.workers: list[Optional[bytes]] = [None] * num_workers
+        self.seeds: Optional[torch.Tensor] = None
+        self.waiting: list[_Waiting] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "batches": self.batches,
+            "workers": [states and pickle.loads(states) for states in self.workers],
+            "seeds": self.seeds,
+            "waiting": [
+                (w.number, int(w.index), pickle.loads(w.random_states)) for w in self.waiting
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], images: Any) -> None:
+        """Go back, and load the images again that waited."""
+        self.batches = state["batches"]
+        self.workers = [states and pickle.dumps(states) for states in state["workers"]]
+        self.seeds = state["seeds"]
         own = random_states()
-        for number, index, states in waiting:
+        for number, index, states in state["waiting"]:
             set_random_states(states)
-            image = self._dataset.dataset[index]
-            self._waiting.append(_Waiting(image, number, index, pickle.dumps(states)))
+            self.waiting.append(_Waiting(images[index], number, index, pickle.dumps(states)))
         set_random_states(own)
 
 
-_KEPT_OF_SAMPLERS = ("_seed", "_seed_subset", "_indexes_subset")  # they may have drawn these
+class _Received(Iterator[Any]):
+    """The batches of a loader, or its images, where they are grouped, without their states.
+
+    Args:
+        loader, sampler, layout: where they come from.
+        is_grouped: whether they are grouped by aspect ratio afterwards.
+        taken: what was taken before; it is kept up to date.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        sampler: RestOfStream,
+        layout: Layout,
+        is_grouped: bool,
+        taken: _Taken,
+    ) -> None:
+        self.taken = taken
+        self._loader = copy.copy(loader)
+        vars(self._loader)["dataset"] = Images(
+            loader.dataset, sampler, layout, taken.batches, taken.workers, is_grouped
+        )
+        self._loader.collate_fn = WithStates(loader.collate_fn)
+        self._is_grouped = is_grouped
+        self._source: Optional[Iterator[Any]] = None
+
+    def start(self) -> None:
+        """Seed the workers, and start them."""
+        if self.taken.seeds is not None:
+            self._loader.generator = torch.Generator()
+            self._loader.generator.set_state(self.taken.seeds)
+        self.taken.seeds = (self._loader.generator or torch.default_generator).get_state()
+        self._source = iter(self._loader)
+
+    def __next__(self) -> Any:
+        if self._source is None:
+            self.start()
+        assert self._source is not None
+        states = None
+        while states is None:
+            batch, states = next(self._source)
+        index, before, after = states
+        taken = self.taken
+        if after is not None:
+            taken.workers[taken.batches % len(taken.workers)] = after
+        if self._is_grouped:
+            taken.waiting.append(_Waiting(batch, taken.batches, index, before))
+        taken.batches += 1
+        return batch
 
 
-def _taken_places(layout: Layout, ranks: list[dict[str, Any]]) -> torch.Tensor:
+def _grouped(received: _Received, size: int) -> Iterator[Any]:
+    """Groups of images of one aspect ratio, as Detectron2 makes them."""
+    reloaded = [waiting.image for waiting in received.taken.waiting]
+    for group in AspectRatioGroupedDataset(chain(reloaded, received), size):
+        gone = set(map(id, group))
+        received.taken.waiting = [w for w in received.taken.waiting if id(w.image) not in gone]
+        yield group
+
+
+def _is_there(batch: Any) -> bool:
+    """Detectron2 leaves out what a collate function makes None."""
+    return batch is not None
+
+
+def _places(layout: Layout, ranks: list[dict[str, Any]]) -> torch.Tensor:
     """Places in the stream of all batches that were taken, but for images that still waited."""
     places = []
     for rank, state in enumerate(ranks):
-        of_rank = layout.places(rank, state["taken"])
+        of_rank = layout.places(rank, state["batches"])
         keep = torch.ones(len(of_rank), dtype=torch.bool)
         keep[[number for number, _, _ in state["waiting"]]] = False
         places.append(of_rank[keep].flatten())
