@@ -1,11 +1,13 @@
 """Runs that are interrupted and resumed, and what they have trained on."""
 
+from detectron2.data import DatasetCatalog
 from detectron2.engine import hooks
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 from tiny import parameters, tiny_cfg
 
 from d2_memfit import MemfitTrainer
+from d2_memfit.data import register_coco
 
 
 class Trainer(MemfitTrainer):
@@ -25,17 +27,25 @@ def coins_cfg(output_dir, family="mask_rcnn", **keys):
     cfg.SOLVER.ACCUMULATION_STEPS = 3
     cfg.SOLVER.MAX_ITER = 12
     cfg.SOLVER.WARMUP_ITERS = 3
+    cfg.DATALOADER.RANDOM_SUBSET_RATIO = 0.5  # not in the defaults of Detectron2
     cfg.OUTPUT_DIR = str(output_dir)
     cfg.merge_from_list([x for item in keys.items() for x in item])
     return cfg
+
+
+def train_on_rank(rank, folder, *args):
+    """:func:`train` in a process of :class:`Ranks`, whose losses are those of all ranks."""
+    if "coins_train" not in DatasetCatalog:
+        register_coco("coins_train", str(folder / "train.json"), str(folder / "train"))
+    return train(*args)
 
 
 def train(cfg, start, end, trainer_class=Trainer):
     """Iterations ``start`` to ``end`` of a run, in a process that drew other numbers before.
 
     Returns:
-        dict: "images" in each forward, as (image_id, sum of pixels), total "losses" of each
-        iteration, and "weights".
+        dict: "images" of each iteration, as (image_id, sum of pixels), its total "losses", and
+        the "weights" at the end.
     """
     seed_all_rng(start + comm.get_rank())
     cfg = cfg.clone()
@@ -43,12 +53,14 @@ def train(cfg, start, end, trainer_class=Trainer):
     trainer = trainer_class(cfg)
     trainer.resume_or_load(resume=start > 0)
     assert trainer.start_iter == start
-    images, losses = [], []
+    images, losses, seen = [], [], []
 
     def see(model, args):
-        images.append([(i["image_id"], int(i["image"].sum())) for i in args[0]])
+        seen.extend((i["image_id"], int(i["image"].sum())) for i in args[0])
 
     def end_iteration(trainer):
+        images.append(list(dict.fromkeys(seen)))  # some were run again
+        seen.clear()
         losses.append(trainer.storage.latest()["total_loss"][0] if comm.is_main_process() else 0)
         if trainer.iter + 1 == end < cfg.SOLVER.MAX_ITER:
             raise KeyboardInterrupt  # nothing is done after the checkpoint

@@ -87,6 +87,10 @@ class ResumableBatches(Iterator[Any]):
         assert self._batches is not None
         return next(self._batches)
 
+    @property
+    def num_workers(self) -> int:
+        return self._loader.num_workers
+
     def state_dict(self) -> dict[str, Any]:
         """What differs from rank to rank, in plain types and tensors."""
         return self._received.taken.state_dict()
@@ -121,15 +125,15 @@ class ResumableBatches(Iterator[Any]):
         vars(self._sampler).update(drawn)
         options = dict(stream["layout"])
         group_size, layout = options.pop("group"), Layout(**options)
-        rest, num_workers = Rest(**stream["rest"]), self._loader.num_workers
+        rest = Rest(**stream["rest"])
         is_same = (layout, group_size) == (self._layout, self._group_size)
-        is_same = is_same and len(ranks[self._sampler._rank]["workers"]) == num_workers
+        is_same = is_same and len(ranks[self._sampler._rank]["workers"]) == self.num_workers
         if is_same:
-            taken = _Taken(num_workers)
+            taken = _Taken(self.num_workers)
             taken.load_state_dict(ranks[self._sampler._rank], self._loader.dataset.dataset)
             self._start_at(rest, taken)
         else:
-            self._start_at(rest.after(_places(layout, ranks)), _Taken(num_workers))
+            self._start_at(rest.after(_places(layout, ranks)), _Taken(self.num_workers))
         iter(self)
         self._received.start()  # seeds are not drawn later, when other numbers are due
         return is_same

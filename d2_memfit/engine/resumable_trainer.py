@@ -8,6 +8,7 @@ from detectron2.engine import SimpleTrainer
 from torch import nn
 
 from .. import compat
+from .resumable_batches import ResumableBatches
 from .run_state import RunState
 
 __all__ = ["ResumableTrainer"]
@@ -37,6 +38,12 @@ class ResumableTrainer(SimpleTrainer):
         data_loader = data_loader_builder()
         self.run_state = RunState(compat.without_ddp(self.model), data_loader)
         self._iterate(data_loader)
+
+    @property
+    def loads_in_this_process(self) -> bool:
+        """Whether images are known to be loaded here, by this process's random numbers."""
+        batches = self.run_state.batches
+        return isinstance(batches, ResumableBatches) and batches.num_workers == 0
 
     def before_train(self) -> None:
         super().before_train()

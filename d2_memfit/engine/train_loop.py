@@ -185,6 +185,8 @@ class AccumulatingTrainer(ResumableTrainer):
         """
         normalizers, recovery = self.normalizers, self.recovery
         self._keeps_images = normalizers.may_run_again
+        if self.loads_in_this_process and (self._keeps_images or recovery):
+            window.load()  # what is run again does not draw the loader's random numbers again
         start = Snapshot(compat.without_ddp(self.model), storage) if self._keeps_images else None
         recovery_report = None
         while True:

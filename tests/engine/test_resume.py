@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from resumed import coins_cfg, train
+from resumed import coins_cfg, train, train_on_rank
 
 pytestmark = pytest.mark.slow
 
@@ -38,3 +38,32 @@ def test_12_iterations_are_5_and_7(coins, tmp_path, keys):
     straight = train(coins_cfg(tmp_path / "straight", "faster_rcnn", **keys), 0, 12)
     cfg = coins_cfg(tmp_path / "resumed", "faster_rcnn", **keys)
     check_equal(straight, train(cfg, 0, 5), train(cfg, 5, 12))
+
+
+@pytest.mark.parametrize("family", ["mask_rcnn", "retinanet"])
+def test_other_models_too(coins, tmp_path, family):
+    """RetinaNet has a running normaliser, which is a plain number."""
+    straight = train(coins_cfg(tmp_path / "straight", family), 0, 12)
+    cfg = coins_cfg(tmp_path / "resumed", family)
+    check_equal(straight, train(cfg, 0, 5), train(cfg, 5, 12))
+
+
+OF_TWO_RANKS = {
+    "2 workers": {"DATALOADER.NUM_WORKERS": 2},
+    "float16": {"SOLVER.AMP.ENABLED": True},
+    "split": {"MEMFIT.OOM.POLICY": "split"},
+    "sharded optimizer": {"MEMFIT.OPTIMIZER.ZERO": True},
+}
+
+
+@pytest.mark.parametrize("keys", OF_TWO_RANKS.values(), ids=OF_TWO_RANKS)
+def test_on_two_ranks_too(coins, tmp_path, two_ranks, keys):
+    keys = {"SOLVER.IMS_PER_BATCH": 4, **keys}
+    cfg = coins_cfg(tmp_path / "straight", "faster_rcnn", **keys)
+    straight = two_ranks.run(train_on_rank, coins, cfg, 0, 12)
+    cfg = coins_cfg(tmp_path / "resumed", "faster_rcnn", **keys)
+    first = two_ranks.run(train_on_rank, coins, cfg, 0, 5)
+    second = two_ranks.run(train_on_rank, coins, cfg, 5, 12)
+    assert straight[0]["images"] != straight[1]["images"]
+    for results in zip(straight, first, second):
+        check_equal(*results)
