@@ -27,8 +27,9 @@ def coins_cfg(output_dir, family="mask_rcnn", **keys):
     cfg.SOLVER.ACCUMULATION_STEPS = 3
     cfg.SOLVER.MAX_ITER = 12
     cfg.SOLVER.WARMUP_ITERS = 3
-    cfg.DATALOADER.RANDOM_SUBSET_RATIO = 0.5  # not in the defaults of Detectron2
     cfg.OUTPUT_DIR = str(output_dir)
+    if keys.get("DATALOADER.SAMPLER_TRAIN") == "RandomSubsetTrainingSampler":
+        cfg.DATALOADER.RANDOM_SUBSET_RATIO = 0.5  # Detectron2 has no such key
     cfg.merge_from_list([x for item in keys.items() for x in item])
     return cfg
 
