@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from resumed import coins_cfg, train, train_on_rank
+from resumed import Trainer, coins_cfg, train, train_on_rank
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +43,7 @@ def test_12_iterations_are_5_and_7(coins, tmp_path, keys):
 @pytest.mark.parametrize("family", ["mask_rcnn", "retinanet"])
 def test_other_models_too(coins, tmp_path, family):
     """RetinaNet has a running normaliser, which is a plain number."""
+    train(coins_cfg(tmp_path / "warm up", family), 0, 2)  # a process's first sums may be others
     straight = train(coins_cfg(tmp_path / "straight", family), 0, 12)
     cfg = coins_cfg(tmp_path / "resumed", family)
     check_equal(straight, train(cfg, 0, 5), train(cfg, 5, 12))
@@ -67,3 +68,52 @@ def test_on_two_ranks_too(coins, tmp_path, two_ranks, keys):
     assert straight[0]["images"] != straight[1]["images"]
     for results in zip(straight, first, second):
         check_equal(*results)
+
+
+def test_on_another_number_of_ranks_each_image_of_the_epoch_comes_once(coins, tmp_path, two_ranks):
+    cfg = coins_cfg(tmp_path, "faster_rcnn", **{"SOLVER.IMS_PER_BATCH": 4})
+    first = two_ranks.run(train_on_rank, coins, cfg, 0, 5)
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    second = train(cfg, 5, 7)
+    of_two_ranks = [name for rank in first for images in rank["images"] for name, _ in images]
+    assert len(of_two_ranks) == 60
+    of_one_rank = [name for images in second["images"] for name, _ in images]
+    with_waiting = set(of_two_ranks) | set(of_one_rank[:8])  # grouping may keep some back
+    assert with_waiting == set(range(64))
+
+
+def test_a_checkpoint_that_lacks_the_state_is_resumed_and_it_is_said(coins, tmp_path, log):
+    """Those of plain Detectron2, and of d2_memfit before it kept the order."""
+    cfg = coins_cfg(tmp_path, "faster_rcnn")
+    train(cfg, 0, 2)
+    file = tmp_path / "model_0000001.pth"
+    checkpoint = torch.load(file, weights_only=True)
+    assert checkpoint["trainer"]["_trainer"].pop("run")["ranks"]
+    torch.save(checkpoint, file)
+    log.clear()
+    train(cfg, 2, 3)
+    assert log.text.count("The checkpoint has neither the order of the data nor random states") == 1
+
+
+def test_a_loader_that_is_not_known_begins_again_and_it_is_said(coins, tmp_path, log):
+    class OwnLoader(Trainer):
+        @classmethod
+        def build_train_loader(cls, cfg):
+            return iter(super().build_train_loader(cfg))
+
+    cfg = coins_cfg(tmp_path, "faster_rcnn")
+    train(cfg, 0, 2, OwnLoader)
+    train(cfg, 2, 3, OwnLoader)
+    assert log.text.count("The data begin again: only the order of a loader of") == 1
+    assert "the training loader is a generator" in log.text
+    train(cfg, 3, 4)
+    assert log.text.count("The data begin again: the checkpoint is of a run with another") == 1
+
+
+def test_another_dataset_begins_again_and_it_is_said(coins, tmp_path, log):
+    cfg = coins_cfg(tmp_path, "faster_rcnn")
+    train(cfg, 0, 2)
+    cfg.DATASETS.TRAIN = ("coins_val",)
+    train(cfg, 2, 3)
+    expected = "they are others: 64 images by a TrainingSampler then, 16 images by a TrainingSampler"
+    assert expected in log.text
