@@ -19,10 +19,10 @@ def random_states(device: Optional[torch.device] = None) -> dict[str, Any]:
         dict: tensors, tuples, numbers and texts, which ``torch.load`` takes with
         ``weights_only=True``.
     """
-    kind, keys, *rest = np.random.get_state()
+    kind, keys, *rest = np.random.get_state(legacy=True)
     states = {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),  # type: ignore[union-attr]
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
     }
     if device is not None and device.type != "cpu":

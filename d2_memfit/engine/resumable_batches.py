@@ -3,9 +3,9 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset, _MapIterableDataset
@@ -48,13 +48,15 @@ class ResumableBatches(Iterator[Any]):
         if type(loader) is AspectRatioGroupedDataset:
             self._group_size, loader = loader.batch_size, loader.dataset
         dataset = getattr(loader, "dataset", None)
-        if type(loader) is not DataLoader or type(dataset) is not ToIterableDataset:
+        is_known = type(loader) is DataLoader and type(dataset) is ToIterableDataset
+        if not is_known or loader.batch_size is None:
             raise UnknownLoader(f"a {type(loader).__name__}")
         sampler = dataset.sampler
         needed = ("_infinite_indices", "_seed", "_rank", "_world_size")
         if not dataset.shard_sampler or not all(hasattr(sampler, name) for name in needed):
             raise UnknownLoader(f"one with a {type(sampler).__name__}")
-        self._loader = loader
+        self._loader: Any = loader
+        self._images = dataset.dataset
         self._sampler = sampler
         self._layout = Layout(
             ranks=sampler._world_size,
@@ -101,7 +103,7 @@ class ResumableBatches(Iterator[Any]):
         return {
             "layout": {**asdict(self._layout), "group": self._group_size},
             "rest": {"first": self._rest.first, "without": self._rest.without},
-            "dataset_size": len(self._loader.dataset.dataset),
+            "dataset_size": len(self._images),
             "sampler": {"type": type(self._sampler).__name__, **drawn},
         }
 
@@ -116,7 +118,7 @@ class ResumableBatches(Iterator[Any]):
         Raises:
             ValueError: the dataset or the sampler is another.
         """
-        drawn, size = dict(stream["sampler"]), len(self._loader.dataset.dataset)
+        drawn, size = dict(stream["sampler"]), len(self._images)
         then = f"{stream['dataset_size']} images by a {drawn.pop('type')}"
         now = f"{size} images by a {type(self._sampler).__name__}"
         if then != now:
@@ -130,7 +132,7 @@ class ResumableBatches(Iterator[Any]):
         is_same = is_same and len(ranks[self._sampler._rank]["workers"]) == self.num_workers
         if is_same:
             taken = _Taken(self.num_workers)
-            taken.load_state_dict(ranks[self._sampler._rank], self._loader.dataset.dataset)
+            taken.load_state_dict(ranks[self._sampler._rank], self._images)
             self._start_at(rest, taken)
         else:
             self._start_at(rest.after(_places(layout, ranks)), _Taken(self.num_workers))
@@ -142,7 +144,8 @@ class ResumableBatches(Iterator[Any]):
 _DRAWN_BY_SAMPLERS = ("_seed", "_seed_subset", "_indexes_subset")
 
 
-class _Waiting(NamedTuple):
+@dataclass(frozen=True)
+class _Waiting:
     """An image that waits for others of its aspect ratio, and what it takes to load it again."""
 
     image: Any
@@ -200,7 +203,7 @@ class _Received(Iterator[Any]):
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: Any,
         sampler: RestOfStream,
         layout: Layout,
         is_grouped: bool,

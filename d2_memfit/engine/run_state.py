@@ -57,19 +57,19 @@ class RunState:
 
     def _of_this_rank(self) -> dict[str, Any]:
         numbers = _numbers(self._model).items() - self._numbers_at_start.items()
-        is_known = isinstance(self.batches, ResumableBatches)
+        data = self.batches.state_dict() if isinstance(self.batches, ResumableBatches) else None
         return {
             "random_states": random_states(self._device),
             "numbers": dict(numbers),
-            "data": self.batches.state_dict() if is_known else None,
+            "data": data,
         }
 
     def load_state_dict(self, state: Optional[dict[str, Any]]) -> None:
         """Go on from a checkpoint's state; None if it has none."""
         if state is None:
             logger.warning(
-                "The checkpoint has neither the order of the data nor random states (those of plain "
-                "Detectron2 have none): the data begin again"
+                "The checkpoint has neither the order of the data nor random states (those of "
+                "plain Detectron2 have none): the data begin again"
             )
             return
         ranks, rank = state["ranks"], comm.get_rank()

@@ -92,7 +92,7 @@ def test_a_checkpoint_that_lacks_the_state_is_resumed_and_it_is_said(coins, tmp_
     torch.save(checkpoint, file)
     log.clear()
     train(cfg, 2, 3)
-    assert log.text.count("The checkpoint has neither the order of the data nor random states") == 1
+    assert log.text.count("The checkpoint has neither the order of the data nor random") == 1
 
 
 def test_a_loader_that_is_not_known_begins_again_and_it_is_said(coins, tmp_path, log):
@@ -115,5 +115,7 @@ def test_another_dataset_begins_again_and_it_is_said(coins, tmp_path, log):
     train(cfg, 0, 2)
     cfg.DATASETS.TRAIN = ("coins_val",)
     train(cfg, 2, 3)
-    expected = "they are others: 64 images by a TrainingSampler then, 16 images by a TrainingSampler"
+    expected = (
+        "they are others: 64 images by a TrainingSampler then, 16 images by a TrainingSampler"
+    )
     assert expected in log.text

@@ -94,6 +94,36 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(coins, tmp_path, keys)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
+LATE_RANK = """
+import os, signal, time
+import torch.distributed as dist
+from d2_memfit.engine import launch
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+
+def main():
+    dist.barrier()
+    if attempt == 0:
+        if rank == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+if rank == "1" and attempt > 0:
+    time.sleep(1)
+launch(main, 1)
+"""
+
+
+def test_a_restarted_rank_does_not_look_for_a_dead_one(tmp_path):
+    """It found the address of the last attempt when the other rank started later."""
+    script, log = tmp_path / "late_rank.py", tmp_path / "log"
+    script.write_text(LATE_RANK)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    finish(start([sys.executable, *torchrun, "--max-restarts", 1, script], log), log)
+    assert "Connection refused" not in log.read_text()
+
+
+@pytest.mark.exhaustive
 def test_torchrun_restarts_killed_ranks_and_the_run_ends_with_the_same_weights(coins, tmp_path):
     log = tmp_path / "log"
     finish(start(command(coins, tmp_path, "straight", 2), log), log)
