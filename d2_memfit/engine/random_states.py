@@ -16,13 +16,13 @@ def random_states(device: Optional[torch.device] = None) -> dict[str, Any]:
         device: whose generator counts too, if it is not the CPU.
 
     Returns:
-        dict: tensors, tuples, numbers and texts, which ``torch.load`` takes with
+        dict: tensors, tuples, numbers and None, which ``torch.load`` takes with
         ``weights_only=True``.
     """
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    _, keys, *rest = np.random.get_state(legacy=True)
     states = {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "numpy": (torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
     }
     if device is not None and device.type != "cpu":
@@ -33,8 +33,8 @@ def random_states(device: Optional[torch.device] = None) -> dict[str, Any]:
 def set_random_states(states: dict[str, Any], device: Optional[torch.device] = None) -> None:
     """Go back to the states that :func:`random_states` returned, here or in another process."""
     random.setstate(states["python"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    keys, *rest = states["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])
     if device is not None and device.type != "cpu" and "device" in states:
         torch.get_device_module(device).set_rng_state(states["device"], device)

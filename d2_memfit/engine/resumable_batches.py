@@ -47,7 +47,7 @@ class ResumableBatches(Iterator[Any]):
             self._collate, loader = loader._map_func, loader._dataset
         if type(loader) is AspectRatioGroupedDataset:
             self._group_size, loader = loader.batch_size, loader.dataset
-        dataset = getattr(loader, "dataset", None)
+        dataset: Any = getattr(loader, "dataset", None)
         is_known = type(loader) is DataLoader and type(dataset) is ToIterableDataset
         if not is_known or loader.batch_size is None:
             raise UnknownLoader(f"a {type(loader).__name__}")
@@ -55,7 +55,7 @@ class ResumableBatches(Iterator[Any]):
         needed = ("_infinite_indices", "_seed", "_rank", "_world_size")
         if not dataset.shard_sampler or not all(hasattr(sampler, name) for name in needed):
             raise UnknownLoader(f"one with a {type(sampler).__name__}")
-        self._loader: Any = loader
+        self._loader = loader
         self._images = dataset.dataset
         self._sampler = sampler
         self._layout = Layout(
