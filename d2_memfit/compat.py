@@ -58,6 +58,14 @@ def local_world_size() -> int:
         return comm.get_world_size()
 
 
+def keep_iterator(trainer: SimpleTrainer, batches: Any) -> None:
+    """Let a trainer iterate these batches, though its ``data_loader`` is another object. v0.6 took
+    their iterator in its constructor; main takes one when the first iteration needs it.
+    """
+    if hasattr(trainer, "_data_loader_iter_obj") and batches is not trainer.data_loader:
+        trainer._data_loader_iter_obj = batches
+
+
 def current_iteration() -> int:
     """That of the training that runs, or 0. Only main can be asked whether one does."""
     stack = events._CURRENT_STORAGE_STACK

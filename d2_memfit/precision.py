@@ -93,6 +93,22 @@ class Precision:
             )
         return scale >= before
 
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state by the key that Detectron2 uses; empty without a scaler."""
+        return {} if self.scaler is None else {"grad_scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is None:
+            return
+        if "grad_scaler" in state_dict:
+            self.scaler.load_state_dict(state_dict["grad_scaler"])
+        else:
+            logger.warning(
+                "The checkpoint has no grad_scaler (it was not trained in float16): the loss scale "
+                "starts at %g",
+                self.scaler.get_scale(),
+            )
+
 
 def _check_device(dtype: torch.dtype, device: torch.device) -> None:
     name = str(dtype).split(".")[1]

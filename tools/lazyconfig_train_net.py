@@ -39,6 +39,7 @@ from d2_memfit.config import check_config
 from d2_memfit.config_files import find_config_file
 from d2_memfit.engine import (
     ConsolidateOptimizer,
+    GatherStates,
     MemfitCheckpointer,
     Precision,
     RecoveryOptions,
@@ -87,6 +88,7 @@ def train(cfg: DictConfig, job: Job, resume: bool) -> None:
             *memory_hooks(job.cfg.MEMFIT.MONITOR, cfg.train.output_dir, job.budget_gb),
             hooks.IterationTimer(),
             ConsolidateOptimizer(optimizer, *periods) if is_sharded else None,
+            GatherStates(*periods) if comm.get_world_size() > 1 else None,
             hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
             hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if is_main else None,
             hooks.EvalHook(cfg.train.eval_period, lambda: evaluate(job, model)),

@@ -6,6 +6,7 @@ from ..precision import Precision
 from .build import build_trainer
 from .checkpoint import MemfitCheckpointer
 from .defaults import MemfitMixin, MemfitTrainer
+from .gather_states import GatherStates
 from .hooks import memory_hooks
 from .inference import recovering_inference
 from .launch import launch, usable_device, world_size
@@ -19,6 +20,7 @@ from .train_loop import AccumulatingTrainer
 __all__ = [
     "AccumulatingTrainer",
     "ConsolidateOptimizer",
+    "GatherStates",
     "LeakDetector",
     "MemfitCheckpointer",
     "MemfitMixin",

@@ -22,6 +22,7 @@ from ..techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
 from .budget_hook import EnforceBudget
 from .checkpoint import MemfitCheckpointer
 from .explained_hooks import ExplainedHooks
+from .gather_states import GatherStates
 from .hooks import memory_hooks
 from .inference import recovering_inference
 from .preemption import StopOnSignals
@@ -105,8 +106,10 @@ class MemfitMixin(ExplainedHooks, _Trainer):
         first = memory_hooks(cfg.MEMFIT.MONITOR, cfg.OUTPUT_DIR, cfg.MEMFIT.BUDGET_GB)
         if cfg.MEMFIT.BUDGET_GB is not None:
             first.append(EnforceBudget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE))
+        periods = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
+        if comm.get_world_size() > 1:
+            first.append(GatherStates(*periods))
         if isinstance(inner.optimizer, ShardedOptimizer):
-            periods = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
             first.append(ConsolidateOptimizer(inner.optimizer, *periods))
         self._register_first(first)
         self._stops_on_signals = cfg.MEMFIT.STOP_ON_SIGNALS
@@ -150,6 +153,7 @@ class MemfitMixin(ExplainedHooks, _Trainer):
                 self.register_hooks([StopOnSignals(checkpointer)])
                 self._stops_on_signals = False
         super().before_train()
+        self._inner.run_state.restore_random_states()
 
     def _register_first(self, hooks: list[HookBase]) -> None:
         """Before the project's, which write and save."""
@@ -187,6 +191,13 @@ class MemfitMixin(ExplainedHooks, _Trainer):
         ):
             return super().test(cfg, model, *args, **kwargs)
 
+    def gather_states(self) -> None:
+        """Give rank 0 what a checkpoint needs of all ranks. All ranks call it together."""
+        if self._inner is self:
+            super().gather_states()
+        else:
+            self._trainer.gather_states()
+
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if not compat.SAVES_INNER_TRAINER and self._inner is not self:
@@ -203,7 +214,8 @@ class MemfitMixin(ExplainedHooks, _Trainer):
                 "The checkpoint has no optimizer state (Detectron2 v0.6 saves none). Iteration and "
                 "learning rate are resumed, momentum starts at zero"
             )
-            state_dict = {**state_dict, "_trainer": self._trainer.state_dict()}
+            inner = {k: v for k, v in self._trainer.state_dict().items() if k != "run"}
+            state_dict = {**state_dict, "_trainer": inner}
         super().load_state_dict(state_dict)
         if not compat.SAVES_INNER_TRAINER:
             self._trainer.load_state_dict(state_dict["_trainer"])

@@ -140,9 +140,13 @@ def _run_rank(
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(local_rank)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    is_counted = url == "env://" and restarts is not None and ranks_here == num_ranks
+    store = _store_of_attempt(timeout, str(restarts)) if is_counted else None
     dist.init_process_group(
         "nccl" if has_gpu else "gloo",
-        init_method=url,
+        init_method=None if is_counted else url,
+        store=store,
         world_size=num_ranks,
         rank=rank,
         timeout=timeout,
@@ -151,3 +155,15 @@ def _run_rank(
     comm.synchronize()
     main_func(*args)
     dist.destroy_process_group()
+
+
+def _store_of_attempt(timeout: timedelta, attempt: str) -> dist.Store:
+    """torchrun's store, in which the ranks of earlier attempts have left nothing.
+
+    Since PyTorch 2.5 torchrun keeps one store for all its restarts, with the addresses of ranks
+    that are dead: "Connection refused" (github.com/pytorch/pytorch/issues/135712). Restarts are
+    counted by each machine for itself, so this works on one machine only.
+    """
+    store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"attempt_{attempt}", store)

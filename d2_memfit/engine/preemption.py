@@ -94,6 +94,7 @@ class StopOnSignals(HookBase):
     def _save(self) -> None:
         if isinstance(self._inner.optimizer, ShardedOptimizer):
             self._inner.optimizer.consolidate_state_dict()
+        self._inner.gather_states()
         name = f"model_{self.trainer.iter:07d}"
         if os.path.basename(self._checkpointer.get_checkpoint_file()) != f"{name}.pth":
             self._checkpointer.save_or_raise(name, iteration=self.trainer.iter)

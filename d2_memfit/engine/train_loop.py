@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Optional, Union
 
 import torch
-from detectron2.engine import SimpleTrainer
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import nn
@@ -27,6 +26,7 @@ from .observers import observed
 from .recovery import Recovery, RecoveryReport
 from .reduce import average_gradients, check_ddp, image_share
 from .report import Report, check_finite, check_writing, report, write_metrics
+from .resumable_trainer import ResumableTrainer
 from .snapshot import Snapshot
 from .state_watch import watched
 from .storage import WindowStorage
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 Losses = Union[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
-class AccumulatingTrainer(ExplainedHooks, SimpleTrainer):
+class AccumulatingTrainer(ExplainedHooks, ResumableTrainer):
     """A ``SimpleTrainer`` whose iteration is one optimizer step behind several forwards.
 
     ``run_step`` takes ``accumulation_steps`` batches from the loader, sends them through the model
@@ -182,6 +182,8 @@ class AccumulatingTrainer(ExplainedHooks, SimpleTrainer):
         """
         normalizers, recovery = self.normalizers, self.recovery
         self._keeps_images = normalizers.may_run_again
+        if self.loads_in_this_process and (self._keeps_images or recovery):
+            window.load()  # what is run again does not draw the loader's random numbers again
         start = Snapshot(compat.without_ddp(self.model), storage) if self._keeps_images else None
         recovery_report = None
         while True:
@@ -276,24 +278,13 @@ class AccumulatingTrainer(ExplainedHooks, SimpleTrainer):
         return self.model.no_sync() if is_ddp else contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self.precision.scaler is not None:
-            state["grad_scaler"] = self.precision.scaler.state_dict()
+        state = {**super().state_dict(), **self.precision.state_dict()}
         if self.recovery is not None:
             state["recovery"] = self.recovery.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self.precision.load_state_dict(state_dict)
         if self.recovery is not None and "recovery" in state_dict:
             self.recovery.load_state_dict(state_dict["recovery"])
-        if self.precision.scaler is None:
-            return
-        if "grad_scaler" in state_dict:
-            self.precision.scaler.load_state_dict(state_dict["grad_scaler"])
-        else:
-            logger.warning(
-                "The checkpoint has no grad_scaler (it was not trained in float16): the loss scale "
-                "starts at %g",
-                self.precision.scaler.get_scale(),
-            )

@@ -1,0 +1,109 @@
+"""What runs in the workers of a resumable loader: Detectron2's dataset, from where it was left."""
+
+import copy
+import pickle
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, Callable, Optional
+
+from detectron2.data.common import ToIterableDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from .data_layout import Layout, Rest
+from .random_states import random_states, set_random_states
+
+__all__ = ["Images", "RestOfStream", "WithStates"]
+
+
+class RestOfStream(Sampler[int]):
+    """A training sampler of Detectron2 that leaves out what was taken, before ranks are dealt to.
+
+    Args:
+        sampler: its order must be a function of its attributes.
+    """
+
+    def __init__(self, sampler: Any, rest: Rest) -> None:
+        self._sampler = sampler
+        self._first = rest.first
+        self._without = set(rest.without.tolist())
+
+    def __iter__(self) -> Iterator[int]:
+        places = enumerate(self._sampler._infinite_indices())
+        rest = (
+            index for place, index in places if place >= self._first and place not in self._without
+        )
+        return islice(rest, self._sampler._rank, None, self._sampler._world_size)
+
+
+class Images(IterableDataset[Any]):
+    """Detectron2's ``ToIterableDataset`` behind the first batches.
+
+    Args:
+        dataset: with its sampler, as Detectron2 made it.
+        sampler: what to take its indices from instead.
+        batches: of the rank, that were taken.
+        workers: random states of each worker after these, pickled; None if there are none.
+        keeps_states: whether each image comes with the states before it was loaded.
+
+    Yields:
+        ``(image, index, states)``. To keep the order of the workers, those that are not the next
+        one first yield Nones for a whole batch.
+    """
+
+    def __init__(
+        self,
+        dataset: ToIterableDataset,
+        sampler: RestOfStream,
+        layout: Layout,
+        batches: int,
+        workers: Sequence[Optional[bytes]],
+        keeps_states: bool,
+    ) -> None:
+        self._images = dataset.dataset
+        self._indices = copy.copy(dataset)  # shards the indices among the workers, as it did images
+        self._indices.dataset = _Itself()
+        self._indices.sampler = sampler
+        self._layout = layout
+        self._batches = batches
+        self._workers = workers
+        self._keeps_states = keeps_states
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        if info is not None:
+            state = self._workers[worker]
+            if state is not None:
+                set_random_states(pickle.loads(state))
+            if worker < self._batches % self._layout.workers:
+                yield from [None] * self._layout.batch
+        start = self._layout.images_of_worker(worker, self._batches)
+        for index in islice(self._indices, start, None):
+            states = pickle.dumps(random_states()) if self._keeps_states else None
+            yield self._images[index], index, states
+
+
+class WithStates:
+    """A collate function of the loader, whose batches come with the worker's random states.
+
+    Returns:
+        ``(batch, (index, states before, states after))``: the first two of the first image; the
+        last ones None in the main process. For Nones, ``(None, None)``.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: list[Any]) -> tuple[Any, Any]:
+        if rows[0] is None:
+            return None, None
+        batch = self._collate([image for image, _, _ in rows])
+        after = None if get_worker_info() is None else pickle.dumps(random_states())
+        return batch, (*rows[0][1:], after)
+
+
+class _Itself(Dataset[Any]):
+    """Of which each item is its own index."""
+
+    def __getitem__(self, index: int) -> int:
+        return index

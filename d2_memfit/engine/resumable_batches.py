@@ -1,0 +1,268 @@
+"""Batches of Detectron2's training loader, whose order can be saved and taken up again."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any, Optional
+
+import torch
+from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset, _MapIterableDataset
+from torch.utils.data import DataLoader
+
+from .data_layout import Layout, Rest
+from .loader_worker import Images, RestOfStream, WithStates
+from .random_states import random_states, set_random_states
+
+__all__ = ["ResumableBatches", "UnknownLoader"]
+
+
+class UnknownLoader(TypeError):
+    """The order of a loader's batches is not known. The text says what it is."""
+
+
+class ResumableBatches(Iterator[Any]):
+    """What a loader of ``build_detection_train_loader`` gives, to the last bit, with a state.
+
+    The state says how many batches of the sampler's endless stream were taken, the random states of
+    the loader's workers after the last of these, and how to load the images again that still wait
+    for others of their aspect ratio. What the workers loaded ahead is not part of it.
+
+    With the same numbers of ranks, workers and images as before, a resumed stream goes on to the
+    last bit. With others, the images that were not taken are dealt anew, in their order: none is
+    lost, and none comes twice.
+
+    Args:
+        loader: as ``build_detection_train_loader`` makes it. It is not changed.
+
+    Raises:
+        UnknownLoader: it is of another kind.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._collate: Optional[Callable[[Any], Any]] = None  # of groups
+        self._group_size = 0
+        if type(loader) is _MapIterableDataset:
+            self._collate, loader = loader._map_func, loader._dataset
+        if type(loader) is AspectRatioGroupedDataset:
+            self._group_size, loader = loader.batch_size, loader.dataset
+        dataset: Any = getattr(loader, "dataset", None)
+        is_known = type(loader) is DataLoader and type(dataset) is ToIterableDataset
+        if not is_known or loader.batch_size is None:
+            raise UnknownLoader(f"a {type(loader).__name__}")
+        sampler = dataset.sampler
+        needed = ("_infinite_indices", "_seed", "_rank", "_world_size")
+        if not dataset.shard_sampler or not all(hasattr(sampler, name) for name in needed):
+            raise UnknownLoader(f"one with a {type(sampler).__name__}")
+        self._loader = loader
+        self._images = dataset.dataset
+        self._sampler = sampler
+        self._layout = Layout(
+            ranks=sampler._world_size,
+            workers=max(1, loader.num_workers),
+            chunk=getattr(dataset, "shard_chunk_size", 1),
+            batch=loader.batch_size,
+        )
+        self._start_at(Rest(0, torch.tensor([], dtype=torch.int64)), _Taken(loader.num_workers))
+
+    def _start_at(self, rest: Rest, taken: "_Taken") -> None:
+        self._rest = rest
+        sampler = RestOfStream(self._sampler, rest)
+        is_grouped = self._group_size > 0
+        self._received = _Received(self._loader, sampler, self._layout, is_grouped, taken)
+        self._batches: Optional[Iterator[Any]] = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Start when Detectron2 does, as the workers' seeds are drawn then."""
+        if self._batches is None and self._group_size:
+            self._batches = _grouped(self._received, self._group_size)
+            if self._collate is not None:
+                self._batches = filter(_is_there, map(self._collate, self._batches))
+        elif self._batches is None:
+            self._batches = self._received
+            self._received.start()
+        return self
+
+    def __next__(self) -> Any:
+        iter(self)
+        assert self._batches is not None
+        return next(self._batches)
+
+    @property
+    def num_workers(self) -> int:
+        return self._loader.num_workers
+
+    def state_dict(self) -> dict[str, Any]:
+        """What differs from rank to rank, in plain types and tensors."""
+        return self._received.taken.state_dict()
+
+    def stream(self) -> dict[str, Any]:
+        """What all ranks have in common, in plain types and tensors."""
+        drawn = {k: v for k, v in vars(self._sampler).items() if k in _DRAWN_BY_SAMPLERS}
+        return {
+            "layout": {**asdict(self._layout), "group": self._group_size},
+            "rest": {"first": self._rest.first, "without": self._rest.without},
+            "dataset_size": len(self._images),
+            "sampler": {"type": type(self._sampler).__name__, **drawn},
+        }
+
+    def load_state_dict(self, stream: dict[str, Any], ranks: list[dict[str, Any]]) -> bool:
+        """Go on where a run was, with its :meth:`stream` and the states of all its ranks.
+
+        The random states of this process are afterwards what they were.
+
+        Returns:
+            bool: whether the numbers of ranks, workers and images are as they were.
+
+        Raises:
+            ValueError: the dataset or the sampler is another.
+        """
+        drawn, size = dict(stream["sampler"]), len(self._images)
+        then = f"{stream['dataset_size']} images by a {drawn.pop('type')}"
+        now = f"{size} images by a {type(self._sampler).__name__}"
+        if then != now:
+            raise ValueError(f"{then} then, {now} now")
+        self._sampler = copy.copy(self._sampler)
+        vars(self._sampler).update(drawn)
+        options = dict(stream["layout"])
+        group_size, layout = options.pop("group"), Layout(**options)
+        rest = Rest(**stream["rest"])
+        is_same = (layout, group_size) == (self._layout, self._group_size)
+        is_same = is_same and len(ranks[self._sampler._rank]["workers"]) == self.num_workers
+        if is_same:
+            taken = _Taken(self.num_workers)
+            taken.load_state_dict(ranks[self._sampler._rank], self._images)
+            self._start_at(rest, taken)
+        else:
+            self._start_at(rest.after(_places(layout, ranks)), _Taken(self.num_workers))
+        iter(self)
+        self._received.start()  # seeds are not drawn later, when other numbers are due
+        return is_same
+
+
+_DRAWN_BY_SAMPLERS = ("_seed", "_seed_subset", "_indexes_subset")
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """An image that waits for others of its aspect ratio, and what it takes to load it again."""
+
+    image: Any
+    number: int  # of the rank's images
+    index: int  # in the dataset
+    random_states: bytes  # before it was loaded, pickled
+
+
+class _Taken:
+    """What a rank took from its loader since the start of the rest of the stream.
+
+    Attributes:
+        batches: of the loader; single images, where they are grouped.
+        workers: the random states of each after its last batch, pickled; None before the first.
+        seeds: the state of the generator that the workers' seeds were drawn from.
+        waiting: images in no group yet.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.batches = 0
+        self.workers: list[Optional[bytes]] = [None] * num_workers
+        self.seeds: Optional[torch.Tensor] = None
+        self.waiting: list[_Waiting] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "batches": self.batches,
+            "workers": [states and pickle.loads(states) for states in self.workers],
+            "seeds": self.seeds,
+            "waiting": [
+                (w.number, int(w.index), pickle.loads(w.random_states)) for w in self.waiting
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], images: Any) -> None:
+        """Go back, and load the images again that waited."""
+        self.batches = state["batches"]
+        self.workers = [states and pickle.dumps(states) for states in state["workers"]]
+        self.seeds = state["seeds"]
+        own = random_states()
+        for number, index, states in state["waiting"]:
+            set_random_states(states)
+            self.waiting.append(_Waiting(images[index], number, index, pickle.dumps(states)))
+        set_random_states(own)
+
+
+class _Received(Iterator[Any]):
+    """The batches of a loader, or its images, where they are grouped, without their states.
+
+    Args:
+        loader, sampler, layout: where they come from.
+        is_grouped: whether they are grouped by aspect ratio afterwards.
+        taken: what was taken before; it is kept up to date.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        sampler: RestOfStream,
+        layout: Layout,
+        is_grouped: bool,
+        taken: _Taken,
+    ) -> None:
+        self.taken = taken
+        self._loader = copy.copy(loader)
+        vars(self._loader)["dataset"] = Images(
+            loader.dataset, sampler, layout, taken.batches, taken.workers, is_grouped
+        )
+        self._loader.collate_fn = WithStates(loader.collate_fn)
+        self._is_grouped = is_grouped
+        self._source: Optional[Iterator[Any]] = None
+
+    def start(self) -> None:
+        """Seed the workers, and start them."""
+        if self.taken.seeds is not None:
+            self._loader.generator = torch.Generator()
+            self._loader.generator.set_state(self.taken.seeds)
+        self.taken.seeds = (self._loader.generator or torch.default_generator).get_state()
+        self._source = iter(self._loader)
+
+    def __next__(self) -> Any:
+        if self._source is None:
+            self.start()
+        assert self._source is not None
+        states = None
+        while states is None:
+            batch, states = next(self._source)
+        index, before, after = states
+        taken = self.taken
+        if after is not None:
+            taken.workers[taken.batches % len(taken.workers)] = after
+        if self._is_grouped:
+            taken.waiting.append(_Waiting(batch, taken.batches, index, before))
+        taken.batches += 1
+        return batch
+
+
+def _grouped(received: _Received, size: int) -> Iterator[Any]:
+    """Groups of images of one aspect ratio, as Detectron2 makes them."""
+    reloaded = [waiting.image for waiting in received.taken.waiting]
+    for group in AspectRatioGroupedDataset(chain(reloaded, received), size):
+        gone = set(map(id, group))
+        received.taken.waiting = [w for w in received.taken.waiting if id(w.image) not in gone]
+        yield group
+
+
+def _is_there(batch: Any) -> bool:
+    """Detectron2 leaves out what a collate function makes None."""
+    return batch is not None
+
+
+def _places(layout: Layout, ranks: list[dict[str, Any]]) -> torch.Tensor:
+    """Places in the stream of all batches that were taken, but for images that still waited."""
+    places = []
+    for rank, state in enumerate(ranks):
+        of_rank = layout.places(rank, state["batches"])
+        keep = torch.ones(len(of_rank), dtype=torch.bool)
+        keep[[number for number, _, _ in state["waiting"]]] = False
+        places.append(of_rank[keep].flatten())
+    return torch.cat(places)

@@ -1,0 +1,61 @@
+"""A trainer whose checkpoints hold all that a run needs to go on as if nothing had happened."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from detectron2.engine import SimpleTrainer
+from torch import nn
+
+from .. import compat
+from .resumable_batches import ResumableBatches
+from .run_state import RunState
+
+__all__ = ["ResumableTrainer"]
+
+
+class ResumableTrainer(SimpleTrainer):
+    """A ``SimpleTrainer`` that trains the same, and whose state has a :class:`RunState` too.
+
+    On several ranks, all must call :meth:`gather_states` before rank 0 saves;
+    :class:`GatherStates` is a hook that does.
+    """
+
+    def __init__(
+        self, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.run_state = RunState(compat.without_ddp(model), data_loader)
+        super().__init__(model, self.run_state.batches, optimizer)
+        self._iterate(data_loader)
+
+    def _iterate(self, data_loader: Iterable[Any]) -> None:
+        self.data_loader = data_loader
+        compat.keep_iterator(self, self.run_state.batches)
+
+    def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
+        """As in Detectron2 main: train with another loader from now on."""
+        del self.data_loader
+        data_loader = data_loader_builder()
+        self.run_state = RunState(compat.without_ddp(self.model), data_loader)
+        self._iterate(data_loader)
+
+    @property
+    def loads_in_this_process(self) -> bool:
+        """Whether images are known to be loaded here, by this process's random numbers."""
+        batches = self.run_state.batches
+        return isinstance(batches, ResumableBatches) and batches.num_workers == 0
+
+    def before_train(self) -> None:
+        super().before_train()
+        self.run_state.restore_random_states()
+
+    def gather_states(self) -> None:
+        """Give rank 0 what a checkpoint needs of all ranks. All ranks call it together."""
+        self.run_state.gather(self.iter)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "run": self.run_state.state_dict(self.iter)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.run_state.load_state_dict(state_dict.get("run"))

@@ -1,0 +1,135 @@
+"""What a run needs to go on as if nothing had happened, beside model, optimizer and iteration."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any, Optional
+
+from detectron2.utils import comm
+from torch import nn
+
+from .random_states import random_states, set_random_states
+from .resumable_batches import ResumableBatches, UnknownLoader
+
+__all__ = ["RunState"]
+
+logger = logging.getLogger(__name__)
+
+
+class RunState:
+    """The order of the data, the random states of all ranks and of their loaders' workers, and the
+    plain numbers that forwards changed in the model, such as RetinaNet's running normaliser.
+
+    Args:
+        model: without DDP around it.
+        data_loader: of the trainer.
+
+    Attributes:
+        batches: what to iterate in place of the loader; the loader itself, if its order cannot be
+            taken up.
+    """
+
+    def __init__(self, model: nn.Module, data_loader: Iterable[Any]) -> None:
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._numbers_at_start = _numbers(model)
+        try:
+            self.batches: Iterable[Any] = ResumableBatches(data_loader)
+        except UnknownLoader as e:
+            self.batches = data_loader
+            self._why_unknown = str(e)
+        self._gathered: tuple[int, list[Any]] = (-1, [])
+        self._loaded: Optional[dict[str, Any]] = None  # of this rank
+
+    def gather(self, iteration: int) -> None:
+        """Give rank 0 the states of all; they call it together, before rank 0 saves."""
+        self._gathered = (iteration, comm.gather(self._of_this_rank()))
+
+    def state_dict(self, iteration: int) -> dict[str, Any]:
+        """In plain types and tensors. States of other ranks are those of :meth:`gather`; None if
+        that was in another iteration.
+        """
+        gathered_at, ranks = self._gathered
+        if gathered_at != iteration or not ranks:
+            ranks = [None] * comm.get_world_size()
+        ranks = [*ranks[: comm.get_rank()], self._of_this_rank(), *ranks[comm.get_rank() + 1 :]]
+        stream = self.batches.stream() if isinstance(self.batches, ResumableBatches) else None
+        return {"ranks": ranks, "data": stream}
+
+    def _of_this_rank(self) -> dict[str, Any]:
+        numbers = _numbers(self._model).items() - self._numbers_at_start.items()
+        data = self.batches.state_dict() if isinstance(self.batches, ResumableBatches) else None
+        return {
+            "random_states": random_states(self._device),
+            "numbers": dict(numbers),
+            "data": data,
+        }
+
+    def load_state_dict(self, state: Optional[dict[str, Any]]) -> None:
+        """Go on from a checkpoint's state; None if it has none."""
+        if state is None:
+            logger.warning(
+                "The checkpoint has neither the order of the data nor random states (those of "
+                "plain Detectron2 have none): the data begin again"
+            )
+            return
+        ranks, rank = state["ranks"], comm.get_rank()
+        self._loaded = ranks[rank] if rank < len(ranks) else None
+        if self._loaded is not None:
+            self._set_numbers(self._loaded["numbers"])
+            set_random_states(self._loaded["random_states"], self._device)
+        elif rank < len(ranks):
+            logger.warning(
+                "The checkpoint has no random states of rank %d: it was saved in an iteration in "
+                "which no GatherStates was due",
+                rank,
+            )
+        self._load_data(state["data"], [r and r["data"] for r in ranks])
+
+    def restore_random_states(self) -> None:
+        """Once more, as what was done since the checkpoint was loaded may have drawn numbers."""
+        if self._loaded is not None:
+            set_random_states(self._loaded["random_states"], self._device)
+        self._loaded = None
+
+    def _load_data(self, stream: Optional[dict[str, Any]], ranks: list[Any]) -> None:
+        if not isinstance(self.batches, ResumableBatches):
+            logger.warning(
+                "The data begin again: only the order of a loader of build_detection_train_loader "
+                "can be taken up, and the training loader is %s",
+                self._why_unknown,
+            )
+            return
+        if stream is None:
+            logger.warning("The data begin again: the checkpoint is of a run with another loader")
+            return
+        known = next(state for state in ranks if state)
+        unknown = {"workers": [None] * len(known["workers"]), "seeds": None, "waiting": []}
+        try:
+            is_same = self.batches.load_state_dict(
+                stream, [state or {**known, **unknown} for state in ranks]
+            )
+        except ValueError as e:
+            logger.warning("The data begin again, as they are others: %s", e)
+            return
+        changed = (
+            "The numbers of ranks, workers or images are others: what was not taken is dealt anew, "
+            "and augmented by other random numbers"
+        )
+        logger.info("The data go on where they were. %s", "" if is_same else changed)
+
+    def _set_numbers(self, numbers: dict[str, Any]) -> None:
+        modules = dict(self._model.named_modules())
+        for name, value in numbers.items():
+            module, _, attribute = name.rpartition(".")
+            if module in modules:
+                setattr(modules[module], attribute, value)
+
+
+def _numbers(model: nn.Module) -> dict[str, Any]:
+    """The plain numbers among the attributes of all modules, by their full names."""
+    return {
+        f"{name}.{key}": float(value) if isinstance(value, float) else int(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }

@@ -1,0 +1,121 @@
+"""A run that was interrupted goes on as if nothing had happened."""
+
+import pytest
+import torch
+from resumed import Trainer, coins_cfg, train, train_on_rank
+
+pytestmark = pytest.mark.slow
+
+OF_ONE_RANK = {
+    "no workers": {},
+    "2 workers": {"DATALOADER.NUM_WORKERS": 2},
+    "3 workers, not grouped": {
+        "DATALOADER.NUM_WORKERS": 3,
+        "DATALOADER.ASPECT_RATIO_GROUPING": False,
+    },
+    "not grouped": {"DATALOADER.ASPECT_RATIO_GROUPING": False},
+    "float16": {"SOLVER.AMP.ENABLED": True},
+    "bfloat16": {"SOLVER.AMP.ENABLED": True, "MEMFIT.AMP_DTYPE": "bfloat16"},
+    "repeat factors": {
+        "DATALOADER.SAMPLER_TRAIN": "RepeatFactorTrainingSampler",
+        "DATALOADER.REPEAT_THRESHOLD": 2.0,
+    },
+    "random subset": {"DATALOADER.SAMPLER_TRAIN": "RandomSubsetTrainingSampler"},
+    "micro-batches": {"MEMFIT.MICRO_BATCH": 4, "MEMFIT.OOM.POLICY": "split"},
+    "shared dataset": {"MEMFIT.HOST.SHARED_DATASET": True},
+}
+
+
+def check_equal(straight, first, second):
+    assert first["images"] + second["images"] == straight["images"]
+    assert first["losses"] + second["losses"] == straight["losses"]
+    expected, actual = straight["weights"], second["weights"]
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("keys", OF_ONE_RANK.values(), ids=OF_ONE_RANK)
+def test_12_iterations_are_5_and_7(coins, tmp_path, keys):
+    straight = train(coins_cfg(tmp_path / "straight", "faster_rcnn", **keys), 0, 12)
+    cfg = coins_cfg(tmp_path / "resumed", "faster_rcnn", **keys)
+    check_equal(straight, train(cfg, 0, 5), train(cfg, 5, 12))
+
+
+@pytest.mark.parametrize("family", ["mask_rcnn", "retinanet"])
+def test_other_models_too(coins, tmp_path, family):
+    """RetinaNet has a running normaliser, which is a plain number."""
+    train(coins_cfg(tmp_path / "warm up", family), 0, 2)  # a process's first sums may be others
+    straight = train(coins_cfg(tmp_path / "straight", family), 0, 12)
+    cfg = coins_cfg(tmp_path / "resumed", family)
+    check_equal(straight, train(cfg, 0, 5), train(cfg, 5, 12))
+
+
+OF_TWO_RANKS = {
+    "2 workers": {"DATALOADER.NUM_WORKERS": 2},
+    "float16": {"SOLVER.AMP.ENABLED": True},
+    "split": {"MEMFIT.OOM.POLICY": "split"},
+    "sharded optimizer": {"MEMFIT.OPTIMIZER.ZERO": True},
+}
+
+
+@pytest.mark.parametrize("keys", OF_TWO_RANKS.values(), ids=OF_TWO_RANKS)
+def test_on_two_ranks_too(coins, tmp_path, two_ranks, keys):
+    keys = {"SOLVER.IMS_PER_BATCH": 4, **keys}
+    cfg = coins_cfg(tmp_path / "straight", "faster_rcnn", **keys)
+    straight = two_ranks.run(train_on_rank, coins, cfg, 0, 12)
+    cfg = coins_cfg(tmp_path / "resumed", "faster_rcnn", **keys)
+    first = two_ranks.run(train_on_rank, coins, cfg, 0, 5)
+    second = two_ranks.run(train_on_rank, coins, cfg, 5, 12)
+    assert straight[0]["images"] != straight[1]["images"]
+    for results in zip(straight, first, second):
+        check_equal(*results)
+
+
+def test_on_another_number_of_ranks_each_image_of_the_epoch_comes_once(coins, tmp_path, two_ranks):
+    cfg = coins_cfg(tmp_path, "faster_rcnn", **{"SOLVER.IMS_PER_BATCH": 4})
+    first = two_ranks.run(train_on_rank, coins, cfg, 0, 5)
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    second = train(cfg, 5, 7)
+    of_two_ranks = [name for rank in first for images in rank["images"] for name, _ in images]
+    assert len(of_two_ranks) == 60
+    of_one_rank = [name for images in second["images"] for name, _ in images]
+    with_waiting = set(of_two_ranks) | set(of_one_rank[:8])  # grouping may keep some back
+    assert with_waiting == set(range(64))
+
+
+def test_a_checkpoint_that_lacks_the_state_is_resumed_and_it_is_said(coins, tmp_path, log):
+    """Those of plain Detectron2, and of d2_memfit before it kept the order."""
+    cfg = coins_cfg(tmp_path, "faster_rcnn")
+    train(cfg, 0, 2)
+    file = tmp_path / "model_0000001.pth"
+    checkpoint = torch.load(file, weights_only=True)
+    assert checkpoint["trainer"]["_trainer"].pop("run")["ranks"]
+    torch.save(checkpoint, file)
+    log.clear()
+    train(cfg, 2, 3)
+    assert log.text.count("The checkpoint has neither the order of the data nor random") == 1
+
+
+def test_a_loader_that_is_not_known_begins_again_and_it_is_said(coins, tmp_path, log):
+    class OwnLoader(Trainer):
+        @classmethod
+        def build_train_loader(cls, cfg):
+            return iter(super().build_train_loader(cfg))
+
+    cfg = coins_cfg(tmp_path, "faster_rcnn")
+    train(cfg, 0, 2, OwnLoader)
+    train(cfg, 2, 3, OwnLoader)
+    assert log.text.count("The data begin again: only the order of a loader of") == 1
+    assert "the training loader is a generator" in log.text
+    train(cfg, 3, 4)
+    assert log.text.count("The data begin again: the checkpoint is of a run with another") == 1
+
+
+def test_another_dataset_begins_again_and_it_is_said(coins, tmp_path, log):
+    cfg = coins_cfg(tmp_path, "faster_rcnn")
+    train(cfg, 0, 2)
+    cfg.DATASETS.TRAIN = ("coins_val",)
+    train(cfg, 2, 3)
+    expected = (
+        "they are others: 64 images by a TrainingSampler then, 16 images by a TrainingSampler"
+    )
+    assert expected in log.text

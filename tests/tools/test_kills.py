@@ -1,0 +1,137 @@
+"""Processes that are killed, and a run that ends as if they had not been."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from resumed import coins_cfg
+from tiny import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="sums on a GPU are not always the same"),
+]
+
+TIME_LIMIT_S = 240
+
+
+def command(coins, tmp_path, name, ranks, **keys):
+    """tools/train_net.py as torchrun starts it again, or as its user does."""
+    cfg = coins_cfg(tmp_path / name, "faster_rcnn", **keys)
+    cfg.SOLVER.IMS_PER_BATCH = 2 * ranks
+    cfg.SOLVER.CHECKPOINT_PERIOD = 3
+    cfg.SEED = 1
+    config_file = tmp_path / f"{name}.yaml"
+    config_file.write_text(cfg.dump())
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    return [
+        *(sys.executable, "-W", "ignore"),
+        *([*torchrun, "--max-restarts", 3] if ranks > 1 else []),
+        *(ROOT / "tools" / "train_net.py", "--config-file", config_file, "--resume"),
+        *("--coco", "coins_train", coins / "train.json", coins / "train"),
+    ]
+
+
+def start(command, log):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    with log.open("a") as file:
+        return subprocess.Popen(
+            [str(c) for c in command], stdout=file, stderr=subprocess.STDOUT, env=environment
+        )
+
+
+def wait_for(condition, process, log):
+    end = time.monotonic() + TIME_LIMIT_S
+    while not condition():
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < end, log.read_text()[-4000:]
+        time.sleep(0.05)
+
+
+def wait_for_checkpoint(name, folder, process, log):
+    last = folder / "last_checkpoint"
+    wait_for(lambda: last.exists() and last.read_text() == name, process, log)
+
+
+def finish(process, log):
+    assert process.wait(TIME_LIMIT_S) == 0, log.read_text()[-4000:]
+
+
+def final_weights(folder):
+    return torch.load(folder / "model_final.pth", weights_only=True)["model"]
+
+
+def ranks_of(torchrun):
+    """The processes that torchrun started."""
+    children = psutil.Process(torchrun.pid).children()
+    return [child for child in children if "train_net.py" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"DATALOADER.NUM_WORKERS": 2},
+        pytest.param({"SOLVER.AMP.ENABLED": True}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["float32", "float16"],
+)
+def test_a_run_that_was_killed_ends_with_the_same_weights(coins, tmp_path, keys):
+    log = tmp_path / "log"
+    finish(start(command(coins, tmp_path, "straight", 1, **keys), log), log)
+    resumed = command(coins, tmp_path, "resumed", 1, **keys)
+    process = start(resumed, log)
+    wait_for_checkpoint("model_0000005.pth", tmp_path / "resumed", process, log)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "resumed" / "model_final.pth").exists()
+    finish(start(resumed, log), log)
+    assert "The data go on where they were" in log.read_text()
+    expected, actual = (final_weights(tmp_path / name) for name in ("straight", "resumed"))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+LATE_RANK = """
+import os, signal, time
+import torch.distributed as dist
+from d2_memfit.engine import launch
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+
+def main():
+    dist.barrier()
+    if attempt == 0:
+        if rank == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+if rank == "1" and attempt > 0:
+    time.sleep(1)
+launch(main, 1)
+"""
+
+
+def test_a_restarted_rank_does_not_look_for_a_dead_one(tmp_path):
+    """It found the address of the last attempt when the other rank started later."""
+    script, log = tmp_path / "late_rank.py", tmp_path / "log"
+    script.write_text(LATE_RANK)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    finish(start([sys.executable, *torchrun, "--max-restarts", 1, script], log), log)
+    assert "Connection refused" not in log.read_text()
+
+
+@pytest.mark.exhaustive
+def test_torchrun_restarts_killed_ranks_and_the_run_ends_with_the_same_weights(coins, tmp_path):
+    log = tmp_path / "log"
+    finish(start(command(coins, tmp_path, "straight", 2), log), log)
+    torchrun = start(command(coins, tmp_path, "elastic", 2), log)
+    for checkpoint, victim in (("model_0000002.pth", 1), ("model_0000005.pth", 0)):
+        wait_for_checkpoint(checkpoint, tmp_path / "elastic", torchrun, log)
+        ranks_of(torchrun)[victim].kill()
+    finish(torchrun, log)
+    assert log.read_text().count("The data go on where they were") >= 2
+    expected, actual = (final_weights(tmp_path / name) for name in ("straight", "elastic"))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
