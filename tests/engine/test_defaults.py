@@ -1,6 +1,8 @@
 """MemfitTrainer and MemfitMixin, on the Coins photographs."""
 
 import multiprocessing
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,30 @@ def train(trainer_class, cfg, resume=False):
     trainer.resume_or_load(resume)
     trainer.train()
     return trainer
+
+
+class SignalledTrainer(FixedTrainer):
+    def build_hooks(self):
+        def send(trainer):
+            if trainer.iter == 1:
+                os.kill(os.getpid(), signal.SIGUSR2)
+
+        return [hooks.CallbackHook(before_step=send), *super().build_hooks()]
+
+
+def test_a_signal_ends_the_run_with_a_checkpoint_unless_the_key_is_false(cfg, tmp_path):
+    received = []
+    former = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
+    try:
+        with pytest.raises(SystemExit) as e:
+            train(SignalledTrainer, cfg)
+        assert (e.value.code, received) == (140, [])
+        assert (tmp_path / "output" / "last_checkpoint").read_text() == "model_0000001.pth"
+        cfg.OUTPUT_DIR, cfg.MEMFIT.STOP_ON_SIGNALS = str(tmp_path / "goes_on"), False
+        assert train(SignalledTrainer, cfg).iter == cfg.SOLVER.MAX_ITER
+        assert received == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, former)
 
 
 def copy_of(cfg, **solver):
