@@ -157,7 +157,7 @@ def puts_state_back(patient: Patient) -> str:
     if changed:
         raise Unwell(
             f"a forward changes {_some(changed)}, which a retry does not put back: keep it in a "
-            "buffer or a number"
+            "number or a list, or write save_for_retry() and restore_for_retry(state)"
         )
     if counting:
         return f"all is put back. {_some(counting)} counts forwards, not iterations"

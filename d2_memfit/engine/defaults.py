@@ -21,7 +21,7 @@ from ..scaling import auto_scale_workers
 from ..techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
 from .budget_hook import EnforceBudget
 from .checkpoint import MemfitCheckpointer
-from .explained_hooks import ExplainedHooks
+from .explained_hooks import explains_hooks
 from .gather_states import GatherStates
 from .hooks import memory_hooks
 from .inference import recovering_inference
@@ -41,7 +41,8 @@ else:
     _Trainer = object
 
 
-class MemfitMixin(ExplainedHooks, _Trainer):
+@explains_hooks
+class MemfitMixin(_Trainer):
     """For projects with a trainer of their own: ``class Trainer(MemfitMixin, TheirTrainer)``.
 
     The inner trainer becomes an :class:`AccumulatingTrainer`. All ``build_*`` methods and hooks are

@@ -1,42 +1,43 @@
 """Hooks in which memory runs out."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Optional
+from functools import wraps
+from typing import Any, Optional, TypeVar
 
 from detectron2.engine import HookBase
+from detectron2.engine.train_loop import TrainerBase
 
 from .recovery import Recovery
 
-__all__ = ["ExplainedHooks"]
+__all__ = ["explains_hooks"]
 
-if TYPE_CHECKING:  # it is no trainer by itself, and stands before one
-    from detectron2.engine.train_loop import TrainerBase as _Trainer
-else:
-    _Trainer = object
+_Class = TypeVar("_Class", bound=type)
 
 
-class ExplainedHooks(_Trainer):
-    """Under MEMFIT.OOM.POLICY split, says what is known when memory runs out in a hook.
+def explains_hooks(cls: _Class) -> _Class:
+    """A decorator of trainers: under MEMFIT.OOM.POLICY split, they say what is known when memory
+    runs out in a hook, be it one that averages weights, evaluates, or writes checkpoints.
 
-    The hook may be any: one that averages weights, evaluates, or writes checkpoints.
+    It is no base class, because a trainer may have two such classes with others between them.
     """
+    for name in ("before_train", "after_train", "before_step", "after_step"):
+        setattr(cls, name, _explaining(cls, name))
+    return cls
 
-    def before_train(self) -> None:
-        with _explained(self):
-            super().before_train()
 
-    def after_train(self) -> None:
-        with _explained(self):
-            super().after_train()
+def _explaining(cls: type, name: str) -> Callable[[Any], None]:
+    own = vars(cls).get(name)
 
-    def before_step(self) -> None:
+    @wraps(own or getattr(TrainerBase, name))
+    def method(self: Any) -> None:
         with _explained(self):
-            super().before_step()
+            if own is not None:
+                own(self)
+            else:
+                getattr(super(cls, self), name)()
 
-    def after_step(self) -> None:
-        with _explained(self):
-            super().after_step()
+    return method
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ..job.normalizer_options import NormalizerOptions
 from ..job.recovery_options import RecoveryOptions
 from ..precision import Precision
 from .communication import CommunicationError
-from .explained_hooks import ExplainedHooks
+from .explained_hooks import explains_hooks
 from .forward_counters import ForwardCounters
 from .known_criteria import adapt_known_criteria
 from .normalizers import Normalizers
@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 Losses = Union[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
-class AccumulatingTrainer(ExplainedHooks, ResumableTrainer):
+@explains_hooks
+class AccumulatingTrainer(ResumableTrainer):
     """A ``SimpleTrainer`` whose iteration is one optimizer step behind several forwards.
 
     ``run_step`` takes ``accumulation_steps`` batches from the loader, sends them through the model

@@ -1,5 +1,7 @@
 """What the doctor says of jobs that work, and of those that have something wrong."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,11 +58,11 @@ class Communicating(Model):
 class Remembering(Model):
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.seen = itertools.count()
         self.num_forwards = 0
 
     def forward(self, batch):
-        self.seen.append(len(batch))
+        next(self.seen)
         self.num_forwards += 1
         return super().forward(batch)
 

@@ -85,12 +85,12 @@ def test_transformers_keep_less(choice):
 class Given(nn.Module):
     """Notes which of its arguments are the same tensor, and appends to a list that it is given."""
 
-    def __init__(self):
+    def __init__(self, note):
         super().__init__()
-        self.linear, self.seen = nn.Linear(4, 4), []
+        self.linear, self.note = nn.Linear(4, 4), note
 
     def forward(self, a, others, *, c, instances):
-        self.seen.append((a is others[0], a is others[1]["b"], a is c, instances.a is a))
+        self.note((a is others[0], a is others[1]["b"], a is c, instances.a is a))
         others.append("mine")
         y = self.linear(a) * others[1]["b"] + c
         return {"y": y, "instances": instances}
@@ -98,7 +98,8 @@ class Given(nn.Module):
 
 @pytest.mark.parametrize("context", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
 def test_tensors_given_twice_are_one_when_computed_again(context):
-    module, x = Given(), torch.rand(3, 4, requires_grad=True)
+    seen = []  # not of the module, where it would be put back
+    module, x = Given(seen.append), torch.rand(3, 4, requires_grad=True)
     others, instances = [x, {"b": x}], Instances((1, 1), a=x)
     with context():
         out = recompute_in_backward(
@@ -107,8 +108,8 @@ def test_tensors_given_twice_are_one_when_computed_again(context):
         assert out["instances"] is instances
         assert others == [x, {"b": x}, "mine"]  # the module is given the list itself
         out["y"].sum().backward()
-    assert module.seen[0] == (True, True, False, True)
-    assert module.seen[1][:3] == (True, True, False)
+    assert seen[0] == (True, True, False, True)
+    assert seen[1][:3] == (True, True, False)
     assert len(others) == 3
     assert x.grad is not None
 

@@ -75,9 +75,11 @@ def memory(results: Results) -> str:
 
 
 def gradients(results: Results) -> str:
+    measured = {line["model"] for line in results.of("gradients")}
     columns = [
         (model, case.name)
         for model in effective_gradients.MODELS
+        if model in measured
         for case in effective_gradients.CASES
     ]
     rows = []
