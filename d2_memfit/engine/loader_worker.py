@@ -1,7 +1,9 @@
 """What runs in the workers of a resumable loader: Detectron2's dataset, from where it was left."""
 
 import copy
+import multiprocessing
 import pickle
+import signal
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Callable, Optional
@@ -11,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from .data_layout import Layout, Rest
 from .random_states import random_states, set_random_states
+from .signals import leave_signals_to_parent
 
 __all__ = ["Images", "RestOfStream", "WithStates"]
 
@@ -72,6 +75,8 @@ class Images(IterableDataset[Any]):
         info = get_worker_info()
         worker = 0 if info is None else info.id
         if info is not None:
+            if multiprocessing.get_start_method() == "spawn" and hasattr(signal, "sigwaitinfo"):
+                leave_signals_to_parent()
             state = self._workers[worker]
             if state is not None:
                 set_random_states(pickle.loads(state))

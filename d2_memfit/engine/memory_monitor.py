@@ -16,6 +16,7 @@ from ..memory import device_memory
 __all__ = ["MemoryMonitor"]
 
 _GB = 2**30
+_LAG = 2**20  # bytes that Linux's peak of a process may still rise by after memory was given back
 
 
 class MemoryMonitor(HookBase):
@@ -47,13 +48,16 @@ class MemoryMonitor(HookBase):
         self._budget_gb = budget_gb
         self._column = ""
         self._forward_hook: Any = None
-        self._seen = self._ever = (0, 0)  # since the last report, and ever: allocated, reserved
+        self._seen, self._ever = (
+            [0, 0],
+            [0, 0],
+        )  # since the last report, and ever: allocated, reserved
 
     def before_train(self) -> None:
         model = compat.without_ddp(self.trainer.model)
         self._device = next(model.parameters()).device
         memory = device_memory(self._device)
-        self._ever = memory.peak_allocated_bytes, memory.peak_reserved_bytes
+        self._ever = [memory.peak_allocated_bytes, memory.peak_reserved_bytes]
         self._forward_hook = model.register_forward_hook(lambda *_: self._look())
         for hook in self.trainer._hooks:
             for writer in hook._writers if isinstance(hook, hooks.PeriodicWriter) else ():
@@ -83,11 +87,17 @@ class MemoryMonitor(HookBase):
 
     def _look(self) -> None:
         memory = device_memory(self._device)
-        now = memory.allocated_bytes, memory.reserved_bytes
-        ever = memory.peak_allocated_bytes, memory.peak_reserved_bytes
-        risen = [e if e > before else 0 for e, before in zip(ever, self._ever)]
-        self._seen = max(self._seen[0], now[0], risen[0]), max(self._seen[1], now[1], risen[1])
-        self._ever = ever
+        lag = 0 if self._device.type == "cuda" else _LAG
+        for i, (now, ever) in enumerate(
+            (
+                (memory.allocated_bytes, memory.peak_allocated_bytes),
+                (memory.reserved_bytes, memory.peak_reserved_bytes),
+            )
+        ):
+            has_risen = ever > self._ever[i] + lag
+            self._seen[i] = max(self._seen[i], ever if has_risen else now)
+            if has_risen or ever < self._ever[i]:
+                self._ever[i] = ever
 
     def _report(self) -> dict[str, float]:
         memory = device_memory(self._device)
@@ -108,7 +118,7 @@ class MemoryMonitor(HookBase):
         workers = [_rss_and_private(child) for child in process.children(recursive=True)]
         report["workers_rss_gb"] = sum(rss for rss, _ in workers) / _GB
         report["workers_private_gb"] = sum(private for _, private in workers) / _GB
-        self._seen = (0, 0)
+        self._seen = [0, 0]
         return report
 
     def _put(self, name: str, value: float) -> None:

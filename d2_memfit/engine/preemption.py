@@ -16,7 +16,7 @@ from torch import nn
 from .. import compat
 from ..techniques import ShardedOptimizer
 from .checkpoint import MemfitCheckpointer
-from .signals import SIGNALS
+from .signals import SIGNALS, leave_signals_to_parent
 
 __all__ = ["StopOnSignals"]
 
@@ -151,7 +151,8 @@ def _wrapped(run: Callable[..., Any], function: Callable[[], Any]) -> Callable[[
 
 class _Forks:
     """Keeps signals that are sent to all processes of a job from the loader's workers, which the
-    run needs to the end of its iteration. They end when the process that started them asks.
+    run needs to the end of its iteration. Workers that are spawned, as those of ranks that are,
+    do that themselves (``loader_worker.Images``).
     """
 
     def __init__(self) -> None:
@@ -161,15 +162,7 @@ class _Forks:
 
     def _protect(self) -> None:
         if self.protected:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            threading.Thread(target=self._end_with_parent, daemon=True).start()
-
-    def _end_with_parent(self) -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-            pass
-        os._exit(0)
+            leave_signals_to_parent()
 
 
 _forks = _Forks()

@@ -1,4 +1,4 @@
-"""The signals that ask a run to end, in the process that started the ranks."""
+"""The signals that ask a run to end: where ranks are started, and in their loaders' workers."""
 
 import multiprocessing
 import os
@@ -7,11 +7,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 from torch.multiprocessing import ProcessExitedException
 
-__all__ = ["SIGNALS", "signals_passed_on"]
+__all__ = ["SIGNALS", "leave_signals_to_parent", "signals_passed_on"]
 
 SIGNALS = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGUSR2") if hasattr(signal, n)]
 
@@ -41,6 +42,11 @@ def signals_passed_on() -> Iterator[None]:
             if child.pid is not None:
                 os.kill(child.pid, passed)
 
+    if hasattr(signal, "SIGUSR2"):
+        # Python's tracker of semaphores ignores the others only, and inherits what is ignored.
+        before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        resource_tracker.ensure_running()
+        signal.signal(signal.SIGUSR2, before or signal.SIG_DFL)
     former = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
         yield
@@ -51,3 +57,19 @@ def signals_passed_on() -> Iterator[None]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler or signal.SIG_DFL)
+
+
+def leave_signals_to_parent() -> None:
+    """In a worker: take no notice of signals that all processes of a job get. It ends when the
+    process that started it asks.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
