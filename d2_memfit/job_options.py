@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
-from detectron2.config import CfgNode, LazyConfig
+from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
 from .checks import check_positive_int
@@ -14,7 +14,7 @@ from .config_files import find_config_file
 from .errors import ConfigError
 from .job import Job
 from .job.batches import GivenBatches
-from .job.lazy import overrides_of, with_overrides
+from .job.lazy import load_lazy_config, overrides_of, with_overrides
 from .options import add_options, check_opts, opts_of_settings, settings_of_data
 from .projects import add_project_options, find_function
 
@@ -85,16 +85,9 @@ def _load_lazy(args: argparse.Namespace, opts: Sequence[str]) -> DictConfig:
     for name in args.project:
         find_function(name)
     args.config_file = find_config_file(args.config_file, ".py")
-    try:
-        cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file), args.opts)
-    except Exception as e:  # whatever the file's code raises, and what is wrong with an override
-        raise ConfigError(f"{args.config_file} cannot be loaded ({_one_line(e)})") from e
+    cfg = load_lazy_config(args.config_file, args.opts)
     pairs = load_cfg("", opts)
     return with_overrides(cfg, overrides_of({key: _value(pairs, key) for key in opts[::2]}))
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _value(cfg: CfgNode, key: str) -> Any:

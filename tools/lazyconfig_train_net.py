@@ -26,7 +26,7 @@ from d2_memfit.quiet import ignore_warnings_of_libraries
 ignore_warnings_of_libraries()
 
 import torch
-from detectron2.config import LazyConfig, instantiate
+from detectron2.config import instantiate
 from detectron2.engine import default_argument_parser, default_setup, default_writers, hooks
 from detectron2.evaluation import print_csv_format
 from detectron2.utils import comm
@@ -55,7 +55,7 @@ from d2_memfit.errors import exit_on_error
 from d2_memfit.evaluation import use_available_implementation
 from d2_memfit.evaluation_in_parts import predictions_on_disk
 from d2_memfit.job import checked_test_loaders
-from d2_memfit.job.lazy import cfg_of_lazy
+from d2_memfit.job.lazy import cfg_of_lazy, load_lazy_config
 from d2_memfit.memory import enforce_budget, use_expandable_segments
 from d2_memfit.techniques import ShardedOptimizer, ready_to_evaluate
 
@@ -106,7 +106,7 @@ def train(cfg: DictConfig, job: Job, resume: bool) -> None:
 
 def load_config(args: argparse.Namespace) -> DictConfig:
     args.config_file = find_config_file(args.config_file, ".py")
-    cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file), args.opts)
+    cfg = load_lazy_config(args.config_file, args.opts)
     cfg.train.device = usable_device(cfg.train.device)
     if "evaluator" in cfg.dataloader:
         use_available_implementation(cfg.dataloader.evaluator)

@@ -1,12 +1,12 @@
 """A LazyConfig as a job: its parts, and its keys as those of a yacs config."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Optional
 
-from detectron2.config import CfgNode, instantiate
+from detectron2.config import CfgNode, LazyConfig, instantiate
 from detectron2.evaluation import inference_on_dataset
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -16,7 +16,7 @@ from ..checks import check_positive_int
 from ..config import cfg_of_techniques
 from ..errors import ConfigError
 
-__all__ = ["LazyParts", "cfg_of_lazy", "overrides_of", "with_overrides"]
+__all__ = ["LazyParts", "cfg_of_lazy", "load_lazy_config", "overrides_of", "with_overrides"]
 
 # Keys of yacs that have a place of their own in a LazyConfig; the rest of MEMFIT is train.memfit.
 _NAMES = {
@@ -26,6 +26,29 @@ _NAMES = {
     "MEMFIT.MICRO_BATCH": "train.micro_batch",
     "MEMFIT.BUDGET_GB": "train.budget_gb",
 }
+
+
+def load_lazy_config(path: str, opts: Sequence[str]) -> DictConfig:
+    """A LazyConfig with its overrides.
+
+    Raises:
+        ConfigError: with what its code raises, or an override that is none.
+    """
+    try:
+        cfg = LazyConfig.load(path)
+    except Exception as e:
+        raise ConfigError(f"{path} cannot be loaded ({_one_line(e)})") from e
+    try:
+        return LazyConfig.apply_overrides(cfg, list(opts))
+    except Exception as e:
+        raise ConfigError(
+            f"{' '.join(opts)!r} cannot be overrides of {path} ({_one_line(e)}): each is "
+            "key=value, and options such as --resume come before all of them"
+        ) from e
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @dataclass(frozen=True)

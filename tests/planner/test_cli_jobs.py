@@ -125,7 +125,7 @@ def test_a_lazy_config_is_planned_and_its_plan_is_a_lazy_config(folder, capsys):
     ("arguments", "message"),
     [
         (["--config-file", "lazy.py", "--trainer", "a:B"], "--trainer is for yaml configs"),
-        (["--config-file", "lazy.py", "train.no"], "lazy.py cannot be loaded"),
+        (["--config-file", "lazy.py", "train.no"], "cannot be overrides of lazy.py"),
         (["--config-file", "tiny.yaml", "--trainer", "project_of_test:T"], "has no class 'T'"),
         (["--config-file", "tiny.yaml", "--trainer", "Trainer"], "--trainer must be MODULE:CLASS"),
     ],

@@ -1,6 +1,10 @@
 """tools/lazyconfig_train_net.py with a config made of Detectron2's own parts."""
 
+import os
+import re
+import subprocess
 import sys
+import time
 
 import lazyconfig_train_net
 import pytest
@@ -103,6 +107,40 @@ def test_two_ranks(arguments, tmp_path):
     assert (tmp_path / "output" / "log.txt.rank1").exists()
 
 
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
+def test_two_ranks_with_a_sharded_optimizer_end_on_a_signal_and_go_on(arguments, tmp_path):
+    output = tmp_path / "output"
+    command = [sys.executable, "-W", "ignore", LAZYCONFIG_TRAIN_NET, *arguments]
+    command += ["--num-gpus", 2, "--dist-url", "auto", "+train.memfit.optimizer.zero=True"]
+    with (tmp_path / "printed").open("w") as printed:
+        job = subprocess.Popen(
+            [str(c) for c in [*command, "train.max_iter=5000"]],
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    try:
+        metrics, end = output / "metrics.json", time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 5):
+            assert job.poll() is None, (tmp_path / "printed").read_text()
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        job.terminate()
+        assert job.wait(60) == 143, (tmp_path / "printed").read_text()
+    finally:
+        job.kill()
+    saved = (output / "last_checkpoint").read_text()
+    iteration = int(re.fullmatch(r"model_(\d+)\.pth", saved)[1])
+    assert len(torch.load(output / saved, weights_only=True)["trainer"]["optimizer"]["state"]) > 10
+
+    command.insert(4, "--resume")
+    result = run_process([*command, f"train.max_iter={iteration + 3}"])
+    assert result.returncode == 0, result.stderr[-4000:]
+    trained = [m["iteration"] for m in read_metrics(output) if "effective_batch" in m]
+    assert trained == [*range(iteration + 3)]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -130,6 +168,7 @@ def test_two_ranks(arguments, tmp_path):
         (["train.budget_gb=-1"], "MEMFIT.BUDGET_GB must be a number of GB above 0"),
         (["train.init_checkpoint=no.pth"], "the checkpoint no.pth does not exist"),
         (["--config-file", "no.py"], "--config-file 'no.py' does not exist"),
+        (["train.max_iter=2", "--resume"], "'train.max_iter=2 --resume' cannot be overrides of "),
     ],
 )
 def test_bad_input_is_one_line(arguments, tmp_path, capsys, options, message):
