@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 def benchmark(*arguments):
     command = [sys.executable, "-W", "ignore", ROOT / "tools" / "benchmark.py", *arguments]
-    result = run_process(command)
+    result = run_process(command, timeout_s=600)
     assert result.returncode == 0, result.stderr[-4000:]
     lines = [line.split("|")[1:-1] for line in result.stdout.splitlines() if line.startswith("|")]
     return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}

@@ -42,7 +42,8 @@ def test_recipes_are_those_of_detectron2(model):
     ],
 )
 def test_a_preset_is_what_its_plan_says(model, card):
-    ((_, plan),) = make_presets.presets(model, [card])
+    file = str(make_presets.CONFIGS / f"{model}_{{}}.yaml")
+    ((_, plan),) = make_presets.presets(make_presets.zoo_job(model), [card], file)
     text = (make_presets.CONFIGS / f"{model}_{card}.yaml").read_text()
     assert make_presets.preset_text(model, card, plan) == text
     cells = make_presets.preset_row(model, card, plan)
