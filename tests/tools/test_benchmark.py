@@ -31,7 +31,12 @@ def test_accumulation():
 
 
 @pytest.mark.parametrize(
-    "others", [[], pytest.param(["RetinaNet", "DETR-like"], marks=pytest.mark.exhaustive)]
+    "others",
+    [
+        [],
+        pytest.param(["RetinaNet"], marks=pytest.mark.exhaustive),
+        pytest.param(["DETR-like"], marks=pytest.mark.exhaustive),
+    ],
 )
 def test_gradients(others):
     exact = "RPN, every anchor sampled"
