@@ -39,6 +39,8 @@ class MemoryEstimate:
             the evaluations between.
         evaluation_gb: peak allocated in evaluation; None where nothing is evaluated.
         breakdown: of ``peak_allocated_gb``, by owner, the largest first.
+        outside: of what the process takes beside that in training, by owner: context, loaded
+            kernels, NCCL, and what lies between the allocator's blocks.
         seconds_per_iteration: a lower bound, to be compared with others of the same device.
         expandable_segments: whether PyTorch's allocator grows its segments; None for a CPU.
         num_workers: of the loader, on each rank.
@@ -58,6 +60,7 @@ class MemoryEstimate:
     device_total_gb: float
     evaluation_gb: Optional[float]
     breakdown: dict[str, float]
+    outside: dict[str, float]
     seconds_per_iteration: float
     expandable_segments: Optional[bool]
     num_workers: int
@@ -171,6 +174,7 @@ class DryJob:
             device_total_gb=self.total_bytes(limit_bytes) / _GB,
             evaluation_gb=uses[1].allocated_bytes / _GB if uses[1:] else None,
             breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
+            outside={owner: size / _GB for owner, size in uses[0].outside.most_common()},
             seconds_per_iteration=self.seconds(),
             expandable_segments=self.expandable_segments if self.device.is_gpu else None,
             num_workers=self.job.cfg.DATALOADER.NUM_WORKERS,
@@ -194,7 +198,8 @@ class DryJob:
 
     def _find_uses(self, limit_bytes: Optional[int]) -> list[DeviceUse]:
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
-        return [self.device.use(t, limit_bytes, self.expandable_segments) for t in timelines]
+        expands, ranks = self.expandable_segments, self.job.ranks
+        return [self.device.use(t, limit_bytes, expands, ranks) for t in timelines]
 
 
 def usable_bytes(budget_gb: float, margin: float) -> int:

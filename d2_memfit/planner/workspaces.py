@@ -21,7 +21,8 @@ def _layout(c: Convolution) -> int:
 
 
 def _fft_or_winograd(c: Convolution) -> int:
-    """What cuDNN 7 takes where it works on transformed tiles, without tensor cores.
+    """What cuDNN 7 takes where it works on transformed tiles, without tensor cores. In 16 bits, for
+    which there are some, it is that of other layouts.
 
     By Fourier transforms where the filter's are not larger than the data's and offsets in both fit
     into 32 bits; else by Winograd's where the filter is 3 x 3; else, in place.
@@ -29,6 +30,8 @@ def _fft_or_winograd(c: Convolution) -> int:
     Sources: cuDNN's manual on CUDNN_CONVOLUTION_FWD_ALGO_FFT_TILING, whose tiles are 32 x 32;
     Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv:1509.09308.
     """
+    if c.dtype.itemsize < 4:
+        return _layout(c)
     is_dense = len(c.weight) == 4 and set(c.stride) == {1} and c.groups == 1
     if not is_dense:
         return 0
