@@ -35,6 +35,13 @@ SMALL = [
     *("MODEL.RPN.POST_NMS_TOPK_TRAIN", 60, "MODEL.RPN.POST_NMS_TOPK_TEST", 20),
 ]
 AMP = ["SOLVER.AMP.ENABLED", True, "MEMFIT.AMP_DTYPE", "bfloat16"]
+ROTATED = [
+    *("MODEL.ANCHOR_GENERATOR.NAME", "RotatedAnchorGenerator"),
+    *("MODEL.ANCHOR_GENERATOR.ANGLES", [[-90, -45, 0, 45]]),
+    *("MODEL.PROPOSAL_GENERATOR.NAME", "RRPN", "MODEL.RPN.BBOX_REG_WEIGHTS", (1, 1, 1, 1, 1)),
+    *("MODEL.ROI_HEADS.NAME", "RROIHeads", "MODEL.ROI_BOX_HEAD.POOLER_TYPE", "ROIAlignRotated"),
+    *("MODEL.ROI_BOX_HEAD.BBOX_REG_WEIGHTS", (10, 10, 5, 5, 1)),
+]
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
 
 # Narrow layers and many points, so that the peak is in the mask head.
@@ -71,6 +78,8 @@ JOBS = {
     "GN": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", []),
     "BN": (MASK, ["MODEL.RESNETS.NORM", "BN", "MODEL.BACKBONE.FREEZE_AT", 0]),
     "SyncBN": (MASK, ["MODEL.RESNETS.NORM", "SyncBN", "MODEL.FPN.NORM", "SyncBN"]),
+    "deformable": ("Misc/mask_rcnn_R_50_FPN_1x_dconv_c3-c5.yaml", []),
+    "rotated": ("COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml", ROTATED),
     "clipping": (MASK, ["SOLVER.CLIP_GRADIENTS.ENABLED", True]),
     "bfloat16": (MASK, AMP),
     "GN, float16": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", ["SOLVER.AMP.ENABLED", True]),
