@@ -1,10 +1,12 @@
-"""Detectron2's compiled operators, by their names: what they allocate on a GPU, without values.
+"""Compiled operators, by their names: what they allocate on a GPU, without values.
 
 Deformable convolution is torchvision's operator, which has a meta kernel. Its weights are those of
-Detectron2's modules. Rotated boxes are as large as the upright ones around them.
+Detectron2's modules. Rotated boxes are as large as the upright ones around them. Deformable
+attention is that of Deformable DETR, which other projects have by the same name.
 """
 
 import math
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +20,7 @@ import torch
 from detectron2 import layers
 from detectron2.modeling.backbone import resnet
 from detectron2.structures import Boxes, RotatedBoxes, pairwise_iou, rotated_boxes
+from torch import nn
 from torch.autograd import Function
 from torch.nn.modules.utils import _pair
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -33,6 +36,8 @@ deform_conv, nms, roi_align_rotated = (
     for name in ("deform_conv", "nms", "roi_align_rotated")
 )
 
+_ATTENTION = "MultiScaleDeformableAttention"
+
 _deform_conv2d = torch.ops.torchvision.deform_conv2d
 _deform_conv2d_backward = torch.ops.torchvision._deform_conv2d_backward
 
@@ -46,7 +51,10 @@ def compiled_operators() -> Iterator[None]:
         (nms, {"nms_rotated": _nms_rotated}),
         (rotated_boxes, {"pairwise_iou_rotated": _pairwise_iou_rotated}),
     ]
-    if not hasattr(deform_conv.DeformConv, "forward"):
+    if _ATTENTION in sys.modules:
+        attention = {"ms_deform_attn_forward": _attend, "ms_deform_attn_backward": _attend_backward}
+        places.append((sys.modules[_ATTENTION], attention))
+    if not issubclass(deform_conv.DeformConv, nn.Module):
         classes = {name: getattr(_source(), name) for name in ("DeformConv", "ModulatedDeformConv")}
         places += [(layers, classes), (resnet, classes), (_source(), places[0][1])]
     with ExitStack() as stack:
@@ -177,6 +185,28 @@ class _RoiAlignRotated(Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient.new_zeros(ctx.shape), None, None, None, None
+
+
+def _attend(
+    value: torch.Tensor, sizes: Any, starts: Any, locations: torch.Tensor, *args: Any
+) -> torch.Tensor:
+    """
+    Args:
+        value: [images, pixels, heads, channels].
+        locations: [images, queries, heads, levels, points, 2].
+    """
+    return value.new_zeros(*locations.shape[:2], math.prod(value.shape[2:]))
+
+
+def _attend_backward(
+    value: torch.Tensor,
+    sizes: Any,
+    starts: Any,
+    locations: torch.Tensor,
+    weights: torch.Tensor,
+    *args: Any,
+) -> Any:
+    return torch.zeros_like(value), torch.zeros_like(locations), torch.zeros_like(weights)
 
 
 def _nms_rotated(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:

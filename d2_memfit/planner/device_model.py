@@ -63,6 +63,7 @@ class DeviceModel:
         bytes_per_s: of the memory.
         host_bytes_per_s: of copies to the host, or from it.
         seconds_per_operator: that the CPU takes to start one, while the card computes others.
+        keeps_inputs: whether PyTorch is older than 1.11, see ``old_pytorch.py``.
         kernels_mb: code of PyTorch, cuDNN and cuBLAS that CUDA loads when it is first used.
         nccl_mb: buffers of a communicator of 2 ranks, and of more.
         device_name: a pattern of what ``torch.cuda.get_device_name()`` says.
@@ -83,6 +84,7 @@ class DeviceModel:
     bytes_per_s: float
     host_bytes_per_s: float
     seconds_per_operator: float
+    keeps_inputs: bool = False
     kernels_mb: float = 0.0
     # NVIDIA/nccl#964, of 4 A100 with NVLink. A guess for others: there are reports of 1.0 to 1.6 GB
     # (nccl#864, #1685); cards without NVLink have fewer channels, and should need less (nccl#986).

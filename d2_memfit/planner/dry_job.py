@@ -1,5 +1,6 @@
 """A job of which all that needs memory is done as a dry run."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -11,6 +12,7 @@ from . import steps
 from .allocators import DoesNotFit
 from .device_model import DeviceModel, DeviceUse
 from .explain import explained
+from .old_pytorch import pytorch_before_1_11
 from .timeline import Timeline
 
 __all__ = ["DryJob", "MemoryEstimate", "margin_of", "usable_bytes"]
@@ -111,7 +113,8 @@ class DryJob:
             batch = job.training_batch()
             self.image_size = size_of(batch)
             self.num_instances = job.batches.num_instances
-            self.training = steps.train(job, [batch], *like, accumulates)
+            with pytorch_before_1_11() if device.keeps_inputs else nullcontext():
+                self.training = steps.train(job, [batch], *like, accumulates)
             self.evaluation = evaluation
             if evaluation is None and evaluates and job.evaluates:
                 self.evaluation = steps.evaluate(job, job.evaluation_batch(), *like)
