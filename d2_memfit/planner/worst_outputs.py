@@ -1,7 +1,7 @@
 """Proposals and detections as many as there can be, in place of those of a dry run."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Optional
@@ -94,11 +94,11 @@ def _most_proposals(
     """What a forward hook makes of an RPN's output."""
     given = [*args, *kwargs.values()]  # by kind: a technique's forward has no names for them
     sizes = next((value.image_sizes for value in given if isinstance(value, ImageList)), ())
-    if not _is_an_rpns(output, len(sizes)):
+    objects = next(filter(_are_instances, given), [None] * len(sizes))
+    if not _is_an_rpns(output, len(sizes)) or not _are_of_one_kind(output[0], objects):
         note(_left_alone("proposals", type(rpn).__name__))
         return output
     num = rpn.post_nms_topk[rpn.training]
-    objects = next(filter(_are_instances, given), [None] * len(sizes))
     found = output[0][0].proposal_boxes
     proposals = [
         _proposals(o, tuple(size), num, type(found)).to(found.device)
@@ -120,6 +120,13 @@ def _is_an_rpns(output: Any, num_images: int) -> bool:
         and all(isinstance(p, Instances) and set(p.get_fields()) == fields for p in proposals)
         and all(type(p.proposal_boxes) in (Boxes, RotatedBoxes) for p in proposals)
     )
+
+
+def _are_of_one_kind(proposals: list[Instances], objects: Iterable[Optional[Instances]]) -> bool:
+    """Whether all boxes are upright, or all are rotated."""
+    boxes = [p.proposal_boxes for p in proposals]
+    boxes += [o.gt_boxes for o in objects if o is not None and o.has("gt_boxes")]
+    return len({type(b) for b in boxes}) == 1
 
 
 def _proposals(
