@@ -40,7 +40,11 @@ _PICTURES = (".png", ".jpg", ".jpeg")  # what OpenCV always writes
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--device", help="a family (v100, cuda, cpu), or a file of one")
+    common.add_argument(
+        "--device",
+        help="a card (rtx_3060, t4, a100, ...), v100 as it was for the zoo, cuda, cpu, or a device "
+        "file; auto, the default, is the GPU that is there, else cuda",
+    )
     common.add_argument(
         "--probe", action="store_true", help="measure on this machine's GPU, instead of a dry run"
     )

@@ -23,6 +23,7 @@ class Batches(Protocol):
         num_instances: annotated objects in each image of training.
         assumptions: what is not known, and what is taken instead; a line each.
         evaluation_assumptions: the same for evaluation, as far as that is not in the first.
+        is_guess: whether ``num_instances`` is one, so that a plan should leave more room.
     """
 
     @property
@@ -33,6 +34,9 @@ class Batches(Protocol):
 
     @property
     def evaluation_assumptions(self) -> tuple[str, ...]: ...
+
+    @property
+    def is_guess(self) -> bool: ...
 
     def training(self, num_images: int, crosses_batches: bool = False) -> Any:
         """A micro-batch.
@@ -55,6 +59,7 @@ class GivenBatches:
 
     assumptions: tuple[str, ...] = ()
     evaluation_assumptions: tuple[str, ...] = ()
+    is_guess = False
 
     def __init__(self, batch: Union[Any, Callable[[], Any]]) -> None:
         self._batch = batch() if callable(batch) else batch

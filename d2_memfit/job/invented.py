@@ -4,12 +4,19 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.structures import BitMasks, Boxes, Instances, Keypoints, PolygonMasks
+from detectron2.structures import (
+    BitMasks,
+    Boxes,
+    Instances,
+    Keypoints,
+    PolygonMasks,
+    RotatedBoxes,
+)
 
 from .datasets import Size
 from .worst_case import WorstCase
 
-__all__ = ["InventedBatches"]
+__all__ = ["InventedBatches", "rotated"]
 
 # Detectron2's models that take no labels of pixels; users' own may take them.
 _WITHOUT_SEM_SEG = ("GeneralizedRCNN", "ProposalNetwork", "RetinaNet")
@@ -28,6 +35,7 @@ class InventedBatches:
         self._case = case
         self.num_instances = case.num_instances
         self.assumptions = case.assumptions
+        self.is_guess = case.is_guess
         self.evaluation_assumptions = case.evaluation_assumptions
 
     def training(self, num_images: int, crosses_batches: bool = False) -> list[dict[str, Any]]:
@@ -60,7 +68,8 @@ def _image(
         "image_id": index,
     }
     instances = Instances(size)
-    instances.gt_boxes = Boxes(boxes)
+    is_rotated = cfg.MODEL.ANCHOR_GENERATOR.NAME == "RotatedAnchorGenerator"
+    instances.gt_boxes = RotatedBoxes(rotated(boxes)) if is_rotated else Boxes(boxes)
     instances.gt_classes = torch.zeros(num_instances, dtype=torch.int64)
     if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask":
         instances.gt_masks = BitMasks(torch.empty(num_instances, height, width, dtype=torch.bool))
@@ -78,6 +87,12 @@ def _image(
     if num_instances:
         image["instances"] = instances
     return image
+
+
+def rotated(boxes: torch.Tensor) -> torch.Tensor:
+    """Boxes [N, 5] of ``RotatedBoxes``, for the same upright boxes [N, 4]."""
+    corner, size = boxes[:, :2], boxes[:, 2:] - boxes[:, :2]
+    return torch.cat([corner + size / 2, size, torch.zeros(len(boxes), 1)], dim=1)
 
 
 def _boxes(num: int, size: Size, seed: int) -> torch.Tensor:

@@ -20,7 +20,9 @@ from .datasets import (
     with_few_annotations,
     with_instances,
 )
+from .known_datasets import known_dataset
 from .parts import Parts
+from .worst_case import assumed
 
 __all__ = ["MappedBatches"]
 
@@ -92,6 +94,10 @@ class MappedBatches:
     def evaluation_assumptions(self) -> tuple[str, ...]:
         return self._evaluation.assumptions if self._evaluation is not None else ()
 
+    @property
+    def is_guess(self) -> bool:
+        return self._training.is_guess
+
     def training(self, num_images: int, crosses_batches: bool = False) -> list[Any]:
         drawn = self._training.drawn
         if num_images == 1:
@@ -129,20 +135,29 @@ class MappedBatches:
         facts = facts_of(loader.names) if loader.names else None
         sizes = facts.sizes if facts is not None else frozenset()
         crowded = facts.most_crowded if facts is not None else None
+        known = known_dataset(loader.names) if facts is None else None
         num_instances = facts.num_instances if facts is not None else DEFAULT_INSTANCES
+        if known is not None:
+            num_instances = known.num_instances
+            if known.has_one_size and known.largest:
+                sizes = frozenset([known.largest])
         assumptions: tuple[str, ...] = ()
         if self._image_size is not None:
             sizes = frozenset([self._image_size])
         if self._num_instances is not None:
             num_instances = self._num_instances
             crowded = crowded and with_instances(crowded, num_instances)
-        if not sizes or (crowded is None and self._num_instances is None):
+        is_guess = crowded is None and self._num_instances is None
+        if not sizes or is_guess:
             names = ", ".join(loader.names) or "without a name"
             size = self._image_size
             shape = "any shape" if size is None else f"{size[0]} x {size[1]} pixels"
-            assumed = f"the {what} dataset {names} cannot be read: images of {shape}"
-            of_objects = f", with {num_instances} instances each" if what == "training" else ""
-            assumptions = (assumed + of_objects,)
+            taken = f"images of {shape}"
+            if what == "training":
+                taken += f", with {num_instances} instances each"
+                if size is None and is_guess:
+                    taken = assumed(known)
+            assumptions = (f"the {what} dataset {names} cannot be read: {taken}",)
         if crowded is None:
             crowded = invented_dict(_ANY_SIZE, num_instances, (*loader.names, "")[0])
         drawn = _Mapper(loader, crowded).largest(sizes, num_draws)
@@ -150,7 +165,8 @@ class MappedBatches:
             # Results are brought to the size of the file, masks included, where that is known.
             height, width = max(sizes, key=math.prod) if sizes else drawn[0].size
             drawn[0].data.update(height=height, width=width)
-        return _Images(tuple(drawn), num_instances, assumptions)
+        is_guess &= known is None or known.is_guess
+        return _Images(tuple(drawn), num_instances, assumptions, is_guess)
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,7 @@ class _Images:
     drawn: tuple[_Drawn, ...]  # for evaluation the largest one stands first
     num_instances: int
     assumptions: tuple[str, ...]
+    is_guess: bool
 
 
 class _Mapper:

@@ -11,13 +11,18 @@ from ..errors import ConfigError
 from ..geometry import BatchGeometry
 from .batches import padded_area
 from .datasets import DEFAULT_INSTANCES, Size, facts_of, resized
+from .known_datasets import KnownDataset, known_dataset
 
-__all__ = ["WorstCase", "worst_case"]
+__all__ = ["WorstCase", "assumed", "worst_case"]
 
 
 _NO_TEST = (
     "DATASETS.TEST {} cannot be read: images of any shape, whose results stay at the size of the "
     "network's input"
+)
+_KNOWN_TEST = (
+    "DATASETS.TEST {} cannot be read: images of any shape, whose results are brought to {} x {} "
+    "pixels at most, those of {}"
 )
 
 
@@ -34,6 +39,7 @@ class WorstCase:
         assumptions: what is not known, and what is taken instead; a line each.
         evaluation_assumptions: the same for evaluation.
         size_alone: of the image of a batch of one; None is the first of ``image_sizes``.
+        is_guess: whether ``num_instances`` is one.
     """
 
     image_sizes: tuple[Size, ...]
@@ -43,26 +49,27 @@ class WorstCase:
     assumptions: tuple[str, ...] = ()
     size_alone: Optional[Size] = None
     evaluation_assumptions: tuple[str, ...] = ()
+    is_guess: bool = False
 
 
 def worst_case(cfg: CfgNode, num_gpus: int = 1) -> WorstCase:
     """Find it from INPUT and DATALOADER, for a training dataset that is not there.
 
-    Of augmentations it knows those that Detectron2's ``DatasetMapper`` makes of a config.
+    What is known of Detectron2's datasets by name is taken. Of augmentations it knows those that
+    Detectron2's ``DatasetMapper`` makes of a config.
 
     Raises:
         ConfigError: images keep their size, and no dataset says how large they are.
     """
-    assumption = (
-        f"DATASETS.TRAIN {tuple(cfg.DATASETS.TRAIN)} cannot be read: images of any shape, with "
-        f"{DEFAULT_INSTANCES} instances each"
-    )
+    known = known_dataset(cfg.DATASETS.TRAIN)
+    assumption = f"DATASETS.TRAIN {tuple(cfg.DATASETS.TRAIN)} cannot be read: {assumed(known)}"
     test = facts_of(cfg.DATASETS.TEST) if cfg.DATASETS.TEST else None
+    known_test = known_dataset(cfg.DATASETS.TEST) if test is None else None
     short, long = max(shorter_sides(cfg.INPUT.MIN_SIZE_TRAIN)), cfg.INPUT.MAX_SIZE_TRAIN
     if cfg.INPUT.CROP.ENABLED and cfg.INPUT.CROP.TYPE.startswith("absolute"):
         groups = [{resized(crop, short, long) for crop in _absolute_crops(cfg)}]
     else:
-        shapes = _any_shape("INPUT.MIN_SIZE_TRAIN", short, long)
+        shapes = _any_shape("INPUT.MIN_SIZE_TRAIN", short, long, known)
         groups = [{size} for size in shapes]
     if not cfg.DATALOADER.ASPECT_RATIO_GROUPING or (
         BatchGeometry.from_cfg(cfg, num_gpus).crosses_batches
@@ -73,16 +80,37 @@ def worst_case(cfg: CfgNode, num_gpus: int = 1) -> WorstCase:
     if test:
         test_sizes = {resized(size, short, long) for size in test.sizes}
     else:
-        test_sizes = _any_shape("INPUT.MIN_SIZE_TEST", short, long)
+        test_sizes = _any_shape("INPUT.MIN_SIZE_TEST", short, long, known_test)
     test_size = max(test_sizes, key=padded_area)
+    original_size, no_test = test_size, _NO_TEST.format(tuple(cfg.DATASETS.TEST))
+    if test:
+        original_size = max(test.sizes, key=math.prod)
+    elif known_test and known_test.largest:
+        original_size = known_test.largest
+        no_test = _KNOWN_TEST.format(tuple(cfg.DATASETS.TEST), *original_size, known_test.title)
     return WorstCase(
         meeting,
-        DEFAULT_INSTANCES,
+        known.num_instances if known else DEFAULT_INSTANCES,
         test_size,
-        max(test.sizes, key=math.prod) if test else test_size,
+        original_size,
         (assumption,),
         size_alone=max(set().union(*groups), key=padded_area),
-        evaluation_assumptions=() if test else (_NO_TEST.format(tuple(cfg.DATASETS.TEST)),),
+        evaluation_assumptions=() if test else (no_test,),
+        is_guess=known is None or known.is_guess,
+    )
+
+
+def assumed(known: Optional[KnownDataset]) -> str:
+    """What is taken in place of a dataset that is not there."""
+    wider = ", for which a plan leaves more of the budget free"
+    if known is None:
+        return f"images of any shape, with {DEFAULT_INSTANCES} instances each, a guess{wider}"
+    shape = "any shape"
+    if known.has_one_size and known.largest:
+        shape = f"{known.largest[0]} x {known.largest[1]} pixels"
+    return (
+        f"images of {shape}, with {known.num_instances} instances each, as {known.title} may have "
+        f"({known.mean_instances:g} in the mean; {known.source}{wider if known.is_guess else ''})"
     )
 
 
@@ -100,7 +128,9 @@ def _absolute_crops(cfg: CfgNode) -> set[Size]:
     return {(h, w) for h in sides for w in sides} if is_range else {(first, second)}
 
 
-def _any_shape(key: str, short: int, long: int) -> set[Size]:
+def _any_shape(key: str, short: int, long: int, known: Optional[KnownDataset]) -> set[Size]:
+    if known is not None and known.largest and (known.has_one_size or short == 0):
+        return {resized(known.largest, short, long)}
     if short == 0:
         raise ConfigError(
             f"{key} 0 leaves images in their own sizes, and the dataset that would say what they "

@@ -57,10 +57,12 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
         "seconds_per_operator": _seconds_per_operator(device, seconds),
     }
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        properties = torch.cuda.get_device_properties(device)
         values.update(
-            description=name,
-            device_name=name,
+            description=properties.name,
+            device_name=properties.name,
+            compute_capability=f"{properties.major}.{properties.minor}",
+            memory_gb=round(properties.total_memory / 2**30, 2),
             convolution_workspace=_convolution_workspace(device),
             cublas_workspace_mb=_cublas_workspace_mb(device),
             context_mb=_context_mb(device),
@@ -77,7 +79,8 @@ def _computes_in(dtype_name: str, device: torch.device) -> bool:
 
 def _flops_per_s(dtype_name: str, device: torch.device, seconds: float) -> float:
     """Of a convolution of FPN, forward and backward."""
-    dtype = getattr(torch, dtype_name)
+    uses_tf32 = dtype_name == "tf32"
+    dtype = torch.float32 if uses_tf32 else getattr(torch, dtype_name)
     num_images, size = (4, 96) if device.type == "cuda" else (1, 24)
     shape = (num_images, 256, size, size)
     x = torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
@@ -86,7 +89,8 @@ def _flops_per_s(dtype_name: str, device: torch.device, seconds: float) -> float
     def run() -> None:
         conv2d(x, weight, padding=1).sum().backward()
 
-    return 3 * 2 * x.numel() * 256 * 9 / _seconds(run, device, seconds)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=uses_tf32):
+        return 3 * 2 * x.numel() * 256 * 9 / _seconds(run, device, seconds)
 
 
 def _bytes_per_s(device: torch.device, seconds: float) -> float:

@@ -1,7 +1,8 @@
 """From a timeline of tensors to what a device needs, and how long it takes."""
 
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -19,6 +20,7 @@ __all__ = ["DeviceModel", "DeviceUse", "device_names"]
 
 _FOLDER = Path(__file__).parent / "devices"
 _MB = 2**20
+_GB = 2**30
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,17 @@ class DeviceUse:
     Attributes:
         allocated_bytes: peak of what ``torch.cuda.memory_allocated`` counts.
         reserved_bytes: peak of what the allocator takes, with what lies between blocks.
-        total_bytes: with the context.
+        total_bytes: with what is outside the allocator.
         breakdown: ``allocated_bytes`` by owner.
+        outside: the rest of ``total_bytes`` by owner: what lies between the allocator's blocks, the
+            context, loaded kernels and NCCL.
     """
 
     allocated_bytes: int
     reserved_bytes: int
     total_bytes: int
     breakdown: Counter[str]
+    outside: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,17 @@ class DeviceModel:
         other_tensors_mb: that no dry run sees.
         context_mb: what the process takes before its first tensor; in a file, null is what the
             process takes that reads it.
-        flops_per_s: by number format.
+        flops_per_s: by number format. "tf32" is that of float32 convolutions, where the card has
+            it: PyTorch's ``cudnn.allow_tf32`` is on, and that of products of matrices is off.
         bytes_per_s: of the memory.
         host_bytes_per_s: of copies to the host, or from it.
-        seconds_per_operator: that a call takes at least.
-        device_name: as ``torch.cuda.get_device_name()`` says it, where it was measured.
+        seconds_per_operator: that the CPU takes to start one, while the card computes others.
+        keeps_inputs: whether PyTorch is older than 1.11, see ``old_pytorch.py``.
+        kernels_mb: code of PyTorch, cuDNN and cuBLAS that CUDA loads when it is first used.
+        nccl_mb: buffers of a communicator of 2 ranks, and of more.
+        device_name: a pattern of what ``torch.cuda.get_device_name()`` says.
+        compute_capability: such as "8.6".
+        memory_gb: that it is sold with.
     """
 
     name: str
@@ -73,7 +84,14 @@ class DeviceModel:
     bytes_per_s: float
     host_bytes_per_s: float
     seconds_per_operator: float
+    keeps_inputs: bool = False
+    kernels_mb: float = 0.0
+    # NVIDIA/nccl#964, of 4 A100 with NVLink. A guess for others: there are reports of 1.0 to 1.6 GB
+    # (nccl#864, #1685); cards without NVLink have fewer channels, and should need less (nccl#986).
+    nccl_mb: tuple[float, float] = (544.0, 688.0)
     device_name: Optional[str] = None
+    compute_capability: Optional[str] = None
+    memory_gb: Optional[float] = None
 
     @classmethod
     def load(cls, name: Union[str, Path]) -> "DeviceModel":
@@ -97,7 +115,7 @@ class DeviceModel:
             values = yaml.safe_load(path.read_text())
             device = cls(name=path.stem, **values)
         except (OSError, TypeError, yaml.YAMLError) as e:
-            raise ConfigError(f"{path} is no file of a device: {e}") from e
+            raise ConfigError(f"{path} is not a device file: {e}") from e
         device._check_numbers(path)
         if device.convolution_workspace not in WORKSPACES:
             raise ConfigError(
@@ -109,13 +127,13 @@ class DeviceModel:
         return device
 
     def _check_numbers(self, path: Path) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for f in fields(self):
+            value = getattr(self, f.name)
             is_number = isinstance(value, (int, float)) or (
-                value is None and field.name == "context_mb"
+                value is None and f.name == "context_mb"
             )
-            if field.type is float and not is_number:
-                raise ConfigError(f"{path}: {field.name} must be a number, got {value!r}")
+            if f.type is float and not is_number:
+                raise ConfigError(f"{path}: {f.name} must be a number, got {value!r}")
         if not isinstance(self.flops_per_s, dict) or "float32" not in self.flops_per_s:
             raise ConfigError(
                 f"{path}: flops_per_s must have a number for float32, got {self.flops_per_s!r}"
@@ -123,15 +141,24 @@ class DeviceModel:
         for name, value in self.flops_per_s.items():
             if not isinstance(value, (int, float)):
                 raise ConfigError(f"{path}: flops_per_s of {name} must be a number, got {value!r}")
+        nccl = self.nccl_mb
+        if not isinstance(nccl, (list, tuple)) or [type(mb) in (int, float) for mb in nccl] != [
+            1,
+            1,
+        ]:
+            raise ConfigError(
+                f"{path}: nccl_mb must be two numbers, for 2 ranks and for more, got {nccl!r}"
+            )
 
     @classmethod
     def choose(cls, name: Optional[Union[str, Path]], torch_device: str) -> "DeviceModel":
-        """The one of a name; or of the GPU that is there, if a file has its name; or the family.
+        """The device file of a name. With None or "auto", that of the GPU that is there: its own,
+        or the nearest of its compute capability. Without either, ``cuda`` or ``cpu``.
 
         Args:
             torch_device: as in MODEL.DEVICE.
         """
-        if name is not None:
+        if name is not None and name != "auto":
             return cls.load(name)
         try:
             kind = torch.device(torch_device).type
@@ -139,35 +166,47 @@ class DeviceModel:
             raise ConfigError(f"MODEL.DEVICE {torch_device!r} is no device of PyTorch: {e}") from e
         if kind == "cpu":
             return cls.load("cpu")
-        if torch.cuda.is_available():
-            there = torch.cuda.get_device_name()
-            for device in map(cls.load, device_names()):
-                if device.device_name == there:
-                    return device
-        return cls.load("cuda")
+        return cls._of_this_gpu() if torch.cuda.is_available() else cls.load("cuda")
+
+    @classmethod
+    def _of_this_gpu(cls) -> "DeviceModel":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu, capability = properties.name, f"{properties.major}.{properties.minor}"
+        devices = [cls.load(name) for name in device_names()]
+        for device in devices:
+            if device.device_name is not None and fnmatchcase(gpu, device.device_name):
+                return device
+        alike = [d for d in devices if d.compute_capability == capability and d.memory_gb]
+        gigabytes = properties.total_memory / _GB
+        nearest = min(alike, key=lambda d: abs((d.memory_gb or 0) - gigabytes), default=None)
+        if nearest is None:
+            nearest = cls.load("cuda")
+        return replace(nearest, description=f"{gpu}, taken for {nearest.description}")
 
     def use(
         self,
         timeline: Timeline,
         limit_bytes: Optional[int] = None,
         expandable_segments: bool = False,
+        ranks: int = 1,
     ) -> DeviceUse:
         """What a timeline needs.
 
         Args:
             limit_bytes: of all that the process may take, context included.
+            ranks: that train together.
 
         Raises:
             DoesNotFit: it is more than the limit.
         """
-        context = int(self.context_mb * _MB)
-        limit = None if limit_bytes is None else limit_bytes - context
+        outside = self._outside_bytes(ranks)
+        limit = None if limit_bytes is None else limit_bytes - sum(outside.values())
         allocator = (
             CachingAllocator(limit, expandable_segments) if self.is_gpu else PageAllocator(limit)
         )
         account = _Account(allocator)
         for megabytes, owner in (
-            (self.cublas_workspace_mb, "workspace"),
+            (self.cublas_workspace_mb, "cuBLAS workspaces"),
             (self.other_tensors_mb, "other"),
         ):
             account.allocate(Allocation(int(megabytes * _MB), owner, "setup"))
@@ -183,24 +222,39 @@ class DeviceModel:
                 account.allocate(event.allocation)
             else:
                 account.free(event.allocation)
+        between = allocator.peak_reserved_bytes - allocator.peak_allocated_bytes
         return DeviceUse(
             allocator.peak_allocated_bytes,
             allocator.peak_reserved_bytes,
-            allocator.peak_reserved_bytes + context,
+            allocator.peak_reserved_bytes + sum(outside.values()),
             account.peak,
+            +Counter({"between blocks": between}) + outside,
         )
 
-    def seconds(self, work: Work) -> float:
-        """Those that work takes at least: computing, moving, and starting of operators; or copies
-        to the host or back, which go on beside that.
+    def _outside_bytes(self, ranks: int) -> Counter[str]:
+        """What is not the allocator's, by owner.
+
+        DDP has one communicator. Detectron2's other groups are of gloo, or share it.
         """
-        computing = sum(
-            flops / self.flops_per_s.get(dtype, self.flops_per_s["float32"])
-            for dtype, flops in work.flops.items()
+        nccl_mb = 0.0 if ranks == 1 else self.nccl_mb[ranks > 2]
+        names = {"context": self.context_mb, "loaded kernels": self.kernels_mb, "NCCL": nccl_mb}
+        return +Counter({name: int(megabytes * _MB) for name, megabytes in names.items()})
+
+    def seconds(self, work: Work) -> float:
+        """Lower bound of the seconds that work takes.
+
+        The card computes or moves memory, operator by operator, whichever takes longer. Beside that
+        the CPU starts operators, and copies to or from the host go on.
+        """
+        on_device = sum(
+            times * max(flops / self._flops_per_s(number_format), num_bytes / self.bytes_per_s)
+            for (number_format, flops, num_bytes), times in work.operators.items()
         )
-        moving = work.bytes_moved / self.bytes_per_s
         starting = work.num_operators * self.seconds_per_operator
-        return max(computing + moving + starting, work.host_bytes / self.host_bytes_per_s)
+        return max(on_device, starting, work.host_bytes / self.host_bytes_per_s)
+
+    def _flops_per_s(self, number_format: str) -> float:
+        return self.flops_per_s.get(number_format, self.flops_per_s["float32"])
 
 
 class _Account:

@@ -31,6 +31,11 @@ _FILLS = {
     *(aten.ones.default, aten.ones_like.default, aten.new_ones.default),
     *(aten.full.default, aten.full_like.default, aten.new_full.default),
 }
+_EMPTY = {
+    *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+}
+_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 # They make much of little (of a keypoint's heatmap for one), and nothing depends on what it is.
 _UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
 # What adds a bias, with its position among the arguments, and that of its dimension in the result.
@@ -119,15 +124,20 @@ class DryRun(OwnerMeter):
             return
         tensors = [t for t in tree_iter((args, kwargs, result)) if isinstance(t, torch.Tensor)]
         work = self.timeline.work[self.phase]
-        work.num_operators += 1
         if is_on_host():
             work.host_bytes += sum(t.nbytes for t in tree_iter(result))
             return
-        work.bytes_moved += sum(t.nbytes for t in tensors)
+        num_bytes = (
+            0 if func in _EMPTY else sum(t.nbytes for t in {id(t): t for t in tensors}.values())
+        )
+        number_format, flops = "", 0
         count_flops = flop_registry.get(func._overloadpacket)
         if count_flops is not None:
-            dtype = str(tensors[0].dtype).replace("torch.", "")
-            work.flops[dtype] += count_flops(*args, **kwargs, out_val=result)
+            number_format = str(tensors[0].dtype).replace("torch.", "")
+            flops = count_flops(*args, **kwargs, out_val=result)
+            if number_format == "float32" and func in _CONVOLUTIONS:
+                number_format = "tf32"
+        work.operators[number_format, flops, num_bytes] += 1
         if func is aten.convolution.default:
             self._note_convolution("forward", args[0], args[1], result, args)
         elif func is aten.convolution_backward.default:

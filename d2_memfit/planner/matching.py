@@ -16,6 +16,7 @@ from torch import nn
 
 from ..techniques.matching import ChunkedMatcher, PairwiseQuality
 from ..techniques.modules import knows_function, replaced_functions, source_files
+from .compiled_operators import upright
 from .dry_run import DryRun, is_hollow, make_hollow, make_real
 
 __all__ = ["fast_matching"]
@@ -42,7 +43,7 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
             make_hollow(tensors)
             matrix = pairwise_iou(boxes1, boxes2)
             make_real(tensors)
-            pairs[id(matrix)] = boxes1, boxes2
+            pairs[id(matrix)] = upright(boxes1), upright(boxes2)
             return matrix
 
         return hollow_pairwise_iou
@@ -62,8 +63,8 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     Matcher.__call__ = match
     try:
         files = source_files(model.modules())
-        matches = knows_function(files, "pairwise_iou")
-        iou = {"pairwise_iou": without_values} if matches else {}
+        names = [n for n in ("pairwise_iou", "pairwise_iou_rotated") if knows_function(files, n)]
+        iou = dict.fromkeys(names, without_values)
         with replaced_functions(files, iou), _assigning_at_once(files):
             yield
     finally:

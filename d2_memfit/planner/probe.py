@@ -144,7 +144,9 @@ def _use(device: torch.device, before: DeviceMemory, expected: Counter[str]) -> 
     reserved = memory.peak_reserved_bytes - before.reserved_bytes
     breakdown = expected.copy()
     breakdown["beyond the dry run"] = allocated - sum(expected.values())
-    return DeviceUse(allocated, reserved, reserved + cuda_context_bytes(device), breakdown)
+    context = cuda_context_bytes(device)
+    outside = Counter({"between blocks": reserved - allocated, "context": context})
+    return DeviceUse(allocated, reserved, reserved + context, breakdown, outside)
 
 
 def _release(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from ..memory import check_budget
 from ..presets import why_no_card_has
 from ..techniques import TIERS, get_technique
 from .device_model import DeviceModel
-from .dry_job import DryJob, usable_bytes
+from .dry_job import DryJob, margin_of, usable_bytes
 from .order import harm
 from .plan import Plan, PlanStep
 from .probe import job_class
@@ -115,7 +115,7 @@ class Planner:
             tiers: that may be used, in the order of harm.
         """
         trials = self._trials
-        margin = trials.job.cfg.MEMFIT.PLAN.MARGIN
+        margin = margin_of(trials.job)
         trials.limit_bytes = usable_bytes(budget_gb, margin)
         start = choice_of((), self._images)
         choice = start if trials.fits(start) else self._search(tiers)

@@ -21,6 +21,7 @@ from ..precision import Precision
 from ..techniques import ready_to_evaluate
 from ..techniques.modules import replaced_functions
 from .autocast import casts_of_cuda
+from .compiled_operators import compiled_operators
 from .cuda_as_cpu import cuda_as_cpu
 from .dry_run import DryRun, WithoutValues, make_hollow
 from .matching import fast_matching
@@ -122,6 +123,7 @@ def build(job: Job) -> tuple[nn.Module, Optimizer]:
     with (
         alone(),
         cuda_as_cpu(),
+        compiled_operators(),
         _one_thread(),
         unchanged_random_state(),
         WithoutValues(),
@@ -149,7 +151,7 @@ def _started(
     with ExitStack() as stack:
         for context in (
             *(alone(), no_information(), _one_thread(), cuda_as_cpu()),
-            *(unchanged_random_state(), EventStorage()),
+            *(compiled_operators(), unchanged_random_state(), EventStorage()),
         ):
             stack.enter_context(context)
         torch.default_generator.manual_seed(0)  # and no generator of a GPU

@@ -38,6 +38,8 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
         ),
         "",
         _table(list(e.breakdown.items()), ["at the peak in training", "GB"]),
+        "",
+        _table(list(e.outside.items()), ["beside what is allocated", "GB"]),
     ]
     return "\n".join(lines)
 

@@ -63,17 +63,18 @@ class Work:
     """What operators do.
 
     Attributes:
-        flops: floating-point operations of convolutions and products of matrices, by the name of
-            their number format.
-        bytes_moved: read and written.
+        operators: how often each was called: by the number format in which it computes, its
+            floating-point operations (of convolutions and products of matrices, else 0), and the
+            bytes that it reads and writes. "tf32" is a convolution in float32.
         host_bytes: copied to the host.
-        num_operators: that were called.
     """
 
-    flops: Counter[str] = field(default_factory=Counter)
-    bytes_moved: int = 0
+    operators: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     host_bytes: int = 0
-    num_operators: int = 0
+
+    @property
+    def num_operators(self) -> int:
+        return sum(self.operators.values())
 
 
 @dataclass

@@ -1,16 +1,17 @@
 """Proposals and detections as many as there can be, in place of those of a dry run."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Optional
 
 import torch
 from detectron2.modeling.proposal_generator.rpn import RPN
-from detectron2.structures import Boxes, ImageList, Instances
+from detectron2.structures import Boxes, ImageList, Instances, RotatedBoxes
 from torch import nn
 
+from ..job.invented import rotated
 from ..techniques.modules import knows_function, replaced_functions, source_files
 
 __all__ = ["worst_detections", "worst_proposals"]
@@ -93,13 +94,16 @@ def _most_proposals(
     """What a forward hook makes of an RPN's output."""
     given = [*args, *kwargs.values()]  # by kind: a technique's forward has no names for them
     sizes = next((value.image_sizes for value in given if isinstance(value, ImageList)), ())
-    if not _is_an_rpns(output, len(sizes)):
+    objects = next(filter(_are_instances, given), [None] * len(sizes))
+    if not _is_an_rpns(output, len(sizes)) or not _are_of_one_kind(output[0], objects):
         note(_left_alone("proposals", type(rpn).__name__))
         return output
     num = rpn.post_nms_topk[rpn.training]
-    objects = next(filter(_are_instances, given), [None] * len(sizes))
-    device = output[0][0].proposal_boxes.device
-    proposals = [_proposals(o, tuple(size), num).to(device) for o, size in zip(objects, sizes)]
+    found = output[0][0].proposal_boxes
+    proposals = [
+        _proposals(o, tuple(size), num, type(found)).to(found.device)
+        for o, size in zip(objects, sizes)
+    ]
     return proposals, *output[1:]
 
 
@@ -114,17 +118,32 @@ def _is_an_rpns(output: Any, num_images: int) -> bool:
         isinstance(proposals, list)
         and len(proposals) == num_images > 0
         and all(isinstance(p, Instances) and set(p.get_fields()) == fields for p in proposals)
-        and all(type(p.proposal_boxes) is Boxes for p in proposals)  # not rotated ones
+        and all(type(p.proposal_boxes) in (Boxes, RotatedBoxes) for p in proposals)
     )
 
 
-def _proposals(objects: Optional[Instances], size: _Size, num: int) -> Instances:
-    """Half of them lie on the objects, so that they fill the quota of foreground."""
+def _are_of_one_kind(proposals: list[Instances], objects: Iterable[Optional[Instances]]) -> bool:
+    """Whether all boxes are upright, or all are rotated."""
+    boxes = [p.proposal_boxes for p in proposals]
+    boxes += [o.gt_boxes for o in objects if o is not None and o.has("gt_boxes")]
+    return len({type(b) for b in boxes}) == 1
+
+
+def _proposals(
+    objects: Optional[Instances], size: _Size, num: int, kind: Callable[[torch.Tensor], Any] = Boxes
+) -> Instances:
+    """Half of them lie on the objects, so that they fill the quota of foreground.
+
+    Args:
+        kind: ``Boxes`` or ``RotatedBoxes``.
+    """
     boxes = _boxes(num, size)
+    if kind is RotatedBoxes:
+        boxes = rotated(boxes)
     if objects is not None and objects.has("gt_boxes") and len(objects):
         half = torch.arange(num // 2)
         boxes[half] = objects.gt_boxes.tensor.to(boxes)[half % len(objects)]
-    return Instances(size, proposal_boxes=Boxes(boxes), objectness_logits=torch.zeros(num))
+    return Instances(size, proposal_boxes=kind(boxes), objectness_logits=torch.zeros(num))
 
 
 def _boxes(num: int, size: _Size) -> torch.Tensor:

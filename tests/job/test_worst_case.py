@@ -11,7 +11,9 @@ from d2_memfit import Job, get_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
 from d2_memfit.job.batches import tensors_of
+from d2_memfit.job.known_datasets import known_dataset
 from d2_memfit.job.worst_case import worst_case
+from d2_memfit.planner.dry_job import margin_of
 
 
 def make_cfg(**keys):
@@ -48,6 +50,49 @@ def test_without_a_dataset_images_have_any_shape_and_100_instances_and_it_is_sai
     assert sorted(sizes(cfg, 1)[0]) == [800, 1333]
     assert batches.num_instances == 100
     assert "nobody_has_it" in batches.assumptions[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "num", "is_guess"),
+    [
+        ("coco_2017_train", 100, False),
+        ("keypoints_coco_2017_train", 100, False),
+        ("lvis_v1_train", 300, True),
+        ("cityscapes_fine_instance_seg_train", 170, True),
+        ("voc_2007_trainval", 100, True),
+        ("ade20k_sem_seg_train", 180, True),
+        ("nobody_has_it", 100, True),
+    ],
+)
+def test_detectron2s_datasets_are_known_by_name_and_guesses_leave_more_room(name, num, is_guess):
+    cfg = make_cfg(DATASETS__TRAIN=(name,))
+    job = Job.from_cfg(cfg, 1)
+    assert job.batches.num_instances == num
+    assert ("a guess" in job.batches.assumptions[0]) == is_guess
+    assert ("more of the budget free" in job.batches.assumptions[0]) == is_guess
+    assert margin_of(job) == pytest.approx(0.15 if is_guess else 0.1)
+    told = Job.from_cfg(cfg, 1, num_instances=30)
+    assert told.batches.num_instances == 30
+    assert margin_of(told) == pytest.approx(0.1)
+
+
+def test_where_all_images_of_a_dataset_have_one_size_it_is_taken():
+    cfg = make_cfg(DATASETS__TRAIN=("cityscapes_fine_instance_seg_train",))
+    cfg.DATASETS.TEST = ("cityscapes_fine_instance_seg_val",)
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (800, 1024), 2048
+    assert sizes(cfg, 2) == [(1024, 2048), (1024, 2048)]
+    (image,) = Job.from_cfg(cfg, 1).evaluation_batch()
+    assert (image["height"], image["width"]) == (1024, 2048)
+    told = Job.from_cfg(cfg, 1, num_instances=30)  # by the job's own mapper
+    assert tuple(told.training_batch(1)[0]["image"].shape[1:]) == (1024, 2048)
+    cfg.INPUT.MIN_SIZE_TRAIN = (0,)
+    assert sizes(cfg, 1) == [(1024, 2048)]
+
+
+def test_several_datasets_are_known_if_all_are():
+    assert known_dataset(["coco_2017_train", "lvis_v1_train"]).title == "LVIS"
+    assert known_dataset(["coco_2017_train", "mine"]) is None
+    assert known_dataset([]) is None
 
 
 def test_a_shorter_side_is_a_number_or_several_as_for_detectron2():

@@ -38,6 +38,9 @@ def test_an_estimate_is_a_table_or_json_with_the_names_of_python(config_file, ca
     assert estimate["peak_reserved_gb"] < estimate["device_total_gb"]
     assert estimate["evaluation_gb"] > 0
     assert sum(estimate["breakdown"].values()) == pytest.approx(estimate["peak_allocated_gb"])
+    assert {"context", "loaded kernels", "NCCL"} < set(estimate["outside"])
+    of_training = estimate["peak_allocated_gb"] + sum(estimate["outside"].values())
+    assert of_training == pytest.approx(estimate["device_total_gb"])
 
 
 def test_the_timeline_says_who_is_alive_at_the_peak(config_file, tmp_path, capsys):

@@ -1,0 +1,107 @@
+"""What is published of the datasets that Detectron2 registers by name, for where they are not.
+
+Largest counts are rarely published. The ones here that are not are guesses, and say so: a crowded
+image has 9 times the objects of a mean one, as in COCO (7 in the mean and 63 at most, by the paper
+of DETR, arXiv:2005.12872, section 4).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+from .datasets import DEFAULT_INSTANCES, Size
+
+__all__ = ["KnownDataset", "known_dataset"]
+
+
+@dataclass(frozen=True)
+class KnownDataset:
+    """
+    Attributes:
+        title: for people.
+        num_instances: annotated objects of the most crowded image, at most.
+        mean_instances: of an ordinary image.
+        source: of both.
+        is_guess: whether ``num_instances`` is one.
+        largest: height and width in pixels that no image exceeds; None is not known.
+        has_one_size: whether all images have it.
+    """
+
+    title: str
+    num_instances: int
+    mean_instances: float
+    source: str
+    is_guess: bool
+    largest: Optional[Size] = None
+    has_one_size: bool = False
+
+
+# COCO's longer side has 640 pixels at most (cocodataset.org), VOC's 500 (the development kit).
+_COCO = (640, 640)
+
+_KNOWN = {
+    "coco": KnownDataset(
+        "COCO",
+        DEFAULT_INSTANCES,
+        7,
+        "the paper of DETR, arXiv:2005.12872, counts 63 at most",
+        False,
+        _COCO,
+    ),
+    "keypoints_coco": KnownDataset(
+        "COCO",
+        DEFAULT_INSTANCES,
+        7,
+        "of all objects, by the paper of DETR, arXiv:2005.12872, which counts 63 at most",
+        False,
+        _COCO,
+    ),
+    # LVIS v1 has 1,270,141 objects in 100,170 images (lvisdataset.org), 12.7 in the mean.
+    "lvis": KnownDataset(
+        "LVIS",
+        300,
+        12.7,
+        "lvisdataset.org; the detections that its evaluation allows for an image are a guess",
+        True,
+        _COCO,
+    ),
+    # Table 2 of the paper, fine annotations: 7.0 humans and 11.8 vehicles in an image.
+    "cityscapes": KnownDataset(
+        "Cityscapes",
+        170,
+        18.8,
+        "arXiv:1604.01685, table 2; 9 times that is a guess",
+        True,
+        (1024, 2048),
+        True,
+    ),
+    # VOC2012 has 27,450 objects in 11,530 images (host.robots.ox.ac.uk/pascal/VOC/voc2012).
+    "voc": KnownDataset(
+        "PASCAL VOC",
+        DEFAULT_INSTANCES,
+        2.4,
+        "host.robots.ox.ac.uk/pascal/VOC/voc2012; as many at most as COCO is a guess",
+        True,
+        (500, 500),
+    ),
+    "ade20k": KnownDataset(
+        "ADE20K",
+        180,
+        19.5,
+        "arXiv:1608.05442; 9 times that is a guess",
+        True,
+    ),
+}
+
+
+def known_dataset(names: Sequence[str]) -> Optional[KnownDataset]:
+    """The most crowded of some datasets by the names of Detectron2; None if one is not known."""
+    found = [_by_name(name) for name in names]
+    known = [dataset for dataset in found if dataset is not None]
+    if not known or len(known) < len(found):
+        return None
+    return max(known, key=lambda dataset: dataset.num_instances)
+
+
+def _by_name(name: str) -> Optional[KnownDataset]:
+    return next((d for prefix, d in _KNOWN.items() if name.startswith(f"{prefix}_")), None)
