@@ -13,7 +13,6 @@ from typing import Any, Optional
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 __all__ = [
     "DeviceMemory",
@@ -25,6 +24,7 @@ __all__ = [
     "on_host",
     "process_memory",
     "storages",
+    "tensors_in",
     "used_bytes",
 ]
 
@@ -156,29 +156,52 @@ class TensorMeter(TorchDispatchMode):
         self._counted: dict[int, int] = {}  # bytes by the address of a storage
         self._older: set[int] = set()  # addresses of storages that were alive before
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch would import torch._dynamo, and wrap each call of this class
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if have_operators(types):
             return NotImplemented  # they are called, and do what they do under this mode
-        self._ignore((args, kwargs))
-        result = self._call(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        self._ignore(given)
+        result = self._call(func, args, kwargs, given)
+        made = tensors_in(result)
         if _on_host.is_open:
-            self._ignore(result)
-        for storage in storages(result):
+            self._ignore(made)
+        for storage in storages(made):
             if storage._cdata not in self._older:
                 self._count(storage)
+        self._note(func, args, kwargs, result, given, made)
         return result
 
-    def _ignore(self, tensors: Any) -> None:
+    def _ignore(self, tensors: list[torch.Tensor]) -> None:
         """What is not counted yet is not counted later."""
         for storage in storages(tensors):
-            if storage._cdata not in self._counted and storage._cdata not in self._older:
-                self._older.add(storage._cdata)
+            address = storage._cdata
+            if address not in self._counted and address not in self._older:
+                self._older.add(address)
                 self._when_freed(storage, self._forget)
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> Any:
+        """Run an operator; ``given`` are the tensors among its arguments."""
         return func(*args, **kwargs)
+
+    def _note(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        given: list[torch.Tensor],
+        made: list[torch.Tensor],
+    ) -> None:
+        """What else is to be known of an operator, after its result is counted."""
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._counted:
@@ -215,5 +238,25 @@ def have_operators(types: Iterable[type]) -> bool:
 
 def storages(values: Any) -> list[torch.UntypedStorage]:
     """Of all tensors in nested containers, but for sparse and meta ones, which have none."""
-    tensors = [v for v in tree_iter(values) if isinstance(v, torch.Tensor) and not v.is_meta]
-    return [t.untyped_storage() for t in tensors if t.layout == torch.strided]
+    strided = torch.strided
+    return [
+        t.untyped_storage() for t in tensors_in(values) if not t.is_meta and t.layout is strided
+    ]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists, tuples and dicts, in their order."""
+    found: list[torch.Tensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, found)
