@@ -231,17 +231,11 @@ def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     if func is aten.index.Tensor:
         args = (args[0], _without_masks(args[1]))
     fill = int(_asks_if_finite(func, args) or func.overloadpacket is aten.all)
-    result = _filled(on_meta(func, args, kwargs), fill)
+    result = tree_map(lambda t: _from_meta(t, fill), on_meta(func, args, kwargs))
     if func in _BIASES:
         _add_bias(func, args, result)
     # Weights in 16 bits are weights still, however small.
     return make_hollow(result) if func is aten._to_copy.default else result
-
-
-def _filled(like: Any, fill: int) -> Any:
-    if isinstance(like, torch.Tensor):
-        return _from_meta(like, fill)
-    return tree_map(lambda value: _from_meta(value, fill), like)
 
 
 def _add_bias(func: Any, args: _Args, result: Any) -> None:

@@ -10,6 +10,7 @@ from .trials import Choice, Trials, choice_of
 __all__ = ["Fastest"]
 
 _WORTH_IT = 0.98  # what changes more must be faster than this times what changes less
+_DEAR = 0.95  # techniques that save memory for each image take about the rest of an iteration
 _LITTLE = 0.1  # of the memory of an image: what saves less leaves no room for another one
 
 _Names = tuple[str, ...]
@@ -85,6 +86,8 @@ class Fastest:
         if names is None:
             return None
         best = choice_of(names, self._most_images(names, least))
+        if best.num_images == self._images:
+            return best
         for rival in self._rivals(best, more):
             num_images = self._most_images(rival, best.num_images)
             with_more = choice_of(rival, num_images)
@@ -94,23 +97,15 @@ class Fastest:
 
     def _rivals(self, best: Choice, more: Iterable[str]) -> Iterator[_Names]:
         """What may have larger micro-batches, and be faster for it."""
-        fastest_s = self._seconds_with(best.names, self._images)
-        if self._images == best.num_images or fastest_s > _WORTH_IT * self._seconds(best):
+        at_once_s, best_s = self._seconds_with(best.names, self._images), self._seconds(best)
+        if at_once_s > _DEAR * best_s:
             return
         one, two = (self._dry_job((), n).training_bytes() for n in (1, 2))
-        all_s = self._dry_job((), 1).seconds()
-        free: list[str] = []
-        for name in self._helpful([n for n in more if n not in (*best.names, *NEVER_FASTER)]):
-            added_s = self._added_seconds(name)
+        for name in self._helpful(n for n in more if n not in (*best.names, *NEVER_FASTER)):
             saved = one - self._dry_job((name,), 1).training_bytes()
-            if added_s < (1 - _WORTH_IT) / 2 * all_s:
-                free.append(name)
-            if saved > _LITTLE * (two - one) and fastest_s + added_s < _WORTH_IT * self._seconds(
-                best
-            ):
+            may_win = at_once_s + self._added_seconds(name) < _WORTH_IT * best_s
+            if may_win and saved > _LITTLE * (two - one):
                 yield (*best.names, name)
-        if len(free) > 1:
-            yield tuple(dict.fromkeys((*best.names, *free)))
 
     def _cheapest(self, lead: _Names, more: Iterable[str], num_images: int) -> Optional[_Names]:
         """``lead`` and those of ``more`` that make it fit and take the least time."""

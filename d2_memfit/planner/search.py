@@ -107,6 +107,11 @@ class Planner:
         self._trials = Trials(job, device, run_job, evaluates, progress)
         self._images = job.geometry.largest_micro_batch
 
+    @property
+    def num_dry_runs(self) -> int:
+        """Jobs that were run dry for the plans so far."""
+        return self._trials.num_dry_runs
+
     def plan(self, budget_gb: float, tiers: Sequence[str]) -> Plan:
         """
         Args:

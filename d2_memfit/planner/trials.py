@@ -63,9 +63,9 @@ class Trials:
         self,
         job: Job,
         device: DeviceModel,
-        run_job: type[DryJob],
-        evaluates: bool,
-        progress: Callable[[str], None],
+        run_job: type[DryJob] = DryJob,
+        evaluates: bool = True,
+        progress: Callable[[str], None] = lambda line: None,
     ) -> None:
         # Under some budget: its allocator is another one than without.
         self.job = job.with_settings({"MEMFIT.BUDGET_GB": job.budget_gb or 1.0})
@@ -129,6 +129,10 @@ class Trials:
         if not self.is_usable(name) or not self.runs(with_it):
             return False
         return self.dry_job(with_it).trace() != self.dry_job(without).trace()
+
+    @property
+    def num_dry_runs(self) -> int:
+        return len(self._dry_jobs) + len(self._failed)
 
     def tried(self, names: Iterable[str]) -> list[int]:
         """Images in the micro-batches of dry runs with these techniques."""
