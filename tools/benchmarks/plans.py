@@ -57,10 +57,11 @@ def run(args: argparse.Namespace) -> None:
             plan = planner.plan(budget_gb, ["exact", "precision"])
             best = fastest_of_all(every, plan.margin, budget_gb, args.techniques)
             seconds = plan.estimate.seconds_per_iteration
-            best_s = every.dry_job(best).seconds() if best else float("inf")
+            slower = f"{seconds / every.dry_job(best).seconds() - 1:+.1%}" if best else ""
             cpu = "" if args.no_cpu_seconds else cpu_seconds(config, budget_gb, opts, args.device)
-            row = [config, budget_gb, planner.num_dry_runs, cpu, " + ".join(plan_names(plan))]
-            rows.append([*row, str(best), f"{seconds / best_s - 1 if plan.fits else 0:+.1%}"])
+            names = " + ".join(plan_names(plan)) if plan.fits else "does not fit"
+            row = [config, budget_gb, planner.num_dry_runs, cpu, names, best or "none"]
+            rows.append([*row, slower if plan.fits else ""])
             print(markdown_table([""] * len(rows[-1]), rows[-1:]), file=sys.stderr, flush=True)
     header = ["config", "budget, GB", "dry runs", "CPU s", "plan", "best of all", "slower by"]
     print(f"{machine()}\n\n{markdown_table(header, rows)}")
