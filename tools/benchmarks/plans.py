@@ -16,7 +16,7 @@ from typing import Optional
 from d2_memfit.config import load_cfg
 from d2_memfit.config_files import find_config_file
 from d2_memfit.job import Job
-from d2_memfit.planner import Planner
+from d2_memfit.planner import Plan, Planner
 from d2_memfit.planner.device_model import DeviceModel
 from d2_memfit.planner.trials import Choice, Trials, choice_of
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{machine()}\n\n{markdown_table(header, rows)}")
 
 
-def plan_names(plan) -> list[str]:
+def plan_names(plan: Plan) -> list[str]:
     images = f"{plan.estimate.images_per_micro_batch} images in a micro-batch"
     return [images, *(s.name for s in plan.steps if s.name != "smaller micro-batches")]
 
