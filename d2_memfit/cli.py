@@ -12,8 +12,9 @@ from typing import Any, Optional
 
 from torch import nn
 
-from . import __version__, train
+from . import train
 from .checks import check_positive_int
+from .command_line import COMMANDS, command_parser
 from .config import load_cfg
 from .config_files import find_config_file
 from .data import add_coco_option, check_classes, check_coco_file, register_coco
@@ -53,35 +54,27 @@ def _parser() -> argparse.ArgumentParser:
         "--training-only", action="store_true", help="leave the memory of evaluation out"
     )
     add_job_options(common)
-    parser = argparse.ArgumentParser(prog="d2-memfit", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"d2_memfit {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    estimate = commands.add_parser("estimate", parents=[common], help="what a job needs")
+    parser, commands = command_parser()
+    estimate = commands.add_parser("estimate", parents=[common], help=COMMANDS["estimate"])
     estimate.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write all allocations of training, as CSV"
     )
-    plan = commands.add_parser("plan", parents=[common], help="make a job fit a budget")
+    plan = commands.add_parser("plan", parents=[common], help=COMMANDS["plan"])
     plan.add_argument("--budget", metavar="GB", help="of the device, such as 5.2, or auto")
     plan.add_argument(
         "--allow", metavar="TIERS", help="of exact,precision,recipe; the first two if not"
     )
     plan.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")
-    doctor = commands.add_parser(
-        "doctor",
-        help="find what works with a job, by small iterations on the CPU with injected errors",
-    )
+    doctor = commands.add_parser("doctor", help=COMMANDS["doctor"])
     add_job_options(doctor)
-    draw = commands.add_parser("draw", help="draw what a trained model finds")
+    draw = commands.add_parser("draw", help=COMMANDS["draw"])
     draw.add_argument("--config-file", default="", metavar="FILE", help="OUTPUT_DIR/config.yaml")
     add_coco_option(draw)
     draw.add_argument("--output", type=Path, metavar="FILE", help="OUTPUT_DIR/predictions.png")
     draw.add_argument("--num-images", type=int, default=6, help="the first so many of the dataset")
     draw.add_argument("--min-score", type=float, default=0.5, help="of what is drawn")
     draw.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
-    measure = commands.add_parser(
-        "measure-gpu",
-        help="measure this machine's GPU: is all right on it, and how well is it known",
-    )
+    measure = commands.add_parser("measure-gpu", help=COMMANDS["measure-gpu"])
     measure.add_argument("--minutes", type=float, default=8, help="after which it ends; 8")
     measure.add_argument("--device", default="cuda:0", help="cuda:0, or cpu for a rehearsal")
     measure.add_argument(
@@ -92,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         parents=[of_training],
         add_help=False,  # it has one
-        help="train or evaluate",
+        help=COMMANDS["train"],
         epilog=of_training.epilog,
         formatter_class=of_training.formatter_class,
     )

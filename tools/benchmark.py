@@ -6,6 +6,7 @@ tools/benchmark.py dry_runs         how long dry runs take, and how much RAM
 tools/benchmark.py estimates        estimates against the same jobs really run on the CPU
 tools/benchmark.py gradients        how far accumulated gradients are from the full batch's
 tools/benchmark.py peers            against Accelerate, Lightning, mmengine and Composer
+tools/benchmark.py plans            plans against all that could be done, and what they cost
 tools/benchmark.py queries          chunks of objects, and masks one at a time, in DETR-likes
 tools/benchmark.py recovery         what recovery from out-of-memory errors costs
 tools/benchmark.py techniques       what each technique saves and costs
@@ -19,6 +20,7 @@ from benchmarks import (
     dry_runs,
     estimates,
     gradients,
+    plans,
     queries,
     recovery,
     techniques,
@@ -32,6 +34,7 @@ BENCHMARKS = {
     "estimates": estimates,
     "gradients": gradients,
     "peers": race,
+    "plans": plans,
     "queries": queries,
     "recovery": recovery,
     "techniques": techniques,

@@ -22,6 +22,7 @@ from .meter import (
     on_host,
     process_memory,
     storages,
+    tensors_in,
     used_bytes,
 )
 from .oom import error_line, is_loader_out_of_memory, is_out_of_memory
@@ -61,6 +62,7 @@ __all__ = [
     "segments_expand",
     "steady_growth",
     "storages",
+    "tensors_in",
     "use_expandable_segments",
     "used_bytes",
 ]

@@ -13,7 +13,6 @@ from typing import Any, Optional
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 __all__ = [
     "DeviceMemory",
@@ -25,6 +24,7 @@ __all__ = [
     "on_host",
     "process_memory",
     "storages",
+    "tensors_in",
     "used_bytes",
 ]
 
@@ -155,56 +155,97 @@ class TensorMeter(TorchDispatchMode):
         self.peak_bytes = 0
         self._counted: dict[int, int] = {}  # bytes by the address of a storage
         self._older: set[int] = set()  # addresses of storages that were alive before
+        self._watched: dict[int, _Watched] = {}  # by address
+        # Weakly: a storage must not keep the meter alive, and with it the model that it is of.
+        self._when_freed = _calling(weakref.WeakMethod(self._gone))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch would import torch._dynamo, and wrap each call of this class
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if have_operators(types):
             return NotImplemented  # they are called, and do what they do under this mode
-        self._ignore((args, kwargs))
-        result = self._call(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        self._ignore(given)
+        result = self._call(func, args, kwargs, given)
+        made = tensors_in(result)
         if _on_host.is_open:
-            self._ignore(result)
-        for storage in storages(result):
+            self._ignore(made)
+        for storage in storages(made):
             if storage._cdata not in self._older:
                 self._count(storage)
+        self._note(func, args, kwargs, result, given, made)
         return result
 
-    def _ignore(self, tensors: Any) -> None:
+    def _ignore(self, tensors: list[torch.Tensor]) -> None:
         """What is not counted yet is not counted later."""
         for storage in storages(tensors):
-            if storage._cdata not in self._counted and storage._cdata not in self._older:
-                self._older.add(storage._cdata)
-                self._when_freed(storage, self._forget)
+            address = storage._cdata
+            if address not in self._counted and address not in self._older:
+                self._older.add(address)
+                self._watch(storage)
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> Any:
+        """Run an operator; ``given`` are the tensors among its arguments."""
         return func(*args, **kwargs)
+
+    def _note(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        given: list[torch.Tensor],
+        made: list[torch.Tensor],
+    ) -> None:
+        """What else is to be known of an operator, after its result is counted."""
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._counted:
-            self._when_freed(storage, self._uncount)
+            self._watch(storage)
         before = self._counted.get(storage._cdata, 0)  # not 0 where an operator resized it
         self._counted[storage._cdata] = storage.nbytes()
         self.live_bytes += storage.nbytes() - before
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _uncount(self, address: int) -> None:
+        """A storage that counts is freed."""
         self.live_bytes -= self._counted.pop(address)
 
-    def _forget(self, address: int) -> None:
-        self._older.discard(address)
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        self._watched[storage._cdata] = _Watched(storage, self._when_freed)
 
-    @staticmethod
-    def _when_freed(storage: torch.UntypedStorage, method: Callable[[int], None]) -> None:
-        # Weakly: a storage must not keep the meter alive, and with it the model that it is of.
-        finalize = weakref.finalize(storage, _call, weakref.WeakMethod(method), storage._cdata)
-        finalize.atexit = False  # type: ignore[misc]  # a property, which mypy takes for a slot
+    def _gone(self, address: int) -> None:
+        del self._watched[address]
+        if address in self._older:
+            self._older.discard(address)
+        else:
+            self._uncount(address)
 
 
-def _call(weak_method: weakref.WeakMethod[Any], address: int) -> None:
-    method = weak_method()
-    if method is not None:
-        method(address)
+class _Watched(weakref.ref):  # type: ignore[type-arg]
+    """A storage; ``weakref.finalize`` takes ten times as long to do the same."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, storage: torch.UntypedStorage, call: Callable[["_Watched"], None]) -> None:
+        super().__init__(storage, call)  # type: ignore[call-arg]
+        self.address = storage._cdata
+
+
+def _calling(weak_method: weakref.WeakMethod[Any]) -> Callable[[_Watched], None]:
+    def call(watched: _Watched) -> None:
+        method = weak_method()
+        if method is not None:
+            method(watched.address)
+
+    return call
 
 
 def have_operators(types: Iterable[type]) -> bool:
@@ -215,5 +256,25 @@ def have_operators(types: Iterable[type]) -> bool:
 
 def storages(values: Any) -> list[torch.UntypedStorage]:
     """Of all tensors in nested containers, but for sparse and meta ones, which have none."""
-    tensors = [v for v in tree_iter(values) if isinstance(v, torch.Tensor) and not v.is_meta]
-    return [t.untyped_storage() for t in tensors if t.layout == torch.strided]
+    strided = torch.strided
+    return [
+        t.untyped_storage() for t in tensors_in(values) if not t.is_meta and t.layout is strided
+    ]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists, tuples and dicts, in their order."""
+    found: list[torch.Tensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, found)

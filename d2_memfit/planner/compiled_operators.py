@@ -26,7 +26,7 @@ from torch.nn.modules.utils import _pair
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ..techniques.modules import replaced_functions
-from .dry_run import is_hollow
+from .hollow import is_hollow
 
 __all__ = ["compiled_operators", "upright"]
 

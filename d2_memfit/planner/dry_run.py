@@ -3,22 +3,26 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from mmap import mmap
 from typing import Any, Optional
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ..memory import OwnerMeter, have_operators, is_on_host, storages
+from ..memory import OwnerMeter, have_operators, is_on_host, tensors_in
+from .hollow import is_hollow, make_hollow
+from .meta_kernels import on_meta
 from .timeline import Allocate, Allocation, Convolution, Free, Timeline
 
-__all__ = ["DryRun", "WithoutValues", "is_hollow", "make_hollow", "make_real"]
+__all__ = ["DryRun", "WithoutValues"]
 
 _Args = tuple[Any, ...]  # of an operator
 _Kwargs = dict[str, Any]
+_Tensors = list[torch.Tensor]  # among the arguments, or in the result
 
 aten = torch.ops.aten
 _empty_strided = torch.empty_strided  # cuda_as_cpu would replace it, which takes time
@@ -59,10 +63,17 @@ class WithoutValues(TorchDispatchMode):
     zeros. All the rest is computed: so labels are assigned, and proposals sampled, as ever.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in TensorMeter
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
     ) -> Any:
-        return NotImplemented if have_operators(types) else _run(func, args, kwargs or {})
+        if have_operators(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        return _run(func, args, kwargs, tensors_in((args, kwargs)))
 
 
 class DryRun(OwnerMeter):
@@ -109,24 +120,27 @@ class DryRun(OwnerMeter):
     ) -> Any:
         if self._is_paused:
             return func(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if result is NotImplemented:
-            return result
-        self._note(func, args, kwargs or {}, result)
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _call(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-        return _run(func, args, kwargs)
+    def _call(self, func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
+        return _run(func, args, kwargs, given)
 
-    def _note(self, func: Any, args: _Args, kwargs: _Kwargs, result: Any) -> None:
-        """What an operator does beside allocating its result."""
+    def _note(
+        self,
+        func: Any,
+        args: _Args,
+        kwargs: _Kwargs,
+        result: Any,
+        given: _Tensors,
+        made: _Tensors,
+    ) -> None:
         if _moves_nothing(func):
             return
-        tensors = [t for t in tree_iter((args, kwargs, result)) if isinstance(t, torch.Tensor)]
         work = self.timeline.work[self.phase]
         if is_on_host():
-            work.host_bytes += sum(t.nbytes for t in tree_iter(result))
+            work.host_bytes += sum(t.nbytes for t in made)
             return
+        tensors = given + made
         num_bytes = (
             0 if func in _EMPTY else sum(t.nbytes for t in {id(t): t for t in tensors}.values())
         )
@@ -171,28 +185,12 @@ class DryRun(OwnerMeter):
         self._allocations[address].owner = owner
 
 
-def make_hollow(tensors: Any) -> Any:
-    """Say of tensors, in any containers, that their values do not matter. They are returned."""
-    for storage in storages(tensors):
-        storage.is_hollow = True  # type: ignore[attr-defined]  # one that PyTorch does not have
-    return tensors
-
-
-def make_real(tensors: Any) -> None:
-    """Say that the values have been computed after all."""
-    for storage in storages(tensors):
-        storage.is_hollow = False  # type: ignore[attr-defined]
-
-
-def is_hollow(tensors: Any) -> bool:
-    return any(getattr(storage, "is_hollow", False) for storage in storages(tensors))
-
-
+@cache
 def _moves_nothing(func: Any) -> bool:
     return func.is_view or torch.Tag.inplace_view in func.tags or func in _LIKE_VIEWS
 
 
-def _run(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
     if func is aten.resize_.default and is_hollow(args[0]):
         resized = _from_meta(torch.empty(args[1], dtype=args[0].dtype, device="meta"))
         return args[0].set_(resized)
@@ -201,17 +199,19 @@ def _run(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     if func in _RANDOM_FILLS and args[0].nbytes >= _LARGE_BYTES:
         return make_hollow(args[0])
     if func in _FILLS:
-        filled = func(*tree_map(_to_meta, args), **{**kwargs, "device": "meta"})
+        filled = on_meta(func, args, {**kwargs, "device": torch.device("meta")})
         is_real = filled.nbytes < _LARGE_BYTES or not filled.is_floating_point()
         return func(*args, **kwargs) if is_real else _from_meta(filled)
     makes_much = func.overloadpacket in _UPSAMPLING and not args[0].is_meta
-    if not makes_much and not is_hollow((args, kwargs)):
+    if not makes_much and not is_hollow(given):
         return func(*args, **kwargs)
     try:
         return _without_computing(func, args, kwargs)
     except RuntimeError:  # no meta kernel, or the size of the result depends on values
-        for tensor in tree_iter((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and is_hollow(tensor):
+        if func is aten.nonzero.default:  # of zeros; the large tensor need not become one
+            return func(torch.zeros([0] * args[0].dim(), dtype=torch.bool))
+        for tensor in given:
+            if is_hollow(tensor):
                 tensor.zero_()
         return func(*args, **kwargs)
 
@@ -225,8 +225,7 @@ def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     if func is aten.index.Tensor:
         args = (args[0], _without_masks(args[1]))
     fill = int(_asks_if_finite(func, args) or func.overloadpacket is aten.all)
-    like = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
-    result = tree_map(lambda t: _from_meta(t, fill), like)
+    result = tree_map(lambda t: _from_meta(t, fill), on_meta(func, args, kwargs))
     if func in _BIASES:
         _add_bias(func, args, result)
     # Weights in 16 bits are weights still, however small.
@@ -253,12 +252,18 @@ def _asks_if_finite(func: Any, args: _Args) -> bool:
     return func is aten.ne.Scalar and args[1] == math.inf
 
 
-def _changed_arguments(func: Any, args: _Args, kwargs: _Kwargs) -> list[torch.Tensor]:
-    values = dict(zip((a.name for a in func._schema.arguments), args), **kwargs)
+def _changed_arguments(func: Any, args: _Args, kwargs: _Kwargs) -> _Tensors:
     changed = [
-        values.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write
+        args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)
     ]
-    return [t for t in tree_iter(changed) if isinstance(t, torch.Tensor)]
+    return tensors_in(changed)
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Positions and names of the arguments that an operator writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
 
 
 def _without_masks(indices: list[Any]) -> list[Any]:
@@ -272,14 +277,6 @@ def _without_masks(indices: list[Any]) -> list[Any]:
         else:
             result += index.nonzero().unbind(1)
     return result
-
-
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    if not isinstance(value, torch.Tensor):
-        return value
-    return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _from_meta(value: Any, fill: int = 0) -> Any:

@@ -5,7 +5,7 @@ from typing import Any, Optional
 
 from .dry_job import MemoryEstimate
 
-__all__ = ["Plan", "PlanStep"]
+__all__ = ["OtherPlan", "Plan", "PlanStep"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class PlanStep:
         name: of a technique, or "smaller micro-batches".
         tier: "exact", "precision" or "recipe".
         settings: config keys and their new values.
-        what: what it changes, for the recipe tier.
+        what: what it changes in training, for the tiers that are not exact.
         gb_before, gb_after: what the process takes of the device, without this step and those after
             it, and with it.
         time_factor: seconds of an iteration with it, divided by those without.
@@ -28,6 +28,20 @@ class PlanStep:
     what: str
     gb_before: float
     gb_after: float
+    time_factor: float
+
+
+@dataclass(frozen=True)
+class OtherPlan:
+    """What else fits.
+
+    Attributes:
+        settings: of all of its steps together.
+        device_total_gb, time_factor: as for a :class:`Plan`.
+    """
+
+    settings: dict[str, Any]
+    device_total_gb: float
     time_factor: float
 
 
@@ -47,6 +61,7 @@ class Plan:
         must_allow: tiers that would have to be allowed for this budget; empty if none would help.
         evaluation_decides: whether evaluation takes more of the device than training.
         left_out: techniques with which the job does not run, and why; a line each.
+        exact: the fastest plan of the exact tier, if that fits and this one is faster.
     """
 
     budget_gb: float
@@ -61,3 +76,4 @@ class Plan:
     must_allow: tuple[str, ...] = ()
     evaluation_decides: bool = False
     left_out: tuple[str, ...] = ()
+    exact: Optional[OtherPlan] = None

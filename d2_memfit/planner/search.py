@@ -1,4 +1,4 @@
-"""The least harmful changes that make a job fit a budget."""
+"""The changes that make a job fit a budget."""
 
 import logging
 import re
@@ -18,8 +18,8 @@ from ..presets import why_no_card_has
 from ..techniques import TIERS, get_technique
 from .device_model import DeviceModel
 from .dry_job import DryJob, margin_of, usable_bytes
-from .order import harm
-from .plan import Plan, PlanStep
+from .fastest import Fastest
+from .plan import OtherPlan, Plan, PlanStep
 from .probe import job_class
 from .trials import Choice, Trials, choice_of
 
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 _GB = 2**30
 
-_WORTH_IT = 0.97  # what is tried later must be faster than this times what was found before
 _MICRO_BATCH = "smaller micro-batches"
 _OF_BATCH_NORM = "the images that BatchNorm's statistics are of."
 
@@ -50,8 +49,9 @@ def plan_memory(
     num_instances: Optional[int] = None,
     evaluates: bool = True,
 ) -> Plan:
-    """Find the fastest of the changes that make a job fit, from the first tier in which some do.
+    """Find the fastest of the changes with which a job fits.
 
+    The tiers "exact" and "precision" compete; a recipe is taken only where nothing else fits.
     Effective batch, learning rate and iterations stay as they are.
 
     Args:
@@ -105,8 +105,12 @@ class Planner:
         progress: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._trials = Trials(job, device, run_job, evaluates, progress)
-        self._window = job.geometry.window
         self._images = job.geometry.largest_micro_batch
+
+    @property
+    def num_dry_runs(self) -> int:
+        """Jobs that were run dry for the plans so far."""
+        return self._trials.num_dry_runs
 
     def plan(self, budget_gb: float, tiers: Sequence[str]) -> Plan:
         """
@@ -118,15 +122,16 @@ class Planner:
         margin = margin_of(trials.job)
         trials.limit_bytes = usable_bytes(budget_gb, margin)
         start = choice_of((), self._images)
-        choice = start if trials.fits(start) else self._search(tiers)
+        fastest = Fastest(trials)
+        choice = fastest.choice(tiers)
         fits = choice is not None
         smallest_gb: Optional[float] = None
         must_allow: Sequence[str] = ()
         if choice is None:
-            choice = self._smallest(tiers)
+            choice = fastest.smallest(tiers)
             smallest_gb = trials.dry_job(choice).least_bytes() / (1 - margin) / _GB
             more = _more(tiers)
-            must_allow = next((t for t in more if trials.fits(self._smallest(t))), ())
+            must_allow = next((t for t in more if trials.fits(fastest.smallest(t))), ())
         before, after = trials.dry_job(start), trials.dry_job(choice)
         return Plan(
             budget_gb=budget_gb,
@@ -141,98 +146,20 @@ class Planner:
             must_allow=tuple(must_allow),
             evaluation_decides=after.evaluation_decides(trials.limit_bytes),
             left_out=tuple(trials.left_out),
+            exact=self._exact(choice, fastest, tiers) if fits else None,
         )
 
-    def _search(self, tiers: Sequence[str]) -> Optional[Choice]:
-        """The fastest of the choices that fit, from the first of the tiers in which some do."""
-        exact = self._trials.names("exact") if "exact" in tiers else ()
-        least = self._least_images([tier for tier in tiers if tier != "recipe"])
-        found = self._fastest((), exact, least)
-        if found is not None:
-            return found
-        precision = self._helpful("precision") if "precision" in tiers else ()
-        if precision:
-            found = self._fastest(precision, exact, least)
-        recipe = self._helpful("recipe") if found is None and "recipe" in tiers else ()
-        least = self._least_images(tiers)
-        for i in range(len(recipe) + 1):
-            if found is None and self._trials.fits(
-                choice_of((*precision, *recipe[:i], *exact), least)
-            ):
-                found = self._fastest((*precision, *recipe[:i]), exact, least)
-        return found
-
-    def _helpful(self, tier: str) -> tuple[str, ...]:
-        """Techniques of a tier with which the job does something else, each alone."""
-        return tuple(name for name in self._trials.names(tier) if self._trials.helps(name))
-
-    def _smallest(self, tiers: Sequence[str]) -> Choice:
-        names = [name for tier in tiers for name in self._helpful(tier)]
-        choice = choice_of(names, self._least_images(tiers))
-        while not self._trials.runs(choice):  # each alone it does
-            choice = choice_of(choice.names[:-1], choice.num_images)
-        return choice
-
-    def _least_images(self, tiers: Sequence[str]) -> int:
-        return 1 if self._trials.micro_batch_tier in tiers else self._images
-
-    def _fastest(
-        self, lead: tuple[str, ...], more: tuple[str, ...], least_images: int
-    ) -> Optional[Choice]:
-        """Of those with all in ``lead``, and one or the first few of ``more`` as far as needed."""
-        more = tuple(name for name in more if self._trials.helps(name, lead))
-        first_few = [more[:i] for i in range(2, len(more) + 1)]
-        best, best_seconds = None, float("inf")
-        for names in [(), *((name,) for name in more), *first_few]:
-            names = (*lead, *names)
-            if not self._trials.runs(choice_of(names, 1)):
-                continue
-            if self._least_seconds(names) > _WORTH_IT * best_seconds:
-                continue
-            num_images = self._most_images(names, least_images)
-            if num_images is None:
-                continue
-            choice = self._without_what_is_not_needed(choice_of(names, num_images))
-            if self._trials.dry_job(choice).seconds() < _WORTH_IT * best_seconds:
-                best, best_seconds = choice, self._trials.dry_job(choice).seconds()
-        return best
-
-    def _least_seconds(self, names: tuple[str, ...]) -> float:
-        """Of an iteration, if all images went through the model at once."""
-        one = self._trials.dry_job(choice_of(names, 1))
-        work = one.training.work
-        calls = work["forward"].num_operators + work["backward"].num_operators
-        num_micro_batches = len(one.job.geometry.micro_batch_sizes())
-        overhead = calls * self._trials.device.seconds_per_operator * num_micro_batches
-        return one.seconds() - overhead * (1 - 1 / self._images)
-
-    def _most_images(self, names: tuple[str, ...], least: int) -> Optional[int]:
-        """The largest micro-batch that fits; memory grows with it by as much for each image."""
-        if not self._trials.fits(choice_of(names, least)):
+    def _exact(self, choice: Choice, fastest: Fastest, tiers: Sequence[str]) -> Optional[OtherPlan]:
+        """What the plan would be with the exact tier alone, if that is another one that fits."""
+        exact = fastest.choice(["exact"]) if "exact" in tiers else None
+        if exact is None or exact == choice:
             return None
-        if least == self._images:
-            return least
-        if not self._trials.fits(choice_of(names, 2)):
-            return 1
-        one, two = (self._trials.dry_job(choice_of(names, i)).training_bytes() for i in (1, 2))
-        guess = 2 + int((self._trials.limit_bytes - two) / max(two - one, 1))
-        num_images = self._even(min(guess, self._images))
-        while not self._trials.fits(choice_of(names, num_images)):
-            num_images = self._even(num_images - 1)
-        return num_images
-
-    def _even(self, num_images: int) -> int:
-        """The smallest micro-batch with which an iteration has no more of them."""
-        return min(-(-self._window // -(-self._window // num_images)), self._images)
-
-    def _without_what_is_not_needed(self, choice: Choice) -> Choice:
-        """Try without each technique, first those that harm most."""
-        for name in sorted(choice.names, key=harm, reverse=True):
-            names = list(choice.names)
-            names.remove(name)
-            if self._trials.fits(choice_of(names, choice.num_images)):
-                choice = choice_of(names, choice.num_images)
-        return choice
+        start, dry_job = (self._trials.dry_job(c) for c in (choice_of((), self._images), exact))
+        return OtherPlan(
+            self._trials.settings(exact),
+            dry_job.total_bytes(self._trials.limit_bytes) / _GB,
+            dry_job.seconds() / start.seconds(),
+        )
 
     def _steps(self, choice: Choice) -> tuple[PlanStep, ...]:
         steps = []
@@ -254,7 +181,7 @@ class Planner:
             name=name,
             tier=tier,
             settings={k: v for k, v in settings.items() if k not in there or there[k] != v},
-            what=_what_changes(name) if tier == "recipe" else "",
+            what=_what_changes(name) if tier != "exact" else "",
             gb_before=one.total_bytes(self._trials.limit_bytes) / _GB,
             gb_after=other.total_bytes(self._trials.limit_bytes) / _GB,
             time_factor=other.seconds() / one.seconds(),
@@ -275,7 +202,7 @@ def _more(tiers: Sequence[str]) -> list[list[str]]:
 
 
 def _what_changes(name: str) -> str:
-    """As the docstring of a technique of the recipe tier says it."""
+    """As the docstring of a technique says it."""
     if name == _MICRO_BATCH:
         return _OF_BATCH_NORM
     found = re.search(r"Changes: (.*?)(\n\n|$)", get_technique(name).__doc__ or "", re.DOTALL)

@@ -23,7 +23,8 @@ from ..techniques.modules import replaced_functions
 from .autocast import casts_of_cuda
 from .compiled_operators import compiled_operators
 from .cuda_as_cpu import cuda_as_cpu
-from .dry_run import DryRun, WithoutValues, make_hollow
+from .dry_run import DryRun, WithoutValues
+from .hollow import make_hollow
 from .matching import fast_matching
 from .timeline import Timeline
 from .worst_outputs import worst_detections, worst_proposals
@@ -230,10 +231,15 @@ def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:
         bytes_of_all = num * height * width * mask_ops.BYTES_PER_FLOAT
         num_chunks = math.ceil(bytes_of_all / mask_ops.GPU_MEM_LIMIT)
         for chunk in torch.arange(num).chunk(max(num_chunks, 1)):
-            pasted, _ = mask_ops._do_paste_mask(
-                masks[chunk, None], boxes[chunk], height, width, skip_empty=False
-            )
+            with replaced_functions([torch], {"stack": _without_values}):  # of its large grid
+                pasted, _ = mask_ops._do_paste_mask(
+                    masks[chunk, None], boxes[chunk], height, width, skip_empty=False
+                )
             result[chunk] = pasted >= threshold
         return result
 
     return paste_masks_in_image
+
+
+def _without_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tensors, *args, **kwargs: function(make_hollow(tensors), *args, **kwargs)

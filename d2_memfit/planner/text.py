@@ -6,7 +6,7 @@ from typing import Any
 from tabulate import tabulate
 
 from .dry_job import MemoryEstimate
-from .plan import Plan
+from .plan import OtherPlan, Plan
 
 _EVALUATION_DECIDES = (
     "Evaluation takes more memory than training here. To plan for training alone: --training-only, "
@@ -55,6 +55,8 @@ def describe_plan(plan: Plan) -> str:
         header = ["step", "tier", "GB before", "GB after", "time x", "settings"]
         lines += ["", _table(rows, header)]
         lines += [f"{s.name} changes {s.what}" for s in plan.steps if s.what]
+    if plan.exact is not None:
+        lines += ["", _exact(plan.exact)]
     if plan.left_out:
         lines += ["", *plan.left_out]
     e = plan.estimate
@@ -85,6 +87,15 @@ def why_it_does_not_fit(plan: Plan) -> str:
 def _needs(plan: Plan) -> str:
     before, after = plan.before.device_total_gb, plan.estimate.device_total_gb
     return f"{after:.2f} GB" + (f", without the plan {before:.2f} GB" if plan.steps else "")
+
+
+def _exact(other: OtherPlan) -> str:
+    """What a user may prefer to a faster plan."""
+    settings = _settings(other.settings) or "no change"
+    return (
+        f"With the same gradients (--allow exact): time x {other.time_factor:.2f}, "
+        f"{other.device_total_gb:.2f} GB, {settings}"
+    )
 
 
 def _allocator(estimate: MemoryEstimate) -> list[str]:

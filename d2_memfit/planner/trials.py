@@ -63,9 +63,9 @@ class Trials:
         self,
         job: Job,
         device: DeviceModel,
-        run_job: type[DryJob],
-        evaluates: bool,
-        progress: Callable[[str], None],
+        run_job: type[DryJob] = DryJob,
+        evaluates: bool = True,
+        progress: Callable[[str], None] = lambda line: None,
     ) -> None:
         # Under some budget: its allocator is another one than without.
         self.job = job.with_settings({"MEMFIT.BUDGET_GB": job.budget_gb or 1.0})
@@ -77,7 +77,7 @@ class Trials:
         self._dry_jobs: dict[Choice, DryJob] = {}
         self._failed: set[Choice] = set()
         self._evaluations: dict[tuple[str, ...], Timeline] = {}  # by the techniques that matter
-        self._usable: dict[str, tuple[str, ...]] = {}  # techniques by tier
+        self._usable: dict[str, bool] = {}
         with explained():
             _ = (
                 self.job.batches.assumptions
@@ -117,17 +117,27 @@ class Trials:
                 raise
             self._failed.add(choice)
             line = f"{', '.join(choice.names)}: left out, {e}"
-            self.left_out.append(line)
-            self._progress(line)
+            if line not in self.left_out:
+                self.left_out.append(line)
+                self._progress(line)
             return False
         return True
 
-    def helps(self, name: str, lead: tuple[str, ...] = ()) -> bool:
+    def helps(self, name: str) -> bool:
         """Whether the job runs with a technique, and does something else than without."""
-        with_it, without = choice_of((*lead, name), 1), choice_of(lead, 1)
-        if not self.runs(without) or not self.runs(with_it):
+        with_it, without = choice_of((name,), 1), choice_of((), 1)
+        if not self.is_usable(name) or not self.runs(with_it):
             return False
         return self.dry_job(with_it).trace() != self.dry_job(without).trace()
+
+    @property
+    def num_dry_runs(self) -> int:
+        return len(self._dry_jobs) + len(self._failed)
+
+    def tried(self, names: Iterable[str]) -> list[int]:
+        """Images in the micro-batches of dry runs with these techniques."""
+        names = choice_of(names, 1).names
+        return [choice.num_images for choice in self._dry_jobs if choice.names == names]
 
     def fits(self, choice: Choice) -> bool:
         return self.runs(choice) and self.dry_job(choice).fits(self.limit_bytes)
@@ -145,11 +155,9 @@ class Trials:
         return settings
 
     def names(self, tier: str) -> tuple[str, ...]:
-        """Techniques of a tier that can be turned on here and that a dry run has."""
-        if tier not in self._usable:
-            names = [n for n, t in TECHNIQUES if t.tier == tier and n not in NOT_PLANNED]
-            self._usable[tier] = tuple(filter(self._is_usable, sorted(names, key=harm)))
-        return self._usable[tier]
+        """Techniques of a tier that a dry run has, in the order of harm."""
+        names = [n for n, t in TECHNIQUES if t.tier == tier and n not in NOT_PLANNED]
+        return tuple(sorted(names, key=harm))
 
     @property
     def micro_batch_tier(self) -> str:
@@ -168,7 +176,13 @@ class Trials:
         with explained():
             return steps.build(self.job)[0]
 
-    def _is_usable(self, name: str) -> bool:
+    def is_usable(self, name: str) -> bool:
+        """Whether a technique can be turned on here."""
+        if name not in self._usable:
+            self._usable[name] = self._can_turn_on(name)
+        return self._usable[name]
+
+    def _can_turn_on(self, name: str) -> bool:
         if name in ON_GPU_ONLY and not self.device.is_gpu:
             return False
         if name == "ShardedOptimizerStates" and self.job.ranks == 1:

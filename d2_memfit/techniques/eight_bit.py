@@ -21,7 +21,8 @@ class EightBitOptimizerStates(Technique):
     """Momentum and, for Adam, variance are kept in 8 bits, in blocks with a scale each.
 
     Saves three quarters of the optimizer's states. Costs little time. Needs bitsandbytes. States of
-    checkpoints without it cannot be resumed, and the other way round.
+    checkpoints without it cannot be resumed, and the other way round. Changes: the
+    rounding of the optimizer's states, to 8 bits.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
     """

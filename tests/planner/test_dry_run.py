@@ -22,7 +22,8 @@ from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import steps
 from d2_memfit.planner.autocast import _TO_FLOAT32, casts_of_cuda
-from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_hollow, make_hollow
+from d2_memfit.planner.dry_run import DryRun, WithoutValues
+from d2_memfit.planner.hollow import is_hollow, make_hollow
 
 pytestmark = pytest.mark.slow
 

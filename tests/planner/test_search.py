@@ -54,15 +54,34 @@ def plan(cfg, budget_gb, **kwargs):
 
 
 def test_what_fits_is_left_alone(mask):
-    p = plan(mask, 24)
+    p = plan(mask, 24, allow=["exact"])
     assert p.fits
     assert p.steps == ()
     assert p.settings == {"MEMFIT.BUDGET_GB": 24, "MEMFIT.OOM.POLICY": "split"}
     assert p.time_factor == 1
 
 
+def test_what_is_faster_in_16_bits_is_so_planned_and_the_exact_plan_is_shown_beside_it(mask):
+    p, exact = plan(mask, 3.5), plan(mask, 3.5, allow=["exact"])
+    assert [s.name for s in p.steps][-1] == "MixedPrecision"
+    assert p.steps[-1].what.startswith("the rounding of activations")
+    assert p.time_factor < 0.7 * exact.time_factor
+    assert p.exact.time_factor == exact.time_factor
+    assert p.exact.device_total_gb == exact.estimate.device_total_gb
+    assert p.exact.settings.items() <= exact.settings.items()
+    assert exact.exact is None
+    text = describe_plan(p)
+    assert "MixedPrecision changes the rounding of activations" in text
+    assert f"--allow exact): time x {exact.time_factor:.2f}" in text
+
+
+def test_on_a_cpu_16_bits_are_for_what_does_not_fit_otherwise(mask):
+    p = plan(mask, 24, device="cpu")
+    assert p.steps == ()
+
+
 def test_micro_batches_come_first_and_the_effective_batch_stays(mask, log):
-    p = plan(mask, 3.5)
+    p = plan(mask, 3.5, allow=["exact"])
     assert p.fits
     assert [s.name for s in p.steps] == ["smaller micro-batches"]
     assert p.settings["MEMFIT.MICRO_BATCH"] == 3  # 3, 3 and 2 are the 8
@@ -77,7 +96,7 @@ def test_micro_batches_come_first_and_the_effective_batch_stays(mask, log):
 def test_a_users_micro_batch_is_not_made_larger(mask):
     cfg = mask.clone()
     cfg.MEMFIT.MICRO_BATCH = 2
-    p = plan(cfg, 24)
+    p = plan(cfg, 24, allow=["exact"])
     assert p.steps == ()
     assert p.before.images_per_micro_batch == p.estimate.images_per_micro_batch == 2
     p = plan(cfg, 2, allow=["exact"])
@@ -252,3 +271,14 @@ def test_a_technique_that_changes_nothing_is_in_no_plan(mask, monkeypatch):
     p = plan(with_seed(mask, 2), 1, allow=["exact"])
     assert "ChunkedHeads" not in [s.name for s in p.steps]
     assert p.left_out == ()
+
+
+@pytest.mark.parametrize(
+    ("budget_gb", "tiers", "most"),
+    [(24, "exact", 1), (3.5, "exact", 6), (3.5, "exact,precision", 14), (1.6, "exact", 24)],
+)
+def test_a_plan_takes_no_more_dry_runs_than_recorded(mask, budget_gb, tiers, most):
+    lines = []
+    plan(mask, budget_gb, allow=tiers.split(","), progress=lines.append)
+    tried = [line for line in lines if " GB: " in line]
+    assert len(tried) == len(set(tried)) <= most
