@@ -96,6 +96,11 @@ class DryRun(OwnerMeter):
         finally:
             self._is_paused = False
 
+    def allocations_of(self, tensors: Any) -> set[Allocation]:
+        """The memory of tensors, in any containers, as far as it is counted."""
+        addresses = {storage._cdata for storage in storages(tensors)}
+        return {self._allocations[a] for a in addresses if a in self._allocations}
+
     def _own_others(self) -> None:
         self.own("inputs", self._inputs)
 

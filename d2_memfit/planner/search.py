@@ -21,6 +21,7 @@ from .dry_job import DryJob, usable_bytes
 from .order import harm
 from .plan import Plan, PlanStep
 from .probe import job_class
+from .selective import BLOCKWISE, with_best_blocks
 from .trials import Choice, Trials, choice_of
 
 __all__ = ["Planner", "plan_memory"]
@@ -195,7 +196,10 @@ class Planner:
             choice = self._without_what_is_not_needed(choice_of(names, num_images))
             if self._trials.dry_job(choice).seconds() < _WORTH_IT * best_seconds:
                 best, best_seconds = choice, self._trials.dry_job(choice).seconds()
-        return best
+        if best is None:
+            return None
+        sizes = {self._even(n) for n in range(least_images, self._images + 1)}
+        return with_best_blocks(self._trials, best, sizes, [n for n in more if n in BLOCKWISE])
 
     def _least_seconds(self, names: tuple[str, ...]) -> float:
         """Of an iteration, if all images went through the model at once."""
@@ -242,7 +246,7 @@ class Planner:
             steps.append(self._step(_MICRO_BATCH, self._trials.micro_batch_tier, before, after))
             before = after
         for name in choice.names:
-            after = choice_of((*before.names, name), choice.num_images)
+            after = choice_of((*before.names, name), choice.num_images, choice.modules)
             steps.append(self._step(name, get_technique(name).tier, before, after))
             before = after
         return tuple(steps)
