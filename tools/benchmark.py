@@ -8,6 +8,7 @@ tools/benchmark.py gradients        how far accumulated gradients are from the f
 tools/benchmark.py peers            against Accelerate, Lightning, mmengine and Composer
 tools/benchmark.py queries          chunks of objects, and masks one at a time, in DETR-likes
 tools/benchmark.py recovery         what recovery from out-of-memory errors costs
+tools/benchmark.py selective        blocks chosen one by one against checkpoints of all blocks
 tools/benchmark.py techniques       what each technique saves and costs
 tools/benchmark.py zoo              estimates against the memory that Detectron2's zoo publishes
 """
@@ -21,6 +22,7 @@ from benchmarks import (
     gradients,
     queries,
     recovery,
+    selective,
     techniques,
     zoo,
 )
@@ -34,6 +36,7 @@ BENCHMARKS = {
     "peers": race,
     "queries": queries,
     "recovery": recovery,
+    "selective": selective,
     "techniques": techniques,
     "zoo": zoo,
 }
