@@ -34,9 +34,9 @@ def blocks_of(timeline: Timeline, device: DeviceModel) -> Blocks:
     shape = len(times), len(names)
     recomputed, offloaded = np.zeros(shape), np.zeros(shape)
     for i, calls in enumerate(calls_of):
-        for call in calls:
-            recomputed[:, i] += call.recomputed_bytes(times)
-            offloaded[:, i] += call.offloaded_bytes(times)
+        for of_call in calls:
+            recomputed[:, i] += of_call.recomputed_bytes(times)
+            offloaded[:, i] += of_call.offloaded_bytes(times)
     work = timeline.work
     return Blocks(
         names,

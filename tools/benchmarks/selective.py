@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     trials = Trials(job, DeviceModel.load("cpu"), DryJob, False, lambda line: None)
     trials.limit_bytes = 2**62
     plain, every = choice_of((), args.images), choice_of([_CHECKPOINT], args.images)
-    least, most = (trials.dry_job(c).training_bytes() for c in (every, plain))
+    least, most = (trials.dry_job(c).least_bytes() for c in (every, plain))
     trials.limit_bytes = int(most - args.share * (most - least))
     chosen = with_best_blocks(trials, every, [args.images], [_CHECKPOINT])
     print(f"{args.config_file}, {args.images} images of {size[0]} x {size[1]} pixels.")
