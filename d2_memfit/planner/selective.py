@@ -25,10 +25,11 @@ def with_best_blocks(
         allowed: techniques that may be used, of ``BLOCKWISE``.
     """
     best, best_seconds = choice, trials.dry_job(choice).seconds()
-    if not allowed or (choice.num_images == max(sizes := sorted(sizes)) and not _blocks_in(choice)):
+    ordered = sorted(sizes)
+    if not allowed or (choice.num_images == ordered[-1] and not _blocks_in(choice)):
         return choice
-    larger = [n for n in sizes if n >= choice.num_images]
-    smaller = [n for n in reversed(sizes) if n < choice.num_images]
+    larger = [n for n in ordered if n >= choice.num_images]
+    smaller = [n for n in reversed(ordered) if n < choice.num_images]
     for tried in (larger, smaller):
         for num_images in tried:
             found = _fastest_blocks(trials, choice, num_images, allowed, best_seconds)
