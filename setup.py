@@ -38,11 +38,12 @@ setup(
         "psutil",
         "pyyaml",
         "tabulate",
+        "scipy",  # the planner's knapsack
     ],
     extras_require={
         "8bit": ["bitsandbytes"],  # MEMFIT.OPTIMIZER.STATES_8BIT
         "plot": ["plotly"],  # tools/plot_memory.py --html
-        "transformers": ["transformers>=5.23", "scipy"],  # projects/Transformers, Python 3.11
+        "transformers": ["transformers>=5.23"],  # projects/Transformers, Python 3.11
         "tiles": ["rasterio"],  # projects/TiledImages, to read parts of TIFF and other files
     },
 )

@@ -9,6 +9,7 @@ tools/benchmark.py peers            against Accelerate, Lightning, mmengine and 
 tools/benchmark.py plans            plans against all that could be done, and what they cost
 tools/benchmark.py queries          chunks of objects, and masks one at a time, in DETR-likes
 tools/benchmark.py recovery         what recovery from out-of-memory errors costs
+tools/benchmark.py selective        blocks chosen one by one against checkpoints of all blocks
 tools/benchmark.py techniques       what each technique saves and costs
 tools/benchmark.py zoo              estimates against the memory that Detectron2's zoo publishes
 """
@@ -23,6 +24,7 @@ from benchmarks import (
     plans,
     queries,
     recovery,
+    selective,
     techniques,
     zoo,
 )
@@ -37,6 +39,7 @@ BENCHMARKS = {
     "plans": plans,
     "queries": queries,
     "recovery": recovery,
+    "selective": selective,
     "techniques": techniques,
     "zoo": zoo,
 }

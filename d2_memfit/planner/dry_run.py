@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ..memory import OwnerMeter, have_operators, is_on_host, tensors_in
+from ..memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
 from .hollow import is_hollow, make_hollow
 from .meta_kernels import on_meta
 from .timeline import Allocate, Allocation, Convolution, Free, Timeline
@@ -111,6 +111,11 @@ class DryRun(OwnerMeter):
             yield
         finally:
             self._is_paused = False
+
+    def allocations_of(self, tensors: Any) -> set[Allocation]:
+        """The memory of tensors, in any containers, as far as it is counted."""
+        addresses = {storage._cdata for storage in storages(tensors)}
+        return {self._allocations[a] for a in addresses if a in self._allocations}
 
     def _own_others(self) -> None:
         self.own("inputs", self._inputs)

@@ -5,6 +5,7 @@ from typing import Optional
 
 from .dry_job import DryJob
 from .order import NEVER_FASTER
+from .selective import BLOCKWISE, with_best_blocks
 from .trials import Choice, Trials, choice_of
 
 __all__ = ["Fastest"]
@@ -49,8 +50,13 @@ class Fastest:
             if found is None or (rival is not None and self._is_worth_it(rival, found)):
                 found = rival
         if found is None and "recipe" in tiers:
-            found = self._with_recipes((*exact, *precision), self._least_images(tiers))
-        return found
+            least = self._least_images(tiers)
+            found = self._with_recipes((*exact, *precision), least)
+        if found is None:
+            return None
+        blockwise = self._helpful(name for name in BLOCKWISE if name in exact)
+        sizes = [n for n in self._sizes() if n >= least]
+        return with_best_blocks(self._trials, found, sizes, blockwise)
 
     def smallest(self, tiers: Sequence[str]) -> Choice:
         """The one with all that these tiers have."""

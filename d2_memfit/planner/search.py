@@ -169,7 +169,7 @@ class Planner:
             steps.append(self._step(_MICRO_BATCH, self._trials.micro_batch_tier, before, after))
             before = after
         for name in choice.names:
-            after = choice_of((*before.names, name), choice.num_images)
+            after = choice_of((*before.names, name), choice.num_images, choice.modules)
             steps.append(self._step(name, get_technique(name).tier, before, after))
             before = after
         return tuple(steps)

@@ -21,6 +21,7 @@ from ..precision import Precision
 from ..techniques import ready_to_evaluate
 from ..techniques.modules import replaced_functions
 from .autocast import casts_of_cuda
+from .block_calls import noted_calls
 from .compiled_operators import compiled_operators
 from .cuda_as_cpu import cuda_as_cpu
 from .dry_run import DryRun, WithoutValues
@@ -59,7 +60,7 @@ def train(
     with _started(job, micro_batches, foreach) as (run, model, optimizer):
         if not accumulates:
             optimizer.zero_grad(set_to_none=True)
-        with casts_of_cuda() if like_gpu else nullcontext():
+        with noted_calls(model, run), casts_of_cuda() if like_gpu else nullcontext():
             note = run.timeline.notes.append
             for phase in iterate(model, optimizer, precision, micro_batches, note):
                 run.phase = phase

@@ -8,7 +8,16 @@ from typing import Union
 
 import torch
 
-__all__ = ["Allocate", "Allocation", "Convolution", "Event", "Free", "Timeline", "Work"]
+__all__ = [
+    "Allocate",
+    "Allocation",
+    "BlockCall",
+    "Convolution",
+    "Event",
+    "Free",
+    "Timeline",
+    "Work",
+]
 
 
 @dataclass(eq=False)
@@ -76,6 +85,28 @@ class Work:
     def num_operators(self) -> int:
         return sum(self.operators.values())
 
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(self.operators - other.operators, self.host_bytes - other.host_bytes)
+
+
+@dataclass
+class BlockCall:
+    """The forward of a block of the model, one of :func:`~d2_memfit.techniques.blocks.find_blocks`.
+
+    Attributes:
+        name: of the module.
+        begin, end: positions in the timeline's events between which it runs.
+        work: what its operators do.
+        inputs, outputs: memory of the tensors that it is given, and that it returns.
+    """
+
+    name: str
+    begin: int
+    end: int
+    work: Work
+    inputs: set[Allocation]
+    outputs: set[Allocation]
+
 
 @dataclass
 class Timeline:
@@ -83,11 +114,13 @@ class Timeline:
     Attributes:
         events: in the order in which they happen. A convolution comes after what it allocates.
         work: by phase.
+        calls: forwards of the model's blocks in training, in the order in which they end.
         notes: lines about what may be more in a real batch.
     """
 
     events: list[Event] = field(default_factory=list)
     work: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
+    calls: list[BlockCall] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def forget_what_is_gone(self) -> None:

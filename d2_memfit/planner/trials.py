@@ -29,17 +29,26 @@ class Choice(NamedTuple):
     Attributes:
         names: of techniques, in the order of what they harm.
         num_images: in a micro-batch.
+        modules: by the name of a technique, those that it is used for, in place of its own choice.
     """
 
     names: tuple[str, ...]
     num_images: int
+    modules: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __str__(self) -> str:
-        return ", ".join([f"{self.num_images} images in a micro-batch", *self.names])
+        counts = {name: f" of {len(modules)} blocks" for name, modules in self.modules}
+        names = [name + counts.get(name, "") for name in self.names]
+        return ", ".join([f"{self.num_images} images in a micro-batch", *names])
 
 
-def choice_of(names: Iterable[str], num_images: int) -> Choice:
-    return Choice(tuple(sorted(names, key=harm)), num_images)
+def choice_of(
+    names: Iterable[str],
+    num_images: int,
+    modules: Iterable[tuple[str, tuple[str, ...]]] = (),
+) -> Choice:
+    names = tuple(sorted(names, key=harm))
+    return Choice(names, num_images, tuple(pair for pair in modules if pair[0] in names))
 
 
 class Trials:
@@ -145,9 +154,11 @@ class Trials:
     def settings(self, choice: Choice) -> dict[str, Any]:
         """Config keys and their values."""
         settings = {}
-        job = self.job
+        job, modules = self.job, dict(choice.modules)
         for name in choice.names:
             of_technique = get_technique(name).settings(job.cfg)
+            if name in modules:
+                of_technique = {key: list(modules[name]) for key in of_technique}
             settings.update(of_technique)
             job = job.with_settings(of_technique)
         if choice.num_images < self.job.geometry.largest_micro_batch:

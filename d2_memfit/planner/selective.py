@@ -1,0 +1,90 @@
+"""For each block of a model: save, recompute or offload."""
+
+from collections.abc import Iterable, Sequence
+from typing import Optional
+
+from .block_memory import blocks_of
+from .knapsack import Blocks, Packing, pack
+from .trials import Choice, Trials, choice_of
+
+__all__ = ["BLOCKWISE", "with_best_blocks"]
+
+_CHECKPOINT, _OFFLOAD = BLOCKWISE = ("ActivationCheckpointing", "ActivationOffload")
+_WORTH_IT = 0.995  # of the time: less is within the precision of its prediction
+_MOST_TRIALS = 6  # of packings for one size of micro-batches
+
+
+def with_best_blocks(
+    trials: Trials, choice: Choice, sizes: Iterable[int], allowed: Sequence[str]
+) -> Choice:
+    """A choice that fits, with the blocks that are recomputed or offloaded chosen one by one; or
+    the choice itself, where that is no faster.
+
+    Args:
+        sizes: of micro-batches that may be used.
+        allowed: techniques that may be used, of ``BLOCKWISE``.
+    """
+    best, best_seconds = choice, trials.dry_job(choice).seconds()
+    ordered = sorted(sizes)
+    if not allowed or (choice.num_images == ordered[-1] and not _blocks_in(choice)):
+        return choice
+    larger = [n for n in ordered if n >= choice.num_images]
+    smaller = [n for n in reversed(ordered) if n < choice.num_images]
+    for tried in (larger, smaller):
+        for num_images in tried:
+            found = _fastest_blocks(trials, choice, num_images, allowed, best_seconds)
+            if found is not None:
+                best, best_seconds = found, trials.dry_job(found).seconds()
+            elif num_images != choice.num_images:
+                break
+    return best
+
+
+def _blocks_in(choice: Choice) -> bool:
+    return any(name in BLOCKWISE for name in choice.names)
+
+
+def _fastest_blocks(
+    trials: Trials, choice: Choice, num_images: int, allowed: Sequence[str], seconds: float
+) -> Optional[Choice]:
+    """None if none fits that takes less than so many seconds."""
+    names = [name for name in choice.names if name not in BLOCKWISE]
+    plain = choice_of(names, num_images)
+    if not trials.runs(plain):
+        return None
+    dry_job = trials.dry_job(plain)
+    blocks = blocks_of(dry_job.training, trials.device)
+    # What the timeline's tensors lack: context, workspaces, rounding, and errors of the model.
+    others = dry_job.training_bytes() - blocks.bytes_at.max()
+    best: Optional[Choice] = None
+    reserve = 0.0
+    tried = set()
+    for _ in range(_MOST_TRIALS):
+        packing = _pack(blocks, trials.limit_bytes - others - reserve, allowed)
+        if packing is None or packing in tried:
+            break
+        tried.add(packing)
+        more = packing.seconds - blocks.forward_s - blocks.backward_s
+        sizes = dry_job.job.geometry.micro_batch_sizes()
+        if dry_job.seconds() + more * sum(sizes) / sizes[0] >= _WORTH_IT * seconds:
+            break
+        found = _choice(names, num_images, packing)
+        if not trials.runs(found):
+            break
+        others = trials.dry_job(found).training_bytes() - packing.peak_bytes
+        if trials.fits(found):
+            if trials.dry_job(found).seconds() < _WORTH_IT * seconds:
+                best, seconds = found, trials.dry_job(found).seconds()
+        else:  # what lies between blocks of the allocator, or evaluation
+            reserve += 0.01 * trials.limit_bytes
+    return best
+
+
+def _pack(blocks: Blocks, limit_bytes: float, allowed: Sequence[str]) -> Optional[Packing]:
+    return pack(blocks, limit_bytes, _CHECKPOINT in allowed, _OFFLOAD in allowed)
+
+
+def _choice(names: Sequence[str], num_images: int, packing: Packing) -> Choice:
+    modules = {_CHECKPOINT: packing.recomputed, _OFFLOAD: packing.offloaded}
+    chosen = tuple((name, blocks) for name, blocks in modules.items() if blocks)
+    return choice_of([*names, *dict(chosen)], num_images, chosen)

@@ -1,0 +1,94 @@
+"""Blocks chosen one by one against checkpoints of all blocks: memory and time, predicted and
+measured on the CPU.
+
+The limit is between what the job needs with all blocks recomputed, and with none. Both sides train
+in turn on the batch of the dry run, with random weights. Times are medians, ratios those to all
+blocks.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from detectron2.config import LazyConfig
+from detectron2.utils.events import EventStorage
+
+from d2_memfit.config import load_cfg
+from d2_memfit.job import Job, WorstCase
+from d2_memfit.planner import steps
+from d2_memfit.planner.device_model import DeviceModel
+from d2_memfit.planner.dry_job import DryJob
+from d2_memfit.planner.selective import with_best_blocks
+from d2_memfit.planner.trials import Choice, Trials, choice_of
+
+from .common import CONFIG, machine, markdown_table, take_turns
+
+_CHECKPOINT = "ActivationCheckpointing"
+_GB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config-file", default=CONFIG, help="of yacs, or a LazyConfig (.py)")
+    parser.add_argument("--size", type=int, nargs=2, default=[480, 640], help="height, width")
+    parser.add_argument("--images", type=int, default=2, help="images in an iteration")
+    parser.add_argument("--share", type=float, default=0.5, help="of what all blocks save")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
+    parser.add_argument("opts", nargs="*", help="overrides of the config")
+
+
+def run(args: argparse.Namespace) -> None:
+    size = tuple(args.size)
+    job = Job.of(_config(args), batch=WorstCase((size,), 20, size, size))
+    trials = Trials(job, DeviceModel.load("cpu"), DryJob, False, lambda line: None)
+    trials.limit_bytes = 2**62
+    plain, every = choice_of((), args.images), choice_of([_CHECKPOINT], args.images)
+    least, most = (trials.dry_job(c).least_bytes() for c in (every, plain))
+    trials.limit_bytes = int(most - args.share * (most - least))
+    chosen = with_best_blocks(trials, every, [args.images], [_CHECKPOINT])
+    print(f"{args.config_file}, {args.images} images of {size[0]} x {size[1]} pixels.")
+    print(f"Limit {trials.limit_bytes / _GB:.2f} GB. {machine()}.\n")
+    print(trials.settings(chosen), "\n")
+    sides = {"all": _Side(trials, every), "chosen": _Side(trials, chosen)}
+    take_turns(sides.values(), args.rounds)
+    rows = []
+    for name, side in sides.items():
+        dry_job, all_blocks = trials.dry_job(side.choice), sides["all"]
+        predicted = dry_job.seconds() / trials.dry_job(every).seconds()
+        seconds = statistics.median(side.seconds)
+        ratio = seconds / statistics.median(all_blocks.seconds)
+        gb = f"{dry_job.training_bytes() / _GB:.2f}"
+        rows.append([name, gb, f"{predicted:.3f}", f"{seconds:.2f}", f"{ratio:.3f}"])
+    header = ["blocks", "GB", "predicted ratio of times", "s", "measured ratio"]
+    print(markdown_table(header, rows))
+
+
+def _config(args: argparse.Namespace) -> object:
+    if not args.config_file.endswith(".py"):
+        return load_cfg(args.config_file, ["SOLVER.IMS_PER_BATCH", args.images, *args.opts])
+    cfg = LazyConfig.load(args.config_file)
+    size = f"dataloader.train.total_batch_size={args.images}"
+    return LazyConfig.apply_overrides(cfg, [size, *args.opts])
+
+
+class _Side:
+    def __init__(self, trials: Trials, choice: Choice) -> None:
+        self.choice = choice
+        self.job = trials.job.with_settings(trials.settings(choice))
+        torch.manual_seed(0)
+        self.model, self.optimizer = steps.build_with_values(self.job, "cpu")
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0  # all rounds compute the same
+        self.batch = self.job.training_batch()
+        self.seconds: list[float] = []
+
+    def round(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        with EventStorage():
+            for _ in steps.iterate(
+                self.model, self.optimizer, self.job.precision("cpu"), [self.batch]
+            ):
+                pass
+        self.seconds.append(time.perf_counter() - start)
