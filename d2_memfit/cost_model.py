@@ -20,7 +20,7 @@ FEATURES = (
     "padded pixel",
     "object",
     "padded pixel x object",
-    "padded pixel x object of the most crowded image",
+    "padded pixel x object of the most crowded",
 )
 
 

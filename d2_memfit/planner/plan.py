@@ -47,6 +47,7 @@ class Plan:
         must_allow: tiers that would have to be allowed for this budget; empty if none would help.
         evaluation_decides: whether evaluation takes more of the device than training.
         left_out: techniques with which the job does not run, and why; a line each.
+        cost_model: by which windows are cut, as a line; "" where they are not cut by bytes.
     """
 
     budget_gb: float
@@ -61,3 +62,4 @@ class Plan:
     must_allow: tuple[str, ...] = ()
     evaluation_decides: bool = False
     left_out: tuple[str, ...] = ()
+    cost_model: str = ""

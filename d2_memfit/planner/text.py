@@ -55,6 +55,8 @@ def describe_plan(plan: Plan) -> str:
         lines += [f"{s.name} changes {s.what}" for s in plan.steps if s.what]
     if plan.left_out:
         lines += ["", *plan.left_out]
+    if plan.cost_model:
+        lines += ["", plan.cost_model]
     e = plan.estimate
     lines += [
         "",
