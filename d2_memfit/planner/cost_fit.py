@@ -28,6 +28,7 @@ _GB, _MB = 2**30, 2**20
 _SMALLER = 0.6  # of the size of the largest image
 _BETWEEN = 0.8
 _MORE_CROWDED = 1.5
+_CROWDED = 1000  # objects: images that a dataset has beside those that are known
 _IS_CROWDED = 1.02  # as large a share of what is predicted without regard to objects
 _FEW = 8  # objects that are resized; the others are copies
 
@@ -112,8 +113,9 @@ class CostFit:
         for scale, num in ((1, 1), (1, 2), (_SMALLER, 1), (_SMALLER, 4)):
             self.dry_run(scale, [few] * num)
         self._sums = [fitted(self._runs)]
-        for most in (self._most_objects, 3 * self._most_objects):
-            if most > few and self.dry_run(1, [most]) > _IS_CROWDED:
+        most = self._most_objects
+        while few < most <= max(_CROWDED, self._most_objects):
+            if self.dry_run(1, [most]) > _IS_CROWDED:
                 more = int(_MORE_CROWDED * most)
                 for scale, objects in (
                     *((1, [more]), (_SMALLER, [more])),
@@ -122,6 +124,7 @@ class CostFit:
                     self.dry_run(scale, objects)
                 self._sums = fitted_to_two(self._runs, self._sums[0], _IS_CROWDED)
                 break
+            most *= 3
         self.dry_run(_BETWEEN, [self._most_objects, few, few])  # of which nothing is known yet
 
     def settings(self) -> dict[str, Any]:
