@@ -80,6 +80,10 @@ class CostFit:
         padding: of the job's model.
         progress: called with a line for each dry run.
 
+    Attributes:
+        runs: those that were made.
+        sums: that predict them.
+
     Raises:
         ConfigError: as :func:`with_cost_model`.
     """
@@ -95,8 +99,8 @@ class CostFit:
         self._device = device
         self._padding = padding
         self._progress = progress
-        self._runs: list[Run] = []
-        self._sums: list[tuple[float, ...]] = []
+        self.runs: list[Run] = []
+        self.sums: list[tuple[float, ...]] = []
         with explained(lambda: job.batches.assumptions):
             largest = job.training_batch(1)
         has_image = isinstance(largest, list) and isinstance(largest[0], dict)
@@ -112,7 +116,7 @@ class CostFit:
         few = min(1, self._most_objects)
         for scale, num in ((1, 1), (1, 2), (_SMALLER, 1), (_SMALLER, 4)):
             self.dry_run(scale, [few] * num)
-        self._sums = [fitted(self._runs)]
+        self.sums = [fitted(self.runs)]
         most = self._most_objects
         while few < most <= max(_CROWDED, self._most_objects):
             if self.dry_run(1, [most]) > _IS_CROWDED:
@@ -122,31 +126,38 @@ class CostFit:
                     *((1, [more, few]), (1, [more, more])),
                 ):
                     self.dry_run(scale, objects)
-                self._sums = fitted_to_two(self._runs, self._sums[0], _IS_CROWDED)
+                self.sums = fitted_to_two(self.runs, self.sums[0], _IS_CROWDED)
                 break
             most *= 3
         self.dry_run(_BETWEEN, [self._most_objects, few, few])  # of which nothing is known yet
 
     def settings(self) -> dict[str, Any]:
         """Config keys and their values."""
-        too_low = [run.needs - predicted(self._sums, run) for run in self._runs]
+        too_low = [run.needs - predicted(self.sums, run) for run in self.runs]
         keys = {
-            "BYTES": [[float(f"{b:.6g}") for b in numbers] for numbers in self._sums],
+            "BYTES": [[float(f"{b:.6g}") for b in numbers] for numbers in self.sums],
             "ERROR_GB": round(max(0.0, *too_low) / _GB, 3),
             "OVERHEAD_PIXELS": float(round(self._overhead_pixels())),
         }
         return {f"MEMFIT.COST_MODEL.{key}": value for key, value in keys.items()}
 
     def description(self) -> str:
-        errors = [predicted(self._sums, r) / r.needs - 1 for r in self._runs]
+        errors = [predicted(self.sums, r) / r.needs - 1 for r in self.runs]
         return (
-            f"Windows are cut by predicted bytes: {', or '.join(map(_described, self._sums))}. "
+            f"Windows are cut by predicted bytes: {', or '.join(map(_described, self.sums))}. "
             f"{len(errors)} dry runs are predicted with errors of {min(errors):+.1%} to "
             f"{max(errors):+.1%}"
         )
 
     def dry_run(self, scale: float, objects: Sequence[int]) -> float:
-        """One of so many images with so many objects; what it needs, divided by the prediction."""
+        """One micro-batch of the largest image at ``scale`` of its size.
+
+        Args:
+            objects: of each image.
+
+        Returns:
+            float: what it needs, divided by what is predicted so far.
+        """
         images = [_image(self._largest, scale, n) for n in objects]
         geometry = self._job.geometry
         settings = {
@@ -163,15 +174,15 @@ class CostFit:
             dry_job.least_bytes(),
             sum(self._device.seconds(training.work[phase]) for phase in ("forward", "backward")),
         )
-        self._runs.append(run)
+        self.runs.append(run)
         height, width = size_of(images)
         self._progress(f"{run.needs / _GB:.2f} GB: {height} x {width} pixels, objects {[*objects]}")
-        return run.needs / predicted(self._sums, run) if self._sums else 1.0
+        return run.needs / predicted(self.sums, run) if self.sums else 1.0
 
     def _overhead_pixels(self) -> float:
         """Of the time of ordinary micro-batches, what does not come with pixels."""
-        rows = np.array([run.features[:3] for run in self._runs[:4]])
-        seconds = np.array([run.seconds for run in self._runs[:4]])
+        rows = np.array([run.features[:3] for run in self.runs[:4]])
+        seconds = np.array([run.seconds for run in self.runs[:4]])
         start, _, per_pixel = least_squares(rows, seconds)
         return start / per_pixel if per_pixel else 0.0
 

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from criteria import Detector, Detr, Fcos, annotated_images, get_world_size
 from injection import FailingTrainer, InjectedTrainer, iterate
+from lazy_configs import lazy_config
 from tiny import tiny_cfg, tiny_model
 from torch import nn
 
-from d2_memfit import AccumulatingTrainer, compat, window_count
+from d2_memfit import AccumulatingTrainer, Job, compat, window_count
 from d2_memfit.config import check_config
 from d2_memfit.cost_model import CostModel, Images, Padding
 from d2_memfit.engine import NormalizerOptions, RecoveryOptions
@@ -303,6 +304,12 @@ def test_values_that_cannot_work_are_errors(settings, message):
         cfg.MEMFIT.COST_MODEL[key] = value
     with pytest.raises(ConfigError, match=message):
         check_config(cfg)
+
+
+def test_a_lazy_config_has_a_cost_model_too():
+    keys = {"bytes": [[1, 2, 3, 4, 5, 6.5], [6, 5, 4, 3, 2, 1]], "error_gb": 0.5}
+    job = Job.from_lazy(lazy_config(budget_gb=10.0, memfit={"cost_model": keys}))
+    assert CostModel.from_cfg(job.cfg).sums == ((1, 2, 3, 4, 5, 6.5), (6, 5, 4, 3, 2, 1))
 
 
 def test_a_config_makes_the_limit_and_the_default_has_none(tmp_path):

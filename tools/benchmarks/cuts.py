@@ -4,6 +4,7 @@ crowded: the Mask R-CNN of projects/Coins is trained on photographs of coins, wi
 that show a hundred photographs at once. Two runs have the same plan, which knows the photographs
 alone, one without its cost model and one with it. The kernel enforces the budget. Counted are
 out-of-memory errors. On Linux, on the CPU.
+fits: errors of cost models in dry runs that they have not seen, of one sum as of two.
 scales: the time of an iteration with images of many sizes, as INPUT.MIN_SIZE_TRAIN makes them, on
 the CPU or a GPU. All sides take turns in one run, and have the same windows. The model is
 Detectron2's Mask R-CNN R50-FPN with random weights.
@@ -31,21 +32,36 @@ from detectron2.engine import HookBase
 
 from d2_memfit import AccumulatingTrainer, Job, MemfitTrainer, plan_memory
 from d2_memfit.config import load_cfg, with_settings
-from d2_memfit.cost_model import CostModel
+from d2_memfit.cost_model import CostModel, Padding
 from d2_memfit.data import register_coco
 from d2_memfit.job import WorstCase
+from d2_memfit.planner import steps
+from d2_memfit.planner.cost_fit import CostFit
+from d2_memfit.planner.cost_sums import least_squares, predicted
+from d2_memfit.planner.device_model import DeviceModel
 from d2_memfit.planner.estimate import run_dry
 from d2_memfit.techniques import resize_image
 
 from .common import CONFIG, Side, coins, machine, markdown_table, take_turns
 
 COINS = Path(__file__).resolve().parents[2] / "projects" / "Coins" / "configs"
+ZOO = (
+    "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml",
+    "COCO-Detection/retinanet_R_50_FPN_1x.yaml",
+    "COCO-Keypoints/keypoint_rcnn_R_50_FPN_1x.yaml",
+    "COCO-PanopticSegmentation/panoptic_fpn_R_50_1x.yaml",
+)
+UNSEEN = (  # shares of the largest size, and objects of each image
+    *((0.7, [7]), (0.7, [7] * 4), (1, [40] * 3), (0.9, [100, 100])),
+    *((0.8, [200, 3]), (1, [250, 1, 1]), (0.5, [7] * 6)),
+)
+ONE_SUM = [0, 2, 3, 4]  # features: constant, pixels, objects, pixels x objects
 PLANTED = 6  # crowded images beside the 64 photographs
 GRID = 10  # photographs in a row and in a column of each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=("crowded", "scales"))
+    parser.add_argument("--only", choices=("crowded", "fits", "scales"))
     parser.add_argument("--iterations", type=int, default=12, help="of the crowded run")
     parser.add_argument("--rounds", type=int, default=15, help="iterations of each side of scales")
     parser.add_argument("--size", type=int, default=320, help="the shortest side in scales")
@@ -53,10 +69,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     print(f"{machine()}.\n")
-    if args.only != "scales" and sys.platform == "linux":
+    if args.only in (None, "fits"):
+        print(fits(), "\n")
+    if args.only in (None, "crowded") and sys.platform == "linux":
         print(crowded(args.iterations), "\n")
-    if args.only != "crowded":
+    if args.only in (None, "scales"):
         print(scales(args.size, args.rounds))
+
+
+def fits() -> str:
+    """Of configs of the zoo on a current CUDA card, with the largest images of COCO."""
+    rows = []
+    for config in ZOO:
+        cfg = load_cfg(config, ["MEMFIT.BUDGET_GB", 6.0, "MEMFIT.MICRO_BATCH", 2])
+        job = Job.from_cfg(cfg)
+        start = time.process_time()
+        fit = CostFit(job, DeviceModel.load("cuda"), Padding.of(steps.build(job)[0]))
+        fit.run()
+        seconds, num_runs = time.process_time() - start, len(fit.runs)
+        needs = np.array([r.needs for r in fit.runs])
+        features = np.array([r.features for r in fit.runs])
+        one = least_squares(features[:, ONE_SUM] / needs[:, None], np.ones(num_runs))
+        for scale, objects in UNSEEN:
+            fit.dry_run(scale, objects)
+        unseen = fit.runs[num_runs:]
+        ones = [np.dot(one, np.array(r.features)[ONE_SUM]) / r.needs - 1 for r in unseen]
+        others = [predicted(fit.sums, r) / r.needs - 1 for r in unseen]
+        spans = [f"{min(errors):+.1%} to {max(errors):+.1%}" for errors in (others, ones)]
+        rows.append([config.partition("/")[2], num_runs, f"{seconds:.1f}", *spans])
+    header = ["", "dry runs", "CPU seconds", "errors of the larger of two sums", "of one"]
+    return markdown_table(header, rows)
 
 
 def crowded(iterations: int) -> str:
