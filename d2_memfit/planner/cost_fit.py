@@ -70,7 +70,7 @@ def with_cost_model(
 class CostFit:
     """Makes dry runs, and fits sums of what their images have to what they need.
 
-    In the ordinary the peak is at the begin of the backward, and grows with images and pixels. With
+    Ordinary images have their peak where the backward begins, and it grows with their pixels. With
     many objects it can be where objects are compared with anchors, or in their masks. So there are
     two sums, of ordinary and of crowded images; one, where objects hardly count.
 

@@ -60,7 +60,7 @@ def test_recovery():
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process")
 def test_windows_cut_by_bytes_do_not_fail_where_a_number_of_images_does(tmp_path):
-    fixed, by_bytes = cuts.train_both(tmp_path, iterations=1).values()
+    fixed, by_bytes = cuts.train_sides(tmp_path, iterations=1).values()
     assert fixed["events"]
     assert any("planted" in image["file_name"] for image in fixed["events"][0]["images"])
     assert by_bytes["events"] == []

@@ -1,9 +1,10 @@
 """Windows cut by predicted bytes (MEMFIT.COST_MODEL), against micro-batches of a fixed number.
 
 crowded: the Mask R-CNN of projects/Coins is trained on photographs of coins, with a few between
-that show a hundred photographs at once. Two runs have the same plan, which knows the photographs
-alone, one without its cost model and one with it. The kernel enforces the budget. Counted are
-out-of-memory errors. On Linux, on the CPU.
+that show a hundred photographs at once. The runs have the same plan, which knows the photographs
+alone, with its number of images in a micro-batch, and with its cost model. A number is halved when
+memory runs out, and doubled after MEMFIT.OOM.GROW_AFTER iterations. The kernel enforces the budget.
+Counted are out-of-memory errors. On Linux, on the CPU.
 fits: errors of cost models in dry runs that they have not seen, of one sum as of two.
 scales: the time of an iteration with images of many sizes, as INPUT.MIN_SIZE_TRAIN makes them, on
 the CPU or a GPU. All sides take turns in one run, and have the same windows. The model is
@@ -39,7 +40,7 @@ from d2_memfit.planner import steps
 from d2_memfit.planner.cost_fit import CostFit
 from d2_memfit.planner.cost_sums import least_squares, predicted
 from d2_memfit.planner.device_model import DeviceModel
-from d2_memfit.planner.estimate import run_dry
+from d2_memfit.planner.dry_job import DryJob
 from d2_memfit.techniques import resize_image
 
 from .common import CONFIG, Side, coins, machine, markdown_table, take_turns
@@ -103,17 +104,22 @@ def fits() -> str:
 
 def crowded(iterations: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = train_both(Path(folder), iterations)
+        outcomes = train_sides(Path(folder), iterations, grow_after=(1000, 2))
     rows = [
-        [name, len(o["events"]), o["retried_images"], f"{o['seconds']:.2f}", o["micro_batches"]]
+        [name, len(o["events"]), o["retried_images"], o["micro_batches"]]
         for name, o in outcomes.items()
     ]
-    header = ["", "out of memory", "images run again", "s per iteration (median)"]
-    return markdown_table([*header, "micro-batches of the last iteration"], rows)
+    header = ["", "out of memory", "images run again", "micro-batches of the last iteration"]
+    return markdown_table(header, rows)
 
 
-def train_both(folder: Path, iterations: int, size: int = 320) -> dict[str, dict[str, Any]]:
-    """The run of a plan without its cost model and with it, each in a process of its own.
+def train_sides(
+    folder: Path, iterations: int, grow_after: Sequence[int] = (1000,), size: int = 320
+) -> dict[str, dict[str, Any]]:
+    """Runs of a plan without its cost model and with it, each in a process of its own.
+
+    Args:
+        grow_after: MEMFIT.OOM.GROW_AFTER of runs without it.
 
     Returns:
         For each, what :func:`_train` returns.
@@ -125,9 +131,13 @@ def train_both(folder: Path, iterations: int, size: int = 320) -> dict[str, dict
     settings = in_a_process(_plan, folder, size)
     without = {k: v for k, v in settings.items() if "COST_MODEL" not in k}
     images = settings["MEMFIT.MICRO_BATCH"]
+    sides = {
+        f"{images} images, GROW_AFTER {n}": {**without, "MEMFIT.OOM.GROW_AFTER": n}
+        for n in grow_after
+    }
     return {
         name: in_a_process(_train, folder, size, iterations, of_side)
-        for name, of_side in ((f"{images} images", without), ("by bytes", settings))
+        for name, of_side in {**sides, "by bytes": settings}.items()
     }
 
 
@@ -190,24 +200,25 @@ def _cfg(folder: Path, size: int, dataset: str) -> CfgNode:
     return load_cfg(str(COINS / "mask_rcnn_coins.yaml"), opts)
 
 
+def _budget_gb(cfg: CfgNode, batch: Any, device: DeviceModel, images: int) -> float:
+    """Into which so many of the largest images fit at once, and not many more."""
+    job = Job.from_cfg(with_settings(cfg, {"MEMFIT.MICRO_BATCH": images}), batch=batch)
+    needs = DryJob(job, device, evaluates=False).total_bytes()
+    return round(needs / 2**30 / (1 - cfg.MEMFIT.PLAN.MARGIN) + 0.02, 2)
+
+
 def _plan(folder: Path, size: int) -> dict[str, Any]:
     """Settings of a plan for a budget into which eight of the photographs fit at once."""
     cfg = _cfg(folder, size, "train")
-    cfg.MEMFIT.MICRO_BATCH = 8
-    eight = run_dry(Job.from_cfg(cfg), "cpu", evaluates=False).total_bytes()
-    cfg.MEMFIT.MICRO_BATCH = None
-    budget_gb = eight / 2**30 / (1 - cfg.MEMFIT.PLAN.MARGIN) + 0.02
-    plan = plan_memory(
-        cfg, round(budget_gb, 2), allow=["exact"], device="cpu", evaluates=False, cost_model=True
-    )
-    return plan.settings
+    there = DeviceModel.load("cpu")
+    options: dict[str, Any] = {"device": there, "evaluates": False, "cost_model": True}
+    return plan_memory(cfg, _budget_gb(cfg, None, there, 8), allow=["exact"], **options).settings
 
 
 class Shapes(HookBase):
-    """Seconds of each iteration, and the images of the micro-batches of the last one."""
+    """Images of the micro-batches of the last iteration."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
         self.last = ""
         self._sizes: list[int] = []
 
@@ -218,15 +229,13 @@ class Shapes(HookBase):
 
     def before_step(self) -> None:
         self._sizes.clear()
-        self._start = time.perf_counter()
 
     def after_step(self) -> None:
-        self.seconds.append(time.perf_counter() - self._start)
         self.last = " + ".join(map(str, self._sizes))
 
 
 def _train(folder: Path, size: int, iterations: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Errors, images that were run again, seconds of an iteration, and its last micro-batches."""
+    """Errors, images that were run again, and the micro-batches of the last iteration."""
     logging.disable(logging.INFO)
     cfg = with_settings(_cfg(folder, size, "planted"), settings)
     with tempfile.TemporaryDirectory() as output:
@@ -241,7 +250,6 @@ def _train(folder: Path, size: int, iterations: int, settings: dict[str, Any]) -
     return {
         "events": list(map(json.loads, events)),
         "retried_images": recovery.retried_images,
-        "seconds": statistics.median(shapes.seconds),
         "micro_batches": shapes.last,
     }
 
@@ -255,11 +263,15 @@ def scales(size: int, rounds: int, images_per_window: int = 8) -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cfg = load_cfg(CONFIG, ["MODEL.DEVICE", device, "SOLVER.IMS_PER_BATCH", images_per_window])
     case = WorstCase((largest,), 12, largest, largest)
-    cfg.MEMFIT.MICRO_BATCH = 2
-    two = run_dry(Job.from_cfg(cfg, batch=case), evaluates=False).total_bytes()
-    cfg.MEMFIT.MICRO_BATCH = None
-    budget_gb = two / 2**30 / (1 - cfg.MEMFIT.PLAN.MARGIN) + 0.1
-    plan = plan_memory(cfg, budget_gb, allow=["exact"], case=case, evaluates=False, cost_model=True)
+    there = DeviceModel.choose(None, device)
+    budget_gb = _budget_gb(cfg, case, there, images_per_window // 2)
+    options: dict[str, Any] = {
+        "device": there,
+        "case": case,
+        "evaluates": False,
+        "cost_model": True,
+    }
+    plan = plan_memory(cfg, budget_gb, allow=["exact"], **options)
     images = plan.settings["MEMFIT.MICRO_BATCH"]
     cost_model = CostModel.from_cfg(with_settings(cfg, plan.settings))
     opts = [x for k, v in plan.settings.items() if k.startswith("MEMFIT.CHECK") for x in (k, v)]
