@@ -29,7 +29,9 @@ _SMALLER = 0.6  # of the size of the largest image
 _BETWEEN = 0.8
 _MORE_CROWDED = 1.5
 _CROWDED = 1000  # objects: images that a dataset has beside those that are known
-_IS_CROWDED = 1.02  # as large a share of what is predicted without regard to objects
+# What is needed, divided by what is predicted without regard to objects: where objects decide, and
+# where they clearly do, so that runs with more of them tell how much each object needs.
+_IS_CROWDED, _IS_CLEARLY_CROWDED = 1.02, 1.1
 _FEW = 8  # objects that are resized; the others are copies
 
 
@@ -119,7 +121,7 @@ class CostFit:
         self.sums = [fitted(self.runs)]
         most = self._most_objects
         while few < most <= max(_CROWDED, self._most_objects):
-            if self.dry_run(1, [most]) > _IS_CROWDED:
+            if self.dry_run(1, [most]) > _IS_CLEARLY_CROWDED:
                 more = int(_MORE_CROWDED * most)
                 for scale, objects in (
                     *((1, [more]), (_SMALLER, [more])),
