@@ -64,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--allow", metavar="TIERS", help="of exact,precision,recipe; the first two if not"
     )
+    plan.add_argument(
+        "--cost-model", action="store_true", help="cut windows by predicted bytes, not by images"
+    )
     plan.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")
     doctor = commands.add_parser("doctor", help=COMMANDS["doctor"])
     add_job_options(doctor)
@@ -152,6 +155,7 @@ def _ask(args: argparse.Namespace) -> None:
         progress=_say,
         probe=args.probe,
         evaluates=evaluates,
+        cost_model=args.cost_model or job.cfg.MEMFIT.PLAN.COST_MODEL,
     )
     print(_json(plan) if args.json else describe_plan(plan))
     if not plan.fits:

@@ -20,6 +20,7 @@ from .checks import (
 )
 from .config_files import find_config_file
 from .config_keys import default_keys, keys_of
+from .cost_model import check_cost_model
 from .errors import ConfigError
 from .memory import check_budget
 from .presets import budget_of_preset
@@ -187,6 +188,7 @@ def check_config(cfg: CN, world_size: Optional[int] = None) -> None:
     # Without mixed precision it is float32: SOLVER.AMP.ENABLED False.
     check_choice("MEMFIT.AMP_DTYPE", cfg.MEMFIT.AMP_DTYPE, ("float16", "bfloat16"))
     check_plan(cfg)
+    check_cost_model(cfg)
     check_monitor(cfg)
     check_bool("MEMFIT.EVALUATION.ON_DISK", cfg.MEMFIT.EVALUATION.ON_DISK)
     _check_techniques(cfg)
@@ -210,6 +212,7 @@ def check_plan(cfg: CN) -> None:
         budget_of_preset(cfg.MEMFIT.PRESET)
     plan = cfg.MEMFIT.PLAN
     check_bool("MEMFIT.PLAN.ENABLED", plan.ENABLED)
+    check_bool("MEMFIT.PLAN.COST_MODEL", plan.COST_MODEL)
     if plan.ENABLED and cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
         raise ConfigError("MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
     margin = plan.MARGIN

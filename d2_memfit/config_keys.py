@@ -38,6 +38,19 @@ _C.MEMFIT.PRESET = ""
 # Whether SIGTERM, SIGINT and SIGUSR2 end the run after the iteration, with a checkpoint.
 _C.MEMFIT.STOP_ON_SIGNALS = True
 
+_C.MEMFIT.COST_MODEL = CN()
+# Bytes that a rank needs with a micro-batch in the model: the largest of these sums. Each is a list
+# of numbers: the bytes of the process, and those for each image, padded pixel, object, padded pixel
+# x object, and padded pixel x object of the most crowded image. Where there are some, windows are
+# cut so that each micro-batch fits into BUDGET_GB less PLAN.MARGIN and ERROR_GB, and similar sizes
+# go together; MICRO_BATCH is then how many of the largest images do, for estimates. A plan finds
+# them: d2-memfit plan --cost-model.
+_C.MEMFIT.COST_MODEL.BYTES = []
+# How much more than predicted a micro-batch may need, in GB.
+_C.MEMFIT.COST_MODEL.ERROR_GB = 0.0
+# The time that a micro-batch takes beside that of its images, in padded pixels that take as long.
+_C.MEMFIT.COST_MODEL.OVERHEAD_PIXELS = 0.0
+
 _C.MEMFIT.OOM = CN()
 # What an out-of-memory error does: "raise" ends the run, as in Detectron2; "split" undoes what was
 # begun and runs the same images again in smaller micro-batches, in training and in evaluation.
@@ -89,6 +102,8 @@ _C.MEMFIT.PLAN.ENABLED = False
 _C.MEMFIT.PLAN.MARGIN = 0.1
 # Tiers of techniques that a plan may use: "exact", "precision", "recipe".
 _C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
+# Whether a plan finds MEMFIT.COST_MODEL too, by some ten more dry runs.
+_C.MEMFIT.PLAN.COST_MODEL = False
 
 
 def default_keys() -> CN:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..compat import create_ddp_model
+from ..cost_model import CostModel
 from ..job import Job
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques
@@ -48,6 +49,7 @@ def build_trainer(
         accumulation_steps=job.geometry.accumulation_steps,
         precision=job.precision(),
         images_per_micro_batch=job.geometry.micro_batch_size,
+        cost_model=CostModel.from_cfg(job.cfg),
         recovery=job.recovery,
         normalizers=job.normalizers,
         **kwargs,

@@ -22,17 +22,25 @@ class Communication:
 
     Args:
         may_retry: whether a rank may run its images again.
-        is_size_fixed: whether MEMFIT.MICRO_BATCH is set; then ranks go on without retries.
+        is_size_fixed: whether MEMFIT.MICRO_BATCH is set, or a cost model; then ranks go on without
+            retries.
+        is_noticed: whether what the model says is looked for.
 
     Attributes:
         known: the first collective, as a text; "" where there is none.
         found: one that was not known of, in this window.
     """
 
-    def __init__(self, may_retry: bool, is_size_fixed: bool) -> None:
+    def __init__(self, may_retry: bool, is_size_fixed: bool, is_noticed: bool) -> None:
         self.known = self.found = ""
         self._may_retry = may_retry
         self._is_size_fixed = is_size_fixed
+        self._is_noticed = is_noticed
+
+    @property
+    def keeps_in_step(self) -> bool:
+        """Whether ranks wait for each other in a forward, or may do so unnoticed."""
+        return comm.get_world_size() > 1 and (self.known != "" or not self._is_noticed)
 
     def handle(self, call: Collective) -> bool:
         """As a handler of :func:`~d2_memfit.collectives.noticed_collectives`.

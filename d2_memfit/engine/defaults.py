@@ -12,6 +12,7 @@ from torch import nn
 
 from .. import compat
 from ..config import with_memfit_keys
+from ..cost_model import CostModel
 from ..evaluation_in_parts import predictions_on_disk
 from ..job import Job, RecoveryOptions, checked_loader, checked_test_loaders
 from ..logs import start_logging
@@ -81,6 +82,7 @@ class MemfitMixin(_Trainer):
             "accumulation_steps": job.geometry.accumulation_steps,
             "precision": job.precision(),
             "images_per_micro_batch": job.geometry.micro_batch_size,
+            "cost_model": CostModel.from_cfg(job.cfg),
             "recovery": job.recovery,
             "normalizers": job.normalizers,
         }

@@ -73,7 +73,11 @@ class MicroBatchSize:
         return {**state, "images": None if self.images == self._configured else self.images}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what was learned, but never beyond what is configured now."""
+        """Go on with what was learned, but never beyond what is configured now. Nothing was learned
+        in a run whose micro-batches were cut by bytes.
+        """
+        if "unit" in state:
+            return
         vars(self).update(state)
         if self._configured is not None:
             self._full = self._configured

@@ -43,7 +43,8 @@ class Normalizers:
         model: without DDP around it.
         options: which counts are those of the window.
         recovers: whether ranks may run images again, each for itself.
-        images_per_micro_batch, accumulation_steps: as for the trainer.
+        is_cut: whether the trainer cuts the loader's batches anew.
+        accumulation_steps: as for the trainer.
 
     Attributes:
         communication: what the model says to other ranks that is no count.
@@ -55,15 +56,15 @@ class Normalizers:
         model: nn.Module,
         options: NormalizerOptions,
         recovers: bool,
-        images_per_micro_batch: Optional[int],
+        is_cut: bool,
         accumulation_steps: int,
     ) -> None:
-        self.communication = Communication(recovers, images_per_micro_batch is not None)
+        self.communication = Communication(recovers, is_cut, options.policy != "off")
         self._model = model
         self._options = options
         self._recovers = recovers
-        self._images_per_micro_batch = images_per_micro_batch
-        self._is_whole = accumulation_steps == 1 and images_per_micro_batch is None
+        self._is_cut = is_cut
+        self._is_whole = accumulation_steps == 1 and not is_cut
         self._ranks = comm.get_world_size()
         self.rules = CountRules()
         self._may_pretend = self._ranks == 1  # that there is a second rank
@@ -238,7 +239,7 @@ class Normalizers:
         return self._is_whole and site.kind != "ranks"
 
     def _cut(self, window: Window, images: Optional[int]) -> list[MicroBatch]:
-        while window.take(images, self._images_per_micro_batch is not None) is not None:
+        while window.take(images, self._is_cut) is not None:
             pass
         micro_batches = list(window.micro_batches)
         window.start_over()
@@ -286,7 +287,7 @@ class Normalizers:
             counted = count_window(
                 self._model,
                 window,
-                (images, self._images_per_micro_batch is not None),
+                (images, self._is_cut),
                 forward,
                 partial(self._new_counts, window),
                 self._recovers and not self.communication.known,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import torch
 from detectron2.utils import comm
@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
 from ..memory import RisingRetries, is_out_of_memory, release_memory
+from .byte_cut import ByteCut, halve
 from .communication import Communication
 from .escalation import SKIP, Escalation, low_memory_step
 from .micro_batch_size import MicroBatchSize
@@ -51,9 +52,10 @@ class Recovery:
         images_per_micro_batch: as for the trainer.
         mixed_precision: whether it is on, for the advice in the last error.
         communication: what the model says to other ranks in its forward.
+        cut: what windows are cut by, if it is bytes.
 
     Attributes:
-        size: how many images go through the model at once.
+        size: how many images, or bytes, go through the model at once.
         oom_events, retried_images, skipped_images: totals over all ranks and iterations.
     """
 
@@ -64,8 +66,10 @@ class Recovery:
         images_per_micro_batch: Optional[int],
         mixed_precision: bool,
         communication: Communication,
+        cut: Optional[ByteCut] = None,
     ) -> None:
-        self.size = MicroBatchSize(images_per_micro_batch, options.grow_after)
+        self.size: Union[MicroBatchSize, ByteCut]
+        self.size = cut or MicroBatchSize(images_per_micro_batch, options.grow_after)
         self.oom_events = self.retried_images = self.skipped_images = self._seen_images = 0
         self._options = options
         self._communication = communication
@@ -208,10 +212,8 @@ class Recovery:
         if self._may_retry:  # otherwise all ranks must keep the same size
             self.size.load_state_dict(own)
         self._sizes = sizes if same_ranks else [own] * comm.get_world_size()
-        self.oom_events = state["oom_events"]
-        self.retried_images = state["retried_images"]
-        self.skipped_images = state["skipped_images"]
-        self._seen_images = state["seen_images"]
+        self.oom_events, self.retried_images = state["oom_events"], state["retried_images"]
+        self.skipped_images, self._seen_images = state["skipped_images"], state["seen_images"]
 
     def _attempt(
         self,
@@ -244,8 +246,7 @@ class Recovery:
         if not self._may_retry:
             event.action = RAISE
         elif micro_batch.can_be_split:
-            size = self.size.halve(micro_batch.num_images)
-            event.action = f"the micro-batch is halved to {size} and its images are run again"
+            event.action = f"{halve(self.size, micro_batch, window)} and its images are run again"
         else:
             event.action = self._escalation.ease(micro_batch.data, window)
         self._record.append(event)
@@ -287,8 +288,7 @@ class Recovery:
         largest = max(window.micro_batches, key=lambda m: m.num_images)
         error = torch.OutOfMemoryError(f"num_alloc_retries rises again and again, to {retries}")
         event = self._event(Failure(error, "allocator", self._device), largest.data, iteration)
-        size = self.size.halve(largest.num_images)
-        event.action = f"the micro-batch is halved to {size} before it fails"
+        event.action = f"{halve(self.size, largest, window)} before it fails"
         self._report.oom_events += 1
         self._record.append(event)
         logger.warning("%s. Now %s", event, event.action)

@@ -14,9 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 from ..checks import check_positive_int
+from ..cost_model import CostModel
 from ..job.normalizer_options import NormalizerOptions
 from ..job.recovery_options import RecoveryOptions
 from ..precision import Precision
+from .byte_cut import ByteCut, cut_window
 from .communication import CommunicationError
 from .explained_hooks import explains_hooks
 from .forward_counters import ForwardCounters
@@ -66,6 +68,8 @@ class AccumulatingTrainer(ResumableTrainer):
         accumulation_steps: batches from the loader behind one optimizer step.
         precision: a :class:`Precision`, or the name of one: "fp32", "fp16", "bf16".
         images_per_micro_batch: images in one forward; None for the loader's batches as they come.
+        cost_model: what micro-batches need; each is then cut so that it fits, in place of
+            ``images_per_micro_batch``.
         recovery: what to do when memory runs out; None is an error, as in Detectron2.
         normalizers: which counts that losses are divided by are those of all micro-batches and
             ranks; None is the default.
@@ -105,6 +109,7 @@ class AccumulatingTrainer(ResumableTrainer):
         gather_metric_period: int = 1,
         zero_grad_before_forward: bool = True,
         async_write_metrics: bool = False,
+        cost_model: Optional[CostModel] = None,
     ) -> None:
         check_positive_int("SOLVER.ACCUMULATION_STEPS", accumulation_steps)
         check_positive_int("gather_metric_period", gather_metric_period)
@@ -114,19 +119,20 @@ class AccumulatingTrainer(ResumableTrainer):
             precision = Precision(precision, next(model.parameters()).device)
         self.accumulation_steps = accumulation_steps
         self.precision = precision
-        self.images_per_micro_batch = images_per_micro_batch
+        self.images_per_micro_batch = None if cost_model else images_per_micro_batch
         self.out_of_memory_observers: list[Callable[[], None]] = []
         self.stop_signal = self.agreed_stop_signal = 0
         normalizers = normalizers or NormalizerOptions()
         bare_model = compat.without_ddp(model)
         retries = recovery is not None
-        self.normalizers = Normalizers(
-            bare_model, normalizers, retries, images_per_micro_batch, accumulation_steps
-        )
+        grow_after = (recovery or RecoveryOptions()).grow_after
+        self.cut = ByteCut(cost_model, bare_model, grow_after) if cost_model else None
+        size, is_cut = self.images_per_micro_batch, bool(cost_model or images_per_micro_batch)
+        self.normalizers = Normalizers(bare_model, normalizers, retries, is_cut, accumulation_steps)
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
             is_mixed, says = precision.dtype != torch.float32, self.normalizers.communication
-            self.recovery = Recovery(recovery, bare_model, images_per_micro_batch, is_mixed, says)
+            self.recovery = Recovery(recovery, bare_model, size, is_mixed, says, self.cut)
         if normalizers.policy != "off" and not self._reduces_in_backward:
             adapt_known_criteria(bare_model)
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
@@ -188,6 +194,8 @@ class AccumulatingTrainer(ResumableTrainer):
         start = Snapshot(compat.without_ddp(self.model), storage) if self._keeps_images else None
         recovery_report = None
         while True:
+            if self.cut is not None:
+                cut_window(window, self.cut, normalizers.communication.keeps_in_step)
             with contextlib.suppress(CommunicationError):  # all ranks are told below
                 size = recovery.micro_batch_size if recovery else self.images_per_micro_batch
                 normalizers.begin(window, size, self._forward)
@@ -271,7 +279,8 @@ class AccumulatingTrainer(ResumableTrainer):
     @property
     def _reduces_in_backward(self) -> bool:
         """Whether DDP reduces the gradients while they are computed, as in Detectron2."""
-        return self.accumulation_steps == 1 and not (self.images_per_micro_batch or self.recovery)
+        cuts_or_retries = self.images_per_micro_batch or self.recovery or self.cut
+        return self.accumulation_steps == 1 and not cuts_or_retries
 
     def _no_sync(self) -> AbstractContextManager[None]:
         """Keeps DDP from reducing gradients; it must be open in forward and backward."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
@@ -85,6 +85,25 @@ class Window:
         while (data := self._next_batch()) is not None:
             loaded.append(data)
         self._waiting = deque(loaded)
+
+    def cut(self, into: Callable[[list[Any]], list[list[Any]]]) -> None:
+        """Load what is left of the window, and take it from now on as ``into`` deals its images.
+
+        Raises:
+            ConfigError: the loader's batches cannot be cut.
+        """
+        self.load()
+        images = [image for data in self._waiting for image in _cuttable(data)]
+        self._waiting = deque(into(images) if images else [])
+
+    @property
+    def num_waiting(self) -> int:
+        """Micro-batches that are cut and not taken."""
+        return len(self._waiting)
+
+    @property
+    def num_images_waiting(self) -> int:
+        return sum(map(count_images, self._waiting))
 
     def take(
         self, num_images: Optional[int] = None, across_batches: bool = True
@@ -169,13 +188,7 @@ class Window:
     def _regroup(self, data: Any, num_images: int, across_batches: bool) -> list[Any]:
         images: list[Any] = []
         while data is not None:
-            of_this_batch = _images_of(data)
-            if of_this_batch is None:
-                raise ConfigError(
-                    f"MEMFIT.MICRO_BATCH {num_images} needs a data loader that gives lists of "
-                    f"dataset dicts, and this one gives a {type(data).__name__}"
-                )
-            images += of_this_batch
+            images += _cuttable(data)
             if len(images) >= num_images or not across_batches:
                 break
             data = self._next_batch()
@@ -228,6 +241,16 @@ def _images_of(data: Any) -> Optional[list[Any]]:
         return data
     columns = columns_of(data)
     return None if columns is None else rows_of(columns)
+
+
+def _cuttable(data: Any) -> list[Any]:
+    images = _images_of(data)
+    if images is None:
+        raise ConfigError(
+            "MEMFIT.MICRO_BATCH and MEMFIT.COST_MODEL need a data loader that gives lists of "
+            f"dataset dicts, and this one gives a {type(data).__name__}"
+        )
+    return images
 
 
 def _names_only(image: Any) -> Any:

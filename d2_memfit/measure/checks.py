@@ -18,6 +18,7 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..config import with_settings
+from ..cost_model import CostModel
 from ..engine import (
     AccumulatingTrainer,
     LeakDetector,
@@ -113,6 +114,23 @@ def check_accumulation(precision: str, device: torch.device) -> None:
     difference = relative_difference(results[1], results[0])
     tolerance = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}[precision]
     assert difference < tolerance * moved, f"{difference} of weights that moved by {moved}"
+
+
+@_in_full_float32()
+def check_cuts_by_bytes(device: torch.device) -> None:
+    """A window that is cut by predicted bytes makes the steps of the whole one."""
+    cfg = every_anchor_counts(tiny_cfg("proposal_network", device=device))
+    pixels = 64 * 64
+    cost_model = CostModel(((0.0, 0.0, 1.0, 0.0, 0.0, 0.0),), limit_bytes=3 * pixels)
+    results = []
+    for cut_by in (None, cost_model):
+        model = tiny_model(cfg)
+        trainer = InjectedTrainer(model, _batches(), sgd(model), cost_model=cut_by)
+        results.append(_trained(trainer))
+    assert sorted(trainer.window_sizes) == [2, 3, 3], trainer.window_sizes
+    moved = relative_difference(results[0], parameters(tiny_model(cfg)))
+    difference = relative_difference(results[1], results[0])
+    assert difference < 1e-3 * moved, f"{difference} of weights that moved by {moved}"
 
 
 def check_memory_of_accumulation(device: torch.device) -> None:
@@ -249,6 +267,7 @@ CHECKS: dict[str, Check] = {
     "accumulation in float32": partial(check_accumulation, "fp32"),
     "accumulation in float16": partial(check_accumulation, "fp16"),
     "accumulation in bfloat16": partial(check_accumulation, "bf16"),
+    "windows cut by bytes": check_cuts_by_bytes,
     "memory of accumulation": check_memory_of_accumulation,
     **{
         f"recovery, {family} in {precision}": partial(check_recovery, family, precision)

@@ -62,6 +62,7 @@ class Plan:
         evaluation_decides: whether evaluation takes more of the device than training.
         left_out: techniques with which the job does not run, and why; a line each.
         exact: the fastest plan of the exact tier, if that fits and this one is faster.
+        cost_model: by which windows are cut, as a line; "" where they are not cut by bytes.
     """
 
     budget_gb: float
@@ -77,3 +78,4 @@ class Plan:
     evaluation_decides: bool = False
     left_out: tuple[str, ...] = ()
     exact: Optional[OtherPlan] = None
+    cost_model: str = ""

@@ -16,6 +16,7 @@ from ..job.datasets import Size
 from ..memory import check_budget
 from ..presets import why_no_card_has
 from ..techniques import TIERS, get_technique
+from .cost_fit import with_cost_model
 from .device_model import DeviceModel
 from .dry_job import DryJob, margin_of, usable_bytes
 from .fastest import Fastest
@@ -48,6 +49,7 @@ def plan_memory(
     image_size: Optional[Size] = None,
     num_instances: Optional[int] = None,
     evaluates: bool = True,
+    cost_model: bool = False,
 ) -> Plan:
     """Find the fastest of the changes with which a job fits.
 
@@ -60,6 +62,7 @@ def plan_memory(
         progress: called with a line for each dry run.
         cfg, num_gpus, device, case, probe, trainer, batch, image_size, num_instances, evaluates: as
             for :func:`~d2_memfit.planner.estimate_memory`.
+        cost_model: whether windows are cut by predicted bytes, where they must be cut.
 
     Raises:
         ConfigError: a value cannot work, or the config's model cannot be built.
@@ -79,7 +82,8 @@ def plan_memory(
     if warning and not _has_card_of(budget_gb):
         logger.warning(warning)
     planner = Planner(job, device, job_class(probe, device), evaluates, progress)
-    return planner.plan(budget_gb, [tier for tier in TIERS if tier in allow])
+    plan = planner.plan(budget_gb, [tier for tier in TIERS if tier in allow])
+    return with_cost_model(plan, job, device, allow, progress) if cost_model else plan
 
 
 def _has_card_of(budget_gb: float) -> bool:

@@ -59,6 +59,8 @@ def describe_plan(plan: Plan) -> str:
         lines += ["", _exact(plan.exact)]
     if plan.left_out:
         lines += ["", *plan.left_out]
+    if plan.cost_model:
+        lines += ["", plan.cost_model]
     e = plan.estimate
     lines += [
         "",

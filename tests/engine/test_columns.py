@@ -96,7 +96,7 @@ def test_a_model_that_appends_to_a_list_changes_nothing():
 def test_other_kinds_count_as_one_and_cannot_be_cut(batch):
     assert count_images(batch) == 1
     assert as_given(batch) is batch
-    with pytest.raises(ConfigError, match="needs a data loader that gives lists of dataset dicts"):
+    with pytest.raises(ConfigError, match="need a data loader that gives lists of dataset dicts"):
         Window(iter([batch]), 1).take(1)
 
 

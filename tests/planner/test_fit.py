@@ -7,6 +7,7 @@ from tiny import tiny_cfg
 
 from d2_memfit import fit_config, presets
 from d2_memfit.config import load_cfg
+from d2_memfit.cost_model import CostModel
 from d2_memfit.errors import ConfigError, MemfitError
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import fit
@@ -48,6 +49,15 @@ def test_a_plan_is_written_down_and_taken_again_when_a_run_is_resumed(cfg, tmp_p
     other.SOLVER.IMS_PER_BATCH = 2
     assert fit_config(other).SOLVER.IMS_PER_BATCH == 2
     assert "Budget: " in log.text
+
+
+def test_a_plan_has_a_cost_model_where_a_key_says_so(cfg, tmp_path):
+    cfg.MEMFIT.BUDGET_GB = process_memory().data_bytes / GB + 20
+    cfg.MEMFIT.MICRO_BATCH = 1
+    cfg.MEMFIT.PLAN.COST_MODEL = True
+    planned = fit_config(cfg)
+    assert CostModel.from_cfg(planned).limit_bytes < planned.MEMFIT.BUDGET_GB * GB
+    assert load_cfg(str(tmp_path / "output" / "memfit_plan.yaml")).dump() == planned.dump()
 
 
 def test_a_preset_is_a_budget(cfg):

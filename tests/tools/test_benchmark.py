@@ -4,6 +4,7 @@ import sys
 
 import psutil
 import pytest
+from benchmarks import cuts
 from benchmarks.common import coins
 from benchmarks.peers import speed
 from benchmarks.peers.process import run_worker
@@ -59,6 +60,22 @@ def test_recovery():
     table = benchmark("recovery", "--size", 64, 96, "--rounds", 1)
     assert float(table["split, 1 image"][1]) > 0
     assert float(table["the same after a failure, less the forward thrown away"][1]) > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process")
+def test_windows_cut_by_bytes_do_not_fail_where_a_number_of_images_does(tmp_path):
+    fixed, by_bytes = cuts.train_sides(tmp_path, iterations=1).values()
+    assert fixed["events"]
+    assert any("planted" in image["file_name"] for image in fixed["events"][0]["images"])
+    assert by_bytes["events"] == []
+    assert by_bytes["retried_images"] == 0
+
+
+@pytest.mark.exhaustive
+def test_scales():
+    table = benchmark("cuts", "--only", "scales", "--size", 64, "--rounds", 1)
+    assert float(table["by bytes"][1]) > 0
 
 
 @pytest.mark.exhaustive

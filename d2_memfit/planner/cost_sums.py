@@ -1,0 +1,92 @@
+"""Sums that predict the bytes of micro-batches: fitted to runs of some."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Run", "fitted", "fitted_to_two", "least_squares", "predicted"]
+
+_WITHOUT_OBJECTS = 3  # that many features
+_ROUNDS = 20
+_SAME = 1e-9  # of what squared errors are, so that fewer terms are taken
+
+Sum = tuple[float, ...]
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A micro-batch that was run.
+
+    Args:
+        features: of its images, see :data:`~d2_memfit.cost_model.FEATURES`.
+        needs: bytes of the process.
+        seconds: of its forward and backward.
+    """
+
+    features: tuple[float, ...]
+    needs: float
+    seconds: float
+
+
+def predicted(sums: Sequence[Sum], run: Run) -> float:
+    """Bytes that the run needs, as its features say."""
+    return max(sum(b * x for b, x in zip(numbers, run.features)) for numbers in sums)
+
+
+def fitted(runs: Sequence[Run], has_objects: bool = False) -> Sum:
+    """The sum that is nearest to what the runs needed, relatively. None of its terms is below 0:
+    more images, pixels or objects never need less.
+
+    Args:
+        has_objects: whether it has terms for objects.
+    """
+    needs = np.array([run.needs for run in runs])
+    rows = np.array([run.features for run in runs]) / needs[:, None]
+    if not has_objects:
+        rows[:, _WITHOUT_OBJECTS:] = 0
+    return least_squares(rows, np.ones(len(runs)))
+
+
+def fitted_to_two(runs: Sequence[Run], first: Sum, threshold: float) -> list[Sum]:
+    """Two sums of which the larger predicts what the runs needed.
+
+    Only the second has terms for objects. A run is of the sum that predicts more for it, and each
+    sum is fitted to its runs, in turn until nothing changes (Magnani and Boyd, "Convex
+    piecewise-linear fitting", 2009).
+
+    Args:
+        first: a sum for the runs that need little.
+        threshold: how many times what ``first`` predicts the others need.
+    """
+    is_second = [run.needs > threshold * predicted([first], run) for run in runs]
+    best: tuple[float, list[Sum]] = (float("inf"), [first])
+    for _ in range(_ROUNDS):
+        groups = [[r for r, s in zip(runs, is_second) if s == which] for which in (False, True)]
+        sums = [fitted(group, bool(i)) for i, group in enumerate(groups) if group]
+        best = min(best, (max(abs(predicted(sums, r) / r.needs - 1) for r in runs), sums))
+        before = is_second
+        is_second = [predicted(sums[-1:], r) > predicted(sums[:1], r) for r in runs]
+        if is_second == before or len(sums) == 1:
+            break
+    return best[1]
+
+
+def least_squares(rows: Array, values: Array) -> Sum:
+    """Numbers from 0, one for each column, with which the rows' sums are nearest to the values.
+    Of several such, those with the fewest that are not 0.
+    """
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    columns = range(rows.shape[1])
+    best, found = float("inf"), np.zeros(rows.shape[1])
+    for num in range(1, rows.shape[1] + 1):
+        for some in itertools.combinations(columns, num):
+            numbers, *_ = np.linalg.lstsq((rows / scale)[:, some], values, rcond=None)
+            error = float((((rows / scale)[:, some] @ numbers - values) ** 2).sum())
+            if (numbers >= 0).all() and error < best - _SAME:
+                best, found = error, np.zeros(rows.shape[1])
+                found[list(some)] = numbers
+    return tuple(float(number) for number in found / scale)
