@@ -2,6 +2,7 @@
 """Measure what d2_memfit costs and what it computes; each benchmark says how.
 
 tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
+tools/benchmark.py crowded          memory over iterations, with crowded images under a limit
 tools/benchmark.py dry_runs         how long dry runs take, and how much RAM
 tools/benchmark.py estimates        estimates against the same jobs really run on the CPU
 tools/benchmark.py gradients        how far accumulated gradients are from the full batch's
@@ -16,6 +17,7 @@ import argparse
 
 from benchmarks import (
     accumulation,
+    crowded,
     dry_runs,
     estimates,
     gradients,
@@ -28,6 +30,7 @@ from benchmarks.peers import race
 
 BENCHMARKS = {
     "accumulation": accumulation,
+    "crowded": crowded,
     "dry_runs": dry_runs,
     "estimates": estimates,
     "gradients": gradients,
