@@ -21,6 +21,7 @@ setup(
         "d2_memfit": ["py.typed"],
         "d2_memfit.model_zoo.configs": ["**/*.yaml"],
         "d2_memfit.planner": ["devices/*.yaml"],
+        "d2_memfit.report": ["*.html"],
     },
     entry_points={"console_scripts": ["d2-memfit = d2_memfit.__main__:main"]},
     # Detectron2 (v0.6 or main) is not named: it comes from many places, and none may be replaced.

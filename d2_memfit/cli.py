@@ -22,12 +22,15 @@ from .doctor import examine
 from .draw import draw_predictions
 from .engine import MemfitCheckpointer, usable_device
 from .errors import ConfigError, exit_on_error
+from .job import Job
 from .job_options import add_job_options, job_of, load_any_config
 from .measure.run import measure_gpu
 from .memory import use_expandable_segments
 from .options import check_opts, opts_of_card
-from .planner import plan_memory
+from .planner import DryJob, Plan, plan_memory
+from .planner.drawing import draw_estimate, draw_plan
 from .planner.estimate import run_dry
+from .planner.memory_viz import write_memory_snapshot
 from .planner.plan_file import lazy_file, planned_yaml, write_whole
 from .planner.text import describe_estimate, describe_plan
 from .projects import find_function
@@ -52,6 +55,15 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="for programs")
     common.add_argument(
         "--training-only", action="store_true", help="leave the memory of evaluation out"
+    )
+    common.add_argument(
+        "--html", type=Path, metavar="FILE", help="draw the memory of a step, as one page"
+    )
+    common.add_argument(
+        "--snapshot",
+        type=Path,
+        metavar="FILE",
+        help="write the same as a memory snapshot of PyTorch, for pytorch.org/memory_viz",
     )
     add_job_options(common)
     parser, commands = command_parser()
@@ -104,7 +116,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     if args.command == "measure-gpu":
         print(measure_gpu(args.device, args.minutes, args.output, progress=_say))
         return
-    for name in ("output", "timeline"):
+    for name in ("output", "timeline", "html", "snapshot"):
         _check_folder(f"--{name}", getattr(args, name, None))
     if args.command == "draw":
         check_opts(args.opts)
@@ -141,6 +153,9 @@ def _ask(args: argparse.Namespace) -> None:
         print(_json(estimate) if args.json else describe_estimate(estimate))
         if args.timeline is not None:
             dry_job.training.write_csv(args.timeline)
+        if args.html is not None:
+            draw_estimate(dry_job, args.html, _say)
+        _write_snapshot(dry_job, args.snapshot)
         return
     if job.budget_gb is None:
         raise ConfigError(
@@ -158,12 +173,27 @@ def _ask(args: argparse.Namespace) -> None:
         cost_model=args.cost_model or job.cfg.MEMFIT.PLAN.COST_MODEL,
     )
     print(_json(plan) if args.json else describe_plan(plan))
+    if args.html is not None or args.snapshot is not None:
+        _draw_plan(args, job, plan)
     if not plan.fits:
         sys.exit(_DOES_NOT_FIT)
     if args.output is not None:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
         write_whole(args.output, text or planned_yaml(cfg, plan))
+
+
+def _draw_plan(args: argparse.Namespace, job: Job, plan: Plan) -> None:
+    after = run_dry(job.with_settings(plan.settings), args.device, evaluates=False)
+    if args.html is not None:
+        before = run_dry(job, args.device, evaluates=False)
+        draw_plan(plan, before, after, args.html, _say)
+    _write_snapshot(after, args.snapshot)
+
+
+def _write_snapshot(dry_job: DryJob, path: Optional[Path]) -> None:
+    if path is not None:
+        write_memory_snapshot(dry_job.device.events(dry_job.training), path)
 
 
 def _draw(args: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 """Measure what d2_memfit costs and what it computes; each benchmark says how.
 
 tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
+tools/benchmark.py crowded          memory over iterations, with crowded images under a limit
 tools/benchmark.py cuts             windows cut by predicted bytes, against a number of images
 tools/benchmark.py dry_runs         how long dry runs take, and how much RAM
 tools/benchmark.py estimates        estimates against the same jobs really run on the CPU
@@ -19,6 +20,7 @@ import argparse
 
 from benchmarks import (
     accumulation,
+    crowded,
     cuts,
     dry_runs,
     estimates,
@@ -34,6 +36,7 @@ from benchmarks.peers import race
 
 BENCHMARKS = {
     "accumulation": accumulation,
+    "crowded": crowded,
     "cuts": cuts,
     "dry_runs": dry_runs,
     "estimates": estimates,

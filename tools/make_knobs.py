@@ -83,6 +83,7 @@ KNOBS = {
     ],
 }
 WORKERS = (0, 2, 4, 8)
+LESS, MORE = "#0072B2", "#E69F00"  # Okabe and Ito: told apart by colour-blind people
 
 TEXT = """# Which knob costs what
 
@@ -135,12 +136,15 @@ def draw(recipe: MemoryEstimate, rows: list[tuple[Knob, MemoryEstimate]], path: 
     names = [knob.name for knob, _ in rows]
     sizes = [e.peak_allocated_gb for _, e in rows]
     less = [size <= recipe.peak_allocated_gb for size in sizes]
-    axes.barh(names, sizes, color=["tab:green" if x else "tab:red" for x in less])
+    bars = axes.barh(names, sizes, color=[LESS if x else MORE for x in less])
+    for bar, is_less in zip(bars, less):
+        bar.set_hatch("" if is_less else "//")
     axes.axvline(recipe.peak_allocated_gb, color="black", linewidth=1)
     axes.invert_yaxis()
     axes.margins(y=0.01)
     axes.set_xlabel(
-        "GB at the peak of training, estimated; the line is the recipe, 2 images at a time"
+        "GB at the peak of training, estimated\n"
+        "The line is the recipe, 2 images at a time; what needs more is hatched"
     )
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

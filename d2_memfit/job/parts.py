@@ -12,6 +12,7 @@ from detectron2.engine import DefaultTrainer
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import backbones  # noqa: F401  registers them
 from ..config import with_settings
 from ..errors import ConfigError
 

@@ -1,6 +1,7 @@
 """From a timeline of tensors to what a device needs, and how long it takes."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -205,20 +206,8 @@ class DeviceModel:
             CachingAllocator(limit, expandable_segments) if self.is_gpu else PageAllocator(limit)
         )
         account = _Account(allocator)
-        for megabytes, owner in (
-            (self.cublas_workspace_mb, "cuBLAS workspaces"),
-            (self.other_tensors_mb, "other"),
-        ):
-            account.allocate(Allocation(int(megabytes * _MB), owner, "setup"))
-        workspace_bytes = WORKSPACES[self.convolution_workspace]
-        for event in timeline.events:
-            if isinstance(event, Convolution):
-                workspace = Allocation(workspace_bytes(event), "workspace", event.phase)
-                account.allocate(workspace)
-                account.free(workspace)
-            elif self.keeps_gradients and _is_of_later_gradients(event):
-                continue
-            elif isinstance(event, Allocate):
+        for event in self.events(timeline):
+            if isinstance(event, Allocate):
                 account.allocate(event.allocation)
             else:
                 account.free(event.allocation)
@@ -230,6 +219,23 @@ class DeviceModel:
             account.peak,
             +Counter({"between blocks": between}) + outside,
         )
+
+    def events(self, timeline: Timeline) -> Iterator[Union[Allocate, Free]]:
+        """What the device allocates and frees for a timeline: workspaces of libraries too."""
+        for megabytes, owner in (
+            (self.cublas_workspace_mb, "cuBLAS workspaces"),
+            (self.other_tensors_mb, "other"),
+        ):
+            yield Allocate(Allocation(int(megabytes * _MB), owner, "setup"))
+        workspace_bytes = WORKSPACES[self.convolution_workspace]
+        for event in timeline.events:
+            if isinstance(event, Convolution):
+                size = workspace_bytes(event)
+                workspace = Allocation(size, "workspace", event.phase, "", "convolution")
+                yield Allocate(workspace)
+                yield Free(workspace)
+            elif not (self.keeps_gradients and _is_of_later_gradients(event)):
+                yield event
 
     def _outside_bytes(self, ranks: int) -> Counter[str]:
         """What is not the allocator's, by owner.

@@ -154,6 +154,10 @@ class DryJob:
         """
         return max(use.total_bytes for use in self._uses(limit_bytes))
 
+    def training_use(self, limit_bytes: Optional[int] = None) -> DeviceUse:
+        """What training takes of the device; with a limit, within that if it can be."""
+        return self._uses(limit_bytes)[0]
+
     def evaluation_decides(self, limit_bytes: Optional[int] = None) -> bool:
         """Whether evaluation takes more of the device than training."""
         uses = self._uses(limit_bytes)

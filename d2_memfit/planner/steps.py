@@ -27,6 +27,7 @@ from .cuda_as_cpu import cuda_as_cpu
 from .dry_run import DryRun, WithoutValues
 from .hollow import make_hollow
 from .matching import fast_matching
+from .named_run import NamedDryRun
 from .timeline import Timeline
 from .worst_outputs import worst_detections, worst_proposals
 
@@ -161,7 +162,7 @@ def _started(
             model, optimizer = build_with_values(job, "cpu")
         if foreach:
             _use_foreach(optimizer)
-        run = stack.enter_context(DryRun(model, optimizer, tensors_of(micro_batches)))
+        run = stack.enter_context(NamedDryRun(model, optimizer, tensors_of(micro_batches)))
         trained = [p for p in model.parameters() if p.requires_grad]
         if job.ranks > 1:
             buckets = make_hollow(torch.empty(sum(map(torch.numel, trained))))

@@ -4,7 +4,7 @@ import csv
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Union
+from typing import Optional, Union
 
 import torch
 
@@ -27,11 +27,25 @@ class Allocation:
     Attributes:
         owner: as in :class:`~d2_memfit.memory.OwnerMeter`.
         phase: of the job, in which it was allocated, such as "forward".
+        module: full name of the module whose forward or backward allocated it, or of the parameter
+            that it belongs to; "" where neither is known.
+        operator: that allocated it; "" where none did.
+        dtype, shape: of its tensor; None and () where there is none.
     """
 
     num_bytes: int
     owner: str
     phase: str
+    module: str = ""
+    operator: str = ""
+    dtype: Optional[torch.dtype] = None
+    shape: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """The tensor in a few words, such as "convolution float32 [2, 64, 400, 672]"."""
+        dtype = str(self.dtype).replace("torch.", "") if self.dtype else ""
+        shape = str(list(self.shape)) if self.dtype else ""
+        return " ".join(filter(None, (self.operator, dtype, shape)))
 
 
 @dataclass(frozen=True)

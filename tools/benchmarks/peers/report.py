@@ -170,30 +170,43 @@ TABLES = {
 }
 
 
+OURS, OTHERS = "#0072B2", "#999999"  # Okabe and Ito: told apart by colour-blind people
+
+
 def draw(results: Results, path: Path) -> None:
-    """Bars of what each needs: the smallest budget, memory of tensors, and time."""
+    """Bars of who survives a large batch, the smallest budget, memory of tensors, and time."""
+    survivors = [line for line in results.of("survival") if line["ranks"] == 1]
     panels = [
-        ("budget", "enough_gb", "smallest budget, GB:\n16 images of 800 x 1088 behind a step"),
-        ("memory", "peak_mib", "peak of tensors, MiB:\n8 images of 480 x 640 behind a step"),
-        ("time", "seconds_per_image", "s per image, the same"),
+        (survivors, "images", f"images behind steps, of {NUM_IMAGES}, where a batch does not fit"),
+        (
+            results.of("budget"),
+            "enough_gb",
+            "smallest budget, GB: 16 images of 800 x 1088",
+        ),
+        (results.of("memory"), "peak_mib", "peak of tensors, MiB: 8 images of 480 x 640"),
+        (results.times(), "seconds_per_image", "s per image, the same"),
     ]
-    panels = [panel for panel in panels if any(results.of(panel[0]))]
-    if not panels:
+    of_panels = [(in_order(lines), key, label) for lines, key, label in panels]
+    of_panels = [panel for panel in of_panels if panel[0]]
+    if not of_panels:
         return
     matplotlib.use("Agg")
+    num_rows = -(-len(of_panels) // 2)
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(6 * len(panels), 4), layout="constrained", squeeze=False
+        num_rows, 2, figsize=(13, 3.6 * num_rows), layout="constrained", squeeze=False
     )
-    for ax, (section, key, label) in zip(axes[0], panels):
-        lines = in_order(results.times() if section == "time" else results.of(section))
-        lines = [line for line in lines if line[key]]
-        ours = [line["side"].startswith("d2_memfit") for line in lines]
-        ax.barh(
-            [line["side"] for line in lines],
-            [line[key] for line in lines],
-            color=["tab:green" if x else "tab:gray" for x in ours],
-        )
+    for ax in axes.flat[len(of_panels) :]:
+        ax.remove()
+    for ax, (lines, key, label) in zip(axes.flat, of_panels):
+        values = [sum(line[key]) if key == "images" else line[key] or 0 for line in lines]
+        bars = ax.barh([line["side"] for line in lines], values)
+        for bar, line, value in zip(bars, lines, values):
+            bar.set_color(OURS if line["side"].startswith("d2_memfit") else OTHERS)
+            what = fate(line)[0] if key == "images" else f"{value:.4g}" if value else "none"
+            middle = bar.get_y() + bar.get_height() / 2
+            ax.text(value, middle, f" {what}", va="center", fontsize=9)
+        ax.margins(x=0.5 if key == "images" else 0.15)
         ax.invert_yaxis()
         ax.set_xlabel(label)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=100, metadata={"Software": None})
     pyplot.close(figure)

@@ -1,0 +1,192 @@
+"""Light backbones behind FPN, for small cards: by name, in MODEL.BACKBONE.NAME.
+
+Keys of Detectron2's ResNets hold for them too: MODEL.FPN, MODEL.RESNETS.NORM, and
+MODEL.BACKBONE.FREEZE_AT, where 1 is the stem and 2 to 5 are "res2" to "res5".
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec, get_norm
+from detectron2.modeling import BACKBONE_REGISTRY, FPN, Backbone
+from detectron2.modeling.backbone.fpn import LastLevelMaxPool
+from detectron2.modeling.backbone.regnet import RegNet, ResBottleneckBlock, SimpleStem
+from torch import nn
+
+from .errors import ConfigError
+
+__all__ = ["LIGHT_BACKBONES", "LayeredBackbone"]
+
+_NORMS = ("BN", "FrozenBN", "SyncBN", "naiveSyncBN", "nnSyncBN")
+_STRIDES = {"res2": 4, "res3": 8, "res4": 16, "res5": 32}
+_PROBE = 64  # pixels of the image from which strides are read
+
+# Radosavovic et al., "Designing Network Design Spaces", arXiv:2003.13678; the numbers are those of
+# torchvision/models/regnet.py.
+_REGNETS: dict[str, dict[str, Any]] = {
+    "regnetx_400mf": {"depth": 22, "w_0": 24, "w_a": 24.48, "w_m": 2.54, "group_width": 16},
+    "regnetx_800mf": {"depth": 16, "w_0": 56, "w_a": 35.73, "w_m": 2.28, "group_width": 16},
+    "regnety_400mf": {
+        **{"depth": 16, "w_0": 48, "w_a": 27.89, "w_m": 2.09, "group_width": 8},
+        "se_ratio": 0.25,
+    },
+}
+_MOBILENETS = ("mobilenet_v3_large", "mobilenet_v3_small")  # Howard et al., arXiv:1905.02244
+_SHUFFLENETS = ("shufflenet_v2_x1_0", "shufflenet_v2_x0_5")  # Ma et al., arXiv:1807.11164
+
+
+class LayeredBackbone(Backbone):
+    """Layers of a classifier, one after another; a stage is what has the same stride.
+
+    Args:
+        body: the classifier; its layers keep their names, so that its weights can be loaded.
+        layers: the names of those that are used.
+        norm: as in MODEL.RESNETS.NORM, one whose parameters are those of BatchNorm.
+        freeze_at: as in MODEL.BACKBONE.FREEZE_AT.
+
+    Raises:
+        ConfigError: there is no such norm.
+    """
+
+    def __init__(
+        self, body: nn.Module, layers: Sequence[str], norm: str = "BN", freeze_at: int = 0
+    ) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self._layers = list(layers)
+        self._out_features: list[str] = []
+        self._out_feature_strides: dict[str, int] = {}
+        self._out_feature_channels: dict[str, int] = {}
+        self._ends: list[str] = []  # the stage that ends with a layer, or ""
+        x = torch.zeros(1, 3, _PROBE, _PROBE)
+        strides, channels = [], []
+        for name in layers:
+            layer = body.get_submodule(name)
+            with torch.no_grad():
+                x = layer.eval()(x)
+            _add(self.body, name, layer.train())
+            strides.append(_PROBE // x.shape[-1])
+            channels.append(x.shape[1])
+        stages = {stride: stage for stage, stride in _STRIDES.items()}
+        for i, stride in enumerate(strides):
+            is_last = i + 1 == len(strides) or strides[i + 1] > stride
+            self._ends.append(stages.get(stride, "") if is_last else "")
+            if self._ends[i]:
+                self._out_features.append(self._ends[i])
+                self._out_feature_strides[self._ends[i]] = stride
+                self._out_feature_channels[self._ends[i]] = channels[i]
+            # FREEZE_AT counts the stem, of stride 2, and then the stages.
+            if freeze_at >= stride.bit_length() - 1:
+                _freeze(self.body.get_submodule(layers[i]))
+        _replace_norms(self, norm)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        features = {}
+        for name, stage in zip(self._layers, self._ends):
+            x = self.body.get_submodule(name)(x)
+            if stage:
+                features[stage] = x
+        return features
+
+
+def _add(body: nn.Module, name: str, layer: nn.Module) -> None:
+    *parents, last = name.split(".")
+    for parent in parents:
+        if not hasattr(body, parent):
+            body.add_module(parent, nn.Module())
+        body = body.get_submodule(parent)
+    body.add_module(last, layer)
+
+
+def _freeze(layer: nn.Module) -> None:
+    for p in layer.parameters():
+        p.requires_grad = False
+    _replace_norms(layer, "FrozenBN")
+
+
+def _replace_norms(module: nn.Module, norm: str) -> None:
+    if norm not in _NORMS:
+        raise ConfigError(
+            f"MODEL.RESNETS.NORM must be one of {', '.join(_NORMS)} for a light backbone, whose "
+            f"numbers of channels are not those that others need, got {norm!r}"
+        )
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            new = get_norm(norm, child.num_features)
+            new.eps = child.eps
+            module.add_module(name, new)
+        else:
+            _replace_norms(child, norm)
+
+
+def _mobilenet(name: str, cfg: CfgNode) -> Backbone:
+    from torchvision import models
+
+    body = getattr(models, name)()
+    # The last layer widens what is classified.
+    layers = [f"features.{i}" for i in range(len(body.features) - 1)]
+    return LayeredBackbone(body, layers, cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT)
+
+
+def _shufflenet(name: str, cfg: CfgNode) -> Backbone:
+    from torchvision import models
+
+    layers = ["conv1", "maxpool", "stage2", "stage3", "stage4"]
+    norm, freeze_at = cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT
+    return LayeredBackbone(getattr(models, name)(), layers, norm, freeze_at)
+
+
+class _RegNet(RegNet):
+    """Detectron2's, whose stages "s1" to "s4" are called "res2" to "res5", as FPN's configs do."""
+
+    _out_feature_channels: dict[str, int]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(out_features=["s1", "s2", "s3", "s4"], **kwargs)
+        self._out_features = list(_STRIDES)
+        self._out_feature_strides = dict(_STRIDES)
+        channels = self._out_feature_channels
+        self._out_feature_channels = {f"res{i + 1}": channels[f"s{i}"] for i in range(1, 5)}
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.stem(x)
+        features = {}
+        for (stage, _), feature in zip(self.stages_and_names, _STRIDES):
+            features[feature] = x = stage(x)
+        return features
+
+
+def _regnet(name: str, cfg: CfgNode) -> Backbone:
+    return _RegNet(
+        stem_class=SimpleStem,
+        stem_width=32,
+        block_class=ResBottleneckBlock,
+        norm=cfg.MODEL.RESNETS.NORM,
+        freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
+        **_REGNETS[name],
+    )
+
+
+def _register(name: str, build_bottom_up: Callable[[str, CfgNode], Backbone]) -> str:
+    def build(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone:
+        return FPN(
+            bottom_up=build_bottom_up(name, cfg),
+            in_features=cfg.MODEL.FPN.IN_FEATURES,
+            out_channels=cfg.MODEL.FPN.OUT_CHANNELS,
+            norm=cfg.MODEL.FPN.NORM,
+            top_block=LastLevelMaxPool(),
+            fuse_type=cfg.MODEL.FPN.FUSE_TYPE,
+        )
+
+    build.__name__ = f"build_{name}_fpn_backbone"
+    BACKBONE_REGISTRY.register(build)
+    return build.__name__
+
+
+LIGHT_BACKBONES = [
+    *(_register(name, _mobilenet) for name in _MOBILENETS),
+    *(_register(name, _shufflenet) for name in _SHUFFLENETS),
+    *(_register(name, _regnet) for name in _REGNETS),
+]

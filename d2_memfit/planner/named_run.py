@@ -1,0 +1,87 @@
+"""Dry runs in which each allocation says what tensor it is, and of which module."""
+
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from ..memory import storages
+from .dry_run import DryRun
+
+__all__ = ["NamedDryRun"]
+
+
+class NamedDryRun(DryRun):
+    """A :class:`DryRun` that names what it writes down.
+
+    In a forward the module is the innermost one that runs. In a backward it is the one in whose
+    forward the node of autograd's graph was made that runs: PyTorch numbers the nodes, in forward
+    and backward alike.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optional[torch.optim.Optimizer] = None,
+        inputs: Any = (),
+    ) -> None:
+        super().__init__(model, optimizer, inputs)
+        self._modules: list[str] = []  # those whose forwards are running, the innermost last
+        self._module_of_node: dict[int, str] = {}  # by its number
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self._modules:  # the node that was made last is that of this operator
+            last = torch._C._autograd._get_sequence_nr() - 1
+            self._module_of_node.setdefault(last, self._modules[-1])
+        num_events = len(self.timeline.events)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.timeline.events) > num_events:
+            module, operator = self._current_module(), func.overloadpacket.__name__
+            for tensor in tree_iter(result):
+                self._describe(module, operator, tensor)
+        return result
+
+    def _current_module(self) -> str:
+        if self._modules:
+            return self._modules[-1]
+        node = torch._C._current_autograd_node()
+        return "" if node is None else self._module_of_node.get(node._sequence_nr(), "")
+
+    def _enter_module(self, name: str) -> None:
+        super()._enter_module(name)
+        self._modules.append(name)
+
+    def _leave_module(self) -> None:
+        super()._leave_module()
+        if self._modules:
+            self._modules.pop()
+
+    def _own_others(self) -> None:
+        super()._own_others()
+        for input_ in self._inputs:
+            self._describe("", "input", input_)
+        self._name_what_is_of_parameters()
+
+    def _own_states(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        super()._own_states(optimizer, *args)
+        self._name_what_is_of_parameters()
+
+    def _name_what_is_of_parameters(self) -> None:
+        """Parameters, buffers, gradients and the optimizer's states: no module allocates them."""
+        optimizer = getattr(self._optimizer, "optim", self._optimizer)  # of a sharded one
+        states = {} if optimizer is None else optimizer.state
+        for name, p in [*self._model.named_parameters(), *self._model.named_buffers()]:
+            for what, tensors in (("", p), ("gradient", p.grad), ("state", states.get(p))):
+                for tensor in tree_iter(tensors):
+                    self._describe(name, what, tensor)
+
+    def _describe(self, module: str, operator: str, tensor: Any) -> None:
+        """Say what an allocation is, unless its module is known."""
+        for storage in storages(tensor):
+            allocation = self._allocations.get(storage._cdata)
+            if allocation is not None and not allocation.module:
+                allocation.dtype, allocation.shape = tensor.dtype, tuple(tensor.shape)
+                allocation.module, allocation.operator = module, operator

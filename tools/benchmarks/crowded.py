@@ -1,0 +1,228 @@
+"""Memory over iterations under a limit that the kernel enforces: plain Detectron2 and d2_memfit.
+
+Mask R-CNN R50-FPN with random weights, two photographs of coins in each iteration. In two of the
+iterations one of them is crowded: 2 x 2 photographs, with all their coins. The limit (RLIMIT_DATA)
+leaves room for the ordinary batches, and for the crowded image alone, not for its batch. Each side
+trains in a process of its own, which reads the memory that counts against the limit every 2 ms.
+
+Writes docs/crowded.jsonl and, from that, docs/crowded.png; --draw measures nothing.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.engine import HookBase, SimpleTrainer
+from detectron2.modeling import build_model
+from detectron2.structures import BitMasks, Boxes, Instances
+
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.config import load_cfg
+from d2_memfit.engine import RecoveryOptions
+from d2_memfit.memory import enforce_budget, is_out_of_memory, process_memory, return_large_blocks
+
+from .common import CONFIG, coins, machine
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SIDES = ("Detectron2", "d2_memfit")
+ITERATIONS = 24
+CROWDED_AT = (12, 20)
+SIZE = (320, 432)  # height and width of a photograph
+THUMBNAIL = (128, 160)
+EXTRA_GB = 1.6  # that training may take beside what the process has before
+SAMPLE_S = 0.002
+BINS = 25  # of an iteration; each keeps the most that was seen in it
+_GB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draw", action="store_true", help="only draw what was measured before")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder for the files")
+
+
+def run(args: argparse.Namespace) -> None:
+    file = args.docs / "crowded.jsonl"
+    if not args.draw:
+        lines = [measure(side) for side in SIDES]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    draw(lines, args.docs / "crowded.png")
+    for line in lines:
+        print(f"{line['side']}: {line['iterations']} iterations, {line['end']}")
+
+
+def measure(side: str) -> dict[str, Any]:
+    """Train one side in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.crowded", side, folder]
+        subprocess.run(command, cwd=Path(__file__).parents[1], check=True)
+        return json.loads((Path(folder) / "line.json").read_text())
+
+
+def train(side: str, folder: Path) -> None:
+    return_large_blocks()
+    torch.manual_seed(0)
+    cfg = load_cfg(CONFIG)
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.MODEL.PIXEL_STD = [300.0, 300.0, 300.0]  # keeps activations of random weights small
+    cfg.INPUT.MASK_FORMAT = "bitmask"
+    model = build_model(cfg)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    with coins(*THUMBNAIL) as (dicts, mapper):  # what a process allocates once comes first
+        SimpleTrainer(model, [[mapper(dicts[0])]], optimizer).train(0, 1)
+    optimizer.zero_grad(set_to_none=True)
+    memory = MemoryOverIterations()
+    with coins(*SIZE) as (dicts, mapper):
+        photographs = [mapper(d) for d in dicts]
+        budget_gb = process_memory().data_bytes / _GB + EXTRA_GB
+        enforce_budget(budget_gb, "cpu")
+        if side == "Detectron2":
+            trainer = SimpleTrainer(model, batches(photographs), optimizer)
+        else:
+            options = RecoveryOptions(output_dir=str(folder))
+            trainer = AccumulatingTrainer(model, batches(photographs), optimizer, recovery=options)
+        trainer.register_hooks([memory])
+        end = "all of them"
+        with memory:
+            try:
+                trainer.train(0, ITERATIONS)
+            except Exception as e:
+                if not is_out_of_memory(e):
+                    raise
+                end = " ".join(str(e).split())
+    record = folder / "memfit_oom.jsonl"
+    events = [json.loads(x) for x in record.read_text().splitlines()] if record.exists() else []
+    line = {
+        "side": side,
+        "machine": machine(),
+        "budget_gb": budget_gb,
+        "iterations": len(memory.ends),
+        "end": end,
+        "events": [{key: event[key] for key in ("iteration", "action")} for event in events],
+        "memory": memory.over_iterations(),
+    }
+    (folder / "line.json").write_text(json.dumps(line))
+
+
+def batches(photographs: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    for i in range(ITERATIONS + 1):  # SimpleTrainer of Detectron2 main asks for one more
+        pair = [photographs[(2 * i + j) % len(photographs)] for j in range(2)]
+        yield [crowd(pair[0]), pair[1]] if i in CROWDED_AT else pair
+
+
+def crowd(photograph: dict[str, Any]) -> dict[str, Any]:
+    """2 x 2 copies of a photograph as one image."""
+    image, instances = photograph["image"], photograph["instances"]
+    height, width = image.shape[1:]
+    everything = Instances((2 * height, 2 * width))
+    boxes, masks = [], []
+    for top in (0, height):
+        for left in (0, width):
+            boxes.append(instances.gt_boxes.tensor + torch.tensor([left, top] * 2))
+            mask = instances.gt_masks.tensor.new_zeros(len(instances), 2 * height, 2 * width)
+            mask[:, top : top + height, left : left + width] = instances.gt_masks.tensor
+            masks.append(mask)
+    everything.gt_boxes = Boxes(torch.cat(boxes))
+    everything.gt_masks = BitMasks(torch.cat(masks))
+    everything.gt_classes = instances.gt_classes.repeat(4)
+    size = {"height": 2 * height, "width": 2 * width}
+    return {**photograph, "image": image.repeat(1, 2, 2), "instances": everything, **size}
+
+
+class MemoryOverIterations(HookBase):
+    """Reads the memory that counts against the limit while it is open as a context.
+
+    Attributes:
+        ends: of the iterations that were completed, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self._start = 0.0
+        self._samples: list[tuple[float, float]] = []
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+        self._thread.start()
+
+    def __exit__(self, *error: Any) -> None:
+        self._is_done.set()
+        self._thread.join()
+
+    def after_step(self) -> None:
+        self.ends.append(time.perf_counter() - self._start)
+
+    def _sample(self) -> None:
+        while not self._is_done.wait(SAMPLE_S):
+            now = time.perf_counter() - self._start
+            self._samples.append((now, process_memory().data_bytes / _GB))
+
+    def over_iterations(self) -> list[list[float]]:
+        """Iterations, with the share of one that has gone by, and the most GB that were seen."""
+        last = self._samples[-1][0]
+        times = [0.0, *self.ends, *([last] if last > self.ends[-1] else [])]
+        most: dict[int, float] = {}
+        iteration = 0
+        for now, gb in self._samples:
+            while iteration + 2 < len(times) and now > times[iteration + 1]:
+                iteration += 1
+            begin, end = times[iteration : iteration + 2]
+            share = min((now - begin) / (end - begin), 1 - 1e-6)
+            bin_ = int((iteration + share) * BINS)
+            most[bin_] = max(most.get(bin_, 0.0), gb)
+        return [[bin_ / BINS, round(gb, 3)] for bin_, gb in sorted(most.items())]
+
+
+def draw(lines: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        len(lines), 1, sharex=True, sharey=True, figsize=(9, 5), layout="constrained"
+    )
+    for axes, line, color in zip(panels, lines, ("#D55E00", "#0072B2")):  # Okabe and Ito
+        x, gb = zip(*line["memory"])
+        axes.fill_between(x, gb, step="post", color=color, alpha=0.25)
+        axes.step(x, gb, where="post", color=color, linewidth=1)
+        axes.axhline(line["budget_gb"], color="black", linestyle="-.")
+        for crowded in CROWDED_AT:
+            axes.axvspan(crowded, crowded + 1, color="#999999", alpha=0.3, linewidth=0)
+        axes.set_title(f"{line['side']}: {what_happens(line)}", loc="left", fontsize=11)
+        axes.set_ylabel("GB")
+        if line["end"] != "all of them":
+            axes.plot(x[-1], gb[-1], marker="X", markersize=13, color="black", zorder=3)
+        for event in line["events"]:
+            text = event["action"].split(" and ")[0]
+            place = {"xytext": (8, 12), "textcoords": "offset points", "va": "bottom"}
+            at = (event["iteration"], line["budget_gb"])
+            axes.annotate(text, at, **place, arrowprops={"arrowstyle": "->"})
+    limit = max(line["budget_gb"] for line in lines)
+    panels[0].set_ylim(0, limit * 1.25)
+    panels[0].set_xlim(0, ITERATIONS)
+    panels[0].annotate(f"the kernel's limit, {limit:.1f} GB", (0.2, limit), va="bottom", fontsize=9)
+    panels[0].annotate("crowded image", (CROWDED_AT[0] + 1.1, 0.1), fontsize=9)
+    panels[-1].set_xlabel("iteration")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def what_happens(line: dict[str, Any]) -> str:
+    if line["end"] == "all of them":
+        return f"trains all {line['iterations']} iterations"
+    return f"ends in iteration {line['iterations']}, out of memory"
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], Path(sys.argv[2]))
