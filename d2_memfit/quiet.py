@@ -22,4 +22,6 @@ def ignore_warnings_of_libraries() -> None:
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
     # "No CUDA runtime is found", where nothing is compiled
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # Of is_fx_tracing, which Detectron2 main imports
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on kernels that it does not need

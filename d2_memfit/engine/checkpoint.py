@@ -60,10 +60,13 @@ class MemfitCheckpointer(DetectionCheckpointer):
             raise CheckpointError(f"cannot save the checkpoint {file} ({error})") from e
         self.path_manager.keeps_all = False
 
-    def begin_run(self) -> None:
+    def begin_run(self, start_iter: int = 0) -> None:
         """Move the checkpoints of an earlier run in the same folder aside, unless it was resumed.
 
         The first save does so too. Call it when no rank reads weights from that folder any more.
+
+        Args:
+            start_iter: of this run, which goes on with another one if it is not 0.
         """
         if self._has_begun or not (self.save_dir and self.save_to_disk):
             return
@@ -71,10 +74,10 @@ class MemfitCheckpointer(DetectionCheckpointer):
         if is_local(self.save_dir):  # of a run that was killed within a save
             for leftover in glob.glob(os.path.join(glob.escape(self.save_dir), "*.pth.tmp")):
                 os.remove(leftover)
-        if self._is_resumed:
+        if self._is_resumed or start_iter > 0:
             return
         last = self.get_checkpoint_file()
-        pattern = r"model_(\d{7,}|final)\.pth"
+        pattern = r"model_(\d{7,}|final|best)\.pth"
         files = [f for f in self._files() if f == last or re.fullmatch(pattern, _name(f))]
         if not files:
             return
@@ -125,6 +128,8 @@ class MemfitCheckpointer(DetectionCheckpointer):
     ) -> dict[str, Any]:
         self._check_exists(path)
         self._loads_all = checkpointables is None
+        if self._loads_all and self.checkpointables and self.save_dir:
+            self._is_resumed |= os.path.dirname(path) == self.save_dir.rstrip("/")
         return super().load(path, checkpointables, **kwargs)
 
     def check(self, path: str, *, resume: bool) -> None:
@@ -192,7 +197,10 @@ class MemfitCheckpointer(DetectionCheckpointer):
             raise CheckpointError(f"the checkpoint {path} does not exist")
 
     def _check_fits(self, file: str, checkpoint: Any) -> None:
-        reason = why_it_does_not_fit_the_run(checkpoint, self.model, self.checkpointables)
+        try:
+            reason = why_it_does_not_fit_the_run(checkpoint, self.model, self.checkpointables)
+        except Exception as e:  # whatever a foreign file has in their places
+            reason = f"its parts are not what they are here ({type(e).__name__}: {e})"
         if reason:
             raise CheckpointError(f"the checkpoint {file} is not one of this job: {reason}")
 

@@ -151,10 +151,16 @@ class MemfitMixin(_Trainer):
         checkpointer = getattr(self, "checkpointer", None)
         if isinstance(checkpointer, MemfitCheckpointer):
             comm.synchronize()  # all ranks have read their weights
-            checkpointer.begin_run()
+            checkpointer.begin_run(self.start_iter)
             if self._stops_on_signals:  # after all other hooks
                 self.register_hooks([StopOnSignals(checkpointer)])
                 self._stops_on_signals = False
+        elif checkpointer is not None:
+            logger.warning(
+                "The trainer's checkpointer is a %s: a crash may break its files, and signals end "
+                "the run without a checkpoint. Make it a d2_memfit.engine.MemfitCheckpointer",
+                type(checkpointer).__name__,
+            )
         super().before_train()
         self._inner.run_state.restore_random_states()
 

@@ -44,29 +44,30 @@ class StopOnSignals(HookBase):
     def __init__(self, checkpointer: MemfitCheckpointer) -> None:
         self._checkpointer = checkpointer
         self._status = 0
+        self._is_interrupted = False
         self._former: dict[int, Any] = {}
         self._training = self._evaluation_key = ""
 
     def before_train(self) -> None:
         inner: Any = getattr(self.trainer, "_trainer", self.trainer)
         inner.stop_signal = inner.agreed_stop_signal = self._status = 0
-        self._inner = inner
+        self._inner, self._is_interrupted = inner, False
         self._training = f"d2_memfit/training {next(_training_numbers)}"
         if threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._former = {n: signal.signal(n, self._note) for n in SIGNALS if _is_free(n)}
             _forks.protected = True
         for hook in self.trainer._hooks:
             if isinstance(hook, hooks.EvalHook):
                 hook._func = _wrapped(self._evaluate, hook._func)
 
     def _note(self, number: int, frame: Any) -> None:
-        if number == signal.SIGINT and self._inner.stop_signal == signal.SIGINT:
-            self._restore_handlers()
-            raise KeyboardInterrupt
-        if not self._inner.stop_signal:
-            self._inner.stop_signal = number
-            if number == signal.SIGINT:  # a logger might be in use
-                os.write(2, b"\nEnding after this iteration. Ctrl-C again ends at once\n")
+        if number == signal.SIGINT:
+            if self._is_interrupted:
+                self._restore_handlers()
+                raise KeyboardInterrupt
+            self._is_interrupted = True  # a logger might be in use
+            os.write(2, b"\nEnding after this iteration. Ctrl-C again ends at once\n")
+        self._inner.stop_signal = self._inner.stop_signal or number
 
     def after_step(self) -> None:
         number = self._inner.agreed_stop_signal
@@ -143,6 +144,16 @@ class StopOnSignals(HookBase):
             number = int(store.compare_set(self._evaluation_key, "", str(number)))
         if number:
             self._leave(number)
+
+
+def _is_free(number: int) -> bool:
+    """Whether nobody has a handler for a signal; submitit has, for one, and means it."""
+    handler = signal.getsignal(number)
+    if handler in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
+        return True
+    name = signal.Signals(number).name
+    logger.warning("%s has a handler already, which is left alone: it does not end the run", name)
+    return False
 
 
 def _wrapped(run: Callable[..., Any], function: Callable[[], Any]) -> Callable[[], Any]:

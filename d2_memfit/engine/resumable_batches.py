@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 import torch
 from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset, _MapIterableDataset
+from detectron2.data.samplers import TrainingSampler
 from torch.utils.data import DataLoader
 
 from .data_layout import Layout, Rest
@@ -53,7 +54,8 @@ class ResumableBatches(Iterator[Any]):
             raise UnknownLoader(f"a {type(loader).__name__}")
         sampler = dataset.sampler
         needed = ("_infinite_indices", "_seed", "_rank", "_world_size")
-        if not dataset.shard_sampler or not all(hasattr(sampler, name) for name in needed):
+        is_known = all(hasattr(sampler, name) for name in needed) and _deals_its_indices(sampler)
+        if not dataset.shard_sampler or not is_known:
             raise UnknownLoader(f"one with a {type(sampler).__name__}")
         self._loader = loader
         self._images = dataset.dataset
@@ -250,6 +252,15 @@ def _grouped(received: _Received, size: int) -> Iterator[Any]:
         gone = set(map(id, group))
         received.taken.waiting = [w for w in received.taken.waiting if id(w.image) not in gone]
         yield group
+
+
+def _deals_its_indices(sampler: Any) -> bool:
+    """Whether a sampler deals ``_infinite_indices`` among the ranks as Detectron2's do, in whatever
+    class that is written.
+    """
+    known = TrainingSampler.__iter__.__code__
+    own = getattr(type(sampler).__iter__, "__code__", None)
+    return own is not None and (own.co_code, own.co_names) == (known.co_code, known.co_names)
 
 
 def _is_there(batch: Any) -> bool:

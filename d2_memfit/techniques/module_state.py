@@ -1,12 +1,19 @@
 """What a forward changes in a module, kept so that it can be put back."""
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -139,6 +146,8 @@ class _Contents:
         elif isinstance(value, (list, deque)):
             self._keep_all(value)
             self.undo.append(_undo_sequence(value))
+        elif isinstance(value, (bytearray, array)):
+            self.undo.append(partial(value.__setitem__, slice(None), value[:]))
         elif isinstance(value, dict):
             self._keep_all(value.values())
             self.undo.append(_undo_entries(value))
@@ -169,11 +178,34 @@ class _Contents:
             self.undo.append(_undo_tensor(tensor))
 
     def _keep_object(self, value: Any) -> None:
+        if type(value).__module__.partition(".")[0] in _NO_STATE_OF:
+            return
         attributes = getattr(value, "__dict__", None)
-        package = type(value).__module__.partition(".")[0]
-        if isinstance(attributes, dict) and package not in _NO_STATE_OF:
+        if isinstance(attributes, dict):
             self._keep_all(attributes.values())
             self.undo.append(_undo_attributes(attributes, dict(attributes), set()))
+        slots = {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
+        if slots:
+            self._keep_all(slots.values())
+            self.undo.append(_undo_slots(value, slots))
+
+
+def _slots(value: Any) -> list[str]:
+    """Attributes of an object that are in no ``__dict__``, set or not."""
+    bases = (vars(base) for base in type(value).__mro__ if "__slots__" in vars(base))
+    members = (item for base in bases for item in base.items())
+    return [name for name, member in members if isinstance(member, MemberDescriptorType)]
+
+
+def _undo_slots(value: Any, kept: dict[str, Any]) -> Undo:
+    def undo() -> None:
+        for name in _slots(value):
+            if name not in kept and hasattr(value, name):
+                object.__delattr__(value, name)
+            elif name in kept and getattr(value, name, None) is not kept[name]:
+                object.__setattr__(value, name, kept[name])
+
+    return undo
 
 
 def _undo_own(part: Any) -> Undo:

@@ -227,6 +227,34 @@ def test_a_run_that_does_not_resume_moves_the_earlier_ones_checkpoints_aside(tmp
     assert not (tmp_path / "earlier_3").exists()
 
 
+def test_a_run_that_goes_on_by_a_load_of_its_own_moves_nothing(tmp_path):
+    saved_run(tmp_path)
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    start_iter = checkpointer.load(str(tmp_path / "model_0000002.pth"))["iteration"] + 1
+    trainer.train(start_iter, start_iter + 1)
+    assert "model_0000003.pth" in names(tmp_path)
+    assert not (tmp_path / "earlier_1").exists()
+
+
+def test_the_best_of_an_earlier_run_is_moved_too(tmp_path):
+    _, checkpointer = saved_run(tmp_path)
+    checkpointer.save("model_best", iteration=1)
+    (tmp_path / "last_checkpoint").write_text("model_0000002.pth")
+    trainer, _ = trainer_of(tmp_path, size=50)
+    trainer.train(0, 1)
+    assert "model_best.pth" in names(tmp_path / "earlier_1")
+
+
+def test_a_foreign_file_in_front_does_not_hide_the_good_ones(tmp_path, log):
+    saved_run(tmp_path)
+    file = tmp_path / "model_0000002.pth"
+    checkpoint = torch.load(file, weights_only=True)
+    checkpoint["trainer"]["optimizer"] = {"state": {}}
+    torch.save(checkpoint, file)
+    assert resumed(tmp_path, size=50)[1] == 1
+    assert "its parts are not what they are here (KeyError: 'param_groups')" in log.text
+
+
 class Elsewhere(NativePathHandler):
     """A store that is not this machine's: elsewhere://x is the file x of a folder."""
 

@@ -69,6 +69,30 @@ def test_a_second_sigint_ends_at_once_without_a_checkpoint(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_ctrl_c_ends_at_once_the_second_time_also_after_another_signal(tmp_path):
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    trainer._hooks.clear()
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGINT)
+    trainer.register_hooks([at(3, *numbers), StopOnSignals(checkpointer)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(0, 10)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_handler_that_is_there_is_left_alone(tmp_path, log):
+    came = []
+    former = signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
+    try:
+        trainer, checkpointer = trainer_of(tmp_path, size=50)
+        trainer.register_hooks([at(3, signal.SIGUSR2), StopOnSignals(checkpointer)])
+        trainer.train(0, 10)
+    finally:
+        signal.signal(signal.SIGUSR2, former)
+    assert came == [signal.SIGUSR2]
+    assert trainer.iter == 10
+    assert "SIGUSR2 has a handler already, which is left alone" in log.text
+
+
 def test_in_the_last_iteration_the_run_ends_as_always(tmp_path):
     trainer, checkpointer = trainer_of(tmp_path, size=50)
     trainer.register_hooks([at(9, signal.SIGTERM), StopOnSignals(checkpointer)])

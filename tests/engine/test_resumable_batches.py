@@ -197,6 +197,9 @@ def test_what_is_not_known_is_named():
     ):
         with pytest.raises(UnknownLoader, match=text):
             ResumableBatches(unknown)
+    loader.dataset.sampler = Repeated(SIZE)  # which has all the attributes of known ones
+    with pytest.raises(UnknownLoader, match="one with a Repeated"):
+        ResumableBatches(loader)
     loader.dataset.sampler = torch.utils.data.SequentialSampler(DICTS)
     with pytest.raises(UnknownLoader, match="one with a SequentialSampler"):
         ResumableBatches(loader)
@@ -217,6 +220,12 @@ def test_an_error_of_the_loader_ends_nothing():
     with pytest.raises(OSError, match="unreadable"):
         [next(batches) for _ in range(9)]
     assert fails_once.calls == 7
+
+
+class Repeated(TrainingSampler):
+    def __iter__(self):
+        for index in super().__iter__():
+            yield from [index] * 3
 
 
 class FailsOnce:

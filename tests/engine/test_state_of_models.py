@@ -3,6 +3,7 @@
 import itertools
 import random
 import weakref
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 
 import numpy as np
@@ -24,6 +25,22 @@ class Meter:
     def change(self):
         self.count += 1
         self.seen.append(self.count)
+
+
+class Slotted:
+    __slots__ = ("count", "later", "seen")
+
+    def __init__(self):
+        self.count = 0
+        self.seen = []
+
+    def change(self):
+        self.count += 1
+        self.seen.append(self.count)
+        self.later = 1
+
+    def __str__(self):
+        return f"{self.count} {self.seen} {hasattr(self, 'later')}"
 
 
 class Model(torch.nn.Module):
@@ -94,6 +111,9 @@ KINDS = {
         lambda m: setattr(m, "cache", []),
         lambda m: hasattr(m, "cache"),
     ),
+    "slots": (Slotted(), lambda m: m.state.change(), lambda m: str(m.state)),
+    "bytearray": (bytearray(2), lambda m: m.state.append(1), lambda m: m.state),
+    "array of Python": (array("f", [1]), lambda m: m.state.append(2), lambda m: m.state),
     "array": (np.zeros(2), lambda m: np.add(m.state, 1, out=m.state), lambda m: m.state),
     "tensor": (torch.zeros(2), lambda m: m.state.add_(1), lambda m: m.state),
     "other tensor": (
