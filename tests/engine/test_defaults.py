@@ -81,18 +81,18 @@ class SignalledTrainer(FixedTrainer):
 
 
 def test_a_signal_ends_the_run_with_a_checkpoint_unless_the_key_is_false(cfg, tmp_path):
+    with pytest.raises(SystemExit) as e:
+        train(SignalledTrainer, cfg)
+    assert e.value.code == 140
+    assert (tmp_path / "output" / "last_checkpoint").read_text() == "model_0000001.pth"
     received = []
     former = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
     try:
-        with pytest.raises(SystemExit) as e:
-            train(SignalledTrainer, cfg)
-        assert (e.value.code, received) == (140, [])
-        assert (tmp_path / "output" / "last_checkpoint").read_text() == "model_0000001.pth"
         cfg.OUTPUT_DIR, cfg.MEMFIT.STOP_ON_SIGNALS = str(tmp_path / "goes_on"), False
         assert train(SignalledTrainer, cfg).iter == cfg.SOLVER.MAX_ITER
-        assert received == [signal.SIGUSR2]
     finally:
         signal.signal(signal.SIGUSR2, former)
+    assert received == [signal.SIGUSR2]
 
 
 def copy_of(cfg, **solver):

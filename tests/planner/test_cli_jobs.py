@@ -56,6 +56,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "tiny.yaml").write_text(tiny_cfg("faster_rcnn").dump())
     (tmp_path / "lazy.py").write_text(LAZY)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "project_of_test", raising=False)
     return tmp_path
 
