@@ -4,9 +4,10 @@
     tools/make_presets.py [NAME ...]        such as COCO-Detection/retinanet_R_50_FPN_3x
     tools/make_presets.py --transformers [NAME ...]                     such as rf_detr_nano
 
-For each model and each card that it makes sense on, the plan of one GPU: the recipe's 16 images in
-each iteration, with exact techniques and mixed precision. A few minutes on two cores for all of the
-zoo. Those of projects/Transformers are made with --transformers, and take some minutes each.
+For each model and each card that it makes sense on, two plans of one GPU, with the recipe's 16
+images in each iteration: the fastest exact one, and, if it is faster, the fastest one with mixed
+precision ("_amp"). Half an hour on two cores for all of the zoo. Those of projects/Transformers are
+made with --transformers, and take some minutes each.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from d2_memfit.presets import budget_of_preset
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
-TIERS = ["exact", "precision"]  # the second only where the first does not do
+TIERS = {"": ["exact"], "_amp": ["exact", "precision"]}  # by the ending of a preset's name
 
 # By the size of the backbone: below it does not fit or is all that fits, above a larger one does.
 CARDS = {
@@ -78,29 +79,31 @@ def transformers_job(model: str) -> Job:
 
 
 def presets(job: Job, cards: Sequence[str], file: str) -> Iterator[tuple[str, Plan]]:
-    """Plans of those cards that the model fits on with other settings than on the card before, and
-    of those that have a preset already: a name that is in use stays.
+    """Plans by the end of their preset's name, such as "6GB" and "6GB_amp".
 
-    None that would need bitsandbytes, which not everybody has.
+    Left out are cards on which the model fits with the settings of the card before, but for names
+    that are in use; plans with AMP that are no faster than the exact one; and those that need
+    bitsandbytes, which not everybody has.
 
     Args:
-        file: of a preset, with "{}" for its card.
+        file: of a preset, with "{}" for the end of its name.
     """
     planner = Planner(job, DeviceModel.load("cuda"))
-    before = None
+    before: dict[str, dict[str, Any]] = {}
     for card in cards:
-        plan = planner.plan(budget_of_preset(card), TIERS[:1])
-        if not plan.fits:
-            plan = planner.plan(budget_of_preset(card), TIERS)
-        settings = {k: v for k, v in plan.settings.items() if k != "MEMFIT.BUDGET_GB"}
-        is_new = settings != before or Path(file.format(card)).exists()
-        if plan.fits and is_new and "MEMFIT.OPTIMIZER.STATES_8BIT" not in settings:
-            before = settings
-            yield card, plan
+        for ending, tiers in TIERS.items():
+            name, plan = card + ending, planner.plan(budget_of_preset(card), tiers)
+            settings = {k: v for k, v in plan.settings.items() if k != "MEMFIT.BUDGET_GB"}
+            is_new = settings != before.get(ending) or Path(file.format(name)).exists()
+            is_exact = all(step.tier == "exact" for step in plan.steps)
+            needs_more = "MEMFIT.OPTIMIZER.STATES_8BIT" in settings
+            if plan.fits and is_new and is_exact == (ending == "") and not needs_more:
+                before[ending] = settings
+                yield name, plan
 
 
-def preset_text(model: str, card: str, plan: Plan) -> str:
-    estimate = plan.estimate
+def preset_text(model: str, name: str, plan: Plan) -> str:
+    estimate, card = plan.estimate, name.split("_")[0]
     images = estimate.images_per_gpu * estimate.accumulation_steps
     lines = [
         f"# {Path(model).name} on one GPU of {card}: {images} images in each "
@@ -132,14 +135,14 @@ def _yaml_lines(tree: dict[str, Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}{key}: {text}"
 
 
-def preset_row(model: str, card: str, plan: Plan) -> list[str]:
+def preset_row(model: str, name: str, plan: Plan) -> list[str]:
     estimate = plan.estimate
     tiers = sorted({s.tier for s in plan.steps})
     techniques = [s.name for s in plan.steps if s.name != "smaller micro-batches"]
     windows = estimate.images_per_gpu * estimate.accumulation_steps
     steps = -(-windows // estimate.images_per_micro_batch)
     return [
-        f"{model}_{card}.yaml",
+        f"{model}_{name}.yaml",
         ", ".join(tiers) or "none",
         ", ".join(techniques) or "none",
         f"{estimate.images_per_micro_batch} x {steps}",
@@ -153,11 +156,23 @@ HEADER = ["config", "tiers", "techniques", "images x steps", "estimated GB", "me
 
 INTRODUCTION = """# Memory zoo
 
-One row for each preset in `configs/`, for one GPU. Every iteration has the 16 images of the recipe:
-so many at a time x so many micro-batches. Estimated is what the process takes of the device at
-most, context and evaluation included, by `d2-memfit estimate` for the device family `cuda`; of it,
-what a job may take of a card of that size. Time is that of an iteration, predicted, against the
-config without the plan. Nothing is measured on a GPU yet.
+This page lists the presets in `configs/`, each a plan for one GPU. Train with one by its name:
+
+```bash
+python tools/train_net.py --config-file COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x_6GB
+```
+
+Every iteration has the 16 images of the recipe. A name that ends in `GB` is the fastest exact plan;
+one that ends in `GB_amp` uses mixed precision, and is there where that is faster.
+
+| column | meaning |
+|:-------|:--------|
+| images x steps | images per micro-batch x micro-batches per iteration |
+| estimated GB | the peak of the process on the device, with context and evaluation, of what a job may take of a card of that size |
+| time x | predicted time of an iteration, divided by that of the config without the plan |
+
+The estimates are those of `d2-memfit estimate` for the device family `cuda`. Nothing is measured on
+a GPU yet.
 
 Written by `python tools/make_presets.py`.
 
@@ -183,9 +198,9 @@ def main() -> None:
     for model in args.names or models:
         cards = next((cards for part, cards in CARDS.items() if part in model), ALL_CARDS)
         file = str(folder / f"{model}_{{}}.yaml")
-        for card, plan in presets(make_job(model), cards, file):
-            Path(file.format(card)).write_text(preset_text(model, card, plan))
-            rows.append(preset_row(model, card, plan))
+        for name, plan in presets(make_job(model), cards, file):
+            Path(file.format(name)).write_text(preset_text(model, name, plan))
+            rows.append(preset_row(model, name, plan))
             print("  ".join(map(str, rows[-1])), file=sys.stderr, flush=True)
     if not args.names and not args.transformers:
         table = tabulate(rows, HEADER, tablefmt="pipe", disable_numparse=True)
