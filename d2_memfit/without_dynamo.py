@@ -51,7 +51,7 @@ class _StandIn(ModuleType):
         if name == "__path__" and self.__name__ == _NAME:  # asked by who imports a part of it
             return _folders()
         if name.startswith("__"):
-            raise AttributeError(name)
+            raise AttributeError(f"module {self.__name__} has no attribute {name}")
         return getattr(_real(self.__name__), name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -168,11 +168,11 @@ one that ends in `GB_amp` uses mixed precision, and is there where that is faste
 | column | meaning |
 |:-------|:--------|
 | images x steps | images per micro-batch x micro-batches per iteration |
-| estimated GB | the peak of the process on the device, with context and evaluation, of what a job may take of a card of that size |
+| estimated GB | peak of the process on the device, of what a job may take of such a card |
 | time x | predicted time of an iteration, divided by that of the config without the plan |
 
-The estimates are those of `d2-memfit estimate` for the device family `cuda`. Nothing is measured on
-a GPU yet.
+The estimates are those of `d2-memfit estimate` for the device family `cuda`. They include the
+context and evaluation. Nothing is measured on a GPU yet.
 
 Written by `python tools/make_presets.py`.
 

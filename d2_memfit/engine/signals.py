@@ -16,6 +16,8 @@ __all__ = ["SIGNALS", "leave_signals_to_parent", "signals_passed_on"]
 
 SIGNALS = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGUSR2") if hasattr(signal, n)]
 
+_LOOK_FOR_PARENT_S = 5
+
 
 @contextmanager
 def signals_passed_on() -> Iterator[None]:
@@ -61,7 +63,7 @@ def signals_passed_on() -> Iterator[None]:
 
 def leave_signals_to_parent() -> None:
     """In a worker: take no notice of signals that all processes of a job get. It ends when the
-    process that started it asks.
+    process that started it asks, or is gone.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -70,6 +72,13 @@ def leave_signals_to_parent() -> None:
 
 
 def _end_with_parent() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
+    """PyTorch's workers end without their parent, too, but for those whose last batches no one has
+    taken: each waits for a reader, and its siblings hold the pipe open.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    while os.getppid() == parent.pid:
+        received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_FOR_PARENT_S)
+        if received is not None and received.si_pid == parent.pid:
+            break
     os._exit(0)

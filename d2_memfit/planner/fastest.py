@@ -54,7 +54,7 @@ class Fastest:
             found = self._with_recipes((*exact, *precision), least)
         if found is None:
             return None
-        blockwise = self._helpful(name for name in BLOCKWISE if name in exact)
+        blockwise = [name for name in BLOCKWISE if name in exact]
         sizes = [n for n in self._sizes() if n >= least]
         return with_best_blocks(self._trials, found, sizes, blockwise)
 
@@ -187,9 +187,11 @@ class Fastest:
         return y2 + (y1 - y2) / (x1 - x2) * (num_images - x2)
 
     def _seconds_with(self, names: _Names, num_images: int) -> float:
-        """Of an iteration: so much for each image, and so much for each micro-batch."""
-        one, two = (self._dry_job(names, n).seconds() for n in (1, 2))
-        return one + 2 * (two - one) * (1 - 1 / num_images)
+        for size in (1, 2):
+            self._dry_job(names, size)
+        seconds = self._trials.interpolated_seconds(names, num_images)
+        assert seconds is not None
+        return seconds
 
     def _added_seconds(self, name: str) -> float:
         """What a technique adds to an iteration, alone."""

@@ -45,7 +45,8 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _answers.clear()
         _answers[key] = answer
     if isinstance(answer, _Refusal):
-        raise RuntimeError(answer)
+        text = str(answer)
+        raise RuntimeError(text)
     return answer
 
 

@@ -22,14 +22,15 @@ def with_best_blocks(
 
     Args:
         sizes: of micro-batches that may be used.
-        allowed: techniques that may be used, of ``BLOCKWISE``.
+        allowed: techniques that may be used, of ``BLOCKWISE``, if they change something.
     """
     best, best_seconds = choice, trials.dry_job(choice).seconds()
     ordered = sorted(sizes)
     if not allowed or (choice.num_images == ordered[-1] and not _blocks_in(choice)):
         return choice
     larger = [n for n in ordered if n >= choice.num_images]
-    smaller = [n for n in reversed(ordered) if n < choice.num_images]
+    # Without blocks, smaller micro-batches are only slower.
+    smaller = [n for n in reversed(ordered) if n < choice.num_images and _blocks_in(choice)]
     for tried in (larger, smaller):
         for num_images in tried:
             found = _fastest_blocks(trials, choice, num_images, allowed, best_seconds)
@@ -50,10 +51,12 @@ def _fastest_blocks(
     """None if none fits that takes less than so many seconds."""
     names = [name for name in choice.names if name not in BLOCKWISE]
     plain = choice_of(names, num_images)
-    if not trials.runs(plain):
+    likely_s = trials.interpolated_seconds(names, num_images)
+    if (likely_s is not None and likely_s >= _WORTH_IT * seconds) or not trials.runs(plain):
         return None
     dry_job = trials.dry_job(plain)
     blocks = blocks_of(dry_job.training, trials.device)
+    allowed = [name for name in allowed if trials.helps(name)]
     # What the timeline's tensors lack: context, workspaces, rounding, and errors of the model.
     others = dry_job.training_bytes() - blocks.bytes_at.max()
     best: Optional[Choice] = None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from detectron2.layers import NaiveSyncBatchNorm
 from torch import nn
@@ -147,6 +147,15 @@ class Trials:
         """Images in the micro-batches of dry runs with these techniques."""
         names = choice_of(names, 1).names
         return [choice.num_images for choice in self._dry_jobs if choice.names == names]
+
+    def interpolated_seconds(self, names: Iterable[str], num_images: int) -> Optional[float]:
+        """Of an iteration, without a dry run: so much for each image, and so much for each
+        micro-batch. None if micro-batches of one and of two images were not tried.
+        """
+        if not {1, 2} <= set(self.tried(names)):
+            return None
+        one, two = (self.dry_job(choice_of(names, n)).seconds() for n in (1, 2))
+        return one + 2 * (two - one) * (1 - 1 / num_images)
 
     def fits(self, choice: Choice) -> bool:
         return self.runs(choice) and self.dry_job(choice).fits(self.limit_bytes)

@@ -1,6 +1,5 @@
 """Windows cut by predicted bytes: the cuts, their gradients, ranks, and what fails nevertheless."""
 
-import logging
 import random
 
 import pytest
@@ -87,10 +86,9 @@ def test_padding_is_that_of_the_model():
     assert Padding.of(square).pixels(33, 64) == 1024**2
 
 
-def test_where_nothing_fits_each_image_goes_alone_and_a_warning_says_so(caplog):
-    with caplog.at_level(logging.WARNING, "d2_memfit"):
-        cut = cutter(50)
-    assert "so each image goes through the model alone" in caplog.text
+def test_where_nothing_fits_each_image_goes_alone_and_a_warning_says_so(log):
+    cut = cutter(50)
+    assert "so each image goes through the model alone" in log.text
     assert [len(part) for part in cut.cut([image(5, 5)] * 3)] == [1, 1, 1]
 
 

@@ -8,6 +8,7 @@ import torch
 from detectron2.structures import Boxes, Instances
 from torch import nn
 
+from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.dry_run import DryRun, WithoutValues
 from d2_memfit.planner.worst_outputs import worst_detections
 
@@ -59,7 +60,7 @@ def evaluate(prior, note=lambda line: None, build=WithoutValues):
 @pytest.mark.parametrize(("prior", "detections"), [(0.01, 0), (0.5, 10)])
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(prior, detections, monkeypatch):
     peak, num = evaluate(prior)
-    monkeypatch.setattr(DryRun, "_call", lambda self, func, args, kwargs: func(*args, **kwargs))
+    monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
     expected, num_computed = evaluate(prior, build=nullcontext)
     assert num == num_computed == detections
     assert peak == pytest.approx(expected, rel=0.001)
