@@ -30,6 +30,8 @@ TIERS = {"": ["exact"], "_amp": ["exact", "precision"]}  # by the ending of a pr
 
 # By the size of the backbone: below it does not fit or is all that fits, above a larger one does.
 CARDS = {
+    "mobilenet": ("4GB",),
+    "shufflenet": ("4GB",),
     "R_18": ("4GB", "6GB"),
     "R_50": ("4GB", "6GB", "8GB", "12GB", "16GB"),
     "R_101": ("4GB", "6GB", "8GB", "12GB", "16GB", "24GB"),
@@ -37,6 +39,8 @@ CARDS = {
 }
 
 MODELS = (
+    "COCO-Detection/faster_rcnn_mobilenet_v3_large_FPN_3x",
+    "COCO-Detection/faster_rcnn_shufflenet_v2_x1_0_FPN_3x",
     "COCO-Detection/faster_rcnn_R_18_FPN_3x",
     "COCO-Detection/faster_rcnn_R_50_FPN_3x",
     "COCO-Detection/faster_rcnn_R_101_FPN_3x",
@@ -44,6 +48,8 @@ MODELS = (
     "COCO-Detection/retinanet_R_18_FPN_3x",
     "COCO-Detection/retinanet_R_50_FPN_3x",
     "COCO-Detection/retinanet_R_101_FPN_3x",
+    "COCO-InstanceSegmentation/mask_rcnn_mobilenet_v3_large_FPN_3x",
+    "COCO-InstanceSegmentation/mask_rcnn_shufflenet_v2_x1_0_FPN_3x",
     "COCO-InstanceSegmentation/mask_rcnn_R_18_FPN_3x",
     "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x",
     "COCO-InstanceSegmentation/mask_rcnn_R_101_FPN_3x",

@@ -68,17 +68,15 @@ def leave_signals_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """PyTorch's workers end without their parent, too, but for those whose last batches no one has
     taken: each waits for a reader, and its siblings hold the pipe open.
     """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    while os.getppid() == parent.pid:
+    while os.getppid() == parent:
         received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_FOR_PARENT_S)
-        if received is not None and received.si_pid == parent.pid:
+        if received is not None and received.si_pid == parent:
             break
     os._exit(0)

@@ -7,14 +7,16 @@ from d2_memfit.config import check_config, load_cfg
 from d2_memfit.config_files import detectron2_zoo
 from d2_memfit.presets import PRESETS
 
-NAMES = [n for n in model_zoo.list_configs() if n.endswith("GB.yaml")]
+NAMES = [n for n in model_zoo.list_configs() if n.endswith(("GB.yaml", "GB_amp.yaml"))]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_keeps_the_recipe(name):
     cfg = model_zoo.get_config(name)
     check_config(cfg)
-    base, card = name[: -len(".yaml")].rsplit("_", 1)
+    stem = name[: -len(".yaml")]
+    base, card = stem[: -len("_amp")].rsplit("_", 1) if cfg.SOLVER.AMP.ENABLED else stem.rsplit("_", 1)
+    assert cfg.SOLVER.AMP.ENABLED == stem.endswith("_amp")
     assert card == cfg.MEMFIT.PRESET
     assert card in PRESETS
     recipe = model_zoo.get_config(f"{base}.yaml")
@@ -27,8 +29,8 @@ def test_a_preset_keeps_the_recipe(name):
 @pytest.mark.parametrize("model", make_presets.MODELS)
 def test_recipes_are_those_of_detectron2(model):
     in_zoo = model.replace("COCO-InstanceSegmentation/cascade", "Misc/cascade")
-    if "R_18" in model:
-        pytest.skip("Detectron2 has no ResNet-18")
+    if any(backbone in model for backbone in ("R_18", "mobilenet", "shufflenet")):
+        pytest.skip("Detectron2's zoo has no such backbone")
     ours = model_zoo.get_config(f"{model}.yaml")
     assert ours.dump() == load_cfg(str(detectron2_zoo() / f"{in_zoo}.yaml")).dump()
 
@@ -39,23 +41,27 @@ def test_recipes_are_those_of_detectron2(model):
     [
         ("COCO-Detection/faster_rcnn_R_50_FPN_3x", "6GB"),
         ("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x", "4GB"),
+        ("COCO-InstanceSegmentation/mask_rcnn_shufflenet_v2_x1_0_FPN_3x", "4GB"),
     ],
 )
 def test_a_preset_is_what_its_plan_says(model, card):
     file = str(make_presets.CONFIGS / f"{model}_{{}}.yaml")
-    ((_, plan),) = make_presets.presets(make_presets.zoo_job(model), [card], file)
-    text = (make_presets.CONFIGS / f"{model}_{card}.yaml").read_text()
-    assert make_presets.preset_text(model, card, plan) == text
-    cells = make_presets.preset_row(model, card, plan)
-    assert [str(cell) for cell in cells] == documented()[f"{model}_{card}.yaml"]
-    of_preset = estimate_memory(model_zoo.get_config(f"{model}_{card}.yaml"), device="cuda")
-    assert of_preset.device_total_gb == plan.estimate.device_total_gb
+    plans = dict(make_presets.presets(make_presets.zoo_job(model), [card], file))
+    assert list(plans) == [card, f"{card}_amp"]
+    assert plans[f"{card}_amp"].time_factor < 0.7 * plans[card].time_factor
+    for name, plan in plans.items():
+        text = (make_presets.CONFIGS / f"{model}_{name}.yaml").read_text()
+        assert make_presets.preset_text(model, name, plan) == text
+        cells = make_presets.preset_row(model, name, plan)
+        assert [str(cell) for cell in cells] == documented()[f"{model}_{name}.yaml"]
+        of_preset = estimate_memory(model_zoo.get_config(f"{model}_{name}.yaml"), device="cuda")
+        assert of_preset.device_total_gb == plan.estimate.device_total_gb
 
 
 def documented():
     """Rows of docs/MEMORY_ZOO.md, by config."""
     lines = (ROOT / "docs" / "MEMORY_ZOO.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "GB.yaml" in line]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| COCO-")]
     return {row[0]: row for row in rows}
 
 
