@@ -150,12 +150,12 @@ def _ask(args: argparse.Namespace) -> None:
     if args.command == "estimate":
         dry_job = run_dry(job, args.device, args.probe, evaluates)
         estimate = dry_job.estimate(dry_job.limit_bytes)
-        print(_json(estimate) if args.json else describe_estimate(estimate))
         if args.timeline is not None:
             dry_job.training.write_csv(args.timeline)
         if args.html is not None:
             draw_estimate(dry_job, args.html, _say)
         _write_snapshot(dry_job, args.snapshot)
+        print(_json(estimate) if args.json else describe_estimate(estimate))
         return
     if job.budget_gb is None:
         raise ConfigError(
@@ -172,15 +172,16 @@ def _ask(args: argparse.Namespace) -> None:
         evaluates=evaluates,
         cost_model=args.cost_model or job.cfg.MEMFIT.PLAN.COST_MODEL,
     )
-    print(_json(plan) if args.json else describe_plan(plan))
+    # Files first: who reads what is printed may end early.
     if args.html is not None or args.snapshot is not None:
         _draw_plan(args, job, plan)
-    if not plan.fits:
-        sys.exit(_DOES_NOT_FIT)
-    if args.output is not None:
+    if args.output is not None and plan.fits:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
         write_whole(args.output, text or planned_yaml(cfg, plan))
+    print(_json(plan) if args.json else describe_plan(plan))
+    if not plan.fits:
+        sys.exit(_DOES_NOT_FIT)
 
 
 def _draw_plan(args: argparse.Namespace, job: Job, plan: Plan) -> None:
