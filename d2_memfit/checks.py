@@ -15,7 +15,7 @@ __all__ = [
     "check_positive_int",
     "check_positive_number",
     "check_strings",
-    "near",
+    "did_you_mean",
 ]
 
 
@@ -58,7 +58,7 @@ def check_strings(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be a list of names, got {value!r}")
 
 
-def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """What to add to an error about an unknown name: " (near: ...)", or nothing."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
     return f" (near: {', '.join(matches)})" if matches else ""

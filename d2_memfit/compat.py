@@ -85,7 +85,7 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def default_trainer_parts(
+def patched_default_trainer(
     create_trainer: Callable[..., Any],
     create_checkpointer: Callable[..., Any],
     ddp_options: dict[str, Any],

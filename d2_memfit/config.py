@@ -16,7 +16,7 @@ from .checks import (
     check_int,
     check_positive_int,
     check_strings,
-    near,
+    did_you_mean,
 )
 from .config_files import find_config_file
 from .config_keys import default_keys, keys_of
@@ -267,7 +267,7 @@ def _explained(cfg: CN, where: str = "") -> Iterator[None]:
 
 
 def _no_such_key(key: str, cfg: CN) -> str:
-    return f"there is no config key {key}{near(key, sorted(set(keys_of(cfg)) - {key}))}"
+    return f"there is no config key {key}{did_you_mean(key, sorted(set(keys_of(cfg)) - {key}))}"
 
 
 def _add_missing(cfg: CN, defaults: CN) -> None:

@@ -12,7 +12,7 @@ from detectron2.modeling.roi_heads.keypoint_head import ROI_KEYPOINT_HEAD_REGIST
 from detectron2.modeling.roi_heads.mask_head import ROI_MASK_HEAD_REGISTRY
 from fvcore.common.registry import Registry
 
-from .checks import check_choice, check_int, check_positive_number, near
+from .checks import check_choice, check_int, check_positive_number, did_you_mean
 from .data import shorter_sides
 from .errors import ConfigError
 
@@ -121,8 +121,9 @@ def _check_registered(prefix: str, node: CfgNode, key: str, registry: Registry) 
     name = node[key]
     if name not in registry:
         known = [registered for registered, _ in registry]
+        hint = did_you_mean(str(name), known, cutoff=0.4)
         raise ConfigError(
-            f"{prefix}.{key} {name!r} is not registered{near(str(name), known, cutoff=0.4)}. This "
+            f"{prefix}.{key} {name!r} is not registered{hint}. This "
             "command knows those of Detectron2; a project's own are known to its own script"
         )
 

@@ -18,8 +18,8 @@ from pycocotools.cocoeval import COCOeval
 
 from .coco_matches import CocoMatches
 from .errors import ConfigError
+from .patching import replaced_functions
 from .spilled_predictions import SpilledPredictions, save_as_list
-from .techniques.modules import replaced_functions
 
 __all__ = ["predictions_on_disk"]
 

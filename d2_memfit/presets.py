@@ -5,7 +5,7 @@ from typing import Optional
 from detectron2.config import CfgNode
 
 from . import compat
-from .checks import near
+from .checks import did_you_mean
 from .errors import ConfigError
 from .memory import auto_budget_gb
 from .techniques.host_budget import workers_bytes
@@ -47,7 +47,7 @@ def budget_of_preset(name: str) -> float:
     """
     if name not in PRESETS:
         raise ConfigError(
-            f"there is no preset {name!r}{near(str(name), PRESETS)}. There are "
+            f"there is no preset {name!r}{did_you_mean(str(name), PRESETS)}. There are "
             f"{', '.join(PRESETS)}; for another size, MEMFIT.BUDGET_GB takes any number"
         )
     return PRESETS[name]

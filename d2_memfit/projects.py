@@ -11,7 +11,7 @@ from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY
 from fvcore.common.registry import Registry
 
-from .checks import near
+from .checks import did_you_mean
 from .errors import ConfigError
 
 __all__ = ["add_project_options", "find_function", "own_registry"]
@@ -65,7 +65,7 @@ def find_function(name: str, option: str = "--project") -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(
             f"{option} {name}: {module_name} has no {what.lower()} {function_name!r}"
-            f"{near(function_name, dir(module))}"
+            f"{did_you_mean(function_name, dir(module))}"
         )
     return function
 

@@ -43,7 +43,7 @@ def main(family, kind, extra_mb, output_dir):
     loader = [images(BATCH, first=BATCH * i, size=SIZE) for i in range(ITERATIONS + 1)]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     # What the first step of a process allocates once, and momentum, is there before the limit.
-    iterate(AccumulatingTrainer(model, loader[-1:], optimizer, images_per_micro_batch=1))
+    iterate(AccumulatingTrainer(model, loader[-1:], optimizer, micro_batch_size=1))
     optimizer.zero_grad(set_to_none=True)
     if extra_mb:
         enforce_budget((process_memory().data_bytes / 2**20 + extra_mb) / 2**10, "cpu")

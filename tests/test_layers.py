@@ -10,8 +10,8 @@ UPPER = {"engine", "planner"}
 DOORS = {"cli", "doctor", "job_options", "measure", "train"}
 GROUND = [
     *("memory", "techniques", "report", "data"),
-    *("backbones.py", "config.py", "config_keys.py", "cost_model.py", "geometry.py"),
-    *("precision.py", "presets.py", "scaling.py"),
+    *("backbones.py", "config.py", "config_keys.py", "cost_model.py", "deprecation.py"),
+    *("geometry.py", "patching.py", "precision.py", "presets.py", "scaling.py"),
 ]
 MAX_LINES = 300
 

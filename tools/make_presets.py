@@ -114,7 +114,7 @@ def preset_text(model: str, name: str, plan: Plan) -> str:
     lines = [
         f"# {Path(model).name} on one GPU of {card}: {images} images in each "
         f"iteration, as in the recipe,",
-        f"# {estimate.images_per_micro_batch} at a time. Estimated at "
+        f"# {estimate.micro_batch_size} at a time. Estimated at "
         f"{estimate.device_total_gb:.1f} of {plan.budget_gb:g} GB.",
         "# Written by tools/make_presets.py.",
         f'_BASE_: "{Path(model).name}.yaml"',
@@ -146,12 +146,12 @@ def preset_row(model: str, name: str, plan: Plan) -> list[str]:
     tiers = sorted({s.tier for s in plan.steps})
     techniques = [s.name for s in plan.steps if s.name != "smaller micro-batches"]
     windows = estimate.images_per_gpu * estimate.accumulation_steps
-    steps = -(-windows // estimate.images_per_micro_batch)
+    steps = -(-windows // estimate.micro_batch_size)
     return [
         f"{model}_{name}.yaml",
         ", ".join(tiers) or "none",
         ", ".join(techniques) or "none",
-        f"{estimate.images_per_micro_batch} x {steps}",
+        f"{estimate.micro_batch_size} x {steps}",
         f"{estimate.device_total_gb:.2f} of {plan.budget_gb:g}",
         "not yet",
         f"{plan.time_factor:.2f}",

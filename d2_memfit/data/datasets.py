@@ -9,7 +9,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
 from detectron2.utils.file_io import PathManager
 
-from ..checks import near
+from ..checks import did_you_mean
 from ..errors import ConfigError, DataError
 from .coco_file import keypoint_names, read_json
 
@@ -73,7 +73,7 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
             if name not in DatasetCatalog:
                 raise ConfigError(
                     f"{key} names {name!r}, and there is no such dataset"
-                    f"{near(name, DatasetCatalog.list())}. Register it, for example with "
+                    f"{did_you_mean(name, DatasetCatalog.list())}. Register it, for example with "
                     "--coco NAME JSON IMAGE_DIR"
                 )
             json_file = MetadataCatalog.get(name).get("json_file")

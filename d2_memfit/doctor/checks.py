@@ -25,8 +25,7 @@ from ..memory import TensorMeter
 from ..planner import steps
 from ..planner.device_model import DeviceModel
 from ..planner.dry_job import DryJob
-from ..planner.explain import explained
-from ..planner.order import NOT_PLANNED
+from ..planner.explain import one_line_errors
 from ..techniques import TECHNIQUES, get_technique
 from .patient import Patient
 
@@ -276,11 +275,11 @@ def usable_techniques(patient: Patient) -> str:
     left_out: list[str] = []
     plain = _kinds(patient.job)
     for name, technique in sorted(TECHNIQUES):
-        if technique.tier == "recipe" or name in NOT_PLANNED:
+        if technique.tier == "recipe" or not technique.planned:
             continue
         try:
-            settings = get_technique(name).settings(patient.job.cfg)
-            with explained():
+            settings = get_technique(name).enabling_settings(patient.job.cfg)
+            with one_line_errors():
                 changed = _kinds(patient.job.with_settings(settings)) != plain
             if changed or technique.part not in ("model", "optimizer"):
                 apply.append(name)

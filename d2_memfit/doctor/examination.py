@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import MemfitError
 from ..job import Job
-from ..planner.explain import explained
+from ..planner.explain import one_line_errors
 from . import checks
 from .patient import Patient
 
@@ -75,7 +75,7 @@ def _assumed(job: Job) -> str:
 
 def _found(what: str, check: Callable[..., str], *args: Any) -> Finding:
     try:
-        with explained():
+        with one_line_errors():
             try:
                 return Finding(what, True, check(*args))
             except checks.Unwell as e:

@@ -76,7 +76,7 @@ class Patient:
                 [self.batch() for _ in range(iterations)],
                 optimizer,
                 precision=Precision("fp32", "cpu"),
-                images_per_micro_batch=micro_batch_size,
+                micro_batch_size=micro_batch_size,
                 recovery=RecoveryOptions() if fail_at else None,
             )
             if fail_at:

@@ -48,7 +48,7 @@ def build_trainer(
         optimizer,
         accumulation_steps=job.geometry.accumulation_steps,
         precision=job.precision(),
-        images_per_micro_batch=job.geometry.micro_batch_size,
+        micro_batch_size=job.geometry.micro_batch_size,
         cost_model=CostModel.from_cfg(job.cfg),
         recovery=job.recovery,
         normalizers=job.normalizers,

@@ -81,7 +81,7 @@ class MemfitMixin(_Trainer):
         options: dict[str, Any] = {
             "accumulation_steps": job.geometry.accumulation_steps,
             "precision": job.precision(),
-            "images_per_micro_batch": job.geometry.micro_batch_size,
+            "micro_batch_size": job.geometry.micro_batch_size,
             "cost_model": CostModel.from_cfg(job.cfg),
             "recovery": job.recovery,
             "normalizers": job.normalizers,
@@ -93,7 +93,7 @@ class MemfitMixin(_Trainer):
         enforce_budget(job.budget_gb, cfg.MODEL.DEVICE)
         self._apply_techniques_when_built(cfg)
         ddp_options = apply_techniques("ddp", {}, cfg)
-        with compat.default_trainer_parts(create_trainer, MemfitCheckpointer, ddp_options):
+        with compat.patched_default_trainer(create_trainer, MemfitCheckpointer, ddp_options):
             super().__init__(cfg, *args, **kwargs)
         inner = self._inner
         if not isinstance(inner, AccumulatingTrainer):

@@ -43,7 +43,7 @@ class Escalation:
         hard = self._hard.get(id(_image(data)))
         return hard is not None and hard.failures >= 2
 
-    def ease(self, data: Any, window: Window) -> str:
+    def next_action(self, data: Any, window: Window) -> str:
         """Take the next step about a micro-batch of one image, which was put back.
 
         Returns:

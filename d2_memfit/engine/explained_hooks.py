@@ -50,7 +50,7 @@ def _explained(trainer: Any) -> Iterator[None]:
         )
         if recovery is None:
             raise
-        with recovery.explained(f"hook {_hook_of(e)}", [], trainer.iter):
+        with recovery.with_final_error(f"hook {_hook_of(e)}", [], trainer.iter):
             raise
 
 

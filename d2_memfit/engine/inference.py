@@ -13,7 +13,7 @@ from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
 from ..memory import is_out_of_memory, release_memory
 from ..techniques import can_have_results_on_host, results_on_host
-from .oom_record import RAISE, Failure, OomEvent, OomRecord, explained, final_error
+from .oom_record import RAISE, Failure, OomEvent, OomRecord, final_error, final_oom_error
 from .snapshot import Snapshot
 
 __all__ = ["recovering_inference"]
@@ -51,7 +51,7 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
         if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):
             raise
         bare, iteration = compat.without_ddp(model), compat.current_iteration()
-        raise explained(e, "evaluation", [], iteration, bare, options, False) from e
+        raise final_oom_error(e, "evaluation", [], iteration, bare, options, False) from e
     finally:
         model.__class__ = original
 

@@ -8,7 +8,7 @@ from detectron2.utils.events import get_event_storage
 from torch import nn
 
 from ..normalizers import window_count, window_share
-from ..techniques.modules import extend
+from ..techniques.modules import add_mixin
 
 __all__ = ["adapt_known_criteria"]
 
@@ -22,7 +22,7 @@ def adapt_known_criteria(model: nn.Module) -> None:
         elif type(module).__name__ == "SetCriterionDynamicK":
             kind = _CountsMatches
         if kind is not None and not isinstance(module, kind):  # of a trainer before
-            extend(module, kind)
+            add_mixin(module, kind)
 
 
 class _RunningNormalizer(nn.Module):

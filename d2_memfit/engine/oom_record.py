@@ -25,8 +25,8 @@ __all__ = [
     "Failure",
     "OomEvent",
     "OomRecord",
-    "explained",
     "final_error",
+    "final_oom_error",
     "padded_size",
 ]
 
@@ -135,7 +135,7 @@ class OomRecord:
             logger.warning("Cannot write %s (%s). The event was %s", self._path, e, line.strip())
 
 
-def explained(
+def final_oom_error(
     error: BaseException,
     phase: str,
     data: Any,

@@ -20,7 +20,7 @@ from .byte_cut import ByteCut, halve
 from .communication import Communication
 from .escalation import SKIP, Escalation, low_memory_step
 from .micro_batch_size import MicroBatchSize
-from .oom_record import RAISE, Failure, OomEvent, OomRecord, explained, final_error
+from .oom_record import RAISE, Failure, OomEvent, OomRecord, final_error, final_oom_error
 from .snapshot import Snapshot
 from .storage import WindowStorage
 from .window import MicroBatch, Window
@@ -49,7 +49,7 @@ class Recovery:
     Args:
         options: what may be done.
         model: without DDP around it.
-        images_per_micro_batch: as for the trainer.
+        micro_batch_size: as for the trainer.
         mixed_precision: whether it is on, for the advice in the last error.
         communication: what the model says to other ranks in its forward.
         cut: what windows are cut by, if it is bytes.
@@ -63,13 +63,13 @@ class Recovery:
         self,
         options: RecoveryOptions,
         model: nn.Module,
-        images_per_micro_batch: Optional[int],
+        micro_batch_size: Optional[int],
         mixed_precision: bool,
         communication: Communication,
         cut: Optional[ByteCut] = None,
     ) -> None:
         self.size: Union[MicroBatchSize, ByteCut]
-        self.size = cut or MicroBatchSize(images_per_micro_batch, options.grow_after)
+        self.size = cut or MicroBatchSize(micro_batch_size, options.grow_after)
         self.oom_events = self.retried_images = self.skipped_images = self._seen_images = 0
         self._options = options
         self._communication = communication
@@ -77,7 +77,7 @@ class Recovery:
         self._mixed_precision = mixed_precision
         self._device = next(model.parameters()).device
         self._record = OomRecord(options.output_dir)
-        self._images_per_micro_batch = images_per_micro_batch
+        self._micro_batch_size = micro_batch_size
         self._sizes = [self.size.state_dict()]  # of all ranks
         self._retries = RisingRetries()
         self._escalation = Escalation(options)
@@ -106,9 +106,7 @@ class Recovery:
         self._window = window
         self._escalation = Escalation(self._options)
         start = None
-        while micro_batch := window.take(
-            self.micro_batch_size, self._images_per_micro_batch is not None
-        ):
+        while micro_batch := window.take(self.micro_batch_size, self._micro_batch_size is not None):
             storage.next_micro_batch(micro_batch.num_images)
             before, failure = self._attempt(micro_batch, storage, forward, backward)
             start = start or before
@@ -144,7 +142,7 @@ class Recovery:
     @property
     def micro_batch_size(self) -> Optional[int]:
         """Images that go through the model at once, for now; None is the loader's batch."""
-        return self.size.images if self._may_retry else self._images_per_micro_batch
+        return self.size.images if self._may_retry else self._micro_batch_size
 
     @property
     def _may_retry(self) -> bool:
@@ -182,7 +180,7 @@ class Recovery:
             )
 
     @contextmanager
-    def explained(self, phase: str, data: Any, iteration: int) -> Iterator[None]:
+    def with_final_error(self, phase: str, data: Any, iteration: int) -> Iterator[None]:
         """Say what is known when memory runs out where nothing can be done again.
 
         Raises:
@@ -194,7 +192,9 @@ class Recovery:
             if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # it was explained
                 raise
             model, options = self._model, self._options
-            raise explained(e, phase, data, iteration, model, options, self._mixed_precision) from e
+            raise final_oom_error(
+                e, phase, data, iteration, model, options, self._mixed_precision
+            ) from e
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -248,7 +248,7 @@ class Recovery:
         elif micro_batch.can_be_split:
             event.action = f"{halve(self.size, micro_batch, window)} and its images are run again"
         else:
-            event.action = self._escalation.ease(micro_batch.data, window)
+            event.action = self._escalation.next_action(micro_batch.data, window)
         self._record.append(event)
         logger.warning("%s. Now %s", event, event.action)
         if event.action == SKIP:
@@ -269,7 +269,7 @@ class Recovery:
         """
         is_thorough = self._report.oom_events > 1
         try:
-            with self.explained("restoration", micro_batch.data, iteration):
+            with self.with_final_error("restoration", micro_batch.data, iteration):
                 if failure.phase != "forward":
                     self._model.zero_grad(set_to_none=True)
                 if before is not None:

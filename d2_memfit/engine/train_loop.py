@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import compat
 from ..checks import check_positive_int
 from ..cost_model import CostModel
-from ..job.normalizer_options import NormalizerOptions
-from ..job.recovery_options import RecoveryOptions
+from ..deprecation import renamed_argument
+from ..job import NormalizerOptions, RecoveryOptions
 from ..precision import Precision
 from .byte_cut import ByteCut, cut_window
 from .communication import CommunicationError
@@ -67,9 +67,9 @@ class AccumulatingTrainer(ResumableTrainer):
         model, data_loader, optimizer: as for ``SimpleTrainer``.
         accumulation_steps: batches from the loader behind one optimizer step.
         precision: a :class:`Precision`, or the name of one: "fp32", "fp16", "bf16".
-        images_per_micro_batch: images in one forward; None for the loader's batches as they come.
+        micro_batch_size: images in one forward; None for the loader's batches as they come.
         cost_model: what micro-batches need; each is then cut so that it fits, in place of
-            ``images_per_micro_batch``.
+            ``micro_batch_size``.
         recovery: what to do when memory runs out; None is an error, as in Detectron2.
         normalizers: which counts that losses are divided by are those of all micro-batches and
             ranks; None is the default.
@@ -78,8 +78,7 @@ class AccumulatingTrainer(ResumableTrainer):
         clip_gradients: called once per iteration with the parameters that have gradients, such as
             ``partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1)``. The gradients are those of
             the whole effective batch, without a loss scale.
-        gather_metric_period: iterations between metrics. Losses that are not finite are noticed in
-            each.
+        gather_metric_period: iterations between metrics. Each checks that losses are finite.
         zero_grad_before_forward: False keeps the last iteration's gradients, and their memory, for
             the next forward, as Detectron2 does. They are not used.
         async_write_metrics: only for Detectron2 main's callers; it must be False.
@@ -94,6 +93,7 @@ class AccumulatingTrainer(ResumableTrainer):
             metrics shall be written asynchronously.
     """
 
+    @renamed_argument("images_per_micro_batch", "micro_batch_size")
     def __init__(
         self,
         model: nn.Module,
@@ -101,7 +101,7 @@ class AccumulatingTrainer(ResumableTrainer):
         optimizer: torch.optim.Optimizer,
         accumulation_steps: int = 1,
         precision: Union[Precision, str] = "fp32",
-        images_per_micro_batch: Optional[int] = None,
+        micro_batch_size: Optional[int] = None,
         recovery: Optional[RecoveryOptions] = None,
         normalizers: Optional[NormalizerOptions] = None,
         loss_fn: Optional[Callable[[nn.Module, Any], Losses]] = None,
@@ -113,13 +113,13 @@ class AccumulatingTrainer(ResumableTrainer):
     ) -> None:
         check_positive_int("SOLVER.ACCUMULATION_STEPS", accumulation_steps)
         check_positive_int("gather_metric_period", gather_metric_period)
-        if images_per_micro_batch is not None:
-            check_positive_int("MEMFIT.MICRO_BATCH", images_per_micro_batch)
+        if micro_batch_size is not None:
+            check_positive_int("MEMFIT.MICRO_BATCH", micro_batch_size)
         if not isinstance(precision, Precision):
             precision = Precision(precision, next(model.parameters()).device)
         self.accumulation_steps = accumulation_steps
         self.precision = precision
-        self.images_per_micro_batch = None if cost_model else images_per_micro_batch
+        self.micro_batch_size = None if cost_model else micro_batch_size
         self.out_of_memory_observers: list[Callable[[], None]] = []
         self.stop_signal = self.agreed_stop_signal = 0
         normalizers = normalizers or NormalizerOptions()
@@ -127,7 +127,7 @@ class AccumulatingTrainer(ResumableTrainer):
         retries = recovery is not None
         grow_after = (recovery or RecoveryOptions()).grow_after
         self.cut = ByteCut(cost_model, bare_model, grow_after) if cost_model else None
-        size, is_cut = self.images_per_micro_batch, bool(cost_model or images_per_micro_batch)
+        size, is_cut = self.micro_batch_size, bool(cost_model or micro_batch_size)
         self.normalizers = Normalizers(bare_model, normalizers, retries, is_cut, accumulation_steps)
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
@@ -197,7 +197,7 @@ class AccumulatingTrainer(ResumableTrainer):
             if self.cut is not None:
                 cut_window(window, self.cut, normalizers.communication.keeps_in_step)
             with contextlib.suppress(CommunicationError):  # all ranks are told below
-                size = recovery.micro_batch_size if recovery else self.images_per_micro_batch
+                size = recovery.micro_batch_size if recovery else self.micro_batch_size
                 normalizers.begin(window, size, self._forward)
                 with self._counters.watched(window):
                     recovery_report = self._accumulate(window, storage)
@@ -224,7 +224,7 @@ class AccumulatingTrainer(ResumableTrainer):
 
         if self.recovery is not None:
             return self.recovery.run(window, storage, self.iter, self._forward, backward)
-        while (micro_batch := window.take(self.images_per_micro_batch)) is not None:
+        while (micro_batch := window.take(self.micro_batch_size)) is not None:
             storage.next_micro_batch(micro_batch.num_images)
             backward(self._forward(micro_batch), micro_batch)
             if not self._keeps_images:
@@ -274,12 +274,12 @@ class AccumulatingTrainer(ResumableTrainer):
         if self.recovery is None:
             return contextlib.nullcontext()
         last = window.micro_batches[-1:]
-        return self.recovery.explained(phase, last[0].data if last else [], self.iter)
+        return self.recovery.with_final_error(phase, last[0].data if last else [], self.iter)
 
     @property
     def _reduces_in_backward(self) -> bool:
         """Whether DDP reduces the gradients while they are computed, as in Detectron2."""
-        cuts_or_retries = self.images_per_micro_batch or self.recovery or self.cut
+        cuts_or_retries = self.micro_batch_size or self.recovery or self.cut
         return self.accumulation_steps == 1 and not cuts_or_retries
 
     def _no_sync(self) -> AbstractContextManager[None]:

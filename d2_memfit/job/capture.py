@@ -16,7 +16,7 @@ from detectron2.data.transforms import ResizeShortestEdge, Transform
 from detectron2.structures import BoxMode
 
 from ..alone import alone, no_information, unchanged_random_state
-from ..techniques.modules import replaced_functions
+from ..patching import replaced_functions
 from .datasets import Size, boxes_anywhere, facts_of, invented_dict
 
 __all__ = ["CapturedLoader", "capture_loader", "empty_images", "largest_resizes"]

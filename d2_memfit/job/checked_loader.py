@@ -21,7 +21,7 @@ from ..data import (
 )
 from ..errors import DataError
 from ..memory import is_loader_out_of_memory
-from ..techniques.modules import replaced_functions
+from ..patching import replaced_functions
 from ..techniques.shared_dataset import SharedDataset
 from .shm import warn_of_small_shm
 

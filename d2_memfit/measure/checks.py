@@ -186,7 +186,7 @@ def check_technique(names: Sequence[str], device: torch.device) -> None:
         cfg = tiny_cfg("mask_rcnn", device=device)
         cfg.INPUT.MASK_FORMAT = "bitmask"
         for name in names:
-            cfg = with_settings(cfg, dict(TECHNIQUES)[name].settings(cfg))
+            cfg = with_settings(cfg, dict(TECHNIQUES)[name].enabling_settings(cfg))
         model = apply_techniques("model", tiny_model(cfg), cfg)
         batch = images(2, size=512)
         for _ in range(2):  # the first warms up

@@ -52,7 +52,7 @@ def recover(device: torch.device, scale: Scale) -> Record:
             peaks[num_images] = peak.take()[0] - before
         del probe
         release_memory(device)
-    enough = trainer(repeat(batch), images_per_micro_batch=4)
+    enough = trainer(repeat(batch), micro_batch_size=4)
     iterate(enough, 3)
     seconds = median_seconds(partial(iterate, enough), device, scale.rounds)
     weights = {k: v.cpu() for k, v in parameters(enough.model).items()}
@@ -80,7 +80,9 @@ def recover(device: torch.device, scale: Scale) -> Record:
 def step_of(name: Optional[str], num_images: int, device: torch.device, scale: Scale) -> Record:
     """A training step at full size with one technique."""
     cfg = scale.cfg(MASK_RCNN, device, "SOLVER.IMS_PER_BATCH", num_images, *_NO_EVALUATION)
-    dry_job = scale.dry_job(with_settings(cfg, get_technique(name).settings(cfg) if name else {}))
+    dry_job = scale.dry_job(
+        with_settings(cfg, get_technique(name).enabling_settings(cfg) if name else {})
+    )
     expected = allocated_bytes(dry_job.training, dry_job._uses()[0], device)
     with peaks_of(device) as peaks:
         runs = _Steps(dry_job, device)

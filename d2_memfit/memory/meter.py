@@ -129,11 +129,11 @@ def is_on_host() -> bool:
     return _on_host.is_open
 
 
-class _OnHost(threading.local):
+class _HostScope(threading.local):
     is_open = False
 
 
-_on_host = _OnHost()
+_on_host = _HostScope()
 
 
 class TensorMeter(TorchDispatchMode):

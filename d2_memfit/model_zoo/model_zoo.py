@@ -2,7 +2,7 @@
 
 from detectron2.config import CfgNode
 
-from ..checks import near
+from ..checks import did_you_mean
 from ..config import load_cfg
 from ..config_files import OUR_ZOO
 from ..errors import ConfigError
@@ -28,7 +28,7 @@ def get_config_file(config_path: str) -> str:
     """
     if config_path not in list_configs():
         raise ConfigError(
-            f"no config {config_path!r} in d2_memfit{near(config_path, list_configs())}"
+            f"no config {config_path!r} in d2_memfit{did_you_mean(config_path, list_configs())}"
         )
     return str(OUR_ZOO / config_path)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ..techniques.modules import replaced_functions
+from ..patching import replaced_functions
 
 __all__ = ["casts_of_cuda"]
 

@@ -25,8 +25,8 @@ from torch.autograd import Function
 from torch.nn.modules.utils import _pair
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ..techniques.modules import replaced_functions
-from .hollow import is_hollow
+from ..patching import replaced_functions
+from .fake import is_fake
 
 __all__ = ["compiled_operators", "upright"]
 
@@ -214,7 +214,7 @@ def _nms_rotated(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) ->
 
 
 def _pairwise_iou_rotated(boxes1: torch.Tensor, boxes2: torch.Tensor) -> torch.Tensor:
-    if is_hollow((boxes1, boxes2)):
+    if is_fake((boxes1, boxes2)):
         return boxes1.new_empty(len(boxes1), len(boxes2))
     return pairwise_iou(Boxes(_upright(boxes1)), Boxes(_upright(boxes2)))
 

@@ -17,7 +17,7 @@ from . import steps
 from .cost_sums import Run, fitted, fitted_to_two, least_squares, predicted
 from .device_model import DeviceModel
 from .dry_job import DryJob
-from .explain import explained
+from .explain import one_line_errors
 from .plan import Plan
 from .timeline import Convolution, Event, Free
 
@@ -58,7 +58,7 @@ def with_cost_model(
     if not plan.fits or len(planned.geometry.micro_batch_sizes()) == 1:
         progress("No cost model: no window is cut")
         return plan
-    with explained():
+    with one_line_errors():
         model = steps.build(planned)[0]
     trains_batch_norm = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
     if trains_batch_norm and "recipe" not in allow:
@@ -103,7 +103,7 @@ class CostFit:
         self._progress = progress
         self.runs: list[Run] = []
         self.sums: list[tuple[float, ...]] = []
-        with explained(lambda: job.batches.assumptions):
+        with one_line_errors(lambda: job.batches.assumptions):
             largest = job.training_batch(1)
         has_image = isinstance(largest, list) and isinstance(largest[0], dict)
         if not has_image or not isinstance(largest[0].get("image"), torch.Tensor):

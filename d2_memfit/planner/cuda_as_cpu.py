@@ -9,7 +9,7 @@ import torch
 from torch.jit import _builtins
 from torch.utils import _device
 
-from ..techniques.modules import replaced_functions
+from ..patching import replaced_functions
 
 __all__ = ["cuda_as_cpu"]
 

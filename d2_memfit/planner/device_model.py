@@ -10,7 +10,7 @@ from typing import Any, Optional, Union
 import torch
 import yaml
 
-from ..checks import near
+from ..checks import did_you_mean
 from ..errors import ConfigError
 from ..memory import process_memory
 from .allocators import CachingAllocator, PageAllocator
@@ -108,8 +108,9 @@ class DeviceModel:
         if path.suffix not in (".yaml", ".yml"):
             path = _FOLDER / f"{name}.yaml"
             if not path.is_file():
+                hint = did_you_mean(str(name), device_names())
                 raise ConfigError(
-                    f"there is no device {str(name)!r}{near(str(name), device_names())}. There are "
+                    f"there is no device {str(name)!r}{hint}. There are "
                     f"{', '.join(device_names())}, and files of tools/calibrate_device.py"
                 )
         try:

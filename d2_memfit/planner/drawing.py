@@ -9,7 +9,7 @@ from ..presets import PRESETS
 from ..report import Bar, Chart, Page, Tensor, write_page
 from ..techniques import TECHNIQUES, get_technique
 from .dry_job import DryJob
-from .order import NOT_PLANNED, ON_GPU_ONLY, harm
+from .order import preference
 from .plan import Plan
 from .text import describe_plan
 from .timeline import Allocate, Allocation, Free
@@ -78,7 +78,7 @@ def _facts(dry_job: DryJob) -> list[str]:
     height, width = e.image_size
     return [
         f"{e.images_per_gpu} images per GPU x {e.accumulation_steps} steps behind an iteration, "
-        f"{e.images_per_micro_batch} at a time, on {e.num_gpus} GPU{'s' * (e.num_gpus > 1)}",
+        f"{e.micro_batch_size} at a time, on {e.num_gpus} GPU{'s' * (e.num_gpus > 1)}",
         f"The largest images: {height} x {width} pixels, {e.num_instances} instances",
         *(f"Assumed: {line}" for line in e.assumptions),
     ]
@@ -151,12 +151,13 @@ def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:
     knobs: dict[str, tuple[str, dict[str, Any]]] = {}
     if job.geometry.micro_batch_sizes()[0] > 1:
         knobs["1 image at a time"] = ("", {"MEMFIT.MICRO_BATCH": 1})
-    for name in sorted((n for n, t in TECHNIQUES if t.tier != "recipe"), key=harm):
-        if name in NOT_PLANNED or (name in ON_GPU_ONLY and not before.device.is_gpu):
+    for name in sorted((n for n, t in TECHNIQUES if t.tier != "recipe"), key=preference):
+        technique = get_technique(name)
+        if not technique.planned or (technique.gpu_only and not before.device.is_gpu):
             continue
-        settings = get_technique(name).settings(job.cfg)
+        settings = technique.enabling_settings(job.cfg)
         if settings and job.with_settings(settings).cfg != job.cfg:
-            knobs[name] = (get_technique(name).tier, settings)
+            knobs[name] = (technique.tier, settings)
     bars = [Bar("as it is", "", before.training_use(None).total_bytes / _GB, 1.0, "")]
     for name, (tier, settings) in knobs.items():
         try:

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Optional
 
+from ..deprecation import deprecated_property
 from ..job import Job
 from ..job.batches import size_of
 from ..memory import segments_expand
@@ -11,7 +12,7 @@ from ..techniques.host_budget import loader_bytes
 from . import steps
 from .allocators import DoesNotFit
 from .device_model import DeviceModel, DeviceUse
-from .explain import explained
+from .explain import one_line_errors
 from .old_pytorch import pytorch_before_1_11
 from .timeline import Timeline
 
@@ -34,7 +35,7 @@ class MemoryEstimate:
         device: what the estimate is for.
         num_gpus: ranks that train together.
         images_per_gpu: of a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
-        images_per_micro_batch: in one forward.
+        micro_batch_size: in one forward.
         accumulation_steps: batches of the loader in one iteration.
         image_size: height and width in pixels to which the largest micro-batch is padded.
         num_instances: annotated objects in each image.
@@ -57,7 +58,7 @@ class MemoryEstimate:
     device: str
     num_gpus: int
     images_per_gpu: int
-    images_per_micro_batch: int
+    micro_batch_size: int
     accumulation_steps: int
     image_size: tuple[int, int]
     num_instances: int
@@ -72,6 +73,8 @@ class MemoryEstimate:
     expandable_segments: Optional[bool]
     num_workers: int
     host_gb: float
+
+    images_per_micro_batch = deprecated_property("images_per_micro_batch", "micro_batch_size")
 
 
 class DryJob:
@@ -101,7 +104,7 @@ class DryJob:
     ) -> None:
         self.job = job
         self.device = device
-        with explained():
+        with one_line_errors():
             margin = margin_of(job)
         budget_gb = job.budget_gb
         self.limit_bytes = None if budget_gb is None else usable_bytes(budget_gb, margin)
@@ -109,7 +112,7 @@ class DryJob:
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         accumulates = len(job.geometry.micro_batch_sizes()) > 1
         like = device.is_gpu, device.foreach
-        with explained(lambda: job.batches.assumptions):
+        with one_line_errors(lambda: job.batches.assumptions):
             batch = job.training_batch()
             self.image_size = size_of(batch)
             self.num_instances = job.batches.num_instances
@@ -178,7 +181,7 @@ class DryJob:
             device=self.device.description,
             num_gpus=geometry.ranks,
             images_per_gpu=geometry.images_per_batch,
-            images_per_micro_batch=geometry.micro_batch_sizes()[0],
+            micro_batch_size=geometry.micro_batch_sizes()[0],
             accumulation_steps=geometry.accumulation_steps,
             image_size=self.image_size,
             num_instances=self.num_instances,

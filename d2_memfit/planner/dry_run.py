@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
-from .hollow import is_hollow, make_hollow
+from .fake import is_fake, make_fake
 from .meta_kernels import on_meta
 from .timeline import Allocate, Allocation, Convolution, Free, Timeline
 
@@ -55,7 +55,7 @@ _LIKE_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.resi
 
 
 class WithoutValues(TorchDispatchMode):
-    """While it is open, what is made of hollow tensors is hollow too.
+    """While it is open, what is made of fake tensors is fake too.
 
     Hollow are tensors whose values do not matter, such as a model's weights. What is computed from
     them is not computed: its size is asked of PyTorch's meta kernels. Where it is large, memory is
@@ -80,8 +80,8 @@ class DryRun(OwnerMeter):
     """An :class:`OwnerMeter` with all of :class:`WithoutValues`, which writes down what happens.
 
     Args:
-        model, optimizer: as there. The model's parameters become hollow.
-        inputs: tensors that are on the device before the model runs. Large ones become hollow.
+        model, optimizer: as there. The model's parameters become fake.
+        inputs: tensors that are on the device before the model runs. Large ones become fake.
 
     Attributes:
         phase: what the job is at; for who uses it to set.
@@ -95,8 +95,8 @@ class DryRun(OwnerMeter):
         inputs: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(model, optimizer)
-        make_hollow([p for p in model.parameters() if p.dim() > 1 or p.nbytes >= _LARGE_BYTES])
-        make_hollow([t for t in inputs if t.nbytes >= _LARGE_BYTES])
+        make_fake([p for p in model.parameters() if p.dim() > 1 or p.nbytes >= _LARGE_BYTES])
+        make_fake([t for t in inputs if t.nbytes >= _LARGE_BYTES])
         self.phase = "setup"
         self.timeline = Timeline()
         self._inputs = inputs
@@ -196,19 +196,19 @@ def _moves_nothing(func: Any) -> bool:
 
 
 def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
-    if func is aten.resize_.default and is_hollow(args[0]):
+    if func is aten.resize_.default and is_fake(args[0]):
         resized = _from_meta(torch.empty(args[1], dtype=args[0].dtype, device="meta"))
         return args[0].set_(resized)
     if _moves_nothing(func):
         return func(*args, **kwargs)
     if func in _RANDOM_FILLS and args[0].nbytes >= _LARGE_BYTES:
-        return make_hollow(args[0])
+        return make_fake(args[0])
     if func in _FILLS:
         filled = on_meta(func, args, {**kwargs, "device": torch.device("meta")})
         is_real = filled.nbytes < _LARGE_BYTES or not filled.is_floating_point()
         return func(*args, **kwargs) if is_real else _from_meta(filled)
     makes_much = func.overloadpacket in _UPSAMPLING and not args[0].is_meta
-    if not makes_much and not is_hollow(given):
+    if not makes_much and not is_fake(given):
         return func(*args, **kwargs)
     try:
         return _without_computing(func, args, kwargs)
@@ -216,14 +216,14 @@ def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
         if func is aten.nonzero.default:  # of zeros; the large tensor need not become one
             return func(torch.zeros([0] * args[0].dim(), dtype=torch.bool))
         for tensor in given:
-            if is_hollow(tensor):
+            if is_fake(tensor):
                 tensor.zero_()
         return func(*args, **kwargs)
 
 
 def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     changed = _changed_arguments(func, args, kwargs)
-    make_hollow([t for t in changed if t.nbytes >= _LARGE_BYTES])
+    make_fake([t for t in changed if t.nbytes >= _LARGE_BYTES])
     returns = func._schema.returns
     if all(r.alias_info and r.alias_info.is_write for r in returns):
         return (changed[0] if len(returns) == 1 else tuple(changed)) if returns else None
@@ -234,7 +234,7 @@ def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     if func in _BIASES:
         _add_bias(func, args, result)
     # Weights in 16 bits are weights still, however small.
-    return make_hollow(result) if func is aten._to_copy.default else result
+    return make_fake(result) if func is aten._to_copy.default else result
 
 
 def _add_bias(func: Any, args: _Args, result: Any) -> None:
@@ -245,7 +245,7 @@ def _add_bias(func: Any, args: _Args, result: Any) -> None:
     """
     position, dim = _BIASES[func]
     bias, y = args[position], result[0] if isinstance(result, tuple) else result
-    if bias is not None and bias.dim() == 1 and not is_hollow((bias, y)):
+    if bias is not None and bias.dim() == 1 and not is_fake((bias, y)):
         y.movedim(dim, -1).copy_(bias)
         y.sub_((torch.arange(y.numel()) * _STEP).view(y.shape))  # in 16 bits alone it would be inf
 
@@ -277,7 +277,7 @@ def _without_masks(indices: list[Any]) -> list[Any]:
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             result.append(index)
-        elif is_hollow(index):
+        elif is_fake(index):
             raise RuntimeError("the size of the result depends on values")
         else:
             result += index.nonzero().unbind(1)
@@ -295,4 +295,4 @@ def _from_meta(value: Any, fill: int = 0) -> Any:
     # sets it, does not count it.
     storage = torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
     result = torch.empty(0, dtype=value.dtype)
-    return make_hollow(result.set_(storage, 0, value.shape, value.stride()))
+    return make_fake(result.set_(storage, 0, value.shape, value.stride()))

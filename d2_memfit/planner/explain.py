@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError, MemfitError
 
-__all__ = ["explained"]
+__all__ = ["one_line_errors"]
 
 _NOT_THE_USERS = {
     *("d2_memfit", "detectron2", "fvcore", "iopath", "numpy", "omegaconf", "scipy"),
@@ -24,7 +24,7 @@ _NEEDS_GPU = r"(?i:cuda|nvidia|not compiled|not implemented (on|for) .*cpu)|(?<!
 
 
 @contextmanager
-def explained(assume: Callable[[], Iterable[str]] = tuple) -> Iterator[None]:
+def one_line_errors(assume: Callable[[], Iterable[str]] = tuple) -> Iterator[None]:
     """While open, what a model raises becomes one line.
 
     Args:

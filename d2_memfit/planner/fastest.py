@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
 
+from ..techniques import get_technique
 from .dry_job import DryJob
-from .order import NEVER_FASTER
 from .selective import BLOCKWISE, with_best_blocks
 from .trials import Choice, Trials, choice_of
 
@@ -78,7 +78,8 @@ class Fastest:
 
         On a CPU that depends on its instructions, which the model of a CPU does not know.
         """
-        if name in NEVER_FASTER or not self._trials.device.is_gpu or not self._trials.helps(name):
+        can_be = self._trials.device.is_gpu and not get_technique(name).never_faster
+        if not can_be or not self._trials.helps(name):
             return False
         return self._added_seconds(name) < (_WORTH_IT - 1) * self._dry_job((), 1).seconds()
 
@@ -107,7 +108,8 @@ class Fastest:
         if at_once_s > _DEAR * best_s:
             return
         one, two = (self._dry_job((), n).training_bytes() for n in (1, 2))
-        for name in self._helpful(n for n in more if n not in (*best.names, *NEVER_FASTER)):
+        others = (n for n in more if n not in best.names and not get_technique(n).never_faster)
+        for name in self._helpful(others):
             saved = one - self._dry_job((name,), 1).training_bytes()
             may_win = at_once_s + self._added_seconds(name) < _WORTH_IT * best_s
             if may_win and saved > _LITTLE * (two - one):

@@ -25,7 +25,7 @@ from ..memory import (
     use_expandable_segments,
 )
 from .device_model import DeviceModel
-from .explain import explained
+from .explain import one_line_errors
 from .plan_file import budget_in, planned, planned_yaml, write_whole
 from .search import plan_memory
 from .text import describe_plan, why_it_does_not_fit
@@ -117,7 +117,7 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
         return_large_blocks()  # what is asked for here must not count towards the budget later
         limit_onednn_cache()
     device = DeviceModel.choose(None, job.cfg.MODEL.DEVICE)  # now: a CPU's context is this process
-    with explained():
+    with one_line_errors():
         key = _key_of(cfg, job)
     path = Path(job.cfg.OUTPUT_DIR) / "memfit_plan.yaml"
     text = path.read_text() if path.is_file() else ""

@@ -14,11 +14,11 @@ from detectron2.modeling.matcher import Matcher
 from detectron2.structures import Boxes, pairwise_iou
 from torch import nn
 
+from ..patching import knows_function, replaced_functions, source_files
 from ..techniques.matching import ChunkedMatcher, PairwiseQuality
-from ..techniques.modules import knows_function, replaced_functions, source_files
 from .compiled_operators import upright
 from .dry_run import DryRun
-from .hollow import is_hollow, make_hollow, make_real
+from .fake import is_fake, make_fake, make_real
 
 __all__ = ["fast_matching"]
 
@@ -37,17 +37,17 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     pairs: dict[int, tuple[Boxes, Boxes]] = {}  # by the number of a matrix
 
     def without_values(pairwise_iou: Callable[..., Any]) -> Callable[..., Any]:
-        def hollow_pairwise_iou(boxes1: Boxes, boxes2: Boxes) -> torch.Tensor:
+        def fake_pairwise_iou(boxes1: Boxes, boxes2: Boxes) -> torch.Tensor:
             tensors = [boxes1.tensor, boxes2.tensor]
-            if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_hollow(tensors):
+            if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_fake(tensors):
                 return pairwise_iou(boxes1, boxes2)
-            make_hollow(tensors)
+            make_fake(tensors)
             matrix = pairwise_iou(boxes1, boxes2)
             make_real(tensors)
             pairs[id(matrix)] = upright(boxes1), upright(boxes2)
             return matrix
 
-        return hollow_pairwise_iou
+        return fake_pairwise_iou
 
     call = Matcher.__call__
 

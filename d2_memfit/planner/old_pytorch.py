@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Function
 from torch.nn import functional
 
-from ..techniques.modules import replaced_functions
+from ..patching import replaced_functions
 
 __all__ = ["pytorch_before_1_11"]
 

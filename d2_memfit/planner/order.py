@@ -2,7 +2,7 @@
 
 from ..techniques import TIERS, get_technique
 
-__all__ = ["IN_EVALUATION", "NEVER_FASTER", "NOT_PLANNED", "ON_GPU_ONLY", "harm"]
+__all__ = ["preference"]
 
 # In each tier what costs or harms least stands first; techniques of users come last.
 _ORDER = {
@@ -18,14 +18,9 @@ _ORDER = {
         *("FewerQueries", "LighterBackbone"),
     ),
 }
-NOT_PLANNED = ("GradientBucketView", "HostBudget", "LoaderPrefetch", "SharedDataset")
-ON_GPU_ONLY = ("ActivationOffload", "OptimizerImplementation")
-NEVER_FASTER = ("EightBitOptimizerStates",)  # of the precision tier
-# Those that change what an evaluation needs, beside the recipe tier.
-IN_EVALUATION = ("EvaluationOnHost", "ShardedOptimizerStates", "EightBitOptimizerStates")
 
 
-def harm(name: str) -> tuple[int, int]:
+def preference(name: str) -> tuple[int, int]:
     """Smaller for a technique that should be tried first."""
     tier = get_technique(name).tier
     known = _ORDER[tier]

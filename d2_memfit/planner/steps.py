@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 from ..alone import alone, no_information, unchanged_random_state
 from ..job import Job
 from ..job.batches import tensors_of
+from ..patching import replaced_functions
 from ..precision import Precision
 from ..techniques import ready_to_evaluate
-from ..techniques.modules import replaced_functions
 from .autocast import casts_of_cuda
 from .block_calls import noted_calls
 from .compiled_operators import compiled_operators
 from .cuda_as_cpu import cuda_as_cpu
 from .dry_run import DryRun, WithoutValues
-from .hollow import make_hollow
+from .fake import make_fake
 from .matching import fast_matching
 from .named_run import NamedDryRun
 from .timeline import Timeline
@@ -165,13 +165,13 @@ def _started(
         run = stack.enter_context(NamedDryRun(model, optimizer, tensors_of(micro_batches)))
         trained = [p for p in model.parameters() if p.requires_grad]
         if job.ranks > 1:
-            buckets = make_hollow(torch.empty(sum(map(torch.numel, trained))))
+            buckets = make_fake(torch.empty(sum(map(torch.numel, trained))))
             run.own("DDP buckets", buckets)
             if job.cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW:
                 keep_gradients_in(buckets, trained)
         for p in trained:
             if p.grad is None:
-                p.grad = make_hollow(torch.zeros_like(p))
+                p.grad = make_fake(torch.zeros_like(p))
                 run.own("gradients", p.grad)
         optimizer.step()
         stack.enter_context(fast_matching(model, run))
@@ -229,7 +229,7 @@ def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:
     ) -> torch.Tensor:
         boxes = boxes.tensor if isinstance(boxes, Boxes) else boxes
         num, (height, width) = len(masks), image_shape
-        result = make_hollow(torch.empty(num, height, width, dtype=torch.bool))
+        result = make_fake(torch.empty(num, height, width, dtype=torch.bool))
         bytes_of_all = num * height * width * mask_ops.BYTES_PER_FLOAT
         num_chunks = math.ceil(bytes_of_all / mask_ops.GPU_MEM_LIMIT)
         for chunk in torch.arange(num).chunk(max(num_chunks, 1)):
@@ -244,4 +244,4 @@ def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda tensors, *args, **kwargs: function(make_hollow(tensors), *args, **kwargs)
+    return lambda tensors, *args, **kwargs: function(make_fake(tensors), *args, **kwargs)

@@ -22,7 +22,7 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
     lines = [
         f"{e.device}, {e.num_gpus} GPU{'s' * (e.num_gpus > 1)}",
         f"Each iteration: {e.images_per_gpu} images per GPU x {e.accumulation_steps} steps, "
-        f"{e.images_per_micro_batch} at a time",
+        f"{e.micro_batch_size} at a time",
         f"The largest images: {height} x {width} pixels, {e.num_instances} instances",
         *_allocator(e),
         *(f"Assumed: {line}" for line in e.assumptions),

@@ -14,8 +14,8 @@ from ..techniques import TECHNIQUES, get_technique
 from . import steps
 from .device_model import DeviceModel
 from .dry_job import DryJob
-from .explain import explained
-from .order import IN_EVALUATION, NOT_PLANNED, ON_GPU_ONLY, harm
+from .explain import one_line_errors
+from .order import preference
 from .timeline import Timeline
 
 __all__ = ["Choice", "Trials", "choice_of"]
@@ -47,7 +47,7 @@ def choice_of(
     num_images: int,
     modules: Iterable[tuple[str, tuple[str, ...]]] = (),
 ) -> Choice:
-    names = tuple(sorted(names, key=harm))
+    names = tuple(sorted(names, key=preference))
     return Choice(names, num_images, tuple(pair for pair in modules if pair[0] in names))
 
 
@@ -87,7 +87,7 @@ class Trials:
         self._failed: set[Choice] = set()
         self._evaluations: dict[tuple[str, ...], Timeline] = {}  # by the techniques that matter
         self._usable: dict[str, bool] = {}
-        with explained():
+        with one_line_errors():
             _ = (
                 self.job.batches.assumptions
             )  # made once, for all that only other settings tell apart
@@ -165,7 +165,7 @@ class Trials:
         settings = {}
         job, modules = self.job, dict(choice.modules)
         for name in choice.names:
-            of_technique = get_technique(name).settings(job.cfg)
+            of_technique = get_technique(name).enabling_settings(job.cfg)
             if name in modules:
                 of_technique = {key: list(modules[name]) for key in of_technique}
             settings.update(of_technique)
@@ -176,8 +176,8 @@ class Trials:
 
     def names(self, tier: str) -> tuple[str, ...]:
         """Techniques of a tier that a dry run has, in the order of harm."""
-        names = [n for n, t in TECHNIQUES if t.tier == tier and n not in NOT_PLANNED]
-        return tuple(sorted(names, key=harm))
+        names = [n for n, t in TECHNIQUES if t.tier == tier and t.planned]
+        return tuple(sorted(names, key=preference))
 
     @property
     def micro_batch_tier(self) -> str:
@@ -193,7 +193,7 @@ class Trials:
 
     @cached_property
     def _model(self) -> nn.Module:
-        with explained():
+        with one_line_errors():
             return steps.build(self.job)[0]
 
     def is_usable(self, name: str) -> bool:
@@ -203,13 +203,13 @@ class Trials:
         return self._usable[name]
 
     def _can_turn_on(self, name: str) -> bool:
-        if name in ON_GPU_ONLY and not self.device.is_gpu:
+        if get_technique(name).gpu_only and not self.device.is_gpu:
             return False
         if name == "ShardedOptimizerStates" and self.job.ranks == 1:
             return False
         try:
-            with explained():
-                job = self.job.with_settings(get_technique(name).settings(self.job.cfg))
+            with one_line_errors():
+                job = self.job.with_settings(get_technique(name).enabling_settings(self.job.cfg))
                 if job.cfg == self.job.cfg:
                     return False
                 steps.build(job)
@@ -220,4 +220,5 @@ class Trials:
 
 
 def _matters_in_evaluation(name: str) -> bool:
-    return get_technique(name).tier == "recipe" or name in IN_EVALUATION
+    technique = get_technique(name)
+    return technique.tier == "recipe" or technique.in_evaluation

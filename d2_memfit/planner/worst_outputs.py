@@ -12,7 +12,7 @@ from detectron2.structures import Boxes, ImageList, Instances, RotatedBoxes
 from torch import nn
 
 from ..job.invented import rotated
-from ..techniques.modules import knows_function, replaced_functions, source_files
+from ..patching import knows_function, replaced_functions, source_files
 
 __all__ = ["worst_detections", "worst_proposals"]
 

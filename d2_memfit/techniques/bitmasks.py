@@ -9,10 +9,9 @@ from detectron2.modeling.roi_heads import ROIHeads
 from detectron2.structures import BitMasks, ImageList, Instances
 from torch import nn
 
-from ..checks import check_bool
 from ..errors import ConfigError
-from .modules import extend
-from .registry import TECHNIQUES, Technique
+from .modules import add_mixin
+from .registry import TECHNIQUES, BooleanTechnique
 
 __all__ = ["SharedBitMaskTargets", "SharedBitMasks"]
 
@@ -20,7 +19,7 @@ _CROPPED_AT_ONCE = 8  # masks of which there are float32 copies at a time
 
 
 @TECHNIQUES.register()
-class SharedBitMaskTargets(Technique):
+class SharedBitMaskTargets(BooleanTechnique):
     """With INPUT.MASK_FORMAT "bitmask", proposals refer to the masks of their instances.
 
     Saves a copy of the matched instance's mask, in the size of the image, for each of the sampled
@@ -32,6 +31,7 @@ class SharedBitMaskTargets(Technique):
 
     tier = "exact"
     part = "model"
+    key = "MEMFIT.HEADS.SHARED_BITMASKS"
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -40,14 +40,9 @@ class SharedBitMaskTargets(Technique):
         cfg.MEMFIT.HEADS.SHARED_BITMASKS = False
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         has_bitmasks = cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask"
         return {"MEMFIT.HEADS.SHARED_BITMASKS": True} if has_bitmasks else {}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        check_bool("MEMFIT.HEADS.SHARED_BITMASKS", cfg.MEMFIT.HEADS.SHARED_BITMASKS)
-        return cfg.MEMFIT.HEADS.SHARED_BITMASKS
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
@@ -58,7 +53,7 @@ class SharedBitMaskTargets(Technique):
                 "nothing would change. Set it False"
             )
         for module in heads:
-            extend(module, _SharesBitMasks)
+            add_mixin(module, _SharesBitMasks)
         return model
 
 

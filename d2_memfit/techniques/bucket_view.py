@@ -4,14 +4,13 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from ..checks import check_bool
-from .registry import TECHNIQUES, Technique
+from .registry import TECHNIQUES, BooleanTechnique
 
 __all__ = ["GradientBucketView"]
 
 
 @TECHNIQUES.register()
-class GradientBucketView(Technique):
+class GradientBucketView(BooleanTechnique):
     """With several ranks, a parameter's gradient lies in the buffer that DDP reduces it in.
 
     Saves a copy of all gradients on each rank. Costs nothing. Code that keeps or detaches gradients
@@ -23,22 +22,14 @@ class GradientBucketView(Technique):
 
     tier = "exact"
     part = "ddp"
+    planned = False
+    key = "MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW"
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
         # Whether gradients are views into DDP's buffers, instead of copies beside them.
         cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW = False
-
-    @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW": True}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        value = cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW
-        check_bool("MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW", value)
-        return value
 
     @classmethod
     def apply(cls, kwargs: dict[str, Any], cfg: CfgNode) -> dict[str, Any]:

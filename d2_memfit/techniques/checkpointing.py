@@ -12,7 +12,7 @@ from torch import nn
 from ..checks import check_strings
 from ..errors import ConfigError
 from .blocks import find_blocks
-from .modules import extend, find_modules
+from .modules import add_mixin, find_modules
 from .recomputation import recompute_in_backward
 from .registry import TECHNIQUES, Technique
 
@@ -48,7 +48,7 @@ class ActivationCheckpointing(Technique):
         cfg.MEMFIT.CHECKPOINT.MODULES = []
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return {"MEMFIT.CHECKPOINT.MODULES": ["all"]}
 
     @classmethod
@@ -60,7 +60,7 @@ class ActivationCheckpointing(Technique):
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
         patterns = _patterns(model, cfg.MEMFIT.CHECKPOINT.MODULES)
         for module in find_modules(model, "MEMFIT.CHECKPOINT.MODULES", patterns):
-            extend(module, _Checkpointed if _is_called_by_forward(module) else _CheckpointedCall)
+            add_mixin(module, _Checkpointed if _is_called_by_forward(module) else _CheckpointedCall)
         return model
 
 

@@ -13,15 +13,15 @@ import torch
 from detectron2.config import CfgNode
 from torch import nn
 
-from ..checks import check_positive_int
 from ..errors import ConfigError
 from ..memory import is_out_of_memory
+from ..patching import calls_function, replaced_functions, source_files
 from .losses_of_pairs import LossCall
 from .matching_objects import SOLVER, MatcherCall
-from .modules import calls_function, extend, replaced_functions, source_files
+from .modules import add_mixin
 from .objects import chunks_of
 from .random_state import RandomState
-from .registry import TECHNIQUES, Technique
+from .registry import TECHNIQUES, PositiveIntTechnique
 
 __all__ = ["ChunkedCriterion"]
 
@@ -33,7 +33,7 @@ _OF_PAIRS = ("box", "giou", "mask")  # in the names of losses that are sums over
 
 
 @TECHNIQUES.register()
-class ChunkedCriterion(Technique):
+class ChunkedCriterion(PositiveIntTechnique):
     """The criteria of DETR-likes look at some objects of the batch at a time.
 
     Saves, with many objects, the costs of all queries with all objects of the batch, the matched
@@ -49,6 +49,7 @@ class ChunkedCriterion(Technique):
 
     tier = "exact"
     part = "model"
+    key = "MEMFIT.CRITERION.CHUNK_SIZE"
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -58,17 +59,10 @@ class ChunkedCriterion(Technique):
         cfg.MEMFIT.CRITERION.CHUNK_SIZE = None
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         nodes = ("DETR", "MASK_FORMER", "MaskDINO", "SparseRCNN")
         has_queries = "TRANSFORMERS" in cfg or any(node in cfg.MODEL for node in nodes)
         return {"MEMFIT.CRITERION.CHUNK_SIZE": 32} if has_queries else {}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        chunk_size = cfg.MEMFIT.CRITERION.CHUNK_SIZE
-        if chunk_size is not None:
-            check_positive_int("MEMFIT.CRITERION.CHUNK_SIZE", chunk_size)
-        return chunk_size is not None
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
@@ -79,7 +73,7 @@ class ChunkedCriterion(Technique):
                 "linear_sum_assignment, so nothing would change. Set it None"
             )
         chunk_size = cfg.MEMFIT.CRITERION.CHUNK_SIZE
-        extend(model, _LooksAtChunks, chunk_size=chunk_size, functions=functions, can_chunk={})
+        add_mixin(model, _LooksAtChunks, chunk_size=chunk_size, functions=functions, can_chunk={})
         return model
 
 

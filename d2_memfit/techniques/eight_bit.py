@@ -6,10 +6,9 @@ from typing import Any
 from detectron2.config import CfgNode
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ..checks import check_bool
 from ..errors import ConfigError
 from .optimizer_implementation import has_known_step
-from .registry import TECHNIQUES, Technique
+from .registry import TECHNIQUES, BooleanTechnique
 
 __all__ = ["EightBitOptimizerStates"]
 
@@ -17,7 +16,7 @@ _IN_8_BITS = {SGD: "SGD8bit", Adam: "Adam8bit", AdamW: "AdamW8bit"}
 
 
 @TECHNIQUES.register()
-class EightBitOptimizerStates(Technique):
+class EightBitOptimizerStates(BooleanTechnique):
     """Momentum and, for Adam, variance are kept in 8 bits, in blocks with a scale each.
 
     Saves three quarters of the optimizer's states. Costs little time. Needs bitsandbytes. States of
@@ -29,6 +28,9 @@ class EightBitOptimizerStates(Technique):
 
     tier = "precision"
     part = "optimizer"
+    in_evaluation = True
+    never_faster = True
+    key = "MEMFIT.OPTIMIZER.STATES_8BIT"
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -37,17 +39,12 @@ class EightBitOptimizerStates(Technique):
         cfg.MEMFIT.OPTIMIZER.STATES_8BIT = False
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         if cfg.MEMFIT.OPTIMIZER.ZERO:  # which takes PyTorch's optimizers
             return {}
         # bitsandbytes has one implementation.
         only = {"MEMFIT.OPTIMIZER.IMPLEMENTATION": "default"}
         return {"MEMFIT.OPTIMIZER.STATES_8BIT": True, **only}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        check_bool("MEMFIT.OPTIMIZER.STATES_8BIT", cfg.MEMFIT.OPTIMIZER.STATES_8BIT)
-        return cfg.MEMFIT.OPTIMIZER.STATES_8BIT
 
     @classmethod
     def apply(cls, optimizer: Optimizer, cfg: CfgNode) -> Optimizer:

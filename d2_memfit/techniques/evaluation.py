@@ -13,11 +13,11 @@ from detectron2.structures import Boxes, Instances
 from numpy.typing import NDArray
 from torch import nn
 
-from ..checks import check_bool
 from ..errors import ConfigError
+from ..patching import calls_function, knows_function, replaced_functions, source_files
 from .lazy_rows import WritesToLazyRows
-from .modules import calls_function, extend, knows_function, replaced_functions, source_files
-from .registry import TECHNIQUES, Technique
+from .modules import add_mixin
+from .registry import TECHNIQUES, BooleanTechnique
 from .upsampling import UpsamplesLater
 
 __all__ = ["EvaluationOnHost", "PastedMasks", "can_have_results_on_host", "results_on_host"]
@@ -29,7 +29,7 @@ _POSTPROCESSING = ("detector_postprocess", "sem_seg_postprocess")
 
 
 @TECHNIQUES.register()
-class EvaluationOnHost(Technique):
+class EvaluationOnHost(BooleanTechnique):
     """Results are post-processed on the host, and masks brought to the image's size one at a time.
 
     Saves the masks of all detections in the size of the image, on the device and on the host: 100
@@ -43,21 +43,14 @@ class EvaluationOnHost(Technique):
 
     tier = "exact"
     part = "evaluation"
+    in_evaluation = True
+    key = "MEMFIT.EVALUATION.ON_HOST"
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("EVALUATION", CfgNode())
         # Whether results are brought to the size of the image on the host, one mask at a time.
         cfg.MEMFIT.EVALUATION.ON_HOST = False
-
-    @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"MEMFIT.EVALUATION.ON_HOST": True}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        check_bool("MEMFIT.EVALUATION.ON_HOST", cfg.MEMFIT.EVALUATION.ON_HOST)
-        return cfg.MEMFIT.EVALUATION.ON_HOST
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
@@ -67,7 +60,7 @@ class EvaluationOnHost(Technique):
                 f"{' nor '.join(_POSTPROCESSING)} of Detectron2, and it does not interpolate, so "
                 "nothing would change. Set it False"
             )
-        extend(model, _EvaluatesOnHost)
+        add_mixin(model, _EvaluatesOnHost)
         return model
 
 

@@ -8,17 +8,16 @@ from detectron2.config import CfgNode
 from detectron2.modeling.roi_heads import BaseKeypointRCNNHead, BaseMaskRCNNHead
 from torch import nn
 
-from ..checks import check_positive_int
 from ..errors import ConfigError
-from .modules import extend
+from .modules import add_mixin
 from .recomputation import recompute_in_backward
-from .registry import TECHNIQUES, Technique
+from .registry import TECHNIQUES, PositiveIntTechnique
 
 __all__ = ["ChunkedHeads"]
 
 
 @TECHNIQUES.register()
-class ChunkedHeads(Technique):
+class ChunkedHeads(PositiveIntTechnique):
     """The layers of mask and keypoint heads run over a few proposals at a time, and again for the
     backward.
 
@@ -30,6 +29,7 @@ class ChunkedHeads(Technique):
 
     tier = "exact"
     part = "model"
+    key = "MEMFIT.HEADS.CHUNK_SIZE"
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -39,16 +39,9 @@ class ChunkedHeads(Technique):
         cfg.MEMFIT.HEADS.CHUNK_SIZE = None
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         has_heads = cfg.MODEL.MASK_ON or cfg.MODEL.KEYPOINT_ON
         return {"MEMFIT.HEADS.CHUNK_SIZE": 32} if has_heads else {}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        chunk_size = cfg.MEMFIT.HEADS.CHUNK_SIZE
-        if chunk_size is not None:
-            check_positive_int("MEMFIT.HEADS.CHUNK_SIZE", chunk_size)
-        return chunk_size is not None
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
@@ -66,7 +59,7 @@ class ChunkedHeads(Technique):
                     "whose statistics are those of all proposals. Set it None, or the head's NORM "
                     "GN"
                 )
-            extend(head, _RunsInChunks, chunk_size=cfg.MEMFIT.HEADS.CHUNK_SIZE)
+            add_mixin(head, _RunsInChunks, chunk_size=cfg.MEMFIT.HEADS.CHUNK_SIZE)
         return model
 
 

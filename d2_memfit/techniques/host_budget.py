@@ -8,11 +8,11 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 from torch.utils.data import DataLoader
 
-from ..checks import check_positive_int, check_positive_number
+from ..checks import check_positive_number
 from ..data import shorter_sides
 from ..geometry import BatchGeometry
 from ..memory import available_host_bytes
-from .registry import TECHNIQUES, Technique
+from .registry import TECHNIQUES, PositiveIntTechnique, Technique
 
 __all__ = ["HostBudget", "LoaderPrefetch"]
 
@@ -39,6 +39,7 @@ class HostBudget(Technique):
 
     tier = "exact"
     part = "config"
+    planned = False
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -49,7 +50,7 @@ class HostBudget(Technique):
         cfg.MEMFIT.HOST.BUDGET_GB = None
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return {"MEMFIT.HOST.BUDGET_GB": round(available_host_bytes() / _GB, 1)}
 
     @classmethod
@@ -91,7 +92,7 @@ class HostBudget(Technique):
 
 
 @TECHNIQUES.register()
-class LoaderPrefetch(Technique):
+class LoaderPrefetch(PositiveIntTechnique):
     """Each worker of the loader holds fewer images ready.
 
     Saves their memory. Costs time where loading is uneven.
@@ -101,6 +102,8 @@ class LoaderPrefetch(Technique):
 
     tier = "exact"
     part = "loader"
+    planned = False
+    key = "MEMFIT.HOST.PREFETCH"
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -110,14 +113,8 @@ class LoaderPrefetch(Technique):
         cfg.MEMFIT.HOST.PREFETCH = None
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return {"MEMFIT.HOST.PREFETCH": 1} if cfg.DATALOADER.NUM_WORKERS else {}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        if cfg.MEMFIT.HOST.PREFETCH is not None:
-            check_positive_int("MEMFIT.HOST.PREFETCH", cfg.MEMFIT.HOST.PREFETCH)
-        return cfg.MEMFIT.HOST.PREFETCH is not None
 
     @classmethod
     def apply(cls, build_loader: Callable[..., Any], cfg: CfgNode) -> Callable[..., Any]:

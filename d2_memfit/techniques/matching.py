@@ -11,16 +11,16 @@ from detectron2.structures import Boxes, Instances
 from detectron2.utils.logger import log_first_n
 from torch import nn
 
-from ..checks import check_positive_int
 from ..errors import ConfigError
-from .modules import extend, knows_function, replaced_functions, source_files
-from .registry import TECHNIQUES, Technique
+from ..patching import knows_function, replaced_functions, source_files
+from .modules import add_mixin
+from .registry import TECHNIQUES, PositiveIntTechnique
 
 __all__ = ["ChunkedMatcher", "ChunkedMatching", "PairwiseQuality"]
 
 
 @TECHNIQUES.register()
-class ChunkedMatching(Technique):
+class ChunkedMatching(PositiveIntTechnique):
     """Anchors or proposals are matched to instances in chunks, with Detectron2's labels.
 
     Saves the matrices of anchors x instances, of which Detectron2 has some six at a time: 2 GB for
@@ -32,6 +32,7 @@ class ChunkedMatching(Technique):
 
     tier = "exact"
     part = "model"
+    key = "MEMFIT.MATCHING.CHUNK_SIZE"
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -40,15 +41,8 @@ class ChunkedMatching(Technique):
         cfg.MEMFIT.MATCHING.CHUNK_SIZE = None
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return {"MEMFIT.MATCHING.CHUNK_SIZE": 4096}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        chunk_size = cfg.MEMFIT.MATCHING.CHUNK_SIZE
-        if chunk_size is not None:
-            check_positive_int("MEMFIT.MATCHING.CHUNK_SIZE", chunk_size)
-        return chunk_size is not None
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
@@ -58,10 +52,10 @@ class ChunkedMatching(Technique):
             if _give_chunked_matchers(module):
                 has_matching = True
                 if knows_function(_files_of_detectron2(module), "pairwise_iou"):
-                    extend(module, _MatchesInChunks, chunk_size=chunk_size)
+                    add_mixin(module, _MatchesInChunks, chunk_size=chunk_size)
             if isinstance(module, FCOS):
                 has_matching = True
-                extend(module, _MatchesPointsInChunks, chunk_size=chunk_size)
+                add_mixin(module, _MatchesPointsInChunks, chunk_size=chunk_size)
         if not has_matching:
             raise ConfigError(
                 "MEMFIT.MATCHING.CHUNK_SIZE: the model has no matching of Detectron2, so nothing "

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from .modules import replaced_functions, source_files
+from ..patching import replaced_functions, source_files
 from .objects import chunks_of, count_objects, is_targets, take_objects
 from .random_state import RandomState, device_of
 

@@ -26,6 +26,6 @@ class MixedPrecision(Technique):
     tier = "precision"
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         dtype = "bfloat16" if cfg.MODEL.DEVICE == "cpu" else "float16"
         return {"SOLVER.AMP.ENABLED": True, "MEMFIT.AMP_DTYPE": dtype}

@@ -14,7 +14,7 @@ from torch import nn
 from ..checks import check_strings
 from ..errors import HostMemoryError
 from ..memory import available_host_bytes, error_line, on_host
-from .modules import extend, find_modules
+from .modules import add_mixin, find_modules
 from .registry import TECHNIQUES, Technique
 
 __all__ = ["ActivationOffload"]
@@ -39,6 +39,7 @@ class ActivationOffload(Technique):
 
     tier = "exact"
     part = "model"
+    gpu_only = True
     order = 2  # the inputs that checkpoints keep are offloaded, too
 
     @classmethod
@@ -49,7 +50,7 @@ class ActivationOffload(Technique):
         cfg.MEMFIT.OFFLOAD.MODULES = []
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return {"MEMFIT.OFFLOAD.MODULES": ["backbone"]}
 
     @classmethod
@@ -67,7 +68,7 @@ class ActivationOffload(Technique):
             )
         offload = _Offload(device)
         for module in find_modules(model, "MEMFIT.OFFLOAD.MODULES", cfg.MEMFIT.OFFLOAD.MODULES):
-            extend(module, _Offloaded, offload=offload)
+            add_mixin(module, _Offloaded, offload=offload)
         return model
 
 
@@ -82,10 +83,10 @@ class _Offloaded(nn.Module):
             return super().forward(*args, **kwargs)
 
 
-class _OnHost:
+class _HostCopy:
     """A saved tensor on the host, and again on the device as soon as it is fetched."""
 
-    def __init__(self, host: torch.Tensor, before: Optional["_OnHost"]) -> None:
+    def __init__(self, host: torch.Tensor, before: Optional["_HostCopy"]) -> None:
         self.host = host
         # The one that was saved before it.
         self.before = None if before is None else weakref.ref(before)
@@ -104,7 +105,7 @@ class _Offload:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._weights: set[int] = set()  # addresses of what is on the device anyway
         # The tensor is kept, so that no other can have its address.
-        self._last: Optional[tuple[torch.Tensor, tuple[Any, ...], _OnHost]] = None
+        self._last: Optional[tuple[torch.Tensor, tuple[Any, ...], _HostCopy]] = None
         self._bytes_since_check = 0
 
     @contextmanager
@@ -117,7 +118,7 @@ class _Offload:
             self._weights = before
             self._last = None
 
-    def _pack(self, tensor: torch.Tensor) -> Union[torch.Tensor, _OnHost]:
+    def _pack(self, tensor: torch.Tensor) -> Union[torch.Tensor, _HostCopy]:
         if (
             tensor.device != self._device
             or tensor.nbytes < _SMALLEST_BYTES
@@ -131,11 +132,11 @@ class _Offload:
             if identity == last_identity:  # of the operator that made it, and of the next one
                 return before
         self._check_host(tensor.nbytes)
-        packed = _OnHost(self._copy_to_host(tensor), before)
+        packed = _HostCopy(self._copy_to_host(tensor), before)
         self._last = tensor, identity, packed
         return packed
 
-    def _unpack(self, packed: Union[torch.Tensor, _OnHost]) -> torch.Tensor:
+    def _unpack(self, packed: Union[torch.Tensor, _HostCopy]) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
         fetched = self._fetch(packed)
@@ -162,7 +163,7 @@ class _Offload:
         tensor.record_stream(self._stream)
         return host
 
-    def _fetch(self, packed: _OnHost) -> torch.Tensor:
+    def _fetch(self, packed: _HostCopy) -> torch.Tensor:
         if packed.fetched is not None:
             return packed.fetched
         if self._stream is None:

@@ -25,6 +25,7 @@ class OptimizerImplementation(Technique):
 
     tier = "exact"
     part = "optimizer"
+    gpu_only = True
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -33,7 +34,7 @@ class OptimizerImplementation(Technique):
         cfg.MEMFIT.OPTIMIZER.IMPLEMENTATION = "default"
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return {"MEMFIT.OPTIMIZER.IMPLEMENTATION": "for-loop"}
 
     @classmethod

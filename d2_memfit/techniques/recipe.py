@@ -28,7 +28,7 @@ class PolygonMasks(_Recipe):
     """
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         is_bitmask = cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask"
         return {"INPUT.MASK_FORMAT": "polygon"} if is_bitmask and _draws_polygons(cfg) else {}
 
@@ -50,7 +50,7 @@ class FewerProposals(_Recipe):
     """
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         keys = ("MODEL.RPN.PRE_NMS_TOPK_TRAIN", "MODEL.RPN.POST_NMS_TOPK_TRAIN")
         return _halved(cfg, keys, at_least=250)
 
@@ -66,7 +66,7 @@ class SmallerRoiBatch(_Recipe):
     """
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return _halved(cfg, ("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE",), at_least=64)
 
 
@@ -80,7 +80,7 @@ class SmallerRpnBatch(_Recipe):
     """
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return _halved(cfg, ("MODEL.RPN.BATCH_SIZE_PER_IMAGE",), at_least=64)
 
 
@@ -94,7 +94,7 @@ class FewerDetections(_Recipe):
     """
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return _halved(cfg, ("TEST.DETECTIONS_PER_IMAGE",), at_least=25)
 
 
@@ -109,7 +109,7 @@ class FewerQueries(_Recipe):
     """
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         keys = ("MODEL.DETR.NUM_OBJECT_QUERIES", "MODEL.MASK_FORMER.NUM_OBJECT_QUERIES")
         return _halved(cfg, keys, at_least=50)
 
@@ -124,7 +124,7 @@ class OneImageSize(_Recipe):
     """
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         sizes = shorter_sides(cfg.INPUT.MIN_SIZE_TRAIN)
         return {"INPUT.MIN_SIZE_TRAIN": (min(sizes),)} if len(set(sizes)) > 1 else {}
 
@@ -139,7 +139,7 @@ class SmallerImages(_Recipe):
     """
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         if min(shorter_sides(cfg.INPUT.MIN_SIZE_TRAIN)) < 400:
             return {}
         names = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST")
@@ -157,7 +157,7 @@ class MoreFrozenStages(_Recipe):
     """
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         at = cfg.MODEL.BACKBONE.FREEZE_AT
         return {"MODEL.BACKBONE.FREEZE_AT": at + 1} if at < 4 and cfg.MODEL.WEIGHTS else {}
 
@@ -174,7 +174,7 @@ class LighterBackbone(_Recipe):
     """
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         resnets = cfg.MODEL.RESNETS
         if "resnet" not in cfg.MODEL.BACKBONE.NAME or resnets.NUM_GROUPS > 1:
             return {}

@@ -1,21 +1,25 @@
 """What a technique is, and how a job gets those that its config turns on."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 from detectron2.config import CfgNode
 from fvcore.common.registry import Registry
 from torch import nn
 
-from ..checks import near
+from ..checks import check_bool, check_positive_int, did_you_mean
 from ..errors import ConfigError
 
 __all__ = [
     "PARTS",
     "TECHNIQUES",
     "TIERS",
+    "BooleanTechnique",
+    "PositiveIntTechnique",
     "Technique",
     "apply_techniques",
     "get_technique",
@@ -47,23 +51,51 @@ class Technique:
             - "loader": the function that makes the training loader of a config
             - "evaluation": the model, before it is evaluated; its class is put back afterwards
         order: techniques with a higher one are applied later, around the others.
+        planned: whether plans may use it.
+        gpu_only: whether it saves memory on GPUs only.
+        in_evaluation: whether an evaluation needs other memory with it.
+        never_faster: of the tier "precision": whether no GPU is faster with it.
     """
 
     tier: str
     part: str = "config"
     order: int = 0
+    planned: bool = True
+    gpu_only: bool = False
+    in_evaluation: bool = False
+    never_faster: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "settings" in vars(cls):
+            warnings.warn(
+                f"{cls.__name__}.settings is deprecated: call it enabling_settings",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            cls.enabling_settings = cls.settings  # type: ignore[method-assign]
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         """Add its keys to a config. Their defaults turn it off."""
 
     @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         """The keys, and their values, that turn it on in this config.
 
         None if it can do nothing, or if plans shall not use it.
         """
         return {}
+
+    @classmethod
+    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        """Deprecated name of :meth:`enabling_settings`."""
+        warnings.warn(
+            "Technique.settings is deprecated: call enabling_settings",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return cls.enabling_settings(cfg)
 
     @classmethod
     def is_on(cls, cfg: CfgNode) -> bool:
@@ -88,6 +120,47 @@ class Technique:
         return part
 
 
+class BooleanTechnique(Technique):
+    """A technique that one boolean config key turns on.
+
+    Attributes:
+        key: its name.
+    """
+
+    key: str
+
+    @classmethod
+    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
+        return {cls.key: True}
+
+    @classmethod
+    def is_on(cls, cfg: CfgNode) -> bool:
+        value: bool = _value(cfg, cls.key)
+        check_bool(cls.key, value)
+        return value
+
+
+class PositiveIntTechnique(Technique):
+    """A technique that one config key turns on, by a positive integer; None turns it off.
+
+    Attributes:
+        key: its name.
+    """
+
+    key: str
+
+    @classmethod
+    def is_on(cls, cfg: CfgNode) -> bool:
+        value = _value(cfg, cls.key)
+        if value is not None:
+            check_positive_int(cls.key, value)
+        return value is not None
+
+
+def _value(cfg: CfgNode, key: str) -> Any:
+    return reduce(getattr, key.split("."), cfg)
+
+
 TECHNIQUES: Registry = Registry("TECHNIQUE")  # of subclasses of Technique
 
 
@@ -100,7 +173,7 @@ def get_technique(name: str) -> type[Technique]:
     known = dict(TECHNIQUES)
     if name not in known:
         raise ConfigError(
-            f"there is no technique {name!r}{near(name, known)}. There are: "
+            f"there is no technique {name!r}{did_you_mean(name, known)}. There are: "
             f"{', '.join(sorted(known))}"
         )
     return known[name]

@@ -14,16 +14,15 @@ from detectron2.utils import comm
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from ..checks import check_bool
 from ..errors import HostMemoryError
-from .modules import replaced_functions
-from .registry import TECHNIQUES, Technique
+from ..patching import replaced_functions
+from .registry import TECHNIQUES, BooleanTechnique
 
 __all__ = ["SharedDataset", "SharedList"]
 
 
 @TECHNIQUES.register()
-class SharedDataset(Technique):
+class SharedDataset(BooleanTechnique):
     """The dataset's dicts are serialized once per machine, into a file that all ranks map.
 
     Saves the dataset's copies of all ranks but one, in training and evaluation: COCO's training
@@ -35,21 +34,14 @@ class SharedDataset(Technique):
 
     tier = "exact"
     part = "loader"
+    planned = False
+    key = "MEMFIT.HOST.SHARED_DATASET"
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("HOST", CfgNode())
         # Whether the ranks of a machine share one copy of the dataset's annotations.
         cfg.MEMFIT.HOST.SHARED_DATASET = False
-
-    @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"MEMFIT.HOST.SHARED_DATASET": True}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        check_bool("MEMFIT.HOST.SHARED_DATASET", cfg.MEMFIT.HOST.SHARED_DATASET)
-        return cfg.MEMFIT.HOST.SHARED_DATASET
 
     @classmethod
     def apply(cls, build_loader: Callable[..., Any], cfg: CfgNode) -> Callable[..., Any]:

@@ -8,16 +8,15 @@ from detectron2.utils import comm
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from ..checks import check_bool
 from ..errors import ConfigError
 from .optimizer_implementation import has_known_step
-from .registry import TECHNIQUES, Technique
+from .registry import TECHNIQUES, BooleanTechnique
 
 __all__ = ["ShardedOptimizer", "ShardedOptimizerStates"]
 
 
 @TECHNIQUES.register()
-class ShardedOptimizerStates(Technique):
+class ShardedOptimizerStates(BooleanTechnique):
     """Each rank keeps the optimizer's states, and updates the parameters, of its share only.
 
     Saves (1 - 1 / number of ranks) of the states: one copy of the parameters for SGD with momentum,
@@ -29,21 +28,14 @@ class ShardedOptimizerStates(Technique):
 
     tier = "exact"
     part = "optimizer"
+    in_evaluation = True
+    key = "MEMFIT.OPTIMIZER.ZERO"
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
         # Whether ranks share the optimizer's states among them. It needs at least two.
         cfg.MEMFIT.OPTIMIZER.ZERO = False
-
-    @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"MEMFIT.OPTIMIZER.ZERO": True}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        check_bool("MEMFIT.OPTIMIZER.ZERO", cfg.MEMFIT.OPTIMIZER.ZERO)
-        return cfg.MEMFIT.OPTIMIZER.ZERO
 
     @classmethod
     def check(cls, cfg: CfgNode, num_ranks: int) -> None:

@@ -128,9 +128,7 @@ def test_each_image_counts_once(micro_batch, steps):
     model = Products()
     loader = [columns("lists", *range(4 * i, 4 * i + 4)) for i in range(steps)]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    trainer = AccumulatingTrainer(
-        model, loader, optimizer, steps, images_per_micro_batch=micro_batch
-    )
+    trainer = AccumulatingTrainer(model, loader, optimizer, steps, micro_batch_size=micro_batch)
     storage = iterate(trainer)
     num = 4 * steps
     assert model.weight.item() == pytest.approx(-sum(i * i for i in range(num)) / num)

@@ -52,7 +52,7 @@ def warnings(log):
     return found, {text.split()[0] for text in found}
 
 
-@pytest.mark.parametrize("options", [{"accumulation_steps": 2}, {"images_per_micro_batch": 2}])
+@pytest.mark.parametrize("options", [{"accumulation_steps": 2}, {"micro_batch_size": 2}])
 def test_with_accumulation_each_counter_is_named_once(options, log):
     iterate(trainer_of(**options), 3)
     found, names = warnings(log)

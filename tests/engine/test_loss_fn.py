@@ -59,7 +59,7 @@ def test_its_losses_accumulate_as_a_model_s_own(dtype, tolerance, cut, micro_bat
     plain, _, _ = trained(8, model=start(dtype))
     assert relative_difference(full, plain) > 1e-4  # the weights matter
     actual, storage, _ = trained(
-        cut, model=start(dtype), loss_fn=weighted, images_per_micro_batch=micro_batch
+        cut, model=start(dtype), loss_fn=weighted, micro_batch_size=micro_batch
     )
     moved = relative_difference(full, before)
     assert relative_difference(actual, full) < tolerance * moved
@@ -143,7 +143,7 @@ def test_clipping_sees_the_complete_gradient(clip, cut, micro_batch):
     unclipped, _, _ = trained(8)
     effect = relative_difference(unclipped, full)
     assert effect > 1e-4
-    actual, _, trainer = trained(cut, clip_gradients=counted, images_per_micro_batch=micro_batch)
+    actual, _, trainer = trained(cut, clip_gradients=counted, micro_batch_size=micro_batch)
     assert relative_difference(actual, full) < 1e-4 * effect
     with_gradients = [p for p in trainer.model.parameters() if p.grad is not None]
     assert calls == [len(with_gradients)] * 3

@@ -95,7 +95,7 @@ def differences(ones, others):
 CUTS = {
     "4 x 1": (lambda images: [[image] for image in images], {"accumulation_steps": 4}),
     "2 x 2": (lambda images: [images[:2], images[2:]], {"accumulation_steps": 2}),
-    "3 + 1": (lambda images: [images], {"images_per_micro_batch": 3}),
+    "3 + 1": (lambda images: [images], {"micro_batch_size": 3}),
 }
 
 
@@ -310,7 +310,7 @@ def test_split_with_a_model_that_communicates_is_an_error_on_all_ranks(two_ranks
 def test_unequal_cuts_of_a_model_that_communicates_are_an_error_on_all_ranks(two_ranks):
     one, two = annotated_images((2, 3)), annotated_images((2, 3, 1))
     parts = [[[one], [two]]]
-    errors = two_ranks.run(expected_error, 2, parts, {"images_per_micro_batch": 1})
+    errors = two_ranks.run(expected_error, 2, parts, {"micro_batch_size": 1})
     assert errors[0] == errors[1]
     assert "[2, 3]" in errors[0]
 
@@ -341,7 +341,7 @@ def test_retinanet_is_divided_by_a_running_mean_of_windows():
     cfg = tiny_cfg("retinanet")
     batch = images(4)
     results, normalizers = [], []
-    for options in ({}, {"images_per_micro_batch": 1}, {"images_per_micro_batch": 3}):
+    for options in ({}, {"micro_batch_size": 1}, {"micro_batch_size": 3}):
         model = tiny_model(cfg).double()
         sgd = torch.optim.SGD(model.parameters(), lr=0.0)
         trainer = AccumulatingTrainer(model, [batch] * 3, sgd, **options)
@@ -354,7 +354,7 @@ def test_retinanet_is_divided_by_a_running_mean_of_windows():
         normalizers.append(model.loss_normalizer)
     assert normalizers[1:] == pytest.approx([normalizers[0]] * 2, rel=1e-6)
     assert max(differences(results[1:], [results[0]] * 2)) < 0.1
-    plain = AccumulatingTrainer(model, [batch], sgd, images_per_micro_batch=1)  # once more
+    plain = AccumulatingTrainer(model, [batch], sgd, micro_batch_size=1)  # once more
     with EventStorage():
         plain.run_step()
 

@@ -206,7 +206,7 @@ def train_with_communication(rank, micro_batch):
         model,
         [images_of(i, rank, 2) for i in range(2)],
         sgd(model),
-        images_per_micro_batch=micro_batch,
+        micro_batch_size=micro_batch,
         recovery=RecoveryOptions(),
     )
     iterate(trainer)

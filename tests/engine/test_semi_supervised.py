@@ -128,7 +128,7 @@ def test_it_takes_a_few_lines():
 
 @pytest.mark.parametrize(
     ("cut", "options"),
-    [(1, {}), (2, {}), (4, {"images_per_micro_batch": 3}), (2, {"images_per_micro_batch": 4})],
+    [(1, {}), (2, {}), (4, {"micro_batch_size": 3}), (2, {"micro_batch_size": 4})],
 )
 def test_accumulation_computes_what_the_full_batch_computes(full, cut, options):
     trainer, update = trained(cut, **options)

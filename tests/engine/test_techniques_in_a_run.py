@@ -47,7 +47,7 @@ def with_all_exact_techniques(cfg):
     cfg = cfg.clone()
     for name, technique in TECHNIQUES:
         if technique.tier == "exact" and name != "ShardedOptimizerStates":  # that needs two ranks
-            for key, value in technique.settings(cfg).items():
+            for key, value in technique.enabling_settings(cfg).items():
                 cfg.merge_from_list([key, value])
     cfg.MEMFIT.MATCHING.CHUNK_SIZE, cfg.MEMFIT.HEADS.CHUNK_SIZE = 100, 5
     return cfg

@@ -115,7 +115,7 @@ def test_accumulated_steps_equal_those_of_the_full_batch(sizes, micro_batch, dty
     loader = cut(BATCHES, sizes)
     actual = run(
         AccumulatingTrainer(
-            accumulated, loader, sgd(accumulated), len(sizes), images_per_micro_batch=micro_batch
+            accumulated, loader, sgd(accumulated), len(sizes), micro_batch_size=micro_batch
         )
     )
     assert seen == ([3, 3, 2] if micro_batch else list(sizes)) * 5
@@ -339,14 +339,14 @@ def test_numbers_that_are_not_positive_integers_are_refused(value):
     with pytest.raises(ConfigError, match=r"SOLVER.ACCUMULATION_STEPS must be a positive integer"):
         AccumulatingTrainer(model, [], sgd(model), accumulation_steps=value)
     with pytest.raises(ConfigError, match=r"MEMFIT.MICRO_BATCH must be a positive integer"):
-        AccumulatingTrainer(model, [], sgd(model), images_per_micro_batch=value)
+        AccumulatingTrainer(model, [], sgd(model), micro_batch_size=value)
 
 
 def test_a_micro_batch_size_needs_batches_that_are_lists():
     model = ToyModel()
     loader = [torch.ones(2, 3)]
     with pytest.raises(ConfigError, match="gives a Tensor"):
-        run(AccumulatingTrainer(model, loader, sgd(model), images_per_micro_batch=1), 1)
+        run(AccumulatingTrainer(model, loader, sgd(model), micro_batch_size=1), 1)
 
 
 def test_float16_steps_once_per_window():

@@ -191,10 +191,10 @@ def test_pieces_are_a_job_and_a_job_is_a_trainer():
         batch=images,
     )
     trainer = build_trainer(job)
-    assert trainer.images_per_micro_batch == 2
+    assert trainer.micro_batch_size == 2
     assert trainer.recovery is not None
     trainer.train(0, 1)
-    assert estimate_memory(job, device="cuda").images_per_micro_batch == 2
+    assert estimate_memory(job, device="cuda").micro_batch_size == 2
     with pytest.raises(ConfigError, match=r"made from pieces has no key INPUT.MASK_FORMAT"):
         job.with_settings({"INPUT.MASK_FORMAT": "polygon"})
 

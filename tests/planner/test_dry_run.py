@@ -23,7 +23,7 @@ from d2_memfit.memory import TensorMeter, process_memory
 from d2_memfit.planner import steps
 from d2_memfit.planner.autocast import _TO_FLOAT32, casts_of_cuda
 from d2_memfit.planner.dry_run import DryRun, WithoutValues
-from d2_memfit.planner.hollow import is_hollow, make_hollow
+from d2_memfit.planner.fake import is_fake, make_fake
 
 pytestmark = pytest.mark.slow
 
@@ -224,27 +224,27 @@ def test_nothing_large_is_computed_or_touched():
     assert process_memory().peak_resident_bytes < before + 1.5 * 2**30
 
 
-def test_a_hollow_tensor_can_be_resized():
+def test_a_fake_tensor_can_be_resized():
     with WithoutValues():
-        x = make_hollow(torch.ones(1000, 1000)) * 2
+        x = make_fake(torch.ones(1000, 1000)) * 2
         x.resize_(2000, 1000)
         assert x.shape == (2000, 1000)
         assert x.untyped_storage().nbytes() == 8 * 10**6
-        assert is_hollow(x)
+        assert is_fake(x)
 
 
-def test_what_is_made_of_hollow_tensors_is_hollow_if_it_is_large():
-    weight = make_hollow(torch.ones(1000, 1000))
+def test_what_is_made_of_fake_tensors_is_fake_if_it_is_large():
+    weight = make_fake(torch.ones(1000, 1000))
     with WithoutValues():
         product = torch.ones(1000, 1000) @ weight
-        assert is_hollow(product)
+        assert is_fake(product)
         assert product.shape == (1000, 1000)
         assert torch.equal(product[:2].clone(), torch.zeros(2, 1000))  # small: zeros
-        assert is_hollow(product.t())
-        assert is_hollow(product.relu_())
+        assert is_fake(product.t())
+        assert is_fake(product.relu_())
         assert product.isfinite().all()
         assert product[torch.ones(1000, dtype=torch.bool)].shape == (1000, 1000)
-        assert not is_hollow(torch.arange(10**6).float() * 2)  # nothing hollow went in
+        assert not is_fake(torch.arange(10**6).float() * 2)  # nothing fake went in
         assert len(product.gt(0).nonzero()) == 0  # of unknown values, none counts
 
 
@@ -309,4 +309,4 @@ def test_an_operator_without_a_meta_kernel_computes_with_zeros():
         return x * 2
 
     with WithoutValues():
-        assert torch.equal(double(make_hollow(torch.ones(2**20))), torch.zeros(2**20))
+        assert torch.equal(double(make_fake(torch.ones(2**20))), torch.zeros(2**20))

@@ -4,11 +4,11 @@ import pytest
 from detectron2.structures import Instances
 
 from d2_memfit.errors import ConfigError, DataError
-from d2_memfit.planner.explain import explained
+from d2_memfit.planner.explain import one_line_errors
 
 
 def line_of(run, *args):
-    with pytest.raises(ConfigError) as info, explained():
+    with pytest.raises(ConfigError) as info, one_line_errors():
         run(*args)
     assert info.value.__cause__ is not None
     assert "\n" not in str(info.value)
@@ -44,10 +44,10 @@ def test_detectron2s_projects_are_the_users_code(tmp_path):
 
 def test_without_the_users_code_it_is_the_last_place(tmp_path):
     source = """
-from d2_memfit.planner.explain import explained
+from d2_memfit.planner.explain import one_line_errors
 from detectron2.structures import Instances
 def forward():
-    with explained():
+    with one_line_errors():
         Instances((2, 2)).gt_boxes
 """
     with pytest.raises(ConfigError, match=r"structures/instances.py:\d+ in __getattr__\)"):
@@ -83,5 +83,5 @@ def test_what_needs_a_gpu_or_a_compiled_operator(error):
 
 
 def test_errors_of_d2_memfit_stay_as_they_are():
-    with pytest.raises(DataError, match=r"^as it is$"), explained():
+    with pytest.raises(DataError, match=r"^as it is$"), one_line_errors():
         raise DataError("as it is")

@@ -98,7 +98,7 @@ def test_a_users_micro_batch_is_not_made_larger(mask):
     cfg.MEMFIT.MICRO_BATCH = 2
     p = plan(cfg, 24, allow=["exact"])
     assert p.steps == ()
-    assert p.before.images_per_micro_batch == p.estimate.images_per_micro_batch == 2
+    assert p.before.micro_batch_size == p.estimate.micro_batch_size == 2
     p = plan(cfg, 2, allow=["exact"])
     assert p.settings["MEMFIT.MICRO_BATCH"] == 1
 
@@ -140,7 +140,7 @@ def test_micro_batches_are_of_the_exact_tier(mask):
     without = plan(mask, 3.5, allow=["precision"])
     assert "smaller micro-batches" not in [s.name for s in without.steps]
     assert "MEMFIT.MICRO_BATCH" not in without.settings
-    assert without.estimate.images_per_micro_batch == 8
+    assert without.estimate.micro_batch_size == 8
 
 
 def test_what_does_not_fit_says_what_would_have_to_be_allowed(mask):

@@ -35,7 +35,7 @@ def step(model, batch, dtype=None):
 
 
 def settings(name, cfg):
-    settings = TECHNIQUES_OF_MODELS[name].settings(cfg)
+    settings = TECHNIQUES_OF_MODELS[name].enabling_settings(cfg)
     for key in settings:
         if key.endswith("CHUNK_SIZE"):
             settings[key] = (

@@ -5,7 +5,8 @@ import io
 import pytest
 import torch
 
-from d2_memfit.techniques.modules import extend, replaced_functions, source_files
+from d2_memfit.patching import replaced_functions, source_files
+from d2_memfit.techniques.modules import add_mixin
 
 
 class Multiplying:
@@ -25,8 +26,8 @@ class Adding:
 def extended():
     """A module with two extensions."""
     module = torch.nn.Linear(3, 2)
-    extend(module, Multiplying, factor=10)
-    extend(module, Adding, summand=1)
+    add_mixin(module, Multiplying, factor=10)
+    add_mixin(module, Adding, summand=1)
     return module
 
 

@@ -15,7 +15,7 @@ from d2_memfit.techniques import get_technique
 
 def with_technique(cfg, name):
     cfg = cfg.clone()
-    for pair in get_technique(name).settings(cfg).items():
+    for pair in get_technique(name).enabling_settings(cfg).items():
         cfg.merge_from_list(list(pair))
     return cfg
 
@@ -51,7 +51,7 @@ def test_lighter_backbones_are_trained_down_to_18_layers(cfg):
         cfg.MODEL.RESNETS.STEM_OUT_CHANNELS = 64
         peaks.append(peak_of_a_step(cfg))
     assert peaks[2] < peaks[1]
-    assert get_technique("LighterBackbone").settings(cfg) == {}
+    assert get_technique("LighterBackbone").enabling_settings(cfg) == {}
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_settings_follow_the_config(name, opts, expected):
     cfg = get_cfg()
     cfg.MODEL.DETR = CfgNode({"NUM_OBJECT_QUERIES": 100})
     cfg.merge_from_list(opts)
-    assert get_technique(name).settings(cfg) == expected
+    assert get_technique(name).enabling_settings(cfg) == expected
 
 
 def test_smaller_images_take_a_shorter_side_that_is_a_number_or_several(cfg):
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MIN_SIZE_TEST = 800, (600,)
     smaller = with_technique(cfg, "SmallerImages")
     assert (smaller.INPUT.MIN_SIZE_TRAIN, smaller.INPUT.MIN_SIZE_TEST) == (600, (450,))
-    assert get_technique("OneImageSize").settings(cfg) == {}
+    assert get_technique("OneImageSize").enabling_settings(cfg) == {}

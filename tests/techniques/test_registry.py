@@ -38,7 +38,7 @@ def test_each_is_off_by_default_and_its_settings_turn_it_on(name):
     cfg.DATALOADER.NUM_WORKERS = 2
     cfg.MODEL.DETR = CfgNode({"NUM_OBJECT_QUERIES": 100})
     assert not technique.is_on(cfg)
-    settings = technique.settings(cfg)
+    settings = technique.enabling_settings(cfg)
     assert settings
     for key, value in settings.items():
         cfg.merge_from_list([key, value])
@@ -50,7 +50,7 @@ def test_each_is_off_by_default_and_its_settings_turn_it_on(name):
 def test_settings_are_empty_where_there_is_nothing_to_do():
     cfg = tiny_cfg("faster_rcnn")
     for name in ("ChunkedHeads", "PolygonMasks", "OneImageSize", "FewerQueries", "LoaderPrefetch"):
-        assert get_technique(name).settings(cfg) == {}
+        assert get_technique(name).enabling_settings(cfg) == {}
 
 
 def test_an_unknown_name_is_an_error_that_lists_near_ones():

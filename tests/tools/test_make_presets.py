@@ -15,8 +15,10 @@ def test_a_preset_keeps_the_recipe(name):
     cfg = model_zoo.get_config(name)
     check_config(cfg)
     stem = name[: -len(".yaml")]
-    base, card = stem[: -len("_amp")].rsplit("_", 1) if cfg.SOLVER.AMP.ENABLED else stem.rsplit("_", 1)
-    assert cfg.SOLVER.AMP.ENABLED == stem.endswith("_amp")
+    base, card = (
+        stem[: -len("_amp")].rsplit("_", 1) if cfg.SOLVER.AMP.ENABLED else stem.rsplit("_", 1)
+    )
+    assert stem.endswith("_amp") == cfg.SOLVER.AMP.ENABLED
     assert card == cfg.MEMFIT.PRESET
     assert card in PRESETS
     recipe = model_zoo.get_config(f"{base}.yaml")
@@ -61,7 +63,11 @@ def test_a_preset_is_what_its_plan_says(model, card):
 def documented():
     """Rows of docs/MEMORY_ZOO.md, by config."""
     lines = (ROOT / "docs" / "MEMORY_ZOO.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| COCO-")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in lines
+        if line.startswith("| COCO-")
+    ]
     return {row[0]: row for row in rows}
 
 

@@ -277,7 +277,7 @@ def scales(size: int, rounds: int, images_per_window: int = 8) -> str:
     opts = [x for k, v in plan.settings.items() if k.startswith("MEMFIT.CHECK") for x in (k, v)]
     sides = {
         f"{images} images": Side(
-            partial(AccumulatingTrainer, images_per_micro_batch=images), windows, opts=opts
+            partial(AccumulatingTrainer, micro_batch_size=images), windows, opts=opts
         ),
         "by bytes": Side(partial(AccumulatingTrainer, cost_model=cost_model), windows, opts=opts),
     }

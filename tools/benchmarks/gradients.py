@@ -29,7 +29,7 @@ from torch import nn
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.config import load_cfg
 from d2_memfit.engine import NormalizerOptions
-from d2_memfit.techniques.modules import replaced_functions
+from d2_memfit.patching import replaced_functions
 
 from .common import coins, machine, markdown_table
 from .detr_like import add_detr_config
@@ -143,7 +143,7 @@ def gradient(
             model,
             [images],
             optimizer,
-            images_per_micro_batch=sizes[0],
+            micro_batch_size=sizes[0],
             normalizers=normalizers,
         )
         trainer.run_step()

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def plan_names(plan: Plan) -> list[str]:
-    images = f"{plan.estimate.images_per_micro_batch} images in a micro-batch"
+    images = f"{plan.estimate.micro_batch_size} images in a micro-batch"
     return [images, *(s.name for s in plan.steps if s.name != "smaller micro-batches")]
 
 

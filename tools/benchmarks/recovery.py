@@ -56,7 +56,7 @@ def one_rank(images: list[dict[str, Any]], rounds: int) -> str:
     sides = {
         "raise, 1 image": Side(AccumulatingTrainer, repeat(images[:1])),
         "split, 1 image": Side(SPLIT, repeat(images[:1])),
-        "split, 1 + 1 images": Side(partial(SPLIT, images_per_micro_batch=1), pairs),
+        "split, 1 + 1 images": Side(partial(SPLIT, micro_batch_size=1), pairs),
         "split, 2 images that fail": Side(FailingTrainer, pairs),
     }
     take_turns(sides.values(), rounds)

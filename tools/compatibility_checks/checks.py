@@ -10,7 +10,7 @@ from detectron2.utils.events import EventStorage
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.measure.injection import Injector, seed_all
-from d2_memfit.techniques.modules import replaced_functions
+from d2_memfit.patching import replaced_functions
 
 from .gradients import gradient
 from .subject import Outcome, Subject, state_of

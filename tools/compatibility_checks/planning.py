@@ -10,7 +10,7 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner import DryJob, plan_memory, steps
 from d2_memfit.planner.device_model import DeviceModel
-from d2_memfit.planner.order import NOT_PLANNED, ON_GPU_ONLY, harm
+from d2_memfit.planner.order import preference
 from d2_memfit.techniques import TECHNIQUES
 
 from .subject import Subject
@@ -67,11 +67,11 @@ def applies(subject: Subject) -> str:
     job = _full_size(subject, subject.project.images)
     whole = _peak(job)
     names = []
-    for name, technique in sorted(TECHNIQUES, key=lambda item: harm(item[0])):
-        if technique.tier == "recipe" or name in (*NOT_PLANNED, *ON_GPU_ONLY):
+    for name, technique in sorted(TECHNIQUES, key=lambda item: preference(item[0])):
+        if technique.tier == "recipe" or not technique.planned or technique.gpu_only:
             continue
         try:
-            changed = job.with_settings(technique.settings(job.cfg) or {})
+            changed = job.with_settings(technique.enabling_settings(job.cfg) or {})
             if changed.cfg == job.cfg:
                 continue
             peak = _peak(changed)

@@ -8,7 +8,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from torch import nn
 
-from d2_memfit.checks import near
+from d2_memfit.checks import did_you_mean
 from d2_memfit.errors import ConfigError
 
 from .families import FAMILIES
@@ -34,7 +34,7 @@ def build_transformers_model(cfg: CfgNode) -> nn.Module:
     if unknown:
         raise ConfigError(
             f"TRANSFORMERS.OPTIONS: {config_class.__name__} has no {unknown[0]}"
-            f"{near(unknown[0], dir(config_class()))}"
+            f"{did_you_mean(unknown[0], dir(config_class()))}"
         )
     try:
         return model_class(config_class(**options))

@@ -4,21 +4,21 @@ from typing import Any
 
 from ..memory import storages
 
-__all__ = ["is_hollow", "make_hollow", "make_real"]
+__all__ = ["is_fake", "make_fake", "make_real"]
 
 
-def make_hollow(tensors: Any) -> Any:
+def make_fake(tensors: Any) -> Any:
     """Say of tensors, in any containers, that their values do not matter. They are returned."""
     for storage in storages(tensors):
-        storage.is_hollow = True  # type: ignore[attr-defined]  # one that PyTorch does not have
+        storage.is_fake = True  # type: ignore[attr-defined]  # one that PyTorch does not have
     return tensors
 
 
 def make_real(tensors: Any) -> None:
     """Say that the values have been computed after all."""
     for storage in storages(tensors):
-        storage.is_hollow = False  # type: ignore[attr-defined]
+        storage.is_fake = False  # type: ignore[attr-defined]
 
 
-def is_hollow(tensors: Any) -> bool:
-    return any(getattr(storage, "is_hollow", False) for storage in storages(tensors))
+def is_fake(tensors: Any) -> bool:
+    return any(getattr(storage, "is_fake", False) for storage in storages(tensors))
