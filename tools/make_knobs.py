@@ -106,8 +106,8 @@ d2-memfit estimate --config-file COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x
 
 The numbers in brackets are differences from the recipe. The recipe is that of Detectron2's zoo,
 with 2 images at a time on one GPU. All figures are estimated by dry runs, for the device family
-`cuda`. Nothing here was measured on a GPU. The allocator and the context add {overhead:.1f} GB to the
-recipe's peak.
+`cuda`. Nothing here was measured on a GPU. The allocator and the context add
+{overhead:.1f} GB to the recipe's peak.
 
 {device}
 
