@@ -27,7 +27,8 @@ def without_dynamo() -> Iterator[None]:
         yield
         return
     config = _StandIn(f"{_NAME}.config", error_on_nested_fx_trace=True)  # as it is
-    stand_in = _StandIn(_NAME, config=config, disable=_disable, graph_break=lambda: None)
+    known = {"disable": _disable, "graph_break": lambda: None, "is_compiling": lambda: False}
+    stand_in = _StandIn(_NAME, config=config, **known)
     utils = _StandIn(f"{_NAME}.utils", is_compile_supported=_is_compile_supported)
     finder = _Finder()
     sys.meta_path.insert(0, finder)

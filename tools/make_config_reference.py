@@ -25,13 +25,19 @@ _COMMENTED_KEY = re.compile(r"((?: *#.*\n)+) *(?:_C|cfg)\.([A-Z0-9_.]+) = ")
 
 INTRODUCTION = """# Config keys
 
-Written by `python tools/make_config_reference.py` from the comments in
-[config.py](../d2_memfit/config.py) and in the files of the [techniques](../d2_memfit/techniques).
-The defaults leave Detectron2's behaviour as it is. Beside these keys,
-[`SOLVER.REFERENCE_WORLD_SIZE`](ACCUMULATION.md#learning-rate-and-batch-size) and
-[`SOLVER.AMP.ENABLED`](ACCUMULATION.md#mixed-precision) are Detectron2's own, and work with them.
+This page lists every config key of d2_memfit, with its type, its default and what it does. The
+defaults leave Detectron2's behaviour unchanged. A key is set at the end of a command:
 
-A key is written in a config file,
+```bash
+python tools/train_net.py --config-file COCO-Detection/faster_rcnn_R_50_FPN_3x \\
+    SOLVER.ACCUMULATION_STEPS 4
+```
+
+| node | what its keys are for |
+| --- | --- |
+{nodes}
+
+In a config file, a key is written like this:
 
 ```yaml
 SOLVER:
@@ -41,7 +47,7 @@ MEMFIT:
     MODULES: ["backbone"]
 ```
 
-behind the other arguments of a command, as `SOLVER.ACCUMULATION_STEPS 4`, or in Python:
+In Python:
 
 ```python
 from d2_memfit import get_cfg
@@ -50,18 +56,44 @@ cfg = get_cfg()
 cfg.SOLVER.ACCUMULATION_STEPS = 4
 ```
 
-A config that was made elsewhere gets the keys by `add_memfit_config(cfg)`. A key that does not
-exist, or a value that cannot work, is an error with the key, the value and what to do:
-[TROUBLESHOOTING.md](TROUBLESHOOTING.md#config-keys-and-values).
+- `add_memfit_config(cfg)` adds the keys to a config that was made elsewhere.
+- An unknown key, or a value that cannot work, is an error. It names the key, the value and what to
+  do: [TROUBLESHOOTING.md](TROUBLESHOOTING.md#config-keys-and-values).
+- [`SOLVER.REFERENCE_WORLD_SIZE`](ACCUMULATION.md#learning-rate-and-batch-size) and
+  [`SOLVER.AMP.ENABLED`](ACCUMULATION.md#mixed-precision) are keys of Detectron2. They work together
+  with these.
+
+`python tools/make_config_reference.py` writes this page from the comments in
+[config_keys.py](../d2_memfit/config_keys.py) and in the files of the
+[techniques](../d2_memfit/techniques).
 
 ## In a LazyConfig
 
-[tools/lazyconfig_train_net.py](../tools/lazyconfig_train_net.py) reads the names in the last
-column, in the config file or on the command line: `train.accumulation_steps=4`,
-`train.oom.policy=split`, `train.memfit.checkpoint.modules=[backbone]`. Where there is none, the key
-is for yaml configs. Mixed precision is `train.amp.enabled`. In a loop of your own, `Job` takes them
-as arguments ([OWN_LOOP.md](OWN_LOOP.md)).
+The last column of the tables has the names for
+[tools/lazyconfig_train_net.py](../tools/lazyconfig_train_net.py). Write them in the config file or
+on the command line: `train.accumulation_steps=4`, `train.oom.policy=split`,
+`train.memfit.checkpoint.modules=[backbone]`. Without a name there, the key is for yaml configs
+only. Mixed precision is `train.amp.enabled`. In your own training loop, the keys are arguments of
+`Job` ([OWN_LOOP.md](OWN_LOOP.md)).
 """
+
+_PURPOSES = {
+    "SOLVER": "accumulation",
+    "MEMFIT": "micro-batches, precision, budget, signals",
+    "MEMFIT.COST_MODEL": "micro-batches that are cut by bytes",
+    "MEMFIT.OOM": "recovery from out-of-memory errors",
+    "MEMFIT.NORMALIZERS": "counts that losses are divided by",
+    "MEMFIT.MONITOR": "reports, leaks, owners of the memory",
+    "MEMFIT.EVALUATION": "memory of evaluation",
+    "MEMFIT.PLAN": "plans before training",
+    "MEMFIT.HEADS": "mask and keypoint heads",
+    "MEMFIT.OPTIMIZER": "the optimizer's states and gradients",
+    "MEMFIT.CHECKPOINT": "activation checkpointing",
+    "MEMFIT.CRITERION": "matching and losses of DETR-likes",
+    "MEMFIT.HOST": "RAM, workers, dataset",
+    "MEMFIT.MATCHING": "matching of anchors",
+    "MEMFIT.OFFLOAD": "activations on the host",
+}
 
 
 class Key(NamedTuple):
@@ -100,7 +132,10 @@ def reference() -> str:
     by_node: dict[str, list[Key]] = {}
     for key in documented_keys():
         by_node.setdefault(key.name.rpartition(".")[0], []).append(key)
-    return INTRODUCTION + "".join(_section(node, by_node[node]) for node in by_node)
+    anchors = {node: node.replace(".", "").lower() for node in by_node}
+    nodes = [f"| [`{node}`](#{anchors[node]}) | {_PURPOSES[node]} |" for node in by_node]
+    introduction = INTRODUCTION.replace("{nodes}", "\n".join(nodes))
+    return introduction + "".join(_section(node, by_node[node]) for node in by_node)
 
 
 def _section(node: str, keys: list[Key]) -> str:

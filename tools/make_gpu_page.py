@@ -14,17 +14,18 @@ FOLDER = DOCS / "gpu"
 
 INTRODUCTION = """# Cards, measured
 
-One command measures a GPU: whether d2_memfit is right on it, how fast it is, what jobs need
-against what was estimated, and what recovery, techniques and trainers cost. It needs no dataset,
-no weights and no compiled operator, and ends after 8 minutes with what it has by then.
+This page shows the cards that were measured, and how to measure yours. One command checks whether
+d2_memfit is right on a GPU, and how fast the card is. It compares the memory of jobs with their
+estimates, and measures the cost of recovery, techniques and trainers. It needs no dataset, no
+weights and no compiled operator. It ends after 8 minutes with the results that it has by then.
 
 ```
 d2-memfit measure-gpu
 ```
 
 The result is `<card>.json` with all figures, `<card>.md` and `<card>.png` that show them, and
-`<card>.yaml`, which `--device` of `d2-memfit plan` takes. Put the JSON file into `docs/gpu/`, run
-`python tools/make_gpu_page.py`, and open a pull request: then this page has your card too.
+`<card>.yaml`, which `--device` of `d2-memfit plan` takes. To add your card to this page, put the
+JSON file into `docs/gpu/`, run `python tools/make_gpu_page.py`, and open a pull request.
 
 Written by `python tools/make_gpu_page.py`.
 """

@@ -26,7 +26,7 @@ RECIPE = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 class Knob(NamedTuple):
     name: str
     opts: list[Any]  # config keys and values, in turn
-    changes: str  # beside memory and time; "" is nothing
+    changes: str  # in addition to memory and time; "" is nothing
     num_instances: Optional[int] = None  # of each image, if not the default
 
 
@@ -87,28 +87,42 @@ LESS, MORE = "#0072B2", "#E69F00"  # Okabe and Ito: told apart by colour-blind p
 
 TEXT = """# Which knob costs what
 
-Mask R-CNN R50-FPN as in Detectron2's zoo, 2 images at a time on one GPU: each row changes one
-thing. Estimated for the device family `cuda`, a current card, by dry runs; nothing here was
-measured on a GPU. GB is the peak of what tensors have (`torch.cuda.max_memory_allocated`) in
-training, in brackets how that differs from the recipe, and in evaluation, one image at a time;
-allocator and context come to it, {overhead:.1f} GB for the recipe. Time is that of a trained image,
-predicted, against the recipe. What changes is beside memory and time.
+This page shows what each setting of a recipe does to the memory of Mask R-CNN R50-FPN, one change
+at a time. To see the figures for your own config, estimate it with the change:
 
-![The same as bars](knobs.png)
+```bash
+d2-memfit estimate --config-file COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x \\
+    SOLVER.IMS_PER_BATCH 2 MEMFIT.CHECKPOINT.MODULES "['backbone']"
+```
+
+![The table as bars](knobs.png)
+
+| column | meaning |
+|:-------|:--------|
+| training, GB | peak of the tensors (`torch.cuda.max_memory_allocated`) |
+| evaluation, GB | the same, with one image at a time |
+| time x | predicted time of a trained image, divided by that of the recipe |
+| changes | what else changes, in addition to memory and time |
+
+The numbers in brackets are differences from the recipe. The recipe is that of Detectron2's zoo,
+with 2 images at a time on one GPU. All figures are estimated by dry runs, for the device family
+`cuda`. Nothing here was measured on a GPU. The allocator and the context add
+{overhead:.1f} GB to the recipe's peak.
 
 {device}
 
-Some knobs hardly show here because something else is the peak: chunks of the mask head, for one,
-matter once the backbone is checkpointed. `d2-memfit plan` looks for what goes together. The keys of
-the techniques are in [TECHNIQUES.md](TECHNIQUES.md).
+Some knobs change little here because something else is the peak. For example, chunks of the mask
+head matter once the backbone is checkpointed. `d2-memfit plan` finds what works together.
+[TECHNIQUES.md](TECHNIQUES.md) has the keys of the techniques.
 
 ## Host RAM
 
-The recipe's loader on one rank, about, without the dataset's annotations:
+This table shows the approximate RAM of one rank with the recipe's loader, without the dataset's
+annotations:
 
 {host}
 
-Written by `python tools/make_knobs.py`.
+`python tools/make_knobs.py` writes this page.
 """
 
 

@@ -28,7 +28,7 @@ class GradientBucketView(BooleanTechnique):
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
-        # Whether gradients are views into DDP's buffers, instead of copies beside them.
+        # Whether gradients are views into DDP's buffers, instead of additional copies.
         cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW = False
 
     @classmethod

@@ -40,11 +40,11 @@ class ActivationCheckpointing(Technique):
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("CHECKPOINT", CfgNode())
-        # The modules that keep only their inputs, by patterns of their names, such as
-        # "backbone.bottom_up.res4.*" or "transformer.encoder.layers.*"; or one of two choices that
-        # are made already: "backbone", the blocks of the backbone, and "all", every block of the
+        # The modules that keep only their inputs for the backward. Give patterns of their names,
+        # such as "backbone.bottom_up.res4.*" or "transformer.encoder.layers.*", or one of two
+        # ready-made choices. "backbone" is the blocks of the backbone. "all" is every block of the
         # model: residual stages, encoder and decoder layers, necks, heads. "backbone+heads" is
-        # another name of "all". None are [].
+        # another name of "all". [] is none.
         cfg.MEMFIT.CHECKPOINT.MODULES = []
 
     @classmethod

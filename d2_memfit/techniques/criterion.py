@@ -54,8 +54,8 @@ class ChunkedCriterion(PositiveIntTechnique):
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("CRITERION", CfgNode())
-        # Objects of the batch for which a DETR-like's matcher computes costs, and its criterion the
-        # losses of boxes and masks, at a time; None is all.
+        # Objects of the batch that a DETR-like's matcher and criterion handle at a time. The
+        # matcher computes costs, the criterion the losses of boxes and masks. None is all.
         cfg.MEMFIT.CRITERION.CHUNK_SIZE = None
 
     @classmethod

@@ -49,7 +49,7 @@ class EvaluationOnHost(BooleanTechnique):
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("EVALUATION", CfgNode())
-        # Whether results are brought to the size of the image on the host, one mask at a time.
+        # Whether results are upsampled to the size of the image on the host, one mask at a time.
         cfg.MEMFIT.EVALUATION.ON_HOST = False
 
     @classmethod

@@ -34,7 +34,7 @@ class ChunkedHeads(PositiveIntTechnique):
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("HEADS", CfgNode())
-        # Proposals that go through the layers of a mask or keypoint head at a time; None is all, as
+        # Proposals that go through the layers of a mask or keypoint head at a time. None is all, as
         # in Detectron2.
         cfg.MEMFIT.HEADS.CHUNK_SIZE = None
 

@@ -44,9 +44,9 @@ class HostBudget(Technique):
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("HOST", CfgNode())
-        # RAM of this machine that training may use, in GB (2^30 bytes), all ranks and their workers
-        # together. It lowers DATALOADER.NUM_WORKERS and MEMFIT.HOST.PREFETCH, if it must. None is
-        # no limit.
+        # RAM of this machine that training may use, in GB (2^30 bytes), for all ranks and their
+        # workers together. If they need more, DATALOADER.NUM_WORKERS and MEMFIT.HOST.PREFETCH are
+        # lowered. None is no limit.
         cfg.MEMFIT.HOST.BUDGET_GB = None
 
     @classmethod
@@ -108,8 +108,8 @@ class LoaderPrefetch(PositiveIntTechnique):
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("HOST", CfgNode())
-        # Images, or batches without DATALOADER.ASPECT_RATIO_GROUPING, that each worker of the
-        # loader has ready ahead. None is PyTorch's 2.
+        # Images that each worker of the loader loads ahead; batches without
+        # DATALOADER.ASPECT_RATIO_GROUPING. None is PyTorch's 2.
         cfg.MEMFIT.HOST.PREFETCH = None
 
     @classmethod

@@ -37,7 +37,7 @@ class ChunkedMatching(PositiveIntTechnique):
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("MATCHING", CfgNode())
-        # Anchors that are matched to an image's instances at a time; None is all, as in Detectron2.
+        # Anchors that are matched to an image's instances at a time. None is all, as in Detectron2.
         cfg.MEMFIT.MATCHING.CHUNK_SIZE = None
 
     @classmethod

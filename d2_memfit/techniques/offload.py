@@ -45,8 +45,8 @@ class ActivationOffload(Technique):
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("OFFLOAD", CfgNode())
-        # The modules whose saved activations are kept on the host, by patterns of their names, such
-        # as "backbone.bottom_up.res2" or "roi_heads". None are [].
+        # The modules whose saved activations are kept on the host. Give patterns of their names,
+        # such as "backbone.bottom_up.res2" or "roi_heads". [] is none.
         cfg.MEMFIT.OFFLOAD.MODULES = []
 
     @classmethod

@@ -30,7 +30,7 @@ class OptimizerImplementation(Technique):
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
-        # "for-loop", "foreach" or "fused"; "default" is PyTorch's choice for the device.
+        # "for-loop", "foreach" or "fused". "default" is PyTorch's choice for the device.
         cfg.MEMFIT.OPTIMIZER.IMPLEMENTATION = "default"
 
     @classmethod

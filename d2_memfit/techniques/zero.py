@@ -34,7 +34,8 @@ class ShardedOptimizerStates(BooleanTechnique):
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
-        # Whether ranks share the optimizer's states among them. It needs at least two.
+        # Whether each rank keeps only its share of the optimizer's states. Needs at least two
+        # ranks.
         cfg.MEMFIT.OPTIMIZER.ZERO = False
 
     @classmethod

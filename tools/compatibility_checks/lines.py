@@ -8,7 +8,7 @@ from .project import Project
 __all__ = ["lines_of"]
 
 _TRAINER = """\
-[{tree}]({url}), `{config}`. In its `{script}`:
+[{tree}]({url}), `{config}`. Add to its `{script}`:
 
 ```python
 from d2_memfit import MemfitMixin, fit_config
@@ -23,11 +23,13 @@ trainer = MemfitTrainer(fit_config(cfg, trainer={trainer}))
 """
 
 _LOOP = """\
-[{tree}]({url}), `{config}`. It has a loop of its own: [OWN_LOOP.md](OWN_LOOP.md).
-A class with what stands before the loop describes the job:
+[{tree}]({url}), `{config}`. It has its own training loop: [OWN_LOOP.md](OWN_LOOP.md).
+A class with the code before the loop describes the job:
 
 ```python
 {source}```
+
+The loop then calls the trainer:
 
 ```python
 trainer = build_trainer(Job.from_trainer({name}, cfg))
@@ -37,7 +39,7 @@ for iteration in range(start_iter, max_iter):
 """
 
 _LAZY = """\
-[{tree}]({url}), `{config}`. In its `tools/train_net.py`, in place of its trainer:
+[{tree}]({url}), `{config}`. In its `tools/train_net.py`, replace its trainer:
 
 ```python
 from functools import partial
