@@ -12,7 +12,7 @@ RESULTS = {
         {"after": "a convolution (cuDNN)", "mb": 352.25},
         {"workspace": "cuBLAS", "mb": 16.25},
         {"ranks": 2, "not_measured": "NCCL needs 2 GPUs, not 1"},
-        {"file": "h100", "context_mb": 500, "kernels_mb": 200, "cublas_workspace_mb": 64}
+        {"file": "h100", "context_mb": 500.0, "kernels_mb": 200.0, "cublas_workspace_mb": 64.0}
         | {"nccl_mb": [544.0, 688.0]},
     ],
     "plans": [

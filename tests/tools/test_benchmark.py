@@ -79,6 +79,18 @@ def test_scales():
 
 
 @pytest.mark.exhaustive
+def test_selective():
+    sizes = ["--size", 128, 160, "--images", 2, "--rounds", 1]
+    few = ["MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64]
+    table = benchmark("selective", *sizes, *few)
+    gb = {name: float(table[name][0]) for name in ("none", "chosen", "all")}
+    assert gb["none"] > gb["chosen"] >= gb["all"]
+    predicted = {name: float(table[name][1]) for name in gb}
+    assert predicted["none"] < predicted["chosen"] < predicted["all"] == 1
+    assert all(float(table[name][2]) > 0 for name in gb)
+
+
+@pytest.mark.exhaustive
 def test_race_measures_who_is_there_and_names_who_is_not(tmp_path):
     arguments = ["--only", "memory", "--size", 64, "96", "--images", 2, "--output", tmp_path]
     sides = ["--sides", "Detectron2", "d2_memfit", "Accelerate"]
