@@ -80,9 +80,14 @@ def test_scales():
 
 @pytest.mark.exhaustive
 def test_selective():
-    sizes = ["--size", 128, 160, "--images", 2, "--rounds", 1]
-    few = ["MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64]
-    table = benchmark("selective", *sizes, *few)
+    few = [
+        *("MODEL.RESNETS.STEM_OUT_CHANNELS", 8, "MODEL.RESNETS.RES2_OUT_CHANNELS", 16),
+        *("MODEL.RESNETS.WIDTH_PER_GROUP", 4, "MODEL.FPN.OUT_CHANNELS", 16),
+        *("MODEL.ROI_BOX_HEAD.FC_DIM", 32, "MODEL.ROI_MASK_HEAD.CONV_DIM", 16),
+        *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 16),
+    ]
+    arguments = ["--size", 512, 512, "--images", 8, "--rounds", 1]
+    table = benchmark("selective", *arguments, *few)
     gb = {name: float(table[name][0]) for name in ("none", "chosen", "all")}
     assert gb["none"] > gb["chosen"] >= gb["all"]
     predicted = {name: float(table[name][1]) for name in gb}
