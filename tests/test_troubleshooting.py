@@ -47,6 +47,8 @@ INTERNAL = {
     "injected at \0",
     "its images did not fit while its counts were looked for",
     "module \0 has no attribute \0",
+    "\0 GB are needed, and \0 GB are free",
+    "no plan fits; the smallest budget is \0 GB",
     "one image needs \0 GB",
     "this card is smaller",
     "weights differ by \0, relatively",

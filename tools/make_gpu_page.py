@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from d2_memfit.errors import ConfigError
-from d2_memfit.measure.report import draw, markdown
+from d2_memfit.measure.picture import draw
+from d2_memfit.measure.report import markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "GPU.md"
@@ -22,6 +23,23 @@ weights and no compiled operator. It ends after 8 minutes with the results that 
 ```
 d2-memfit measure-gpu
 ```
+
+What is measured, in this order, with random images:
+
+- checks: those of `pytest -m gpu`, of steps, accumulation, recovery, gradients and budgets
+- calibration: speeds of the card in each number format
+- outside: context, loaded kernels, workspaces of cuBLAS and cuBLASLt, and NCCL's communicators
+  where there are several GPUs; against the card's device file
+- zoo: memory of 12 configs against their estimates
+- plans: Mask R-CNN planned for a budget and trained under it, in float32 and with mixed precision:
+  memory and seconds per iteration, predicted and measured
+- blocks: the same with blocks that a plan chose to recompute or to offload, and gradients against
+  those without
+- crowded: out-of-memory errors with a crowded image in each window, with micro-batches of four
+  images and with a cost model
+- presets: 6 presets under the memory of their card
+- recovery, techniques, plain: time and memory of recovery, of each technique, and of Detectron2's
+  own trainer
 
 The result is `<card>.json` with all figures, `<card>.md` and `<card>.png` that show them, and
 `<card>.yaml`, which `--device` of `d2-memfit plan` takes. To add your card to this page, put the

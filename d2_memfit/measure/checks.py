@@ -5,9 +5,7 @@ A check is a function of the device that raises what is wrong.
 
 import json
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -31,6 +29,7 @@ from ..planner.calibration import calibrate
 from ..techniques import TECHNIQUES, apply_techniques
 from .injection import InjectedTrainer, Injector, iterate, seed_all
 from .peaks import peaks_of
+from .reproducible import deterministic, in_full_float32
 from .tiny import (
     every_anchor_counts,
     images,
@@ -77,7 +76,7 @@ def check_steps_are_detectron2s(precision: str, device: torch.device) -> None:
     cfg = tiny_cfg("proposal_network", device=device)
     theirs = SimpleTrainer if precision == "fp32" else AMPTrainer
     results = []
-    with _deterministic():
+    with deterministic():
         for make in (theirs, partial(AccumulatingTrainer, precision=precision)):
             model = tiny_model(cfg)
             seed_all()
@@ -86,18 +85,7 @@ def check_steps_are_detectron2s(precision: str, device: torch.device) -> None:
         raise AssertionError(f"weights differ by {relative_difference(*results)}, relatively")
 
 
-@contextmanager
-def _in_full_float32() -> Iterator[None]:
-    """cuDNN's TF32 rounds one shape of a batch more than another."""
-    allowed = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = allowed
-
-
-@_in_full_float32()
+@in_full_float32()
 def check_accumulation(precision: str, device: torch.device) -> None:
     """Micro-batches of 3, 3 and 2 images make the steps of 8."""
     try:
@@ -116,7 +104,7 @@ def check_accumulation(precision: str, device: torch.device) -> None:
     assert difference < tolerance * moved, f"{difference} of weights that moved by {moved}"
 
 
-@_in_full_float32()
+@in_full_float32()
 def check_cuts_by_bytes(device: torch.device) -> None:
     """A window that is cut by predicted bytes makes the steps of the whole one."""
     cfg = every_anchor_counts(tiny_cfg("proposal_network", device=device))
@@ -149,7 +137,7 @@ def check_memory_of_accumulation(device: torch.device) -> None:
     assert peaks[4] <= 1.01 * peaks[1] + gradients, peaks
 
 
-@_in_full_float32()
+@in_full_float32()
 def check_recovery(family: str, precision: str, device: torch.device) -> None:
     """Whatever allocation of a window fails, its step is that of two micro-batches from the start.
 
@@ -177,7 +165,7 @@ def check_recovery(family: str, precision: str, device: torch.device) -> None:
         assert gap < 0.01 * moved, f"{gap} of {moved} after allocation {point}"
 
 
-@_in_full_float32()
+@in_full_float32()
 def check_technique(names: Sequence[str], device: torch.device) -> None:
     """Exact techniques leave gradients as they are, and take no more memory."""
 
@@ -206,6 +194,33 @@ def check_technique(names: Sequence[str], device: torch.device) -> None:
     assert less <= 1.02 * plain, f"{less} bytes, without {plain}"
     if len(names) > 1:
         assert less < 0.8 * plain, f"{less} bytes, without {plain}"
+
+
+def check_gradients_of_blocks(family: str, device: torch.device) -> None:
+    """Some blocks recomputed and others offloaded, as plans have it: gradients to the last bit.
+
+    Without ROIAlign, as in :func:`check_steps_are_detectron2s`.
+    """
+
+    def gradients(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+        cfg = with_settings(tiny_cfg(family, device=device), settings)
+        model = apply_techniques("model", tiny_model(cfg), cfg, announce=False)
+        for _ in range(2):  # the first warms up
+            model.zero_grad(set_to_none=True)
+            seed_all()
+            with EventStorage():
+                sum(model(images(2, size=512)).values()).backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    blocks = {"MEMFIT.CHECKPOINT.MODULES": ["backbone.bottom_up.res3", "*head"]}
+    if device.type == "cuda":
+        blocks["MEMFIT.OFFLOAD.MODULES"] = ["backbone.bottom_up.res2.*"]
+    with deterministic():
+        expected, again, actual = map(gradients, ({}, {}, blocks))
+    repeats = f"{relative_difference(again, expected)} without it"
+    assert expected.keys() == actual.keys()
+    equal = all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert equal, f"{relative_difference(actual, expected)}, and {repeats}"
 
 
 def check_snapshot(device: torch.device) -> None:
@@ -245,22 +260,6 @@ def run_with_hooks(device: torch.device, *hooks: Any, num_iterations: int = 4) -
     return trainer.storage
 
 
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """While open, operators compute the same every time, as far as PyTorch has such."""
-    algorithms = torch.are_deterministic_algorithms_enabled()
-    cudnn = torch.backends.cudnn.deterministic
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operators that have no such algorithm
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cudnn.deterministic = True
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(algorithms)
-            torch.backends.cudnn.deterministic = cudnn
-
-
 # By a name for people.
 CHECKS: dict[str, Check] = {
     "float32 is Detectron2's": partial(check_steps_are_detectron2s, "fp32"),
@@ -276,6 +275,10 @@ CHECKS: dict[str, Check] = {
     },
     **{f"technique {name}": partial(check_technique, [name]) for name in _EXACT},
     "all exact techniques": partial(check_technique, _EXACT),
+    **{
+        f"gradients of blocks, {family}": partial(check_gradients_of_blocks, family)
+        for family in ("proposal_network", "retinanet")
+    },
     "snapshot": check_snapshot,
     "no false alarm of a leak": check_no_false_alarm,
     "calibration": check_calibration,

@@ -10,7 +10,7 @@ from ..planner import DryJob
 from ..planner.device_model import DeviceUse
 from ..planner.probe import run_for_real
 from ..planner.timeline import Timeline
-from .peaks import limited, peaks_of
+from .peaks import limited, load_kernels, peaks_of
 from .scale import Record, Scale
 
 __all__ = ["allocated_bytes", "compare_preset", "compare_zoo", "outside_bytes"]
@@ -36,16 +36,9 @@ def compare_preset(config: str, device: torch.device, scale: Scale) -> Record:
         return {**record, **_compare(dry_job, device)}
     if budget_bytes > torch.cuda.get_device_properties(device).total_memory:
         raise MemfitError("this card is smaller")
-    _load_kernels(device)  # which are part of the context
+    load_kernels(device)
     with limited(device, budget_bytes - cuda_context_bytes(device)):
         return {**record, **_compare(dry_job, device, dry_job.limit_bytes)}
-
-
-def _load_kernels(device: torch.device) -> None:
-    x = torch.ones(1, 8, 32, 32, device=device, requires_grad=True)
-    torch.nn.functional.conv2d(x, x.new_ones(8, 8, 3, 3)).flatten(2).matmul(
-        x.new_ones(900, 8)
-    ).sum().backward()
 
 
 def _compare(dry_job: DryJob, device: torch.device, limit_bytes: Optional[int] = None) -> Record:

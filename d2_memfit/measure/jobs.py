@@ -1,11 +1,8 @@
 """What is measured on a device: each function gives its records one after another."""
 
 import platform
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import torch
 from detectron2.engine import SimpleTrainer
@@ -14,17 +11,20 @@ from .. import __version__, compat
 from ..engine import AccumulatingTrainer, RecoveryOptions
 from ..memory import release_memory
 from ..planner.calibration import calibrate
-from ..planner.probe import run_for_real
+from .attempt import attempt
+from .blocks import measure_blocks
 from .checks import CHECKS
-from .compare import compare_preset, compare_zoo, outside_bytes
+from .compare import compare_preset, compare_zoo
+from .crowded import measure_crowded
 from .gpu_checks import GPU_CHECKS
+from .outside import measure_outside
+from .plans import measure_plans
 from .scale import MASK_RCNN, Record, Scale
 from .steps import recover, step_of, train
 
 __all__ = ["JOBS"]
 
 _GB = 2**30
-_MB = 2**20
 
 _ZOO = (
     MASK_RCNN,
@@ -84,7 +84,7 @@ def run_checks(device: torch.device, scale: Scale) -> Iterator[Record]:
     """Whether CUDA's own path is right."""
     checks = {**GPU_CHECKS, **CHECKS} if device.type == "cuda" else CHECKS
     for name in list(checks)[: scale.num_items]:
-        yield {"name": name, **_attempt(partial(_passed, checks[name], device), device)}
+        yield {"name": name, **attempt(partial(_passed, checks[name], device), device)}
 
 
 def measure_calibration(device: torch.device, scale: Scale) -> Iterator[Record]:
@@ -92,52 +92,33 @@ def measure_calibration(device: torch.device, scale: Scale) -> Iterator[Record]:
     yield calibrate(device, scale.seconds)
 
 
-def measure_outside(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """What the process takes of the device beside PyTorch's allocator, as more of it is used.
-
-    This must be the first in its process. Other processes on the device would count too.
-    """
-    x = torch.zeros(1, device=device)
-    yield {"after": "the first tensor", "mb": outside_bytes(device) / _MB}
-    torch.randn(256, 256, device=device) @ torch.randn(256, 256, device=device)
-    yield {"after": "a product of matrices (cuBLAS)", "mb": outside_bytes(device) / _MB}
-    torch.nn.functional.conv2d(x.expand(1, 8, 32, 32), x.expand(8, 8, 3, 3))
-    yield {"after": "a convolution (cuDNN)", "mb": outside_bytes(device) / _MB}
-    in_float16 = ["SOLVER.AMP.ENABLED", True]  # which a CPU computes very slowly
-    for name, opts in [("", []), (" in float16", in_float16)][: scale.num_items]:
-        job = scale.dry_job(scale.cfg(MASK_RCNN, device, "SOLVER.IMS_PER_BATCH", 1, *opts))
-        phases = iter((f"training a Mask R-CNN{name}", f"evaluating it{name}"))
-        for _ in run_for_real(job, str(device)):
-            yield {"after": next(phases), "mb": outside_bytes(device) / _MB}
-
-
 def measure_zoo(device: torch.device, scale: Scale) -> Iterator[Record]:
     """Estimates against the same jobs run for real: configs of the zoo, as few images as fit."""
     for config in _ZOO[: scale.num_items]:
-        yield {"config": config, **_attempt(partial(compare_zoo, config, device, scale), device)}
+        yield {"config": config, **attempt(partial(compare_zoo, config, device, scale), device)}
 
 
 def measure_presets(device: torch.device, scale: Scale) -> Iterator[Record]:
     """Presets under their caps: the card of each size, simulated on this one."""
     for config in _PRESETS[: scale.num_items]:
-        record = _attempt(partial(compare_preset, config, device, scale), device)
+        record = attempt(partial(compare_preset, config, device, scale), device)
         yield {"config": config, **record}
 
 
 def measure_recovery(device: torch.device, scale: Scale) -> Iterator[Record]:
     """A batch that does not fit, of a real Mask R-CNN, against the same with enough memory."""
-    yield _attempt(partial(recover, device, scale), device)
+    yield attempt(partial(recover, device, scale), device)
 
 
 def measure_techniques(device: torch.device, scale: Scale) -> Iterator[Record]:
     """Memory and time of a step with one technique, against those without."""
     for num_images in (2, 1):
-        without = _attempt(partial(step_of, None, num_images, device, scale), device)
+        without = attempt(partial(step_of, None, num_images, device, scale), device)
         if "error" not in without:
             break
     yield {"technique": None, **without}
     for name in _TECHNIQUES[: scale.num_items]:
-        record = _attempt(partial(step_of, name, num_images, device, scale), device)
+        record = attempt(partial(step_of, name, num_images, device, scale), device)
         if "seconds" in record and "seconds" in without:
             record["time_factor"] = record["seconds"] / without["seconds"]
             predicted = record["predicted_seconds"] / without["predicted_seconds"]
@@ -155,7 +136,7 @@ def measure_plain(device: torch.device, scale: Scale) -> Iterator[Record]:
         ("d2_memfit, with recovery", with_recovery, 2),
         ("d2_memfit, one image at a time", one_by_one, 1),
     ):
-        record = _attempt(partial(train, make, num_images, device, scale), device)
+        record = attempt(partial(train, make, num_images, device, scale), device)
         yield {"trainer": name, **record}
 
 
@@ -164,27 +145,16 @@ JOBS: dict[str, Callable[[torch.device, Scale], Iterator[Record]]] = {
     "machine": describe_machine,
     "checks": run_checks,
     "calibration": measure_calibration,
+    "outside": measure_outside,
     "zoo": measure_zoo,
+    "plans": measure_plans,
+    "blocks": measure_blocks,
+    "crowded": measure_crowded,
     "presets": measure_presets,
     "recovery": measure_recovery,
     "techniques": measure_techniques,
-    "outside": measure_outside,
     "plain": measure_plain,
 }
-
-
-def _attempt(measure: Callable[[], Record], device: torch.device) -> Record:
-    """A record, or one that says what went wrong, with nothing left on the device."""
-    try:
-        return measure()
-    except Exception as e:
-        text = " ".join(str(e).split())[:500]
-        last = traceback.extract_tb(e.__traceback__)[-1]
-        where = f"{Path(last.filename).name}:{last.lineno}"
-        error = {"error": f"{type(e).__name__}: {text} ({where})"}
-    with suppress(RuntimeError):  # after some errors nothing works on a GPU
-        release_memory(device)
-    return error
 
 
 def _passed(check: Callable[[torch.device], None], device: torch.device) -> Record:

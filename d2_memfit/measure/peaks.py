@@ -10,7 +10,15 @@ import torch
 
 from ..memory import TensorMeter, enforce_budget, process_memory
 
-__all__ = ["Peaks", "limited", "median_seconds", "peaks_of", "wait_for"]
+__all__ = [
+    "Peaks",
+    "limited",
+    "load_kernels",
+    "median_seconds",
+    "peaks_of",
+    "under_budget",
+    "wait_for",
+]
 
 
 @dataclass
@@ -67,6 +75,25 @@ def limited(device: torch.device, more_bytes: int) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@contextmanager
+def under_budget(device: torch.device, budget_gb: float) -> Iterator[None]:
+    """While open, the whole process can take so much of the device, as with MEMFIT.BUDGET_GB."""
+    load_kernels(device)
+    enforce_budget(budget_gb, str(device))
+    try:
+        yield
+    finally:
+        enforce_budget(None, str(device))
+
+
+def load_kernels(device: torch.device) -> None:
+    """Let CUDA load cuDNN and cuBLAS, which are outside the allocator: a budget is for the rest."""
+    x = torch.ones(1, 8, 32, 32, device=device, requires_grad=True)
+    torch.nn.functional.conv2d(x, x.new_ones(8, 8, 3, 3)).flatten(2).matmul(
+        x.new_ones(900, 8)
+    ).sum().backward()
 
 
 def wait_for(device: torch.device) -> None:

@@ -1,12 +1,14 @@
-"""What was measured of a card, as tables and as a picture."""
+"""What was measured of a card, as tables."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Optional
 
 from tabulate import tabulate
 
-__all__ = ["draw", "markdown"]
+from ..planner.selective import BLOCKWISE
+from .outside import constants_of
+
+__all__ = ["markdown"]
 
 Results = dict[str, Any]
 
@@ -30,52 +32,21 @@ def markdown(results: Results) -> str:
     for title, table in (
         ("Checks", _checks(results)),
         ("Estimated and measured, configs of the zoo", _comparison(results.get("zoo", []))),
+        ("Plans, trained under their budget", _plans(results)),
+        ("Blocks of Mask R-CNN R50-FPN, chosen one by one", _blocks(results)),
+        ("A crowded image in a window of eight", _crowded(results)),
         ("Presets under their caps", _comparison(results.get("presets", []))),
         ("Recovery from a batch that does not fit", _recovery(results)),
         ("Techniques, Mask R-CNN R50-FPN with 2 images", _techniques(results)),
         ("Trainers, the same", _plain(results)),
         ("Outside the allocator", _outside(results)),
+        ("Constants of the device file", _constants(results)),
     ):
         if table:
             lines += [f"### {title}", "", table, ""]
     for job, error in results["errors"].items():
         lines += [f"Not measured to the end: {job} ({error}).", ""]
     return "\n".join(lines)
-
-
-def draw(results: Results, path: Path) -> None:
-    """Estimates against measurements, and what techniques save and cost."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    for job, mark in (("zoo", "o"), ("presets", "s")):
-        rows = [r for r in results.get(job, []) if "training_gb" in r]
-        left.scatter(
-            [r["training_gb"] for r in rows],
-            [r["training_estimated_gb"] for r in rows],
-            marker=mark,
-            label=f"{job}, training",
-        )
-    most = max([1e-3, *left.get_xlim(), *left.get_ylim()])
-    left.plot([0, most], [0, most], color="gray", linewidth=1)
-    left.set(xlabel="measured, peak allocated GB", ylabel="estimated GB")
-    left.legend()
-    rows = [r for r in results.get("techniques", []) if r.get("technique") and "gb" in r]
-    without = next((r for r in results.get("techniques", []) if r["technique"] is None), None)
-    if without is not None and "gb" in without:
-        names = [r["technique"] for r in rows]
-        places = range(len(rows))
-        right.barh([p - 0.2 for p in places], [r["gb"] / without["gb"] for r in rows], 0.4)
-        right.barh([p + 0.2 for p in places], [r["time_factor"] for r in rows], 0.4)
-        right.set_yticks(list(places), names)
-        right.axvline(1, color="gray", linewidth=1)
-        right.set(xlabel="memory (blue) and time (orange) of a step, without it 1")
-    figure.suptitle(results["machine"][0]["card"])
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
 
 
 def _checks(results: Results) -> str:
@@ -124,9 +95,68 @@ def _plain(results: Results) -> str:
     return _table(rows, ["trainer", "GB allocated", "GB reserved", "s", ""])
 
 
+def _plans(results: Results) -> str:
+    keys = ("precision", "budget_gb", "images", "micro_batch")
+    numbers = ("estimated_gb", "gb", "estimated_device_gb", "device_gb")
+    times = ("predicted_seconds", "predicted_by_own_speeds", "seconds", "error")
+    rows = [
+        [*map(r.get, keys), ", ".join(r.get("techniques", [])), *map(r.get, (*numbers, *times))]
+        for r in results.get("plans", [])
+    ]
+    header = ["precision", "budget, GB", "images", "at a time", "techniques"]
+    header += ["GB estimated", "measured", "of the device, GB estimated", "measured"]
+    return _table(rows, [*header, "s predicted", "by its own speeds", "measured", ""])
+
+
+def _blocks(results: Results) -> str:
+    keys = [
+        *("images", "estimated_gb", "gb", "predicted_seconds", "seconds"),
+        *("predicted_time_factor", "time_factor", "gradient_difference", "error"),
+    ]
+    rows = []
+    for r in results.get("blocks", []):
+        recomputed, offloaded = (r.get(name, []) for name in BLOCKWISE)
+        rows.append([r["blocks"], len(recomputed), len(offloaded) or None, *map(r.get, keys)])
+    header = ["blocks", "recomputed", "offloaded", "images", "GB estimated", "measured"]
+    header += ["s predicted", "measured", "time x predicted", "measured", "gradients differ by", ""]
+    return _table(rows, header)
+
+
+def _crowded(results: Results) -> str:
+    keys = ("micro_batches", "budget_gb", "oom_events", "retried_images")
+    rows = [
+        [*map(r.get, keys), " + ".join(map(str, r.get("last_micro_batches", []))), r.get("error")]
+        for r in results.get("crowded", [])
+    ]
+    header = ["micro-batches", "budget, GB", "out of memory", "images run again"]
+    return _table(rows, [*header, "those of the last iteration", ""])
+
+
 def _outside(results: Results) -> str:
-    rows = [[r["after"], r["mb"]] for r in results.get("outside", [])]
-    return _table(rows, ["after", "MB"])
+    rows = []
+    for r in results.get("outside", []):
+        workspace, ranks = r.get("workspace"), r.get("ranks")
+        what = r.get("after") or (ranks and f"NCCL between {ranks} ranks")
+        what = what or (workspace and f"workspaces of {workspace}, in the allocator")
+        if "file" not in r:
+            why_not = r.get("not_measured") or r.get("error")
+            rows.append([what or "more", r.get("mb"), why_not])
+    return _table(rows, ["what", "MB", ""])
+
+
+def _constants(results: Results) -> str:
+    records = results.get("outside", [])
+    files = [r for r in records if "file" in r]
+    measured = constants_of(records)
+    if not files:
+        return ""
+    rows = [[name, _text(measured[name]), _text(files[0][name])] for name in measured]
+    return _table(rows, ["constant", "measured", f"in {files[0]['file']}.yaml"])
+
+
+def _text(value: Any) -> Any:
+    """Two numbers as one cell."""
+    return ", ".join(f"{mb:.0f}" for mb in value) if isinstance(value, list) else value
 
 
 def _table(rows: Sequence[Sequence[Optional[Any]]], header: Sequence[str]) -> str:

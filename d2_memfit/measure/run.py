@@ -17,15 +17,17 @@ import yaml
 
 from ..checks import check_positive_number
 from ..errors import ConfigError
-from .report import draw, markdown
+from .outside import constants_of
+from .picture import draw
+from .report import markdown
 from .worker import MARK
 
-__all__ = ["measure_gpu"]
+__all__ = ["device_file", "measure_gpu"]
 
 # The first says what the card is; the others in the order of what they tell.
 _JOBS = (
-    *("machine", "checks", "calibration", "zoo", "presets", "recovery", "techniques"),
-    *("outside", "plain"),
+    *("machine", "checks", "calibration", "outside", "zoo", "plans", "blocks", "crowded"),
+    *("presets", "recovery", "techniques", "plain"),
 )
 _LEAST_SECONDS = 5.0  # that are left for a job to be begun
 
@@ -70,12 +72,22 @@ def measure_gpu(
             raise ConfigError(f"--device {device} cannot be used: {error}")
     results.write()
     path = results.path
-    for values in results.all.get("calibration", []):
+    values = device_file(results.all)
+    if values:
         text = yaml.safe_dump(values, sort_keys=False)
         path.with_suffix(".yaml").write_text(f"# Measured by d2-memfit measure-gpu.\n{text}")
     path.with_suffix(".md").write_text(markdown(results.all))
     draw(results.all, path.with_suffix(".png"))
     return path
+
+
+def device_file(results: dict[str, Any]) -> dict[str, Any]:
+    """What ``--device`` takes: the calibration, with the constants of a process of its own, which
+    tells the context from kernels that are loaded later. Empty without a calibration.
+    """
+    values = {k: v for record in results.get("calibration", []) for k, v in record.items()}
+    is_of_a_gpu = bool(values) and values["is_gpu"]
+    return {**values, **constants_of(results.get("outside", []))} if is_of_a_gpu else values
 
 
 class _Results:

@@ -13,7 +13,6 @@ from ..config import with_settings
 from ..engine import AccumulatingTrainer, RecoveryOptions
 from ..job import Job
 from ..memory import release_memory
-from ..planner import DryJob
 from ..planner.steps import build_with_values
 from ..planner.worst_outputs import worst_proposals
 from ..techniques import get_technique
@@ -23,14 +22,15 @@ from .peaks import limited, median_seconds, peaks_of
 from .scale import MASK_RCNN, Record, Scale
 from .tiny import images, parameters, relative_difference, tiny_cfg
 
-__all__ = ["recover", "step_of", "train"]
+__all__ = ["NO_EVALUATION", "SMALL_ACTIVATIONS", "Steps", "recover", "step_of", "train"]
 
 _GB = 2**30
-_NO_EVALUATION = ("DATASETS.TEST", "()")
+NO_EVALUATION = ("DATASETS.TEST", "()")
+SMALL_ACTIVATIONS = ("MODEL.PIXEL_STD", [300.0] * 3)  # with random weights
 
 
 def recover(device: torch.device, scale: Scale) -> Record:
-    cfg = scale.cfg(MASK_RCNN, device, "MODEL.PIXEL_STD", [300.0] * 3)
+    cfg = scale.cfg(MASK_RCNN, device, *SMALL_ACTIVATIONS)
     if scale.num_items is not None:
         cfg = tiny_cfg("mask_rcnn", device=device)
     batch = images(8, size=512, num_instances=5)
@@ -79,13 +79,12 @@ def recover(device: torch.device, scale: Scale) -> Record:
 
 def step_of(name: Optional[str], num_images: int, device: torch.device, scale: Scale) -> Record:
     """A training step at full size with one technique."""
-    cfg = scale.cfg(MASK_RCNN, device, "SOLVER.IMS_PER_BATCH", num_images, *_NO_EVALUATION)
-    dry_job = scale.dry_job(
-        with_settings(cfg, get_technique(name).enabling_settings(cfg) if name else {})
-    )
+    opts = ("SOLVER.IMS_PER_BATCH", num_images, *NO_EVALUATION, *SMALL_ACTIVATIONS)
+    cfg = scale.cfg(MASK_RCNN, device, *opts)
+    dry_job = scale.dry_job(with_settings(cfg, get_technique(name).enabling_settings(cfg) if name else {}))
     expected = allocated_bytes(dry_job.training, dry_job._uses()[0], device)
     with peaks_of(device) as peaks:
-        runs = _Steps(dry_job, device)
+        runs = Steps(dry_job.job, device)
         runs.step()
         peaks.take()
         runs.step()
@@ -102,21 +101,36 @@ def step_of(name: Optional[str], num_images: int, device: torch.device, scale: S
     return record
 
 
-class _Steps:
-    """Steps of a trainer on the worst batch of a job, with weights of 0 as for a probe."""
+class Steps:
+    """Steps of a trainer on images as large as a job's largest, with random pixels, and random
+    weights that stay as they are. With zeros a GPU would need less power, and be faster.
+
+    Args:
+        job: with ``SMALL_ACTIVATIONS``, so that nothing overflows.
+        make: called with a model, a loader and an optimizer, and a precision if it is not float32.
+        num_images: in a batch of the loader; None is one micro-batch.
+    """
 
     def __init__(
-        self, dry_job: DryJob, device: torch.device, make: Callable[..., Any] = AccumulatingTrainer
+        self,
+        job: Job,
+        device: torch.device,
+        make: Callable[..., Any] = AccumulatingTrainer,
+        num_images: Optional[int] = None,
     ) -> None:
-        cfg, self._batch = dry_job.job.cfg, dry_job.job.training_batch()
-        model, optimizer = build_with_values(dry_job.job, str(device))
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.data.zero_()
-        options = {}
-        if cfg.SOLVER.AMP.ENABLED:
-            options["precision"] = "bf16" if cfg.MEMFIT.AMP_DTYPE == "bfloat16" else "fp16"
-        self._trainer = make(model, repeat(self._batch), optimizer, **options)
+        seed_all()
+        model, optimizer = build_with_values(job, str(device))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        precision = job.precision(str(device))
+        if precision.scaler is not None:  # the first steps must not be left out
+            precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
+        options = {} if precision.dtype == torch.float32 else {"precision": precision}
+        batch = [
+            {**d, "image": torch.randint(0, 256, d["image"].shape, dtype=torch.uint8)}
+            for d in job.training_batch(num_images)
+        ]
+        self._trainer = make(model, repeat(batch), optimizer, **options)
 
     def step(self) -> None:
         with ExitStack() as stack:
@@ -125,12 +139,19 @@ class _Steps:
             self._trainer.iter = 0
             self._trainer.run_step()
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of a step with the same random numbers each time, on the host."""
+        seed_all()
+        self.step()
+        parameters = self._trainer.model.named_parameters()
+        return {name: p.grad.cpu() for name, p in parameters if p.grad is not None}
+
 
 def train(make: Callable[..., Any], num_images: int, device: torch.device, scale: Scale) -> Record:
-    opts = ("SOLVER.IMS_PER_BATCH", num_images, *_NO_EVALUATION)
+    opts = ("SOLVER.IMS_PER_BATCH", num_images, *NO_EVALUATION, *SMALL_ACTIVATIONS)
     dry_job = scale.dry_job(scale.cfg(MASK_RCNN, device, *opts))
     with peaks_of(device) as peaks:
-        steps = _Steps(dry_job, device, make)
+        steps = Steps(dry_job.job, device, make)
         steps.step()
         peaks.take()
         steps.step()

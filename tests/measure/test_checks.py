@@ -7,6 +7,8 @@ from d2_memfit.engine import AccumulatingTrainer
 from d2_memfit.measure import checks
 from d2_memfit.measure.checks import CHECKS
 from d2_memfit.measure.gpu_checks import GPU_CHECKS
+from d2_memfit.measure.jobs import JOBS
+from d2_memfit.measure.scale import Scale
 
 CPU = torch.device("cpu")
 
@@ -16,6 +18,19 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("name", [*GPU_CHECKS, *CHECKS])
 def test_the_gpu_passes(name):
     {**GPU_CHECKS, **CHECKS}[name](torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("job", ["outside", "plans", "blocks", "crowded"])
+def test_the_gpu_is_measured(job):
+    records = list(JOBS[job](torch.device("cuda", 0), Scale.of(CPU)))
+    assert not [record for record in records if "error" in record]
+    for record in records:
+        if "oom_events" in record and record["micro_batches"] == "by bytes":
+            assert record["oom_events"] == 0
+        if "micro_batch" in record:
+            assert record["device_gb"] <= record["budget_gb"]
 
 
 @pytest.mark.exhaustive

@@ -39,6 +39,18 @@ def test_a_rehearsal_measures_a_little_of_all(tmp_path):
     (recovery,) = results["recovery"]
     assert recovery["oom_events"] >= 1
     assert recovery["relative_difference_of_weights"] < 1e-4
+    for plan in results["plans"]:
+        assert plan["gb"] == pytest.approx(plan["estimated_gb"], rel=0.01)
+        assert plan["micro_batch"] <= plan["images"]
+    saved, every, some = results["blocks"]
+    assert saved["gb"] > some["gb"] > every["gb"]
+    assert some["ActivationCheckpointing"]
+    for blocks in results["blocks"]:
+        assert blocks["gb"] == pytest.approx(blocks["estimated_gb"], rel=0.01)
+        assert blocks["gradient_difference"] == 0
+    by_bytes, _ = results["crowded"]
+    assert by_bytes["oom_events"] == 0
+    assert {r["ranks"] for r in results["outside"] if "ranks" in r} == {2, 3}
     (calibration,) = results["calibration"]
     (file,) = tmp_path.glob("*.yaml")
     assert yaml.safe_load(file.read_text()) == calibration

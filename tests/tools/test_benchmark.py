@@ -79,6 +79,23 @@ def test_scales():
 
 
 @pytest.mark.exhaustive
+def test_selective():
+    few = [
+        *("MODEL.RESNETS.STEM_OUT_CHANNELS", 8, "MODEL.RESNETS.RES2_OUT_CHANNELS", 16),
+        *("MODEL.RESNETS.WIDTH_PER_GROUP", 4, "MODEL.FPN.OUT_CHANNELS", 16),
+        *("MODEL.ROI_BOX_HEAD.FC_DIM", 32, "MODEL.ROI_MASK_HEAD.CONV_DIM", 16),
+        *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 16),
+    ]
+    arguments = ["--size", 512, 512, "--images", 8, "--rounds", 1]
+    table = benchmark("selective", *arguments, *few)
+    gb = {name: float(table[name][0]) for name in ("none", "chosen", "all")}
+    assert gb["none"] > gb["chosen"] >= gb["all"]
+    predicted = {name: float(table[name][1]) for name in gb}
+    assert predicted["none"] < predicted["chosen"] < predicted["all"] == 1
+    assert all(float(table[name][2]) > 0 for name in gb)
+
+
+@pytest.mark.exhaustive
 def test_race_measures_who_is_there_and_names_who_is_not(tmp_path):
     arguments = ["--only", "memory", "--size", 64, "96", "--images", 2, "--output", tmp_path]
     sides = ["--sides", "Detectron2", "d2_memfit", "Accelerate"]

@@ -1,0 +1,99 @@
+"""Blocks recomputed or offloaded as a plan chooses them: memory, time and gradients."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from ..config import with_settings
+from ..errors import MemfitError
+from ..job import Job, WorstCase
+from ..planner.device_model import DeviceModel
+from ..planner.selective import BLOCKWISE, with_best_blocks
+from ..planner.trials import Choice, Trials, choice_of
+from .attempt import attempt
+from .compare import allocated_bytes
+from .peaks import median_seconds, peaks_of
+from .reproducible import deterministic_convolutions
+from .scale import MASK_RCNN, Record, Scale
+from .steps import NO_EVALUATION, SMALL_ACTIVATIONS, Steps
+from .tiny import relative_difference, tiny_cfg
+
+__all__ = ["measure_blocks"]
+
+_GB = 2**30
+_CHECKPOINT = BLOCKWISE[0]
+_REHEARSAL = WorstCase(((512, 512),), 5, (512, 512), (512, 512))
+
+
+def measure_blocks(device: torch.device, scale: Scale) -> Iterator[Record]:
+    """A Mask R-CNN within a limit between what it needs with all blocks recomputed and with none.
+
+    Gradients are compared with those of the first side, and its own with those of another step:
+    ROIAlign adds up in any order on a GPU.
+    """
+    trials, num_images = _trials(device, scale)
+    plain, every = choice_of((), num_images), choice_of([_CHECKPOINT], num_images)
+    trials.limit_bytes = sum(trials.dry_job(c).least_bytes() for c in (plain, every)) // 2
+    sides = {"saved": plain, "all recomputed": every}
+    sides["some recomputed"] = with_best_blocks(trials, every, [num_images], [_CHECKPOINT])
+    if device.type == "cuda":
+        best = with_best_blocks(trials, every, [num_images], BLOCKWISE)
+        sides["some recomputed or offloaded"] = best
+    expected: dict[str, torch.Tensor] = {}
+    without: Record = {}
+    for name, choice in sides.items():
+        run = partial(_run, trials, choice, expected, device, scale)
+        record = {"blocks": name, "images": num_images, **attempt(run, device)}
+        without = without or record
+        if "seconds" in record and "seconds" in without:
+            record["time_factor"] = record["seconds"] / without["seconds"]
+            predicted = record["predicted_seconds"] / without["predicted_seconds"]
+            record["predicted_time_factor"] = predicted
+        yield record
+
+
+def _trials(device: torch.device, scale: Scale) -> tuple[Trials, int]:
+    """Of as many images as the card can hold, so that it computes and does not wait for the CPU."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2**50
+    for num_images in (8, 2, 1):
+        opts = ("SOLVER.IMS_PER_BATCH", num_images, *NO_EVALUATION, *SMALL_ACTIVATIONS)
+        job = Job.from_cfg(scale.cfg(MASK_RCNN, device, *opts), 1)
+        if scale.case is not None:  # the weights of a whole one would take more than small images
+            cfg = with_settings(tiny_cfg(device=device), {"SOLVER.IMS_PER_BATCH": num_images})
+            job = Job.from_cfg(cfg, 1, batch=_REHEARSAL)
+        trials = Trials(job, DeviceModel.choose(None, str(device)), evaluates=False)
+        trials.limit_bytes = 2**62
+        needs = trials.dry_job(choice_of((), num_images)).total_bytes()
+        if needs < free:
+            return trials, num_images
+    raise MemfitError(f"one image needs {needs / _GB:.2f} GB")
+
+
+def _run(
+    trials: Trials,
+    choice: Choice,
+    expected: dict[str, torch.Tensor],
+    device: torch.device,
+    scale: Scale,
+) -> Record:
+    """One side; the first one leaves its gradients in ``expected``."""
+    dry_job, modules = trials.dry_job(choice), dict(choice.modules)
+    with peaks_of(device) as peaks:
+        steps = Steps(trials.job.with_settings(trials.settings(choice)), device)
+        steps.step()
+        peaks.take()
+        steps.step()
+        allocated, _ = peaks.take()
+    record = {
+        **{name: list(modules.get(name, ())) for name in BLOCKWISE},
+        "gb": allocated / _GB,
+        "estimated_gb": allocated_bytes(dry_job.training, dry_job.training_use(), device) / _GB,
+        "seconds": median_seconds(steps.step, device, scale.rounds),
+        "predicted_seconds": dry_job.seconds(),
+    }
+    with deterministic_convolutions():
+        if not expected:
+            expected.update(steps.gradients())
+        record["gradient_difference"] = relative_difference(steps.gradients(), expected)
+    return record

@@ -1,0 +1,170 @@
+"""What a process takes of a GPU beside its tensors, and what the card's device file says of it."""
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ..memory import process_memory
+from ..planner.device_model import DeviceModel
+from ..planner.probe import run_for_real
+from .peaks import wait_for
+from .scale import MASK_RCNN, Record, Scale
+
+__all__ = ["constants_of", "measure_outside"]
+
+_MB = 2**20
+_MOST_RANKS = 8
+_TIMEOUT = timedelta(seconds=60)  # of ranks that cannot reach each other
+_CONTEXT = "the first tensor"
+
+
+def measure_outside(device: torch.device, scale: Scale) -> Iterator[Record]:
+    """What a new process takes beside the allocator, as more of CUDA is used; workspaces within the
+    allocator; and NCCL's communicators. The last record is what the device file has for them.
+    """
+    yield from _in_processes(_use_more_and_more, 1, str(device), _free_bytes(device))
+    there = torch.cuda.device_count() if device.type == "cuda" else 2  # in a rehearsal over gloo
+    for num_ranks in sorted({2, max(3, min(there, _MOST_RANKS))}):
+        if num_ranks > there:
+            yield {"ranks": num_ranks, "not_measured": f"NCCL needs {num_ranks} GPUs, not {there}"}
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (device.type, num_ranks, f"file://{folder}/store")
+            for record in _in_processes(_communicate, num_ranks, *arguments):
+                yield {"ranks": num_ranks, **record}
+    model = DeviceModel.choose(None, str(device))
+    names = ("context_mb", "kernels_mb", "cublas_workspace_mb")
+    values = {name: getattr(model, name) for name in names}
+    yield {"file": model.name, **values, "nccl_mb": list(model.nccl_mb)}
+
+
+def constants_of(records: Iterable[Record]) -> dict[str, Any]:
+    """Those of a device file that were measured.
+
+    Args:
+        records: of :func:`measure_outside`.
+    """
+    records = [r for r in records if "mb" in r]
+    after = {r["after"]: r["mb"] for r in records if "after" in r}
+    workspaces = [r["mb"] for r in records if "workspace" in r]
+    nccl = [r["mb"] for r in records if "ranks" in r]
+    constants: dict[str, Any] = {}
+    if _CONTEXT in after:
+        constants["context_mb"] = after[_CONTEXT]
+    if len(after) > 1 and _CONTEXT in after:
+        constants["kernels_mb"] = max(after.values()) - after[_CONTEXT]
+    if workspaces:
+        constants["cublas_workspace_mb"] = sum(workspaces)
+    if nccl:
+        constants["nccl_mb"] = [nccl[0], nccl[-1]]
+    return constants
+
+
+def _in_processes(function: Callable[..., None], number: int, *args: Any) -> Iterator[Record]:
+    """What a function sends from new processes; an error is a record, too."""
+    receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
+    running = mp.spawn(function, (sender, *args), number, join=False)
+    sender.close()
+    with suppress(EOFError):
+        while True:
+            yield receiver.recv()
+    try:
+        while not running.join():
+            pass
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
+        yield {"error": str(e).strip().splitlines()[-1][:500]}
+
+
+def _use_more_and_more(rank: int, sender: Connection, device_name: str, free_before: int) -> None:
+    device = torch.device(device_name)
+    scale = Scale.of(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+    def send(after: str) -> None:
+        sender.send({"after": after, "mb": _taken_bytes(device, free_before) / _MB})
+
+    x = torch.zeros(1, device=device)
+    send(_CONTEXT)
+    torch.randn(256, 256, device=device) @ torch.randn(256, 256, device=device)
+    send("a product of matrices (cuBLAS)")
+    torch.nn.functional.conv2d(x.expand(1, 8, 32, 32), x.expand(8, 8, 3, 3))
+    send("a convolution (cuDNN)")
+    if device.type == "cuda":
+        for record in _workspaces(device):
+            sender.send(record)
+    in_float16 = ["SOLVER.AMP.ENABLED", True]  # which a CPU computes very slowly
+    for name, opts in [("", []), (" in float16", in_float16)][: scale.num_items]:
+        job = scale.dry_job(scale.cfg(MASK_RCNN, device, "SOLVER.IMS_PER_BATCH", 1, *opts))
+        phases = iter((f"training a Mask R-CNN{name}", f"evaluating it{name}"))
+        for _ in run_for_real(job, device_name):
+            send(next(phases))
+
+
+def _workspaces(device: torch.device) -> Iterator[Record]:
+    """What the allocator keeps for libraries after a forward and its backward, which run in threads
+    of their own.
+    """
+    x = torch.randn(512, 512, device=device, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+    weight, bias = torch.randn(512, 512, device=device), torch.zeros(512, device=device)
+    torch._C._cuda_clearCublasWorkspaces()
+    calls = {
+        "cuBLAS": lambda: x @ weight,
+        "cuBLASLt, beside it": lambda: torch.nn.functional.linear(x, weight, bias),
+    }
+    for name, call in calls.items():
+        wait_for(device)
+        before = torch.cuda.memory_allocated(device)
+        call().sum().backward()
+        wait_for(device)
+        yield {"workspace": name, "mb": (torch.cuda.memory_allocated(device) - before) / _MB}
+
+
+def _communicate(rank: int, sender: Connection, kind: str, num_ranks: int, store: str) -> None:
+    """Sums a tensor over the ranks; the first sends what that takes. NCCL refuses two ranks on one
+    GPU, so each has its own.
+    """
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    x = torch.ones(2**20, device=device)
+    free_before = _free_bytes(device)
+    before = _taken_bytes(device, free_before)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store, _TIMEOUT, num_ranks, rank)
+    try:
+        dist.all_reduce(x)
+        wait_for(device)
+        if rank == 0:
+            mb = (_taken_bytes(device, free_before) - before) / _MB
+            sender.send({"mb": mb})
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.zeros(1, device=device)  # it makes the context
+    wait_for(device)
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _taken_bytes(device: torch.device, free_before: int) -> int:
+    """By this process since so much of the device was free, without the allocator's; other
+    processes that are there already do not count. On a CPU, all of this process.
+    """
+    if device.type != "cuda":
+        return process_memory().data_bytes
+    wait_for(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    return free_before - free - torch.cuda.memory_reserved(device)
