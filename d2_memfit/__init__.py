@@ -1,4 +1,4 @@
-"""d2_memfit makes any Detectron2 training job fit the memory that its user has."""
+"""Detectron2 training jobs that fit the memory their user has."""
 
 import importlib
 import importlib.metadata
@@ -58,7 +58,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import a public name or a module when it is first used.
 
-    So a command can set up its process before PyTorch and Detectron2 are imported.
+    A command can thus set up its process before PyTorch and Detectron2 are imported.
     """
     if name in _HOMES:
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -16,8 +16,8 @@ def main() -> None:
     if name not in ("estimate", "plan"):
         _run()
         return
-    with without_dynamo():  # nothing is trained
-        gc.disable()  # imports make nothing that it could free
+    with without_dynamo():  # no training here
+        gc.disable()  # imports leave nothing to free
         from . import cli  # noqa: F401
 
         gc.freeze()
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _show_commands() -> None:
-    """Help, the version, or an error: all that is done without a command."""
+    """Show help, the version, or an error, without a command."""
     parser, commands = command_parser()
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text)

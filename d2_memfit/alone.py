@@ -1,4 +1,4 @@
-"""Work beside the training itself, such as planning: by one rank, and without a word."""
+"""Contexts for work besides the training, such as planning: on one rank, and without logging."""
 
 import logging
 import random
@@ -14,9 +14,9 @@ __all__ = ["alone", "no_information", "unchanged_random_state"]
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """While open, code that asks is told that this process is the only one.
+    """While open, code that asks for ranks is told that this process is the only one.
 
-    So Detectron2's loaders and the criteria of models do not wait for ranks that do not take part.
+    Detectron2's loaders and the models' criteria thus do not wait for other ranks.
     """
     if not dist.is_available():
         yield
@@ -30,7 +30,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def no_information(up_to: int = logging.INFO) -> Iterator[None]:
-    """While open, nothing below a warning is logged: it would be about another job.
+    """While open, log only warnings and errors, because other messages concern another job.
 
     Args:
         up_to: the highest level that is not logged.
@@ -45,7 +45,7 @@ def no_information(up_to: int = logging.INFO) -> Iterator[None]:
 
 @contextmanager
 def unchanged_random_state() -> Iterator[None]:
-    """While open, random numbers can be drawn that the job does not miss."""
+    """While open, random numbers can be drawn without an effect on the job."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

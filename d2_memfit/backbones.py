@@ -1,6 +1,6 @@
-"""Light backbones behind FPN, for small cards: by name, in MODEL.BACKBONE.NAME.
+"""Light backbones with FPN for small cards, chosen by name in MODEL.BACKBONE.NAME.
 
-Keys of Detectron2's ResNets hold for them too: MODEL.FPN, MODEL.RESNETS.NORM, and
+Keys of Detectron2's ResNets also apply to them: MODEL.FPN, MODEL.RESNETS.NORM, and
 MODEL.BACKBONE.FREEZE_AT, where 1 is the stem and 2 to 5 are "res2" to "res5".
 """
 
@@ -21,7 +21,7 @@ __all__ = ["LIGHT_BACKBONES", "LayeredBackbone"]
 
 _NORMS = ("BN", "FrozenBN", "SyncBN", "naiveSyncBN", "nnSyncBN")
 _STRIDES = {"res2": 4, "res3": 8, "res4": 16, "res5": 32}
-_PROBE = 64  # pixels of the image from which strides are read
+_PROBE = 64  # side, in pixels, of the image that finds strides
 
 # Radosavovic et al., "Designing Network Design Spaces", arXiv:2003.13678; the numbers are those of
 # torchvision/models/regnet.py.
@@ -38,12 +38,12 @@ _SHUFFLENETS = ("shufflenet_v2_x1_0", "shufflenet_v2_x0_5")  # Ma et al., arXiv:
 
 
 class LayeredBackbone(Backbone):
-    """Layers of a classifier, one after another; a stage is what has the same stride.
+    """Layers of a classifier in sequence; layers of the same stride form a stage.
 
     Args:
         body: the classifier; its layers keep their names, so that its weights can be loaded.
-        layers: the names of those that are used.
-        norm: as in MODEL.RESNETS.NORM, one whose parameters are those of BatchNorm.
+        layers: the names of the layers that are used.
+        norm: as in MODEL.RESNETS.NORM; its parameters must be those of BatchNorm.
         freeze_at: as in MODEL.BACKBONE.FREEZE_AT.
 
     Raises:
@@ -125,7 +125,7 @@ def _mobilenet(name: str, cfg: CfgNode) -> Backbone:
     from torchvision import models
 
     body = getattr(models, name)()
-    # The last layer widens what is classified.
+    # The last layer is only for classification.
     layers = [f"features.{i}" for i in range(len(body.features) - 1)]
     return LayeredBackbone(body, layers, cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT)
 
@@ -139,7 +139,7 @@ def _shufflenet(name: str, cfg: CfgNode) -> Backbone:
 
 
 class _RegNet(RegNet):
-    """Detectron2's, whose stages "s1" to "s4" are called "res2" to "res5", as FPN's configs do."""
+    """Detectron2's RegNet, with stages named "res2" to "res5" for FPN's configs."""
 
     _out_feature_channels: dict[str, int]
 

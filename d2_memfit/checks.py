@@ -59,6 +59,6 @@ def check_strings(name: str, value: Any) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """What to add to an error about an unknown name: " (near: ...)", or nothing."""
+    """Text for an error about an unknown name: " (near: ...)", or nothing."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
     return f" (near: {', '.join(matches)})" if matches else ""

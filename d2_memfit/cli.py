@@ -1,5 +1,7 @@
-"""The command d2-memfit: train within the memory that there is; or ask what a job needs of a GPU,
-and how it fits, without one.
+"""The command d2-memfit.
+
+It trains within the available memory. It also tells, without a GPU, what a job needs and how it
+fits.
 """
 
 import argparse
@@ -39,7 +41,7 @@ __all__ = ["main"]
 
 _DOES_NOT_FIT = 3  # exit status
 _UNWELL = 3
-_PICTURES = (".png", ".jpg", ".jpeg")  # what OpenCV always writes
+_PICTURES = (".png", ".jpg", ".jpeg")  # formats that OpenCV always writes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,7 +143,7 @@ def _examine(args: argparse.Namespace) -> None:
 
 
 def _ask(args: argparse.Namespace) -> None:
-    """Estimate or plan."""
+    """Run the command estimate or plan."""
     cfg = load_any_config(args, _opts_of_budget(args), _say)
     if args.probe:
         use_expandable_segments()  # as in training under a budget, and before CUDA is started

@@ -1,4 +1,4 @@
-"""What COCO's averages are made of, from evaluations of parts."""
+"""COCO's averages computed from evaluations of parts."""
 
 import io
 from collections import defaultdict
@@ -15,15 +15,16 @@ _NO_LIMIT = 10**9
 
 
 class _OfCategory(NamedTuple):
-    """Objects found [N] in some images: their scores, and their places by score in each image."""
+    """Detections [N] of one category: scores, and ranks by score in each image."""
 
     scores: NDArray[np.float64]
     ranks: NDArray[np.int32]
 
 
 class _OfArea(NamedTuple):
-    """The same objects in a range of areas, with a bit for each threshold: [bytes, N]; and whether
-    each annotated object is ignored.
+    """The matches of these detections in one range of areas.
+
+    There is one bit per threshold, [bytes, N]. It also says which annotated objects are ignored.
     """
 
     matched: NDArray[np.uint8]
@@ -32,8 +33,9 @@ class _OfArea(NamedTuple):
 
 
 class CocoMatches:
-    """Takes what ``COCOeval.evaluate`` leaves in ``evalImgs``, some 30 bytes for each object, and
-    gives what ``COCOeval.accumulate`` would make of all images.
+    """Collects ``evalImgs`` of ``COCOeval.evaluate``, and accumulates them over all images.
+
+    It keeps some 30 bytes per detection. The result is that of ``COCOeval.accumulate``.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,7 @@ class CocoMatches:
         self._of_area: dict[tuple[int, int], list[_OfArea]] = defaultdict(list)
 
     def add(self, part: COCOeval) -> None:
-        """The images of a part, which come after those of parts that were added before."""
+        """Add the images of a part, after those of earlier parts."""
         p = part.params
         for k in range(len(p.catIds)):
             for a in range(len(p.areaRng)):
@@ -60,10 +62,10 @@ class CocoMatches:
                 self._of_area[k, a].append(_OfArea(*packed, annotated))
 
     def accumulated(self, p: Params) -> dict[str, Any]:
-        """``COCOeval.eval`` of all images.
+        """Compute ``COCOeval.eval`` of all images.
 
         Args:
-            p: of any of the parts.
+            p: parameters of any part.
         """
         shape = len(p.iouThrs), len(p.recThrs), len(p.catIds), len(p.areaRng), len(p.maxDets)
         precision, scores = -np.ones(shape), -np.ones(shape)
@@ -72,7 +74,7 @@ class CocoMatches:
             found = _OfCategory(*map(np.concatenate, zip(*of_images)))
             for m, max_dets in enumerate(p.maxDets):
                 order = np.flatnonzero(found.ranks < max_dets)
-                # Stable, as in pycocotools, which then finds them in order.
+                # A stable sort, as in pycocotools.
                 order = order[np.argsort(-found.scores[order], kind="mergesort")]
                 for a in range(len(p.areaRng)):
                     of_area = self._of_area[k, a]
@@ -107,8 +109,9 @@ def _accumulated(
     ignored: NDArray[np.bool_],
     annotated_ignored: NDArray[np.bool_],
 ) -> dict[str, Any]:
-    """pycocotools' own, for one threshold, category, range of areas and number of detections, as
-    if all were found in one image.
+    """Accumulate with pycocotools as if all detections were in one image.
+
+    This is for one threshold, category, range of areas and number of detections.
     """
     single = COCOeval(iouType=p.iouType)
     single.params.imgIds, single.params.catIds = [0], [0]

@@ -1,4 +1,4 @@
-"""Communication with other ranks, noticed when it is called, whoever calls it and by what name."""
+"""Detection of calls that communicate with other ranks, whatever library makes them."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +22,9 @@ __all__ = [
 ]
 
 if dist.is_available():
-    import torch.distributed.nn  # its functions' default group is that of this moment
+    import torch.distributed.nn  # its functions' default group is the group at import
 
-# What torch.distributed's functions come down to, with the name that its users know.
+# The methods behind torch.distributed's functions, with the names that users know.
 _METHODS = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
@@ -70,30 +70,30 @@ _OPERATORS = (
 
 _PACKAGE = str(Path(__file__).parent)
 
-# Files of functions that others call: a collective's place is where those are called from.
+# Files of helper functions: a collective's place is the code that calls them.
 _PASSED_ON = (
     str(Path(torch.__file__).parent),
     _PACKAGE,
     "/detectron2/utils/comm.py",
 )
 
-_MOST_COUNTS = 16  # in a tensor; what is larger is something else
+_MOST_COUNTS = 16  # numbers in a tensor; a larger one is not a count
 _FUNCTION = torch.autograd.function.__file__
 
-Place = tuple[tuple[str, int], ...]  # file and line, and those of the callers, innermost first
+Place = tuple[tuple[str, int], ...]  # file and line of the call and its callers, innermost first
 
 
 @dataclass
 class Collective:
-    """One call.
+    """One call of a collective.
 
     Attributes:
         name: as in ``torch.distributed``.
         place: where the model's code calls it.
-        module: the class of the innermost module that does.
-        tensors: what is sent, and, where the call works in place, what is to be changed.
-        num_ranks: of its group.
-        is_sum: whether it adds up over ranks; None where it does not reduce, or otherwise.
+        module: class of the innermost module that calls it.
+        tensors: the tensors that are sent; an in-place call changes them.
+        num_ranks: ranks of its group.
+        is_sum: True for a sum over ranks, False for a mean; None for others.
         is_differentiable: whether gradients flow through it.
     """
 
@@ -107,7 +107,7 @@ class Collective:
 
     @property
     def is_count(self) -> bool:
-        """Whether it may be of numbers that losses are divided by."""
+        """Whether it may sum numbers that losses are divided by."""
         return (
             self.is_sum is not None
             and self.name == "all_reduce"
@@ -121,17 +121,17 @@ class Collective:
         return f"{self.name} in {file}:{line} ({self.module})"
 
 
-# Called with a collective; returns whether that is done. If not, it is run.
+# Called with a collective; returns whether it was handled. If not, the collective runs.
 Handler = Callable[[Collective], bool]
 
 
 @contextmanager
 def noticed_collectives(handle: Handler) -> Iterator[None]:
-    """While open, all collectives of this process that Python knows of are given to ``handle``.
+    """While open, pass all collectives of this process that Python knows to ``handle``.
 
-    They are seen where PyTorch hands them to a process group, or to the operator of a functional
-    collective: by whatever name, and through whatever library, they were called. Those of
-    DistributedDataParallel's own are not seen.
+    They are seen where PyTorch passes them to a process group, or to the operator of a functional
+    collective. The name or library of the call does not matter. DistributedDataParallel's own are
+    not seen.
     """
     if not dist.is_available():
         yield
@@ -149,10 +149,10 @@ def noticed_collectives(handle: Handler) -> Iterator[None]:
 
 @contextmanager
 def pretended_ranks(num_ranks: int) -> Iterator[None]:
-    """While open, code that asks is told that there are so many ranks, and that it is rank 0.
+    """While open, code that asks is told that there are ``num_ranks`` ranks, and that it is rank 0.
 
-    Open :func:`noticed_collectives` too, with a handler that does all of them: there is no group to
-    run one.
+    Open :func:`noticed_collectives` too, with a handler for all collectives: there is no group to
+    run them.
     """
     original = dist.GroupMember.WORLD
     dist.GroupMember.WORLD = dist.ProcessGroup(0, num_ranks)  # type: ignore[call-arg, arg-type]
@@ -164,12 +164,12 @@ def pretended_ranks(num_ranks: int) -> Iterator[None]:
 
 @contextmanager
 def noticed_questions() -> Iterator[list[bool]]:
-    """While open, the list gets an entry each time that code asks whether there are ranks."""
+    """While open, the list gets an entry each time code asks whether there are ranks."""
     asked: list[bool] = []
     if not dist.is_available():
         yield asked
         return
-    kind = type(dist.GroupMember)  # all of torch.distributed's questions end at its WORLD
+    kind = type(dist.GroupMember)  # all queries of torch.distributed end at its WORLD
     original = vars(kind)["WORLD"]
 
     def noticed(_: Any) -> property:
@@ -184,9 +184,9 @@ def noticed_questions() -> Iterator[list[bool]]:
 
 
 def place_of_caller(depth: int = 3) -> Place:
-    """The innermost lines of code that is neither PyTorch's nor ours: file and line.
+    """File and line of the innermost code that is neither PyTorch's nor ours.
 
-    The same on all machines, wherever the code is installed.
+    The result is the same on all machines, wherever the code is installed.
     """
     place: list[tuple[str, int]] = []
     for frame in _frames():
@@ -213,7 +213,7 @@ def _collective(name: str, given: Any, num_ranks: int, op: Any) -> Collective:
         if isinstance(owner, nn.Module):
             module = type(owner).__name__
             break
-        # The forward of a function that has a backward of its own.
+        # The forward of a function with its own backward.
         is_differentiable |= frame.f_code.co_filename == _FUNCTION
     tensors = _flat(given)
     return Collective(
@@ -245,7 +245,7 @@ def _operator(name: str, handle: Handler) -> Callable[..., Any]:
             op = args[1] if len(args) > 1 else None
             ranks = dist.get_world_size() if dist.is_initialized() else 1
             call = _collective(name, args[:1], ranks, op)
-            if name == "all_reduce":  # the one that is not in place, and may be of counts
+            if name == "all_reduce":  # not in place, and may be a count
                 call.tensors = [call.tensors[0].detach().clone()]
             if not handle(call):
                 return original(*args, **kwargs)
@@ -280,7 +280,7 @@ def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
 
 
 class _Done:
-    """The handle of a collective that is over."""
+    """The handle of a finished collective."""
 
     def wait(self, *args: Any) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""The commands of d2-memfit by name, which ``--help`` lists without importing PyTorch."""
+"""The commands of d2-memfit by name; ``--help`` lists them without importing PyTorch."""
 
 import argparse
 from typing import Any
@@ -22,7 +22,7 @@ COMMANDS = {
 
 
 def command_parser() -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[Any]"]:
-    """The parser, and what takes the commands."""
+    """The parser, and the object that takes its commands."""
     parser = argparse.ArgumentParser(prog="d2-memfit", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"d2_memfit {__version__}")
     return parser, parser.add_subparsers(dest="command", required=True)

@@ -1,7 +1,7 @@
 """The differences between Detectron2 v0.6 and main.
 
-Both call themselves 0.6, so each difference is found by looking for the feature. They stand here
-and nowhere else.
+Both have version 0.6, so each difference is found by testing for the feature. All differences are
+in this file.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 # Main saves optimizer and scaler with DefaultTrainer's state, v0.6 only iteration and hooks.
 SAVES_INNER_TRAINER = "state_dict" in vars(DefaultTrainer)
 
-# Main's hooks can act after the backward pass; v0.6 has no such moment.
+# Main calls hooks after the backward pass; v0.6 does not.
 _HAS_AFTER_BACKWARD = hasattr(TrainerBase, "after_backward")
 
 # Main writes each rank's own data time too.
@@ -30,7 +30,7 @@ _WRITES_RANK_DATA_TIME = "cur_iter" in inspect.signature(SimpleTrainer.write_met
 
 
 def has_compiled_ops() -> bool:
-    """Whether Detectron2's C++ operators are there. The fast COCO evaluation needs them."""
+    """Whether Detectron2's C++ operators exist. The fast COCO evaluation needs them."""
     if importlib.util.find_spec("detectron2._C") is None:
         return False
     from detectron2 import _C
@@ -39,19 +39,19 @@ def has_compiled_ops() -> bool:
 
 
 def after_backward(trainer: TrainerBase) -> None:
-    """Call the hooks that main knows to call after the backward pass."""
+    """Call the hooks after the backward pass, on main."""
     if _HAS_AFTER_BACKWARD:
         trainer.after_backward()
 
 
 def put_rank_data_time(seconds: float) -> None:
-    """Write this rank's own data time where Detectron2 does."""
+    """Write this rank's data time, if Detectron2 does."""
     if _WRITES_RANK_DATA_TIME:
         get_event_storage().put_scalar("rank_data_time", seconds)
 
 
 def local_world_size() -> int:
-    """Ranks on this machine. A job that did not start by ``launch`` does not say how many: all."""
+    """Number of ranks on this machine; all ranks if ``launch`` did not start the job."""
     try:
         return comm.get_local_size()
     except AssertionError:
@@ -59,15 +59,16 @@ def local_world_size() -> int:
 
 
 def keep_iterator(trainer: SimpleTrainer, batches: Any) -> None:
-    """Let a trainer iterate these batches, though its ``data_loader`` is another object. v0.6 took
-    their iterator in its constructor; main takes one when the first iteration needs it.
+    """Let a trainer iterate these batches, though its ``data_loader`` is another object.
+
+    v0.6 takes the iterator in its constructor; main takes it when the first iteration needs it.
     """
     if hasattr(trainer, "_data_loader_iter_obj") and batches is not trainer.data_loader:
         trainer._data_loader_iter_obj = batches
 
 
 def current_iteration() -> int:
-    """That of the training that runs, or 0. Only main can be asked whether one does."""
+    """Iteration of the running training, or 0. Only main can tell whether one runs."""
     stack = events._CURRENT_STORAGE_STACK
     return stack[-1].iter if stack else 0
 
@@ -80,7 +81,7 @@ def create_ddp_model(model: nn.Module, **kwargs: Any) -> nn.Module:
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
-    """The model that ``DistributedDataParallel`` is around, or the model."""
+    """The model inside ``DistributedDataParallel``; other models are returned unchanged."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -92,13 +93,13 @@ def patched_default_trainer(
 ) -> Iterator[None]:
     """While open, ``DefaultTrainer.__init__`` makes its parts with the functions given here.
 
-    Neither release has a hook for them. Replacing them afterwards would start the data loader's
-    workers twice on v0.6, and hooks that were built in between would keep the old ones.
+    Neither release has a hook for this. Replacing the parts later would start the data loader's
+    workers twice on v0.6. Hooks built in between would keep the old parts.
 
     Args:
         create_trainer: called as ``create_trainer(model, data_loader, optimizer)``.
-        create_checkpointer: called as :class:`DetectionCheckpointer` is.
-        ddp_options: keyword arguments of ``DistributedDataParallel``, beside Detectron2's.
+        create_checkpointer: called like :class:`DetectionCheckpointer`.
+        ddp_options: keyword arguments of ``DistributedDataParallel``, in addition to Detectron2's.
     """
     parts = {
         "SimpleTrainer": create_trainer,

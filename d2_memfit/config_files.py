@@ -1,4 +1,4 @@
-"""Config files by path, or by their names in Detectron2's model zoo and ours."""
+"""Config files by path, or by name in Detectron2's model zoo and ours."""
 
 import importlib.util
 from pathlib import Path
@@ -27,14 +27,14 @@ OUR_ZOO = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 
 
 def find_config_file(name: str, suffix: str = ".yaml") -> str:
-    """Path of a config file.
+    """Find the path of a config file.
 
     Args:
         name: a path, or the name of a config in our zoo or Detectron2's, with or without suffix.
         suffix: ".yaml", or ".py" for a LazyConfig.
 
     Raises:
-        ConfigError: there is none, or no name was given.
+        ConfigError: there is no such file, or the name is empty.
     """
     if not name:
         raise ConfigError(f"--config-file: name a config of the zoo, such as {_EXAMPLE}, or a file")
@@ -47,7 +47,7 @@ def find_config_file(name: str, suffix: str = ".yaml") -> str:
             if file.is_file():
                 return str(file)
     names = config_names(suffix)
-    same = [n for n in names if Path(n).stem == Path(name).stem]  # in some folder of the zoo
+    same = [n for n in names if Path(n).stem == Path(name).stem]  # in any folder of the zoo
     hint = f" (near: {', '.join(same)})" if same else did_you_mean(name, names, cutoff=0.5)
     raise ConfigError(
         f"--config-file {name!r} does not exist, as a file or as a config of the zoo{hint}. An "
@@ -66,9 +66,9 @@ def config_names(suffix: str = ".yaml") -> list[str]:
 
 
 def keys_in_own_files(config_file: str) -> set[str]:
-    """The keys that a config file sets, or one that it is based on, up to those of the zoos.
+    """Keys that a config file and its bases set, without the zoos' files.
 
-    A recipe of the zoo is for the zoo's dataset. What a user's own file says is meant.
+    A recipe of the zoo is for the zoo's dataset; a user's own file is for the user's dataset.
     """
     with arithmetic_in_yaml():
         return set(_flat(_OwnFiles.load_yaml_with_base(config_file)))
@@ -94,7 +94,7 @@ def _flat(node: dict[str, Any], prefix: str = "") -> list[str]:
 def detectron2_zoo() -> Path:
     """The folder with the configs of Detectron2's model zoo.
 
-    ``detectron2.model_zoo`` cannot tell where setuptools is newer than 80: it needs pkg_resources.
+    ``detectron2.model_zoo`` fails with setuptools after 80, because it needs pkg_resources.
     """
     spec = importlib.util.find_spec("detectron2")
     assert spec is not None

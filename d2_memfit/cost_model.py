@@ -1,4 +1,4 @@
-"""Bytes that a micro-batch needs, predicted from the sizes and objects of its images."""
+"""The bytes that a micro-batch needs, predicted from its images' sizes and objects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["FEATURES", "CostModel", "Images", "Padding", "check_cost_model"]
 
 _GB = 2**30
 
-# What a sum of MEMFIT.COST_MODEL.BYTES has bytes for, in this order.
+# The features of a sum in MEMFIT.COST_MODEL.BYTES, in order.
 FEATURES = (
     "the process",
     "image",
@@ -26,11 +26,11 @@ FEATURES = (
 
 @dataclass(frozen=True)
 class Padding:
-    """How a model pads the images of a batch to one size.
+    """A model's padding of the images of a batch to one size.
 
     Args:
-        divisor: that height and width are rounded up to a multiple of.
-        square: height and width of all batches, in pixels; 0 is no such size.
+        divisor: height and width are rounded up to multiples of it.
+        square: fixed height and width of all batches, in pixels; 0 for none.
     """
 
     divisor: int = 1
@@ -38,7 +38,7 @@ class Padding:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Padding":
-        """As Detectron2's backbones and models say it."""
+        """The padding of a model, from Detectron2's attributes."""
         divisors, squares = [1], [0]
         for module in model.modules():
             constraints = getattr(module, "padding_constraints", None) or {}
@@ -47,7 +47,7 @@ class Padding:
         return cls(max(divisors), max(squares))
 
     def pixels(self, height: int, width: int) -> int:
-        """Of one image of a batch whose largest images are so high and so wide."""
+        """Padded pixels of one image in a batch with this largest height and width."""
         if self.square:
             return self.square**2
         return -(-height // self.divisor) * -(-width // self.divisor) * self.divisor**2
@@ -55,13 +55,13 @@ class Padding:
 
 @dataclass(frozen=True)
 class Images:
-    """What counts of a micro-batch's images.
+    """The facts about a micro-batch's images that determine its memory.
 
     Args:
-        num: of the images.
+        num: number of images.
         height, width: the largest of each, in pixels.
-        objects: annotated ones, of all images.
-        most_objects: those of the most crowded image.
+        objects: annotated objects in all images.
+        most_objects: annotated objects in the most crowded image.
     """
 
     num: int = 0
@@ -75,7 +75,7 @@ class Images:
         return cls(1, height, width, objects, objects)
 
     def __add__(self, other: "Images") -> "Images":
-        """Both in one micro-batch."""
+        """Combine the images of two micro-batches in one."""
         return Images(
             self.num + other.num,
             max(self.height, other.height),
@@ -85,7 +85,7 @@ class Images:
         )
 
     def features(self, padding: Padding) -> tuple[float, ...]:
-        """A number for each of ``FEATURES``."""
+        """One number for each of ``FEATURES``."""
         pixels = padding.pixels(self.height, self.width)
         per_object = (self.objects, pixels * self.objects, pixels * self.most_objects)
         return (1, self.num, self.num * pixels, *per_object)
@@ -93,14 +93,15 @@ class Images:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What micro-batches need, and what there is. The peak of a micro-batch is in its forward or in
-    its backward, and each grows in its own way, so there are several sums; the largest counts.
+    """The predicted memory of micro-batches, and its limit.
+
+    The peak of a micro-batch is in its forward or in its backward, and each grows in its own way.
+    So there are several sums; the largest counts.
 
     Args:
         sums: bytes for each of ``FEATURES``.
-        limit_bytes: of the process, that a micro-batch may need.
-        overhead_pixels: the time that a micro-batch takes beside that of its images, in padded
-            pixels that take as long.
+        limit_bytes: memory of the process that a micro-batch may need.
+        overhead_pixels: time of a micro-batch besides its images' time, expressed in padded pixels.
     """
 
     sums: tuple[tuple[float, ...], ...]
@@ -109,7 +110,7 @@ class CostModel:
 
     @classmethod
     def from_cfg(cls, cfg: CfgNode) -> Optional["CostModel"]:
-        """That of MEMFIT.COST_MODEL, within MEMFIT.BUDGET_GB; None where it has no sums."""
+        """The cost model of MEMFIT.COST_MODEL under MEMFIT.BUDGET_GB; None without sums."""
         node = cfg.MEMFIT.COST_MODEL
         if not node.BYTES:
             return None
@@ -123,12 +124,12 @@ class CostModel:
 
     @property
     def bytes_before_images(self) -> float:
-        """What the process needs before the first image."""
+        """Bytes that the process needs before the first image."""
         return max(numbers[0] for numbers in self.sums)
 
 
 def check_cost_model(cfg: CfgNode) -> None:
-    """Raise :class:`ConfigError` on the first value of MEMFIT.COST_MODEL that cannot work."""
+    """Raise :class:`ConfigError` on the first invalid value of MEMFIT.COST_MODEL."""
     node = cfg.MEMFIT.COST_MODEL
     is_list = isinstance(node.BYTES, Sequence) and not isinstance(node.BYTES, str)
     if not is_list or not all(map(_is_sum, node.BYTES)):

@@ -1,4 +1,4 @@
-"""Checks of Detectron2's own keys, for values that end a run late, or without a word of the key."""
+"""Checks of Detectron2's own keys, for values that fail late or without naming the key."""
 
 import math
 import numbers
@@ -25,7 +25,7 @@ _SCHEDULES = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR
 
 
 def check_model_keys(cfg: CfgNode) -> None:
-    """Raise :class:`ConfigError` on the first value that Detectron2's models cannot take."""
+    """Raise :class:`ConfigError` on the first value that Detectron2's models cannot use."""
     model = cfg.MODEL
     _check_registered("MODEL", model, "META_ARCHITECTURE", modeling.META_ARCH_REGISTRY)
     _check_registered("MODEL.BACKBONE", model.BACKBONE, "NAME", modeling.BACKBONE_REGISTRY)
@@ -70,7 +70,7 @@ def _check_roi_heads(model: CfgNode) -> None:
 
 
 def check_data_keys(cfg: CfgNode) -> None:
-    """Raise :class:`ConfigError` on the first value that Detectron2's loaders cannot take."""
+    """Raise :class:`ConfigError` on the first value that Detectron2's loaders cannot use."""
     check_int("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS, at_least=0)
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, _SAMPLERS)
     check_choice("INPUT.MASK_FORMAT", cfg.INPUT.MASK_FORMAT, ("polygon", "bitmask"))
@@ -82,7 +82,7 @@ def check_data_keys(cfg: CfgNode) -> None:
         if not sizes:
             raise ConfigError(f"INPUT.MIN_SIZE_{split} is empty: name a size")
         for size in sizes:
-            # In evaluation 0 means that images stay as they are.
+            # In evaluation, 0 keeps the size of images.
             check_int(f"INPUT.MIN_SIZE_{split}", size, at_least=1 if split == "TRAIN" else 0)
         check_int(f"INPUT.MAX_SIZE_{split}", cfg.INPUT[f"MAX_SIZE_{split}"], at_least=1)
     if sampling == "range" and len(shorter_sides(cfg.INPUT.MIN_SIZE_TRAIN)) != 2:
@@ -100,7 +100,7 @@ def check_data_keys(cfg: CfgNode) -> None:
 
 
 def check_solver_keys(cfg: CfgNode) -> None:
-    """Raise :class:`ConfigError` on the first value that ends a training later."""
+    """Raise :class:`ConfigError` on the first value that would end training later."""
     solver = cfg.SOLVER
     check_int("SOLVER.CHECKPOINT_PERIOD", solver.CHECKPOINT_PERIOD, at_least=1)
     check_int("SOLVER.WARMUP_ITERS", solver.WARMUP_ITERS, at_least=0)

@@ -1,4 +1,4 @@
-"""Pictures of what a trained model finds."""
+"""Pictures of a trained model's predictions."""
 
 import math
 from pathlib import Path
@@ -22,17 +22,17 @@ _LONGER_SIDE = 600  # pixels of each drawing, at least
 def draw_predictions(
     cfg: CfgNode, dataset_name: str, to: Path, num_images: int = 6, min_score: float = 0.5
 ) -> None:
-    """Draw what a model finds in the first images of a dataset, beside each other in one picture.
+    """Draw a model's predictions in the first images of a dataset, in one picture.
 
     Args:
         cfg: with the trained MODEL.WEIGHTS.
         dataset_name: a registered dataset, whose classes have names.
         to: a file whose name ends in .png or .jpg.
         num_images: how many images.
-        min_score: from which on something found is drawn.
+        min_score: smallest score of predictions that are drawn.
 
     Raises:
-        ConfigError: there is no OpenCV.
+        ConfigError: OpenCV is not installed.
     """
     try:
         from detectron2.utils.visualizer import Visualizer

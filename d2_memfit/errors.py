@@ -1,4 +1,4 @@
-"""What a user can put right. The text names the key or file, the value, and what to do."""
+"""Errors that a user can fix. The message names the key or file, the value, and what to do."""
 
 import functools
 import sys
@@ -19,16 +19,16 @@ __all__ = [
 ]
 
 
-# What a shell gives to SIGINT, SIGUSR2 and SIGTERM: a rank that was asked to end did so.
+# Exit statuses for SIGINT, SIGUSR2 and SIGTERM: a rank ended because of a signal.
 _STOPPED = (130, 140, 143)
 
 
 class MemfitError(Exception):
-    """Base of them all. The command-line tools print it as one line and exit with status 2."""
+    """Base of all errors here. Command-line tools print it as one line and exit with status 2."""
 
 
 class ConfigError(MemfitError, ValueError):
-    """A config key, or the argument of the same meaning, has a value that cannot work."""
+    """A config key, or the corresponding argument, has a value that cannot work."""
 
 
 class DataError(MemfitError, RuntimeError):
@@ -44,19 +44,19 @@ class HostMemoryError(MemfitError, RuntimeError):
 
 
 class OutOfMemoryError(MemfitError, torch.OutOfMemoryError):
-    """All that recovery can do was done, or ruled out by the config, and memory ran out again."""
+    """Memory ran out again after all recovery that the config allows."""
 
 
 def one_line(error: MemfitError) -> str:
-    """Its text. From a worker of the data loader it comes with the worker's traceback before it."""
+    """An error's message, without the traceback that a worker of the data loader adds."""
     return str(error).rpartition(f"{type(error).__name__}: ")[2].rstrip()
 
 
 def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the main function of a tool, and that of its ranks.
+    """Decorate the main function of a tool, and the main function of its ranks.
 
-    A :class:`MemfitError` is printed as one line, and the exit status is 2. The process that
-    started a rank which ended so ends with the same status.
+    A :class:`MemfitError` is printed as one line, and the exit status is 2. If a rank ends this
+    way, the process that started it ends with the same status.
     """
 
     @functools.wraps(main)

@@ -1,4 +1,4 @@
-"""The evaluator that goes with a dataset, with or without Detectron2's compiled operators."""
+"""The evaluator of a dataset, with or without Detectron2's compiled operators."""
 
 import inspect
 import os
@@ -29,12 +29,12 @@ __all__ = ["build_coco_evaluator", "build_evaluator", "use_available_implementat
 def build_evaluator(
     cfg: CfgNode, dataset_name: str, output_folder: Optional[str] = None
 ) -> DatasetEvaluator:
-    """The evaluator that Detectron2's ``tools/train_net.py`` takes for the dataset's type.
+    """Build the evaluator that Detectron2's ``tools/train_net.py`` uses for the dataset's type.
 
     Args:
-        cfg: for OUTPUT_DIR and TEST.KEYPOINT_OKS_SIGMAS.
+        cfg: gives OUTPUT_DIR and TEST.KEYPOINT_OKS_SIGMAS.
         dataset_name: a registered dataset.
-        output_folder: where predictions go; OUTPUT_DIR/inference unless told.
+        output_folder: folder for predictions; the default is OUTPUT_DIR/inference.
 
     Raises:
         NotImplementedError: Detectron2 has no evaluator for this type.
@@ -67,12 +67,12 @@ def build_evaluator(
 def build_coco_evaluator(
     dataset_name: str, output_folder: str, kpt_oks_sigmas: Sequence[float] = ()
 ) -> COCOEvaluator:
-    """Detectron2's evaluator, with its fast implementation where that was compiled.
+    """Build Detectron2's evaluator, with its fast implementation if that is compiled.
 
     Args:
         dataset_name: a registered dataset in COCO format.
-        output_folder: where predictions go.
-        kpt_oks_sigmas: one of each keypoint, where there are others than COCO's 17.
+        output_folder: folder for predictions.
+        kpt_oks_sigmas: one per keypoint, if they are not COCO's 17.
     """
     return COCOEvaluator(
         dataset_name,
@@ -83,11 +83,11 @@ def build_coco_evaluator(
 
 
 def use_available_implementation(evaluator: Any) -> None:
-    """The same choice in a LazyConfig.
+    """Choose the available COCO implementation in a LazyConfig.
 
     Args:
-        evaluator: a ``LazyCall``, or a list of them. Those of ``COCOEvaluator`` that do not say
-            which implementation to use get the one that is there.
+        evaluator: a ``LazyCall``, or a list of them. ``COCOEvaluator`` calls without a choice of
+            implementation get the available one.
     """
     for call in evaluator if isinstance(evaluator, ListConfig) else [evaluator]:
         target = locate(call._target_) if isinstance(call._target_, str) else call._target_

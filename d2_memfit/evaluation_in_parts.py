@@ -23,17 +23,17 @@ from .spilled_predictions import SpilledPredictions, save_as_list
 
 __all__ = ["predictions_on_disk"]
 
-_IMAGES = 200  # in a part; pycocotools takes about 0.2 MB for one with 100 objects
+_IMAGES = 200  # images in a part; pycocotools takes about 0.2 MB for one with 100 objects
 _TASKS = {"segmentation": "segm", "keypoints": "keypoints"}
 
 
 @contextmanager
 def predictions_on_disk(cfg: CfgNode) -> Iterator[None]:
-    """While open, Detectron2's ``COCOEvaluator``, and what derives from it, keep predictions in a
-    file and evaluate them in parts, if MEMFIT.EVALUATION.ON_DISK.
+    """While open, keep predictions of ``COCOEvaluator`` in a file, if MEMFIT.EVALUATION.ON_DISK.
 
-    Results and files are those of the official COCO API for the whole; what subclasses evaluate
-    themselves, and box proposals, are evaluated as a list.
+    They are evaluated in parts, also in derived classes. Results and files are those of the
+    official COCO API for the whole. Box proposals, and what subclasses evaluate themselves, are
+    evaluated as a list.
     """
     if not cfg.MEMFIT.EVALUATION.ON_DISK:
         yield
@@ -70,7 +70,7 @@ def _evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _results(self: Any, spilled: SpilledPredictions, img_ids: Any) -> OrderedDict[str, Any]:
-    """As ``COCOEvaluator._eval_predictions``, of which it has the texts of the log."""
+    """Evaluate like ``COCOEvaluator._eval_predictions``, with the same log messages."""
     results: OrderedDict[str, Any] = OrderedDict()
     if self._output_dir:
         with PathManager.open(
@@ -103,7 +103,7 @@ def _results(self: Any, spilled: SpilledPredictions, img_ids: Any) -> OrderedDic
 
 
 def _in_coco_format(metadata: Any) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
-    """A function that gives the objects of a prediction with the dataset's ids of categories."""
+    """A function that returns a prediction's objects with the dataset's category ids."""
     to_contiguous = metadata.get("thing_dataset_id_to_contiguous_id")
     if to_contiguous is None:
         return lambda prediction: prediction["instances"]
@@ -131,7 +131,7 @@ def _in_parts(
     task: str,
     img_ids: Any,
 ) -> Optional[COCOeval]:
-    """As ``_evaluate_predictions_on_coco`` of Detectron2; None without an object."""
+    """Evaluate like Detectron2's ``_evaluate_predictions_on_coco``; None without an object."""
     first = next((i for p in spilled for i in instances_of(p)), None)
     if first is None:
         return None
@@ -144,12 +144,12 @@ def _in_parts(
     for begin in range(0, len(wanted), _IMAGES):
         part = wanted[begin : begin + _IMAGES]
         indices = sorted(index for image_id in part for index in of_image[image_id])
-        if begin == 0:  # where pycocotools finds that the dataset does not have them
+        if begin == 0:  # pycocotools checks here that the dataset has them
             indices += [
                 index for image_id in of_image.keys() - known for index in of_image[image_id]
             ]
         instances = [i for index in indices for i in instances_of(spilled[index])]
-        # pycocotools does not take none. One of another image is left out by imgIds.
+        # pycocotools needs one object. imgIds excludes one of another image.
         coco_eval = _part(self, instances or [deepcopy(first)], task, part)
         matches.add(coco_eval)
     whole_class = COCOeval
@@ -165,7 +165,7 @@ def _in_parts(
 def _part(self: Any, instances: list[dict[str, Any]], task: str, img_ids: list[Any]) -> COCOeval:
     if task == "segm":
         for instance in instances:
-            instance.pop("bbox", None)  # or else it is the area of the box that counts
+            instance.pop("bbox", None)  # otherwise the area of the box would count
     with redirect_stdout(io.StringIO()):
         coco_eval = COCOeval(self._coco_api, self._coco_api.loadRes(instances), task)
         params = coco_eval.params

@@ -1,4 +1,4 @@
-"""Files that are whole whenever they exist."""
+"""Files that are written as a whole."""
 
 import contextlib
 import os
@@ -9,18 +9,18 @@ __all__ = ["is_local", "whole_file"]
 
 
 def is_local(path: str) -> bool:
-    """Whether a path is one of this machine, and not of a handler of iopath such as ``s3://``."""
+    """Whether a path is on this machine, and not of an iopath handler such as ``s3://``."""
     return "://" not in path
 
 
 @contextlib.contextmanager
 def whole_file(path: str, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open a local file for writing; it takes the place of an older one when all of it is on disk.
+    """Open a local file for writing; it replaces an older one once it is completely on disk.
 
-    Until then it is ``<path>.tmp``. After an error nothing is left of it, and the older one stays.
+    Until then it is ``<path>.tmp``. After an error it is removed, and the older file stays.
 
     Raises:
-        OSError: it could not be written, such as on a full disk.
+        OSError: it could not be written, for example on a full disk.
     """
     beside = f"{path}.tmp"
     try:

@@ -1,4 +1,4 @@
-"""How the images of an iteration are dealt out: to ranks, batches and micro-batches."""
+"""The distribution of an iteration's images over ranks, batches and micro-batches."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -10,11 +10,11 @@ __all__ = ["BatchGeometry"]
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """Images of one iteration, in numbers.
+    """Numbers of images in one iteration.
 
     Attributes:
         ranks: processes that train together.
-        images_per_batch: in a batch of one rank's loader, SOLVER.IMS_PER_BATCH / ranks.
+        images_per_batch: images in a batch of one rank's loader, SOLVER.IMS_PER_BATCH / ranks.
         accumulation_steps: batches of the loader behind one optimizer step.
         micro_batch_size: images in one forward on each rank; None is the loader's batch.
     """
@@ -48,7 +48,7 @@ class BatchGeometry:
         return min(self.micro_batch_size or self.images_per_batch, self.window)
 
     def micro_batch_sizes(self) -> list[int]:
-        """Images of each forward of an iteration, on each rank."""
+        """Number of images of each forward of an iteration, on each rank."""
         if self.micro_batch_size is None:
             return [self.images_per_batch] * self.accumulation_steps
         full, rest = divmod(self.window, self.micro_batch_size)
@@ -56,6 +56,6 @@ class BatchGeometry:
 
     @property
     def crosses_batches(self) -> bool:
-        """Whether a micro-batch can have images of several of the loader's batches."""
+        """Whether a micro-batch can mix images of several of the loader's batches."""
         size = self.micro_batch_size or self.images_per_batch
         return self.accumulation_steps > 1 and self.images_per_batch % size > 0

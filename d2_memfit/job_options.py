@@ -1,4 +1,4 @@
-"""Options of commands that ask about a job: which one, and what is largest in it."""
+"""Command-line options that choose a job and its largest batch."""
 
 import argparse
 import sys
@@ -24,7 +24,7 @@ Config = Union[CfgNode, DictConfig]
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add all that :func:`load_any_config` and :func:`job_of` look at."""
+    """Add the options that :func:`load_any_config` and :func:`job_of` read."""
     parser.add_argument(
         "--config-file",
         default="",
@@ -57,17 +57,17 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 def load_any_config(
     args: argparse.Namespace, opts: Sequence[str], say: Callable[[str], None]
 ) -> Config:
-    """The config of the command line, with what follows from ``--coco``.
+    """Load the config of the command line, with the settings that follow from ``--coco``.
 
     Args:
-        opts: KEY VALUE pairs that stand before the user's.
-        say: for progress.
+        opts: KEY VALUE pairs placed before the user's.
+        say: called with lines about progress.
     """
     if args.config_file.endswith(".py"):
         return _load_lazy(args, opts)
     check_opts(args.opts)
     add_keys = [find_function(name) for name in args.project]
-    if not args.project:  # it may have everything in its keys
+    if not args.project:  # a project may set everything in its keys
         find_config_file(args.config_file)
     if args.trainer:
         find_function(args.trainer, "--trainer")  # importing it registers what the config names
@@ -97,12 +97,12 @@ def _value(cfg: CfgNode, key: str) -> Any:
 
 
 def job_of(args: argparse.Namespace, cfg: Config) -> Job:
-    """The job of a config, with the trainer and the largest batch of the command line."""
+    """Make the job of a config, with the trainer and the largest batch of the command line."""
     trainer = find_function(args.trainer, "--trainer") if args.trainer else None
     batch = None
     if args.batch:
         batch = find_function(args.batch, "--batch")(cfg)
-        GivenBatches(batch)  # raises on what is no batch
+        GivenBatches(batch)  # raises if it is not a batch
     if args.instances is not None:
         check_positive_int("--instances", args.instances)
     return Job.of(

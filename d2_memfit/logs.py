@@ -1,4 +1,4 @@
-"""Logging in scripts that have set up only Detectron2's."""
+"""Logging in scripts that set up only Detectron2's loggers."""
 
 import logging
 
@@ -9,6 +9,6 @@ __all__ = ["start_logging"]
 
 
 def start_logging(output_dir: str) -> None:
-    """Write the log of d2_memfit where Detectron2's goes, unless somebody set it up already."""
+    """Write the log of d2_memfit to Detectron2's, unless it is set up already."""
     if not logging.getLogger("d2_memfit").isEnabledFor(logging.INFO):
         setup_logger(output_dir, distributed_rank=comm.get_rank(), name="d2_memfit")

@@ -1,4 +1,4 @@
-"""What a loss is divided by: for a criterion of one's own, the count of the whole window."""
+"""Counts over the whole window, for a criterion of your own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,15 +14,15 @@ Number = TypeVar("Number", float, torch.Tensor)
 
 
 class Counts(Protocol):
-    """Who knows the window while its micro-batches run: the trainer."""
+    """The source of the window's counts while its micro-batches run: the trainer."""
 
     @property
     def share(self) -> float:
-        """Images of the micro-batch that runs, by those of the window on this rank."""
+        """Images of the running micro-batch over those of the window on this rank."""
         ...
 
     def answer(self, count: Number, minimum: float) -> Number:
-        """See :func:`window_count`."""
+        """Answer a call of :func:`window_count`."""
         ...
 
 
@@ -41,7 +41,7 @@ def counts_answered_by(counts: Counts) -> Iterator[None]:
 
 
 def window_count(count: Number, minimum: float = 1.0) -> Number:
-    """What to divide a loss by that is a sum over objects, positives, or the like.
+    """Divisor for a loss that is a sum over objects, positives, or the like.
 
     Call it in a criterion, once in each forward for each count, in place of an ``all_reduce`` and a
     ``clamp``::
@@ -49,14 +49,14 @@ def window_count(count: Number, minimum: float = 1.0) -> Number:
         num_boxes = window_count(sum(len(t["labels"]) for t in targets))
         loss = l1.sum() / num_boxes
 
-    While an :class:`AccumulatingTrainer` accumulates, it gives this micro-batch's share of the
-    count of all micro-batches of all ranks, so that the sum of their gradients is the gradient of
-    one forward over all images. Elsewhere it gives the mean over ranks, as that ``all_reduce`` did.
+    While an :class:`AccumulatingTrainer` accumulates, it returns this micro-batch's share of the
+    count of all micro-batches of all ranks. The sum of their gradients is then the gradient of one
+    forward over all images. Elsewhere it returns the mean over ranks, as the ``all_reduce`` did.
 
     Args:
-        count: of the batch that is in this forward; a number, or a tensor with one element, which
-            is left on its device.
-        minimum: the whole window's count is taken to be at least this.
+        count: the count of the batch in this forward: a number, or a tensor with one element, which
+            stays on its device.
+        minimum: lower limit of the whole window's count.
     """
     if _answering is not None:
         return _answering.answer(count, minimum)
@@ -71,5 +71,5 @@ def window_count(count: Number, minimum: float = 1.0) -> Number:
 
 
 def window_share() -> float:
-    """Images of this forward, by those of its window on this rank: 1 where nothing accumulates."""
+    """Images of this forward over those of its window on this rank; 1 without accumulation."""
     return 1.0 if _answering is None else _answering.share

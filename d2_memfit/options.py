@@ -1,4 +1,4 @@
-"""Options that commands share: a card's size, and datasets by their files."""
+"""Shared command-line options: a card's size, and datasets by their files."""
 
 import argparse
 import re
@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_opts(opts: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` unless these are KEY VALUE pairs."""
+    """Raise :class:`ConfigError` unless ``opts`` are KEY VALUE pairs."""
     for key in opts[::2]:
         if key.startswith("--"):
             raise ConfigError(f"{key}: options stand before the KEY VALUE pairs")
@@ -51,7 +51,7 @@ def opts_of_card(card: Optional[str], opts: Sequence[str]) -> list[str]:
     """KEY VALUE pairs for ``--card``, which may be written as 6GB, 6 or "6 GB".
 
     Raises:
-        ConfigError: there is no such card, or ``opts`` have a budget too.
+        ConfigError: there is no such card, or ``opts`` contain a budget, too.
     """
     if card is None:
         return []
@@ -75,19 +75,19 @@ def settings_of_data(
     checked: Optional[dict[str, Any]] = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Setting]:
-    """Register the datasets of ``--coco``, check those that are used, and find what follows from
-    them for keys that the user has not given.
+    """Register and check the datasets of ``--coco``, and find the settings that follow from them.
 
-    What a file says of other datasets does not hold for these: a plan that was made for COCO is one
-    for one's own data too, but for its schedule and classes.
+    Only keys that the user has not given are set. Values in a file for other datasets do not apply
+    to these. A plan made for COCO also applies to your own data, except for its schedule and
+    classes.
 
     Args:
         coco: values of ``--coco``.
         config_file, opts, add_keys: as for :func:`~d2_memfit.config.load_cfg`.
         eval_only: whether nothing is trained.
-        reads_images: whether images must be there, or only the annotations.
-        checked: gets what was found in the files, for :class:`~d2_memfit.data.Remembered`. Files
-            that are in that of OUTPUT_DIR, and did not change, are not read again.
+        reads_images: whether images must exist, or only the annotations.
+        checked: gets the findings in the files, for :class:`~d2_memfit.data.Remembered`. Unchanged
+            files with findings in OUTPUT_DIR are not read again.
         progress: as for :func:`~d2_memfit.data.check_coco_file`.
     """
     names = [name for name, _, _ in coco]
@@ -132,12 +132,12 @@ def settings_of_data(
 
 
 def opts_of_settings(settings: Sequence[Setting]) -> list[str]:
-    """KEY VALUE pairs, to stand before those of the user."""
+    """KEY VALUE pairs of settings, to be placed before the user's."""
     return [text for s in settings if s.key for text in (s.key, str(s.value))]
 
 
 def _roles(names: Sequence[str], given: set[str], eval_only: bool) -> list[Setting]:
-    """Which of the datasets are trained on and which evaluated on, unless DATASETS says so."""
+    """Settings that choose the datasets for training and evaluation, unless DATASETS is given."""
     others = names[1:] if len(names) > 1 or not eval_only else names
     train = Setting("DATASETS.TRAIN", (names[0],), "the first")
     test = Setting("DATASETS.TEST", tuple(others), "what --coco names, but for the first")

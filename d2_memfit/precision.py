@@ -25,13 +25,13 @@ _DTYPES = {
 
 
 class Precision:
-    """How the forward is computed, how a loss goes backward, and how the optimizer steps.
+    """The number formats of forward, backward and optimizer step.
 
-    On a GPU, float16 is what Detectron2's ``AMPTrainer`` does.
+    On a GPU, float16 works as in Detectron2's ``AMPTrainer``.
 
     Args:
         name: "float32", "float16" or "bfloat16"; "fp32", "fp16" and "bf16" for short.
-        device: where the model is.
+        device: device of the model.
 
     Raises:
         ConfigError: the name is none of these, or the device cannot compute in this format.
@@ -54,7 +54,7 @@ class Precision:
 
     @classmethod
     def from_cfg(cls, cfg: CfgNode) -> "Precision":
-        """The precision that SOLVER.AMP.ENABLED, MEMFIT.AMP_DTYPE and MODEL.DEVICE ask for."""
+        """The precision from SOLVER.AMP.ENABLED, MEMFIT.AMP_DTYPE and MODEL.DEVICE."""
         name = cfg.MEMFIT.AMP_DTYPE if cfg.SOLVER.AMP.ENABLED else "float32"
         return cls(name, cfg.MODEL.DEVICE)
 
@@ -65,17 +65,17 @@ class Precision:
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of ``loss`` to those that are there, scaled where there is a scaler."""
+        """Add the gradients of ``loss`` to the existing ones, scaled if there is a scaler."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, optimizer: torch.optim.Optimizer, iteration: int = 0) -> bool:
-        """Step with the complete gradients of an iteration; call it once per iteration.
+        """Step with the complete gradients of an iteration. Call it once per iteration.
 
         Args:
-            iteration: for the warning that the step was skipped.
+            iteration: used in the warning about a skipped step.
 
         Returns:
-            bool: False if the gradients were not finite. Then nothing was changed but the scale.
+            bool: False if the gradients were not finite. Then only the scale has changed.
         """
         if self.scaler is None:
             optimizer.step()
@@ -94,7 +94,7 @@ class Precision:
         return scale >= before
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state by the key that Detectron2 uses; empty without a scaler."""
+        """The scaler's state under Detectron2's key; empty without a scaler."""
         return {} if self.scaler is None else {"grad_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

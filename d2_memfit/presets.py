@@ -1,4 +1,4 @@
-"""Budgets by name: the size that is printed on a card, or "auto" for what is free here."""
+"""Budgets by name: the size that is printed on a card, or "auto" for the free memory."""
 
 from typing import Optional
 
@@ -12,9 +12,9 @@ from .techniques.host_budget import workers_bytes
 
 __all__ = ["PRESETS", "budget_of_preset", "why_no_card_has", "with_budget"]
 
-# What a process may take, in GB of 2^30 bytes, of a card that is sold with so many GB: the smallest
-# "total capacity" that PyTorch reports for one, less 0.1. A card that draws a desktop too has 0.3
-# to 1 GB less: MEMFIT.BUDGET_GB "auto" measures what is free.
+# Memory, in GB of 2^30 bytes, that a process may take of a card of a nominal size: the smallest
+# "total capacity" that PyTorch reports for one, less 0.1. A card with a desktop has 0.3 to 1 GB
+# less: MEMFIT.BUDGET_GB "auto" measures the free memory.
 #
 # Drivers from 2024 on keep some 0.4 GB, earlier ones 0.2: a 6 GB RTX 2060 had 5.79
 # (facebookresearch/meshrcnn#92) and has 5.60. The smallest found in public logs, November 2026:
@@ -41,7 +41,8 @@ PRESETS = {
 
 
 def budget_of_preset(name: str) -> float:
-    """
+    """The budget of a preset, in GB.
+
     Raises:
         ConfigError: there is no such preset.
     """
@@ -54,11 +55,12 @@ def budget_of_preset(name: str) -> float:
 
 
 def with_budget(cfg: CfgNode, ranks_here: Optional[int] = None) -> CfgNode:
-    """The config with MEMFIT.BUDGET_GB as a number or None: as MEMFIT.PRESET has it, unless
-    BUDGET_GB names one itself, or as it is measured here where that is "auto".
+    """The config with MEMFIT.BUDGET_GB as a number or None.
+
+    MEMFIT.PRESET gives the number, unless BUDGET_GB does. "auto" is measured on this machine.
 
     Args:
-        ranks_here: that share this machine; None is those of this run.
+        ranks_here: number of ranks on this machine; None is that of this run.
 
     Raises:
         ConfigError: nothing can be measured.
@@ -80,7 +82,7 @@ def with_budget(cfg: CfgNode, ranks_here: Optional[int] = None) -> CfgNode:
 
 
 def why_no_card_has(budget_gb: float) -> Optional[str]:
-    """What is wrong with a budget that is named after the size of a card; None if nothing is."""
+    """The problem of a budget that equals a card's nominal size; None if there is none."""
     for name, usable_gb in PRESETS.items():
         if usable_gb < budget_gb <= float(name[: -len("GB")]):
             return (

@@ -1,4 +1,4 @@
-"""Projects on top of Detectron2: their config keys, trainers and registries."""
+"""Projects that extend Detectron2: their config keys, trainers and registries."""
 
 import argparse
 import importlib
@@ -21,7 +21,7 @@ _TRAINER = "train_net:Trainer"
 
 
 def add_project_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--project`` and ``--trainer``, whose values are for :func:`find_function`."""
+    """Add ``--project`` and ``--trainer``, whose values :func:`find_function` reads."""
     parser.add_argument(
         "--project",
         action="append",
@@ -39,11 +39,11 @@ def add_project_options(parser: argparse.ArgumentParser) -> None:
 
 
 def find_function(name: str, option: str = "--project") -> Callable[..., Any]:
-    """What MODULE:NAME means. Importing its module registers the project's models.
+    """Find the object named MODULE:NAME. Importing its module registers the project's models.
 
     Args:
         name: MODULE:NAME. As for ``python -m``, modules of the current folder come first.
-        option: of the command line, for messages.
+        option: the command-line option, for messages.
 
     Raises:
         ConfigError: there is no such module or function, or the module cannot be imported.
@@ -57,7 +57,7 @@ def find_function(name: str, option: str = "--project") -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as e:  # whatever a project's code raises
+    except (Exception, SystemExit) as e:  # a project's code may raise anything
         raise ConfigError(
             f"{option} {name}: importing {module_name} failed ({type(e).__name__}: {e})"
         ) from e
@@ -71,8 +71,9 @@ def find_function(name: str, option: str = "--project") -> Callable[..., Any]:
 
 
 def own_registry(cfg: CfgNode) -> Optional[str]:
-    """The module with a registry of meta-architectures that is not Detectron2's and has the
-    config's too; None if there is none.
+    """The module whose own meta-architecture registry has the config's; None if none has.
+
+    The registry is not Detectron2's.
     """
     name = cfg.MODEL.META_ARCHITECTURE
     for module_name, module in list(sys.modules.items()):

@@ -1,4 +1,4 @@
-"""Warnings of libraries that are for their developers, and not for who types a command."""
+"""Filters for library warnings that concern developers, not users of a command."""
 
 import logging
 import sys
@@ -8,9 +8,9 @@ __all__ = ["ignore_warnings_of_libraries"]
 
 
 def ignore_warnings_of_libraries() -> None:
-    """Call it in a program before PyTorch and Detectron2 are imported.
+    """Ignore warnings. Call this before PyTorch and Detectron2 are imported.
 
-    Python's option -W and PYTHONWARNINGS still count.
+    Python's option -W and PYTHONWARNINGS still apply.
     """
     if sys.warnoptions:
         return
@@ -20,8 +20,8 @@ def ignore_warnings_of_libraries() -> None:
     warnings.filterwarnings("ignore", "pkg_resources is deprecated", UserWarning)
     warnings.filterwarnings("ignore", "torch.meshgrid", UserWarning)
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
-    # "No CUDA runtime is found", where nothing is compiled
+    # "No CUDA runtime is found", though nothing is compiled
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # Of is_fx_tracing, which Detectron2 main imports
+    # From is_fx_tracing, which Detectron2 main imports
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on kernels that it does not need
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # about kernels that it does not need

@@ -1,4 +1,4 @@
-"""A recipe of so many GPUs on another number of them."""
+"""A recipe for some number of GPUs, scaled to another number."""
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer
@@ -10,17 +10,17 @@ __all__ = ["auto_scale_workers"]
 
 
 def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
-    """Detectron2's rule, where a rank that accumulates K batches counts as K ranks.
+    """Scale by Detectron2's rule, with a rank that accumulates K batches as K ranks.
 
-    With SOLVER.REFERENCE_WORLD_SIZE 8, SOLVER.IMS_PER_BATCH 16 is an 8-GPU recipe of 2 images
-    per GPU. One GPU with SOLVER.ACCUMULATION_STEPS 8 does it as IMS_PER_BATCH 2 x 8: the same
-    effective batch, so learning rate, steps and iterations stay as they are. With
-    ACCUMULATION_STEPS 4 the effective batch is halved, and Detectron2 halves the learning rate
-    and doubles the iterations. Without REFERENCE_WORLD_SIZE, IMS_PER_BATCH means what it says.
+    With SOLVER.REFERENCE_WORLD_SIZE 8, SOLVER.IMS_PER_BATCH 16 is an 8-GPU recipe of 2 images per
+    GPU. One GPU with SOLVER.ACCUMULATION_STEPS 8 runs it as IMS_PER_BATCH 2 x 8. The effective
+    batch is the same, so learning rate, steps and iterations do not change. With ACCUMULATION_STEPS
+    4 the effective batch is halved. Detectron2 then halves the learning rate and doubles the
+    iterations. Without REFERENCE_WORLD_SIZE, IMS_PER_BATCH is used unchanged.
 
     Returns:
-        CfgNode: a new config to be taken as it is, with REFERENCE_WORLD_SIZE 0; or, if there is
-        nothing to do, the same.
+        CfgNode: a new config with REFERENCE_WORLD_SIZE 0, not to be scaled again; or the same
+        config if there is nothing to do.
     """
     steps = cfg.SOLVER.get("ACCUMULATION_STEPS", 1)
     check_positive_int("SOLVER.ACCUMULATION_STEPS", steps)

@@ -12,19 +12,20 @@ from detectron2.utils import comm
 
 __all__ = ["SpilledPredictions", "save_as_list"]
 
-# Of pickles, so that those of single items can be put together to that of a list.
+# Pickle protocol with which pickles of items can be joined to the pickle of a list.
 _PROTOCOL = 2
 _BEFORE, _AFTER = b"\x80\x02", b"."
-_SENT_BYTES = 8 * 2**20  # at once, from each rank to the first
+_SENT_BYTES = 8 * 2**20  # at once, from each rank to rank 0
 
 
 class SpilledPredictions:
-    """What ``COCOEvaluator`` appends to its list, pickled into a temporary file.
+    """A temporary file that replaces the list of ``COCOEvaluator``'s predictions.
 
-    It can be iterated from the start, again and again. A pickle of it is one of a list.
+    It can be iterated repeatedly from the start. Its pickle is that of a list.
 
     Args:
-        folder: for the file, which has no name and is gone with this object; None is TMPDIR.
+        folder: folder of the file, which has no name and disappears with this object; None is
+            TMPDIR.
     """
 
     def __init__(self, folder: Optional[str]) -> None:
@@ -32,7 +33,7 @@ class SpilledPredictions:
         self._file = tempfile.TemporaryFile(prefix="d2_memfit_predictions_", dir=folder)  # noqa: SIM115
         self._ends = array("q", [0])
         self.image_ids: list[Any] = []
-        self.keys: set[str] = set()  # of predictions, and of the objects in their "instances"
+        self.keys: set[str] = set()  # keys of predictions and of the objects in their "instances"
 
     def append(self, prediction: dict[str, Any]) -> None:
         self.image_ids.append(prediction["image_id"])
@@ -65,9 +66,9 @@ class SpilledPredictions:
         return self._file.read(self._ends[index + 1] - self._ends[index])
 
     def gathered(self) -> "SpilledPredictions":
-        """Those of all ranks, in the order of the ranks, on the first. All ranks must call it.
+        """Collect the predictions of all ranks on rank 0, in rank order.
 
-        A few MB are on their way at a time.
+        All ranks must call it. A few MB are in transfer at a time.
         """
         if comm.get_world_size() == 1:
             return self
@@ -88,7 +89,7 @@ class SpilledPredictions:
             self._append_pickle(pickled)
 
     def _parts(self) -> Iterator[range]:
-        """Indices of some MB each."""
+        """Ranges of indices of some MB each."""
         begin = 0
         for end in range(1, len(self) + 1):
             if end == len(self) or self._ends[end] - self._ends[begin] >= _SENT_BYTES:
@@ -101,10 +102,10 @@ class SpilledPredictions:
 
 
 def save_as_list(predictions: SpilledPredictions, file: BinaryIO) -> None:
-    """Write what ``torch.save(list(predictions), file)`` writes, in PyTorch's older format, which
-    needs no more than one prediction in RAM. ``torch.load`` reads both.
+    """Write the same as ``torch.save(list(predictions), file)``, one prediction at a time.
 
-    Source: ``_legacy_save`` in torch/serialization.py.
+    It uses PyTorch's older format, which ``torch.load`` can read. Source: ``_legacy_save`` in
+    torch/serialization.py.
     """
     sizes = {"short": 2, "int": 4, "long": 4}
     system = {

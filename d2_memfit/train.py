@@ -59,7 +59,7 @@ class Trainer(MemfitTrainer):
 
     @classmethod
     def test_with_TTA(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]:
-        """Evaluate with test-time augmentation, which R-CNNs can do."""
+        """Evaluate with test-time augmentation, which R-CNNs support."""
         folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
         evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
         results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
@@ -88,11 +88,11 @@ def make_cfg(args: argparse.Namespace) -> CfgNode:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Find what cannot work before a process is started or OUTPUT_DIR is touched, and add to the
-    arguments what follows from others.
+    """Check all that can be checked before a process starts, and complete the arguments.
 
-    ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data, which stand before the
-    user's; ``args.notes`` says what follows from the data, ``args.checked`` what was found in it.
+    OUTPUT_DIR is not touched. ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data,
+    before the user's. ``args.notes`` gets lines about the settings from the data, and
+    ``args.checked`` the findings in it.
     """
     check_opts(args.opts)
     opts = [*opts_of_card(args.card, args.opts), *args.opts]
@@ -124,7 +124,7 @@ def _opts_of_fit(cfg: CfgNode, eval_only: bool) -> list[str]:
 def _check(args: argparse.Namespace) -> None:
     cfg = make_cfg(args)
     if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
-        use_expandable_segments()  # before anything asks the GPU
+        use_expandable_segments()  # before anything queries the GPU
     check_int("--num-gpus", args.num_gpus, at_least=0)
     check_positive_int("--num-machines", args.num_machines)
     if not 0 <= args.machine_rank < args.num_machines:
@@ -151,7 +151,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _fetch(weights: str) -> None:
-    """Download what the ranks will look for in the cache."""
+    """Download weights to the cache, where the ranks look for them."""
     if "://" not in weights:
         return
     try:
@@ -167,7 +167,7 @@ def _fetch(weights: str) -> None:
 
 
 def _check_output_dir(output_dir: str) -> None:
-    """It is not made yet: something else may still be wrong."""
+    """Check the folder without making it: other checks may still fail."""
     if os.path.exists(output_dir) and not os.path.isdir(output_dir):
         raise ConfigError(f"OUTPUT_DIR must be a folder, and {output_dir} is a file")
     there = Path(output_dir).absolute()
@@ -179,7 +179,7 @@ def _check_output_dir(output_dir: str) -> None:
 
 @exit_on_error
 def main(args: argparse.Namespace) -> None:
-    """What every rank does, with the arguments as :func:`prepare` leaves them."""
+    """Run one rank, with the arguments completed by :func:`prepare`."""
     cfg = make_cfg(args)
     default_setup(cfg, args)
     logger = setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
@@ -220,8 +220,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _fitted(cfg: CfgNode) -> CfgNode:
-    """The config with its plan. OUTPUT_DIR/config.yaml has it too, for evaluations later, but not
-    what was free here.
+    """The config with its plan.
+
+    OUTPUT_DIR/config.yaml has the plan too, for later evaluations, but not the measured budget.
     """
     planned = fit_config(cfg, Trainer)
     if planned is not cfg and comm.is_main_process():
@@ -231,6 +232,6 @@ def _fitted(cfg: CfgNode) -> CfgNode:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Check, then start the ranks, or join those that torchrun started."""
+    """Check the arguments, then start the ranks, or join those that torchrun started."""
     prepare(args)
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))

@@ -1,4 +1,4 @@
-"""PyTorch's compiler kept out of a process that compiles nothing: importing it takes a second."""
+"""Keeping PyTorch's compiler out of a process that compiles nothing: its import takes a second."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +17,11 @@ _NAME = "torch._dynamo"
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """While open, ``torch._dynamo`` is imported when it is used, not when it is named.
+    """While open, import ``torch._dynamo`` at its first use, not when it is named.
 
-    torchvision names it where it is imported, PyTorch's optimizers and checkpoints where they run.
-    They only ask whether something is being compiled. This is for processes that train nothing:
-    what PyTorch says meanwhile that it should not compile, it would compile later.
+    torchvision names it at import, and PyTorch's optimizers and checkpoints when they run. They
+    only ask whether something is being compiled. Use this only in processes that do not train:
+    PyTorch would later compile functions that it marks in the meantime as not to be compiled.
     """
     if _NAME in sys.modules:
         yield
@@ -42,14 +42,14 @@ def without_dynamo() -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    """A module that knows a few names, and becomes the real one where it is asked for others."""
+    """A module that knows a few names, and becomes the real one when others are requested."""
 
     def __init__(self, name: str, **known: Any) -> None:
         super().__init__(name)
         self.__dict__.update(known)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__path__" and self.__name__ == _NAME:  # asked by who imports a part of it
+        if name == "__path__" and self.__name__ == _NAME:  # requested by the import of a submodule
             return _folders()
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__} has no attribute {name}")
@@ -60,7 +60,7 @@ class _StandIn(ModuleType):
 
 
 class _Finder(MetaPathFinder):
-    """Imports the real package before a part of it is imported."""
+    """Imports the real package before one of its submodules."""
 
     def find_spec(
         self, name: str, path: Optional[Sequence[str]], target: Any = None
@@ -74,7 +74,7 @@ class _Finder(MetaPathFinder):
 
 
 class _AsItIs(Loader):
-    """Loads a module that is there already."""
+    """Loads a module that exists already."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__

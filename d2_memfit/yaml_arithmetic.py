@@ -4,8 +4,9 @@ Some of Detectron2's own configs (all of RetinaNet's) have values such as
 
     SIZES: !!python/object/apply:eval ["[[x, x * 2**(1.0/3)] for x in [32, 64]]"]
 
-for which Detectron2 loads them with ``yaml.unsafe_load``, which runs any Python in the file. Here
-such a value may have numbers, arithmetic, lists, comprehensions, and calls of a few functions.
+Detectron2 therefore loads them with ``yaml.unsafe_load``, which runs any Python in the file. Here
+such a value may only contain numbers, arithmetic, lists, comprehensions, and calls of a few
+functions.
 """
 
 import ast

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Measure what d2_memfit costs and what it computes; each benchmark says how.
+"""Measure the costs and the results of d2_memfit.
 
 tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
 tools/benchmark.py crowded          memory over iterations, with crowded images under a limit
 tools/benchmark.py cuts             windows cut by predicted bytes, against a number of images
-tools/benchmark.py dry_runs         how long dry runs take, and how much RAM
-tools/benchmark.py estimates        estimates against the same jobs really run on the CPU
-tools/benchmark.py gradients        how far accumulated gradients are from the full batch's
+tools/benchmark.py dry_runs         time and RAM of dry runs
+tools/benchmark.py estimates        estimates against the same jobs run on the CPU
+tools/benchmark.py gradients        distance of accumulated gradients from the full batch's
 tools/benchmark.py peers            against Accelerate, Lightning, mmengine and Composer
-tools/benchmark.py plans            plans against all that could be done, and what they cost
-tools/benchmark.py queries          chunks of objects, and masks one at a time, in DETR-likes
-tools/benchmark.py recovery         what recovery from out-of-memory errors costs
+tools/benchmark.py plans            plans against all subsets of techniques, and their cost
+tools/benchmark.py queries          chunks of objects, and masks one at a time, in DETR-like models
+tools/benchmark.py recovery         cost of recovery from out-of-memory errors
 tools/benchmark.py selective        blocks chosen one by one against checkpoints of all blocks
-tools/benchmark.py techniques       what each technique saves and costs
+tools/benchmark.py techniques       savings and costs of each technique
 tools/benchmark.py zoo              estimates against the memory that Detectron2's zoo publishes
 """
 

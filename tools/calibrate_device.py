@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measure this machine's GPU, for estimates of its own: about a minute, nothing else running on it.
+"""Measure this machine's GPU for estimates: about a minute, with nothing else running on it.
 
     tools/calibrate_device.py my_gpu.yaml
     d2-memfit plan --config-file FILE --card 6GB --device my_gpu.yaml
 
-Without a GPU it measures how fast the CPU is.
+Without a GPU it measures the CPU's speed.
 """
 
 from d2_memfit.quiet import ignore_warnings_of_libraries

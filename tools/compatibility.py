@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Try d2_memfit in public projects, and write docs/COMPATIBILITY.md.
+"""Run d2_memfit in public projects, and write docs/COMPATIBILITY.md.
 
 tools/compatibility.py --projects FOLDER [--only NAME ...] [--output docs/COMPATIBILITY.md]
 
-FOLDER has the projects' trees by the names of their repositories. Name several folders if that is
-easier, such as Detectron2's own projects/. Nothing is fetched, and no tree is changed. Each project
-runs in a process of its own, with limits of time and memory. Projects that need a Detectron2 newer
-than v0.6 run with --python-main. With --results, a later call runs --only what it names, and keeps
-the other rows.
+FOLDER has the projects' trees, named like their repositories. You can name several folders, such as
+Detectron2's own projects/. Nothing is fetched, and no tree is changed. Each project runs in its own
+process, with limits of time and memory. Projects that need a Detectron2 newer than v0.6 run with
+--python-main. With --results, a later call runs only the projects of --only, and keeps the other
+rows.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def run(name: str, folder: Path, checks: list[str], python: str, args: argparse.Namespace) -> Any:
-    """Yield (check, cell). A process that ends early is followed by one for the rest."""
+    """Yield (check, cell). If a process ends early, another one runs the remaining checks."""
     from compatibility_checks.child import PREFIX
 
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -102,7 +102,7 @@ def run(name: str, folder: Path, checks: list[str], python: str, args: argparse.
 
 
 def commit_of(tree: Path) -> str:
-    """Of a clone, or in a file TREE.commit beside a tree that is none."""
+    """Commit of a clone, or the content of a file TREE.commit next to another tree."""
     file = tree.with_name(f"{tree.name}.commit")
     if file.is_file():
         return file.read_text().strip()

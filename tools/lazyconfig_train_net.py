@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train or evaluate by a LazyConfig: Detectron2's tools/lazyconfig_train_net.py, with accumulation.
+"""Train or evaluate a LazyConfig, like Detectron2's own tool, with accumulation.
 
     tools/lazyconfig_train_net.py --config-file FILE.py [--num-gpus N] [--resume] [path.key=value]
 
@@ -115,7 +115,7 @@ def load_config(args: argparse.Namespace) -> DictConfig:
 
 @exit_on_error
 def main(args: argparse.Namespace) -> None:
-    """What every rank does."""
+    """Run one rank."""
     cfg = load_config(args)
     default_setup(cfg, args)
     logger = setup_logger(cfg.train.output_dir, distributed_rank=comm.get_rank(), name="d2_memfit")
@@ -139,11 +139,11 @@ def run() -> None:
     cfg = load_config(args)
     keys = cfg_of_lazy(cfg)
     if keys.MEMFIT.BUDGET_GB is not None or keys.MEMFIT.PRESET:
-        use_expandable_segments()  # before anything asks the GPU
+        use_expandable_segments()  # before anything queries the GPU
     check_config(keys, world_size(args.num_gpus, args.num_machines))
     Precision.from_cfg(keys)
     RecoveryOptions.from_cfg(keys)
-    # What is wrong is found before a process is started or anything is written.
+    # Errors are found before a process starts or anything is written.
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.train.output_dir)
     checkpointer.check(cfg.train.init_checkpoint, resume=args.resume and not args.eval_only)
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))

@@ -99,11 +99,11 @@ _PURPOSES = {
 class Key(NamedTuple):
     name: str
     comment: str
-    technique: str  # that has it, with its tier; "" is none
+    technique: str  # the key's technique, with its tier; "" for none
 
 
 def documented_keys() -> Iterator[Key]:
-    """All keys of d2_memfit that have a comment, in the order in which they are written."""
+    """All keys of d2_memfit that have a comment, in source order."""
     for comment, name in _COMMENTED_KEY.findall(inspect.getsource(config_keys)):
         yield Key(name, _one_line(comment), "")
     for technique_name, technique in sorted(TECHNIQUES, key=lambda item: item[1].__module__):
@@ -112,12 +112,12 @@ def documented_keys() -> Iterator[Key]:
 
 
 def lazy_name(key: str) -> str:
-    """What a key is called in a LazyConfig; "" if it cannot be used there."""
+    """Name of a key in a LazyConfig; "" if it cannot be used there."""
     return "" if key == "MEMFIT.HOST.BUDGET_GB" else next(iter(overrides_of({key: None})))
 
 
 def kind(key: str, default: object) -> str:
-    """What values a key takes. That of a key that is None is found by trying a broken number."""
+    """Type of a key's values. If the default is None, it is found by trying a broken number."""
     if default is not None:
         return {"str": "text"}.get(type(default).__name__, type(default).__name__)
     try:
@@ -144,7 +144,7 @@ def _section(node: str, keys: list[Key]) -> str:
     lines.append("| --- | --- | --- | --- | --- |")
     for key in keys:
         default = _value(cfg, key.name)
-        comment = re.sub(r"([|*<])", r"\\\1", key.comment)  # which mean something in Markdown
+        comment = re.sub(r"([|*<])", r"\\\1", key.comment)  # these have a meaning in Markdown
         of = f" [{key.technique}](TECHNIQUES.md)" if key.technique else ""
         lazy = f"`{lazy_name(key.name)}`" if lazy_name(key.name) else ""
         cells = f"`{key.name}`", kind(key.name, default), f"`{default!r}`", comment + of, lazy

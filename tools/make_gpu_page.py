@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/GPU.md and the plots beside docs/gpu/*.json, which `d2-memfit measure-gpu` makes."""
+"""Write docs/GPU.md and plots from docs/gpu/*.json, which `d2-memfit measure-gpu` makes."""
 
 import json
 from pathlib import Path
@@ -51,10 +51,10 @@ NOTHING = "No card measured yet."
 
 
 def measured(folder: Path) -> dict[str, dict[str, Any]]:
-    """What is in a folder, by the name of the file without its ending.
+    """Results in a folder, by file name without suffix.
 
     Raises:
-        ConfigError: a file is of a rehearsal.
+        ConfigError: a file comes from a rehearsal.
     """
     results = {}
     for path in sorted(folder.glob("*.json")):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Write docs/KNOBS.md and docs/knobs.png: what each knob does to the memory of Mask R-CNN R50-FPN.
+"""Write docs/KNOBS.md and docs/knobs.png: the effect of each knob on Mask R-CNN R50-FPN.
 
-Each row is an estimate for one GPU with 2 images at a time, in which one thing is not as in the
-recipe. About a minute on two cores.
+Each row is an estimate for one GPU with 2 images at a time, in which one setting differs from the
+recipe. It takes about a minute on two cores.
 """
 
 from dataclasses import replace
@@ -83,7 +83,7 @@ KNOBS = {
     ],
 }
 WORKERS = (0, 2, 4, 8)
-LESS, MORE = "#0072B2", "#E69F00"  # Okabe and Ito: told apart by colour-blind people
+LESS, MORE = "#0072B2", "#E69F00"  # Okabe and Ito: colour-blind people can tell them apart
 
 TEXT = """# Which knob costs what
 

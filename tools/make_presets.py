@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
 TIERS = {"": ["exact"], "_amp": ["exact", "precision"]}  # by the ending of a preset's name
 
-# By the size of the backbone: below it does not fit or is all that fits, above a larger one does.
+# By the size of the backbone: on smaller cards it does not fit or nothing larger does; on larger
+# cards a larger one fits.
 CARDS = {
     "mobilenet": ("4GB",),
     "shufflenet": ("4GB",),

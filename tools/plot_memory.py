@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draw the memory of a run, from what it has written into its OUTPUT_DIR.
+"""Draw the memory of a run from the files in its OUTPUT_DIR.
 
     tools/plot_memory.py OUTPUT_DIR [--to FOLDER]
 
 Writes memory.png and memory.html. Train with MEMFIT.MONITOR.PERIOD 20 for the lines, and with
-MEMFIT.MONITOR.SNAPSHOT_ITER 100 for who has the memory at the peak.
+MEMFIT.MONITOR.SNAPSHOT_ITER 100 for the owners of the memory at the peak.
 """
 
 import argparse

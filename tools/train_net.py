@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The command ``d2-memfit train`` from a checkout, and the trainer that it trains with.
+"""The command ``d2-memfit train`` from a checkout, with its trainer.
 
 tools/train_net.py --config-file FILE [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
 torchrun --nproc-per-node N tools/train_net.py --config-file FILE

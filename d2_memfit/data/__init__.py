@@ -1,4 +1,4 @@
-"""A user's own dataset: registered by its files, checked, and what a config has to say of it."""
+"""Users' own datasets: registration by files, checks, and the settings that follow from them."""
 
 from .annotations import AnnotationFacts, look_at_annotations
 from .coco_file import CocoFile, check_coco_file

@@ -1,4 +1,4 @@
-"""What is odd in the annotations of dataset dicts, counted in one pass."""
+"""Faults in the annotations of dataset dicts, counted in one pass."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,15 +11,15 @@ from detectron2.structures import BoxMode
 
 __all__ = ["FAR", "AnnotationFacts", "Case", "fault_of_segmentation", "look_at_annotations"]
 
-# Pixels from which on the corner of a polygon cannot be meant. Drawing a polygon takes memory for
-# each pixel on its border (rleFrPoly of pycocotools): 1e9 is tens of GB, a NaN all RAM.
+# Pixels from which a polygon's corner must be an error. Drawing a polygon takes memory for each
+# pixel on its border (rleFrPoly of pycocotools): 1e9 takes tens of GB, a NaN all RAM.
 FAR = 1_000_000
 _CORNERS = (BoxMode.XYXY_ABS, BoxMode.XYXY_REL)
 
 
 @dataclass
 class Case:
-    """Objects with the same fault: how many, and where the first is."""
+    """Objects with the same fault: their number, and the place of the first."""
 
     number: int = 0
     first: str = ""
@@ -30,13 +30,13 @@ class Case:
 
 @dataclass
 class AnnotationFacts:
-    """Objects are annotations other than those of crowds.
+    """Facts about annotations. Objects are annotations that are not crowds.
 
     Attributes:
-        num_images, num_objects: in all dicts.
-        most_objects: in one image.
-        cases: by fault, such as "negative_box"; those that do not occur are not there.
-        classes: by ``category_id``, written as in Python.
+        num_images, num_objects: totals over all dicts.
+        most_objects: the most objects in one image.
+        cases: cases by fault, such as "negative_box", without faults that do not occur.
+        classes: cases by ``category_id``, written as in Python.
     """
 
     num_images: int = 0
@@ -50,7 +50,7 @@ class AnnotationFacts:
 
 
 def look_at_annotations(dicts: Iterable[Mapping[str, Any]]) -> AnnotationFacts:
-    """One pass over Detectron2's dataset dicts: about 3 s of CPU for COCO's 860,000 annotations."""
+    """Check Detectron2's dataset dicts: about 3 s of CPU for COCO's 860,000 annotations."""
     facts = AnnotationFacts()
     for image in dicts:
         facts.num_images += 1
@@ -76,7 +76,7 @@ def _count(
 ) -> None:
     case = cases.get(key)
     if case is None:
-        # Detectron2's dicts have no ids of annotations, unless a project wants them.
+        # Detectron2's dicts have no annotation ids, unless a project adds them.
         name = f"id {annotation['id']}" if "id" in annotation else f"object {number}"
         where = f"{name} of {image.get('file_name', image.get('image_id'))}"
         case = cases[key] = Case(0, f"{where}, bbox {annotation.get('bbox')}")
@@ -113,12 +113,13 @@ def _fault_of_box(box: Any, mode: Any) -> str:
 
 
 def fault_of_segmentation(segmentation: Any, height: Any = None, width: Any = None) -> str:
-    """What is wrong with a mask as a COCO file or a dataset dict has it.
+    """The fault of a mask in a COCO file or a dataset dict.
 
     Returns:
-        str: "" for nothing; "no_mask" for none, or polygons of fewer than three corners alone;
-        "bad_polygon" for a NaN or a corner out of reach; "bad_rle" for a run-length code that is
-        none, and "rle_size" for one that is not of the image's size.
+        str: "" without a fault. "no_mask" is no mask, or only polygons of fewer than three corners.
+        "odd_polygon" is an odd number of coordinates. "bad_polygon" is a NaN or a corner out of
+        reach. "bad_rle" is an invalid run-length code, and "rle_size" one of another size than the
+        image.
     """
     if isinstance(segmentation, np.ndarray):
         return ""  # a bit mask
@@ -133,12 +134,12 @@ def fault_of_segmentation(segmentation: Any, height: Any = None, width: Any = No
         return "bad_polygon"
     try:
         return _fault_of_polygons(segmentation)
-    except TypeError:  # no lists of numbers
+    except TypeError:  # not lists of numbers
         return "bad_polygon"
 
 
 def _fault_of_polygons(polygons: Sequence[Any]) -> str:
-    """Detectron2 leaves those of less than three corners out."""
+    """The fault of polygons; Detectron2 drops those of fewer than three corners."""
     fault = "no_mask"
     for polygon in polygons:
         if len(polygon) < 6:
@@ -156,7 +157,7 @@ def _is_size(size: Any) -> bool:
 
 def _are_counts(code: dict[str, Any]) -> bool:
     counts = code.get("counts")
-    if isinstance(counts, list):  # of pixels, not compressed
+    if isinstance(counts, list):  # numbers of pixels, not compressed
         are_numbers = all(isinstance(n, int) and n >= 0 for n in counts)
         return are_numbers and sum(counts) == math.prod(code["size"])
     return isinstance(counts, (str, bytes)) and len(counts) > 0
@@ -165,6 +166,6 @@ def _are_counts(code: dict[str, Any]) -> bool:
 def _is_out_of_reach(polygon: Any) -> bool:
     if isinstance(polygon, np.ndarray):
         return not bool(np.all(np.abs(polygon) < FAR))
-    if math.hypot(*polygon) < FAR:  # the fastest look at all corners, and False for NaN
+    if math.hypot(*polygon) < FAR:  # the fastest check of all corners; False for NaN
         return False
     return not (math.isfinite(sum(polygon)) and max(map(abs, polygon)) < FAR)

@@ -1,4 +1,4 @@
-"""What is in a COCO file, and whether Detectron2 can work with it."""
+"""The content of a COCO file, and checks that Detectron2 can work with it."""
 
 import gc
 import json
@@ -20,35 +20,35 @@ from .images import check_images
 
 __all__ = ["CocoFile", "check_coco_file", "keypoint_names", "read_json"]
 
-# What Detectron2 takes from each entry of these lists of a COCO file.
+# The fields that Detectron2 reads in each entry of these lists of a COCO file.
 _FIELDS = {
     "images": {"id", "file_name", "height", "width"},
     "annotations": {"id", "image_id", "category_id", "bbox"},
     "categories": {"id", "name"},
 }
 _BAD_MASKS = ("bad_polygon", "bad_rle", "rle_size", "odd_polygon")
-_LARGE_BYTES = 50 * 2**20  # from here on, reading takes long enough to say so
+_LARGE_BYTES = 50 * 2**20  # from here on, reading is slow enough for a message
 
 
 @dataclass(frozen=True)
 class CocoFile:
-    """A COCO file that was checked. Objects are annotations other than those of crowds.
+    """A checked COCO file. Objects are annotations that are not crowds.
 
     Attributes:
-        name, json_file: of the dataset, as for ``register_coco``.
+        name, json_file: name and file of the dataset, as for ``register_coco``.
         classes: names of the categories, in the order of Detectron2's class numbers.
-        num_images: all of them.
-        num_images_with_objects: those that are trained on, if FILTER_EMPTY_ANNOTATIONS.
-        num_objects: in all images.
+        num_images: number of images.
+        num_images_with_objects: number of training images, if FILTER_EMPTY_ANNOTATIONS.
+        num_objects: number of objects in all images.
         without_size: ids of objects whose box has no width or no height.
         without_area: ids of annotations that pycocotools cannot evaluate.
         without_mask: ids of objects without a segmentation.
-        bad_masks: ids of objects, crowds too, whose masks cannot be drawn, or not without taking
-            all RAM.
-        has_masks: whether Detectron2 takes one at least.
+        bad_masks: ids of objects, including crowds, whose masks cannot be drawn, or would take all
+            RAM.
+        has_masks: whether Detectron2 uses at least one mask.
         with_rle: ids of objects whose segmentation is a run-length code.
         without_keypoints: ids of objects without keypoints.
-        keypoint_names: of all categories that have keypoints.
+        keypoint_names: keypoint names of all categories with keypoints.
     """
 
     name: str
@@ -68,7 +68,7 @@ class CocoFile:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "CocoFile":
-        """What ``dataclasses.asdict`` made of one."""
+        """Rebuild an object from the result of ``dataclasses.asdict``."""
         names = {key: tuple(found[key]) for key in ("classes", "keypoint_names")}
         return cls(**{**found, **names})
 
@@ -80,17 +80,17 @@ def check_coco_file(
     for_training: bool,
     progress: Callable[[str], None] = lambda line: None,
 ) -> CocoFile:
-    """Read a COCO file, and check what Detectron2 relies on.
+    """Read a COCO file, and check the properties that Detectron2 relies on.
 
     Args:
-        name, json_file, image_dir: as for :func:`register_coco`; without the folder, nothing is
-            said of images.
-        for_training: there must be objects to learn from. Without, annotations may be missing, as
-            in COCO's test sets.
-        progress: called with a line at the begin and the end of a file that takes long.
+        name, json_file, image_dir: as for :func:`register_coco`; without the folder, images are not
+            checked.
+        for_training: whether there must be objects to learn from. If not, annotations may be
+            missing, as in COCO's test sets.
+        progress: called with a line at the start and the end of a large file.
 
     Raises:
-        DataError: the file is missing, is no such file, or has nothing in it; or its images are
+        DataError: the file is missing, is not a COCO file, or is empty; or its images are
             elsewhere.
     """
     with _without_garbage_collection():
@@ -150,7 +150,7 @@ def _check(
 
 
 def read_json(name: str, json_file: str) -> dict[str, Any]:
-    """The content of a dataset's file.
+    """Read the content of a dataset's file.
 
     Raises:
         DataError: it cannot be read, or is not a mapping.
@@ -160,7 +160,7 @@ def read_json(name: str, json_file: str) -> dict[str, Any]:
             coco = json.load(f)
     except OSError as e:
         raise DataError(f"dataset {name}: cannot open {json_file} ({e.strerror})") from e
-    except (ValueError, RecursionError) as e:  # what is nested too deeply
+    except (ValueError, RecursionError) as e:  # RecursionError: nested too deeply
         raise DataError(f"dataset {name}: {json_file} is not valid JSON ({e})") from e
     if not isinstance(coco, dict):
         raise DataError(f"dataset {name}: {json_file} is not COCO's format, it has no 'images'")
@@ -168,10 +168,10 @@ def read_json(name: str, json_file: str) -> dict[str, Any]:
 
 
 def keypoint_names(coco: dict[str, Any]) -> list[str]:
-    """Those that the categories have, or numbers where the categories do not name them.
+    """Keypoint names of the categories; numbers if the categories name none.
 
     Raises:
-        DataError: categories have different ones.
+        DataError: categories have different keypoints.
     """
     lists = [c["keypoints"] for c in coco["categories"] if c.get("keypoints")]
     if any(names != lists[0] for names in lists):
@@ -189,8 +189,10 @@ def keypoint_names(coco: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Python would look through all objects again and again while they become more, which takes
-    twice as long as the rest for a file of COCO's size.
+    """While open, disable Python's garbage collection.
+
+    It would scan all objects again and again while they are created. For a file of COCO's size,
+    this takes twice as long as the rest.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -239,7 +241,7 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
 
 
 def _are_boxes(boxes: list[Any]) -> bool:
-    """Whether each is a list of four finite numbers."""
+    """Whether each box is a list of four finite numbers."""
     return (
         set(map(type, boxes)) <= {list}
         and set(map(len, boxes)) <= {4}
@@ -253,7 +255,7 @@ def _is_length(*numbers: Any) -> bool:
 
 
 def _is_mask(segmentation: Any) -> bool:
-    """As Detectron2 sees it: it leaves polygons of less than three corners out."""
+    """Whether Detectron2 uses a mask; it drops polygons of fewer than three corners."""
     if isinstance(segmentation, dict):
         return True
     polygons = segmentation if isinstance(segmentation, list) else []

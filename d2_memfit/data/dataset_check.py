@@ -1,4 +1,4 @@
-"""Dataset dicts that would be trained on wrongly without a word."""
+"""Checks of dataset dicts for faults that training would not report."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,12 @@ from .images import look_at_images
 
 __all__ = ["DatasetFacts", "check_polygons", "look_at_dataset", "warnings_about_data"]
 
-_MANY = 100_000  # annotations from which on it takes long enough to say so
+_MANY = 100_000  # annotations from which the check is slow enough for a message
 
 
 @dataclass
 class DatasetFacts:
-    """What is in a dataset; nothing in it depends on a config."""
+    """Facts about a dataset, independent of any config."""
 
     annotations: AnnotationFacts
     images: dict[str, Case]
@@ -42,11 +42,11 @@ def _cases(found: Mapping[str, Any]) -> dict[str, Case]:
 def look_at_dataset(
     dicts: Sequence[Mapping[str, Any]], progress: Callable[[str], None]
 ) -> DatasetFacts:
-    """One pass over the dicts, and a look into as many images as 3 s allow.
+    """Check all dicts in one pass, and as many images as 3 s allow.
 
     Args:
-        dicts: Detectron2's, as its loader is given them.
-        progress: called with a line at the begin and the end of what takes long.
+        dicts: dataset dicts as given to Detectron2's loader.
+        progress: called with a line at the start and the end of a slow check.
     """
     start = time.perf_counter()
     number = sum(len(d.get("annotations", ())) for d in dicts)
@@ -57,7 +57,7 @@ def look_at_dataset(
     files = [d["file_name"] for d in named]
     images = look_at_images(files, [(d.get("width"), d.get("height")) for d in named])
     if images.get("missing", Case()).number == len(files):
-        images = {"opened": Case()}  # names of something else than files: the mapper knows of what
+        images = {"opened": Case()}  # names that are not files; only the mapper knows them
     if number >= _MANY:
         progress(
             f"Checked {number:,} annotations, and {images['opened'].number:,} of {len(files):,} "
@@ -80,11 +80,11 @@ def check_polygons(cfg: CfgNode, facts: AnnotationFacts) -> None:
 def warnings_about_data(
     cfg: Optional[CfgNode], facts: DatasetFacts, class_names: Optional[Sequence[str]]
 ) -> list[str]:
-    """What is trained wrongly without a word, or ends training later, with counts.
+    """Warnings, with counts, about data that trains wrongly or ends training later.
 
     Args:
-        cfg: what the model learns; None is not known.
-        class_names: of the dataset, where they are known.
+        cfg: tells what the model learns; None if unknown.
+        class_names: class names of the dataset, if known.
     """
     found = facts.annotations
     warnings = _warnings_about_boxes(found)

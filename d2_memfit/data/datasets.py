@@ -1,4 +1,4 @@
-"""Datasets by their COCO files."""
+"""Datasets registered by their COCO files."""
 
 import argparse
 from functools import partial
@@ -17,7 +17,7 @@ __all__ = ["add_coco_option", "check_datasets", "register_coco"]
 
 
 def add_coco_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--coco NAME JSON IMAGE_DIR``, whose values are for :func:`register_coco`."""
+    """Add ``--coco NAME JSON IMAGE_DIR``, whose values :func:`register_coco` takes."""
     parser.add_argument(
         "--coco",
         nargs=3,
@@ -30,7 +30,7 @@ def add_coco_option(parser: argparse.ArgumentParser) -> None:
 
 
 def register_coco(name: str, json_file: str, image_dir: str) -> None:
-    """Register a dataset in COCO's instance format under a name of the user's choice.
+    """Register a dataset in COCO's instance format under a name that the user chooses.
 
     Raises:
         ConfigError: the name belongs to another dataset.
@@ -45,7 +45,7 @@ def register_coco(name: str, json_file: str, image_dir: str) -> None:
 
 
 def _load(name: str, json_file: str, image_dir: str) -> list[dict[str, Any]]:
-    """Dataset dicts, and the names of keypoints, which Detectron2 needs to flip images."""
+    """Load dataset dicts, and the keypoint names that Detectron2 needs to flip images."""
     dicts = load_coco_json(json_file, image_dir, name)
     if any("keypoints" in a for d in dicts for a in d["annotations"]):
         names = keypoint_names(read_json(name, json_file))
@@ -60,7 +60,7 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
     """Check that the config's datasets are registered and their annotation files exist.
 
     Raises:
-        ConfigError: a name is not registered, or there is none to train on.
+        ConfigError: a name is not registered, or there is no training dataset.
         DataError: an annotation file does not exist.
     """
     if not eval_only and not cfg.DATASETS.TRAIN:

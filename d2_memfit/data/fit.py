@@ -1,4 +1,4 @@
-"""What a config has to say of a user's dataset, and what contradicts it."""
+"""Settings that a config needs for a user's dataset, and values that contradict it."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
@@ -12,9 +12,9 @@ from .schedule import RULE, SCHEDULE_KEYS, fine_tuning_schedule, periods
 
 __all__ = ["Setting", "check_classes", "classes_of_model", "fit_to_data", "goes_with_data"]
 
-# They learn from labels of every pixel, which a COCO file does not have.
+# These models learn from labels of every pixel, which a COCO file does not have.
 _LEARN_FROM_PIXELS = ("PanopticFPN", "SemanticSegmentor", "PanopticDeepLab")
-# The key that has the number of classes, by Detectron2's meta architectures; "" where none has.
+# The key with the number of classes, by Detectron2's meta architectures; "" if there is none.
 _CLASS_KEYS = {
     "GeneralizedRCNN": "MODEL.ROI_HEADS.NUM_CLASSES",
     "PanopticFPN": "MODEL.ROI_HEADS.NUM_CLASSES",
@@ -23,13 +23,13 @@ _CLASS_KEYS = {
     "SemanticSegmentor": "",
     "PanopticDeepLab": "",
 }
-_COCO_KEYPOINTS = 17  # for which pycocotools knows the sigmas
+_COCO_KEYPOINTS = 17  # pycocotools knows their sigmas
 # A schedule that is longer than the rule's by more than this gets a word.
 _MUCH_LONGER = 3
 
 
 def goes_with_data(key: str) -> bool:
-    """Whether a config key says what the data are, or how long they are trained on."""
+    """Whether a config key describes the data, or the length of the training on them."""
     return (
         key.startswith("DATASETS.")
         or key.endswith((".NUM_CLASSES", ".NUM_KEYPOINTS", "_OKS_SIGMAS"))
@@ -38,7 +38,7 @@ def goes_with_data(key: str) -> bool:
 
 
 class Setting(NamedTuple):
-    """A config key that follows from the data, or a note about one, if ``key`` is empty."""
+    """A config key that follows from the data; a note about one if ``key`` is empty."""
 
     key: str
     value: Any
@@ -54,17 +54,17 @@ def fit_to_data(
     test: Sequence[CocoFile],
     given: Collection[str],
 ) -> list[Setting]:
-    """What follows from the data for keys that the user has not given.
+    """Settings that follow from the data, for keys that the user has not given.
 
     Args:
         cfg: as loaded.
-        train, test: the files of its datasets, as far as they are known. Without ``train``, only
-            evaluation is checked.
-        given: keys whose values are the user's, such as those of the command line.
+        train, test: the files of its datasets, as far as known. Without ``train``, only evaluation
+            is checked.
+        given: keys set by the user, such as on the command line.
 
     Raises:
-        ConfigError: a value that was given does not fit the data.
-        DataError: the datasets do not fit each other, or lack what the model learns from.
+        ConfigError: a given value does not fit the data.
+        DataError: the datasets do not fit each other, or lack labels that the model needs.
     """
     files = [*train, *test]
     if not files:
@@ -117,14 +117,14 @@ def _classes(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator[S
 
 
 def classes_of_model(cfg: CfgNode) -> Optional[tuple[str, int]]:
-    """The key that has the model's number of classes, and that, where it is known."""
+    """The key with the model's number of classes, and its value; None if unknown."""
     key = _CLASS_KEYS.get(cfg.MODEL.META_ARCHITECTURE)
     keys = [key] if key is not None else _class_keys(cfg)
     return (keys[0], _value(cfg, keys[0])) if keys and keys[0] else None
 
 
 def check_classes(cfg: CfgNode, file: CocoFile) -> None:
-    """Raise :class:`ConfigError` unless a trained model finds what the data are labelled with."""
+    """Raise :class:`ConfigError` unless a trained model predicts the classes of the data."""
     key = _CLASS_KEYS.get(cfg.MODEL.META_ARCHITECTURE)
     if key == "":
         raise ConfigError(f"a {cfg.MODEL.META_ARCHITECTURE} finds no objects of classes")
@@ -133,7 +133,7 @@ def check_classes(cfg: CfgNode, file: CocoFile) -> None:
 
 
 def _class_keys(cfg: CfgNode) -> list[str]:
-    """Keys of this meaning that a project has added."""
+    """Keys with a number of classes that a project has added."""
     known = get_detectron2_cfg().MODEL
     return [
         f"MODEL.{name}.NUM_CLASSES"
@@ -143,7 +143,7 @@ def _class_keys(cfg: CfgNode) -> list[str]:
 
 
 def _check_boxes(file: CocoFile) -> None:
-    """A few without a size are in COCO, too. The trainer warns of these."""
+    """Raise if no box has a size. A few are in COCO, too; the trainer warns of these."""
     if file.without_size and len(file.without_size) == file.num_objects:
         raise DataError(
             f"{file.name}: no box of {file.json_file} has a size; a bbox is [x, y, width, height]"
@@ -151,7 +151,7 @@ def _check_boxes(file: CocoFile) -> None:
 
 
 def _check_ground_truth(cfg: CfgNode, file: CocoFile) -> None:
-    """What pycocotools needs to evaluate, after hours of training."""
+    """Check what pycocotools needs to evaluate, before hours of training."""
     if file.without_area:
         raise DataError(
             f"{file.name} cannot be evaluated: {len(file.without_area)} annotations in "

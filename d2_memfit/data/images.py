@@ -1,4 +1,4 @@
-"""Whether the images of a dataset are there, can be read, and are what its dicts say."""
+"""Checks that a dataset's images exist, can be read, and match their dicts."""
 
 import os
 import time
@@ -13,27 +13,27 @@ from .annotations import Case
 
 __all__ = ["check_images", "look_at_images"]
 
-# Wall-clock seconds to open files, evenly over the dataset: some 10,000 on a local disk. The order
-# is the same each time.
+# Wall-clock seconds to open files, spread evenly over the dataset: some 10,000 on a local disk. The
+# order is always the same.
 _MOST_S = 3.0
 _STRIDE = 7919  # a prime: images that were written together are often alike
 _ORIENTATION = 0x0112  # the tag of EXIF
 _LIES_ON_ITS_SIDE = (5, 6, 7, 8)
 _DEEP = ("I", "F")  # PIL's modes of more than 8 bits; "I;16" is one of several
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
-_TAIL = 1024  # bytes at the end of a file, in which its format's end is
+_TAIL = 1024  # bytes at the end of a file that contain its end marker
 
 
 def check_images(name: str, images: Sequence[dict[str, Any]], folder: str) -> None:
-    """Look for all images of a COCO file, and into as many as there is time for.
+    """Check that all images of a COCO file exist, and open as many as time allows.
 
     Args:
-        name: of the dataset.
-        images: the list of a COCO file.
-        folder: that their names are relative to.
+        name: name of the dataset.
+        images: the list in a COCO file.
+        folder: folder of the image files.
 
     Raises:
-        DataError: one does not exist, cannot be read, or has another size than its entry.
+        DataError: an image does not exist, cannot be read, or has another size than its entry.
     """
     files = [os.path.join(folder, str(image["file_name"])) for image in images]
     sizes = [(image["width"], image["height"]) for image in images]
@@ -58,18 +58,18 @@ def check_images(name: str, images: Sequence[dict[str, Any]], folder: str) -> No
 def look_at_images(
     files: Sequence[str], sizes: Sequence[tuple[Optional[int], Optional[int]]]
 ) -> dict[str, Case]:
-    """What is odd about image files.
+    """Find faults of image files.
 
     Args:
-        files: their paths. Those of ``scheme://`` are not opened.
-        sizes: width and height in pixels as the dataset has them, after EXIF; None is not known.
+        files: paths; those of the form ``scheme://`` are not opened.
+        sizes: width and height, in pixels, in the dataset, after EXIF; None if unknown.
 
     Returns:
-        dict: "missing", "unreadable", "deep" (more than 8 bits in a channel), "size" (another one),
-        "turned" (by EXIF, so that the size does not show it), and "opened", how many were.
+        dict: cases of "missing", "unreadable", "deep" (more than 8 bits per channel), "size" (a
+        wrong one) and "turned" (by EXIF, invisible in the size). "opened" counts the opened images.
     """
     cases: dict[str, Case] = {"opened": Case()}
-    if any("://" in file for file in files[:1]):  # each look takes its time
+    if any("://" in file for file in files[:1]):  # each check is slow
         if not PathManager.isfile(files[0]):
             _count(cases, "missing", files[0])
         return cases
@@ -80,7 +80,7 @@ def look_at_images(
         if not exists:
             _count(cases, "missing", file)
     end = time.monotonic() + _MOST_S
-    step = _STRIDE if len(files) % _STRIDE else 1  # which reaches all of them
+    step = _STRIDE if len(files) % _STRIDE else 1  # reaches all of them
     for i in range(len(files)):
         if time.monotonic() > end:
             break
@@ -103,7 +103,7 @@ def _look_into(
             size, mode = image.size, image.mode
             if _may_be_truncated(file, image.format):
                 image.load()
-            # For a PNG, PIL would decode the image to look for what is hardly ever there.
+            # For a PNG, PIL would decode the image to look for EXIF, which is rare there.
             asks = image.format != "PNG" or "exif" in image.info
             orientation = image.getexif().get(_ORIENTATION, 1) if asks else 1
     except Exception as e:  # PIL raises SyntaxError and others, besides OSError
@@ -120,7 +120,7 @@ def _look_into(
 
 
 def _may_be_truncated(file: str, image_format: Optional[str]) -> bool:
-    """Whether the end of its format is missing. Some files have other data after it."""
+    """Whether a file's end marker is missing. Some files have other data after it."""
     end = _ENDS.get(image_format or "")
     if end is None:
         return False

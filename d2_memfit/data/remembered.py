@@ -1,4 +1,4 @@
-"""What was found in a dataset's files, kept until they change."""
+"""Findings in a dataset's files, kept until the files change."""
 
 import json
 import os
@@ -9,14 +9,13 @@ from detectron2.utils.file_io import PathManager
 
 __all__ = ["Remembered", "stamp_of"]
 
-_VERSION = 1  # of what is found and how it is written
+_VERSION = 1  # version of the findings and their format
 
 
 class Remembered:
-    """``OUTPUT_DIR/memfit_data_check.json``: what is found once is not looked for when the same run
-    is started again.
+    """The file ``OUTPUT_DIR/memfit_data_check.json``, which saves checks when a run starts again.
 
-    It is in OUTPUT_DIR and not beside the annotations, whose folder may be read-only or others'.
+    It is in OUTPUT_DIR and not with the annotations, whose folder may be read-only or shared.
 
     Args:
         output_dir: may not exist yet. Nothing is written before :meth:`save`.
@@ -30,19 +29,19 @@ class Remembered:
             if content["version"] == _VERSION:
                 self._found = dict(content["found"])
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # none, or a damaged one: it is looked for again
+            pass  # missing or damaged: the check runs again
 
     def get(self, stamp: Optional[str]) -> Optional[Any]:
-        """What was put under the stamp, or None."""
+        """The finding stored under a stamp, or None."""
         return None if stamp is None else self._found.get(stamp)
 
     def put(self, stamp: Optional[str], found: Any) -> None:
-        """Nothing is kept without a stamp."""
+        """Store a finding under a stamp; without a stamp nothing is stored."""
         if stamp is not None:
             self._found[stamp] = found
 
     def save(self) -> None:
-        """Best effort: a folder that cannot be written costs a check the next time."""
+        """Save the findings. An error is ignored and costs a new check the next time."""
         if not self._found:
             return
         beside = self._file.with_suffix(f".{os.getpid()}.tmp")
@@ -55,10 +54,10 @@ class Remembered:
 
 
 def stamp_of(*paths: Any, **facts: Any) -> Optional[str]:
-    """A text that changes when one of the files or folders does.
+    """A text that changes when one of the files or folders changes.
 
     Returns:
-        None if one is not local, or none is named.
+        None if one is not local, or if there are none.
     """
     stamps: list[Any] = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""How long to fine-tune on so many images."""
+"""The length of a fine-tuning for a number of images."""
 
 import math
 
@@ -11,7 +11,7 @@ SCHEDULE_KEYS = (
     "SOLVER.CHECKPOINT_PERIOD",
 )
 
-# Images that a run sees in Detectron2's own recipes, which are its source:
+# Sources: the images that a run sees in Detectron2's own recipes.
 # - Cityscapes/mask_rcnn_R_50_FPN.yaml, which starts from COCO's weights: 24,000 iterations of 8 of
 #   2,975 images, 65 epochs. The rate is lowered at three quarters of them.
 # - PascalVOC-Detection/faster_rcnn_R_50_FPN.yaml: 18,000 iterations of 16 images, 288,000.
@@ -20,10 +20,10 @@ _EPOCHS = 65
 _MOST_IMAGES = 288_000
 _LEAST_EPOCHS = 12.3
 _LOWERED_AT = 0.75
-# Of the balloon data set in Detectron2's tutorial for Colab, with 61 images.
+# From the balloon dataset in Detectron2's Colab tutorial, with 61 images.
 _LEAST_ITERATIONS = 300
-_WARMUP = 0.1  # of the iterations, at most
-_CHECKPOINTS = 10  # in a run, but none more often than in so many iterations:
+_WARMUP = 0.1  # largest share of the iterations
+_CHECKPOINTS = 10  # in a run, with at least this many iterations between them:
 _LEAST_BETWEEN_CHECKPOINTS = 100
 
 RULE = (
@@ -36,12 +36,12 @@ RULE = (
 def fine_tuning_schedule(
     num_images: int, batch: int, warmup_iters: int, checkpoint_period: int
 ) -> dict[str, object]:
-    """Config keys of a schedule for a fine-tuning; ``RULE`` says what it is.
+    """Config keys of a fine-tuning schedule; ``RULE`` describes it.
 
     Args:
-        num_images: in the data set.
-        batch: images of an iteration, the effective batch.
-        warmup_iters, checkpoint_period: of the config. They are only made shorter.
+        num_images: images in the dataset.
+        batch: the effective batch.
+        warmup_iters, checkpoint_period: the config's values. They are only shortened.
     """
     images_seen = max(min(_EPOCHS * num_images, _MOST_IMAGES), _LEAST_EPOCHS * num_images)
     max_iter = max(math.ceil(images_seen / batch), _LEAST_ITERATIONS)
@@ -49,7 +49,7 @@ def fine_tuning_schedule(
 
 
 def periods(max_iter: int, warmup_iters: int, checkpoint_period: int) -> dict[str, object]:
-    """The rest of the schedule for so many iterations."""
+    """The rest of the schedule for a number of iterations."""
     return {
         "SOLVER.STEPS": (int(_LOWERED_AT * max_iter),) if max_iter > 2 else (),
         "SOLVER.WARMUP_ITERS": min(warmup_iters, int(_WARMUP * max_iter)),

@@ -1,4 +1,4 @@
-"""Sizes of images as a config has them."""
+"""Image sizes as written in a config."""
 
 from collections.abc import Sequence
 from typing import Union
@@ -7,5 +7,5 @@ __all__ = ["shorter_sides"]
 
 
 def shorter_sides(value: Union[int, Sequence[int]]) -> tuple[int, ...]:
-    """INPUT.MIN_SIZE_TRAIN or INPUT.MIN_SIZE_TEST: Detectron2 takes one number, or several."""
+    """INPUT.MIN_SIZE_TRAIN or INPUT.MIN_SIZE_TEST, a number or several, as a tuple."""
     return (value,) if isinstance(value, int) else tuple(value)

@@ -1,4 +1,4 @@
-"""What of d2_memfit works with a job, found by two small iterations of it on the CPU."""
+"""A check of what works with a job, made by two small iterations on the CPU."""
 
 from .examination import Finding, examine
 

@@ -1,4 +1,4 @@
-"""The checks of a job: each returns a line about what works, or raises one about what does not."""
+"""The checks of a job: each returns a line about what works, or raises an error."""
 
 import copy
 import re
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _EXACT = 1e-4  # relative distance of gradients in float32
-_CLOSE = 0.1  # such as that of Mask R-CNN, whose mask loss counts foreground
+_CLOSE = 0.1  # such as Mask R-CNN's distance: its mask loss counts foreground
 _ESTIMATE = 0.02  # relative error of an estimate
 _NEGLIGIBLE_BYTES = 2**20
 _WARM_UP = 4  # iterations
@@ -52,7 +52,7 @@ _FEW = 5  # names in a line
 
 
 class Unwell(Exception):
-    """What a check says of something that does not work."""
+    """Something does not work; the message says what."""
 
 
 def same_as_detectron2(patient: Patient) -> str:
@@ -65,7 +65,7 @@ def same_as_detectron2(patient: Patient) -> str:
             trainer.run_step()
         return [p.grad for p in model.parameters() if p.grad is not None]
 
-    for _ in range(_WARM_UP):  # functions of torch.jit are not the same from the beginning
+    for _ in range(_WARM_UP):  # functions of torch.jit differ in the first calls
         expected = patient.call(plain)
         gradients, loss, _ = patient.step()
         if len(gradients) == len(expected) and all(map(torch.equal, gradients, expected)):
@@ -101,10 +101,7 @@ def _distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> flo
 
 
 def recovers(patient: Patient, where: float) -> str:
-    """
-    Args:
-        where: the share of an iteration's allocations before the error.
-    """
+    """Check recovery from an error after the share ``where`` of an iteration's allocations."""
     _, _, counting = patient.step(fail_at=(10**9,), with_optimizer=True)
     fail_at = int(counting.injector.num_allocations * where)
     undisturbed, _, _ = patient.step(micro_batch_size=1, with_optimizer=True)
@@ -164,8 +161,9 @@ def puts_state_back(patient: Patient) -> str:
 
 
 def _other_state(model: nn.Module) -> dict[str, Any]:
-    """Attributes of modules that are neither parameters nor modules, and buffers, as they are now:
-    copies of tensors and arrays, and the texts of others.
+    """Attributes of modules that are neither parameters nor modules, and buffers.
+
+    Tensors and arrays are copied; others are converted to text.
     """
     result = {}
     for path, part in model.named_modules():
@@ -248,7 +246,7 @@ def is_estimated(patient: Patient) -> str:
 
 
 def trains(patient: Patient, trainer: Any) -> str:
-    """With MemfitMixin, two iterations of two images, one at a time."""
+    """Check two iterations of two images with MemfitMixin, one image at a time."""
     images = patient.batch()
     bases = (trainer,) if issubclass(trainer, MemfitMixin) else (MemfitMixin, trainer)
 
@@ -289,7 +287,7 @@ def usable_techniques(patient: Patient) -> str:
 
 
 def _kinds(job: Job) -> list[Any]:
-    """Classes of the modules, which techniques extend, and of the optimizer."""
+    """Number of base classes of each module, which techniques extend; and optimizer class."""
     model, optimizer = steps.build(job)
     return [len(type(m).__mro__) for m in model.modules()] + [type(optimizer)]
 

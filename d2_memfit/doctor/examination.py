@@ -1,4 +1,4 @@
-"""What works with a job, and what does not, one line each."""
+"""The examination of a job: one line for each check."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ __all__ = ["Finding", "examine"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        what: was checked.
+        what: the subject of the check.
         is_well: whether it works.
-        text: one line, with what to do where it does not.
+        text: one line; with what to do if it does not work.
     """
 
     what: str
@@ -34,10 +34,10 @@ class Finding:
 
 
 def examine(job: Job, trainer: Any = None) -> Iterator[Finding]:
-    """Try a job in small iterations on the CPU, with errors injected in each phase.
+    """Test a job in small iterations on the CPU, with errors injected in each phase.
 
     Args:
-        trainer: the class that trains, if there is one, which is tried with ``MemfitMixin`` too.
+        trainer: the class that trains, if there is one; it is tested with ``MemfitMixin``, too.
     """
     patients: list[Patient] = []
 

@@ -1,4 +1,4 @@
-"""A job made small: few pixels, two images, on the CPU, with the same weights each time."""
+"""A small version of a job: few pixels, two images, on the CPU, always with the same weights."""
 
 import copy
 import logging
@@ -26,13 +26,13 @@ _LONGEST_SIDE = 256  # pixels
 
 
 class Patient:
-    """A job that small iterations are tried on.
+    """A job made small for test iterations.
 
     Args:
         job: on any device.
 
     Attributes:
-        images: two dataset dicts, of which the second has fewer objects.
+        images: two dataset dicts; the second has fewer objects.
     """
 
     def __init__(self, job: Job) -> None:
@@ -40,7 +40,7 @@ class Patient:
         self.images: Any = _small(job.training_batch(2))
 
     def model(self) -> nn.Module:
-        """A new model on the CPU, with the same weights as the ones before."""
+        """Build a model on the CPU, always with the same weights."""
         seed_all()
         with _as_planned():
             return self.job.parts.build_model("cpu").train()
@@ -56,14 +56,15 @@ class Patient:
         with_optimizer: bool = False,
         iterations: int = 1,
     ) -> tuple[list[torch.Tensor], float, Any]:
-        """Iterations; returns gradients, or weights after the optimizer's step, the loss, and
-        the trainer.
+        """Run iterations; return gradients or weights, the loss, and the trainer.
+
+        Weights are returned after a step of the job's optimizer.
 
         Args:
             micro_batch_size: images in a forward.
-            fail_at: numbers of allocations at which memory runs out; recovery is on then.
+            fail_at: numbers of allocations at which memory runs out; recovery is then on.
             with_optimizer: whether the job's optimizer steps.
-            iterations: so many, with the same images; results are of the last.
+            iterations: number of iterations, with the same images; results are the last one's.
         """
         model = self.model()
         with _as_planned():
@@ -91,7 +92,7 @@ class Patient:
         return [p.grad for p in model.parameters() if p.grad is not None], loss, trainer
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call it as models are called here: alone, and on a CPU that answers to CUDA."""
+        """Call a function as models are called here: alone, and with CUDA as the CPU."""
         with _as_planned(), EventStorage():
             return function(*args)
 
@@ -104,7 +105,7 @@ def _as_planned() -> ExitStack:
 
 
 def _small(batch: Any) -> Any:
-    """Lists of dataset dicts with fewer pixels and objects; others stay as they are."""
+    """Shrink lists of dataset dicts to fewer pixels and objects; keep other batches."""
     if not isinstance(batch, list) or not all(isinstance(d, dict) for d in batch):
         return batch
     result = []

@@ -1,4 +1,4 @@
-"""Training: one window of images per iteration, whatever the memory."""
+"""Training: one window of images per iteration, with recovery from out-of-memory errors."""
 
 from ..job.normalizer_options import NormalizerOptions
 from ..job.recovery_options import RecoveryOptions

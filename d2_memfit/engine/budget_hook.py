@@ -1,4 +1,4 @@
-"""Keeping a budget while the process takes more of a GPU outside of PyTorch's allocator."""
+"""A hook that keeps the budget while memory outside PyTorch's allocator grows."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from ..memory import enforce_budget
 
 __all__ = ["EnforceBudget"]
 
-_FIRST_ITERATIONS = 10  # in which kernels, cuBLAS handles and NCCL's buffers are loaded
+_FIRST_ITERATIONS = 10  # these load kernels, cuBLAS handles and NCCL buffers
 _PERIOD = 100
 
 
 class EnforceBudget(HookBase):
-    """Limits PyTorch's allocator anew as more is taken outside of it, on a GPU.
+    """Lowers the limit of PyTorch's allocator as memory outside it grows, on a GPU.
 
-    What is loaded when it is first used, the limit at the start could not know. It is measured
+    The limit set at the start cannot include what is loaded at first use. This memory is measured
     after each forward and step of the first 10 iterations, then every 100 iterations.
 
     Args:

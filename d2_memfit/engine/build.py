@@ -1,4 +1,4 @@
-"""From a job to its trainer in one call, for a loop of one's own and for LazyConfigs."""
+"""One call from a job to its trainer, for your own loop and for LazyConfigs."""
 
 from typing import Any, Optional
 
@@ -23,11 +23,11 @@ def build_trainer(
     optimizer: Optional[torch.optim.Optimizer] = None,
     **kwargs: Any,
 ) -> AccumulatingTrainer:
-    """A trainer with the job's accumulation, precision, recovery, techniques and budget.
+    """Build a trainer with the job's accumulation, precision, recovery, techniques and budget.
 
     Args:
-        model: on the job's device, without DDP around it; None is the job's own.
-        data_loader: of this rank; None is the job's own.
+        model: on the job's device, without DDP around it; None builds the job's.
+        data_loader: of this rank; None builds the job's.
         optimizer: of the model's parameters; None is the job's own.
         kwargs: other arguments of :class:`AccumulatingTrainer`, such as ``loss_fn``.
 

@@ -1,4 +1,4 @@
-"""A window cut into micro-batches by the bytes that they are predicted to need."""
+"""Cutting a window into micro-batches by their predicted memory."""
 
 import logging
 import math
@@ -24,18 +24,19 @@ _PARTS = 1024  # of the bytes for images
 
 
 class ByteCut:
-    """Cuts windows so that each micro-batch is predicted to fit. An image that is not, goes alone.
+    """Cuts windows so that each micro-batch is predicted to fit.
 
-    Where there is a choice, it takes the least time: few micro-batches, with little padding. What
-    fails nevertheless lowers the limit, as in :class:`MicroBatchSize` the number of images.
+    An image that is predicted not to fit goes alone. Among the cuts that fit, the quickest is
+    taken: few micro-batches with little padding. A micro-batch that fails nevertheless lowers the
+    limit, as :class:`MicroBatchSize` lowers the number of images.
 
     Args:
-        cost_model: what micro-batches need, and the limit.
-        model: says how it pads images.
+        cost_model: the memory of micro-batches, and the limit.
+        model: its padding of images is used.
         grow_after: as for :class:`MicroBatchSize`.
 
     Attributes:
-        images: None, because micro-batches come as they are cut.
+        images: always None. Micro-batches are taken as they were cut.
     """
 
     images: Optional[int] = None
@@ -43,7 +44,7 @@ class ByteCut:
     def __init__(self, cost_model: CostModel, model: nn.Module, grow_after: int) -> None:
         self._cost_model = cost_model
         self._padding = Padding.of(model)
-        self._share = MicroBatchSize(_PARTS, grow_after)  # of the bytes for images, in parts
+        self._share = MicroBatchSize(_PARTS, grow_after)  # share of the bytes for images, in parts
         self._base = cost_model.bytes_before_images
         self._room = cost_model.limit_bytes - self._base
         if self._room <= 0:
@@ -56,14 +57,14 @@ class ByteCut:
 
     @property
     def limit_gb(self) -> float:
-        """What a micro-batch of several images may need of the process."""
+        """Memory, in GB, that the process may need with a micro-batch of several images."""
         return (self._base + self._room * (self._share.images or _PARTS) / _PARTS) / _GB
 
     def cut(self, images: Sequence[Any], at_least: int = 1) -> list[list[Any]]:
-        """The images in micro-batches, the largest first: gradients are not there yet.
+        """Cut images into micro-batches, the largest first, while there are no gradients yet.
 
         Args:
-            at_least: so many micro-batches, if there are as many images.
+            at_least: smallest number of micro-batches, if there are as many images.
 
         Raises:
             ConfigError: the size of an image is not known.
@@ -88,7 +89,7 @@ class ByteCut:
 
     def _cheapest(self, order: Sequence[int], facts: Sequence[Images]) -> tuple[float, list[Any]]:
         """The quickest way to cut images in this order, and its time in padded pixels."""
-        # Of the first images: time, number of micro-batches, and where the last of them begins.
+        # For each number of first images: time, micro-batches, start of the last one.
         best: list[tuple[float, int, int]] = [(0.0, 0, 0)]
         for end in range(1, len(order) + 1):
             found, together = (float("inf"), 0, 0), Images()
@@ -111,8 +112,9 @@ class ByteCut:
         return self._cost_model.bytes_of(images, self._padding)
 
     def halve(self, data: Sequence[Any]) -> None:
-        """After a micro-batch of several images did not fit: from now on, none may need more than
-        half of the bytes that were predicted for its images.
+        """Halve the limit after a micro-batch of several images did not fit.
+
+        From now on, no micro-batch may need more than half of the bytes predicted for these images.
         """
         needs = self._bytes_of(_together(map(_facts_of, data))) - self._base
         share = needs / self._room if self._room > 0 else 0
@@ -126,20 +128,20 @@ class ByteCut:
         return {**self._share.state_dict(), "unit": "bytes"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing follows from the state of a run whose micro-batches were numbers of images."""
+        """Restore the limit. The state of a run that counted images is ignored."""
         if state.get("unit") == "bytes":
             self._share.load_state_dict({k: v for k, v in state.items() if k != "unit"})
 
 
 def cut_window(window: Window, cut: ByteCut, in_step: bool) -> None:
-    """Cut what is left of a window.
+    """Cut the rest of a window into micro-batches that fit.
 
     Args:
-        in_step: whether ranks wait for each other in the forward, so that all need as many
+        in_step: whether ranks wait for each other in the forward. All then need the same number of
             micro-batches.
 
     Raises:
-        ConfigError: on every rank, if one has fewer images than another has micro-batches.
+        ConfigError: one rank has fewer images than another has micro-batches. All ranks raise it.
     """
     window.cut(cut.cut)
     if not in_step:
@@ -156,11 +158,10 @@ def cut_window(window: Window, cut: ByteCut, in_step: bool) -> None:
 
 
 def halve(size: Union[MicroBatchSize, ByteCut], micro_batch: MicroBatch, window: Window) -> str:
-    """Lower what micro-batches may be, after one of several images did not fit, and cut what is
-    left of its window anew.
+    """Lower the size of micro-batches after one did not fit, and cut the rest of the window again.
 
     Returns:
-        str: what was done, for people.
+        str: what was done, for the log.
     """
     if not isinstance(size, ByteCut):
         return f"the micro-batch is halved to {size.halve(micro_batch.num_images)}"

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole when they exist, and are verified before anything is loaded."""
+"""A checkpointer that writes whole files and verifies them before loading."""
 
 import glob
 import logging
@@ -22,14 +22,13 @@ logger = logging.getLogger(__name__)
 class MemfitCheckpointer(DetectionCheckpointer):
     """A ``DetectionCheckpointer`` that neither loses a checkpoint nor loads a damaged one.
 
-    A file takes the place of an older one when it is on disk as a whole. A save that fails is a
-    warning, and the run goes on, unless it is the last, ``*_final``. What is loaded is verified
-    first. :meth:`resume_or_load` takes the newest checkpoint that is good. Those of an earlier run
-    in the same folder are moved aside before the first save of one that does not resume it.
+    A file replaces an older one only when it is completely on disk. A failed save is logged and the
+    run continues, unless it is the last, ``*_final``. Files are verified before they are loaded.
+    :meth:`resume_or_load` takes the newest good checkpoint. A run that does not resume moves an
+    earlier run's checkpoints aside before its first save.
 
     Raises:
-        CheckpointError: in all that loads, instead of the many errors of the many formats; and
-            where the last save failed.
+        CheckpointError: a file cannot be loaded, whatever its format, or the last save failed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,9 +46,9 @@ class MemfitCheckpointer(DetectionCheckpointer):
             logger.error("%s. Training goes on; the last checkpoint is %s", e, last)
 
     def save_or_raise(self, name: str, **kwargs: Any) -> None:
-        """:meth:`save`, of which every failure is a :class:`CheckpointError`."""
+        """Save a checkpoint like :meth:`save`; raise :class:`CheckpointError` on any failure."""
         self.begin_run()
-        self.path_manager.keeps_all = True  # a failed save is no reason to remove an older file
+        self.path_manager.keeps_all = True  # a failed save must not remove an older file
         try:
             super().save(name, **kwargs)
         except (OSError, RuntimeError) as e:
@@ -61,17 +60,17 @@ class MemfitCheckpointer(DetectionCheckpointer):
         self.path_manager.keeps_all = False
 
     def begin_run(self, start_iter: int = 0) -> None:
-        """Move the checkpoints of an earlier run in the same folder aside, unless it was resumed.
+        """Move the checkpoints of an earlier run in the same folder aside, unless it is resumed.
 
-        The first save does so too. Call it when no rank reads weights from that folder any more.
+        The first save also does this. Call it when no rank reads weights from that folder any more.
 
         Args:
-            start_iter: of this run, which goes on with another one if it is not 0.
+            start_iter: first iteration of this run. Any other than 0 continues an earlier run.
         """
         if self._has_begun or not (self.save_dir and self.save_to_disk):
             return
         self._has_begun = True
-        if is_local(self.save_dir):  # of a run that was killed within a save
+        if is_local(self.save_dir):  # left by a run that was killed while it saved
             for leftover in glob.glob(os.path.join(glob.escape(self.save_dir), "*.pth.tmp")):
                 os.remove(leftover)
         if self._is_resumed or start_iter > 0:
@@ -102,9 +101,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
         )
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
-        """As ``Checkpointer``'s. All ranks must call it: the first one finds the file to resume
-        from.
-        """
+        """Resume or load as ``Checkpointer`` does. All ranks call it; rank 0 picks the file."""
         if not resume:
             return super().resume_or_load(path, resume=False)
         found = self._newest_good() if comm.is_main_process() else None
@@ -133,9 +130,9 @@ class MemfitCheckpointer(DetectionCheckpointer):
         return super().load(path, checkpointables, **kwargs)
 
     def check(self, path: str, *, resume: bool) -> None:
-        """Read the file that :meth:`resume_or_load` would load, before anything is written.
+        """Verify the file that :meth:`resume_or_load` would load, before anything is written.
 
-        Only local files in PyTorch's format are read; of others it is seen whether they exist.
+        Only local files in PyTorch's format are read. Other local files must exist.
         """
         if resume:
             file, problems = self._newest_good()
@@ -147,11 +144,11 @@ class MemfitCheckpointer(DetectionCheckpointer):
             self._verified(path)
 
     def has_checkpoint(self) -> bool:
-        """Also where ``last_checkpoint`` was lost, and the checkpoints themselves were not."""
+        """Whether there is a checkpoint, even if ``last_checkpoint`` was lost."""
         return super().has_checkpoint() or any(_name(f).startswith("model_") for f in self._files())
 
     def get_checkpoint_file(self) -> str:
-        """What ``last_checkpoint`` names; "" if it is missing or damaged."""
+        """The file that ``last_checkpoint`` names; "" if it is missing or damaged."""
         try:
             file = super().get_checkpoint_file()
             return file if self.path_manager.isfile(file) else ""
@@ -159,14 +156,14 @@ class MemfitCheckpointer(DetectionCheckpointer):
             return ""
 
     def _files(self) -> list[str]:
-        """All checkpoints of the folder, the newest first."""
+        """All checkpoints in the folder, the newest first."""
         if not self.path_manager.isdir(self.save_dir):
             return []
         files = self.get_all_checkpoint_files()
         return sorted(files, key=lambda f: (_time(f), f), reverse=True)
 
     def _newest_good(self) -> tuple[str, list[str]]:
-        """The file to resume from, or "", and what was wrong with those that come before it."""
+        """The file to resume from, or "", and the faults of the files tried before it."""
         problems: list[str] = []
         if not self.has_checkpoint():
             return "", problems
@@ -199,13 +196,13 @@ class MemfitCheckpointer(DetectionCheckpointer):
     def _check_fits(self, file: str, checkpoint: Any) -> None:
         try:
             reason = why_it_does_not_fit_the_run(checkpoint, self.model, self.checkpointables)
-        except Exception as e:  # whatever a foreign file has in their places
+        except Exception as e:  # a foreign file may hold anything there
             reason = f"its parts are not what they are here ({type(e).__name__}: {e})"
         if reason:
             raise CheckpointError(f"the checkpoint {file} is not one of this job: {reason}")
 
     def _verified(self, file: str) -> Any:
-        """What is in a file of ``torch.save``, without its tensors, after they were verified."""
+        """Verify a ``torch.save`` file and return its content, with tensors not yet read."""
         filename = self.path_manager.get_local_path(file)
         try:
             verify_checksums(filename)
@@ -236,9 +233,9 @@ class MemfitCheckpointer(DetectionCheckpointer):
 
 
 class _WholeFiles:
-    """A path manager that writes local files as a whole, and can refuse to remove any.
+    """A path manager that writes local files as a whole, and can keep all files.
 
-    ``PeriodicCheckpointer`` removes the oldest file after each save, also after one that failed.
+    ``PeriodicCheckpointer`` removes the oldest file after each save, even after a failed one.
     """
 
     def __init__(self, path_manager: Any) -> None:
@@ -263,5 +260,5 @@ def _name(path: str) -> str:
 
 
 def _time(file: str) -> float:
-    """When a file was written, as far as it is known."""
+    """Time when a file was written; 0 for remote files."""
     return os.path.getmtime(file) if is_local(file) else 0.0

@@ -1,4 +1,4 @@
-"""Is a checkpoint file undamaged, and does it fit a model and its optimizer?"""
+"""Checks that a checkpoint file is undamaged and fits a model and its optimizer."""
 
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -10,13 +10,14 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["read_lazily", "verify_checksums", "why_it_does_not_fit_the_run"]
 
-# States of PyTorch's optimizers that have the shape of their parameter.
+# States of PyTorch's optimizers with the shape of their parameter.
 _LIKE_PARAMETER = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
 def verify_checksums(filename: str) -> None:
-    """Read a file of ``torch.save`` once, in small pieces. Its format before PyTorch 1.6 has no
-    checksums, and neither have pickle files.
+    """Read a ``torch.save`` file once, in small pieces, to verify its checksums.
+
+    Pickle files and PyTorch's format before 1.6 have no checksums.
 
     Raises:
         zipfile.BadZipFile, or another error of zipfile: the file is damaged.
@@ -29,8 +30,9 @@ def verify_checksums(filename: str) -> None:
 
 
 def read_lazily(filename: str) -> Any:
-    """What is in a file of ``torch.save``. Tensors are not read before they are looked at, but for
-    the format before PyTorch 1.6.
+    """Load a ``torch.save`` file; tensors are read when they are first used.
+
+    Files in the format before PyTorch 1.6 are read at once.
     """
     return torch.load(
         filename, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(filename)
@@ -40,10 +42,10 @@ def read_lazily(filename: str) -> Any:
 def why_it_does_not_fit_the_run(
     checkpoint: Any, model: nn.Module, checkpointables: Mapping[str, Any]
 ) -> str:
-    """Why a run with this model cannot go on from a checkpoint; "" if it can.
+    """Why a run with this model cannot continue from a checkpoint; "" if it can.
 
     Args:
-        checkpointables: what else is loaded from it, as in fvcore's ``Checkpointer``.
+        checkpointables: other objects to load, as in fvcore's ``Checkpointer``.
     """
     parts = {"iteration", "trainer", *checkpointables}
     if not isinstance(checkpoint, dict) or "model" not in checkpoint or not parts & set(checkpoint):

@@ -1,4 +1,4 @@
-"""Batches that come in columns, such as (images, targets): cut and joined image by image."""
+"""Cutting and joining batches that come in columns, such as (images, targets)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,16 @@ __all__ = ["Row", "as_given", "columns_of", "dataset_dicts", "rows_of"]
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """What the columns of a batch have of one image."""
+    """One image's entries in the columns of a batch."""
 
     parts: tuple[Any, ...]
     join: Callable[[Sequence[Sequence[Any]]], Any]  # makes a batch of its columns' parts
 
 
 def columns_of(batch: Any) -> Optional[Sequence[Any]]:
-    """The columns of a batch, or None if it is of another kind.
+    """The columns of a batch; None if it has no columns.
 
-    They are equally long lists, tuples or tensors in a tuple. What is in a list is one image after
-    another.
+    Columns are equally long lists, tuples or tensors in a tuple, with one entry per image.
     """
     kinds = (list, tuple, torch.Tensor)
     if not isinstance(batch, tuple) or not all(isinstance(c, kinds) for c in batch):
@@ -33,7 +32,7 @@ def columns_of(batch: Any) -> Optional[Sequence[Any]]:
 
 
 def rows_of(columns: Sequence[Any]) -> list[Row]:
-    """One row for each image."""
+    """One row per image."""
 
     def join(parts: Sequence[Sequence[Any]]) -> Any:
         return make([_join_like(kind)(column) for kind, column in zip(kinds, parts)])
@@ -45,9 +44,9 @@ def rows_of(columns: Sequence[Any]) -> list[Row]:
 
 
 def as_given(data: Any) -> Any:
-    """Data of a micro-batch in the form that its loader gave.
+    """Convert a micro-batch's data to the form that its loader gave.
 
-    Lists in columns are new ones, so that a model that appends to them leaves ours alone.
+    Lists in columns are copied, because a model may append to them.
     """
     if isinstance(data, list) and data and isinstance(data[0], Row):
         return data[0].join(list(zip(*(row.parts for row in data))))
@@ -58,7 +57,7 @@ def as_given(data: Any) -> Any:
 
 
 def dataset_dicts(data: Any) -> Iterator[dict[str, Any]]:
-    """All dataset dicts of a batch, of whatever kind."""
+    """All dataset dicts in a batch of any kind."""
     if isinstance(data, dict):
         yield data
     elif isinstance(data, Row):
@@ -69,7 +68,7 @@ def dataset_dicts(data: Any) -> Iterator[dict[str, Any]]:
 
 
 def _maker(columns: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
-    """What makes another batch of the same type; a named tuple has its own way."""
+    """The constructor of another batch of the same type; a named tuple has its own."""
     return getattr(type(columns), "_make", type(columns))
 
 

@@ -1,4 +1,4 @@
-"""Collectives in a forward that are no counts: a rank cannot run its images again without them."""
+"""Collectives in a forward that are not counts. A rank cannot repeat them alone."""
 
 import logging
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ logger = logging.getLogger(__name__)
 
 
 class CommunicationError(Exception):
-    """A model communicates in its forward, and was not known to. All ranks are told."""
+    """A model communicates in its forward unexpectedly. All ranks are told."""
 
 
 class Communication:
-    """What a model is known to say to the other ranks in its forward.
+    """Knowledge about a model's communication in its forward.
 
     Args:
         may_retry: whether a rank may run its images again.
-        is_size_fixed: whether MEMFIT.MICRO_BATCH is set, or a cost model; then ranks go on without
-            retries.
-        is_noticed: whether what the model says is looked for.
+        is_size_fixed: whether MEMFIT.MICRO_BATCH or a cost model is set. Ranks then continue
+            without retries.
+        is_noticed: whether collectives are looked for.
 
     Attributes:
-        known: the first collective, as a text; "" where there is none.
-        found: one that was not known of, in this window.
+        known: the first collective, as text; "" if there is none.
+        found: a new collective in this window; "" if there is none.
     """
 
     def __init__(self, may_retry: bool, is_size_fixed: bool, is_noticed: bool) -> None:
@@ -43,10 +43,10 @@ class Communication:
         return comm.get_world_size() > 1 and (self.known != "" or not self._is_noticed)
 
     def handle(self, call: Collective) -> bool:
-        """As a handler of :func:`~d2_memfit.collectives.noticed_collectives`.
+        """Handle a collective for :func:`~d2_memfit.collectives.noticed_collectives`.
 
         Raises:
-            CommunicationError: it is the first.
+            CommunicationError: it is the first collective that is found.
         """
         if self.known:
             return False
@@ -54,12 +54,12 @@ class Communication:
         raise CommunicationError
 
     def allow(self, found: str) -> None:
-        """Decide, on all ranks, what becomes of one that was found on any.
+        """Decide, on all ranks, how to continue after any rank found a collective.
 
         Raises:
-            ConfigError: the model cannot be trained so.
+            ConfigError: the model cannot be trained with these options.
         """
-        if comm.get_world_size() == 1:  # it had been pretended that there are more
+        if comm.get_world_size() == 1:  # the model was told that there are more
             return
         if self._may_retry and not self._is_size_fixed:
             raise ConfigError(
@@ -76,7 +76,7 @@ class Communication:
         self.known = found
 
     def check(self, numbers_of_micro_batches: Sequence[int]) -> None:
-        """Raise :class:`ConfigError`, on all ranks, if some would wait for others."""
+        """Raise :class:`ConfigError`, on all ranks, if some ranks would wait for others."""
         if self.known and len(set(numbers_of_micro_batches)) > 1:
             raise ConfigError(
                 f"the model communicates in its forward, {self.known}, so all ranks must have as "

@@ -1,4 +1,4 @@
-"""A window's forwards without gradients, for what they count."""
+"""A window's forwards without gradients, run only to take its counts."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def without_traces(model: nn.Module) -> Iterator[None]:
-    """For forwards without gradients that leave the model, random states and the log alone."""
+    """Run forwards without gradients that leave the model, random states and log unchanged."""
     snapshot = Snapshot(model)
     try:
         with torch.no_grad(), EventStorage(get_event_storage().iter):
@@ -39,16 +39,17 @@ def does_the_same_with_ranks(
     new_counts: Callable[[bool], ForwardCounts],
     recovers: bool,
 ) -> bool:
-    """Whether a model that is told of a second rank counts something, and computes the same.
+    """Whether a model that is told of a second rank takes counts and computes the same losses.
 
     Args:
-        new_counts: called with whether a rank is to be pretended; makes what sees the counts.
-        recovers: whether what does not fit is tried once more.
+        new_counts: makes a :class:`ForwardCounts`; its argument says whether to pretend a second
+            rank.
+        recovers: whether a forward that does not fit is tried once more.
     """
     losses = []
     for pretends in (False, True):
         try:
-            for _ in range(2):  # freed caches may be all that it takes
+            for _ in range(2):  # freed caches may be enough
                 counts = new_counts(pretends)
                 with without_traces(model):
                     fits = _fits(micro_batch, forward, recovers)
@@ -57,7 +58,7 @@ def does_the_same_with_ranks(
                 release_memory(next(model.parameters()).device)
             else:
                 raise OutOfMemoryError("its images did not fit while its counts were looked for")
-        except Exception as e:  # whatever a model does that has no other rank
+        except Exception as e:  # a model without another rank may raise anything
             if not pretends and not isinstance(e, OutOfMemoryError):
                 raise
             logger.warning(
@@ -90,16 +91,16 @@ def count_window(
     new_counts: Callable[[], ForwardCounts],
     recovers: bool,
 ) -> dict[Site, float]:
-    """Run a window's forwards, and put its images back.
+    """Run a window's forwards to take its counts, then put its images back.
 
     Args:
         take: arguments of :meth:`Window.take`.
-        new_counts: called before each forward; makes what sees its counts.
-        recovers: whether images that do not fit are run again in smaller pieces. What does not fit
-            alone is left out: it will not fit in training, where more can be done about it.
+        new_counts: makes a :class:`ForwardCounts` for each forward.
+        recovers: whether images that do not fit are run again in smaller pieces. An image that does
+            not fit alone is left out. Training handles it later with stronger means.
 
     Returns:
-        The sum of all counts at each site.
+        dict: the sum of all counts at each site.
     """
     totals: dict[Site, float] = {}
     images, across_batches = take

@@ -1,4 +1,4 @@
-"""What ranks tell each other about the counts of their windows. It is pickled, and small."""
+"""Reports between ranks about the counts of their windows. They are pickled and small."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ __all__ = ["CountReport", "Part"]
 
 @dataclass
 class CountReport:
-    """What a rank tells the others about the counts of its window."""
+    """One rank's report about the counts of its window."""
 
     news: SeenAt = field(default_factory=dict)
     asks_for_ranks: bool = False

@@ -1,4 +1,4 @@
-"""What is known of the counts that losses are divided by, before the forwards that count."""
+"""Rules that predict the counts that losses are divided by, before the forward."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,19 +10,19 @@ from ..collectives import Place
 
 __all__ = ["CountRules", "PerObjectAndImage", "Seen", "SeenAt", "Site"]
 
-_ENOUGH = 3  # micro-batches that must agree before a rule is believed
-_CHANCES = 2  # rules of a site that may turn out wrong before no more are made
+_ENOUGH = 3  # micro-batches that must agree before a rule is used
+_CHANCES = 2  # wrong rules at a site before it gets no more
 _EXACT = 1e-5  # relative; weights of classes are float32
 
 
 class Site(NamedTuple):
-    """Where a forward counts something.
+    """A place where a forward counts something.
 
     Attributes:
-        kind: "ranks", where the model adds it up over ranks, or asks for it by ``window_count``;
-            "weights", the sum of the weights of a weighted mean; "mean", the size of a mean.
-        place: of the code.
-        number: of the counts at this place in one forward, from 0.
+        kind: "ranks" for a sum over ranks or a call of ``window_count``; "weights" for the sum of
+            the weights of a weighted mean; "mean" for the number of elements of a mean.
+        place: place in the code.
+        number: number of the count at this place in one forward, from 0.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Site(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What one micro-batch had at a site."""
+    """One micro-batch's count at a site."""
 
     images: int
     objects: int
@@ -51,10 +51,11 @@ class _Knowledge:
 
 
 class CountRules:
-    """Counts that follow from the annotated objects and the images of a batch.
+    """Rules that compute counts from the annotated objects and the images of a batch.
 
-    Such as the objects themselves, which DETR divides by, or the weights of its cross-entropy, in
-    which all queries without an object weigh 0.1. All ranks learn the same, so all know the same.
+    DETR divides by the number of objects. In its cross-entropy, each query without an object has
+    weight 0.1, so the sum of weights follows from objects and images. All ranks learn the same
+    rules.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class CountRules:
         return list(self._known)
 
     def news(self, seen: SeenAt) -> SeenAt:
-        """The part that there is something to learn from."""
+        """The part of the observations that rules can learn from."""
         return {
             site: more
             for site, more in seen.items()
@@ -74,7 +75,7 @@ class CountRules:
         }
 
     def learn(self, news: Mapping[Site, Iterable[Seen]]) -> None:
-        """Make a rule for each site of all that was seen there."""
+        """Fit a rule for each site to all its observations."""
         for site, more in news.items():
             known = self._known.setdefault(site, _Knowledge())
             known.rules_that_failed += known.rule is not None
@@ -88,11 +89,11 @@ class CountRules:
                 known.seen.clear()
 
     def rule(self, site: Site) -> Optional[PerObjectAndImage]:
-        """What an object and an image count there; None where only a forward knows."""
+        """Count per object and per image at a site; None if only a forward can tell."""
         return self._known[site].rule if site in self._known else None
 
     def described(self) -> list[str]:
-        """Where counts are taken that are always the window's, and how they are known."""
+        """Places in the code whose counts are always the window's, and how they are known."""
         lines: dict[str, None] = {}
         for site in self._known:
             if site.kind != "mean" and site.place:
@@ -107,7 +108,7 @@ class CountRules:
 
 
 def _fitted(seen: Sequence[Seen], prefers_images: bool) -> Optional[PerObjectAndImage]:
-    """The simplest rule that explains all that was seen."""
+    """The simplest rule that explains all observations; None if there is none."""
     known = np.array([(s.objects, s.images) for s in seen], dtype=float)
     values = np.array([s.value for s in seen])
     for columns in ([1], [0], [0, 1]) if prefers_images else ([0], [1], [0, 1]):

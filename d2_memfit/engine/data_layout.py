@@ -1,4 +1,4 @@
-"""Which places of the sampler's stream were taken, by all ranks and their loaders' workers."""
+"""Places in the sampler's stream that all ranks and their loaders' workers have taken."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ __all__ = ["Layout", "Rest"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How Detectron2 deals a stream to ranks, their workers, and the workers' batches.
+    """The distribution of a stream to ranks, workers and batches, as Detectron2 does it.
 
     Args:
         ranks: each takes every ``ranks``-th place.
-        workers: of each rank; 1 where the loader has none.
-        chunk: places that a worker takes in a row: 1 in Detectron2 v0.6, those of a batch in main.
-        batch: images that a worker hands over at once: 1 where they are grouped by aspect ratio.
+        workers: workers of each rank; 1 if the loader has none.
+        chunk: consecutive places that a worker takes: 1 in Detectron2 v0.6, a batch in main.
+        batch: images that a worker returns at once; 1 if they are grouped by aspect ratio.
     """
 
     ranks: int
@@ -24,24 +24,24 @@ class Layout:
     batch: int
 
     def images_of_worker(self, worker: int, batches: int) -> int:
-        """Images of a worker among the first batches of a rank."""
+        """Number of images of one worker among the first batches of a rank."""
         return (batches // self.workers + (worker < batches % self.workers)) * self.batch
 
     def places(self, rank: int, batches: int) -> torch.Tensor:
-        """Places in the stream of all ranks of the first batches of one rank.
+        """Places, in the stream of all ranks, of the first batches of one rank.
 
         Returns:
             Tensor: of int64, shape ``(batches, batch)``.
         """
         number = torch.arange(batches)[:, None]
-        image = number // self.workers * self.batch + torch.arange(self.batch)  # of its worker
+        image = number // self.workers * self.batch + torch.arange(self.batch)  # its worker's
         chunks_before = image // self.chunk * self.workers + number % self.workers
         return rank + self.ranks * (chunks_before * self.chunk + image % self.chunk)
 
 
 @dataclass(frozen=True)
 class Rest:
-    """What is left of a stream: all from ``first`` on, without some.
+    """The rest of a stream: all places from ``first`` on, without some.
 
     Args:
         first: a place in the stream.
@@ -52,7 +52,7 @@ class Rest:
     without: torch.Tensor
 
     def after(self, places: torch.Tensor) -> "Rest":
-        """What is left after some places of this rest, counted from its own start, were taken."""
+        """The rest after some places are taken. Places count from the start of this rest."""
         reach = torch.cat([places + len(self.without), self.without - self.first])
         taken = torch.zeros(int(reach.max()) + 1 if len(reach) else 0, dtype=torch.bool)
         taken[self.without - self.first] = True

@@ -1,4 +1,4 @@
-"""The default trainer of Detectron2, with accumulation, in one changed base class."""
+"""Detectron2's default trainer with accumulation, as one more base class."""
 
 import logging
 from functools import partial
@@ -44,18 +44,18 @@ else:
 
 @explains_hooks
 class MemfitMixin(_Trainer):
-    """For projects with a trainer of their own: ``class Trainer(MemfitMixin, TheirTrainer)``.
+    """Base class for projects with their own trainer: ``class Trainer(MemfitMixin, TheirTrainer)``.
 
-    The inner trainer becomes an :class:`AccumulatingTrainer`. All ``build_*`` methods and hooks are
-    the project's. Optimizer, gradient scaler and learning rate are in its checkpoints on v0.6 too.
-    Checkpoints of plain Detectron2, v0.6 or main, can be resumed; what they lack is logged.
+    The inner trainer becomes an :class:`AccumulatingTrainer`. All ``build_*`` methods and hooks
+    stay the project's. Checkpoints contain optimizer, gradient scaler and learning rate, also on
+    v0.6. Checkpoints of plain Detectron2, v0.6 or main, can be resumed; missing parts are logged.
 
     A config without the keys of d2_memfit gets their defaults.
 
     Raises:
         ConfigError: a value in the config cannot work.
-        TypeError: it is not the first base class, or the project's ``__init__`` does not take the
-            config first, or makes an inner trainer of its own.
+        TypeError: this is not the first base class. Or the project's ``__init__`` does not take the
+            config first, or makes its own inner trainer.
     """
 
     _hooks: list[HookBase]
@@ -133,11 +133,11 @@ class MemfitMixin(_Trainer):
 
     @property
     def _inner(self) -> Any:
-        """What runs the steps: the trainer itself, in projects whose trainer is a SimpleTrainer."""
+        """The trainer that runs the steps: ``self`` if the project's trainer is a SimpleTrainer."""
         return getattr(self, "_trainer", self)
 
     def register_hooks(self, hooks: list[Optional[HookBase]]) -> None:
-        """As ``TrainerBase``'s. A project's ``__init__`` calls it, whatever else it does."""
+        """Register hooks as ``TrainerBase`` does. Every project's ``__init__`` calls this."""
         if not hasattr(self, "_init_has_run"):
             raise TypeError(
                 f"{type(self).__name__}.__init__ does not call that of MemfitMixin, so no key of "
@@ -165,13 +165,13 @@ class MemfitMixin(_Trainer):
         self._inner.run_state.restore_random_states()
 
     def _register_first(self, hooks: list[HookBase]) -> None:
-        """Before the project's, which write and save."""
+        """Register hooks before the project's, which write and save."""
         others, self._hooks = self._hooks, []
         self.register_hooks(hooks)
         self._hooks += others
 
     def _apply_techniques_when_built(self, cfg: CfgNode) -> None:
-        """Whatever class of the project has the ``build_*`` methods, techniques come after them."""
+        """Apply techniques after the ``build_*`` methods, whichever class defines them."""
         build_model, build_optimizer = self.build_model, self.build_optimizer
         self.__dict__.update(
             build_model=lambda *a, **k: apply_techniques("model", build_model(*a, **k), cfg),
@@ -187,7 +187,7 @@ class MemfitMixin(_Trainer):
 
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As the project's, under MEMFIT.BUDGET_GB and MEMFIT.OOM."""
+        """Run the project's ``test`` under MEMFIT.BUDGET_GB and MEMFIT.OOM."""
         cfg = with_budget(with_memfit_keys(cfg))
         if cfg.MEMFIT.BUDGET_GB is not None:
             enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
@@ -201,7 +201,7 @@ class MemfitMixin(_Trainer):
             return super().test(cfg, model, *args, **kwargs)
 
     def gather_states(self) -> None:
-        """Give rank 0 what a checkpoint needs of all ranks. All ranks call it together."""
+        """Collect on rank 0 the states of all ranks for a checkpoint. All ranks must call it."""
         if self._inner is self:
             super().gather_states()
         else:
@@ -235,4 +235,4 @@ class MemfitMixin(_Trainer):
 
 
 class MemfitTrainer(MemfitMixin, DefaultTrainer):
-    """Use it in place of ``DefaultTrainer``."""
+    """A ``DefaultTrainer`` with accumulation, recovery and techniques."""

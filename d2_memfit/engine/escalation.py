@@ -1,4 +1,4 @@
-"""What is done about one image that does not fit alone, from the harmless to the last resort."""
+"""The steps for one image that does not fit alone, from harmless to last resort."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,22 +32,22 @@ class _HardImage:
 
 
 class Escalation:
-    """How far each image of a window has come. One object for each window."""
+    """Remembers the steps taken for each image of a window. Make one object per window."""
 
     def __init__(self, options: RecoveryOptions) -> None:
         self._options = options
         self._hard: dict[int, _HardImage] = {}  # by the id of the image that is run for it
 
     def needs_low_memory(self, data: Any) -> bool:
-        """Whether this micro-batch is an image that failed with freed caches too."""
+        """Whether this micro-batch is an image that failed even with freed caches."""
         hard = self._hard.get(id(_image(data)))
         return hard is not None and hard.failures >= 2
 
     def next_action(self, data: Any, window: Window) -> str:
-        """Take the next step about a micro-batch of one image, which was put back.
+        """Take the next step for a micro-batch of one image, which was put back.
 
         Returns:
-            str: what is done, one of this file's texts.
+            str: the step, one of this file's texts.
         """
         image = _image(data)
         hard = self._hard.setdefault(id(image), _HardImage(image))
@@ -71,13 +71,13 @@ class Escalation:
 
 @contextmanager
 def low_memory_step(model: nn.Module) -> Iterator[None]:
-    """For a forward and backward that need little of the device: slower, the same gradients."""
+    """Run forward and backward with less device memory: slower, with the same gradients."""
     with checkpointed(model), torch.autograd.graph.save_on_cpu():
         yield
 
 
 def _image(data: Any) -> Any:
-    """What :meth:`Window.replace` knows: one image, or a batch that is no list of them."""
+    """The key for :meth:`Window.replace`: one image, or a batch that is not a list of images."""
     return data[0] if is_list_of_images(data) and len(data) == 1 else data
 
 

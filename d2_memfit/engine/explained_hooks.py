@@ -1,4 +1,4 @@
-"""Hooks in which memory runs out."""
+"""Out-of-memory errors in hooks, explained."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +16,10 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def explains_hooks(cls: _Class) -> _Class:
-    """A decorator of trainers: under MEMFIT.OOM.POLICY split, they say what is known when memory
-    runs out in a hook, be it one that averages weights, evaluates, or writes checkpoints.
+    """Make a trainer class explain out-of-memory errors in hooks, under MEMFIT.OOM.POLICY split.
 
-    It is no base class, because a trainer may have two such classes with others between them.
+    Such hooks average weights, evaluate or write checkpoints. This is a decorator and not a base
+    class, because a trainer may have two such classes with others between them.
     """
     for name in ("before_train", "after_train", "before_step", "after_step"):
         setattr(cls, name, _explaining(cls, name))
@@ -55,7 +55,7 @@ def _explained(trainer: Any) -> Iterator[None]:
 
 
 def _hook_of(error: BaseException) -> str:
-    """The class of the outermost hook that an error went through."""
+    """Class name of the outermost hook that an error went through."""
     traceback = error.__traceback__
     while traceback is not None:
         hook = traceback.tb_frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""Numbers in a model that count its forwards, of which accumulation makes several."""
+"""Numbers in a model that count its forwards. Accumulation makes several per iteration."""
 
 import logging
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 class ForwardCounters:
     """Warns of a model's counters in the first window of more than one micro-batch.
 
-    Such as BoxInst's ``_iter``, which its warm-up is a function of. A counter is a buffer of one
-    element, or an integer attribute, that grows by one per micro-batch.
+    A counter is a one-element buffer or an integer attribute that grows by one per micro-batch.
+    BoxInst's warm-up, for example, depends on its ``_iter``.
 
     Args:
         model: without DDP around it.
@@ -31,7 +31,7 @@ class ForwardCounters:
 
     @contextmanager
     def watched(self, window: Window) -> Iterator[None]:
-        """Open it while a window runs."""
+        """Watch the counters while a window runs."""
         before = {} if self._has_looked else numbers_of(self._model)
         yield
         times = len(window.micro_batches)
@@ -50,7 +50,7 @@ class ForwardCounters:
 
 
 def numbers_of(model: nn.Module) -> dict[str, Any]:
-    """Whatever may be a counter, by name. Tensors are copies on their device: nothing waits."""
+    """Numbers that may be counters, by name. Tensors are copied on their device, without a sync."""
     found = {}
     for path, part in model.named_modules():
         values = {k: v for k, v in vars(part).items() if type(v) is int}

@@ -1,4 +1,4 @@
-"""The counts of one forward: seen, and answered with its share of the window's."""
+"""The counts of one forward: recorded, and answered with its share of the window's counts."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,18 +22,18 @@ PRETENDED_RANKS = 2
 
 
 class ForwardCounts:
-    """Stands between a model and the other ranks while it runs.
+    """Stands between a model and the other ranks while the model runs.
 
     Args:
-        window: that of the micro-batches.
-        communicate: called with collectives that are no counts; as a handler of
-            :func:`noticed_collectives`. None leaves the model alone.
+        window: the window of the micro-batches.
+        communicate: handler for collectives that are not counts, as for
+            :func:`noticed_collectives`. None handles no collective.
         pretends: whether the model is told that there are two ranks.
-        totals: the window's count at each site; where there is none, counts are the forward's own.
-        images: that the totals are of, for each kind of site; of the window on this rank where
-            none are given.
-        objects: of the same images as means; None is not known.
-        means: whether means are seen.
+        totals: the window's count at each site. Sites without one keep the forward's own counts.
+        images: number of images behind the totals, for each kind of site. The default is the
+            window's images on this rank.
+        objects: number of objects in the images behind the means; None if unknown.
+        means: whether means are recorded.
     """
 
     def __init__(
@@ -55,26 +55,27 @@ class ForwardCounts:
         self._means = means
         self._micro_batch = (0, 0)  # images and objects
         self._calls: Counter[Any] = Counter()
-        self._answers: list[tuple[float, float]] = []  # and the share that each is
+        self._answers: list[tuple[float, float]] = []  # each with its share
         self._replays = False
         self._of_forward: list[tuple[Site, torch.Tensor]] = []
         self._noted: list[tuple[tuple[int, int], list[tuple[Site, torch.Tensor]]]] = []
 
     @property
     def seen(self) -> SeenAt:
-        """What was counted so far. This waits for the device."""
+        """The counts so far. Reading them waits for the device."""
         sites = dict.fromkeys(site for _, noted in self._noted for site, _ in noted)
         seen: SeenAt = {site: [] for site in sites}
         for (images, objects), noted in self._noted:
             counts = dict(noted)
-            for site in sites:  # where a forward did not count, it counted none
+            for site in sites:  # a forward that did not count has count 0
                 seen[site].append(Seen(images, objects, float(counts.get(site, 0.0))))
         return seen
 
     @contextmanager
     def of(self, micro_batch: MicroBatch, replays: bool) -> Iterator[None]:
-        """Open it while a micro-batch's forward runs, and again (``replays``) for its backward,
-        which may compute parts of the forward again. These get the answers of the forward.
+        """Record and answer counts in a micro-batch's forward, and (``replays``) its backward.
+
+        The backward may compute parts of the forward again. These get the answers of the forward.
         """
         self._micro_batch = (micro_batch.num_images, count_objects(micro_batch.data))
         self._replays = replays
@@ -99,7 +100,7 @@ class ForwardCounts:
         return self._share("mean")
 
     def answer(self, count: Number, minimum: float) -> Number:
-        """As :func:`~d2_memfit.normalizers.window_count`."""
+        """Answer a call of :func:`~d2_memfit.normalizers.window_count`."""
         site = self._note("ranks", torch.as_tensor(count).detach())
         own = count.detach() if isinstance(count, torch.Tensor) else count
         total = self._totals.get(site)
@@ -112,7 +113,7 @@ class ForwardCounts:
         return max(own, minimum) if total is None else max(total, minimum) * self._share("ranks")
 
     def share_of_objects(self) -> float:
-        """What to multiply a loss with that is divided by the objects of this micro-batch."""
+        """Factor for a loss that is divided by the objects of this micro-batch."""
         if self._objects is None:
             return 1.0
         return max(self._micro_batch[1], 1) / (max(self._objects, 1) * self._share("mean"))

@@ -1,4 +1,4 @@
-"""Gathering what a checkpoint needs of all ranks, as rank 0 alone writes it."""
+"""A hook that collects the states of all ranks, because only rank 0 writes checkpoints."""
 
 from detectron2.engine import HookBase
 
@@ -11,7 +11,7 @@ class GatherStates(HookBase):
     Register it on all ranks, before hooks that save. On one rank it is not needed.
 
     Args:
-        periods: in iterations, those of the hooks that may save.
+        periods: periods, in iterations, of the hooks that may save.
     """
 
     def __init__(self, *periods: int) -> None:

@@ -1,4 +1,4 @@
-"""The hooks that the node MEMFIT.MONITOR of a config turns on."""
+"""The hooks that the config node MEMFIT.MONITOR turns on."""
 
 from typing import Optional
 
@@ -16,7 +16,7 @@ __all__ = ["memory_hooks"]
 def memory_hooks(
     monitor: CfgNode, output_dir: str, budget_gb: Optional[float] = None
 ) -> list[HookBase]:
-    """What a node MEMFIT.MONITOR turns on. Register these before all others, on all ranks."""
+    """The hooks of a node MEMFIT.MONITOR. Register them before all others, on all ranks."""
     made: list[HookBase] = []
     if monitor.SNAPSHOT_ITER is not None or monitor.SNAPSHOT_ON_OOM:
         folder = output_dir if comm.is_main_process() else f"{output_dir}/rank{comm.get_rank()}"

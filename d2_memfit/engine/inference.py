@@ -1,4 +1,4 @@
-"""Evaluation that survives the batch that does not fit, with the same results."""
+"""Evaluation that continues with the same results after a batch did not fit."""
 
 import logging
 from collections.abc import Iterator
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -> Iterator[None]:
-    """While open, a batch that does not fit when the model is called is tried again with less.
+    """While open, run a batch that does not fit again with less memory.
 
-    First with results post-processed on the host, then one image at a time. What worked is kept for
-    the batches that follow.
+    The first retry post-processes results on the host, the next runs one image at a time. Later
+    batches keep what worked.
 
     Args:
         options: None changes nothing.
 
     Raises:
-        OutOfMemoryError: from the call, if one image alone does not fit; or instead of the original
-            error, if memory runs out elsewhere, as in an evaluator.
+        OutOfMemoryError: one image alone does not fit. It also replaces the original error if
+            memory runs out elsewhere, as in an evaluator.
     """
     if options is None:
         yield
@@ -41,7 +41,7 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     original = type(model)
     recovering = _RecoveringCall(model, options)
     # The model's own class may define __call__ itself, as GeneralizedRCNNWithTTA does, and the
-    # project's code may ask for the class of the model: hence a class derived from it.
+    # project's code may ask for the model's class, so this derives a class from it.
     model.__class__ = type(
         original.__name__, (original,), {"__call__": lambda self, batch: recovering(batch)}
     )

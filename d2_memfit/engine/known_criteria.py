@@ -1,4 +1,4 @@
-"""Criteria whose counts are not to be seen from outside, each with what it takes."""
+"""Known criteria whose counts cannot be seen from outside, each with its adapter."""
 
 from typing import Any, Optional
 
@@ -14,22 +14,22 @@ __all__ = ["adapt_known_criteria"]
 
 
 def adapt_known_criteria(model: nn.Module) -> None:
-    """Let the criteria of a model that are known here ask for the window's counts."""
+    """Make a model's known criteria ask for the window's counts."""
     for module in list(model.modules()):
         kind: Optional[type] = None
         if isinstance(module, DenseDetector):
             kind = _RunningNormalizer
         elif type(module).__name__ == "SetCriterionDynamicK":
             kind = _CountsMatches
-        if kind is not None and not isinstance(module, kind):  # of a trainer before
+        if kind is not None and not isinstance(module, kind):  # not adapted by an earlier trainer
             add_mixin(module, kind)
 
 
 class _RunningNormalizer(nn.Module):
-    """RetinaNet and FCOS of Detectron2: a running mean of the positive anchors in a batch.
+    """Detectron2's RetinaNet and FCOS: a running mean of the positive anchors in a batch.
 
-    It runs from window to window. The window's number is estimated from the micro-batches so far:
-    to know it would take another forward of all.
+    The mean is updated once per window. The window's number is estimated from the micro-batches so
+    far, because the exact number would take another forward of all images.
     """
 
     def _ema_update(
@@ -53,7 +53,7 @@ class _RunningNormalizer(nn.Module):
 
 
 class _CountsMatches(nn.Module):
-    """DiffusionDet: each layer's losses are divided by the queries that are matched there."""
+    """DiffusionDet: each layer's losses are divided by the number of matched queries."""
 
     def get_loss(
         self, loss: str, outputs: Any, targets: Any, indices: Any, *args: Any, **kwargs: Any

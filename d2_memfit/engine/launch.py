@@ -1,4 +1,4 @@
-"""Start the processes of a job, on GPUs or on the CPU, or join those that torchrun started."""
+"""Starting the processes of a job, on GPUs or the CPU, or joining those of torchrun."""
 
 import os
 import tempfile
@@ -30,12 +30,12 @@ def launch(
     args: tuple[Any, ...] = (),
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> None:
-    """Detectron2's ``launch``, which also works under torchrun, and on machines without a GPU.
+    """Detectron2's ``launch``, also under torchrun and on machines without a GPU.
 
-    Under torchrun, or any launcher that sets the variables torchrun sets (RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), this process is one rank of the job;
-    the arguments about machines are not used then. Without a GPU, ``num_gpus_per_machine``
-    processes share the CPU's cores and talk over gloo. The ranks' cuDNN keeps fewer plans
+    Under torchrun this process is one rank of the job, and the arguments about machines are not
+    used. The same holds for any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT. Without a GPU, ``num_gpus_per_machine`` processes share the CPU's
+    cores and communicate over gloo. The ranks' cuDNN keeps fewer plans
     (:func:`~d2_memfit.memory.limit_cudnn_cache`).
 
     Args:
@@ -45,8 +45,8 @@ def launch(
     SIGTERM, SIGINT and SIGUSR2 are passed on to the processes that it starts.
 
     Raises:
-        ConfigError: a launcher's variable is no number, or out of range.
-        SystemExit: the processes ended because of such a signal. The status is 128 + its number.
+        ConfigError: a launcher's variable is not a number, or is out of range.
+        SystemExit: such a signal ended the processes. The status is 128 + its number.
     """
     limit_cudnn_cache()
     num_ranks = num_gpus_per_machine * num_machines
@@ -76,10 +76,10 @@ def launch(
 
 
 def world_size(num_gpus_per_machine: int, num_machines: int = 1) -> int:
-    """Number of ranks that :func:`launch` would have with these arguments, here and now.
+    """Number of ranks that :func:`launch` would start with these arguments.
 
     Raises:
-        ConfigError: WORLD_SIZE is no number of ranks.
+        ConfigError: WORLD_SIZE is not a valid number of ranks.
     """
     if _is_torchrun():
         return _variable("WORLD_SIZE", 1)
@@ -87,7 +87,7 @@ def world_size(num_gpus_per_machine: int, num_machines: int = 1) -> int:
 
 
 def usable_device(device: str) -> str:
-    """The device itself, or "cpu" where it is a CUDA device and there is none."""
+    """The device itself; "cpu" for a CUDA device on a machine without one."""
     return "cpu" if device.startswith("cuda") and not torch.cuda.is_available() else device
 
 
@@ -97,10 +97,10 @@ def _is_torchrun() -> bool:
 
 
 def _variable(name: str, at_least: int, below: Optional[int] = None) -> int:
-    """The value of a variable that a launcher has set.
+    """Value of a variable set by a launcher.
 
     Raises:
-        ConfigError: it is no number of this range.
+        ConfigError: it is not a number in this range.
     """
     text = os.environ[name]
     allowed = f"at least {at_least}" if below is None else f"{at_least} to {below - 1}"
@@ -158,7 +158,7 @@ def _run_rank(
 
 
 def _store_of_attempt(timeout: timedelta, attempt: str) -> dist.Store:
-    """torchrun's store, in which the ranks of earlier attempts have left nothing.
+    """A part of torchrun's store that earlier attempts have not written to.
 
     Since PyTorch 2.5 torchrun keeps one store for all its restarts, with the addresses of ranks
     that are dead: "Connection refused" (github.com/pytorch/pytorch/issues/135712). Restarts are

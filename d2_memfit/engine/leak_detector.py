@@ -1,4 +1,4 @@
-"""Whether memory leaks, and what holds it."""
+"""A hook that detects memory leaks and names their owners."""
 
 import logging
 import multiprocessing
@@ -25,29 +25,29 @@ __all__ = ["LeakDetector"]
 logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")
-# What counts as a leak. A leak of 1 MiB in 100 iterations is of 10 KiB in each; and of 20 Python
-# objects or more, where they are small: the largest that Python's own allocator serves has 512 B.
+# What counts as a leak. A leak of 1 MiB in 100 iterations adds 10 KiB in each. Small objects leak
+# as at least 20 objects per iteration: the largest that Python's own allocator serves has 512 B.
 _BYTES_PER_ITERATION = 8 * 2**10
 _OBJECTS_PER_ITERATION = 18
 _LOOK_AGAIN_AFTER = 8  # iterations, for containers that grow
 
 
 class LeakDetector(HookBase):
-    """Warns once of each kind of memory whose use after iterations grows steadily.
+    """Warns once for each kind of memory whose use after iterations grows steadily.
 
-    It looks at tensors on the GPU, at the host's memory, at small Python objects, which have an
-    allocator of their own, and at the loader's workers.
+    It measures GPU tensors, host memory, small Python objects (which have their own allocator) and
+    the loader's workers.
 
-    The warning says how much 1000 iterations add, what kinds of tensors have come, which of the
-    model's modules or the trainer's hooks hold them, and which containers grow. What Python cannot
-    see, such as the graph behind a loss that is kept, is in the growth and not among the tensors.
+    The warning gives the growth per 1000 iterations and the kinds of the new tensors. It names the
+    modules or hooks that hold them, and the containers that grow. Memory that Python cannot see
+    counts in the growth, but not among the tensors: the graph behind a kept loss, for example.
 
-    Register it on the ranks that shall look, each for itself.
+    Register it on each rank to watch.
 
     Args:
         window: iterations over which memory must grow.
         skip: iterations at the beginning, which fill caches.
-        at_least_bytes: growth over the window that counts; None is 8 KiB for each iteration.
+        at_least_bytes: smallest growth over the window that counts; None is 8 KiB per iteration.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LeakDetector(HookBase):
         self._skip = skip
         self._at_least_bytes = at_least_bytes or _BYTES_PER_ITERATION * window
         self._used: dict[str, deque[float]] = {}
-        self._growing: dict[str, float] = {}  # by kind, what was seen and not said yet
+        self._growing: dict[str, float] = {}  # by kind; not warned of yet
         self._said: set[str] = set()
         self._look_again = 0
         self._census: Optional[TensorCensus] = None
@@ -94,11 +94,11 @@ class LeakDetector(HookBase):
         return used
 
     def _histories(self) -> list[list[Any]]:
-        """What Detectron2 keeps of all iterations."""
+        """The values that Detectron2 keeps of all iterations."""
         return [history._data for history in self.trainer.storage._history.values()]
 
     def _growth(self) -> dict[str, float]:
-        """By kind, what each iteration adds; without those that do not grow."""
+        """Growth per iteration by kind, without the kinds that do not grow."""
         growth = {}
         for kind, used in self._used.items():
             at_least = self._at_least_bytes
@@ -156,7 +156,7 @@ class LeakDetector(HookBase):
 
 
 def _anonymous_bytes(pid: Optional[int]) -> int:
-    """RAM of a process that is no file's; pages that it shares with its parent count."""
+    """A process's RAM without file pages, in bytes; pages shared with its parent count."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:  # it has ended, or this is not Linux

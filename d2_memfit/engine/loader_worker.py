@@ -1,4 +1,4 @@
-"""What runs in the workers of a resumable loader: Detectron2's dataset, from where it was left."""
+"""Code in the workers of a resumable loader: Detectron2's dataset, continued from a position."""
 
 import copy
 import multiprocessing
@@ -19,7 +19,7 @@ __all__ = ["Images", "RestOfStream", "WithStates"]
 
 
 class RestOfStream(Sampler[int]):
-    """A training sampler of Detectron2 that leaves out what was taken, before ranks are dealt to.
+    """A Detectron2 training sampler that skips taken places, before ranks are dealt to.
 
     Args:
         sampler: its order must be a function of its attributes.
@@ -39,18 +39,18 @@ class RestOfStream(Sampler[int]):
 
 
 class Images(IterableDataset[Any]):
-    """Detectron2's ``ToIterableDataset`` behind the first batches.
+    """Detectron2's ``ToIterableDataset``, continued after the first batches.
 
     Args:
         dataset: with its sampler, as Detectron2 made it.
-        sampler: what to take its indices from instead.
-        batches: of the rank, that were taken.
-        workers: random states of each worker after these, pickled; None if there are none.
-        keeps_states: whether each image comes with the states before it was loaded.
+        sampler: source of indices in place of the dataset's.
+        batches: number of batches that the rank has taken.
+        workers: pickled random states of each worker after these; None if there are none.
+        keeps_states: whether each image comes with the random states before its loading.
 
     Yields:
-        ``(image, index, states)``. To keep the order of the workers, those that are not the next
-        one first yield Nones for a whole batch.
+        ``(image, index, states)``. To keep the order of the workers, those before the next one
+        first yield a whole batch of Nones.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Images(IterableDataset[Any]):
         keeps_states: bool,
     ) -> None:
         self._images = dataset.dataset
-        self._indices = copy.copy(dataset)  # shards the indices among the workers, as it did images
+        self._indices = copy.copy(dataset)  # shards indices among workers, as it did images
         self._indices.dataset = _Itself()
         self._indices.sampler = sampler
         self._layout = layout
@@ -89,11 +89,11 @@ class Images(IterableDataset[Any]):
 
 
 class WithStates:
-    """A collate function of the loader, whose batches come with the worker's random states.
+    """A collate function whose batches come with the worker's random states.
 
     Returns:
-        ``(batch, (index, states before, states after))``: the first two of the first image; the
-        last ones None in the main process. For Nones, ``(None, None)``.
+        ``(batch, (index, states before, states after))``: the first two belong to the first image;
+        the last is None in the main process. A batch of Nones gives ``(None, None)``.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
@@ -108,7 +108,7 @@ class WithStates:
 
 
 class _Itself(Dataset[Any]):
-    """Of which each item is its own index."""
+    """A dataset whose items are their own indices."""
 
     def __getitem__(self, index: int) -> int:
         return index

@@ -37,10 +37,10 @@ _CLAMPS_IN_PLACE = (torch.Tensor.clamp_, torch.Tensor.clamp_min_, torch.Tensor.c
 
 
 class CountsOfMeans(Protocol):
-    """Who knows the window's counts."""
+    """The source of the window's counts."""
 
     def count_of_mean(self, kind: str, count: torch.Tensor) -> Optional[float]:
-        """Take note of what a mean divides by; what it is to divide by instead, if otherwise.
+        """Record the divisor of a mean; return the divisor to use in its place, or None.
 
         Args:
             kind: "weights" or "mean".
@@ -48,19 +48,19 @@ class CountsOfMeans(Protocol):
         ...
 
     def share_of(self, value: float) -> Optional[float]:
-        """If a number is a count that was answered with a share of the window's: that share."""
+        """The share of the window's count that a number was answered with; None if it was not."""
         ...
 
 
 class MeanLosses(TorchFunctionMode):
-    """While open, means are taken over the window.
+    """While open, means of losses are taken over the window.
 
-    Those of PyTorch's losses, and ``mean()`` of losses of one or two dimensions, such as those of
-    objects. And a lower limit of a count, such as ``clamp(num_boxes, min=1)``, is that of the whole
-    window's.
+    These are the means of PyTorch's losses, and ``mean()`` of one- or two-dimensional losses, such
+    as one per object. A lower limit of a count, such as ``clamp(num_boxes, min=1)``, applies to the
+    window's count.
 
     Args:
-        counts: who knows the window's counts.
+        counts: source of the window's counts.
     """
 
     def __init__(self, counts: CountsOfMeans) -> None:
@@ -119,7 +119,7 @@ class MeanLosses(TorchFunctionMode):
 
 
 class ShareOfCount(float):
-    """A share of a count, which is compared as the whole: in ``max(num_positive, 1.0)``."""
+    """A share of a count that compares like the whole count, as in ``max(num_positive, 1.0)``."""
 
     def __new__(cls, value: float, share: float) -> "ShareOfCount":
         self = super().__new__(cls, value)

@@ -1,4 +1,4 @@
-"""Where memory goes over time: reports of all ranks, for the event storage and the console."""
+"""A hook that reports the memory of all ranks to the event storage and the console."""
 
 import logging
 import statistics
@@ -16,25 +16,29 @@ from ..memory import device_memory
 __all__ = ["MemoryMonitor"]
 
 _GB = 2**30
-_LAG = 2**20  # bytes that Linux's peak of a process may still rise by after memory was given back
+_LAG = 2**20  # bytes; Linux's peak of a process may rise this much after memory was freed
 
 
 class MemoryMonitor(HookBase):
     """Reports the memory of all ranks to the event storage, and to the console.
 
-    Every ``period`` iterations the storage gets, in GB (2^30 bytes), ``memfit/allocated_gb``,
-    ``memfit/reserved_gb``, the peaks of both since the last report (``..._peak_gb``), the host's
-    RAM of the trainer (``memfit/host_rss_gb``) and of its loader's workers
-    (``memfit/workers_rss_gb``, and without what they share ``memfit/workers_private_gb``); and
-    ``memfit/fragmentation`` (reserved minus allocated, over reserved), ``memfit/budget_used`` (peak
-    reserved over the budget) and ``memfit/alloc_retries`` (a total). With several ranks each is the
-    largest, and ``..._min`` and ``..._mean`` stand beside it.
+    Every ``period`` iterations the storage gets these values, in GB (2^30 bytes) if they end in
+    ``_gb``:
 
-    Nobody's peak statistics are reset. A peak since the last report is the device's own where that
-    has risen since; otherwise it is the most that was seen at the end of a forward or a step.
+    - ``memfit/allocated_gb``, ``memfit/reserved_gb``, and ``memfit/allocated_peak_gb``,
+      ``memfit/reserved_peak_gb``, their peaks since the last report;
+    - ``memfit/host_rss_gb``, the trainer's RAM on the host; ``memfit/workers_rss_gb``, that of its
+      loader's workers, and ``memfit/workers_private_gb``, without what they share;
+    - ``memfit/fragmentation``: reserved minus allocated, over reserved;
+    - ``memfit/budget_used``: peak reserved over the budget;
+    - ``memfit/alloc_retries``: total number of allocation retries.
 
-    On the CPU, allocated is what the process has in RAM, and reserved what the kernel's limit
-    counts.
+    With several ranks each value is the largest; ``..._min`` and ``..._mean`` are added.
+
+    Peak statistics are never reset. A peak since the last report is the device's own peak if that
+    has risen. Otherwise it is the largest value at the end of a forward or a step.
+
+    On the CPU, allocated is the process's RAM, and reserved is what the kernel's limit counts.
 
     Register it on all ranks, before the hook that writes.
 

@@ -1,4 +1,4 @@
-"""Who has the memory at one moment, on file."""
+"""A hook that writes to a file which owners hold the memory at one moment."""
 
 import json
 import logging
@@ -23,19 +23,21 @@ logger = logging.getLogger(__name__)
 
 
 class MemorySnapshot(HookBase):
-    """Writes down who has the memory: when asked to, and when it runs out.
+    """Writes the owners of the memory to a file, on request and when memory runs out.
 
-    Files in ``output_dir``: ``memfit_memory_<iteration>.json``, the bytes of each owner at the peak
-    of that iteration (see :class:`OwnerMeter`), and the largest tensors after it;
-    ``memfit_oom_<number>.json``, both at an out-of-memory error, for the first three; and on a GPU,
-    beside each, a ``.pickle`` for https://docs.pytorch.org/memory_viz.
+    Files in ``output_dir``:
 
-    The signal SIGUSR1 asks for the next iteration.
+    - ``memfit_memory_<iteration>.json``: the bytes of each owner at the peak of that iteration (see
+      :class:`OwnerMeter`), and the largest tensors after it;
+    - ``memfit_oom_<number>.json``: both at an out-of-memory error, for the first three;
+    - on a GPU, a ``.pickle`` with each, for https://docs.pytorch.org/memory_viz.
+
+    The signal SIGUSR1 requests a file for the next iteration.
 
     Args:
         output_dir: a folder of this rank.
-        iteration: the one to look at; None is none.
-        on_oom: whether out-of-memory errors are written down, too.
+        iteration: the iteration to record; None records none.
+        on_oom: whether out-of-memory errors are recorded, too.
     """
 
     _MAX_OOMS = 3

@@ -1,4 +1,4 @@
-"""How many images go through the model at once, learned from what did not fit."""
+"""The number of images per micro-batch, learned from what did not fit."""
 
 from typing import Any, Optional
 
@@ -6,17 +6,17 @@ __all__ = ["MicroBatchSize"]
 
 
 class MicroBatchSize:
-    """Halved when memory runs out, doubled again after a while without.
+    """A size that is halved when memory runs out, and doubled after a while without errors.
 
-    A size that fails again after growing waits longer before it is tried the next time: from the
-    second failure in a row on, twice as long each time.
+    A size that fails again after growing is tried later the next time. From the second failure in a
+    row on, the wait doubles each time.
 
     Args:
-        configured: images in one forward; None is the loader's batch as it comes.
+        configured: images per micro-batch; None is the loader's batch.
         grow_after: iterations without an out-of-memory error before the size is doubled.
 
     Attributes:
-        images: the size for now; None is the loader's batch.
+        images: the current size; None is the loader's batch.
     """
 
     def __init__(self, configured: Optional[int], grow_after: int) -> None:
@@ -29,7 +29,7 @@ class MicroBatchSize:
         self.images = configured
 
     def halve(self, num_images: int) -> int:
-        """After a micro-batch of so many images, at least two, did not fit.
+        """Halve the size after a micro-batch of this many images, at least two, did not fit.
 
         Returns:
             int: the new size.
@@ -69,12 +69,13 @@ class MicroBatchSize:
 
     def state_dict(self) -> dict[str, Any]:
         state = {k: v for k, v in vars(self).items() if k not in ("_configured", "_grow_after")}
-        # What is configured is no knowledge; it may be configured otherwise when this is loaded.
+        # A configured size was not learned; the config may differ when this is loaded.
         return {**state, "images": None if self.images == self._configured else self.images}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what was learned, but never beyond what is configured now. Nothing was learned
-        in a run whose micro-batches were cut by bytes.
+        """Restore what was learned, up to what is configured now.
+
+        The state of a run that cut micro-batches by bytes is ignored.
         """
         if "unit" in state:
             return

@@ -1,4 +1,4 @@
-"""Losses that are divided by a count get the count of the window and all ranks."""
+"""The counts that losses are divided by, taken over the window and all ranks."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,28 +26,27 @@ logger = logging.getLogger(__name__)
 
 Forward = Callable[[MicroBatch], Any]
 
-_WATCHED_WINDOWS = 3  # without an object, before a model is taken to count nothing
-_MOST_RUNS = 5  # of one window
+_WATCHED_WINDOWS = 3  # without an object, before the model is taken to count nothing
+_MOST_RUNS = 5  # runs of one window
 
 
 class Normalizers:
-    """Knows, before a window's forwards, the counts that its losses are divided by.
+    """Finds, before a window's forwards, the counts that its losses are divided by.
 
-    A loss that is a sum over objects, positive anchors or the like, divided by their number in the
-    batch, would be divided by the number in its micro-batch. The counts are noticed where the model
-    adds them up over ranks (on one rank, where it would), in means of weighted losses, and where it
-    calls ``window_count``. Most follow from the annotations, see :class:`CountRules`. For others
-    the window goes through the model once more, without gradients, before it is trained on.
+    A loss divided by the objects in its batch would be divided by the micro-batch's objects. Counts
+    are noticed in sums over ranks (on one rank, where there would be one), in means of losses, and
+    in ``window_count``. Most follow from the annotations (:class:`CountRules`). For others, the
+    window first runs without gradients.
 
     Args:
         model: without DDP around it.
-        options: which counts are those of the window.
+        options: which counts are taken over the window.
         recovers: whether ranks may run images again, each for itself.
-        is_cut: whether the trainer cuts the loader's batches anew.
+        is_cut: whether the trainer cuts the loader's batches.
         accumulation_steps: as for the trainer.
 
     Attributes:
-        communication: what the model says to other ranks that is no count.
+        communication: the model's collectives that are not counts.
         rules: what is known of the model's counts.
     """
 
@@ -76,27 +75,27 @@ class Normalizers:
 
     @property
     def may_run_again(self) -> bool:
-        """Whether it may turn out after a window that its counts were not the right ones."""
+        """Whether a window's counts may turn out wrong after it ran."""
         return self._options.policy != "off" and (self._is_live or self._ranks > 1)
 
     def begin(self, window: Window, images: Optional[int], forward: Forward) -> None:
-        """Get to know what a window's losses are divided by, before its first forward.
+        """Find what a window's losses are divided by, before its first forward.
 
         Args:
-            images: of a micro-batch, as for :meth:`Window.take`.
-            forward: of the trainer.
+            images: images per micro-batch, as for :meth:`Window.take`.
+            forward: the trainer's forward.
 
         Raises:
             CommunicationError: see :meth:`of`.
-            ConfigError: on every rank, if the model communicates, and ranks have different numbers
-                of micro-batches.
+            ConfigError: on every rank, if the model communicates and numbers of micro-batches
+                differ.
         """
         self._start_run()
         if self._options.policy == "off":
             return
         self._sees_means = self._is_live
         self._is_uncut = self._ranks == 1 and self._is_whole and images is None
-        watches = self._ranks > 1 or self._windows_to_watch > 0  # what was not seen may yet come
+        watches = self._ranks > 1 or self._windows_to_watch > 0  # new counts may still appear
         if self._is_uncut or not self._knows_something:
             self._is_on = watches
             handle = self.communication.handle if watches else None
@@ -123,10 +122,10 @@ class Normalizers:
 
     @contextmanager
     def of(self, micro_batch: MicroBatch, replays: bool = False) -> Iterator[None]:
-        """Open it while a micro-batch's forward runs, and again (``replays``) for its backward.
+        """Count during a micro-batch's forward, and again (``replays``) during its backward.
 
         Raises:
-            CommunicationError: the model communicates, and was not known to.
+            CommunicationError: the model communicates unexpectedly.
         """
         with ExitStack() as stack:
             asked = []
@@ -138,7 +137,7 @@ class Normalizers:
         self._asks_for_ranks |= bool(asked)
 
     def divided(self, losses: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """A micro-batch's losses; those of MEMFIT.NORMALIZERS.LOSSES by the window's objects."""
+        """The losses; those in MEMFIT.NORMALIZERS.LOSSES divided by the window's objects."""
         if self._counts is None or not self._options.losses:
             return losses
         share = self._counts.share_of_objects()
@@ -149,7 +148,7 @@ class Normalizers:
         }
 
     def report(self, window: Window) -> CountReport:
-        """What the ranks must know to agree whether the window was run with the right counts."""
+        """The facts by which ranks agree whether the window ran with the right counts."""
         return CountReport(
             self.rules.news(self._counts.seen if self._counts else {}),
             self._must_ask,
@@ -160,13 +159,13 @@ class Normalizers:
         )
 
     def must_run_again(self, reports: Sequence[CountReport]) -> bool:
-        """Learn from a window, and say whether it is to be run again, on all ranks.
+        """Learn from a window, and return whether all ranks must run it again.
 
         Args:
             reports: of all ranks, so that all learn the same.
 
         Raises:
-            ConfigError: on every rank, if the model communicates, and cannot be trained so.
+            ConfigError: on every rank, if the model communicates and cannot be trained so.
         """
         found = [r.communicates for r in reports if r.communicates]
         is_cut_anew = any(r.is_cut_anew for r in reports)
@@ -212,18 +211,18 @@ class Normalizers:
 
     @property
     def _knows_something(self) -> bool:
-        """Whether the model is known to count or communicate, or to ask whether it may."""
+        """Whether the model is known to count, to communicate, or to ask for ranks."""
         counts = any(self._needs(site, is_cut=True) for site in self.rules.sites)
         is_told = len(self._options.losses) > 0
         return counts or self.communication.known != "" or self._must_ask or is_told
 
     @property
     def _must_ask(self) -> bool:
-        """Whether it is still to be seen what the model does where there are ranks."""
+        """Whether it is still unknown what the model does with several ranks."""
         return self._asks_for_ranks and self._may_pretend
 
     def _needs(self, site: Site, is_cut: bool = False) -> bool:
-        """Whether micro-batches' own counts at a site would be the wrong ones."""
+        """Whether micro-batches' own counts at a site would be wrong."""
         if site.kind == "ranks":
             return True
         is_cut = is_cut or any(p.micro_batches > 1 for p in self._parts)
@@ -246,7 +245,7 @@ class Normalizers:
         return micro_batches
 
     def _know(self, window: Window, counted: Sequence[dict[Site, float]]) -> None:
-        """Set the totals of the window: from rules, else from what all ranks counted."""
+        """Set the window's totals, from rules or from the counts of all ranks."""
         rank = comm.get_rank()
         own = self._parts[rank]
         images, objects = (sum(getattr(p, k) for p in self._parts) for k in ("images", "objects"))
@@ -280,7 +279,7 @@ class Normalizers:
     def _count(
         self, window: Window, images: Optional[int], forward: Forward
     ) -> Sequence[dict[Site, float]]:
-        """What each rank counts in its window."""
+        """Each rank's counts in its window."""
 
         counted: dict[Site, float] = {}
         try:

@@ -1,4 +1,4 @@
-"""Those who want to see the memory as it is when it runs out."""
+"""Observers that see the memory at the moment when it runs out."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
-    """While open, observers are called when memory runs out, before anything is freed."""
+    """While open, call the observers when memory runs out, before anything is freed."""
     try:
         yield
     except Exception as e:
@@ -26,5 +26,5 @@ def _call(observers: Sequence[Callable[[], None]]) -> None:
     for observe in observers:
         try:
             observe()
-        except Exception as e:  # the run may yet go on
+        except Exception as e:  # the run may still continue
             logger.warning("What was to be seen of the memory is lost: %s", e)

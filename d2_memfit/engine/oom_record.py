@@ -1,4 +1,4 @@
-"""What is known of an out-of-memory error: for the log, for the final error, and on file."""
+"""Facts about an out-of-memory error, for the log, the final error and a file."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ _GB = 2**30
 
 
 class Failure:
-    """What can be known of an out-of-memory error only while it is handled.
+    """Facts about an out-of-memory error that are known only while it is handled.
 
     It holds no reference to the error, whose traceback would keep tensors alive.
     """
@@ -75,7 +75,7 @@ class OomEvent:
         model: nn.Module,
         budget_gb: Optional[float],
     ) -> "OomEvent":
-        """What a failure meant for a micro-batch (``data``) of a model, without DDP around it."""
+        """The event of a failure in a micro-batch (``data``). The model has no DDP around it."""
         memory = failure.memory
         return cls(
             iteration=iteration,
@@ -108,11 +108,11 @@ class OomEvent:
 class OomRecord:
     """Appends events to ``memfit_oom.jsonl``, one JSON object per line.
 
-    Each event is one write of one line, so the file can be parsed whenever the process ends, and
+    Each event is one write of one line. The file can be parsed whenever the process ends, and
     several ranks can share it.
 
     Args:
-        output_dir: its folder; an empty text for no file.
+        output_dir: its folder; "" for no file.
     """
 
     FILE_NAME = "memfit_oom.jsonl"
@@ -131,7 +131,7 @@ class OomRecord:
         except (
             OSError,
             MemoryError,
-        ) as e:  # a full disk is no reason to end a run that was just saved
+        ) as e:  # a full disk must not end a run that just recovered
             logger.warning("Cannot write %s (%s). The event was %s", self._path, e, line.strip())
 
 
@@ -144,7 +144,7 @@ def final_oom_error(
     options: RecoveryOptions,
     mixed_precision: bool,
 ) -> OutOfMemoryError:
-    """The error to raise where nothing can be run again; its event is recorded first."""
+    """Record an error where nothing can be run again, and return the error to raise."""
     failure = Failure(error, phase, next(model.parameters()).device)
     event = OomEvent.of(failure, iteration, data, model, options.budget_gb)
     event.action = RAISE
@@ -153,7 +153,7 @@ def final_oom_error(
 
 
 def final_error(event: OomEvent, options: RecoveryOptions, mixed_precision: bool) -> str:
-    """The text of the error that ends a run: what happened, and the next three things to try."""
+    """Message of the error that ends a run: what happened, and three things to try next."""
     if event.phase in ("evaluation", "hook EvalHook"):
         steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
     elif event.phase.startswith("hook "):
@@ -178,7 +178,7 @@ def final_error(event: OomEvent, options: RecoveryOptions, mixed_precision: bool
 
 
 def padded_size(data: Any, model: nn.Module) -> Optional[tuple[int, int]]:
-    """Height and width, in pixels, that the model pads the images of a micro-batch to."""
+    """Height and width, in pixels, to which the model pads a micro-batch's images."""
     sizes = [image["image"].shape[-2:] for image in _images(data)]
     if not sizes:
         return None
@@ -206,10 +206,10 @@ def _num_instances(image: dict[str, Any]) -> Optional[int]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold of an image_id of any type."""
+    """A value that JSON can hold, from an image_id of any type."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
 def _images(data: Any) -> list[dict[str, Any]]:
-    """Those of a micro-batch that are dataset dicts with pixels."""
+    """The dataset dicts of a micro-batch that have pixels."""
     return [d for d in dataset_dicts(data) if isinstance(d.get("image"), torch.Tensor)]

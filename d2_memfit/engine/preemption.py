@@ -1,4 +1,4 @@
-"""A run that is asked to end by a signal ends after the iteration, with a checkpoint."""
+"""A hook that saves a checkpoint and ends the run when a signal arrives."""
 
 import itertools
 import logging
@@ -30,15 +30,15 @@ class StopOnSignals(HookBase):
 
     All ranks end with the status that a shell gives to the signal: 143, 130 or 140 (128 + its
     number). They agree by the vote at the end of each iteration. In an evaluation of an
-    ``EvalHook`` they agree through the process group's store, and leave before their next batch;
-    where a rank is through with its images already, evaluation goes on to its end. A second SIGINT
-    ends the process at once, without a checkpoint.
+    ``EvalHook`` they agree through the process group's store, and leave before their next batch. If
+    a rank has already finished its images, the evaluation runs to its end. A second SIGINT ends the
+    process at once, without a checkpoint.
 
     Register it on all ranks, after all other hooks, in a trainer that is an ``AccumulatingTrainer``
-    or has one. Only the main thread of a process can be asked by signals.
+    or has one. Only the main thread of a process receives signals.
 
     Args:
-        checkpointer: what saves. It writes ``model_<iteration>.pth``.
+        checkpointer: writes ``model_<iteration>.pth``.
     """
 
     def __init__(self, checkpointer: MemfitCheckpointer) -> None:
@@ -83,8 +83,9 @@ class StopOnSignals(HookBase):
         raise SystemExit(self._status)
 
     def after_train(self) -> None:
-        """Save, if the run is being left. Contexts of an evaluation, such as averaged weights, are
-        closed by now.
+        """Save a checkpoint if a signal ends the run.
+
+        Contexts of an evaluation, such as averaged weights, are closed by now.
         """
         try:
             if self._status:
@@ -108,13 +109,13 @@ class StopOnSignals(HookBase):
         self._former = {}
 
     def _evaluate(self, evaluate: Callable[[], Any]) -> Any:
-        """Run an evaluation that can be left before each batch."""
+        """Run an evaluation that can stop before each batch."""
         model = compat.without_ddp(self._inner.model)
         original = type(model)
         self._evaluation_key = f"{self._training}/evaluation {self.trainer.iter}"
 
         def train(model: nn.Module, mode: bool = True) -> nn.Module:
-            if mode:  # inference_on_dataset is through with its batches
+            if mode:  # inference_on_dataset has finished its batches
                 self._agree_in_evaluation(is_through=True)
                 self._evaluation_key += "/next"
             return original.train(model, mode)
@@ -132,8 +133,9 @@ class StopOnSignals(HookBase):
             model.__class__ = original
 
     def _agree_in_evaluation(self, is_through: bool = False) -> None:
-        """Leave, if a rank was asked to before any was through: one that is waits for the others'
-        results.
+        """Leave if a rank received a signal before any rank finished its images.
+
+        A rank that has finished waits for the others' results.
         """
         number = self._inner.stop_signal
         if comm.get_world_size() > 1:
@@ -147,7 +149,7 @@ class StopOnSignals(HookBase):
 
 
 def _is_free(number: int) -> bool:
-    """Whether nobody has a handler for a signal; submitit has, for one, and means it."""
+    """Whether nobody handles a signal. submitit, for example, has its own handler."""
     handler = signal.getsignal(number)
     if handler in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
         return True
@@ -161,9 +163,10 @@ def _wrapped(run: Callable[..., Any], function: Callable[[], Any]) -> Callable[[
 
 
 class _Forks:
-    """Keeps signals that are sent to all processes of a job from the loader's workers, which the
-    run needs to the end of its iteration. Workers that are spawned, as those of ranks that are,
-    do that themselves (``loader_worker.Images``).
+    """Keeps signals to all processes of a job away from the loader's workers.
+
+    The run needs the workers until the end of its iteration. Spawned workers, as in spawned ranks,
+    do this themselves (``loader_worker.Images``).
     """
 
     def __init__(self) -> None:

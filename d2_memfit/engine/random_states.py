@@ -1,4 +1,4 @@
-"""The states of a process's random generators, as plain types that a checkpoint can hold."""
+"""The states of a process's random generators, in plain types for a checkpoint."""
 
 import random
 from typing import Any, Optional
@@ -13,10 +13,10 @@ def random_states(device: Optional[torch.device] = None) -> dict[str, Any]:
     """The states of the generators of Python, NumPy and PyTorch.
 
     Args:
-        device: whose generator counts too, if it is not the CPU.
+        device: a device whose generator is included, if it is not the CPU.
 
     Returns:
-        dict: tensors, tuples, numbers and None, which ``torch.load`` takes with
+        dict: tensors, tuples, numbers and None. ``torch.load`` can read it with
         ``weights_only=True``.
     """
     _, keys, *rest = np.random.get_state(legacy=True)
@@ -31,7 +31,7 @@ def random_states(device: Optional[torch.device] = None) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: Optional[torch.device] = None) -> None:
-    """Go back to the states that :func:`random_states` returned, here or in another process."""
+    """Restore the states of :func:`random_states`, in this or another process."""
     random.setstate(states["python"])
     keys, *rest = states["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))

@@ -1,4 +1,4 @@
-"""When a micro-batch does not fit: undo it, and run the same images in a way that needs less."""
+"""Recovery: undo a micro-batch that does not fit, and run its images with less memory."""
 
 import contextlib
 import logging
@@ -32,30 +32,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RecoveryReport:
-    """What a rank tells the others about the memory of its window."""
+    """One rank's report about the memory of its window."""
 
-    micro_batch: int = 0  # images in the largest
+    micro_batch: int = 0  # images in the largest one
     oom_events: int = 0
     retried_images: int = 0
-    seen_images: int = 0  # with those that were skipped
+    seen_images: int = 0  # including skipped images
     skipped_images: int = 0
     final_error: str = ""
     size: dict[str, Any] = field(default_factory=dict)  # state of the MicroBatchSize
 
 
 class Recovery:
-    """Runs windows to their end, whatever fits. One for each trainer.
+    """Runs windows to their end, whatever fits. Make one per trainer.
 
     Args:
-        options: what may be done.
+        options: what recovery may do.
         model: without DDP around it.
         micro_batch_size: as for the trainer.
-        mixed_precision: whether it is on, for the advice in the last error.
-        communication: what the model says to other ranks in its forward.
-        cut: what windows are cut by, if it is bytes.
+        mixed_precision: whether it is on, for the advice in the final error.
+        communication: the model's communication in its forward.
+        cut: cuts windows by bytes; None cuts by number of images.
 
     Attributes:
-        size: how many images, or bytes, go through the model at once.
+        size: the current limit of a micro-batch, in images or bytes.
         oom_events, retried_images, skipped_images: totals over all ranks and iterations.
     """
 
@@ -78,7 +78,7 @@ class Recovery:
         self._device = next(model.parameters()).device
         self._record = OomRecord(options.output_dir)
         self._micro_batch_size = micro_batch_size
-        self._sizes = [self.size.state_dict()]  # of all ranks
+        self._sizes = [self.size.state_dict()]  # one of each rank
         self._retries = RisingRetries()
         self._escalation = Escalation(options)
         self._report = RecoveryReport()
@@ -94,14 +94,15 @@ class Recovery:
     ) -> RecoveryReport:
         """Accumulate the gradients of a window.
 
-        An error in a forward has touched no gradient: its micro-batch is done again. An error in a
-        backward may have: the window starts over. No image is lost, and none counts twice.
+        After an error in a forward, which has touched no gradient, only its micro-batch runs again.
+        After an error in a backward, which may have, the window starts over. No image is lost or
+        counted twice.
 
         Raises:
-            OutOfMemoryError: at once, where ranks communicate within the forward. In all other
-                cases the ranks must agree first, see :meth:`end_iteration`.
+            OutOfMemoryError: at once, if ranks communicate in the forward. In all other cases the
+                ranks must agree first, see :meth:`end_iteration`.
         """
-        if window is not self._window:  # what was reported of it stays, if all ranks run it again
+        if window is not self._window:  # if all ranks run a window again, its report is kept
             self._report = RecoveryReport()
         self._window = window
         self._escalation = Escalation(self._options)
@@ -120,7 +121,7 @@ class Recovery:
                 self._report.retried_images += window.num_images
                 before = start
                 window.start_over()
-            self._react(failure, micro_batch, window, iteration)  # which writes it down first
+            self._react(failure, micro_batch, window, iteration)  # which records it first
             self._undo(before, failure, micro_batch, iteration)
             if self._report.final_error:
                 self._model.zero_grad(set_to_none=True)
@@ -141,20 +142,20 @@ class Recovery:
 
     @property
     def micro_batch_size(self) -> Optional[int]:
-        """Images that go through the model at once, for now; None is the loader's batch."""
+        """Current number of images per micro-batch; None is the loader's batch."""
         return self.size.images if self._may_retry else self._micro_batch_size
 
     @property
     def _may_retry(self) -> bool:
-        """Whether this rank can run its images again without the others."""
+        """Whether this rank can run its images again without the other ranks."""
         return not self._communication.known
 
     def end_iteration(self, reports: Sequence[RecoveryReport]) -> None:
-        """Count what happened on all ranks, and log it.
+        """Count the events of all ranks, and log them.
 
         Raises:
-            OutOfMemoryError: on every rank, if an image of any rank fits in no way, or too many
-                were skipped.
+            OutOfMemoryError: on every rank, if an image of any rank does not fit at all, or too
+                many were skipped.
         """
         errors = [r.final_error for r in reports if r.final_error]
         if errors:
@@ -181,15 +182,15 @@ class Recovery:
 
     @contextmanager
     def with_final_error(self, phase: str, data: Any, iteration: int) -> Iterator[None]:
-        """Say what is known when memory runs out where nothing can be done again.
+        """Explain an out-of-memory error where nothing can be run again.
 
         Raises:
-            OutOfMemoryError: instead of the original error.
+            OutOfMemoryError: in place of the original error.
         """
         try:
             yield
         except Exception as e:
-            if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # it was explained
+            if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # already explained
                 raise
             model, options = self._model, self._options
             raise final_oom_error(
@@ -222,7 +223,7 @@ class Recovery:
         forward: Callable[[MicroBatch], torch.Tensor],
         backward: Callable[[torch.Tensor, MicroBatch], None],
     ) -> tuple[Optional[Snapshot], Optional[Failure]]:
-        """The state before it, None if there was no memory for that, and what went wrong."""
+        """The state before a micro-batch (None if there was no memory for it), and its failure."""
         low_memory = self._escalation.needs_low_memory(micro_batch.data)
         before, phase = None, "forward"
         try:
@@ -240,7 +241,7 @@ class Recovery:
     def _react(
         self, failure: Failure, micro_batch: MicroBatch, window: Window, iteration: int
     ) -> None:
-        """Decide how the images are run again, and say so."""
+        """Decide how the images run again, and log it."""
         self._report.oom_events += 1
         event = self._event(failure, micro_batch.data, iteration)
         if not self._may_retry:
@@ -263,9 +264,9 @@ class Recovery:
         micro_batch: MicroBatch,
         iteration: int,
     ) -> None:
-        """Go back to a state, None if there was no memory to keep it, and free what is left.
+        """Restore a state, if it could be saved, and free memory.
 
-        If memory runs out here too, that is the last error of the window, on all ranks.
+        If memory runs out here too, that is the window's final error, on all ranks.
         """
         is_thorough = self._report.oom_events > 1
         try:
@@ -279,7 +280,7 @@ class Recovery:
             self._report.final_error = str(e)
 
     def _watch_allocator(self, window: Window, iteration: int) -> None:
-        """Halve before the crash: an allocator that must retry again and again is near it."""
+        """Halve the size before a crash: an allocator that retries again and again is near it."""
         if self._device.type != "cuda" or not self._may_retry:
             return
         retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"]

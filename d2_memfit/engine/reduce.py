@@ -1,4 +1,4 @@
-"""Gradients over several ranks: the mean over all images, whatever their number on each rank."""
+"""Gradient reduction over ranks: the mean over all images, for any number on each rank."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,15 +17,15 @@ __all__ = ["average_gradients", "check_ddp", "image_share"]
 
 logger = logging.getLogger(__name__)
 
-# As DistributedDataParallel's default: little memory, and large enough for a network's speed.
+# DistributedDataParallel's default: little memory, and large enough for a network's speed.
 _BUCKET_BYTES = 25 * 2**20
 
 
 def image_share(num_images: int, model: nn.Module) -> Union[float, torch.Tensor]:
-    """What to multiply a loss with, so that DDP's mean over ranks is the mean over images.
+    """Factor for a loss that makes DDP's mean over ranks the mean over images.
 
-    Exactly 1 where all ranks have the same number of images, and without DDP. A tensor on the
-    model's device, so that a GPU need not wait for it.
+    It is exactly 1 without DDP, and if all ranks have the same number of images. With DDP it is a
+    tensor on the model's device, so that nothing waits for the GPU.
     """
     if not isinstance(model, DistributedDataParallel):
         return 1.0
@@ -35,16 +35,16 @@ def image_share(num_images: int, model: nn.Module) -> Union[float, torch.Tensor]
 
 
 def average_gradients(model: nn.Module, window: Window, reports: Sequence[Report]) -> None:
-    """Make the window's gradients the mean over all its images, and with DDP over all ranks'.
+    """Make the window's gradients the mean over all its images, with DDP over all ranks' images.
 
-    On a rank without a gradient for a parameter, zeros take part. A parameter that has none on any
-    rank stays without one, so that the optimizer leaves it alone, as it does on one rank.
+    A rank without a gradient for a parameter contributes zeros. A parameter without a gradient on
+    any rank keeps none, so that the optimizer skips it, as on one rank.
 
     Args:
         model: its gradients are sums over images, divided by ``window.expected_images``. If it is
             wrapped in DDP, they were accumulated under ``no_sync``.
-        window: that of this rank.
-        reports: of all ranks, on the model's parameters.
+        window: this rank's window.
+        reports: those of all ranks, about the model's parameters.
     """
     if not isinstance(model, DistributedDataParallel):
         if window.num_images != window.expected_images:
@@ -63,13 +63,13 @@ def average_gradients(model: nn.Module, window: Window, reports: Sequence[Report
 
 
 def check_ddp(model: DistributedDataParallel, recovers: bool) -> None:
-    """Say which of DDP's options do not go with gradients that it does not reduce itself.
+    """Reject or warn of DDP options that need DDP's own reduction of gradients.
 
     Args:
         recovers: whether a rank may run images again alone.
 
     Raises:
-        ConfigError: the model cannot be trained so.
+        ConfigError: the model cannot be trained with these options.
     """
     if model.static_graph:
         raise ConfigError(
@@ -90,7 +90,7 @@ def check_ddp(model: DistributedDataParallel, recovers: bool) -> None:
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Runs of parameters of one type and device, of about ``_BUCKET_BYTES`` each."""
+    """Consecutive parameters of one dtype and device, about ``_BUCKET_BYTES`` per bucket."""
     bucket: list[nn.Parameter] = []
     size = 0
     for p in parameters:

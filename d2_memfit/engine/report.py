@@ -1,4 +1,4 @@
-"""What each rank reports of its window, and what all ranks make of the reports together."""
+"""Each rank's report of its window, and what all ranks conclude from the reports."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,13 +21,13 @@ __all__ = ["Report", "check_finite", "check_writing", "report", "write_metrics"]
 
 @dataclass
 class Report:
-    """What the ranks tell each other about their windows. It is pickled, and small."""
+    """One rank's report of its window. It is pickled, and small."""
 
     num_images: int
     loss_sums: dict[str, float]  # each loss, summed over images
     data_time: float  # seconds
     not_finite: list[str]  # one line for each micro-batch with a loss of infinity or NaN
-    has_gradient: list[bool]  # for each parameter that is asked for, in the model's order
+    has_gradient: list[bool]  # for each given parameter, in the model's order
     recovery: Optional[RecoveryReport] = None
     counts: CountReport = field(default_factory=CountReport)
     stop_signal: int = 0  # the signal that asked this rank to end the run
@@ -41,9 +41,9 @@ def report(
     stop_signal: int = 0,
     explained: Optional[AbstractContextManager[None]] = None,
 ) -> Report:
-    """Sum up a window's losses after its last backward. This waits for the device.
+    """Sum a window's losses after its last backward. This waits for the device.
 
-    If memory runs out for it, under ``explained``, the report says only that.
+    If memory runs out here, under ``explained``, the report holds only that error.
     """
     try:
         with explained or nullcontext():
@@ -84,8 +84,8 @@ def check_finite(reports: Sequence[Report], iteration: int) -> None:
     """Raise FloatingPointError, on every rank, if any rank had a loss of infinity or NaN.
 
     Args:
-        reports: of all ranks, in their order.
-        iteration: for the message.
+        reports: those of all ranks, in rank order.
+        iteration: used in the message.
     """
     lines = [f"rank {rank}: {line}" for rank, r in enumerate(reports) for line in r.not_finite]
     if lines:
@@ -98,7 +98,7 @@ def check_finite(reports: Sequence[Report], iteration: int) -> None:
 
 
 def check_writing(in_the_background: bool) -> None:
-    """Raise :class:`ConfigError` if losses shall be looked at after the step."""
+    """Raise :class:`ConfigError` if losses are to be checked after the step."""
     if in_the_background:
         raise ConfigError(
             "async_write_metrics=True cannot be used: all ranks look at the losses before the "

@@ -1,4 +1,4 @@
-"""Batches of Detectron2's training loader, whose order can be saved and taken up again."""
+"""Batches of Detectron2's training loader, whose order can be saved and resumed."""
 
 import copy
 import pickle
@@ -20,29 +20,29 @@ __all__ = ["ResumableBatches", "UnknownLoader"]
 
 
 class UnknownLoader(TypeError):
-    """The order of a loader's batches is not known. The text says what it is."""
+    """The order of a loader's batches is not known. The message names the loader."""
 
 
 class ResumableBatches(Iterator[Any]):
-    """What a loader of ``build_detection_train_loader`` gives, to the last bit, with a state.
+    """The batches of a ``build_detection_train_loader`` loader, to the last bit, with a state.
 
-    The state says how many batches of the sampler's endless stream were taken, the random states of
-    the loader's workers after the last of these, and how to load the images again that still wait
-    for others of their aspect ratio. What the workers loaded ahead is not part of it.
+    The state holds the number of batches taken from the sampler's endless stream. It holds the
+    random states of the loader's workers after the last batch. It also says how to reload images
+    that still wait for others of their aspect ratio. It leaves out what the workers loaded ahead.
 
-    With the same numbers of ranks, workers and images as before, a resumed stream goes on to the
-    last bit. With others, the images that were not taken are dealt anew, in their order: none is
-    lost, and none comes twice.
+    With the same numbers of ranks, workers and images per batch, a resumed stream continues to the
+    last bit. With other numbers, the remaining images are dealt again in their order. None is lost
+    and none comes twice.
 
     Args:
-        loader: as ``build_detection_train_loader`` makes it. It is not changed.
+        loader: made by ``build_detection_train_loader``. It is not changed.
 
     Raises:
         UnknownLoader: it is of another kind.
     """
 
     def __init__(self, loader: Any) -> None:
-        self._collate: Optional[Callable[[Any], Any]] = None  # of groups
+        self._collate: Optional[Callable[[Any], Any]] = None  # applied to groups
         self._group_size = 0
         if type(loader) is _MapIterableDataset:
             self._collate, loader = loader._map_func, loader._dataset
@@ -76,7 +76,7 @@ class ResumableBatches(Iterator[Any]):
         self._batches: Optional[Iterator[Any]] = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Start when Detectron2 does, as the workers' seeds are drawn then."""
+        """Start when Detectron2 does, because the workers' seeds are drawn then."""
         if self._batches is None and self._group_size:
             self._batches = _grouped(self._received, self._group_size)
             if self._collate is not None:
@@ -96,11 +96,11 @@ class ResumableBatches(Iterator[Any]):
         return self._loader.num_workers
 
     def state_dict(self) -> dict[str, Any]:
-        """What differs from rank to rank, in plain types and tensors."""
+        """The state of this rank, in plain types and tensors."""
         return self._received.taken.state_dict()
 
     def stream(self) -> dict[str, Any]:
-        """What all ranks have in common, in plain types and tensors."""
+        """The state that all ranks share, in plain types and tensors."""
         drawn = {k: v for k, v in vars(self._sampler).items() if k in _DRAWN_BY_SAMPLERS}
         return {
             "layout": {**asdict(self._layout), "group": self._group_size},
@@ -110,15 +110,15 @@ class ResumableBatches(Iterator[Any]):
         }
 
     def load_state_dict(self, stream: dict[str, Any], ranks: list[dict[str, Any]]) -> bool:
-        """Go on where a run was, with its :meth:`stream` and the states of all its ranks.
+        """Continue a run from its :meth:`stream` and the states of all its ranks.
 
-        The random states of this process are afterwards what they were.
+        The random states of this process do not change.
 
         Returns:
-            bool: whether the numbers of ranks, workers and images are as they were.
+            bool: whether the numbers of ranks, workers and images per batch are the same as before.
 
         Raises:
-            ValueError: the dataset or the sampler is another.
+            ValueError: the dataset or the sampler is not the same.
         """
         drawn, size = dict(stream["sampler"]), len(self._images)
         then = f"{stream['dataset_size']} images by a {drawn.pop('type')}"
@@ -139,7 +139,7 @@ class ResumableBatches(Iterator[Any]):
         else:
             self._start_at(rest.after(_places(layout, ranks)), _Taken(self.num_workers))
         iter(self)
-        self._received.start()  # seeds are not drawn later, when other numbers are due
+        self._received.start()  # draws the seeds now: later, other numbers are due
         return is_same
 
 
@@ -148,22 +148,22 @@ _DRAWN_BY_SAMPLERS = ("_seed", "_seed_subset", "_indexes_subset")
 
 @dataclass(frozen=True)
 class _Waiting:
-    """An image that waits for others of its aspect ratio, and what it takes to load it again."""
+    """An image that waits for others of its aspect ratio, with what reloads it."""
 
     image: Any
-    number: int  # of the rank's images
+    number: int  # among the rank's images
     index: int  # in the dataset
     random_states: bytes  # before it was loaded, pickled
 
 
 class _Taken:
-    """What a rank took from its loader since the start of the rest of the stream.
+    """The part of a rank's loader that it took since the rest of the stream began.
 
     Attributes:
-        batches: of the loader; single images, where they are grouped.
-        workers: the random states of each after its last batch, pickled; None before the first.
+        batches: batches of the loader; single images if they are grouped.
+        workers: pickled random states of each worker after its last batch; None before the first.
         seeds: the state of the generator that the workers' seeds were drawn from.
-        waiting: images in no group yet.
+        waiting: images without a group yet.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -183,7 +183,7 @@ class _Taken:
         }
 
     def load_state_dict(self, state: dict[str, Any], images: Any) -> None:
-        """Go back, and load the images again that waited."""
+        """Restore a state, and reload the images that waited."""
         self.batches = state["batches"]
         self.workers = [states and pickle.dumps(states) for states in state["workers"]]
         self.seeds = state["seeds"]
@@ -195,10 +195,10 @@ class _Taken:
 
 
 class _Received(Iterator[Any]):
-    """The batches of a loader, or its images, where they are grouped, without their states.
+    """A loader's batches, or its images if they are grouped, without random states.
 
     Args:
-        loader, sampler, layout: where they come from.
+        loader, sampler, layout: their source.
         is_grouped: whether they are grouped by aspect ratio afterwards.
         taken: what was taken before; it is kept up to date.
     """
@@ -221,7 +221,7 @@ class _Received(Iterator[Any]):
         self._source: Optional[Iterator[Any]] = None
 
     def start(self) -> None:
-        """Seed the workers, and start them."""
+        """Seed and start the workers."""
         if self.taken.seeds is not None:
             self._loader.generator = torch.Generator()
             self._loader.generator.set_state(self.taken.seeds)
@@ -246,7 +246,7 @@ class _Received(Iterator[Any]):
 
 
 def _grouped(received: _Received, size: int) -> Iterator[Any]:
-    """Groups of images of one aspect ratio, as Detectron2 makes them."""
+    """Groups of images of one aspect ratio, made as in Detectron2."""
     reloaded = [waiting.image for waiting in received.taken.waiting]
     for group in AspectRatioGroupedDataset(chain(reloaded, received), size):
         gone = set(map(id, group))
@@ -255,21 +255,19 @@ def _grouped(received: _Received, size: int) -> Iterator[Any]:
 
 
 def _deals_its_indices(sampler: Any) -> bool:
-    """Whether a sampler deals ``_infinite_indices`` among the ranks as Detectron2's do, in whatever
-    class that is written.
-    """
+    """Whether a sampler deals ``_infinite_indices`` among the ranks as Detectron2's do."""
     known = TrainingSampler.__iter__.__code__
     own = getattr(type(sampler).__iter__, "__code__", None)
     return own is not None and (own.co_code, own.co_names) == (known.co_code, known.co_names)
 
 
 def _is_there(batch: Any) -> bool:
-    """Detectron2 leaves out what a collate function makes None."""
+    """Whether a collate function gave a batch; Detectron2 drops None."""
     return batch is not None
 
 
 def _places(layout: Layout, ranks: list[dict[str, Any]]) -> torch.Tensor:
-    """Places in the stream of all batches that were taken, but for images that still waited."""
+    """Places in the stream of all taken batches, without images that still wait."""
     places = []
     for rank, state in enumerate(ranks):
         of_rank = layout.places(rank, state["batches"])

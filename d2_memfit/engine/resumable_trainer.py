@@ -1,4 +1,4 @@
-"""A trainer whose checkpoints hold all that a run needs to go on as if nothing had happened."""
+"""A trainer whose checkpoints hold all that a run needs to resume without a difference."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,10 +15,10 @@ __all__ = ["ResumableTrainer"]
 
 
 class ResumableTrainer(SimpleTrainer):
-    """A ``SimpleTrainer`` that trains the same, and whose state has a :class:`RunState` too.
+    """A ``SimpleTrainer`` that trains the same, with a :class:`RunState` in its checkpoints.
 
-    On several ranks, all must call :meth:`gather_states` before rank 0 saves;
-    :class:`GatherStates` is a hook that does.
+    On several ranks, all must call :meth:`gather_states` before rank 0 saves. The hook
+    :class:`GatherStates` does this.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ResumableTrainer(SimpleTrainer):
         compat.keep_iterator(self, self.run_state.batches)
 
     def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
-        """As in Detectron2 main: train with another loader from now on."""
+        """Train with another loader from now on, as in Detectron2 main."""
         del self.data_loader
         data_loader = data_loader_builder()
         self.run_state = RunState(compat.without_ddp(self.model), data_loader)
@@ -41,7 +41,7 @@ class ResumableTrainer(SimpleTrainer):
 
     @property
     def loads_in_this_process(self) -> bool:
-        """Whether images are known to be loaded here, by this process's random numbers."""
+        """Whether images are known to be loaded here, with this process's random numbers."""
         batches = self.run_state.batches
         return isinstance(batches, ResumableBatches) and batches.num_workers == 0
 
@@ -50,7 +50,7 @@ class ResumableTrainer(SimpleTrainer):
         self.run_state.restore_random_states()
 
     def gather_states(self) -> None:
-        """Give rank 0 what a checkpoint needs of all ranks. All ranks call it together."""
+        """Collect on rank 0 the states of all ranks for a checkpoint. All ranks must call it."""
         self.run_state.gather(self.iter)
 
     def state_dict(self) -> dict[str, Any]:

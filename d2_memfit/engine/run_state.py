@@ -1,4 +1,4 @@
-"""What a run needs to go on as if nothing had happened, beside model, optimizer and iteration."""
+"""The state that a resumed run needs in addition to model, optimizer and iteration."""
 
 import logging
 from collections.abc import Iterable
@@ -16,16 +16,18 @@ logger = logging.getLogger(__name__)
 
 
 class RunState:
-    """The order of the data, the random states of all ranks and of their loaders' workers, and the
-    plain numbers that forwards changed in the model, such as RetinaNet's running normaliser.
+    """The order of the data, the random states and the plain numbers of a run.
+
+    Random states are those of all ranks and of their loaders' workers. The plain numbers are those
+    that forwards changed in the model, such as RetinaNet's running normaliser.
 
     Args:
         model: without DDP around it.
-        data_loader: of the trainer.
+        data_loader: the trainer's loader.
 
     Attributes:
-        batches: what to iterate in place of the loader; the loader itself, if its order cannot be
-            taken up.
+        batches: what to iterate in place of the loader. It is the loader itself if its order cannot
+            be resumed.
     """
 
     def __init__(self, model: nn.Module, data_loader: Iterable[Any]) -> None:
@@ -41,12 +43,14 @@ class RunState:
         self._loaded: Optional[dict[str, Any]] = None  # of this rank
 
     def gather(self, iteration: int) -> None:
-        """Give rank 0 the states of all; they call it together, before rank 0 saves."""
+        """Collect the states of all ranks on rank 0. All ranks call it before rank 0 saves."""
         self._gathered = (iteration, comm.gather(self._of_this_rank()))
 
     def state_dict(self, iteration: int) -> dict[str, Any]:
-        """In plain types and tensors. States of other ranks are those of :meth:`gather`; None if
-        that was in another iteration.
+        """The state in plain types and tensors.
+
+        States of other ranks come from :meth:`gather`; they are None if that was in another
+        iteration.
         """
         gathered_at, ranks = self._gathered
         if gathered_at != iteration or not ranks:
@@ -65,7 +69,7 @@ class RunState:
         }
 
     def load_state_dict(self, state: Optional[dict[str, Any]]) -> None:
-        """Go on from a checkpoint's state; None if it has none."""
+        """Continue from a checkpoint's state; None if it has none."""
         if state is None:
             logger.warning(
                 "The checkpoint has neither the order of the data nor random states (those of "
@@ -86,7 +90,7 @@ class RunState:
         self._load_data(state["data"], [r and r["data"] for r in ranks])
 
     def restore_random_states(self) -> None:
-        """Once more, as what was done since the checkpoint was loaded may have drawn numbers."""
+        """Restore again, because code since the load may have drawn random numbers."""
         if self._loaded is not None:
             set_random_states(self._loaded["random_states"], self._device)
         self._loaded = None

@@ -1,4 +1,4 @@
-"""Saving an optimizer of which each rank has a share."""
+"""A hook that saves an optimizer sharded over the ranks."""
 
 from detectron2.engine import HookBase
 
@@ -14,7 +14,7 @@ class ConsolidateOptimizer(HookBase):
 
     Args:
         optimizer: the trainer's.
-        periods: in iterations, those of the hooks that may save.
+        periods: periods, in iterations, of the hooks that may save.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, *periods: int) -> None:

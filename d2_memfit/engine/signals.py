@@ -1,4 +1,4 @@
-"""The signals that ask a run to end: where ranks are started, and in their loaders' workers."""
+"""Signals that end a run, passed on to ranks and kept away from loader workers."""
 
 import multiprocessing
 import os
@@ -21,10 +21,11 @@ _LOOK_FOR_PARENT_S = 5
 
 @contextmanager
 def signals_passed_on() -> Iterator[None]:
-    """While open, they go on to the processes that this one has started. A second SIGINT kills all.
+    """While open, pass signals on to the processes started here. A second SIGINT kills all.
 
     Raises:
-        SystemExit: with 128 + the number of the first, if the processes ended because of it.
+        SystemExit: the processes ended because of a signal. The status is 128 + the first one's
+            number.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

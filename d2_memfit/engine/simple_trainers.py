@@ -1,4 +1,4 @@
-"""Trainers of projects that build everything and are a ``SimpleTrainer`` themselves."""
+"""Accumulation for project trainers that are ``SimpleTrainer`` objects and build everything."""
 
 from collections.abc import Mapping
 from functools import partialmethod
@@ -14,13 +14,13 @@ __all__ = ["accumulate_in"]
 def accumulate_in(trainer: SimpleTrainer, options: Mapping[str, Any]) -> None:
     """Make a trainer of such a class an :class:`AccumulatingTrainer`, before its ``__init__``.
 
-    The ``DefaultTrainer`` of few-shot-object-detection is of this kind, as that of Detectron2's
-    first releases was. In the trainer's new class, an ``AccumulatingTrainer`` stands before
-    ``SimpleTrainer``. So the project's ``super().__init__(model, data_loader, optimizer)`` and
-    ``super().run_step()`` are those of the ``AccumulatingTrainer``.
+    The ``DefaultTrainer`` of few-shot-object-detection is of this kind, like that of Detectron2's
+    first releases. In the trainer's new class, an ``AccumulatingTrainer`` comes before
+    ``SimpleTrainer``. The project's ``super().__init__(model, data_loader, optimizer)`` and
+    ``super().run_step()`` thus call the ``AccumulatingTrainer``.
 
     Args:
-        trainer: its ``__init__`` has not begun to build.
+        trainer: an instance whose ``__init__`` has not begun to build.
         options: keyword arguments of :class:`AccumulatingTrainer`.
     """
     original = type(trainer)

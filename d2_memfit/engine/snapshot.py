@@ -1,4 +1,4 @@
-"""What a forward and a backward change beside gradients, kept so that they can be undone."""
+"""A copy of what forward and backward change besides gradients, to undo them."""
 
 import random
 from typing import Optional
@@ -15,15 +15,15 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """The state to go back to, as it is when this is made.
+    """The state at the time when this object is made, which can be restored.
 
-    It holds the random generators of Python, NumPy and PyTorch, on the host and on the model's
-    device; what a forward changes in the model (:class:`ModuleState`), with the parameters that are
-    known to change (:class:`StateWatch`); and the scalars that were logged in this window.
+    It holds the random states of Python, NumPy and PyTorch, on the host and on the model's device.
+    It holds what a forward changes in the model (:class:`ModuleState`), including parameters that
+    are known to change (:class:`StateWatch`). It also holds the scalars logged in this window.
 
     Args:
         model: without DDP around it.
-        storage: that of the window, where there is one.
+        storage: the window's storage, if there is one.
     """
 
     def __init__(self, model: nn.Module, storage: Optional[WindowStorage] = None) -> None:
@@ -38,7 +38,7 @@ class Snapshot:
         self._module_state = ModuleState(model, StateWatch.of(model).changed)
 
     def restore(self) -> None:
-        """Go back. It can be done more than once."""
+        """Restore the state. This can be done more than once."""
         if self._storage is not None:
             self._storage.rewind(self._scalars)
         random.setstate(self._python_rng)

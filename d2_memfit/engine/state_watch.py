@@ -1,4 +1,4 @@
-"""What forwards change that a snapshot does not copy by itself: noticed, and copied or said."""
+"""Changes by forwards that snapshots do not copy by themselves, detected and then copied."""
 
 import logging
 from collections.abc import Iterator, Sized
@@ -17,7 +17,7 @@ __all__ = ["StateWatch", "watched"]
 
 logger = logging.getLogger(__name__)
 
-# By id, with their names. Weakly: what a forward replaces must not be kept.
+# By id, with their names. References are weak: tensors that a forward replaces must be freed.
 Tensors = dict[int, tuple[str, "ref[torch.Tensor]"]]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,7 +25,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @contextmanager
 def watched(model: nn.Module, may_run_again: bool) -> Iterator[None]:
-    """Open it while a forward runs that may be run again."""
+    """While open, watch a forward that may run again."""
     if not may_run_again:
         yield
         return
@@ -35,13 +35,15 @@ def watched(model: nn.Module, may_run_again: bool) -> Iterator[None]:
 
 
 class StateWatch:
-    """Looks at a model's forwards for parameters and other large tensors that they change.
+    """Watches a model's forwards for changes of parameters and other large tensors.
 
-    A teacher's weights are an example. Snapshots copy them from then on, and in the first forward
-    all frozen parameters. What is too large for that, or cannot go back, is warned of.
+    A teacher's weights are an example. Once a change is seen, snapshots copy the tensor. For the
+    first forward they copy all frozen parameters. Tensors that are too large or cannot be restored
+    cause a warning.
 
-    PyTorch counts the changes of a tensor, but for those by way of ``.data``. These are looked for
-    in the 1st, 2nd, 4th, 8th, ... forward, and so are plain attributes that snapshots leave out.
+    PyTorch counts the changes of a tensor, except changes through ``.data``. The 1st, 2nd, 4th,
+    8th, ... forward is searched for these, and for changes of plain attributes that snapshots leave
+    out.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,19 +56,19 @@ class StateWatch:
 
     @classmethod
     def of(cls, model: nn.Module) -> "StateWatch":
-        """The one of a model, which is without DDP around it."""
+        """The watch of a model, which has no DDP around it."""
         if model not in _watches:
             _watches[model] = cls(model)
         return _watches[model]
 
     @property
     def changed(self) -> list[torch.Tensor]:
-        """Tensors for snapshots to copy."""
+        """Tensors that snapshots must copy."""
         return self._at_first or [t for t in (r() for r in self._changed) if t is not None]
 
     @contextmanager
     def forward(self, model: nn.Module) -> Iterator[None]:
-        """Open it while the model's forward runs."""
+        """Watch one forward of the model."""
         looks = self._num_forwards & (self._num_forwards + 1) == 0
         left_out: dict[str, tuple[nn.Module, str, str]] = {}
         if looks:
@@ -90,7 +92,7 @@ class StateWatch:
                     self._warn(name, why)
 
     def _note(self, name: str, tensor: torch.Tensor, is_late: bool) -> None:
-        """A tensor was changed; late is when a forward failed, and no snapshot has it."""
+        """Record a changed tensor. It is late if the forward failed, as no snapshot has it."""
         changed = self.changed
         if all(other is not tensor for other in changed):
             if _num_bytes([*changed, tensor]) > MOST_BYTES:
@@ -117,8 +119,9 @@ class StateWatch:
 
 
 def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, str, str]]]:
-    """Tensors that forwards may change and that snapshots do not copy; and the attributes of which
-    they leave out something, with the reason.
+    """Tensors that forwards may change and snapshots do not copy, and attributes copied in part.
+
+    The attributes come with the reason why a part is left out.
     """
     state = ModuleState(model)
     names = {part: name for name, part in model.named_modules()}
@@ -141,7 +144,7 @@ def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, 
 
 
 def _may_change_unseen(value: Any) -> bool:
-    """Whether it is a tensor that snapshots do not copy unless they are told to."""
+    """Whether a value is a tensor that snapshots copy only on request."""
     return (
         isinstance(value, torch.Tensor)
         and (isinstance(value, nn.Parameter) or value.nbytes > LARGE_BYTES)
@@ -151,7 +154,7 @@ def _may_change_unseen(value: Any) -> bool:
 
 
 def _counted(tensor: Optional[torch.Tensor], looks: bool) -> Any:
-    """Differs where the tensor was changed; with ``looks``, also by way of ``.data``."""
+    """A value that differs after the tensor changed; with ``looks``, also through ``.data``."""
     if tensor is None:
         return None
     version = None if tensor.is_inference() else tensor._version
@@ -163,7 +166,7 @@ def _counted(tensor: Optional[torch.Tensor], looks: bool) -> Any:
 
 
 def _fingerprint(value: Any) -> Any:
-    """Differs where a value may have changed, as far as can be seen without going deep."""
+    """A value that differs after a change, as far as can be seen at the top level."""
     if isinstance(value, torch.Tensor):
         return _counted(value, looks=True)
     if isinstance(value, Iterator):

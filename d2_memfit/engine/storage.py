@@ -1,4 +1,4 @@
-"""One entry per key and iteration, out of what a model logs in every forward of a window."""
+"""An event storage that makes one entry per key and iteration from a window's forwards."""
 
 import copy
 from typing import Any
@@ -9,12 +9,12 @@ __all__ = ["WindowStorage"]
 
 
 class WindowStorage(EventStorage):
-    """What ``get_event_storage()`` gives to the model's own code while a window runs.
+    """The storage that the model's code gets from ``get_event_storage()`` while a window runs.
 
     Scalars stay here until :meth:`write` gives the run's storage their mean, weighted by images.
-    Images and histograms go to the run's storage at once, for each name those of the first
-    micro-batch that has any. ``history``, ``histories`` and ``latest`` prefer the window's values
-    and fall back to those of the run's storage.
+    Images and histograms go to the run's storage at once, for each name from the first micro-batch
+    that has any. ``history``, ``histories`` and ``latest`` prefer the window's values and fall back
+    to those of the run's storage.
     """
 
     def __init__(self, storage: EventStorage) -> None:
@@ -26,7 +26,7 @@ class WindowStorage(EventStorage):
         self._first: dict[tuple[str, str], int] = {}  # (kind, name) -> micro-batch
 
     def next_micro_batch(self, num_images: int) -> None:
-        """What is put from now on belongs to another micro-batch, of so many images."""
+        """Assign later entries to the next micro-batch, which has this many images."""
         self._micro_batch += 1
         self._num_images = num_images
 
@@ -57,12 +57,12 @@ class WindowStorage(EventStorage):
         return copy.deepcopy((self._history, self._latest_scalars, self._weights))
 
     def rewind(self, mark: Any) -> None:
-        """Forget the scalars that were put since, and a name scope that an error has left open."""
+        """Drop scalars put since the mark, and a name scope that an error left open."""
         self._history, self._latest_scalars, self._weights = copy.deepcopy(mark)
         self._current_prefix = ""
 
     def write(self) -> None:
-        """Give the run's storage one value per scalar and iteration."""
+        """Write one value per scalar and iteration to the run's storage."""
         for name, history in super().histories().items():
             entries: dict[int, list[tuple[float, int]]] = {}
             for (value, iteration), num_images in zip(history.values(), self._weights[name]):

@@ -147,12 +147,12 @@ class AccumulatingTrainer(ResumableTrainer):
         self._counters = ForwardCounters(bare_model)
 
     def run_step(self) -> None:
-        """One iteration, the one that the event storage is at."""
+        """Run one iteration, whose number the event storage has."""
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
         self.iter = get_event_storage().iter
         window = Window(self._data_loader_iter, self.accumulation_steps)
         self._has_old_gradients = True
-        if self.zero_grad_before_forward:  # so that the forward has their memory
+        if self.zero_grad_before_forward:  # frees their memory for the forward
             self._free_old_gradients()
 
         if self._reduces_in_backward:
@@ -184,13 +184,14 @@ class AccumulatingTrainer(ResumableTrainer):
             self.precision.step(self.optimizer, self.iter)
 
     def _run_window(self, window: Window, storage: WindowStorage) -> list[Report]:
-        """Accumulate a window's gradients, and hear of the other ranks'. All run theirs again where
-        a count that losses were divided by was not the window's.
+        """Accumulate a window's gradients; run it again if a loss's count was not the window's.
+
+        All ranks run theirs again if losses were divided by a count that was not the window's.
         """
         normalizers, recovery = self.normalizers, self.recovery
         self._keeps_images = normalizers.may_run_again
         if self.loads_in_this_process and (self._keeps_images or recovery):
-            window.load()  # what is run again does not draw the loader's random numbers again
+            window.load()  # a second run must not draw the loader's random numbers again
         start = Snapshot(compat.without_ddp(self.model), storage) if self._keeps_images else None
         recovery_report = None
         while True:
@@ -232,7 +233,7 @@ class AccumulatingTrainer(ResumableTrainer):
         return None
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """The sum of the model's losses. Each is kept in the micro-batch, too."""
+        """The sum of a forward's losses. Each loss is kept in the micro-batch, too."""
         with (
             watched(self.model, self.recovery is not None),
             observed(self.out_of_memory_observers),
@@ -251,13 +252,13 @@ class AccumulatingTrainer(ResumableTrainer):
         return total
 
     def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
-        """Add the gradients of ``weight x loss`` to those of the window."""
+        """Add the gradients of ``weight x loss`` to the window's."""
         self._free_old_gradients()
         with observed(self.out_of_memory_observers):
             self.precision.backward(loss * weight)
 
     def _free_old_gradients(self) -> None:
-        """Free those of the iteration before, once."""
+        """Free the last iteration's gradients, once."""
         if self._has_old_gradients:
             self.optimizer.zero_grad(set_to_none=True)
         self._has_old_gradients = False
@@ -270,7 +271,7 @@ class AccumulatingTrainer(ResumableTrainer):
         self.clip_gradients([p for p in self.model.parameters() if p.grad is not None])
 
     def _explained(self, phase: str, window: Window) -> AbstractContextManager[None]:
-        """For what cannot be done again when memory runs out."""
+        """Explain an out-of-memory error where nothing can be run again."""
         if self.recovery is None:
             return contextlib.nullcontext()
         last = window.micro_batches[-1:]
@@ -283,7 +284,7 @@ class AccumulatingTrainer(ResumableTrainer):
         return self.accumulation_steps == 1 and not cuts_or_retries
 
     def _no_sync(self) -> AbstractContextManager[None]:
-        """Keeps DDP from reducing gradients; it must be open in forward and backward."""
+        """Keep DDP from reducing gradients; must be open in forward and backward."""
         is_ddp = isinstance(self.model, DistributedDataParallel)
         return self.model.no_sync() if is_ddp else contextlib.nullcontext()
 

@@ -1,4 +1,4 @@
-"""A window, one rank's share of an iteration: taken from the loader and cut into micro-batches."""
+"""A window, one rank's share of an iteration, taken from the loader and cut into micro-batches."""
 
 import time
 from collections import deque
@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass
 class MicroBatch:
-    """What goes through the model in one forward and backward.
+    """The data of one forward and backward.
 
     ``data`` is a batch as the loader gave it, or a list of images: dataset dicts, or rows of a
     batch in columns.
@@ -35,7 +35,7 @@ class MicroBatch:
 
     @property
     def batch(self) -> Any:
-        """What the model takes, of the kind that the loader gives."""
+        """The data in the form that the loader gives and the model takes."""
         return as_given(self.data)
 
     @property
@@ -47,7 +47,7 @@ class MicroBatch:
         return _images_of(self.data) is not None and self.num_images > 1
 
     def keep_names_only(self) -> None:
-        """Let go of the images themselves."""
+        """Free the images and keep their names."""
         images = _images_of(self.data)
         if images is not None:
             self.data = [_names_only(image) for image in images]
@@ -56,18 +56,18 @@ class MicroBatch:
 class Window:
     """The micro-batches of one iteration, taken from the loader one after another.
 
-    Taking them one by one, and not all at once, lets the loader's workers prepare the next batch
-    while the model computes. What did not fit can be put back and taken again in smaller pieces.
+    The loader's workers thus prepare the next batch while the model computes. Images that did not
+    fit can be put back and taken again in smaller pieces.
 
     Args:
         batches: the loader's iterator.
-        accumulation_steps: how many of its batches make a window.
+        accumulation_steps: number of its batches in a window.
 
     Attributes:
         micro_batches: those taken so far.
-        data_time: seconds spent on waiting for the loader so far.
-        expected_images: ``accumulation_steps`` times the images of the first batch, known as soon
-            as that was taken. With batches of one size it is their number of images.
+        data_time: seconds spent waiting for the loader so far.
+        expected_images: ``accumulation_steps`` times the images of the first batch, known once that
+            batch was taken. With batches of one size it is the window's number of images.
     """
 
     def __init__(self, batches: Iterator[Any], accumulation_steps: int) -> None:
@@ -77,17 +77,17 @@ class Window:
         self._batches = batches
         self._accumulation_steps = accumulation_steps
         self._steps_taken = 0
-        self._waiting: deque[Any] = deque()  # loaded, or put back: these go before new batches
+        self._waiting: deque[Any] = deque()  # loaded or put back; taken before new batches
 
     def load(self) -> None:
-        """Take all of the window from the loader now. Micro-batches come as they would have."""
+        """Load the whole window now. Micro-batches do not change."""
         loaded = []
         while (data := self._next_batch()) is not None:
             loaded.append(data)
         self._waiting = deque(loaded)
 
     def cut(self, into: Callable[[list[Any]], list[list[Any]]]) -> None:
-        """Load what is left of the window, and take it from now on as ``into`` deals its images.
+        """Load the rest of the window, and take it in the micro-batches that ``into`` makes.
 
         Raises:
             ConfigError: the loader's batches cannot be cut.
@@ -98,7 +98,7 @@ class Window:
 
     @property
     def num_waiting(self) -> int:
-        """Micro-batches that are cut and not taken."""
+        """Number of micro-batches that are cut and not yet taken."""
         return len(self._waiting)
 
     @property
@@ -108,12 +108,12 @@ class Window:
     def take(
         self, num_images: Optional[int] = None, across_batches: bool = True
     ) -> Optional[MicroBatch]:
-        """The next micro-batch, or None at the window's end.
+        """Take the next micro-batch; None at the window's end.
 
         Args:
-            num_images: how many; None is one of the loader's batches as it comes.
-            across_batches: whether to fill up to that number with images of the next batches; the
-                last may have fewer. Otherwise, batches are only cut.
+            num_images: images to take; None takes one of the loader's batches.
+            across_batches: whether to fill up with images of the next batches; the last micro-batch
+                may have fewer. Otherwise, batches are only cut.
 
         Raises:
             DataError: the loader ended within the window.
@@ -134,15 +134,15 @@ class Window:
         self._waiting.appendleft(self.micro_batches.pop().data)
 
     def start_over(self) -> None:
-        """Undo all of them. The images come again in the same order."""
+        """Undo every :meth:`take`. The images come again in the same order."""
         while self.micro_batches:
             self.put_back()
 
     def replace(self, old: Any, new: Any) -> None:
-        """Take ``new`` instead of ``old``, one of the images or batches that were put back.
+        """Take ``new`` in place of ``old``, an image or batch that was put back.
 
         Args:
-            new: None leaves it out.
+            new: None drops ``old``.
         """
         for i, data in enumerate(self._waiting):
             if data is old:
@@ -154,7 +154,7 @@ class Window:
 
     @property
     def num_images(self) -> int:
-        """Images taken so far."""
+        """Number of images taken so far."""
         return sum(m.num_images for m in self.micro_batches)
 
     def _next_batch(self) -> Any:
@@ -198,7 +198,7 @@ class Window:
 
 
 def image_names(data: Any) -> str:
-    """The images of a micro-batch, as a user knows them."""
+    """Names of a micro-batch's images, for messages."""
     if not is_list_of_images(data) and columns_of(data) is None:
         return f"of a {type(data).__name__}, which has no names"
     names = [
@@ -214,7 +214,7 @@ def is_list_of_images(data: Any) -> bool:
 
 
 def count_images(data: Any) -> int:
-    """The images of a batch; its rows, if it is in columns; the length of a tensor.
+    """Number of images of a batch: rows if it is in columns, or the length of a tensor.
 
     Data of any other kind counts as one.
     """
@@ -225,7 +225,7 @@ def count_images(data: Any) -> int:
 
 
 def count_objects(data: Any) -> int:
-    """The annotated objects of a batch: instances, or what targets of another kind have."""
+    """Number of annotated objects of a batch: its instances, or targets of another kind."""
     return sum(map(_objects_of, dataset_dicts(data)))
 
 
@@ -236,7 +236,7 @@ def _objects_of(image: dict[str, Any]) -> int:
 
 
 def _images_of(data: Any) -> Optional[list[Any]]:
-    """The images of data that can be cut; None if it cannot."""
+    """The images of data that can be cut; None if it cannot be cut."""
     if is_list_of_images(data):
         return data
     columns = columns_of(data)

@@ -1,4 +1,4 @@
-"""What is trained, described once: from a config, a trainer class, a LazyConfig, or from pieces."""
+"""The description of a training job, from a config, a trainer class, a LazyConfig or pieces."""
 
 from .checked_loader import checked_loader, checked_test_loaders
 from .job import Job

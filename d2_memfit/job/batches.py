@@ -12,7 +12,7 @@ from ..errors import ConfigError
 
 __all__ = ["Batches", "GivenBatches", "copy_of", "padded_area", "size_of", "tensors_of"]
 
-_LARGE_BYTES = 2**20  # above it, a dry run does not look at values
+_LARGE_BYTES = 2**20  # larger tensors are not read by value in a dry run
 _PIXELS = (torch.uint8, torch.bool, torch.float32, torch.float16)  # others are labels
 
 
@@ -20,10 +20,10 @@ class Batches(Protocol):
     """Makes the largest batches of a job.
 
     Attributes:
-        num_instances: annotated objects in each image of training.
-        assumptions: what is not known, and what is taken instead; a line each.
-        evaluation_assumptions: the same for evaluation, as far as that is not in the first.
-        is_guess: whether ``num_instances`` is one, so that a plan should leave more room.
+        num_instances: annotated objects in each training image.
+        assumptions: one line per unknown fact, with the value assumed for it.
+        evaluation_assumptions: the same for evaluation, without lines of ``assumptions``.
+        is_guess: whether ``num_instances`` is a guess; a plan should then leave more room.
     """
 
     @property
@@ -39,22 +39,21 @@ class Batches(Protocol):
     def is_guess(self) -> bool: ...
 
     def training(self, num_images: int, crosses_batches: bool = False) -> Any:
-        """A micro-batch.
+        """Make a micro-batch.
 
         Args:
-            crosses_batches: whether it has images of several of the loader's batches.
+            crosses_batches: whether it mixes images of several of the loader's batches.
         """
 
     def evaluation(self) -> Any: ...
 
 
 class GivenBatches:
-    """Images that the user has made.
+    """Batches from images that the user gives.
 
     Args:
-        batch: a list with an item for each image, of which a micro-batch takes as many as it has
-            images, again and again if need be; or a tuple of such lists; or a function that makes
-            one.
+        batch: a list with one item per image, a tuple of such lists, or a function that makes one
+            of them. A larger micro-batch repeats the items.
     """
 
     assumptions: tuple[str, ...] = ()
@@ -92,7 +91,7 @@ def _take(images: Sequence[Any], num: int) -> list[Any]:
 
 
 def copy_of(data: Any) -> Any:
-    """A copy with tensors of its own. The values of large pixels and masks are not copied."""
+    """A copy with its own tensors. Values of large pixels and masks are zeros."""
     large = [t for t in tensors_of(data) if t.nbytes >= _LARGE_BYTES and t.dtype in _PIXELS]
     return copy.deepcopy(data, {id(t): torch.zeros_like(t) for t in large})
 
@@ -124,7 +123,7 @@ def tensors_of(data: Any) -> list[torch.Tensor]:
 
 
 def size_of(data: Any) -> tuple[int, int]:
-    """Height and width in pixels to which the images of a batch are padded; 0 if none are found."""
+    """Height and width, in pixels, to which a batch's images are padded; 0 if there are none."""
     if isinstance(data, dict):
         shape = tuple(getattr(data.get("image"), "shape", ()))
         return (shape[-2], shape[-1]) if len(shape) > 1 else (0, 0)

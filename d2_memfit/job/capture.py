@@ -1,4 +1,4 @@
-"""The mapper of a job's loader, and images for it that are empty and of any size."""
+"""The mapper captured from a job's loader, and empty images of any size for it."""
 
 import copy
 import random
@@ -21,17 +21,17 @@ from .datasets import Size, boxes_anywhere, facts_of, invented_dict
 
 __all__ = ["CapturedLoader", "capture_loader", "empty_images", "largest_resizes"]
 
-_NUM_DICTS = 1000  # enough for samplers that take a share of a dataset
-_NUM_PROPOSALS = 5000  # of an image in a file that is not there; mappers keep fewer
+_NUM_DICTS = 1000  # enough for samplers that take a share
+_NUM_PROPOSALS = 5000  # per image, if their file is missing; mappers keep fewer
 
 
 @dataclass
 class CapturedLoader:
-    """What was seen while a loader was made.
+    """Facts captured while a loader was made.
 
     Attributes:
-        mappers: those of its ``MapDataset``, in the order in which they were made.
-        names: datasets that it asked for.
+        mappers: the mappers of its ``MapDataset`` objects, in the order of creation.
+        names: names of the requested datasets.
         has_proposals: whether it reads precomputed proposals.
     """
 
@@ -41,7 +41,7 @@ class CapturedLoader:
 
 
 def capture_loader(make_loader: Callable[[], Any]) -> CapturedLoader:
-    """Make a loader whose datasets need not be there. Nothing is read by it."""
+    """Make a loader without reading anything. Its datasets may be missing."""
     captured = CapturedLoader()
 
     def note_mapper(init: Callable[..., None]) -> Callable[..., None]:
@@ -79,7 +79,7 @@ def capture_loader(make_loader: Callable[[], Any]) -> CapturedLoader:
             warnings.catch_warnings(),
         ):
             stack.enter_context(context)
-        warnings.simplefilter("ignore")  # of workers, which are not started
+        warnings.simplefilter("ignore")  # warnings of workers, which do not start
         make_loader()
     return captured
 
@@ -100,13 +100,13 @@ def with_proposals(d: dict[str, Any]) -> dict[str, Any]:
 
 
 class _EmptyFiles:
-    """Names of files that are not there, for images of a size."""
+    """File names that do not exist, for images of a given size."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[str, Size, list[int]]] = {}  # kind, size, ids of segments
 
     def name(self, d: dict[str, Any]) -> None:
-        """Give a dataset dict such names, where it has some."""
+        """Replace a dataset dict's file names, if it has any."""
         ids = [segment["id"] for segment in d.get("segments_info", ())]
         for key in ("file_name", "sem_seg_file_name", "pan_seg_file_name"):
             if key in d:
@@ -114,7 +114,7 @@ class _EmptyFiles:
                 self._known[d[key]] = key, (d["height"], d["width"]), ids
 
     def read(self, name: str, format: Optional[str]) -> Optional[Any]:
-        """As Detectron2's ``read_image``; None for another file."""
+        """An empty image, like Detectron2's ``read_image``; None for another file."""
         if name not in self._known:
             return None
         kind, size, ids = self._known[name]
@@ -129,8 +129,9 @@ class _EmptyFiles:
 
 @contextmanager
 def empty_images() -> Iterator[_EmptyFiles]:
-    """While open, Detectron2's ``read_image`` gives empty images for names made by what is
-    yielded. Nothing is logged, and random numbers are the same each time.
+    """While open, ``read_image`` gives empty images for the yielded object's names.
+
+    Nothing is logged, and random numbers are the same each time.
     """
     files = _EmptyFiles()
     original = detection_utils.read_image
@@ -161,8 +162,9 @@ def empty_images() -> Iterator[_EmptyFiles]:
 
 @contextmanager
 def largest_resizes() -> Iterator[set[tuple[int, int]]]:
-    """While open, ``ResizeShortestEdge`` takes the largest of its lengths. Yields the pairs of
-    shorter and longest side that it was used with.
+    """While open, ``ResizeShortestEdge`` uses the largest of its lengths.
+
+    Yields the pairs of shorter and longest side that it was used with.
     """
     used: set[tuple[int, int]] = set()
 

@@ -1,4 +1,4 @@
-"""Loaders that look at their dataset first, and name the image that cannot be loaded."""
+"""Loaders that check their dataset first, and name the image that cannot be loaded."""
 
 import logging
 import sys
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 def checked_loader(
     build_loader: Callable[..., Any], cfg: CfgNode, says_all: bool = True
 ) -> Callable[..., Any]:
-    """A function that builds a training loader as another does. What is odd about the dicts that
-    Detectron2's loader is given is logged first, and an image that cannot be loaded is named.
+    """Wrap a function that builds a training loader, so that the dataset is checked first.
 
+    Oddities of the dataset dicts are logged. An image that cannot be loaded is named in the error.
     All ranks must call it together.
 
     Args:
-        build_loader: all of its arguments are passed on.
-        says_all: whether the config has the datasets, the model and the loader, too.
+        build_loader: gets all arguments.
+        says_all: whether the config describes datasets, model and loader, too.
 
     Raises:
-        DataError: in the call, or out of the loader.
+        DataError: in the call, or while the loader is iterated.
     """
 
     def build_checked_loader(*args: Any, **kwargs: Any) -> Any:
@@ -55,11 +55,13 @@ def checked_loader(
 
 @contextmanager
 def checked_test_loaders(cfg: CfgNode) -> Iterator[None]:
-    """While open, Detectron2's test loaders name an image that cannot be loaded, and refuse
-    polygons that cannot be drawn. They share their dataset, if MEMFIT.HOST.SHARED_DATASET.
+    """While open, Detectron2's test loaders name an image that cannot be loaded.
+
+    They refuse polygons that cannot be drawn, and share their dataset if
+    MEMFIT.HOST.SHARED_DATASET.
 
     Raises:
-        DataError: where a loader is built, or out of the loader.
+        DataError: when a loader is built or iterated.
     """
     with (
         SharedDataset.sharing(cfg),
@@ -70,8 +72,9 @@ def checked_test_loaders(cfg: CfgNode) -> Iterator[None]:
 
 @contextmanager
 def _replaced(check: Callable[[Sequence[Any]], None]) -> Iterator[None]:
-    """While open, Detectron2's ``DatasetFromList`` checks, and its ``MapDataset`` names images, in
-    all files that know them.
+    """While open, Detectron2's ``DatasetFromList`` checks, and its ``MapDataset`` names images.
+
+    This holds in all modules that import them.
     """
 
     def checking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,7 +104,7 @@ def _is_dataset_dict(item: Any) -> bool:
 
 
 def _on_first_rank(check: Callable[[], None]) -> None:
-    """An error of the first rank is one of all: no rank waits for another that has ended."""
+    """Check on rank 0, and raise its error on all ranks, so that none waits."""
     error = ""
     if comm.is_main_process():
         try:
@@ -160,6 +163,6 @@ class _NamesImage:
             ) from e
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_function":  # while it is unpickled
+        if name == "_function":  # during unpickling
             raise AttributeError
         return getattr(self._function, name)

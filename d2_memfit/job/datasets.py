@@ -1,4 +1,4 @@
-"""The images of a job's datasets that need the most memory, or invented ones where none are."""
+"""The images of a job's datasets that need the most memory; invented ones if data is missing."""
 
 import copy
 import logging
@@ -34,23 +34,23 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Where no dataset is there to count them: the most crowded image of COCO's training set has 93.
+# Used if no dataset is there to count: the most crowded image of COCO's training set has 93.
 DEFAULT_INSTANCES = 100
 
 Size = tuple[int, int]  # height and width in pixels
 
 _COCO_KEYPOINTS = 17
 
-# Width / height of landscapes, of which crops and limits of the longer side favour one.
+# Width / height of landscapes. Crops and limits of the longer side favour one of them.
 _ASPECTS = (1, 5 / 4, 4 / 3, 3 / 2, 5 / 3, 16 / 9, 2)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is largest in some datasets.
+    """The largest values in some datasets.
 
     Attributes:
-        sizes: of all images.
+        sizes: sizes of all images.
         num_instances: annotated objects of the most crowded image, at least 1.
         most_crowded: its dataset dict.
     """
@@ -60,7 +60,7 @@ class Facts:
     most_crowded: dict[str, Any]
 
     def any_dict(self) -> dict[str, Any]:
-        """One that no loader leaves out."""
+        """A dataset dict that no loader filters out."""
         size = self.most_crowded["height"], self.most_crowded["width"]
         d = dict_of_size(self.most_crowded, size)
         has_none = "annotations" in d and not _num_instances(d)
@@ -68,7 +68,7 @@ class Facts:
 
 
 def facts_of(names: Union[str, Sequence[str]]) -> Optional[Facts]:
-    """None where one of the datasets is not there, or does not say how large its images are."""
+    """Facts of some datasets; None if one is missing, or does not give image sizes."""
     found = []
     for name in [names] if isinstance(names, str) else names:
         if name not in DatasetCatalog:
@@ -87,7 +87,7 @@ def facts_of(names: Union[str, Sequence[str]]) -> Optional[Facts]:
     return Facts(sizes, most.num_instances, most.most_crowded)
 
 
-# What is known by name, and what was registered under it then: reading COCO takes 20 seconds.
+# Facts by name, with the function registered then: reading COCO takes 20 seconds.
 _known: dict[str, tuple[Callable[..., Any], Optional[Facts]]] = {}
 
 
@@ -97,7 +97,7 @@ def _facts_of_one(name: str, load: Callable[..., Any]) -> Optional[Facts]:
     with alone(), no_information(), unchanged_random_state():
         try:
             dicts = load()
-        except Exception as e:  # whatever files, packages or checks of a dataset are missing
+        except Exception as e:  # any file, package or check of a dataset may fail
             logger.info("The dataset %s cannot be read: %s: %s", name, type(e).__name__, e)
             dicts = []
     sizes, most, num_most = set(), None, -1
@@ -114,8 +114,9 @@ def _facts_of_one(name: str, load: Callable[..., Any]) -> Optional[Facts]:
 
 
 def _num_instances(d: dict[str, Any]) -> int:
-    """Objects; those with visible keypoints, where there are keypoints, since mappers and loaders
-    look for them.
+    """Number of objects; with keypoints, only objects with visible ones.
+
+    Mappers and loaders look for these.
     """
     objects = [a for a in d.get("annotations", ()) if not a.get("iscrowd", 0)]
     visible = [a for a in objects if any(v > 0 for v in a.get("keypoints", (1, 1, 1))[2::3])]
@@ -123,11 +124,11 @@ def _num_instances(d: dict[str, Any]) -> int:
 
 
 def dict_of_size(d: dict[str, Any], size: Size) -> dict[str, Any]:
-    """A copy of a dataset dict as if its image had another size."""
+    """Copy a dataset dict as if its image had another size."""
     result = copy.deepcopy(d)
     scale = size[0] / d["height"], size[1] / d["width"]
     result.update(height=size[0], width=size[1], file_name=result.get("file_name", ""))
-    if any("bbox" not in a for a in d.get("annotations", ())):  # nothing but their number
+    if any("bbox" not in a for a in d.get("annotations", ())):  # only their number counts
         num = sum(not a.get("iscrowd", 0) for a in d["annotations"])
         result["annotations"] = invented_dict(size, num)["annotations"]
     elif scale != (1, 1):
@@ -138,7 +139,7 @@ def dict_of_size(d: dict[str, Any], size: Size) -> dict[str, Any]:
 
 def _scale(annotation: dict[str, Any], scale: tuple[float, float], size: Size) -> None:
     y, x = scale
-    angle = (1,) * (len(annotation["bbox"]) - 4)  # of rotated boxes
+    angle = (1,) * (len(annotation["bbox"]) - 4)  # rotated boxes have one
     annotation["bbox"] = (np.asarray(annotation["bbox"]) * (x, y, x, y, *angle)).tolist()
     segmentation = annotation.get("segmentation")
     if isinstance(segmentation, list):
@@ -157,9 +158,7 @@ def _scale(annotation: dict[str, Any], scale: tuple[float, float], size: Size) -
 
 
 def with_instances(d: dict[str, Any], num: int) -> Optional[dict[str, Any]]:
-    """A dataset dict with its own annotations, again and again or fewer of them; None if it has
-    none.
-    """
+    """Repeat or cut a dataset dict's own annotations to ``num``; None if it has none."""
     objects = [a for a in d.get("annotations", ()) if not a.get("iscrowd", 0) and "bbox" in a]
     if not objects:
         return None
@@ -167,16 +166,16 @@ def with_instances(d: dict[str, Any], num: int) -> Optional[dict[str, Any]]:
 
 
 def with_few_annotations(d: dict[str, Any]) -> dict[str, Any]:
-    """Two, for a mapper that crops around one of them."""
+    """Keep two annotations, for a mapper that crops around one of them."""
     return {**d, "annotations": d["annotations"][:2]} if "annotations" in d else d
 
 
 def invented_dict(size: Size, num_instances: int, name: str = "") -> dict[str, Any]:
-    """A dataset dict of Detectron2's format, with boxes, polygons and keypoints.
+    """Make a dataset dict of Detectron2's format, with boxes, polygons and keypoints.
 
     Args:
-        name: of the dataset that is not there; its metadata tells how many keypoints there are, and
-            whether pixels have labels, and segments.
+        name: the missing dataset. Its metadata tells the number of keypoints, and whether there are
+            pixel labels and segments.
     """
     metadata = MetadataCatalog.get(name) if name in MetadataCatalog.list() else None
     num_keypoints = len(metadata.get("keypoint_names", ())) if metadata is not None else 0
@@ -217,10 +216,10 @@ def boxes_anywhere(num: int, size: Size, seed: int = 0) -> Any:
 
 
 def largest_sizes(sizes: Iterable[Size], resizes: Iterable[tuple[int, int]]) -> list[Size]:
-    """The sizes out of which the largest images can come, few of many.
+    """A few sizes that can give the largest images.
 
     Args:
-        resizes: lengths of the shorter and at most of the longer side, to which images are resized.
+        resizes: lengths of the shorter side and limits of the longer side for the resize.
     """
     sizes = set(sizes)
     found = {max(sizes, key=math.prod), max(sizes), max(sizes, key=lambda size: size[::-1])}
@@ -246,5 +245,5 @@ def any_shape(resizes: Iterable[tuple[int, int]]) -> set[Size]:
 
 
 def resized(size: Size, short: int, long: int) -> Size:
-    """As ``ResizeShortestEdge`` does it; a shorter side of 0 leaves the image as it is."""
+    """Resize like ``ResizeShortestEdge``; a shorter side of 0 keeps the size."""
     return size if short == 0 else ResizeShortestEdge.get_output_shape(*size, short, long)

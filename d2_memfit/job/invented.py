@@ -1,4 +1,4 @@
-"""Batches of Detectron2's format, made of nothing but a config and a worst case."""
+"""Batches of Detectron2's format, made only from a config and a worst case."""
 
 from typing import Any
 
@@ -18,16 +18,16 @@ from .worst_case import WorstCase
 
 __all__ = ["InventedBatches", "rotated"]
 
-# Detectron2's models that take no labels of pixels; users' own may take them.
+# Detectron2's models that take no pixel labels. Users' own models may take them.
 _WITHOUT_SEM_SEG = ("GeneralizedRCNN", "ProposalNetwork", "RetinaNet")
 
 
 class InventedBatches:
-    """What Detectron2's ``DatasetMapper`` makes of images, but no such images.
+    """Batches in the form of Detectron2's ``DatasetMapper``, without real images.
 
     Args:
-        cfg: says which labels there are.
-        case: sizes and objects.
+        cfg: tells which labels there are.
+        case: sizes and numbers of objects.
     """
 
     def __init__(self, cfg: CfgNode, case: WorstCase) -> None:
@@ -59,7 +59,7 @@ def _image(
     cfg: CfgNode, size: Size, num_instances: int, index: int, num_proposals: int
 ) -> dict[str, Any]:
     height, width = size
-    boxes = _boxes(num_instances, size, seed=0)  # the same in all, for labels to be found once
+    boxes = _boxes(num_instances, size, seed=0)  # the same in all images: matched once
     image: dict[str, Any] = {
         "image": torch.empty(3, height, width, dtype=torch.uint8),
         "height": height,
@@ -90,7 +90,7 @@ def _image(
 
 
 def rotated(boxes: torch.Tensor) -> torch.Tensor:
-    """Boxes [N, 5] of ``RotatedBoxes``, for the same upright boxes [N, 4]."""
+    """Boxes [N, 5] of ``RotatedBoxes`` for upright boxes [N, 4]."""
     corner, size = boxes[:, :2], boxes[:, 2:] - boxes[:, :2]
     return torch.cat([corner + size / 2, size, torch.zeros(len(boxes), 1)], dim=1)
 
@@ -105,7 +105,7 @@ def _boxes(num: int, size: Size, seed: int) -> torch.Tensor:
 
 
 def _proposals(boxes: torch.Tensor, size: Size, num: int) -> Instances:
-    """Half of them lie on the objects, so that they fill the quota of foreground."""
+    """Proposals, half of them on the objects, so that they fill the foreground quota."""
     foreground = boxes.repeat(num // max(len(boxes), 1), 1)[: num // 2]
     background = _boxes(num - len(foreground), size, seed=1)
     proposals = Instances(size)

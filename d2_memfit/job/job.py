@@ -1,4 +1,4 @@
-"""What is trained, described once, and used by trainers, plans and commands."""
+"""The description of a training job, used by trainers, plans and commands."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -37,36 +37,35 @@ __all__ = ["Job"]
 
 
 class Job:
-    """A training job: model, optimizer, loaders, batch geometry, precision, recovery, budget and
-    techniques. It is not changed after it was made, and was checked once.
+    """A training job: model, optimizer, loaders, batch geometry, precision and budget.
 
-    Ways to make one::
+    It is checked once, and does not change. Ways to make one::
 
         Job.from_cfg(cfg)                 # Detectron2's own defaults
         Job.from_trainer(Trainer, cfg)    # the project's build_model, build_optimizer, ...
         Job.from_lazy(cfg)                # a LazyConfig
-        Job(model=..., optimizer=...)     # pieces, for a loop of one's own
+        Job(model=..., optimizer=...)     # pieces, for your own loop
 
     Args:
         model: makes the model.
         optimizer: makes the optimizer of that model.
         train_loader, test_loader: make the loaders of a rank.
-        images_per_batch: in a batch of a rank's training loader.
+        images_per_batch: images in a batch of a rank's training loader.
         accumulation_steps: batches behind one optimizer step.
         micro_batch_size: images in one forward on each rank; None is the loader's batch.
         ranks: processes that train together; None is those of this run.
         device: as MODEL.DEVICE.
-        amp_dtype: of mixed precision, "float16" or "bfloat16"; None is float32.
-        max_iter: optimizer steps.
-        output_dir: for records and plans.
+        amp_dtype: dtype of mixed precision, "float16" or "bfloat16"; None is float32.
+        max_iter: number of optimizer steps.
+        output_dir: folder for records and plans.
         memfit: other keys of the node MEMFIT, nested, such as ``{"budget_gb": 6}``.
         batch: the largest batch, for estimates; see :meth:`from_cfg`.
 
     Attributes:
-        cfg: the config of yacs, frozen, with all keys of d2_memfit. That of a LazyConfig or of
-            pieces has those keys that stand for what these say.
-        parts: what makes model, optimizer and loaders.
-        geometry: images of an iteration, in numbers.
+        cfg: the frozen yacs config, with all keys of d2_memfit. For a LazyConfig or pieces, its
+            keys hold the corresponding values.
+        parts: makes model, optimizer and loaders.
+        geometry: numbers of images in an iteration.
 
     Raises:
         ConfigError: a value cannot work.
@@ -110,14 +109,14 @@ class Job:
 
     @classmethod
     def from_cfg(cls, cfg: CfgNode, ranks: Optional[int] = None, **batch: Any) -> "Job":
-        """The job of Detectron2's ``DefaultTrainer``.
+        """Make the job of Detectron2's ``DefaultTrainer``.
 
         Args:
             ranks: processes that train together; None is those of this run.
-            batch: the largest batch of the job, made by the caller: ``batch=`` images, see
-                :class:`~d2_memfit.job.batches.GivenBatches`, or sizes as a :class:`WorstCase`.
-                Or what is not as in the datasets: ``image_size=`` (height, width) of the largest
-                image file, ``num_instances=`` of the most crowded one.
+            batch: the largest batch of the job: ``batch=`` images, see
+                :class:`~d2_memfit.job.batches.GivenBatches`, or sizes as a :class:`WorstCase`. Or
+                values in place of the datasets': ``image_size=`` (height, width) of the largest
+                image file, ``num_instances=`` of the most crowded image.
         """
         return cls.from_trainer(DefaultTrainer, cfg, ranks, **batch)
 
@@ -125,7 +124,7 @@ class Job:
     def from_trainer(
         cls, trainer: Any, cfg: CfgNode, ranks: Optional[int] = None, **batch: Any
     ) -> "Job":
-        """The job of a trainer class, whose ``build_*`` methods and ``test`` are used.
+        """Make the job of a trainer class, from its ``build_*`` methods and ``test``.
 
         Args:
             trainer: ``DefaultTrainer``, or a class with such class methods.
@@ -149,7 +148,7 @@ class Job:
 
     @classmethod
     def from_lazy(cls, cfg: DictConfig, ranks: Optional[int] = None, **batch: Any) -> "Job":
-        """The job of a LazyConfig, as Detectron2's ``tools/lazyconfig_train_net.py`` trains it.
+        """Make the job of a LazyConfig, like Detectron2's ``lazyconfig_train_net.py``.
 
         Args:
             cfg: with the nodes model, optimizer, dataloader and train.
@@ -168,7 +167,7 @@ class Job:
         ranks: Optional[int] = None,
         **batch: Any,
     ) -> "Job":
-        """The job of a config of either kind; a job is returned as it is."""
+        """Make the job of a config of either kind; a job is returned as it is."""
         if isinstance(config, Job):
             if trainer is not None or any(value is not None for value in batch.values()):
                 raise TypeError("a Job has its trainer and its batch already")
@@ -202,7 +201,7 @@ class Job:
         self._facts = image_size, num_instances
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Job":
-        """The same job with other values for some keys of its config.
+        """The same job with other values for some config keys.
 
         Raises:
             ConfigError: the job has no such key.
@@ -238,21 +237,21 @@ class Job:
 
     @property
     def recovery(self) -> Optional[RecoveryOptions]:
-        """None where an out-of-memory error ends the run."""
+        """Options of recovery; None if an out-of-memory error ends the run."""
         return RecoveryOptions.from_cfg(self.cfg)
 
     @property
     def normalizers(self) -> NormalizerOptions:
-        """What losses are divided by while an effective batch is accumulated."""
+        """Options for the counts that losses are divided by."""
         return NormalizerOptions.from_cfg(self.cfg)
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is something to evaluate on."""
+        """Whether there is a dataset to evaluate on."""
         return len(self.cfg.DATASETS.TEST) > 0
 
     def precision(self, device: Optional[str] = None) -> Precision:
-        """Number formats, on MODEL.DEVICE or another device."""
+        """Number formats on MODEL.DEVICE or another device."""
         there = self.cfg.MODEL.DEVICE if device is None else device
         return Precision.from_cfg(with_settings(self.cfg, {"MODEL.DEVICE": there}))
 
@@ -261,37 +260,37 @@ class Job:
         return apply_techniques("ddp", self.parts.ddp_options(), self.cfg)
 
     def build_model(self, device: Optional[str] = None, announce: bool = True) -> nn.Module:
-        """The model with its techniques, on MODEL.DEVICE or another device.
+        """Build the model with its techniques, on MODEL.DEVICE or another device.
 
         Args:
-            announce: whether the log says which techniques are on.
+            announce: whether to log which techniques are on.
         """
         with nullcontext() if announce else no_information():
             model = self.parts.build_model(self.cfg.MODEL.DEVICE if device is None else device)
         return apply_techniques("model", model, self.cfg, announce)
 
     def build_optimizer(self, model: nn.Module, announce: bool = True) -> Optimizer:
-        """The optimizer with its techniques; ZeRO's needs all ranks."""
+        """Build the optimizer with its techniques; ZeRO needs all ranks."""
         optimizer = self.parts.build_optimizer(model)
         return apply_techniques("optimizer", optimizer, self.cfg, announce)
 
     def build_train_loader(self) -> Any:
-        says_all = isinstance(self.parts, TrainerParts)  # a LazyConfig's keys are of training only
+        says_all = isinstance(self.parts, TrainerParts)  # a LazyConfig gives keys of training only
         build = checked_loader(self.parts.build_train_loader, self.cfg, says_all)
         return apply_techniques("loader", build, self.cfg)()
 
     @cached_property
     def batches(self) -> Batches:
-        """What makes the largest batches."""
+        """The maker of the largest batches."""
         return largest_batches(self.parts, self.cfg, self.ranks, self._batch, *self._facts)
 
     def training_batch(self, num_images: Optional[int] = None) -> Any:
-        """The largest micro-batch, or one of so many images."""
+        """The largest micro-batch, or one with a given number of images."""
         num_images = self.geometry.micro_batch_sizes()[0] if num_images is None else num_images
         return self.batches.training(num_images, self.geometry.crosses_batches)
 
     def evaluation_batch(self) -> Any:
-        """The largest batch of evaluation."""
+        """The largest batch in evaluation."""
         return self.batches.evaluation()
 
 

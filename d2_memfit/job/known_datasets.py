@@ -1,8 +1,8 @@
-"""What is published of the datasets that Detectron2 registers by name, for where they are not.
+"""Published facts of the datasets that Detectron2 registers by name, used if they are missing.
 
-Largest counts are rarely published. The ones here that are not are guesses, and say so: a crowded
-image has 9 times the objects of a mean one, as in COCO (7 in the mean and 63 at most, by the paper
-of DETR, arXiv:2005.12872, section 4).
+Largest counts are rarely published, so some counts here are guesses and marked as such. A crowded
+image is taken to have 9 times the objects of a mean one, as in COCO. COCO has a mean of 7 and at
+most 63 (DETR paper, arXiv:2005.12872, section 4).
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ __all__ = ["KnownDataset", "known_dataset"]
 class KnownDataset:
     """
     Attributes:
-        title: for people.
-        num_instances: annotated objects of the most crowded image, at most.
-        mean_instances: of an ordinary image.
-        source: of both.
-        is_guess: whether ``num_instances`` is one.
-        largest: height and width in pixels that no image exceeds; None is not known.
-        has_one_size: whether all images have it.
+        title: name for messages.
+        num_instances: upper limit of the annotated objects in an image.
+        mean_instances: mean number of objects per image.
+        source: source of both.
+        is_guess: whether ``num_instances`` is a guess.
+        largest: height and width, in pixels, that no image exceeds; None if unknown.
+        has_one_size: whether all images have that size.
     """
 
     title: str
@@ -95,7 +95,7 @@ _KNOWN = {
 
 
 def known_dataset(names: Sequence[str]) -> Optional[KnownDataset]:
-    """The most crowded of some datasets by the names of Detectron2; None if one is not known."""
+    """The most crowded of some datasets, by Detectron2's names; None if one is unknown."""
     found = [_by_name(name) for name in names]
     known = [dataset for dataset in found if dataset is not None]
     if not known or len(known) < len(found):

@@ -1,4 +1,4 @@
-"""Where the largest batches of a job come from."""
+"""The choice of the source of a job's largest batches."""
 
 from typing import Any, Optional
 
@@ -22,11 +22,11 @@ def largest_batches(
     image_size: Optional[Size] = None,
     num_instances: Optional[int] = None,
 ) -> Batches:
-    """From the caller, or by the job's own mapper.
+    """Make the largest batches, from the caller's data or with the job's own mapper.
 
     Args:
-        batch: images or sizes that the caller has given.
-        image_size, num_instances: in place of what the datasets have.
+        batch: images or sizes given by the caller.
+        image_size, num_instances: values in place of the datasets'.
     """
     if isinstance(batch, WorstCase):
         return InventedBatches(cfg, batch)
@@ -34,6 +34,6 @@ def largest_batches(
         return GivenBatches(batch)
     nothing_is_said = image_size is None and num_instances is None
     if nothing_is_said and parts.has_default_loader and facts_of(cfg.DATASETS.TRAIN) is None:
-        # What Detectron2's mapper would make of a dataset that is not there.
+        # What Detectron2's mapper would make of the missing dataset.
         return InventedBatches(cfg, worst_case(cfg, ranks))
     return MappedBatches(parts, cfg.DATALOADER.ASPECT_RATIO_GROUPING, image_size, num_instances)

@@ -1,4 +1,4 @@
-"""A LazyConfig as a job: its parts, and its keys as those of a yacs config."""
+"""A LazyConfig as a job: its parts, and its values as keys of a yacs config."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from ..errors import ConfigError
 
 __all__ = ["LazyParts", "cfg_of_lazy", "load_lazy_config", "overrides_of", "with_overrides"]
 
-# Keys of yacs that have a place of their own in a LazyConfig; the rest of MEMFIT is train.memfit.
+# Keys of yacs with their own place in a LazyConfig; the rest of MEMFIT is in train.memfit.
 _NAMES = {
     "SOLVER.ACCUMULATION_STEPS": "train.accumulation_steps",
     "SOLVER.AMP.ENABLED": "train.amp.enabled",
@@ -29,10 +29,10 @@ _NAMES = {
 
 
 def load_lazy_config(path: str, opts: Sequence[str]) -> DictConfig:
-    """A LazyConfig with its overrides.
+    """Load a LazyConfig and apply overrides.
 
     Raises:
-        ConfigError: with what its code raises, or an override that is none.
+        ConfigError: the file's code raises an error, or an override is invalid.
     """
     try:
         cfg = LazyConfig.load(path)
@@ -53,7 +53,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class LazyParts:
-    """What a LazyConfig instantiates, as Detectron2's ``tools/lazyconfig_train_net.py`` does.
+    """The parts that a LazyConfig instantiates, as in ``tools/lazyconfig_train_net.py``.
 
     Args:
         cfg: with the nodes model, optimizer, dataloader and train.
@@ -66,7 +66,7 @@ class LazyParts:
         return instantiate(self.cfg.model).to(device)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
-        cfg = copy.deepcopy(self.cfg)  # a config that is given a model is no config any more
+        cfg = copy.deepcopy(self.cfg)  # a config that holds a model is no longer a config
         cfg.optimizer.params.model = model
         return instantiate(cfg.optimizer)
 
@@ -84,7 +84,7 @@ class LazyParts:
         return dict(self.cfg.train.get("ddp", {}))
 
     def clip_gradients(self) -> Optional[Callable[[Any], Any]]:
-        """As detrex's ``train.clip_grad`` says."""
+        """Gradient clipping from detrex's ``train.clip_grad``."""
         clip = self.cfg.train.get("clip_grad")
         if clip is None or not clip.enabled:
             return None
@@ -95,7 +95,7 @@ class LazyParts:
 
     def with_settings(self, settings: Mapping[str, Any]) -> "LazyParts":
         overrides_of(settings)
-        return self  # they are not of what it instantiates
+        return self  # they do not concern what it instantiates
 
 
 def _evaluates(cfg: DictConfig) -> bool:
@@ -103,7 +103,7 @@ def _evaluates(cfg: DictConfig) -> bool:
 
 
 def overrides_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The places in a LazyConfig of keys of a yacs config.
+    """Translate keys of a yacs config into places in a LazyConfig.
 
     Raises:
         ConfigError: a LazyConfig has no such key.
@@ -122,7 +122,7 @@ def overrides_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_overrides(cfg: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
-    """A copy of a LazyConfig with other values at some places."""
+    """Copy a LazyConfig with other values at some places."""
     changed = copy.deepcopy(cfg)
     for place, value in overrides.items():
         OmegaConf.update(changed, place, value, force_add=True)
@@ -130,10 +130,10 @@ def with_overrides(cfg: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
 
 
 def cfg_of_lazy(cfg: DictConfig) -> CfgNode:
-    """The keys that a LazyConfig's ``train`` and ``dataloader`` stand for.
+    """Make a yacs config with the values of a LazyConfig's ``train`` and ``dataloader``.
 
     Raises:
-        ConfigError: a value cannot work, or what a job needs is not there.
+        ConfigError: a value cannot work, or a value that a job needs is missing.
     """
     for node in ("model", "optimizer", "dataloader", "train"):
         if node not in cfg:

@@ -27,14 +27,14 @@ from .worst_case import assumed
 __all__ = ["MappedBatches"]
 
 _ANY_SIZE = (800, 1333)
-_FIRST_DRAWS = 2  # of augmentations, for each size that comes into question
-_MORE_DRAWS = 8  # for those with the largest outcomes
-_TRIES = 20  # of a mapper that may leave an image out
+_FIRST_DRAWS = 2  # draws of augmentations for each candidate size
+_MORE_DRAWS = 8  # draws for the sizes with the largest results
+_TRIES = 20  # for a mapper that may drop an image
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What a mapper made of an image."""
+    """One result of a mapper for an image."""
 
     data: Any
     original: Size
@@ -54,19 +54,18 @@ class _Drawn:
 
 
 class MappedBatches:
-    """Made by the job's own mapper and augmentations, of empty images.
+    """Batches that the job's own mapper and augmentations make of empty images.
 
-    The largest sizes and the most crowded image of the datasets are taken where these are there.
-    Of random augmentations the largest of several draws counts, with ``ResizeShortestEdge`` at its
-    largest.
+    Sizes and the most crowded image come from the datasets, if they exist. For random augmentations
+    the largest of several draws counts, with ``ResizeShortestEdge`` at its largest.
 
     Args:
-        parts: of the job.
-        groups_by_aspect: whether portraits and landscapes never meet in a batch of the loader.
-        image_size, num_instances: in place of what the datasets have.
+        parts: the job's parts.
+        groups_by_aspect: whether the loader never mixes portraits and landscapes in a batch.
+        image_size, num_instances: values in place of the datasets'.
 
     Raises:
-        ConfigError: the loader has no mapper, or that cannot run; or nothing limits the size of
+        ConfigError: the loader has no mapper, the mapper cannot run, or nothing limits the size of
             images.
     """
 
@@ -171,14 +170,14 @@ class MappedBatches:
 
 @dataclass(frozen=True)
 class _Images:
-    drawn: tuple[_Drawn, ...]  # for evaluation the largest one stands first
+    drawn: tuple[_Drawn, ...]  # for evaluation, the largest comes first
     num_instances: int
     assumptions: tuple[str, ...]
     is_guess: bool
 
 
 class _Mapper:
-    """Draws what a loader's mapper makes of images of any size."""
+    """Draws a loader mapper's results for images of any size."""
 
     def __init__(self, loader: CapturedLoader, crowded: dict[str, Any]) -> None:
         self._maps = loader.mappers
@@ -186,11 +185,11 @@ class _Mapper:
         self._crowded = crowded
 
     def largest(self, sizes: Iterable[Size], num_draws: int) -> list[_Drawn]:
-        """Images out of which the largest batches can be made, the largest first.
+        """Images that can make up the largest batches, the largest first.
 
         Args:
-            sizes: of the dataset's images; none for any shape.
-            num_draws: of augmentations, for each of the sizes with the largest outcomes.
+            sizes: sizes of the dataset's images; none for any shape.
+            num_draws: draws of augmentations for each of the sizes with the largest results.
         """
         with empty_images() as files, largest_resizes() as resizes:
 
@@ -198,14 +197,14 @@ class _Mapper:
                 maps = self._maps * times
                 return [self._draw(map_func, files, size, is_crowded) for map_func in maps]
 
-            draw(_ANY_SIZE, 1, is_crowded=False)  # it tells how images are resized
+            draw(_ANY_SIZE, 1, is_crowded=False)  # finds out how images are resized
             sizes = set(sizes) or self._any_shape(resizes, draw)
             largest: list[_Drawn] = []
             for size in largest_sizes(sizes, resizes):
                 largest = _largest([*largest, *draw(size, min(num_draws, _FIRST_DRAWS), False)])
             crowded: list[_Drawn] = []
             for size in sorted({d.original for d in largest}):
-                for _ in range(num_draws):  # masks take much memory: only few are kept
+                for _ in range(num_draws):  # masks take much memory, so few are kept
                     crowded = _largest([*crowded, *draw(size, 1, is_crowded=True)])
         return sorted(crowded, key=lambda d: d.need, reverse=True)
 
@@ -215,7 +214,7 @@ class _Mapper:
         once, twice = (
             max(d.need[0] for d in draw((largest[0] * k, largest[1] * k), 4, False)) for k in (1, 2)
         )
-        if twice > 2 * once > 0:  # and not by the chance of a crop
+        if twice > 2 * once > 0:  # and not by chance of a crop
             raise ConfigError(
                 "the mapper leaves images in their own sizes, and the dataset that would say what "
                 "they are cannot be read: name the largest with --image-size HEIGHT,WIDTH"
@@ -236,7 +235,7 @@ class _Mapper:
 
 
 def _largest(drawn: Sequence[_Drawn]) -> list[_Drawn]:
-    """Those of which some batch can be the largest: of each orientation, and of all together."""
+    """Images that can make a batch the largest, of each orientation and of both together."""
     kept: list[_Drawn] = []
     for is_wide in (False, True):
         group = [d for d in drawn if d.is_wide == is_wide]
@@ -246,7 +245,7 @@ def _largest(drawn: Sequence[_Drawn]) -> list[_Drawn]:
 
 
 def _highest_and_widest(drawn: Sequence[_Drawn]) -> list[_Drawn]:
-    """Two images that are padded most if they meet; or one, if it is both."""
+    """The two images whose batch is padded most; one image if it is both."""
     highest = max(drawn, key=lambda d: (d.size, d.need))
     widest = max(drawn, key=lambda d: (d.size[::-1], d.need))
     return [highest] if highest.size == widest.size else [highest, widest]

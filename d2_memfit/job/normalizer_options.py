@@ -1,4 +1,4 @@
-"""Which of the counts that losses are divided by are those of the whole window."""
+"""Options that choose which counts of losses are taken over the whole window."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What makes the model, the optimizer and the loaders of a job."""
+"""The factories of a job's model, optimizer and loaders."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ __all__ = ["GivenParts", "Parts", "TrainerParts"]
 
 
 class Parts(Protocol):
-    """The factories of a job, each for one call."""
+    """The factories of a job."""
 
     def build_model(self, device: str) -> nn.Module: ...
 
@@ -29,30 +29,30 @@ class Parts(Protocol):
     def build_train_loader(self) -> Any: ...
 
     def test_loaders(self) -> list[Callable[[], Any]]:
-        """What makes the loaders of the datasets that are evaluated on, if any."""
+        """Functions that make the loaders of the evaluation datasets, if any."""
 
     def test(self, model: nn.Module) -> Any:
         """Evaluate as the job's owner does."""
 
     def ddp_options(self) -> dict[str, Any]:
-        """Keyword arguments of ``DistributedDataParallel``, techniques not counted."""
+        """Keyword arguments of ``DistributedDataParallel``, without those of techniques."""
 
     def clip_gradients(self) -> Optional[Callable[[Any], Any]]:
-        """Clips the gradients of a list of parameters, where the optimizer does not."""
+        """A function that clips the gradients of parameters, if the optimizer does not."""
 
     def with_cfg(self, cfg: CfgNode) -> "Parts":
-        """The parts of a config of yacs whose values are complete."""
+        """The parts with a complete yacs config."""
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Parts":
-        """The same parts with other values for some keys of the config.
+        """The same parts with other values for some config keys.
 
         Raises:
-            ConfigError: they do not have such a key.
+            ConfigError: there is no such key.
         """
 
     @property
     def has_default_loader(self) -> bool:
-        """Whether Detectron2's own ``DatasetMapper`` makes the batches, as a yacs config says."""
+        """Whether Detectron2's own ``DatasetMapper`` makes the batches from a yacs config."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class TrainerParts:
     """The class methods of a trainer, called with a config.
 
     Args:
-        cfg: of yacs.
-        trainer: a class with the ``build_*`` methods of ``DefaultTrainer``; those that it lacks are
+        cfg: a yacs config.
+        trainer: a class with the ``build_*`` methods of ``DefaultTrainer``. Missing ones are
             Detectron2's.
     """
 
@@ -120,13 +120,13 @@ class TrainerParts:
 
 @dataclass(frozen=True)
 class GivenParts:
-    """Functions of a loop of one's own.
+    """The functions given for your own training loop.
 
     Args:
         model: makes the model.
         optimizer: makes the optimizer of a model.
         train_loader: makes the loader of a rank's training batches.
-        test_loader: makes the loader that is evaluated on.
+        test_loader: makes the loader for evaluation.
     """
 
     model: Callable[[], nn.Module]

@@ -1,4 +1,4 @@
-"""What recovery from an out-of-memory error may do."""
+"""Options for recovery from an out-of-memory error."""
 
 import numbers
 import warnings
@@ -16,12 +16,12 @@ __all__ = ["RecoveryOptions"]
 
 @dataclass(frozen=True)
 class RecoveryOptions:
-    """The keys of the config's node MEMFIT.OOM, and what recovery must know beside them.
+    """The keys of the config's node MEMFIT.OOM, and other facts that recovery needs.
 
     Args:
         grow_after, allow_resize, last_resort, max_skipped: as the keys.
         communicating_modules: not used any more.
-        output_dir: where the record goes; an empty text for none.
+        output_dir: folder of the record; "" for none.
         budget_gb: MEMFIT.BUDGET_GB, for messages.
 
     Raises:
@@ -56,10 +56,10 @@ class RecoveryOptions:
     def from_keys(
         cls, oom: Mapping[str, Any], output_dir: str, budget_gb: Optional[float]
     ) -> Optional["RecoveryOptions"]:
-        """The options of a node MEMFIT.OOM, or of one with the same keys in lower case.
+        """Options of a node MEMFIT.OOM, or of one with the same keys in lower case.
 
         Returns:
-            None where the policy is "raise".
+            None if the policy is "raise".
         """
         if not isinstance(oom, Mapping):
             raise ConfigError(f"MEMFIT.OOM must be a node with keys, got {oom!r}")

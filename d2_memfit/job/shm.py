@@ -1,4 +1,4 @@
-"""Room in /dev/shm for what the loader's workers hand over."""
+"""A check that /dev/shm has room for the images of the loader's workers."""
 
 import logging
 import os
@@ -14,16 +14,16 @@ __all__ = ["shm_bytes", "warn_of_small_shm"]
 logger = logging.getLogger(__name__)
 
 _SHM = "/dev/shm"
-_PREFETCH = 2  # of PyTorch's DataLoader: what each worker has ready
+_PREFETCH = 2  # PyTorch's DataLoader: batches ready per worker
 _MB = 2**20
 
 
 def warn_of_small_shm(cfg: CfgNode, facts: AnnotationFacts, num_ranks: int) -> None:
-    """Warn if /dev/shm may be full before training starts: a worker would end with a bus error.
+    """Warn before training if /dev/shm may become full; a worker would end with a bus error.
 
     Args:
-        facts: of the dataset.
-        num_ranks: of the whole job.
+        facts: facts about the dataset's annotations.
+        num_ranks: ranks of the whole job.
     """
     workers = cfg.DATALOADER.NUM_WORKERS
     if workers <= 0 or not os.path.isdir(_SHM):
@@ -51,11 +51,11 @@ def warn_of_small_shm(cfg: CfgNode, facts: AnnotationFacts, num_ranks: int) -> N
 
 
 def shm_bytes(cfg: CfgNode, facts: AnnotationFacts, num_ranks: int, workers: int) -> float:
-    """Bytes that one rank's images take in shared memory, at most, if they are of the largest size:
-    what its workers have ready, and what the trainer has taken and not yet let go.
+    """Largest number of bytes that one rank's images take in shared memory.
 
-    Bit masks count, as many as the dataset has in an image, and once those of the most crowded one;
-    polygons go another way. Without workers it is 0.
+    Images count at the largest size: those that workers have ready, and those that the trainer
+    still holds. Bit masks count with their mean number per image, plus those of the most crowded
+    image once. Polygons are not in shared memory. Without workers the result is 0.
     """
     if workers == 0:
         return 0

@@ -1,4 +1,4 @@
-"""The batch that needs the most memory of all that a config can produce."""
+"""The batch that needs the most memory among all that a config can produce."""
 
 import math
 from dataclasses import dataclass
@@ -28,18 +28,18 @@ _KNOWN_TEST = (
 
 @dataclass(frozen=True)
 class WorstCase:
-    """What the largest batch is made of.
+    """Sizes and numbers of objects of the largest batch.
 
     Attributes:
-        image_sizes: heights and widths in pixels of a batch's images, in turn; Detectron2 pads all
-            to the largest height and width.
+        image_sizes: heights and widths, in pixels, of a batch's images, in turn; Detectron2 pads
+            all to the largest height and width.
         num_instances: annotated objects in each image.
-        test_size: that of the largest image in evaluation.
-        original_size: to which its results are brought, masks included.
-        assumptions: what is not known, and what is taken instead; a line each.
+        test_size: size of the largest image in evaluation.
+        original_size: size to which its results are resized, masks included.
+        assumptions: one line per unknown fact, with the value assumed for it.
         evaluation_assumptions: the same for evaluation.
-        size_alone: of the image of a batch of one; None is the first of ``image_sizes``.
-        is_guess: whether ``num_instances`` is one.
+        size_alone: size of the image in a batch of one; None is the first of ``image_sizes``.
+        is_guess: whether ``num_instances`` is a guess.
     """
 
     image_sizes: tuple[Size, ...]
@@ -53,13 +53,13 @@ class WorstCase:
 
 
 def worst_case(cfg: CfgNode, num_gpus: int = 1) -> WorstCase:
-    """Find it from INPUT and DATALOADER, for a training dataset that is not there.
+    """Find the worst case from INPUT and DATALOADER, for a training dataset that is missing.
 
-    What is known of Detectron2's datasets by name is taken. Of augmentations it knows those that
-    Detectron2's ``DatasetMapper`` makes of a config.
+    Known facts of Detectron2's datasets are used. Augmentations are those that Detectron2's
+    ``DatasetMapper`` makes from a config.
 
     Raises:
-        ConfigError: images keep their size, and no dataset says how large they are.
+        ConfigError: images keep their size, and no dataset gives their sizes.
     """
     known = known_dataset(cfg.DATASETS.TRAIN)
     assumption = f"DATASETS.TRAIN {tuple(cfg.DATASETS.TRAIN)} cannot be read: {assumed(known)}"
@@ -101,7 +101,7 @@ def worst_case(cfg: CfgNode, num_gpus: int = 1) -> WorstCase:
 
 
 def assumed(known: Optional[KnownDataset]) -> str:
-    """What is taken in place of a dataset that is not there."""
+    """Text that names the assumptions in place of a missing dataset."""
     wider = ", for which a plan leaves more of the budget free"
     if known is None:
         return f"images of any shape, with {DEFAULT_INSTANCES} instances each, a guess{wider}"
@@ -115,13 +115,13 @@ def assumed(known: Optional[KnownDataset]) -> str:
 
 
 def _highest_and_widest(sizes: set[Size]) -> tuple[Size, ...]:
-    """Two images that are padded most if they meet; or one, if it is both."""
+    """The two images whose batch is padded most; one image if it is both."""
     highest, widest = max(sizes), max(sizes, key=lambda size: size[::-1])
     return (highest,) if highest == widest else (highest, widest)
 
 
 def _absolute_crops(cfg: CfgNode) -> set[Size]:
-    """The most different shapes that INPUT.CROP makes of large images; resizing comes after it."""
+    """The most different shapes that INPUT.CROP makes of large images, before the resize."""
     first, second = cfg.INPUT.CROP.SIZE
     sides = {first, second}
     is_range = cfg.INPUT.CROP.TYPE == "absolute_range"

@@ -1,1 +1,1 @@
-"""What a GPU takes and how fast it is, and whether d2_memfit is right on it: measured."""
+"""Measurements of a GPU's memory and speed, and checks of d2_memfit on it."""

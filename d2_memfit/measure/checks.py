@@ -1,6 +1,6 @@
-"""Whether d2_memfit does on a device what it says: with gpu_checks.py, what `pytest -m gpu` runs.
+"""Checks that d2_memfit works on a device; `pytest -m gpu` runs them with gpu_checks.py.
 
-A check is a function of the device that raises what is wrong.
+A check is a function of the device that raises an error if something is wrong.
 """
 
 import json
@@ -55,7 +55,7 @@ def _batches(num: int = 3) -> list[list[dict[str, Any]]]:
 
 
 def _cut(batches: Sequence[list[Any]], sizes: Sequence[int]) -> Iterator[list[Any]]:
-    """Each batch in smaller ones of these sizes."""
+    """Cut each batch into smaller ones of these sizes."""
     for batch in batches:
         start = 0
         for size in sizes:
@@ -69,9 +69,9 @@ def _trained(trainer: Any, num_iterations: int = 3) -> dict[str, torch.Tensor]:
 
 
 def check_steps_are_detectron2s(precision: str, device: torch.device) -> None:
-    """One forward per iteration: Detectron2's own trainer, to the last bit.
+    """Check that one forward per iteration gives Detectron2's steps, to the last bit.
 
-    Without ROIAlign, of which torchvision's deterministic one needs a compiler.
+    ROIAlign is left out: torchvision's deterministic one needs a compiler.
     """
     cfg = tiny_cfg("proposal_network", device=device)
     theirs = SimpleTrainer if precision == "fp32" else AMPTrainer
@@ -87,7 +87,7 @@ def check_steps_are_detectron2s(precision: str, device: torch.device) -> None:
 
 @in_full_float32()
 def check_accumulation(precision: str, device: torch.device) -> None:
-    """Micro-batches of 3, 3 and 2 images make the steps of 8."""
+    """Check that micro-batches of 3, 3 and 2 images give the steps of 8."""
     try:
         Precision(precision, device)
     except ConfigError:  # the device has no such format
@@ -106,7 +106,7 @@ def check_accumulation(precision: str, device: torch.device) -> None:
 
 @in_full_float32()
 def check_cuts_by_bytes(device: torch.device) -> None:
-    """A window that is cut by predicted bytes makes the steps of the whole one."""
+    """Check that a window cut by predicted bytes gives the steps of the whole window."""
     cfg = every_anchor_counts(tiny_cfg("proposal_network", device=device))
     pixels = 64 * 64
     cost_model = CostModel(((0.0, 0.0, 1.0, 0.0, 0.0, 0.0),), limit_bytes=3 * pixels)
@@ -122,7 +122,7 @@ def check_cuts_by_bytes(device: torch.device) -> None:
 
 
 def check_memory_of_accumulation(device: torch.device) -> None:
-    """Four micro-batches take the memory of one."""
+    """Check that four micro-batches take the memory of one."""
     cfg = tiny_cfg("mask_rcnn", device=device)
     peaks = {}
     for steps in (1, 4):
@@ -139,9 +139,9 @@ def check_memory_of_accumulation(device: torch.device) -> None:
 
 @in_full_float32()
 def check_recovery(family: str, precision: str, device: torch.device) -> None:
-    """Whatever allocation of a window fails, its step is that of two micro-batches from the start.
+    """Check that a failed allocation gives the step of two micro-batches, wherever it is.
 
-    On a GPU kernels add up in any order, so not to the last bit.
+    On a GPU the results are not equal to the last bit, because kernels add up in any order.
     """
 
     def one_iteration(micro_batch: Optional[int], fail_at: Sequence[int]) -> InjectedTrainer:
@@ -167,7 +167,7 @@ def check_recovery(family: str, precision: str, device: torch.device) -> None:
 
 @in_full_float32()
 def check_technique(names: Sequence[str], device: torch.device) -> None:
-    """Exact techniques leave gradients as they are, and take no more memory."""
+    """Check that exact techniques keep gradients and take no more memory."""
 
     def step(names: Sequence[str]) -> tuple[dict[str, torch.Tensor], int]:
         there_already = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -224,7 +224,7 @@ def check_gradients_of_blocks(family: str, device: torch.device) -> None:
 
 
 def check_snapshot(device: torch.device) -> None:
-    """A snapshot has owners, and PyTorch's own beside it."""
+    """Check that a snapshot has owners, and PyTorch's own snapshot with it."""
     with tempfile.TemporaryDirectory() as folder:
         run_with_hooks(device, MemorySnapshot(folder, iteration=1))
         names = {file.name for file in Path(folder).iterdir()}
@@ -234,14 +234,14 @@ def check_snapshot(device: torch.device) -> None:
 
 
 def check_no_false_alarm(device: torch.device) -> None:
-    """A healthy run is not said to leak."""
+    """Check that a healthy run causes no warning of a leak."""
     detector = LeakDetector(window=80, skip=20)
     run_with_hooks(device, detector, num_iterations=120)
     assert not detector._said
 
 
 def check_calibration(device: torch.device) -> None:
-    """The device is measured, and known by its name."""
+    """Check that the device is measured, with its name."""
     values = calibrate(device, seconds=0.1)
     assert values["flops_per_s"]["float32"] > 1e9
     assert values["bytes_per_s"] > 1e8
@@ -252,7 +252,7 @@ def check_calibration(device: torch.device) -> None:
 
 
 def run_with_hooks(device: torch.device, *hooks: Any, num_iterations: int = 4) -> Any:
-    """The event storage of a small run."""
+    """Run a small training with hooks; return its event storage."""
     model = tiny_model(tiny_cfg("proposal_network", device=device))
     trainer = AccumulatingTrainer(model, [images(1)] * num_iterations, sgd(model))
     trainer.register_hooks(hooks)
@@ -260,7 +260,7 @@ def run_with_hooks(device: torch.device, *hooks: Any, num_iterations: int = 4) -
     return trainer.storage
 
 
-# By a name for people.
+# By the name in reports.
 CHECKS: dict[str, Check] = {
     "float32 is Detectron2's": partial(check_steps_are_detectron2s, "fp32"),
     "accumulation in float32": partial(check_accumulation, "fp32"),

@@ -1,4 +1,4 @@
-"""Estimates against the same jobs run for real."""
+"""Comparisons of estimates with the same jobs on the device."""
 
 from typing import Optional
 
@@ -42,7 +42,7 @@ def compare_preset(config: str, device: torch.device, scale: Scale) -> Record:
 
 
 def _compare(dry_job: DryJob, device: torch.device, limit_bytes: Optional[int] = None) -> Record:
-    """What a job was estimated to take in training and evaluation, and what it takes."""
+    """A job's estimated and measured memory in training and evaluation."""
     uses: list[DeviceUse] = dry_job._uses(limit_bytes)
     record: Record = {"predicted_seconds": dry_job.seconds()}
     phases = (("training", dry_job.training), ("evaluation", dry_job.evaluation))
@@ -64,7 +64,7 @@ def _compare(dry_job: DryJob, device: torch.device, limit_bytes: Optional[int] =
 
 
 def allocated_bytes(timeline: Optional[Timeline], use: DeviceUse, device: torch.device) -> int:
-    """As :func:`peaks_of` measures it: of tensors alone on the CPU."""
+    """Estimated bytes that :func:`peaks_of` measures: only tensors on the CPU."""
     assert timeline is not None
     return use.allocated_bytes if device.type == "cuda" else sum(timeline.peak().values())
 

@@ -1,4 +1,4 @@
-"""Checks that only a GPU can pass or fail: its allocator, its number formats, its limits."""
+"""Checks that need a GPU: its allocator, its number formats, its limits."""
 
 import gc
 import math
@@ -25,7 +25,7 @@ _CASE = WorstCase(((480, 640),), 30, (480, 640), (480, 640))
 
 
 def check_budget(device: torch.device) -> None:
-    """What a budget does not allow is refused, and one above the card is no budget."""
+    """Check that allocations above the budget fail, and that no budget exceeds the card."""
     name = str(device)
     torch.zeros(1, device=device)
     try:
@@ -54,7 +54,7 @@ def check_budget(device: torch.device) -> None:
 
 
 def check_real_out_of_memory(device: torch.device) -> None:
-    """A batch that does not fit is split, and memory does not grow with it."""
+    """Check that a batch that does not fit is split, and memory does not grow."""
     model = tiny_model(tiny_cfg("mask_rcnn", device=device))
     loader = [images(8, size=512)] * 4
     trainer = AccumulatingTrainer(model, loader, sgd(model), recovery=RecoveryOptions())
@@ -78,7 +78,7 @@ def check_real_out_of_memory(device: torch.device) -> None:
 
 
 def check_evaluation_under_a_limit(device: torch.device) -> None:
-    """Evaluation that does not fit finds what it would have found."""
+    """Check that evaluation with too little memory gives the same results."""
     model = tiny_model(tiny_cfg("mask_rcnn", device=device)).eval()
     batch = images(8, size=512)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def check_evaluation_under_a_limit(device: torch.device) -> None:
 
 
 def check_owners(device: torch.device) -> None:
-    """What tensors are counted for adds up to what the allocator says."""
+    """Check that the bytes of all owners add up to the allocator's count."""
     before = torch.cuda.memory_allocated(device)
     model = tiny_model(tiny_cfg("mask_rcnn", device=device))
     with OwnerMeter(model) as meter, EventStorage():
@@ -101,7 +101,7 @@ def check_owners(device: torch.device) -> None:
 
 
 def check_reports(device: torch.device) -> None:
-    """Reports are the allocator's, and its peak statistics are not reset."""
+    """Check that reports equal the allocator's values, and that peaks are not reset."""
     ballast = torch.ones(2**27, device=device)  # 0.5 GB
     del ballast
     ever = torch.cuda.max_memory_allocated(device)
@@ -113,7 +113,7 @@ def check_reports(device: torch.device) -> None:
 
 
 def check_formats_of_dry_runs(device: torch.device) -> None:
-    """A dry run on the CPU has the number formats that autocast has on this device."""
+    """Check that a dry run on the CPU has autocast's number formats of this device."""
     functions: dict[str, tuple[Any, ...]] = {
         "conv2d": (torch.ones(8, 8, 1, 1),),
         "group_norm": (4,),
@@ -139,7 +139,7 @@ def check_formats_of_dry_runs(device: torch.device) -> None:
 
 
 def check_probe(device: torch.device) -> None:
-    """A probe leaves nothing behind, and a plan that was probed fits for real."""
+    """Check that a probe leaves nothing behind, and that a probed plan fits."""
     cfg = tiny_cfg("mask_rcnn", device=device)
     cfg.SOLVER.IMS_PER_BATCH = 8
     torch.zeros(1, device=device)

@@ -1,4 +1,4 @@
-"""Out-of-memory errors at chosen allocations."""
+"""Injection of out-of-memory errors at chosen allocations."""
 
 import random
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ __all__ = ["InjectedTrainer", "Injector", "iterate", "seed_all"]
 
 
 class Injector(TorchDispatchMode):
-    """Counts tensors that come to life while it is open, and raises at some of them.
+    """Counts new tensors while open, and raises an error at some of them.
 
     Args:
         fail_at: numbers of allocations, from 1.
@@ -48,9 +48,9 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 class InjectedTrainer(AccumulatingTrainer):
-    """Allocations of its forwards and backwards go through an injector.
+    """A trainer whose allocations in forward and backward go through an injector.
 
-    ``window_sizes`` are those of the last window's micro-batches, as they were in the end.
+    ``window_sizes`` are the final sizes of the last window's micro-batches.
     """
 
     injector = Injector()
@@ -71,7 +71,7 @@ class InjectedTrainer(AccumulatingTrainer):
 
 
 def iterate(trainer: AccumulatingTrainer, num_iterations: int = 1, first: int = 0) -> EventStorage:
-    """Iterations as TrainerBase.train makes them; returns the event storage."""
+    """Run iterations like TrainerBase.train; return the event storage."""
     with EventStorage() as storage:
         for trainer.iter in range(first, first + num_iterations):
             storage.iter = trainer.iter

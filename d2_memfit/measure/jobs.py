@@ -1,4 +1,4 @@
-"""What is measured on a device: each function gives its records one after another."""
+"""The measurements of a device; each function yields its records."""
 
 import platform
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ _TECHNIQUES = (
 
 
 def describe_machine(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """What the figures depend on."""
+    """Describe the machine and versions on which the figures depend."""
     record: Record = {
         "card": platform.processor() or platform.machine(),
         "rehearsal": device.type == "cpu",
@@ -81,37 +81,37 @@ def describe_machine(device: torch.device, scale: Scale) -> Iterator[Record]:
 
 
 def run_checks(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """Whether CUDA's own path is right."""
+    """Run the checks of the device."""
     checks = {**GPU_CHECKS, **CHECKS} if device.type == "cuda" else CHECKS
     for name in list(checks)[: scale.num_items]:
         yield {"name": name, **attempt(partial(_passed, checks[name], device), device)}
 
 
 def measure_calibration(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """Speeds, and what libraries take: the content of a device file."""
+    """Measure speeds and the memory of libraries: the content of a device file."""
     yield calibrate(device, scale.seconds)
 
 
 def measure_zoo(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """Estimates against the same jobs run for real: configs of the zoo, as few images as fit."""
+    """Compare estimates with measurements for configs of the zoo, with as few images as fit."""
     for config in _ZOO[: scale.num_items]:
         yield {"config": config, **attempt(partial(compare_zoo, config, device, scale), device)}
 
 
 def measure_presets(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """Presets under their caps: the card of each size, simulated on this one."""
+    """Compare presets with measurements under the limit of each card size."""
     for config in _PRESETS[: scale.num_items]:
         record = attempt(partial(compare_preset, config, device, scale), device)
         yield {"config": config, **record}
 
 
 def measure_recovery(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """A batch that does not fit, of a real Mask R-CNN, against the same with enough memory."""
+    """Measure a Mask R-CNN batch that does not fit, and the same with enough memory."""
     yield attempt(partial(recover, device, scale), device)
 
 
 def measure_techniques(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """Memory and time of a step with one technique, against those without."""
+    """Measure memory and time of a step with one technique, and without."""
     for num_images in (2, 1):
         without = attempt(partial(step_of, None, num_images, device, scale), device)
         if "error" not in without:
@@ -127,7 +127,7 @@ def measure_techniques(device: torch.device, scale: Scale) -> Iterator[Record]:
 
 
 def measure_plain(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """Detectron2's own trainer, and ours, with the same model and images."""
+    """Measure Detectron2's trainer and ours with the same model and images."""
     one_by_one = partial(AccumulatingTrainer, accumulation_steps=2)
     with_recovery = partial(AccumulatingTrainer, recovery=RecoveryOptions())
     for name, make, num_images in (
@@ -140,7 +140,7 @@ def measure_plain(device: torch.device, scale: Scale) -> Iterator[Record]:
         yield {"trainer": name, **record}
 
 
-# By name, in the order in which they are measured: the most telling first.
+# By name, in the order of measurement: the most informative first.
 JOBS: dict[str, Callable[[torch.device, Scale], Iterator[Record]]] = {
     "machine": describe_machine,
     "checks": run_checks,

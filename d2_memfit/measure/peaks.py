@@ -1,4 +1,4 @@
-"""Peaks of a device's memory: PyTorch's own count on a GPU, every tensor's bytes on the CPU."""
+"""Peaks of a device's memory: PyTorch's count on a GPU, bytes of tensors on the CPU."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,14 +25,14 @@ __all__ = [
 class Peaks:
     """Peaks since this was made, or since the last :meth:`take`, in bytes.
 
-    On the CPU, tensors that were there before do not count, and nothing is reserved beside them.
+    On the CPU, tensors from before do not count, and reserved equals allocated.
     """
 
     device: torch.device
     meter: Optional[TensorMeter] = None
 
     def take(self) -> tuple[int, int]:
-        """Allocated and reserved; then it begins anew."""
+        """Return the allocated and reserved peaks, and reset them."""
         if self.meter is not None:
             peak, self.meter.peak_bytes = self.meter.peak_bytes, self.meter.live_bytes
             return peak, peak
@@ -59,7 +59,7 @@ def peaks_of(device: torch.device) -> Iterator[Peaks]:
 
 @contextmanager
 def limited(device: torch.device, more_bytes: int) -> Iterator[None]:
-    """While open, this process can take so much more of the device than it has reserved now."""
+    """While open, limit this process to ``more_bytes`` beyond what it has reserved now."""
     if device.type == "cpu":
         enforce_budget((process_memory().data_bytes + more_bytes) / 2**30, "cpu")
         try:
@@ -97,13 +97,13 @@ def load_kernels(device: torch.device) -> None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until all that was started on the device is done."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def median_seconds(run: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """The median of what so many calls take, after one that does not count."""
+    """Median duration of calls, after one that does not count."""
     run()
     seconds = []
     for _ in range(rounds):

@@ -14,7 +14,7 @@ Results = dict[str, Any]
 
 
 def markdown(results: Results) -> str:
-    """Tables of what is there; what failed says why."""
+    """Make tables of the results; failed measurements give their reason."""
     (machine,) = results["machine"]
     versions = {
         "PyTorch": "pytorch",
@@ -160,7 +160,7 @@ def _text(value: Any) -> Any:
 
 
 def _table(rows: Sequence[Sequence[Optional[Any]]], header: Sequence[str]) -> str:
-    """Without columns that have nothing in them."""
+    """A table without empty columns."""
     if not rows:
         return ""
     width = len(header)

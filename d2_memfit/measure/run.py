@@ -1,4 +1,4 @@
-"""All measurements in one run, which may be cut off: what was measured is on file."""
+"""All measurements in one run. It may be interrupted: records are written at once."""
 
 import json
 import os
@@ -24,25 +24,25 @@ from .worker import MARK
 
 __all__ = ["device_file", "measure_gpu"]
 
-# The first says what the card is; the others in the order of what they tell.
+# The first describes the card; the others come in the order of importance.
 _JOBS = (
     *("machine", "checks", "calibration", "outside", "zoo", "plans", "blocks", "crowded"),
     *("presets", "recovery", "techniques", "plain"),
 )
-_LEAST_SECONDS = 5.0  # that are left for a job to be begun
+_LEAST_SECONDS = 5.0  # time that must be left to start a job
 
 
 def measure_gpu(
     device: str, minutes: float, folder: Path, progress: Callable[[str], None] = print
 ) -> Path:
-    """Measure a device, each thing in a process of its own.
+    """Measure a device, each measurement in its own process.
 
-    Writes ``<card>.json`` after each record, and when all is done, or the time is over, a device
-    file ``<card>.yaml``, a table ``<card>.md`` and a plot ``<card>.png`` beside it.
+    Writes ``<card>.json`` after each record. At the end it also writes a device file
+    ``<card>.yaml``, a table ``<card>.md`` and a plot ``<card>.png``.
 
     Args:
-        device: such as "cuda:0"; "cpu" is a rehearsal of little, small.
-        minutes: after which it ends, whatever is left.
+        device: such as "cuda:0"; "cpu" is a small rehearsal.
+        minutes: time limit in minutes; measurements left over are skipped.
         folder: for the files.
         progress: called with a line for each record.
 
@@ -91,7 +91,7 @@ def device_file(results: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Results:
-    """What was measured so far, on file as soon as the card's name is known."""
+    """The results so far, written to a file once the card's name is known."""
 
     def __init__(self, folder: Path, minutes: float, progress: Callable[[str], None]) -> None:
         self.all: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "minutes": minutes}
@@ -111,7 +111,7 @@ class _Results:
         self._progress(f"{time.monotonic() - self._start:4.0f} s  {job}: {_short(record)}")
 
     def write(self) -> None:
-        """Never half of it."""
+        """Write the file as a whole."""
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.all, indent=1))
         temporary.replace(self.path)
@@ -120,10 +120,10 @@ class _Results:
 def _run(
     job: str, device: str, seconds: float, take: Callable[[dict[str, Any]], None]
 ) -> Optional[str]:
-    """Run a job until it ends or its time is over; what went wrong, if something did."""
+    """Run a job until it ends or its time is over; return the error, if any."""
     command = [sys.executable, "-m", "d2_memfit.measure.worker", job, device]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if device == "cpu":  # freed memory goes back, so that a limit is one of what is in use
+    if device == "cpu":  # freed memory goes back, so that a limit applies to memory in use
         environment["MALLOC_MMAP_THRESHOLD_"] = str(2**17)
     with (
         tempfile.TemporaryFile("w+") as errors,

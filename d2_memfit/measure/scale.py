@@ -1,4 +1,4 @@
-"""How much is measured on a device."""
+"""The extent of the measurements on a device."""
 
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -20,12 +20,12 @@ MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: all of it at full size, or little of it, small, as a rehearsal."""
+    """The extent of measurements: everything at full size, or a small rehearsal."""
 
-    num_items: Optional[int]  # of each list; None is all
-    rounds: int  # of each time
-    seconds: float  # of each speed of the calibration
-    case: Optional[WorstCase]  # None is that of the config
+    num_items: Optional[int]  # items of each list; None is all
+    rounds: int  # repetitions of each timing
+    seconds: float  # duration of each calibration measurement
+    case: Optional[WorstCase]  # None is the config's
     opts: tuple[Any, ...]  # KEY VALUE pairs for all configs
 
     @classmethod

@@ -78,10 +78,12 @@ def recover(device: torch.device, scale: Scale) -> Record:
 
 
 def step_of(name: Optional[str], num_images: int, device: torch.device, scale: Scale) -> Record:
-    """A training step at full size with one technique."""
+    """Measure a training step at full size with one technique."""
     opts = ("SOLVER.IMS_PER_BATCH", num_images, *NO_EVALUATION, *SMALL_ACTIVATIONS)
     cfg = scale.cfg(MASK_RCNN, device, *opts)
-    dry_job = scale.dry_job(with_settings(cfg, get_technique(name).enabling_settings(cfg) if name else {}))
+    dry_job = scale.dry_job(
+        with_settings(cfg, get_technique(name).enabling_settings(cfg) if name else {})
+    )
     expected = allocated_bytes(dry_job.training, dry_job._uses()[0], device)
     with peaks_of(device) as peaks:
         runs = Steps(dry_job.job, device)

@@ -1,4 +1,4 @@
-"""Real Detectron2 models, small enough to be trained in a second, and images for them."""
+"""Real Detectron2 models that train in a second, and images for them."""
 
 from typing import Any, Union
 
@@ -26,7 +26,7 @@ def tiny_cfg(
     image_size: int = 64,
     device: Union[torch.device, str] = "cpu",
 ) -> CfgNode:
-    """A detector with a ResNet-50 of a tenth of its channels, and FPN.
+    """Config of a detector with FPN and a ResNet-50 with a tenth of its channels.
 
     Args:
         family: "proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn" or "retinanet".
@@ -79,8 +79,8 @@ def tiny_cfg(
 
 
 def every_anchor_counts(cfg: CfgNode) -> CfgNode:
-    """Make the proposal network's loss use all anchors, so that it is a mean over images alone."""
-    cfg.MODEL.RPN.BATCH_SIZE_PER_IMAGE = 4096  # more than there are: none is left out at random
+    """Make the proposal network's loss use all anchors, so that it is a mean over images."""
+    cfg.MODEL.RPN.BATCH_SIZE_PER_IMAGE = 4096  # more than exist: none is dropped at random
     cfg.MODEL.RPN.LOSS_WEIGHT = 10.0  # the loss is divided by that number
     return cfg
 
@@ -91,8 +91,9 @@ def tiny_model(cfg: CfgNode, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
 
 def image(index: int, size: int = 64, num_instances: int = 3) -> dict[str, Any]:
-    """A dataset dict of Detectron2 with random pixels, boxes, masks, and a keypoint in two corners
-    of each box; a function of ``index``.
+    """Make a dataset dict with pixels, boxes, masks and keypoints, random by ``index``.
+
+    The keypoints are two corners of each box.
     """
     rng = torch.Generator().manual_seed(index)
     corner = torch.rand(num_instances, 2, generator=rng) * size * 0.6
@@ -128,7 +129,7 @@ def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def relative_difference(
     actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> float:
-    """Norm of the difference of two models' parameters, divided by the norm of ``expected``."""
+    """Norm of the difference of two models' parameters over the norm of ``expected``."""
     difference = torch.stack(
         [(actual[k] - expected[k]).double().square().sum() for k in expected]
     ).sum()

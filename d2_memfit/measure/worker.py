@@ -1,6 +1,6 @@
-"""A process that measures one thing: ``python -m d2_memfit.measure.worker JOB DEVICE``.
+"""A process that makes one measurement: ``python -m d2_memfit.measure.worker JOB DEVICE``.
 
-It prints a line for each record as soon as it has one. An error of CUDA ends it, and no other.
+It prints each record as one line at once. A CUDA error ends only this process.
 """
 
 import json
@@ -11,7 +11,7 @@ from ..quiet import ignore_warnings_of_libraries
 
 __all__ = ["MARK"]
 
-MARK = "d2_memfit record: "  # other lines are of libraries
+MARK = "d2_memfit record: "  # other lines come from libraries
 
 
 def main(job: str, device_name: str) -> None:
@@ -22,7 +22,7 @@ def main(job: str, device_name: str) -> None:
     from .jobs import JOBS
     from .scale import Scale
 
-    logging.getLogger("d2_memfit").setLevel(logging.ERROR)  # out-of-memory errors are meant
+    logging.getLogger("d2_memfit").setLevel(logging.ERROR)  # out-of-memory errors are intended
     use_expandable_segments()  # as in training under a budget
     device = torch.device(device_name)
     if device.type == "cuda":

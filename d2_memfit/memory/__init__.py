@@ -1,4 +1,4 @@
-"""Where memory goes, how it is limited, and how it runs out."""
+"""Measuring and limiting memory, and handling out-of-memory errors."""
 
 from .allocator import segments_expand, use_expandable_segments
 from .budget import (

@@ -1,4 +1,4 @@
-"""PyTorch's CUDA allocator: whether its segments grow."""
+"""Options of PyTorch's CUDA allocator for segments that grow."""
 
 import os
 import sys
@@ -10,8 +10,8 @@ __all__ = ["segments_expand", "use_expandable_segments"]
 
 _NAME = "PYTORCH_CUDA_ALLOC_CONF"
 _NEW_NAME = "PYTORCH_ALLOC_CONF"
-# The first PyTorch that reads CUDA's options by the new name too; 2.9 has it, and ignores them
-# (pytorch#183387).
+# The first PyTorch that also reads CUDA's options by the new name; 2.9 has the name and ignores the
+# options (pytorch#183387).
 _READS_NEW_NAME = (2, 11)
 _OPTION = "expandable_segments:True"
 
@@ -19,8 +19,8 @@ _OPTION = "expandable_segments:True"
 def use_expandable_segments() -> None:
     """Let PyTorch's CUDA allocator grow its segments, against fragmentation.
 
-    Only before CUDA is started, which is when PyTorch reads the option. Options that the user has
-    set stay as they are.
+    It works only before CUDA is started, when PyTorch reads the option. Options set by the user do
+    not change.
     """
     if not torch.cuda.is_initialized() and _options() is None:
         os.environ[_NAME] = _options_under_budget()
@@ -29,7 +29,7 @@ def use_expandable_segments() -> None:
 def segments_expand(under_budget: bool = True) -> bool:
     """Whether segments grow in this process.
 
-    PyTorch has such segments on Linux only.
+    PyTorch supports this on Linux only.
 
     Args:
         under_budget: whether :func:`use_expandable_segments` has been or will be called.
@@ -41,7 +41,7 @@ def segments_expand(under_budget: bool = True) -> bool:
 
 
 def _options() -> Optional[str]:
-    """Those that this PyTorch reads: the first that are set."""
+    """The options that this PyTorch reads: the first that are set."""
     names = [_NAME]
     if torch.version.hip:
         names.append("PYTORCH_HIP_ALLOC_CONF")
@@ -51,5 +51,5 @@ def _options() -> Optional[str]:
 
 
 def _options_under_budget() -> str:
-    """What the user has said by a name that this PyTorch does not read yet, or ours."""
+    """The user's options under a name that this PyTorch does not read, or ours."""
     return os.environ.get(_NEW_NAME) or _OPTION

@@ -1,4 +1,4 @@
-"""A budget of memory that a job cannot exceed."""
+"""A memory budget that a job cannot exceed."""
 
 import ctypes
 import faulthandler
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 _GB = 2**30
 
-# What a process takes of a GPU beside its tensors, at most. It is measured where nothing else runs.
+# Upper limits of a process's GPU memory besides its tensors. It is measured if nothing else runs.
 # CUDA context and kernels: 0.3 to 0.6 GB, by card, driver and PyTorch (pytorch#107667, #109888).
 _LARGEST_CONTEXT_GB = 0.75
 # NCCL's buffers, with several ranks: 0.5 to 1.6 GB (nccl#964, #864, #1685).
 _LARGEST_NCCL_GB = 1.6
 
-# What "auto" leaves alone of what is free. On a GPU it is for kernels that are loaded later, and
-# for the picture of a desktop; on the host for other programs.
+# Free memory that "auto" does not use. On a GPU it is for kernels that are loaded later and for a
+# desktop; on the host it is for other programs.
 _FREE_ON_GPU_GB = 0.25
 _FREE_ON_HOST_GB = 0.5
 
@@ -44,7 +44,7 @@ _FREE_ON_HOST_GB = 0.5
 _MMAP_THRESHOLD_BYTES = 2**20
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 
-# Of a card: a difference between two limits that is not worth a line in the log.
+# Share of a card: a smaller difference between two limits is not logged.
 _SAME_SHARE = 0.002
 
 # By device, the limit that a budget has replaced, and the one that was set in its place.
@@ -52,7 +52,7 @@ _replaced: dict[str, tuple[Any, Any]] = {}
 
 
 def check_budget(budget_gb: Any) -> None:
-    """Raise :class:`ConfigError` unless it is a number above 0, "auto", or None."""
+    """Raise :class:`ConfigError` unless the budget is a number above 0, "auto", or None."""
     is_number = isinstance(budget_gb, numbers.Real) and not isinstance(budget_gb, bool)
     is_known = budget_gb is None or budget_gb == "auto"
     if not is_known and not (is_number and 0 < budget_gb < math.inf):
@@ -63,16 +63,16 @@ def check_budget(budget_gb: Any) -> None:
 
 
 def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> float:
-    """The budget that "auto" stands for, in GB: what is free, and what this process has already,
-    less a margin.
+    """The budget that "auto" stands for, in GB.
 
-    On a GPU the CUDA context is started first. On the CPU it is the RAM that is available, where
-    the limits of a container count (cgroup v1 and v2), shared by the ranks of the machine; and no
-    more than the limit of the process, if it has one (ulimit -d).
+    It is the free memory plus the memory of this process, less a margin. On a GPU the CUDA context
+    is started first. On the CPU it is the available RAM, divided by the ranks of the machine. The
+    limits of a container count (cgroup v1 and v2). It is at most the limit of the process, if it
+    has one (ulimit -d).
 
     Args:
         device: as in MODEL.DEVICE.
-        ranks_here: on this machine.
+        ranks_here: number of ranks on this machine.
         host_bytes: RAM for other processes of each rank, such as the loader's workers.
 
     Raises:
@@ -108,22 +108,24 @@ def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> f
 
 
 def enforce_budget(budget_gb: Optional[float], device: str) -> None:
-    """Make it impossible that this process takes more than ``budget_gb`` of the device's memory.
+    """Limit the memory that this process can take of a device to ``budget_gb``.
 
-    On a GPU this limits PyTorch's allocator to what the budget leaves beside the CUDA context and
-    what other libraries have taken so far. Call it again when that may have grown, as the hook
-    ``EnforceBudget`` does: kernels and NCCL's buffers are loaded when they are first used. On a
-    Linux CPU it is the kernel's limit on the data of the process (RLIMIT_DATA), and of each process
-    it starts, such as the loader's workers: all private memory, whether touched or not, with what
-    the imports have taken. On other systems it is not enforced, and a warning says so.
+    On a GPU this limits PyTorch's allocator to the budget, less the CUDA context and other
+    libraries' current memory. Call it again when that may have grown, as the hook ``EnforceBudget``
+    does. Kernels and NCCL's buffers are loaded at first use.
+
+    On a Linux CPU it sets the kernel's limit on the data of the process (RLIMIT_DATA). Processes
+    that it starts, such as the loader's workers, have the same limit each. The limit counts all
+    private memory, touched or not, including that of imports. On other systems the budget is not
+    enforced, and a warning says so.
 
     Args:
-        budget_gb: in 2^30 bytes. None takes back the limit that an earlier call has set.
+        budget_gb: in 2^30 bytes. None removes the limit of an earlier call.
         device: as in MODEL.DEVICE.
 
     Raises:
-        ConfigError: it is no number above 0, the device has less memory, or the process takes more
-            already. Then the limit stays as it was.
+        ConfigError: it is not a number above 0, the device has less memory, or the process takes
+            more already. The limit then does not change.
     """
     check_budget(budget_gb)
     if isinstance(budget_gb, str):
@@ -143,13 +145,13 @@ def enforce_budget(budget_gb: Optional[float], device: str) -> None:
 
 
 def return_large_blocks() -> None:
-    """From now on, blocks above a threshold go back to the system as soon as they are freed."""
+    """Make large freed blocks return to the system at once, from now on."""
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):  # glibc
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 def cuda_context_bytes(device: Union[torch.device, int]) -> int:
-    """What the process takes of a GPU beside its tensors; where others use the GPU, at most."""
+    """GPU memory of the process besides its tensors; an upper limit if others use the GPU."""
     free, total = torch.cuda.mem_get_info(device)
     taken = total - free - torch.cuda.memory_reserved(device)
     largest = _LARGEST_CONTEXT_GB
@@ -184,7 +186,7 @@ def _limit_cuda(budget_gb: Optional[float], device: int) -> None:
 
 
 def _share(budget_gb: float, device: int) -> float:
-    """Of the card's memory, for tensors: what the budget leaves beside the context."""
+    """Share of the card's memory for tensors: the budget less the context."""
     free, total = (n / _GB for n in torch.cuda.mem_get_info(device))
     if budget_gb > total:
         raise ConfigError(
@@ -209,7 +211,7 @@ def _share(budget_gb: float, device: int) -> float:
 
 
 def _limit_of_process() -> float:
-    """Of its private memory, in bytes, beside the budget."""
+    """Limit of the process's private memory, in bytes, without the budget."""
     if sys.platform != "linux":
         return math.inf
     import resource
@@ -256,7 +258,7 @@ def _limit_process(budget_gb: Optional[float]) -> None:
 
 
 def _before(device: str, now: Any) -> Any:
-    """The limit without a budget: the one that was replaced, unless somebody has set another."""
+    """The limit without a budget: the replaced one, unless somebody has set another."""
     before, ours = _replaced.get(device, (now, now))
     return before if math.isclose(now, ours, rel_tol=1e-6) else now
 

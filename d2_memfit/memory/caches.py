@@ -1,11 +1,11 @@
-"""What libraries keep on the host for each new shape, and how to let them keep less."""
+"""Limits for the caches that libraries keep on the host for each new shape."""
 
 import os
 
 __all__ = ["limit_cudnn_cache", "limit_onednn_cache"]
 
-# oneDNN keeps the code of 1024 convolutions, and has another for each size of images: some 400 MB
-# after 120 sizes of one convolution. With 64, a step of many sizes takes 5% more time.
+# oneDNN keeps the code of 1024 convolutions, one for each image size: some 400 MB after 120 sizes
+# of one convolution. With 64, a step of many sizes takes 5% more time.
 _ONEDNN_CONVOLUTIONS = "64"
 
 # cuDNN keeps up to 10,000 plans of convolutions in each thread that runs some, 200 KB of the host's
@@ -15,19 +15,19 @@ _CUDNN_PLANS = "2000"
 
 
 def limit_onednn_cache() -> None:
-    """Let oneDNN keep the code of few convolutions, unless the user has said of how many.
+    """Limit oneDNN's cache of convolution code, unless the user has set a limit.
 
-    oneDNN looks for the number when the process runs its first convolution on the CPU. The code
-    counts towards a budget, and nothing empties the cache. Where there is no memory for it, some
-    convolutions crash instead of failing: brgemm_convolution_bwd_strided of oneDNN 3 calls a kernel
-    that was not made (SIGSEGV in brgemm_kernel_execute, on CPUs with AVX-512).
+    oneDNN reads the limit at the first convolution on the CPU. The code counts towards a budget,
+    and nothing empties the cache. If there is no memory for it, some convolutions crash instead of
+    failing: brgemm_convolution_bwd_strided of oneDNN 3 calls a kernel that was not made (SIGSEGV in
+    brgemm_kernel_execute, on CPUs with AVX-512).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_CONVOLUTIONS)
 
 
 def limit_cudnn_cache() -> None:
-    """Let cuDNN keep fewer plans of convolutions, unless the user has said how many.
+    """Limit cuDNN's cache of convolution plans, unless the user has set a limit.
 
-    PyTorch looks for the number when the process runs its first convolution on a GPU.
+    PyTorch reads the limit at the process's first convolution on a GPU.
     """
     os.environ.setdefault("TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT", _CUDNN_PLANS)

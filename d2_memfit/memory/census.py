@@ -1,4 +1,4 @@
-"""The tensors that Python can see, and who holds them."""
+"""The tensors that Python can see, and their owners."""
 
 import gc
 import weakref
@@ -23,19 +23,19 @@ __all__ = [
 
 
 class TensorCensus:
-    """The tensors that exist when this is made, to tell those that came later."""
+    """A record of the existing tensors, to find those that come later."""
 
     def __init__(self) -> None:
         self._known = {id(t): weakref.ref(t) for t in dense_tensors()}
 
     def newcomers(self) -> list[torch.Tensor]:
-        """Tensors that have come since, one for each storage."""
+        """Tensors that have appeared since, one for each storage."""
         new = [t for t in dense_tensors() if self._known.get(id(t), lambda: None)() is not t]
         return list({t.untyped_storage()._cdata: t for t in new}.values())
 
 
 def bytes_by_kind(tensors: Iterable[torch.Tensor]) -> Counter[str]:
-    """Bytes by what tensors are, such as "float32 [256, 100] on cpu"."""
+    """Bytes by kind of tensor, such as "float32 [256, 100] on cpu"."""
     kinds: Counter[str] = Counter()
     for t in tensors:
         kinds[_kind(t)] += t.untyped_storage().nbytes()
@@ -43,11 +43,11 @@ def bytes_by_kind(tensors: Iterable[torch.Tensor]) -> Counter[str]:
 
 
 def holders(tensors: Iterable[torch.Tensor], owners: Iterable[tuple[str, Any]]) -> Counter[str]:
-    """Bytes of some tensors by the owner that holds them, directly or in its attributes.
+    """Bytes of tensors by the owner that holds them, directly or in its attributes.
 
     Args:
-        owners: names, and modules, hooks or other objects. A tensor counts for the first of them
-            that leads to it.
+        owners: names, and modules, hooks or other objects. A tensor counts for the first owner that
+            leads to it.
     """
     wanted = {id(t): t.untyped_storage().nbytes() for t in tensors}
     held: Counter[str] = Counter()
@@ -60,7 +60,7 @@ def holders(tensors: Iterable[torch.Tensor], owners: Iterable[tuple[str, Any]]) 
 
 
 def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Those of this rank, where ranks share them among them."""
+    """An optimizer's states; only this rank's, if they are sharded."""
     return list(getattr(optimizer, "optim", optimizer).state.values())
 
 
@@ -106,11 +106,11 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _reachable(owner: Any, visited: set[int]) -> Iterator[Any]:
-    """What an object holds, without what other owners hold, breadth first."""
+    """Objects that an owner holds, without those of other owners, breadth first."""
     queue = deque(gc.get_referents(owner))
     while queue:
         obj = queue.popleft()
-        # Not isinstance, which fails on a proxy of what is gone.
+        # Not isinstance, which fails on a proxy of a dead object.
         if id(obj) in visited or issubclass(type(obj), (type, ModuleType, FrameType)):
             continue
         visited.add(id(obj))
@@ -122,7 +122,7 @@ def _reachable(owner: Any, visited: set[int]) -> Iterator[Any]:
 
 
 def dense_tensors() -> Iterator[torch.Tensor]:
-    """All tensors that Python knows and that have a storage, which sparse ones do not."""
+    """All tensors that Python knows and that have a storage; sparse ones have none."""
     for obj in gc.get_objects():
         if issubclass(type(obj), torch.Tensor) and obj.layout == torch.strided:
             yield obj

@@ -1,4 +1,4 @@
-"""Containers that grow, and the names under which Python knows them."""
+"""Containers that grow, and their names in Python."""
 
 import gc
 import sys
@@ -17,10 +17,10 @@ _MOST_HOPS = 4  # from a container to something that has a name
 
 
 class GrowingContainers:
-    """The containers that are large when this is made, to tell those that grow.
+    """A record of large containers, to find those that grow.
 
     Args:
-        at_least: elements of what is large.
+        at_least: number of elements from which a container is large.
         others: containers that are known to grow.
     """
 
@@ -33,7 +33,7 @@ class GrowingContainers:
         ]
 
     def grown(self, by: int) -> dict[str, int]:
-        """Names of those that have at least so many elements more, and the bytes of these."""
+        """Names of containers with at least ``by`` more elements, and these elements' bytes."""
         grown = [(obj, n) for obj, n in self._lengths if len(obj) >= n + by]
         self._lengths = []  # which refers to all of them
         return {_name_of(obj): _bytes_of(_last(obj, len(obj) - n)) for obj, n in grown}
@@ -43,7 +43,7 @@ def _all_containers() -> Iterator[Any]:
     for obj in gc.get_objects():
         if issubclass(type(obj), _CONTAINERS):
             yield obj
-        # The garbage collector leaves out dicts of numbers and bytes; what they are in, it has.
+        # The garbage collector leaves out dicts of numbers and bytes, but knows their containers.
         for inner in gc.get_referents(obj):
             if type(inner) is dict and not gc.is_tracked(inner):
                 yield inner
@@ -55,7 +55,7 @@ def _last(container: Any, num: int) -> list[Any]:
 
 
 def _bytes_of(value: Any, depth: int = 3) -> int:
-    """Roughly, with what is in containers; these may contain themselves."""
+    """Approximate bytes, with the content of containers; these may contain themselves."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     if isinstance(value, np.ndarray):
@@ -67,7 +67,7 @@ def _bytes_of(value: Any, depth: int = 3) -> int:
 
 
 def _name_of(container: Any) -> str:
-    """Such as "my_hook.Keeper.kept", or what it is, where nothing with a name leads to it."""
+    """A container's name, such as "my_hook.Keeper.kept", or a description if it has none."""
     what, names = container, ""
     for _ in range(_MOST_HOPS):
         found = _referrer(what)
@@ -81,7 +81,7 @@ def _name_of(container: Any) -> str:
 
 
 def _referrer(obj: Any) -> Any:
-    """What leads to an object, the part of the name that this gives, and whether it is complete."""
+    """An object that leads to ``obj``, its part of the name, and whether the name is complete."""
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is obj:
@@ -116,7 +116,7 @@ def _referrer(obj: Any) -> Any:
 
 
 def _owner_of(attributes: dict[Any, Any], obj: Any) -> Any:
-    """The object or class of which this is the ``__dict__``."""
+    """The object or class whose ``__dict__`` this is."""
     name = _key_of(attributes, obj)
     for owner in gc.get_referrers(attributes):
         if getattr(owner, "__dict__", None) is attributes:

@@ -1,4 +1,4 @@
-"""The host's RAM: what there is, and what is left."""
+"""The host's available RAM."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +14,16 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 def available_host_bytes() -> int:
     """RAM that processes can still take without swapping, in bytes.
 
-    In a container, or under systemd's or Slurm's limits, it is what these leave (cgroup v2 or v1),
-    which psutil does not know.
+    In a container, or under systemd's or Slurm's limits, it is what the limits leave (cgroup v2 or
+    v1). psutil does not know these limits.
     """
     return min([psutil.virtual_memory().available, *_left_in_cgroups()])
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """What is left in each cgroup with a limit that this process is in, and in those above it.
+    """Bytes left in each of this process's cgroups that has a limit, and in those above.
 
-    Files that were read are kept in RAM, count as used, and give way when it is needed.
+    Cached files count as used, but are dropped when RAM is needed.
     """
     for folder in _own_cgroups():
         for limit, usage, files in (
@@ -38,7 +38,7 @@ def _left_in_cgroups() -> Iterator[int]:
 
 
 def _statistic(folder: Path, name: str) -> int:
-    """A line of a cgroup's memory.stat, in bytes."""
+    """One value of a cgroup's memory.stat, in bytes."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
         return int(dict(line.split() for line in lines).get(name, 0))
@@ -48,7 +48,7 @@ def _statistic(folder: Path, name: str) -> int:
 
 def _own_cgroups() -> Iterator[Path]:
     # Lines such as "0::/user.slice" (v2) and "4:memory:/docker/1f2e" (v1). In a container the path
-    # may be that of the host, which is not there: then the uppermost folder is the container's.
+    # may be the host's, which does not exist here: then the uppermost folder is the container's.
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:  # not Linux

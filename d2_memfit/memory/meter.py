@@ -1,4 +1,4 @@
-"""How much memory is in use: by tensors, byte by byte, and by the process."""
+"""Meters of the memory in use by tensors, byte by byte, and by the process."""
 
 import ctypes
 import re
@@ -31,21 +31,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Memory of this process, in bytes; 0 where the system is not Linux."""
+    """Memory of this process, in bytes; 0 if the system is not Linux."""
 
     resident_bytes: int  # in RAM
     peak_resident_bytes: int
-    data_bytes: int  # private and writable, touched or not: what RLIMIT_DATA limits
+    data_bytes: int  # private and writable, touched or not; limited by RLIMIT_DATA
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory that this process takes of a device, in bytes."""
+    """Memory of a device that this process takes, in bytes."""
 
-    allocated_bytes: int  # in tensors; on the CPU, what the process has in RAM
-    reserved_bytes: int  # taken from the system; on the CPU, what RLIMIT_DATA limits
-    peak_allocated_bytes: int  # the most since the process began, or since somebody reset it
-    peak_reserved_bytes: int  # on the CPU not known before it is seen: what it is now
+    allocated_bytes: int  # in tensors; on the CPU, the process's RAM
+    reserved_bytes: int  # taken from the system; on the CPU, limited by RLIMIT_DATA
+    peak_allocated_bytes: int  # since the process began, or since the last reset
+    peak_reserved_bytes: int  # on the CPU, the current value
 
 
 def process_memory() -> ProcessMemory:
@@ -58,7 +58,7 @@ def process_memory() -> ProcessMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """What is in use now."""
+    """Current memory use of a device."""
     if device.type == "cuda":
         return DeviceMemory(
             torch.cuda.memory_allocated(device),
@@ -76,9 +76,9 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def used_bytes(device: torch.device) -> int:
-    """What is in use on the device, without what allocators hold ready for the next time.
+    """Bytes in use on a device, without the caches of allocators.
 
-    On the CPU it is what malloc has given away (glibc); elsewhere what the process has in RAM.
+    On the CPU it is what malloc has given out (glibc), or else the process's RAM.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -114,8 +114,9 @@ _mallinfo = _find_mallinfo()
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """While open, a :class:`TensorMeter` does not count what is made: it is the host's, even where
-    the CPU is the device.
+    """While open, a :class:`TensorMeter` does not count new tensors.
+
+    They belong to the host, even if the CPU is the device.
     """
     outer, _on_host.is_open = _on_host.is_open, True
     try:
@@ -137,16 +138,16 @@ _on_host = _HostScope()
 
 
 class TensorMeter(TorchDispatchMode):
-    """While it is open as a context, it counts the bytes of all tensors that come to life.
+    """While open as a context, counts the bytes of all new tensors.
 
-    It sees every storage that an operator returns, in forward and in backward, and follows it until
-    it is freed, so that views, in-place operators and what autograd saves count as they are. What
-    was alive before does not count, nor does an operator's scratch memory. The count is exact, and
-    the same on every run.
+    It sees every storage that an operator returns, in forward and backward, and follows it until it
+    is freed. So views, in-place operators and tensors saved by autograd count correctly. Tensors
+    from before do not count, nor does an operator's scratch memory. The count is exact, and the
+    same on every run.
 
     Attributes:
-        live_bytes: alive now.
-        peak_bytes: the most that was alive at one time.
+        live_bytes: bytes alive now.
+        peak_bytes: the most bytes alive at one time.
     """
 
     def __init__(self) -> None:
@@ -156,7 +157,7 @@ class TensorMeter(TorchDispatchMode):
         self._counted: dict[int, int] = {}  # bytes by the address of a storage
         self._older: set[int] = set()  # addresses of storages that were alive before
         self._watched: dict[int, _Watched] = {}  # by address
-        # Weakly: a storage must not keep the meter alive, and with it the model that it is of.
+        # A weak reference: a storage must not keep the meter, and its model, alive.
         self._when_freed = _calling(weakref.WeakMethod(self._gone))
 
     @classmethod
@@ -167,7 +168,7 @@ class TensorMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if have_operators(types):
-            return NotImplemented  # they are called, and do what they do under this mode
+            return NotImplemented  # they are called, and run their operators under this mode
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
         self._ignore(given)
@@ -182,7 +183,7 @@ class TensorMeter(TorchDispatchMode):
         return result
 
     def _ignore(self, tensors: list[torch.Tensor]) -> None:
-        """What is not counted yet is not counted later."""
+        """Never count these tensors, unless they are counted already."""
         for storage in storages(tensors):
             address = storage._cdata
             if address not in self._counted and address not in self._older:
@@ -204,18 +205,18 @@ class TensorMeter(TorchDispatchMode):
         given: list[torch.Tensor],
         made: list[torch.Tensor],
     ) -> None:
-        """What else is to be known of an operator, after its result is counted."""
+        """Record more facts about an operator, after its result is counted."""
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._counted:
             self._watch(storage)
-        before = self._counted.get(storage._cdata, 0)  # not 0 where an operator resized it
+        before = self._counted.get(storage._cdata, 0)  # not 0 if an operator resized it
         self._counted[storage._cdata] = storage.nbytes()
         self.live_bytes += storage.nbytes() - before
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _uncount(self, address: int) -> None:
-        """A storage that counts is freed."""
+        """Remove a counted storage that is freed."""
         self.live_bytes -= self._counted.pop(address)
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
@@ -230,7 +231,7 @@ class TensorMeter(TorchDispatchMode):
 
 
 class _Watched(weakref.ref):  # type: ignore[type-arg]
-    """A storage; ``weakref.finalize`` takes ten times as long to do the same."""
+    """A weak reference to a storage, ten times as fast as ``weakref.finalize``."""
 
     __slots__ = ("address",)
 
@@ -249,13 +250,13 @@ def _calling(weak_method: weakref.WeakMethod[Any]) -> Callable[[_Watched], None]
 
 
 def have_operators(types: Iterable[type]) -> bool:
-    """Whether one of these classes of tensors has operators of its own, in Python."""
+    """Whether one of these tensor classes has its own operators, in Python."""
     plain = torch.Tensor.__torch_dispatch__
     return any(getattr(t, "__torch_dispatch__", plain) is not plain for t in types)
 
 
 def storages(values: Any) -> list[torch.UntypedStorage]:
-    """Of all tensors in nested containers, but for sparse and meta ones, which have none."""
+    """Storages of all tensors in nested containers; sparse and meta tensors have none."""
     strided = torch.strided
     return [
         t.untyped_storage() for t in tensors_in(values) if not t.is_meta and t.layout is strided
@@ -263,7 +264,7 @@ def storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """All tensors in nested lists, tuples and dicts, in their order."""
+    """All tensors in nested lists, tuples and dicts, in order."""
     found: list[torch.Tensor] = []
     _collect(values, found)
     return found

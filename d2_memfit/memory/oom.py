@@ -1,4 +1,4 @@
-"""Telling an out-of-memory error from every other error."""
+"""Detection of out-of-memory errors among other errors."""
 
 import re
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ __all__ = ["error_line", "is_loader_out_of_memory", "is_out_of_memory"]
 
 @dataclass(frozen=True)
 class _ErrorPattern:
-    """A text that stands for an out-of-memory error, and where it comes from."""
+    """A text that marks an out-of-memory error, with its source."""
 
     pattern: str
     source: str
-    only_under_limit: bool = False  # without a limit on the process, it has other causes too
+    only_under_limit: bool = False  # without a limit on the process, it has other causes, too
 
 
 # RuntimeErrors, by their texts. torch.OutOfMemoryError and MemoryError are known by their types.
@@ -66,22 +66,22 @@ _LOADER_ERRORS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ran out in this process, on a device or on the host."""
+    """Whether an error says that this process ran out of memory, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and _matches(error, _DEVICE_ERRORS)
 
 
 def is_loader_out_of_memory(error: BaseException) -> bool:
-    """Whether an error that came out of a data loader says that the host's memory ran out.
+    """Whether an error from a data loader says that the host's memory ran out.
 
-    Errors of worker processes come with the text of the original.
+    Errors of worker processes carry the original's text.
     """
     return is_out_of_memory(error) or _matches(error, _LOADER_ERRORS)
 
 
 def error_line(error: BaseException) -> str:
-    """The line of an error's text that says what ran out, without stacks around it."""
+    """The line of an error's message that says what ran out, without stacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     patterns = "|".join(known.pattern for known in (*_DEVICE_ERRORS, *_LOADER_ERRORS))
     telling = [line for line in lines if re.search(patterns, line)]

@@ -1,4 +1,4 @@
-"""Whose memory it is: parameters, gradients, the optimizer, or the activations of which module."""
+"""A meter that assigns memory to owners: parameters, gradients, optimizer, or modules."""
 
 from collections import Counter
 from typing import Any, Optional, TypeVar
@@ -13,26 +13,29 @@ __all__ = ["OwnerMeter"]
 
 _Meter = TypeVar("_Meter", bound="OwnerMeter")
 
-_MODEL = "activations: model"  # what the model's own code makes, between its modules
+_MODEL = "activations: model"  # made by the model's own code, between its modules
 
 
 class OwnerMeter(TensorMeter):
-    """A :class:`TensorMeter` of the model's device that knows the owners of what it counts.
+    """A :class:`TensorMeter` for the model's device that knows the owner of each tensor.
 
-    What the model, its gradients, the optimizer and other tensors that Python knows have when it is
-    opened counts from the start.
-    Owners are "parameters", "buffers", "gradients", "optimizer", "inputs" (what the model makes of
-    its batch before it calls a module), "activations: " and one of the model's top-level modules or
-    a stage of the backbone, "backward" (what only the backward needs), and "other" (what is made
-    outside of the model).
+    Tensors of the model, its gradients, the optimizer, and others that Python knows at the start
+    count, too.
+
+    Owners are "parameters", "buffers", "gradients", "optimizer", and these:
+
+    - "inputs": made by the model from its batch before it calls a module;
+    - "activations: " and a top-level module of the model, or a stage of the backbone;
+    - "backward": needed only by the backward;
+    - "other": made outside of the model.
 
     Args:
         model: without DDP around it.
-        optimizer: of this model.
+        optimizer: the model's optimizer.
 
     Attributes:
         live: bytes alive now, by owner.
-        peak: bytes by owner at the time when most was alive.
+        peak: bytes by owner at the time of the peak.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optional[torch.optim.Optimizer] = None) -> None:
@@ -107,7 +110,7 @@ class OwnerMeter(TensorMeter):
         self.own("optimizer", optimizer_states(optimizer))
 
     def own(self, owner: str, tensors: Any) -> None:
-        """These belong to it, whatever made them."""
+        """Assign tensors to an owner, whatever made them."""
         for storage in storages(tensors):
             self._older.discard(storage._cdata)
             self._count(storage)

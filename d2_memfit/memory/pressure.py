@@ -1,15 +1,15 @@
-"""Memory that is nearly gone, before it is."""
+"""Detection of memory pressure before an out-of-memory error."""
 
 __all__ = ["RisingRetries"]
 
-# Once may be chance; thrashing, which precedes the error, goes on.
+# One rise may be chance; thrashing before the error continues.
 _MAX_RISING = 3
 
 
 class RisingRetries:
-    """Whether the CUDA allocator has to free its cache and retry again and again.
+    """Detects that the CUDA allocator must free its cache and retry again and again.
 
-    ``torch.cuda.memory_stats()["num_alloc_retries"]`` counts how often. Each of them synchronises
+    ``torch.cuda.memory_stats()["num_alloc_retries"]`` counts the retries. Each retry synchronises
     the device and costs time.
     """
 
@@ -18,7 +18,7 @@ class RisingRetries:
         self._num_rising = 0
 
     def too_close(self, num_alloc_retries: int) -> bool:
-        """Give it the count once per iteration. True after three iterations in which it rose."""
+        """Take the count once per iteration; return True after three iterations with a rise."""
         self._num_rising = self._num_rising + 1 if num_alloc_retries > self._last else 0
         self._last = num_alloc_retries
         if self._num_rising < _MAX_RISING:

@@ -1,4 +1,4 @@
-"""Giving back what a failed attempt has left behind."""
+"""Release of the memory that a failed attempt leaves behind."""
 
 import gc
 
@@ -8,14 +8,14 @@ __all__ = ["release_memory"]
 
 
 def release_memory(device: torch.device, thorough: bool = True) -> None:
-    """Free what nothing refers to any more, on the device and on the host.
+    """Free unreferenced memory, on the device and on the host.
 
-    Call it outside the ``except`` block: the traceback of an error that is being handled keeps the
-    tensors of its frames alive (pytorch/pytorch#18853).
+    Call it outside the ``except`` block: the traceback of a handled error keeps the tensors of its
+    frames alive (pytorch/pytorch#18853).
 
     Args:
-        thorough: whether to look for cycles among all objects of the process, which takes some
-            tenths of a second, or among young ones only.
+        thorough: whether to look for cycles among all objects, which takes some tenths of a second,
+            or only among young ones.
     """
     gc.collect(2 if thorough else 1)
     # A backward that failed leaves tasks in the queue of its thread, with the graph and gradients

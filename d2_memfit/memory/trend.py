@@ -1,4 +1,4 @@
-"""Whether a series of measurements grows, whatever its noise."""
+"""Detection of steady growth in noisy measurements."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -7,23 +7,23 @@ from statistics import median
 __all__ = ["steady_growth"]
 
 _NUM_BLOCKS = 20
-_RISING_PAIRS = 0.9  # of all pairs of blocks, in a series that counts as growing
+_RISING_PAIRS = 0.9  # share of pairs of blocks that rise in a growing series
 _NOISE_FACTOR = 5.0
 
 
 def steady_growth(values: Sequence[float], at_least: float) -> float:
     """Growth per step of a series that rises from its beginning to its end.
 
-    Each of 20 blocks is represented by its minimum, which large images do not lift. The slope is
-    the median of those between all pairs of blocks (Theil-Sen), so that single outliers do not
-    count. A series that rises and then stays, as caches do, does not grow.
+    Each of 20 blocks is represented by its minimum, which large images do not raise. The slope is
+    the median over all pairs of blocks (Theil-Sen), so single outliers do not count. A series that
+    rises and then stays, as caches do, does not grow.
 
     Args:
         values: one for each step, at least 40.
-        at_least: growth over the whole series that counts.
+        at_least: smallest growth over the whole series that counts.
 
     Returns:
-        float: 0 where the series does not grow.
+        float: 0 if the series does not grow.
     """
     size = len(values) // _NUM_BLOCKS
     blocks = [min(values[i * size : (i + 1) * size]) for i in range(_NUM_BLOCKS)]

@@ -1,4 +1,4 @@
-"""What a job needs, and how it fits, said before it is trained, and without a GPU."""
+"""Estimates and plans of a job's memory, made before training and without a GPU."""
 
 from ..job import WorstCase
 from .deprecated import worst_case

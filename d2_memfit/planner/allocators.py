@@ -1,4 +1,4 @@
-"""What allocators make of what is asked of them: rounding, and memory between blocks."""
+"""Models of memory allocators: rounding, and free memory between blocks."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from typing import Optional
 
 __all__ = ["CachingAllocator", "DoesNotFit", "PageAllocator"]
 
-# In bytes, from c10/cuda/CUDACachingAllocator.cpp; the same from PyTorch 1.3 on.
+# In bytes, from c10/cuda/CUDACachingAllocator.cpp; unchanged since PyTorch 1.3.
 _ROUND = 512  # kMinBlockSize
 _SMALL = 2**20  # kSmallSize: the largest block of the small pool
 _SMALL_SEGMENT = 2 * 2**20  # kSmallBuffer
 _LARGE_SEGMENT = 20 * 2**20  # kLargeBuffer, for blocks below the next
 _MIN_LARGE = 10 * 2**20  # kMinLargeAlloc
 _ROUND_LARGE = 2 * 2**20  # kRoundLarge, for the segments of larger blocks
-_PAGE = 4096  # of the system's memory
+_PAGE = 4096  # page of the system's memory
 
 
 class DoesNotFit(Exception):
-    """More would be reserved than the limit."""
+    """The limit is lower than what would have to be reserved."""
 
 
 @dataclass(eq=False)
@@ -33,17 +33,17 @@ class Block:
 
 
 class CachingAllocator:
-    """PyTorch's on a GPU, which gives nothing back unless there is a limit and it is reached.
+    """PyTorch's GPU allocator, which returns memory only when a limit is reached.
 
     Args:
-        limit_bytes: that it may reserve; None is no limit.
-        expandable: whether each pool is one segment that grows, as PyTorch's
-            ``expandable_segments`` does it.
+        limit_bytes: bytes that it may reserve; None is no limit.
+        expandable: whether each pool is one segment that grows, as with PyTorch's
+            ``expandable_segments``.
 
     Attributes:
-        allocated_bytes, reserved_bytes: now; as in ``torch.cuda.memory_allocated``, with what is
-            too little to be a block of its own, and ``torch.cuda.memory_reserved``.
-        peak_allocated_bytes, peak_reserved_bytes: the most of each.
+        allocated_bytes, reserved_bytes: current values, as of ``torch.cuda.memory_allocated`` (with
+            remainders too small for a block of their own) and ``torch.cuda.memory_reserved``.
+        peak_allocated_bytes, peak_reserved_bytes: their peaks.
     """
 
     def __init__(self, limit_bytes: Optional[int] = None, expandable: bool = False) -> None:
@@ -51,15 +51,16 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self._limit_bytes = limit_bytes
         self._expandable = expandable
-        # Size, address and block of what is free in the pools of small and large blocks, sorted.
+        # Size, address and block of free memory in the pools of small and large blocks, sorted.
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
-        self._last: dict[bool, Optional[Block]] = {True: None, False: None}  # of segments that grow
+        self._last: dict[bool, Optional[Block]] = {True: None, False: None}  # of growing segments
         self._next_address = 0
 
     def allocate(self, num_bytes: int) -> Block:
-        """
+        """Allocate a block.
+
         Raises:
-            DoesNotFit: it cannot.
+            DoesNotFit: the limit is too low.
         """
         size = max(_round_up(num_bytes, _ROUND), _ROUND)
         is_small = size <= _SMALL
@@ -104,7 +105,7 @@ class CachingAllocator:
         self._put(rest)
 
     def _merge(self, block: Block, neighbour: Block) -> None:
-        """The block takes in a free neighbour."""
+        """Merge a free neighbour into the block."""
         if neighbour is block.before:
             block.address, block.before = neighbour.address, neighbour.before
         else:
@@ -118,7 +119,7 @@ class CachingAllocator:
         block.size += neighbour.size
 
     def _reserve(self, size: int, is_small: bool) -> Block:
-        """A free block that has come from the device."""
+        """Reserve memory from the device as a free block."""
         if self._expandable:
             return self._grow(size, is_small)
         if is_small:
@@ -132,7 +133,7 @@ class CachingAllocator:
 
     def _grow(self, size: int, is_small: bool) -> Block:
         if not self._has_room(self._missing(size, is_small)):
-            self._give_back()  # and with it, perhaps, the free end of this segment
+            self._give_back()  # perhaps including the free end of this segment
         added = self._missing(size, is_small)
         self._ask_device(added)
         last = self._last[is_small]
@@ -146,7 +147,7 @@ class CachingAllocator:
         return block
 
     def _missing(self, size: int, is_small: bool) -> int:
-        """What the segment that grows has to grow by, to end with a free block of this size."""
+        """Bytes by which a growing segment must grow to end with a free block of this size."""
         last = self._last[is_small]
         there = last.size if last is not None and last.is_free else 0
         return _round_up(size - there, _page(is_small))
@@ -163,7 +164,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _give_back(self) -> None:
-        """Give the device what is free: whole segments, or pages of those that grow."""
+        """Return free memory to the device: whole segments, or pages of growing segments."""
         for block in [entry[2] for free in self._free.values() for entry in free]:
             if self._expandable:
                 size = block.size // _page(block.is_small) * _page(block.is_small)
@@ -191,11 +192,11 @@ class CachingAllocator:
 
 
 class PageAllocator:
-    """The system's: whole pages, which go back as soon as they are free.
+    """The system's allocator: whole pages, returned as soon as they are free.
 
-    On Linux so it is for blocks above a threshold, and ``enforce_budget`` sets a small one.
+    On Linux this holds for blocks above a threshold; ``enforce_budget`` sets a low one.
 
-    Args, attributes: as those of :class:`CachingAllocator`.
+    Args and attributes are those of :class:`CachingAllocator`.
     """
 
     def __init__(self, limit_bytes: Optional[int] = None) -> None:
@@ -216,7 +217,7 @@ class PageAllocator:
 
 
 def _page(is_small: bool) -> int:
-    """What a segment grows by."""
+    """Bytes by which a segment grows."""
     return _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
 
 

@@ -1,4 +1,4 @@
-"""Mixed precision on the CPU with the number formats that it has on a GPU."""
+"""Mixed precision on the CPU with the number formats of a GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ from ..patching import replaced_functions
 
 __all__ = ["casts_of_cuda"]
 
-# Functions that compute in float32 on a GPU; on the CPU most of them stay in 16 bits. Those of
-# AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and norm in PyTorch's ATen/autocast_mode.h, by their
-# names in Python, and those that are made of them.
+# Functions that compute in float32 on a GPU; on the CPU most of them stay in 16 bits. Python names
+# of AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and norm in PyTorch's ATen/autocast_mode.h, and of
+# functions made from them.
 _TO_FLOAT32 = {
     *("__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin"),
     *("binary_cross_entropy_with_logits", "cdist", "cosh", "cosine_embedding_loss"),
@@ -31,9 +31,9 @@ _TO_FLOAT32 = {
 
 @contextmanager
 def casts_of_cuda() -> Iterator[None]:
-    """While open, autocast on the CPU brings to float32 what it does on a GPU.
+    """While open, autocast on the CPU casts to float32 what it casts on a GPU.
 
-    The functions are replaced. A TorchFunctionMode would not do: PyTorch closes it in a backward,
+    The functions are replaced. A TorchFunctionMode does not work: PyTorch closes it in a backward,
     where checkpointed modules are computed again.
     """
     places = (torch, torch.linalg, torch.nn.functional, torch.Tensor)

@@ -1,4 +1,4 @@
-"""Where in a dry run the model's blocks run."""
+"""The calls of the model's blocks in a dry run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +18,9 @@ __all__ = ["noted_calls"]
 
 @contextmanager
 def noted_calls(model: nn.Module, run: DryRun) -> Iterator[None]:
-    """While open, the timeline of a dry run gets the calls of the model's blocks that autograd
-    keeps something of. Calls within a backward, which compute something again, are left out.
+    """While open, record in the timeline the calls of blocks that autograd saves tensors of.
+
+    Calls in a backward, which recompute a block, are left out.
     """
     begun: list[tuple[int, Work]] = []
 

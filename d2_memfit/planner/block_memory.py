@@ -1,4 +1,4 @@
-"""What recomputing or offloading each block would change, by the timeline of an iteration."""
+"""The memory and time that recomputing or offloading each block would change."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -14,11 +14,12 @@ from .timeline import Allocate, Allocation, BlockCall, Convolution, Free, Timeli
 
 __all__ = ["blocks_of"]
 
-_OFFLOADED_BYTES = 2**20  # what is smaller stays on the device
+_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device
 
 
 def blocks_of(timeline: Timeline, device: DeviceModel) -> Blocks:
-    """
+    """Compute the inputs of the knapsack from a timeline.
+
     Args:
         timeline: of an iteration in which no block is recomputed or offloaded.
     """
@@ -59,7 +60,7 @@ def blocks_of(timeline: Timeline, device: DeviceModel) -> Blocks:
 
 
 class _Lives:
-    """When allocations come and go, as positions in the timeline's events."""
+    """Begin and end of allocations, as positions in the timeline's events."""
 
     def __init__(self, timeline: Timeline) -> None:
         events = timeline.events
@@ -91,10 +92,10 @@ def _phase(event: Union[Allocate, Convolution]) -> str:
 
 @dataclass
 class _Kept:
-    """What a call keeps for the backward: its own allocations, without what it returns.
+    """The allocations that a call keeps for the backward, without its outputs.
 
     Attributes:
-        first, last: positions of the first and the last event in the backward that frees some.
+        first, last: positions of the first and last event in the backward that frees one of them.
     """
 
     call: BlockCall
@@ -109,7 +110,7 @@ class _Kept:
         ends = [lives.end_of(a) for a in self.allocations if a in lives.end]
         self.first, self.last = (min(ends), max(ends)) if ends else (0, 0)
         self.num_bytes = sum(a.num_bytes for a in self.allocations)
-        # An input that is freed before would be kept to compute the block again.
+        # An input that is freed earlier would be kept to recompute the block.
         self.inputs = [a for a in call.inputs if lives.end_of(a) < self.last]
         self.copied = [a for a in self.allocations if a.num_bytes >= _OFFLOADED_BYTES]
         inputs = [a for a in call.inputs if lives.end_of(a) >= self.first]
@@ -118,8 +119,9 @@ class _Kept:
         self.fetching = Work(Counter(("", 0, 2 * a.num_bytes) for a in copied))
 
     def recomputed_bytes(self, times: NDArray[Any]) -> NDArray[Any]:
-        """By which bytes in use at some times change; where the backward begins, it is the peak
-        while the forward runs again.
+        """Change of the bytes in use at some times if the block is recomputed.
+
+        At the beginning of its backward it is the peak while the forward runs again.
         """
         change = -self._alive(self.allocations, times) * self._is_away(times)
         for a in self.inputs:
@@ -146,9 +148,7 @@ class _Kept:
 
 
 def _times(lives: _Lives, calls: list[_Kept]) -> NDArray[Any]:
-    """When most is in use between any two of the times at which blocks begin and end in forward and
-    backward, and when the backwards of blocks begin.
-    """
+    """Times of the peaks between begins and ends of blocks, and when their backwards begin."""
     limits = {0, len(lives.bytes_after)}
     for c in calls:
         limits.update((c.call.begin, c.call.end, c.first - 1, c.first, c.last))

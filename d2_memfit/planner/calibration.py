@@ -1,4 +1,4 @@
-"""Measuring a device, for estimates of its own."""
+"""Measurements of a device, for a device file of its own."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ __all__ = ["calibrate"]
 _MB = 2**20
 
 # Convolutions of Detectron2's models: images, channels, channels of the result, height, width, and
-# the size of the filter. Of FPN at its largest level, of backbones, and of mask heads.
+# the size of the filter. They are from FPN's largest level, backbones and mask heads.
 _CONVOLUTIONS = (
     (2, 256, 256, 200, 336, 3),
     (2, 64, 64, 200, 336, 3),
@@ -30,13 +30,13 @@ _CONVOLUTIONS = (
 
 
 def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
-    """What a device's file says, measured where it can be.
+    """Measure the values of a device file, as far as possible.
 
-    On a GPU nothing else should run meanwhile. What cannot be measured is of the family: on a CPU
-    all but the speeds.
+    Nothing else should run on the GPU meanwhile. Values that cannot be measured are the family's:
+    on a CPU all but the speeds.
 
     Args:
-        seconds: that each of six speeds is measured for.
+        seconds: duration of the measurement of each of six speeds.
     """
     family = DeviceModel.load("cpu" if device.type == "cpu" else "cuda")
     values = {
@@ -71,14 +71,14 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
 
 
 def _computes_in(dtype_name: str, device: torch.device) -> bool:
-    """cuDNN has convolutions in bfloat16 for cards from Ampere on only."""
+    """Whether the device computes in a dtype; cuDNN has bfloat16 convolutions from Ampere on."""
     if dtype_name != "bfloat16" or device.type == "cpu":
         return True
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _flops_per_s(dtype_name: str, device: torch.device, seconds: float) -> float:
-    """Of a convolution of FPN, forward and backward."""
+    """Speed of a convolution of FPN, forward and backward."""
     uses_tf32 = dtype_name == "tf32"
     dtype = torch.float32 if uses_tf32 else getattr(torch, dtype_name)
     num_images, size = (4, 96) if device.type == "cuda" else (1, 24)
@@ -116,7 +116,7 @@ def _seconds_per_operator(device: torch.device, seconds: float) -> float:
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """The median of what a call takes, in so many seconds of calls."""
+    """Median duration of a call, from ``seconds`` of calls."""
     measured: list[float] = []
     run()
     end = time.perf_counter() + seconds
@@ -135,7 +135,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _convolution_workspace(device: torch.device) -> str:
-    """The name of the model in ``WORKSPACES`` that is nearest to what convolutions take."""
+    """The name in ``WORKSPACES`` of the model nearest to the measured workspaces."""
     errors = dict.fromkeys(WORKSPACES, 0)
     for num_images, channels, channels_out, height, width, kernel in _CONVOLUTIONS:
         x = torch.randn(num_images, channels, height, width, device=device)
@@ -154,12 +154,12 @@ def _convolution_workspace(device: torch.device) -> str:
 
 
 def _cublas_workspace_mb(device: torch.device) -> float:
-    """Of the thread that runs forwards and of the one that runs backwards."""
+    """Workspaces of the threads that run forwards and backwards, in MB."""
     x = torch.randn(512, 512, device=device, requires_grad=True)
     x.grad = torch.zeros_like(x)
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated(device)
-    (x @ x).sum().backward()  # what it makes is freed at once, and the workspaces stay
+    (x @ x).sum().backward()  # its tensors are freed at once, and the workspaces stay
     _wait(device)
     return (torch.cuda.memory_allocated(device) - before) / _MB
 

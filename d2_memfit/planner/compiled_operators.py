@@ -1,4 +1,4 @@
-"""Compiled operators, by their names: what they allocate on a GPU, without values.
+"""Stand-ins for compiled operators, which allocate what these allocate on a GPU, without values.
 
 Deformable convolution is torchvision's operator, which has a meta kernel. Its weights are those of
 Detectron2's modules. Rotated boxes are as large as the upright ones around them. Deformable
@@ -44,7 +44,7 @@ _deform_conv2d_backward = torch.ops.torchvision._deform_conv2d_backward
 
 @contextmanager
 def compiled_operators() -> Iterator[None]:
-    """While open, models run that need operators which Detectron2 compiles for a GPU."""
+    """While open, models run that need operators compiled by Detectron2 for a GPU."""
     places = [
         (deform_conv, {"deform_conv": _convolve, "modulated_deform_conv": _convolve_modulated}),
         (roi_align_rotated, {"roi_align_rotated": _RoiAlignRotated.apply}),
@@ -66,7 +66,7 @@ def compiled_operators() -> Iterator[None]:
 
 
 def upright(boxes: Boxes) -> Boxes:
-    """The ``Boxes`` around ``RotatedBoxes``; ``Boxes`` as they are."""
+    """The ``Boxes`` around ``RotatedBoxes``; ``Boxes`` are returned unchanged."""
     return Boxes(_upright(boxes.tensor)) if isinstance(boxes, RotatedBoxes) else boxes
 
 
@@ -76,8 +76,9 @@ def _by(new: Any) -> Callable[[Any], Any]:
 
 @cache
 def _source() -> Any:
-    """The file of deformable convolutions, as if its operators were compiled. Without them
-    Detectron2's main branch has classes there that only raise.
+    """The module of deformable convolutions, loaded as if its operators were compiled.
+
+    Without them, Detectron2's main branch has classes there that only raise.
     """
     spec = spec_from_file_location("detectron2.layers.deform_conv", deform_conv.__file__)
     assert spec is not None
@@ -92,8 +93,10 @@ def _source() -> Any:
 
 
 class _Deformable(Function):
-    """Deformable convolution, with the buffers of Detectron2's deform_conv_cuda.cu: columns of
-    ``images_at_once`` images, and without a mask a copy of the result, or of its gradient.
+    """Deformable convolution with the buffers of Detectron2's deform_conv_cuda.cu.
+
+    They are columns of ``images_at_once`` images and, without a mask, a copy of the result or of
+    its gradient.
     """
 
     @staticmethod
@@ -172,7 +175,7 @@ if _deform_conv2d not in flop_registry:
 
 
 class _RoiAlignRotated(Function):
-    """Keeps the boxes alone, as Detectron2's does."""
+    """Rotated RoIAlign, which saves only the boxes, as Detectron2's does."""
 
     @staticmethod
     def forward(
@@ -190,7 +193,8 @@ class _RoiAlignRotated(Function):
 def _attend(
     value: torch.Tensor, sizes: Any, starts: Any, locations: torch.Tensor, *args: Any
 ) -> torch.Tensor:
-    """
+    """Deformable attention without values.
+
     Args:
         value: [images, pixels, heads, channels].
         locations: [images, queries, heads, levels, points, 2].
@@ -220,7 +224,7 @@ def _pairwise_iou_rotated(boxes1: torch.Tensor, boxes2: torch.Tensor) -> torch.T
 
 
 def _upright(boxes: torch.Tensor) -> torch.Tensor:
-    """Corners [N, 4] of the smallest upright boxes around rotated ones [N, 5]."""
+    """Corners [N, 4] of the smallest upright boxes around rotated boxes [N, 5]."""
     x, y, width, height, degrees = boxes.unbind(1)
     cos, sin = torch.deg2rad(degrees).cos().abs(), torch.deg2rad(degrees).sin().abs()
     half_width, half_height = (width * cos + height * sin) / 2, (width * sin + height * cos) / 2

@@ -1,4 +1,4 @@
-"""What a job's micro-batches need, by their images: fitted to dry runs of the job."""
+"""A cost model of a job's micro-batches, fitted to dry runs of the job."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,14 +25,14 @@ __all__ = ["CostFit", "with_cost_model"]
 
 _GB, _MB = 2**30, 2**20
 
-_SMALLER = 0.6  # of the size of the largest image
+_SMALLER = 0.6  # scale of the largest image
 _BETWEEN = 0.8
 _MORE_CROWDED = 1.5
-_CROWDED = 1000  # objects: images that a dataset has beside those that are known
+_CROWDED = 1000  # objects in images that a dataset may have besides the known ones
 # What is needed, divided by what is predicted without regard to objects: where objects decide, and
 # where they clearly do, so that runs with more of them tell how much each object needs.
 _IS_CROWDED, _IS_CLEARLY_CROWDED = 1.02, 1.1
-_FEW = 8  # objects that are resized; the others are copies
+_FEW = 8  # objects that are resized; others are copies
 
 
 def with_cost_model(
@@ -42,17 +42,18 @@ def with_cost_model(
     allow: Sequence[str],
     progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """A plan with MEMFIT.COST_MODEL, by which the trainer cuts windows; the same plan where nothing
-    is cut.
+    """Add MEMFIT.COST_MODEL to a plan, by which the trainer cuts windows.
+
+    The plan is returned unchanged if no window is cut.
 
     Args:
-        job: that the plan is for.
-        allow: tiers that may be used. With BatchNorm that is trained, other micro-batches are
-            another recipe.
+        job: the job of the plan.
+        allow: tiers that may be used. With trained BatchNorm, other micro-batches are another
+            recipe.
         progress: called with a line for each dry run.
 
     Raises:
-        ConfigError: the job's batches are no lists of dataset dicts with an "image".
+        ConfigError: the job's batches are not lists of dataset dicts with an "image".
     """
     planned = job.with_settings(plan.settings)
     if not plan.fits or len(planned.geometry.micro_batch_sizes()) == 1:
@@ -70,21 +71,21 @@ def with_cost_model(
 
 
 class CostFit:
-    """Makes dry runs, and fits sums of what their images have to what they need.
+    """Fits the cost model: sums over features of images that predict their memory in dry runs.
 
-    Ordinary images have their peak where the backward begins, and it grows with their pixels. With
-    many objects it can be where objects are compared with anchors, or in their masks. So there are
-    two sums, of ordinary and of crowded images; one, where objects hardly count.
+    Ordinary images peak at the beginning of the backward, in proportion to their pixels. With many
+    objects, the peak can be where objects are compared with anchors, or in their masks. So there
+    are two sums, for ordinary and for crowded images. One is enough if objects hardly count.
 
     Args:
-        job: whose techniques, precision and budget are those of the micro-batches.
-        device: that they are for.
-        padding: of the job's model.
+        job: gives techniques, precision and budget of the micro-batches.
+        device: the device to predict for.
+        padding: padding of the job's model.
         progress: called with a line for each dry run.
 
     Attributes:
-        runs: those that were made.
-        sums: that predict them.
+        runs: the dry runs so far.
+        sums: the sums that predict them.
 
     Raises:
         ConfigError: as :func:`with_cost_model`.
@@ -131,10 +132,10 @@ class CostFit:
                 self.sums = fitted_to_two(self.runs, self.sums[0], _IS_CROWDED)
                 break
             most *= 3
-        self.dry_run(_BETWEEN, [self._most_objects, few, few])  # of which nothing is known yet
+        self.dry_run(_BETWEEN, [self._most_objects, few, few])  # a new mixture
 
     def settings(self) -> dict[str, Any]:
-        """Config keys and their values."""
+        """The config keys of the cost model and their values."""
         too_low = [run.needs - predicted(self.sums, run) for run in self.runs]
         keys = {
             "BYTES": [[float(f"{b:.6g}") for b in numbers] for numbers in self.sums],
@@ -152,19 +153,19 @@ class CostFit:
         )
 
     def dry_run(self, scale: float, objects: Sequence[int]) -> float:
-        """One micro-batch of the largest image at ``scale`` of its size.
+        """Run one micro-batch of the largest image, scaled by ``scale``.
 
         Args:
-            objects: of each image.
+            objects: number of objects of each image.
 
         Returns:
-            float: what it needs, divided by what is predicted so far.
+            float: needed bytes over the bytes predicted so far.
         """
         images = [_image(self._largest, scale, n) for n in objects]
         geometry = self._job.geometry
         settings = {
             "MEMFIT.MICRO_BATCH": len(images),
-            # The gradients of another micro-batch are there.
+            # Gradients of another micro-batch exist already.
             "SOLVER.ACCUMULATION_STEPS": geometry.accumulation_steps + len(images),
         }
         job = self._job.with_settings(settings).with_batch(images)
@@ -182,7 +183,7 @@ class CostFit:
         return run.needs / predicted(self.sums, run) if self.sums else 1.0
 
     def _overhead_pixels(self) -> float:
-        """Of the time of ordinary micro-batches, what does not come with pixels."""
+        """Time of ordinary micro-batches that does not grow with pixels, in pixels."""
         rows = np.array([run.features[:3] for run in self.runs[:4]])
         seconds = np.array([run.seconds for run in self.runs[:4]])
         start, _, per_pixel = least_squares(rows, seconds)
@@ -200,7 +201,7 @@ def _described(numbers: tuple[float, ...]) -> str:
 
 
 def _image(largest: dict[str, Any], scale: float, num_objects: int) -> dict[str, Any]:
-    """The image at another size, with another number of objects."""
+    """Resize an image, and repeat or drop its objects."""
     instances = largest.get("instances")
     if instances is None:
         return resize_image(largest, scale)
@@ -214,7 +215,7 @@ def _facts_of(image: dict[str, Any]) -> Images:
 
 
 def _of_micro_batch(events: list[Event]) -> list[Event]:
-    """Without the steps of the optimizer before and behind it, which no cut changes."""
+    """Drop the optimizer's steps before and after, which no cut changes."""
     phases = [e.phase if isinstance(e, Convolution) else e.allocation.phase for e in events]
     begin = phases.index("forward")
     end = phases.index("optimizer") if "optimizer" in phases else len(events)

@@ -1,4 +1,4 @@
-"""Sums that predict the bytes of micro-batches: fitted to runs of some."""
+"""Sums that predict the bytes of micro-batches, fitted to runs."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ import numpy as np
 
 __all__ = ["Run", "fitted", "fitted_to_two", "least_squares", "predicted"]
 
-_WITHOUT_OBJECTS = 3  # that many features
+_WITHOUT_OBJECTS = 3  # number of features without objects
 _ROUNDS = 20
-_SAME = 1e-9  # of what squared errors are, so that fewer terms are taken
+_SAME = 1e-9  # smaller gains in squared error do not justify another term
 
 Sum = tuple[float, ...]
 Array = np.ndarray[Any, Any]
@@ -19,12 +19,12 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """A micro-batch that was run.
+    """A measured micro-batch.
 
     Args:
-        features: of its images, see :data:`~d2_memfit.cost_model.FEATURES`.
-        needs: bytes of the process.
-        seconds: of its forward and backward.
+        features: features of its images, see :data:`~d2_memfit.cost_model.FEATURES`.
+        needs: bytes that the process needs.
+        seconds: seconds of its forward and backward.
     """
 
     features: tuple[float, ...]
@@ -33,13 +33,14 @@ class Run:
 
 
 def predicted(sums: Sequence[Sum], run: Run) -> float:
-    """Bytes that the run needs, as its features say."""
+    """Predicted bytes of a run, from its features."""
     return max(sum(b * x for b, x in zip(numbers, run.features)) for numbers in sums)
 
 
 def fitted(runs: Sequence[Run], has_objects: bool = False) -> Sum:
-    """The sum that is nearest to what the runs needed, relatively. None of its terms is below 0:
-    more images, pixels or objects never need less.
+    """Fit a sum with the smallest relative errors, without negative terms.
+
+    More images, pixels or objects never need less.
 
     Args:
         has_objects: whether it has terms for objects.
@@ -52,15 +53,16 @@ def fitted(runs: Sequence[Run], has_objects: bool = False) -> Sum:
 
 
 def fitted_to_two(runs: Sequence[Run], first: Sum, threshold: float) -> list[Sum]:
-    """Two sums of which the larger predicts what the runs needed.
+    """Fit two sums whose maximum predicts the bytes of the runs.
 
-    Only the second has terms for objects. A run is of the sum that predicts more for it, and each
-    sum is fitted to its runs, in turn until nothing changes (Magnani and Boyd, "Convex
+    Only the second has terms for objects. A run belongs to the sum that predicts more for it. Each
+    sum is fitted to its runs, in turn, until nothing changes (Magnani and Boyd, "Convex
     piecewise-linear fitting", 2009).
 
     Args:
         first: a sum for the runs that need little.
-        threshold: how many times what ``first`` predicts the others need.
+        threshold: ratio of need to ``first``'s prediction from which a run belongs to the second
+            sum.
     """
     is_second = [run.needs > threshold * predicted([first], run) for run in runs]
     best: tuple[float, list[Sum]] = (float("inf"), [first])
@@ -76,8 +78,9 @@ def fitted_to_two(runs: Sequence[Run], first: Sum, threshold: float) -> list[Sum
 
 
 def least_squares(rows: Array, values: Array) -> Sum:
-    """Numbers from 0, one for each column, with which the rows' sums are nearest to the values.
-    Of several such, those with the fewest that are not 0.
+    """Nonnegative coefficients, one per column, with the smallest squared error.
+
+    Of several such solutions, the one with the fewest nonzero coefficients is returned.
     """
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     columns = range(rows.shape[1])

@@ -1,4 +1,4 @@
-"""What a model's own code asks of CUDA, done on the CPU: a dry run has its tensors there."""
+"""CUDA calls of a model's own code, done on the CPU, where a dry run has its tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,12 +19,12 @@ def cuda_as_cpu() -> Iterator[None]:
     """While open, CUDA is the CPU for code in Python.
 
     ``.cuda()``, ``.to("cuda")``, ``device="cuda"``, autocast for CUDA, streams and the like do on
-    the CPU what they would do on a GPU. Without a dtype, such an autocast has float16.
+    the CPU what they would do on a GPU. Without a dtype, such an autocast uses float16.
 
-    It is the same where a GPU is there, for a dry run has its model on the CPU there too.
-    ``torch.cuda.is_available()`` tells the truth, and so do questions about a GPU's properties. An
-    autocast that was made before, as a decorator, counts if it disables. One that enables cannot be
-    told apart: without a GPU, PyTorch makes it one that disables.
+    A machine with a GPU behaves the same, because a dry run has its model on the CPU there too.
+    ``torch.cuda.is_available()`` still tells the truth, as do queries of a GPU's properties. An
+    autocast made earlier, as a decorator, counts if it disables. One that enables cannot be told
+    apart: without a GPU, PyTorch makes it one that disables.
 
     Functions are replaced. A TorchFunctionMode would cost time in every call of PyTorch, and
     PyTorch closes it in a backward.
@@ -37,7 +37,7 @@ def cuda_as_cpu() -> Iterator[None]:
 
 
 def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
-    """Places, and for each name there what makes the new function out of the original."""
+    """Places, and for each name there a function that makes the replacement from the original."""
     autocast, cuda = torch.amp.autocast_mode, torch.cuda
     return [
         (torch.Tensor, dict.fromkeys(_METHODS, _on_cpu)),
@@ -64,7 +64,7 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
     ]
 
 
-# Asked here and now: PyTorch keeps the answer, and the functions must not be ours in it.
+# Asked at import: PyTorch keeps the answer, which must not contain our functions.
 _CONSTRUCTORS = {f.__name__ for f in _device._device_constructors()}
 _LIKE = {f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")}
 _FUNCTIONS = _CONSTRUCTORS | _LIKE | {"load", "normal"}
@@ -84,11 +84,11 @@ _TENSOR_TYPES = [f"{name}Tensor" for name in _TYPES]
 
 @cache
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the CPU wherever its arguments name a GPU."""
+    """Wrap a function so that every GPU among its arguments becomes the CPU."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("device"), int):  # the number of a GPU
+        if isinstance(kwargs.get("device"), int):  # a GPU's number
             kwargs["device"] = "cpu"
         if function is _TENSOR_TO and len(args) > 1 and type(args[1]) is int:
             args = args[0], "cpu", *args[2:]
@@ -111,7 +111,7 @@ def _as_cpu(value: Any) -> Any:
 
 
 def _other(value: Any) -> Callable[[Any], Any]:
-    """Replaces whatever was there."""
+    """A factory that ignores the original and returns ``value``."""
     return lambda _: value
 
 
@@ -159,7 +159,7 @@ def _exit_autocast(leave: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Stream:
-    """A stream or an event for which nobody has to wait."""
+    """A stream or an event that nobody waits for."""
 
     device = torch.device("cpu")
 

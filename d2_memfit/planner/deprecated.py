@@ -1,4 +1,4 @@
-"""Names of 0.1.0 that are others now."""
+"""Deprecated names of 0.1.0."""
 
 import warnings
 

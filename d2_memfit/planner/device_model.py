@@ -1,4 +1,4 @@
-"""From a timeline of tensors to what a device needs, and how long it takes."""
+"""The memory and time that a timeline needs on a device."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -26,14 +26,14 @@ _GB = 2**30
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """What a timeline needs of a device.
+    """The memory of a device that a timeline needs.
 
     Attributes:
         allocated_bytes: peak of what ``torch.cuda.memory_allocated`` counts.
-        reserved_bytes: peak of what the allocator takes, with what lies between blocks.
-        total_bytes: with what is outside the allocator.
+        reserved_bytes: peak of what the allocator takes, including memory between blocks.
+        total_bytes: ``reserved_bytes`` plus memory outside the allocator.
         breakdown: ``allocated_bytes`` by owner.
-        outside: the rest of ``total_bytes`` by owner: what lies between the allocator's blocks, the
+        outside: the rest of ``total_bytes`` by owner: memory between the allocator's blocks,
             context, loaded kernels and NCCL.
     """
 
@@ -46,30 +46,30 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """A device and the software on it, as data; see the files in ``devices/`` for the sources.
+    """A device and its software, as data; the files in ``devices/`` name the sources.
 
     Attributes:
-        name: of its file.
-        description: for people.
+        name: name of its file.
+        description: text for messages.
         is_gpu: whether PyTorch's caching allocator manages its memory.
         convolution_workspace: a name in ``WORKSPACES``.
-        keeps_gradients: whether gradients are there in the forward.
+        keeps_gradients: whether gradients exist in the forward.
         foreach: whether the optimizer steps on all parameters at once, unless told otherwise.
-        cublas_workspace_mb: for products of matrices, kept by the allocator.
-        other_tensors_mb: that no dry run sees.
-        context_mb: what the process takes before its first tensor; in a file, null is what the
-            process takes that reads it.
-        flops_per_s: by number format. "tf32" is that of float32 convolutions, where the card has
-            it: PyTorch's ``cudnn.allow_tf32`` is on, and that of products of matrices is off.
-        bytes_per_s: of the memory.
-        host_bytes_per_s: of copies to the host, or from it.
-        seconds_per_operator: that the CPU takes to start one, while the card computes others.
+        cublas_workspace_mb: workspaces of matrix products, kept by the allocator.
+        other_tensors_mb: tensors that no dry run sees.
+        context_mb: memory of the process before its first tensor; null in a file is that of the
+            process that reads it.
+        flops_per_s: speed by number format. "tf32" applies to float32 convolutions if the card has
+            it: PyTorch's ``cudnn.allow_tf32`` is on, and that of matrix products is off.
+        bytes_per_s: memory bandwidth.
+        host_bytes_per_s: bandwidth of copies to or from the host.
+        seconds_per_operator: time in which the CPU launches an operator.
         keeps_inputs: whether PyTorch is older than 1.11, see ``old_pytorch.py``.
-        kernels_mb: code of PyTorch, cuDNN and cuBLAS that CUDA loads when it is first used.
+        kernels_mb: code of PyTorch, cuDNN and cuBLAS that CUDA loads at first use.
         nccl_mb: buffers of a communicator of 2 ranks, and of more.
-        device_name: a pattern of what ``torch.cuda.get_device_name()`` says.
+        device_name: a pattern for ``torch.cuda.get_device_name()``.
         compute_capability: such as "8.6".
-        memory_gb: that it is sold with.
+        memory_gb: nominal memory of the card.
     """
 
     name: str
@@ -87,8 +87,8 @@ class DeviceModel:
     seconds_per_operator: float
     keeps_inputs: bool = False
     kernels_mb: float = 0.0
-    # NVIDIA/nccl#964, of 4 A100 with NVLink. A guess for others: there are reports of 1.0 to 1.6 GB
-    # (nccl#864, #1685); cards without NVLink have fewer channels, and should need less (nccl#986).
+    # NVIDIA/nccl#964, for 4 A100 with NVLink. A guess for others: reports say 1.0 to 1.6 GB
+    # (nccl#864, #1685); cards without NVLink have fewer channels and should need less (nccl#986).
     nccl_mb: tuple[float, float] = (544.0, 688.0)
     device_name: Optional[str] = None
     compute_capability: Optional[str] = None
@@ -96,13 +96,13 @@ class DeviceModel:
 
     @classmethod
     def load(cls, name: Union[str, Path]) -> "DeviceModel":
-        """
+        """Load a device file by name.
+
         Args:
-            name: of a family in ``devices/``, or the path of a file of
-                ``tools/calibrate_device.py``.
+            name: a family in ``devices/``, or a path of a file of ``tools/calibrate_device.py``.
 
         Raises:
-            ConfigError: there is none, or the file is not one.
+            ConfigError: the file does not exist, or is not a device file.
         """
         path = Path(name)
         if path.suffix not in (".yaml", ".yml"):
@@ -154,8 +154,10 @@ class DeviceModel:
 
     @classmethod
     def choose(cls, name: Optional[Union[str, Path]], torch_device: str) -> "DeviceModel":
-        """The device file of a name. With None or "auto", that of the GPU that is there: its own,
-        or the nearest of its compute capability. Without either, ``cuda`` or ``cpu``.
+        """Choose the device file of a name; None or "auto" chooses by the GPU of this machine.
+
+        That is the GPU's own file, or the nearest of its compute capability. Otherwise it is
+        ``cuda`` or ``cpu``.
 
         Args:
             torch_device: as in MODEL.DEVICE.
@@ -192,14 +194,14 @@ class DeviceModel:
         expandable_segments: bool = False,
         ranks: int = 1,
     ) -> DeviceUse:
-        """What a timeline needs.
+        """Compute the memory that a timeline needs.
 
         Args:
-            limit_bytes: of all that the process may take, context included.
-            ranks: that train together.
+            limit_bytes: limit of the whole process, context included.
+            ranks: processes that train together.
 
         Raises:
-            DoesNotFit: it is more than the limit.
+            DoesNotFit: the timeline needs more than the limit.
         """
         outside = self._outside_bytes(ranks)
         limit = None if limit_bytes is None else limit_bytes - sum(outside.values())
@@ -222,7 +224,7 @@ class DeviceModel:
         )
 
     def events(self, timeline: Timeline) -> Iterator[Union[Allocate, Free]]:
-        """What the device allocates and frees for a timeline: workspaces of libraries too."""
+        """The device's allocations and frees for a timeline, including library workspaces."""
         for megabytes, owner in (
             (self.cublas_workspace_mb, "cuBLAS workspaces"),
             (self.other_tensors_mb, "other"),
@@ -239,9 +241,9 @@ class DeviceModel:
                 yield event
 
     def _outside_bytes(self, ranks: int) -> Counter[str]:
-        """What is not the allocator's, by owner.
+        """Memory outside the allocator, by owner.
 
-        DDP has one communicator. Detectron2's other groups are of gloo, or share it.
+        DDP has one communicator. Detectron2's other groups use gloo, or share it.
         """
         nccl_mb = 0.0 if ranks == 1 else self.nccl_mb[ranks > 2]
         names = {"context": self.context_mb, "loaded kernels": self.kernels_mb, "NCCL": nccl_mb}
@@ -250,8 +252,8 @@ class DeviceModel:
     def seconds(self, work: Work) -> float:
         """Lower bound of the seconds that work takes.
 
-        The card computes or moves memory, operator by operator, whichever takes longer. Beside that
-        the CPU starts operators, and copies to or from the host go on.
+        For each operator, the card computes or moves memory, whichever takes longer. In parallel,
+        the CPU launches operators, and copies to or from the host run.
         """
         on_device = sum(
             times * max(flops / self._flops_per_s(number_format), num_bytes / self.bytes_per_s)
@@ -265,7 +267,7 @@ class DeviceModel:
 
 
 class _Account:
-    """Who has what of an allocator's memory."""
+    """Bytes of an allocator's memory by owner."""
 
     def __init__(self, allocator: Union[CachingAllocator, PageAllocator]) -> None:
         self._allocator = allocator
@@ -290,7 +292,7 @@ class _Account:
 
 
 def _is_of_later_gradients(event: Union[Allocate, Free]) -> bool:
-    """Whether they come or go after the setup."""
+    """Whether gradients are allocated or freed after the setup."""
     is_of_setup = event.allocation.phase == "setup" and isinstance(event, Allocate)
     return event.allocation.owner == "gradients" and not is_of_setup
 

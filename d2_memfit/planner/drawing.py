@@ -1,4 +1,4 @@
-"""What a page shows of dry runs and plans."""
+"""The content of pages about dry runs and plans."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,13 +17,13 @@ from .timeline import Allocate, Allocation, Free
 __all__ = ["draw_estimate", "draw_plan"]
 
 _GB = 2**30
-_TOO_SMALL = 1e-4  # of the peak: what has less is not drawn
+_TOO_SMALL = 1e-4  # share of the peak; smaller tensors are not drawn
 
 
 def draw_estimate(
     dry_job: DryJob, path: Path, progress: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Write a page about a job as it is.
+    """Write a page about a job without changes.
 
     Args:
         progress: called with a line for each knob that is tried.
@@ -48,7 +48,7 @@ def draw_plan(
     """Write a page about a plan.
 
     Args:
-        before, after: the job without it and with it.
+        before, after: the job without and with the plan.
         progress: called with a line for each knob that is tried.
     """
     charts = [_chart(after, "with the plan")]
@@ -85,7 +85,7 @@ def _facts(dry_job: DryJob) -> list[str]:
 
 
 def _limits(dry_job: DryJob, budget_gb: Optional[float]) -> dict[str, float]:
-    """The budget, and the smallest card that has so much."""
+    """The budget, and the smallest card that has this much memory."""
     limits = {} if budget_gb is None else {"budget": budget_gb}
     needed = dry_job.total_bytes(dry_job.limit_bytes) / _GB if budget_gb is None else budget_gb
     cards = [name for name, size in PRESETS.items() if size >= needed]
@@ -106,8 +106,9 @@ def _chart(dry_job: DryJob, name: str) -> Chart:
 def _tensors(
     events: Iterable[Union[Allocate, Free]],
 ) -> tuple[list[Tensor], list[tuple[str, int]], int, int]:
-    """Tensors, the steps at which phases begin, the last step, and the most bytes of what is too
-    small. What the setup leaves is there at step 0.
+    """Tensors, first steps of phases, last step, and peak bytes of tensors not drawn.
+
+    Tensors that the setup leaves begin at step 0.
     """
     events = list(events)
     start = next((i for i, e in enumerate(events) if e.allocation.phase != "setup"), len(events))
@@ -132,7 +133,7 @@ def _tensor(a: Allocation, begin: int, end: int) -> Tensor:
 
 
 def _most(events: list[Union[Allocate, Free]], of: Iterable[Allocation]) -> int:
-    """Bytes of these allocations at the time when most is alive."""
+    """Peak bytes of these allocations."""
     allocations = set(of)
     live = most = 0
     for event in events:
@@ -144,8 +145,9 @@ def _most(events: list[Union[Allocate, Free]], of: Iterable[Allocation]) -> int:
 
 
 def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:
-    """The job as it is, with one image at a time, and with each exact technique and change of
-    precision alone, if it does something there.
+    """Bars of the job without changes, with one image at a time, and with single knobs.
+
+    A knob is an exact technique or change of precision that has an effect on the job.
     """
     job = before.job
     knobs: dict[str, tuple[str, dict[str, Any]]] = {}

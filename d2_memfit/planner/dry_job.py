@@ -1,4 +1,4 @@
-"""A job of which all that needs memory is done as a dry run."""
+"""A job with dry runs of its training and evaluation."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,38 +21,38 @@ __all__ = ["DryJob", "MemoryEstimate", "margin_of", "usable_bytes"]
 _GB = 2**30
 _RESOLUTION = 2**24
 
-# How much a wrong number of objects matters depends on the model: from 100 to 300 of them Mask
-# R-CNN R50-FPN grows by 69% with the images of Cityscapes, whose labels of anchors decide, and by
-# nothing with those of LVIS, whose classes do. Half of the usual margin is a guess.
+# The effect of a wrong number of objects depends on the model. From 100 to 300 objects, Mask R-CNN
+# R50-FPN grows by 69% with images of Cityscapes, where labels of anchors decide, and not at all
+# with those of LVIS, where classes do. Half of the usual margin is a guess.
 _OF_A_GUESS = 0.05
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What each GPU of a job needs in its largest iteration, in GB of 2^30 bytes.
+    """Memory of each GPU in a job's largest iteration, in GB of 2^30 bytes.
 
     Attributes:
-        device: what the estimate is for.
+        device: description of the device.
         num_gpus: ranks that train together.
-        images_per_gpu: of a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
-        micro_batch_size: in one forward.
+        images_per_gpu: images in a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
+        micro_batch_size: images in one forward.
         accumulation_steps: batches of the loader in one iteration.
         image_size: height and width in pixels to which the largest micro-batch is padded.
         num_instances: annotated objects in each image.
-        assumptions: what was not known, and what was taken instead.
-        peak_allocated_gb: what ``torch.cuda.max_memory_allocated`` would say after training.
-        peak_reserved_gb: the same for ``torch.cuda.max_memory_reserved``. If the job has a budget
-            and fits, it is what the allocator takes within that, less its margin.
-        device_total_gb: what the process takes of the device, context included, in training and in
-            the evaluations between.
-        evaluation_gb: peak allocated in evaluation; None where nothing is evaluated.
-        breakdown: of ``peak_allocated_gb``, by owner, the largest first.
-        outside: of what the process takes beside that in training, by owner: context, loaded
-            kernels, NCCL, and what lies between the allocator's blocks.
-        seconds_per_iteration: a lower bound, to be compared with others of the same device.
+        assumptions: unknown facts, each with the value assumed for it.
+        peak_allocated_gb: ``torch.cuda.max_memory_allocated`` after training.
+        peak_reserved_gb: ``torch.cuda.max_memory_reserved`` after training. If the job has a budget
+            and fits, it is what the allocator takes within the budget less its margin.
+        device_total_gb: device memory of the process, context included, in training and in the
+            evaluations between.
+        evaluation_gb: peak allocated in evaluation; None without evaluation.
+        breakdown: ``peak_allocated_gb`` by owner, the largest first.
+        outside: the process's other memory in training, by owner: context, loaded kernels, NCCL,
+            and memory between the allocator's blocks.
+        seconds_per_iteration: a lower bound, for comparisons on the same device.
         expandable_segments: whether PyTorch's allocator grows its segments; None for a CPU.
-        num_workers: of the loader, on each rank.
-        host_gb: RAM that each rank takes with them, about; without the dataset.
+        num_workers: workers of the loader on each rank.
+        host_gb: approximate RAM of each rank and its workers, without the dataset.
     """
 
     device: str
@@ -78,20 +78,20 @@ class MemoryEstimate:
 
 
 class DryJob:
-    """A job of which all that needs memory was done as a dry run.
+    """Dry runs of a job on a device, and the memory that they need.
 
     Args:
-        job: that was done.
-        device: that it is for.
-        evaluation: its timeline, where it is known.
+        job: the job.
+        device: the device to predict for.
+        evaluation: its timeline, if it is known.
         evaluates: whether evaluation counts, or training alone.
 
     Attributes:
-        training: timeline of the largest micro-batch and a step of the optimizer. If an iteration
-            has more micro-batches, the gradients of those before are there.
+        training: timeline of the largest micro-batch and an optimizer step. If an iteration has
+            more micro-batches, it includes the gradients of earlier ones.
         evaluation: timeline of one image, or None.
-        assumptions: what was not known, and what was taken instead; a line each.
-        limit_bytes: what MEMFIT.BUDGET_GB leaves beside the margin, or None.
+        assumptions: one line per unknown fact, with the value assumed for it.
+        limit_bytes: MEMFIT.BUDGET_GB less the margin, or None.
         expandable_segments: whether the allocator of a GPU grows its segments, as under a budget.
     """
 
@@ -129,15 +129,15 @@ class DryJob:
         self.assumptions = tuple(dict.fromkeys([*assumed, *notes]))
 
     def trace(self) -> tuple[list[int], ...]:
-        """What is allocated and freed: the same for a job that does the same."""
+        """Sizes of allocations and frees, equal for jobs that do the same."""
         return tuple(t.sizes() for t in (self.training, self.evaluation) if t is not None)
 
     def fits(self, limit_bytes: int) -> bool:
-        """Whether it runs where the process can take no more of the device, context included."""
+        """Whether the job runs within a limit of the process, context included."""
         return self._uses_within(limit_bytes) is not None
 
     def least_bytes(self) -> int:
-        """The smallest limit in which it fits, to 16 MiB."""
+        """The smallest limit in which the job fits, to 16 MiB."""
         low, high = self.training_bytes(), self.total_bytes()
         while high - low > _RESOLUTION:
             middle = (low + high) // 2
@@ -145,29 +145,31 @@ class DryJob:
         return high
 
     def training_bytes(self) -> int:
-        """That the process needs of the device in training, context included, without what the
-        allocator cannot use.
+        """Bytes that the process needs in training, context included.
+
+        Memory that the allocator cannot use does not count.
         """
         use = self._uses()[0]
         return use.total_bytes - use.reserved_bytes + use.allocated_bytes
 
     def total_bytes(self, limit_bytes: Optional[int] = None) -> int:
-        """That the process takes of the device in training and in the evaluations between, context
-        included. With a limit, it is within that if it can be.
+        """Bytes that the process takes in training and in evaluations between, context included.
+
+        With a limit, they are within the limit if possible.
         """
         return max(use.total_bytes for use in self._uses(limit_bytes))
 
     def training_use(self, limit_bytes: Optional[int] = None) -> DeviceUse:
-        """What training takes of the device; with a limit, within that if it can be."""
+        """Device memory of training; within the limit if possible."""
         return self._uses(limit_bytes)[0]
 
     def evaluation_decides(self, limit_bytes: Optional[int] = None) -> bool:
-        """Whether evaluation takes more of the device than training."""
+        """Whether evaluation takes more device memory than training."""
         uses = self._uses(limit_bytes)
         return len(uses) > 1 and uses[1].allocated_bytes > uses[0].allocated_bytes
 
     def seconds(self) -> float:
-        """Of an iteration, at least; to be compared with others on the same device."""
+        """Lower bound of the seconds per iteration, for comparisons on the same device."""
         sizes = self.job.geometry.micro_batch_sizes()
         work = self.training.work
         fetching = replace(work["backward"], host_bytes=work["forward"].host_bytes)
@@ -199,13 +201,13 @@ class DryJob:
         )
 
     def _uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
-        """Of training and evaluation: within the limit, or without it if that is too low."""
+        """Device memory of training and evaluation; without the limit if that is too low."""
         uses = self._uses_within(limit_bytes) or self._uses_within(None)
         assert uses is not None  # without a limit, everything fits
         return uses
 
     def _uses_within(self, limit_bytes: Optional[int]) -> Optional[list[DeviceUse]]:
-        """None if it does not fit."""
+        """Device memory of training and evaluation; None if they do not fit."""
         if limit_bytes not in self._known:
             try:
                 self._known[limit_bytes] = self._find_uses(limit_bytes)
@@ -220,13 +222,14 @@ class DryJob:
 
 
 def margin_of(job: Job) -> float:
-    """Share of a budget that a plan leaves free: MEMFIT.PLAN.MARGIN, and 0.05 more where the number
-    of objects in an image is a guess.
+    """Share of a budget that a plan leaves free.
+
+    It is MEMFIT.PLAN.MARGIN, plus 0.05 if the number of objects in an image is a guess.
     """
     margin: float = job.cfg.MEMFIT.PLAN.MARGIN
     return min(margin + _OF_A_GUESS, 1.0) if job.batches.is_guess else margin
 
 
 def usable_bytes(budget_gb: float, margin: float) -> int:
-    """What a budget leaves beside its margin."""
+    """Bytes of a budget without its margin."""
     return int(budget_gb * (1 - margin) * _GB)

@@ -1,4 +1,4 @@
-"""Operators at full size that allocate what they would, and compute nothing large."""
+"""Dry runs: operators at full size that allocate memory and compute nothing large."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,14 @@ from .timeline import Allocate, Allocation, Convolution, Free, Timeline
 
 __all__ = ["DryRun", "WithoutValues"]
 
-_Args = tuple[Any, ...]  # of an operator
+_Args = tuple[Any, ...]  # arguments of an operator
 _Kwargs = dict[str, Any]
 _Tensors = list[torch.Tensor]  # among the arguments, or in the result
 
 aten = torch.ops.aten
 _empty_strided = torch.empty_strided  # cuda_as_cpu would replace it, which takes time
 
-_LARGE_BYTES = 2**20  # what is smaller is cheap to compute
+_LARGE_BYTES = 2**20  # smaller results are cheap to compute
 _STEP = 5e-7  # float32 has it at -4.6, the bias of a focal loss
 _RANDOM_FILLS = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
 _FILLS = {
@@ -40,9 +40,10 @@ _EMPTY = {
     *(aten.new_empty.default, aten.new_empty_strided.default),
 }
 _CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
-# They make much of little (of a keypoint's heatmap for one), and nothing depends on what it is.
+# They make large results from small inputs (such as a keypoint's heatmap), and nothing depends on
+# the values.
 _UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
-# What adds a bias, with its position among the arguments, and that of its dimension in the result.
+# Operators that add a bias: its position among the arguments, and its dimension in the result.
 _BIASES = {
     aten.addmm.default: (0, -1),
     aten.convolution.default: (2, 1),
@@ -50,17 +51,17 @@ _BIASES = {
     aten.native_group_norm.default: (2, 1),
     aten.native_layer_norm.default: (3, -1),
 }
-# Views by another name, and what changes the size of its argument.
+# Views by another name, and the operator that resizes its argument.
 _LIKE_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.resize_.default}
 
 
 class WithoutValues(TorchDispatchMode):
-    """While it is open, what is made of fake tensors is fake too.
+    """While open, results of fake tensors are fake too.
 
-    Hollow are tensors whose values do not matter, such as a model's weights. What is computed from
-    them is not computed: its size is asked of PyTorch's meta kernels. Where it is large, memory is
-    asked for and never written to, so that it takes addresses and no RAM; where it is small it is
-    zeros. All the rest is computed: so labels are assigned, and proposals sampled, as ever.
+    Hollow tensors have values that do not matter, such as a model's weights. Results from them are
+    not computed: PyTorch's meta kernels give the size. A large result gets memory that is never
+    written to, so it takes addresses and no RAM. A small one is zeros. All the rest is computed, so
+    labels are assigned and proposals sampled as usual.
     """
 
     @classmethod
@@ -77,15 +78,15 @@ class WithoutValues(TorchDispatchMode):
 
 
 class DryRun(OwnerMeter):
-    """An :class:`OwnerMeter` with all of :class:`WithoutValues`, which writes down what happens.
+    """An :class:`OwnerMeter` with :class:`WithoutValues`, which records a timeline.
 
     Args:
-        model, optimizer: as there. The model's parameters become fake.
+        model, optimizer: as for :class:`OwnerMeter`. The model's parameters become fake.
         inputs: tensors that are on the device before the model runs. Large ones become fake.
 
     Attributes:
-        phase: what the job is at; for who uses it to set.
-        timeline: what has happened.
+        phase: current phase of the job, set by the caller.
+        timeline: the recorded events.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class DryRun(OwnerMeter):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, operators compute, and nothing is written down."""
+        """While open, operators compute, and nothing is recorded."""
         self._is_paused = True
         try:
             yield
@@ -113,7 +114,7 @@ class DryRun(OwnerMeter):
             self._is_paused = False
 
     def allocations_of(self, tensors: Any) -> set[Allocation]:
-        """The memory of tensors, in any containers, as far as it is counted."""
+        """The recorded allocations of tensors, in any containers."""
         addresses = {storage._cdata for storage in storages(tensors)}
         return {self._allocations[a] for a in addresses if a in self._allocations}
 
@@ -213,7 +214,7 @@ def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
     try:
         return _without_computing(func, args, kwargs)
     except RuntimeError:  # no meta kernel, or the size of the result depends on values
-        if func is aten.nonzero.default:  # of zeros; the large tensor need not become one
+        if func is aten.nonzero.default:  # zeros have no indices; skips making the large tensor
             return func(torch.zeros([0] * args[0].dim(), dtype=torch.bool))
         for tensor in given:
             if is_fake(tensor):
@@ -233,15 +234,14 @@ def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     result = tree_map(lambda t: _from_meta(t, fill), on_meta(func, args, kwargs))
     if func in _BIASES:
         _add_bias(func, args, result)
-    # Weights in 16 bits are weights still, however small.
+    # Small weights in 16 bits are still weights.
     return make_fake(result) if func is aten._to_copy.default else result
 
 
 def _add_bias(func: Any, args: _Args, result: Any) -> None:
-    """Fill a small result as if all weights were 0: so scores stay where biases have put them.
+    """Fill a small result as if all weights were 0, so that scores stay at their biases.
 
-    No two of its values are the same, so that a model that keeps its best keeps as many as it may,
-    and not all that tie with them.
+    No two values are equal, so that a top-k keeps k of them and not all ties.
     """
     position, dim = _BIASES[func]
     bias, y = args[position], result[0] if isinstance(result, tuple) else result
@@ -251,7 +251,7 @@ def _add_bias(func: Any, args: _Args, result: Any) -> None:
 
 
 def _asks_if_finite(func: Any, args: _Args) -> bool:
-    """As ``isfinite`` does, by ``x == x`` and ``x.abs() != inf``. The answer is yes."""
+    """Whether an operator is part of ``isfinite``: ``x == x`` or ``x.abs() != inf``."""
     if func is aten.eq.Tensor:
         return args[0] is args[1]
     return func is aten.ne.Scalar and args[1] == math.inf
@@ -272,7 +272,7 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
 
 
 def _without_masks(indices: list[Any]) -> list[Any]:
-    """As indexing does it: a mask becomes the indices of what it is true for."""
+    """Replace masks by the indices of their true elements, as indexing does."""
     result = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -291,8 +291,8 @@ def _from_meta(value: Any, fill: int = 0) -> Any:
     if num_bytes < _LARGE_BYTES:
         result = _empty_strided(value.shape, value.stride(), dtype=value.dtype)
         return result.fill_(fill)
-    # Memory that is shared, with nobody: a limit on the private memory of the process, as ulimit -d
-    # sets it, does not count it.
+    # Shared memory, shared with nobody: a limit on private memory, such as ulimit -d, does not
+    # count it.
     storage = torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
     result = torch.empty(0, dtype=value.dtype)
     return make_fake(result.set_(storage, 0, value.shape, value.stride()))

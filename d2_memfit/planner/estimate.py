@@ -1,4 +1,4 @@
-"""From a job to the memory that it needs."""
+"""The memory estimate of a job."""
 
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -28,28 +28,28 @@ def estimate_memory(
     num_instances: Optional[int] = None,
     evaluates: bool = True,
 ) -> MemoryEstimate:
-    """What a job needs, without a GPU: a dry run of its largest iteration.
+    """Estimate the memory of a job without a GPU, by a dry run of its largest iteration.
 
     Args:
         cfg: a config of yacs, a LazyConfig, or a :class:`~d2_memfit.Job`, which has the arguments
             from ``trainer`` to ``num_instances``, and ``num_gpus``, already.
-        num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH is of all of them.
+        num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH counts all of them.
         device: the name of a family in ``d2_memfit/planner/devices``, or the path of a file of
-            ``tools/calibrate_device.py``. None is the CPU with MODEL.DEVICE cpu, else the GPU that
-            is there, else a current CUDA card.
+            ``tools/calibrate_device.py``. None is the CPU with MODEL.DEVICE cpu, else this
+            machine's GPU, else a current CUDA card.
         case: as ``batch``.
-        probe: run it for real on this machine's GPU, and measure.
+        probe: run the iteration on this machine's GPU, and measure.
         trainer: the class that trains, with the ``build_*`` methods of ``DefaultTrainer``.
         batch: images of the largest batch, see :class:`~d2_memfit.job.batches.GivenBatches`; or the
-            sizes that the model gets, as a :class:`WorstCase`. None is what the job's own mapper
-            makes of the largest images of its datasets.
+            sizes that the model gets, as a :class:`WorstCase`. None lets the job's own mapper make
+            it from the largest images of its datasets.
         image_size: height and width in pixels of the largest image file.
         num_instances: annotated objects of the most crowded image.
         evaluates: whether evaluation counts, or training alone.
 
     Raises:
-        ConfigError: a value in the config cannot work, or its model cannot be built; or there is no
-            GPU to be probed.
+        ConfigError: a value in the config cannot work, its model cannot be built, or there is no
+            GPU to probe.
     """
     facts = {"image_size": image_size, "num_instances": num_instances}
     given = batch if case is None else case
@@ -64,6 +64,6 @@ def run_dry(
     probe: bool = False,
     evaluates: bool = True,
 ) -> DryJob:
-    """As :func:`estimate_memory`, with the timelines."""
+    """Make the dry runs of :func:`estimate_memory`, with their timelines."""
     model = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
     return job_class(probe, model)(job, model, evaluates=evaluates)

@@ -1,4 +1,4 @@
-"""One line for the user out of what a model raises: what, where, and what to do."""
+"""One-line explanations of errors in a model: what, where, and what to do."""
 
 import errno
 import re
@@ -18,17 +18,17 @@ _NOT_THE_USERS = {
     *("torch", "torchvision", *getattr(sys, "stdlib_module_names", ())),  # from Python 3.10 on
 }
 
-# What a training mapper adds to a batch: fields of Instances, keys, and masks of another kind.
+# Errors about what a training mapper adds to a batch: fields of Instances, keys, other masks.
 _LACKS_LABELS = r"Cannot find field|'(PolygonMasks|BitMasks)' object has no attribute"
 _NEEDS_GPU = r"(?i:cuda|nvidia|not compiled|not implemented (on|for) .*cpu)|(?<!\w)_C(?!\w)"
 
 
 @contextmanager
 def one_line_errors(assume: Callable[[], Iterable[str]] = tuple) -> Iterator[None]:
-    """While open, what a model raises becomes one line.
+    """While open, turn an error in a model into one line.
 
     Args:
-        assume: gives lines about what was made up, which may be why.
+        assume: gives lines about assumptions, which may be the cause.
 
     Raises:
         ConfigError: a model cannot be built, or does not run. The text names the error, the last
@@ -50,12 +50,12 @@ def one_line_errors(assume: Callable[[], Iterable[str]] = tuple) -> Iterator[Non
 def _lines(assume: Callable[[], Iterable[str]]) -> list[str]:
     try:
         return list(assume())
-    except Exception:  # it may be what has failed
+    except Exception:  # it may be the call that failed
         return []
 
 
 def _place(error: Exception) -> str:
-    """The last place in code that is not PyTorch's, Detectron2's or ours; or the last of all."""
+    """The last frame in code that is not PyTorch's, Detectron2's or ours; else the last frame."""
     frames = list(walk_tb(error.__traceback__))
     own = [frame for frame in frames if _is_the_users(frame[0].f_globals)]
     frame, line = (own or frames)[-1]

@@ -1,4 +1,4 @@
-"""Tensors whose values do not matter: they have sizes, and are not computed."""
+"""Hollow tensors: they have sizes, but their values do not matter and are not computed."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ __all__ = ["is_fake", "make_fake", "make_real"]
 
 
 def make_fake(tensors: Any) -> Any:
-    """Say of tensors, in any containers, that their values do not matter. They are returned."""
+    """Mark tensors, in any containers, as fake, and return them."""
     for storage in storages(tensors):
-        storage.is_fake = True  # type: ignore[attr-defined]  # one that PyTorch does not have
+        storage.is_fake = True  # type: ignore[attr-defined] # not an attribute of PyTorch
     return tensors
 
 
 def make_real(tensors: Any) -> None:
-    """Say that the values have been computed after all."""
+    """Mark tensors as real: their values are computed."""
     for storage in storages(tensors):
         storage.is_fake = False  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""The fastest of the choices that fit, found with few dry runs."""
+"""The search for the fastest choice that fits, with few dry runs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
@@ -10,9 +10,9 @@ from .trials import Choice, Trials, choice_of
 
 __all__ = ["Fastest"]
 
-_WORTH_IT = 0.98  # what changes more must be faster than this times what changes less
-_DEAR = 0.95  # techniques that save memory for each image take about the rest of an iteration
-_LITTLE = 0.1  # of the memory of an image: what saves less leaves no room for another one
+_WORTH_IT = 0.98  # a larger change must take less than this share of the time
+_DEAR = 0.95  # techniques that save memory per image take about the rest of the time
+_LITTLE = 0.1  # share of an image's memory; smaller savings make no room for another
 
 _Names = tuple[str, ...]
 
@@ -20,11 +20,11 @@ _Names = tuple[str, ...]
 class Fastest:
     """Finds the fastest choice within a limit of memory.
 
-    A rival is tried only if it can win. Times are interpolated between micro-batch sizes, which is
-    exact to 0.3%. Memory is always that of a dry run.
+    A rival is tried only if it can win. Times are interpolated between micro-batch sizes, exact to
+    0.3%. Memory always comes from a dry run.
 
     Args:
-        trials: with ``limit_bytes``.
+        trials: its ``limit_bytes`` must be set.
     """
 
     def __init__(self, trials: Trials) -> None:
@@ -33,10 +33,10 @@ class Fastest:
         self._images = trials.job.geometry.largest_micro_batch
 
     def choice(self, tiers: Sequence[str]) -> Optional[Choice]:
-        """The fastest of those that fit; None if none does.
+        """Find the fastest choice that fits; None if none does.
 
-        The tiers "exact" and "precision" compete in time. Recipes train something else: as many as
-        needed are taken, in the order of harm, and only where nothing else fits.
+        The tiers "exact" and "precision" compete in time. Recipes change what is trained: they are
+        used only if nothing else fits, as many as needed, in the order of harm.
         """
         exact = self._trials.names("exact") if "exact" in tiers else ()
         precision = self._trials.names("precision") if "precision" in tiers else ()
@@ -59,12 +59,12 @@ class Fastest:
         return with_best_blocks(self._trials, found, sizes, blockwise)
 
     def smallest(self, tiers: Sequence[str]) -> Choice:
-        """The one with all that these tiers have."""
+        """The choice with all techniques of these tiers."""
         names = [name for tier in tiers for name in self._trials.names(tier)]
         return choice_of(self._that_run((), self._helpful(names)), self._least_images(tiers))
 
     def _helpful(self, names: Iterable[str]) -> list[str]:
-        """Those with which the job does something else."""
+        """The techniques that change what the job does."""
         return [name for name in names if self._trials.helps(name)]
 
     def _is_worth_it(self, rival: Choice, found: Choice) -> bool:
@@ -74,9 +74,9 @@ class Fastest:
         return 1 if self._trials.micro_batch_tier in tiers else self._images
 
     def _is_faster(self, name: str) -> bool:
-        """Whether an iteration is faster with it.
+        """Whether a technique makes an iteration faster.
 
-        On a CPU that depends on its instructions, which the model of a CPU does not know.
+        On a CPU this depends on its instructions, which the device model does not know.
         """
         can_be = self._trials.device.is_gpu and not get_technique(name).never_faster
         if not can_be or not self._trials.helps(name):
@@ -84,7 +84,7 @@ class Fastest:
         return self._added_seconds(name) < (_WORTH_IT - 1) * self._dry_job((), 1).seconds()
 
     def _with_some(self, lead: _Names, more: Iterable[str], least: int) -> Optional[Choice]:
-        """The fastest with all in ``lead``, and with some of ``more`` if that is worth it."""
+        """The fastest choice with all of ``lead``, and with some of ``more`` if they pay off."""
         if not self._trials.runs(choice_of(lead, least)):
             return None
         names: Optional[_Names] = lead
@@ -103,7 +103,7 @@ class Fastest:
         return best
 
     def _rivals(self, best: Choice, more: Iterable[str]) -> Iterator[_Names]:
-        """What may have larger micro-batches, and be faster for it."""
+        """Techniques that may allow larger micro-batches, and be faster for it."""
         at_once_s, best_s = self._seconds_with(best.names, self._images), self._seconds(best)
         if at_once_s > _DEAR * best_s:
             return
@@ -116,7 +116,7 @@ class Fastest:
                 yield (*best.names, name)
 
     def _cheapest(self, lead: _Names, more: Iterable[str], num_images: int) -> Optional[_Names]:
-        """``lead`` and those of ``more`` that make it fit and take the least time."""
+        """``lead`` plus the techniques of ``more`` that make it fit in the least time."""
         helpful = self._helpful(more)
         helpful.sort(key=self._added_seconds)
         names = self._that_run(lead, helpful)
@@ -127,7 +127,7 @@ class Fastest:
             if name in names and self._trials.fits(choice_of(without, num_images)):
                 names = without
         added = sum(self._added_seconds(name) for name in names if name not in lead)
-        for name in helpful:  # a dear one can be less than some cheap ones
+        for name in helpful:  # a slow one can cost less than several fast ones
             alone = choice_of((*lead, name), num_images)
             if 0 < self._added_seconds(name) < added and self._trials.fits(alone):
                 return alone.names
@@ -143,7 +143,7 @@ class Fastest:
         return None
 
     def _without_what_is_not_needed(self, choice: Choice, lead: _Names) -> Choice:
-        """Try without each technique that is not in ``lead``, first those that harm most."""
+        """Drop techniques outside ``lead`` that are not needed, most harmful first."""
         for name in [n for n in reversed(choice.names) if n not in lead]:
             without = choice_of((n for n in choice.names if n != name), choice.num_images)
             if self._trials.fits(without):
@@ -151,7 +151,7 @@ class Fastest:
         return choice
 
     def _that_run(self, lead: _Names, more: Sequence[str]) -> _Names:
-        """All in ``lead``, and those of ``more`` with which the job runs together."""
+        """All of ``lead``, and the techniques of ``more`` with which the job runs together."""
         names = lead
         if self._trials.runs(choice_of((*lead, *more), 1)):
             return (*lead, *more)
@@ -161,7 +161,7 @@ class Fastest:
         return names
 
     def _most_images(self, names: _Names, least: int) -> int:
-        """The largest micro-batch that fits, of those from ``least`` on, which does."""
+        """The largest micro-batch that fits, given that ``least`` fits."""
         sizes = [n for n in self._sizes() if n >= least]
         most, too_many = least, self._images + 1
         while True:
@@ -177,12 +177,12 @@ class Fastest:
         return self._bytes_with(names, num_images) <= self._trials.limit_bytes
 
     def _sizes(self) -> list[int]:
-        """The smallest micro-batches with which an iteration has so many of them, sorted."""
+        """The smallest micro-batch for each number of micro-batches in an iteration, sorted."""
         sizes = {-(-self._window // number) for number in range(1, self._window + 1)}
         return sorted({min(size, self._images) for size in sizes})
 
     def _bytes_with(self, names: _Names, num_images: int) -> float:
-        """Of the device, by a line through the two largest micro-batches that were tried."""
+        """Predicted bytes, on a line through the two largest micro-batches that were tried."""
         tried = self._trials.tried(names)
         two = sorted({1, 2, *tried})[-2:]
         (x1, y1), (x2, y2) = ((n, self._dry_job(names, n).training_bytes()) for n in two)
@@ -196,7 +196,7 @@ class Fastest:
         return seconds
 
     def _added_seconds(self, name: str) -> float:
-        """What a technique adds to an iteration, alone."""
+        """Seconds that a technique alone adds to an iteration."""
         without = self._dry_job((), 1).seconds()
         return self._dry_job((name,), 1).seconds() - without
 

@@ -1,4 +1,4 @@
-"""A plan as part of a training run, and as a file."""
+"""A plan as part of a training run, and its file."""
 
 import hashlib
 import logging
@@ -35,27 +35,26 @@ __all__ = ["fit_config"]
 logger = logging.getLogger(__name__)
 
 _KEY = "# planned from the config "
-_AS_MUCH = 1.05  # what is free differs a little each time
+_AS_MUCH = 1.05  # free memory differs a little each time
 
 _Config = TypeVar("_Config", CfgNode, DictConfig)
 
 
 def fit_config(cfg: _Config, trainer: Any = None) -> _Config:
-    """Make a job fit MEMFIT.BUDGET_GB, if MEMFIT.PLAN.ENABLED; else the config stays as it is.
+    """Make a job fit MEMFIT.BUDGET_GB if MEMFIT.PLAN.ENABLED; else return the config unchanged.
 
-    Call it on all ranks after ``default_setup``, where the trainer is made: the first rank plans,
-    for the smallest budget where that is measured on each. The plan is logged, and is in
-    OUTPUT_DIR/memfit_plan.yaml. A run that is resumed takes it from there, unless its config is
-    another one, or less memory is free.
+    Call it on all ranks after ``default_setup``, before the trainer is made. Rank 0 plans, for the
+    smallest budget of all ranks. The plan is logged and written to OUTPUT_DIR/memfit_plan.yaml. A
+    resumed run reads it from there, unless its config has changed or less memory is free.
 
     Args:
         cfg: a config of yacs, or a LazyConfig, whose ``train.memfit.plan.enabled`` counts.
         trainer: the class that trains, with the ``build_*`` methods of ``DefaultTrainer``.
 
     Raises:
-        ConfigError: on all ranks, if it does not fit with the tiers of MEMFIT.PLAN.ALLOW, or a
+        ConfigError: on all ranks, if the job does not fit with the tiers of MEMFIT.PLAN.ALLOW, or a
             value cannot work.
-        MemfitError: on the other ranks, if planning has failed on the first for another reason.
+        MemfitError: on the other ranks, if planning failed on rank 0 for another reason.
     """
     if not _wants_a_plan(cfg):
         return cfg
@@ -80,7 +79,7 @@ def _wants_a_plan(cfg: Union[CfgNode, DictConfig]) -> bool:
 
 
 def _on_each_rank(call: Callable[[], Any]) -> list[Any]:
-    """The results of all ranks. An error of one is an error of all, so that none waits."""
+    """Collect the results of all ranks. An error on one is raised on all, so that none waits."""
     result, error = None, None
     try:
         result = call()
@@ -98,9 +97,7 @@ def _on_each_rank(call: Callable[[], Any]) -> list[Any]:
 
 
 def _key_of(cfg: Union[CfgNode, DictConfig], job: Job) -> str:
-    """What a plan is for, wherever it runs: the config, before anything is measured, and the
-    largest of its images.
-    """
+    """Hash of what a plan is for: the config before any measurement, and its largest images."""
     if isinstance(cfg, DictConfig):
         config = re.sub(r" at 0x[0-9a-f]+", "", str(with_overrides(cfg, {"train.output_dir": ""})))
     else:
@@ -111,10 +108,10 @@ def _key_of(cfg: Union[CfgNode, DictConfig], job: Job) -> str:
 
 
 def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: float) -> str:
-    """The text of OUTPUT_DIR/memfit_plan.yaml, which is written if need be."""
+    """The text of OUTPUT_DIR/memfit_plan.yaml, which is written if necessary."""
     on_cpu = torch.device(job.cfg.MODEL.DEVICE).type == "cpu"
     if on_cpu:
-        return_large_blocks()  # what is asked for here must not count towards the budget later
+        return_large_blocks()  # memory used here must not count towards the budget later
         limit_onednn_cache()
     device = DeviceModel.choose(None, job.cfg.MODEL.DEVICE)  # now: a CPU's context is this process
     with one_line_errors():

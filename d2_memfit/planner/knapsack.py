@@ -1,4 +1,4 @@
-"""Which blocks to recompute or to offload, as a knapsack."""
+"""The choice of blocks to recompute or to offload, as a knapsack."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,23 +9,23 @@ from numpy.typing import NDArray
 
 __all__ = ["Blocks", "Packing", "pack"]
 
-_GAP = 1e-3  # of the time, within which a packing is the best
-_SECONDS = 5.0  # for the solver, which then gives the best that it has
+_GAP = 1e-3  # relative gap in time at which the solver stops
+_SECONDS = 5.0  # for the solver, which then returns its best solution
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of which each is saved, recomputed or offloaded.
+    """The blocks of a model, each of which is saved, recomputed or offloaded.
 
     Attributes:
-        names: of the modules, N.
-        bytes_at: bytes in use at times of an iteration at which all are saved, [T].
-        recomputed_bytes: by which each of them changes if a block is recomputed, [T, N].
-        offloaded_bytes: the same if a block is offloaded, [T, N].
+        names: names of the modules, N.
+        bytes_at: bytes in use at T times of an iteration if all blocks are saved, [T].
+        recomputed_bytes: change of ``bytes_at`` if a block is recomputed, [T, N].
+        offloaded_bytes: change of ``bytes_at`` if a block is offloaded, [T, N].
         recompute_s: seconds of a block's forward, [N].
-        copy_s: seconds of the copy of what a block saves, [N]. Copies go on beside the computation.
-        fetch_s: seconds by which the computation of the backward becomes longer by offloading, [N].
-        forward_s, backward_s: of all computation.
+        copy_s: seconds to copy what a block saves, [N]. Copies overlap with the computation.
+        fetch_s: seconds that offloading adds to the computation of the backward, [N].
+        forward_s, backward_s: seconds of all computation.
         overlaps: pairs of positions of blocks within each other.
     """
 
@@ -43,11 +43,12 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Packing:
-    """
+    """A choice of blocks, with its memory and time.
+
     Attributes:
         recomputed, offloaded: names of blocks. The others are saved.
-        peak_bytes: with them.
-        seconds: of a forward and its backward.
+        peak_bytes: peak memory with this choice.
+        seconds: seconds of a forward and its backward.
     """
 
     recomputed: tuple[str, ...]
@@ -59,11 +60,12 @@ class Packing:
 def pack(
     blocks: Blocks, limit_bytes: float, recomputes: bool = True, offloads: bool = True
 ) -> Optional[Packing]:
-    """The choice that takes the least time within a limit, by mixed-integer programming; of those
-    that take the same time, the one with the fewest blocks. None where there is none.
+    """Find the fastest packing within a limit, by mixed-integer programming.
+
+    Of equally fast packings, it is the one with the fewest blocks. None if there is none.
 
     Args:
-        recomputes, offloads: whether that may be chosen.
+        recomputes, offloads: whether blocks may be recomputed or offloaded.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # it takes 0.3 s
 

@@ -1,5 +1,7 @@
-"""Labels of anchors, which a dry run computes once for all images with the same boxes; and
-Hungarian matching, of which it takes any.
+"""Fast matching for dry runs.
+
+Labels of anchors are computed once for all images with the same boxes. Hungarian matching takes any
+match.
 """
 
 import sys
@@ -28,13 +30,12 @@ _LARGE_MATRIX = 2**20  # pairs
 
 @contextmanager
 def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
-    """While open, large matrices of pairs of boxes are written down, and not computed, and neither
-    is what a ``Matcher`` makes of them; its labels come from a matcher that works in chunks.
+    """While open, record large matrices of box pairs without computing; match in chunks.
 
-    Hungarian matching takes any match: predictions are invented, so that none is better than
-    another, and their costs can be ties, which take long, or no numbers.
+    Hungarian matching takes any match. Predictions are invented, so none is better than another.
+    Their costs can be ties, which take long, or not be numbers.
     """
-    pairs: dict[int, tuple[Boxes, Boxes]] = {}  # by the number of a matrix
+    pairs: dict[int, tuple[Boxes, Boxes]] = {}  # by the id of a matrix
 
     def without_values(pairwise_iou: Callable[..., Any]) -> Callable[..., Any]:
         def fake_pairwise_iou(boxes1: Boxes, boxes2: Boxes) -> torch.Tensor:
@@ -84,7 +85,7 @@ def _assigning_at_once(files: list[Any]) -> Iterator[None]:
 
 
 def _assign_at_once(_: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of ``scipy.optimize.linear_sum_assignment``."""
+    """A replacement of ``scipy.optimize.linear_sum_assignment``."""
 
     def linear_sum_assignment(cost_matrix: Any, maximize: bool = False) -> tuple[Any, Any]:
         num = min(cost_matrix.shape)
@@ -106,4 +107,4 @@ def _labels(matcher: Matcher, boxes: Boxes, anchors: Boxes) -> tuple[torch.Tenso
     return _computed[key]
 
 
-_computed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # some MB for each size of images
+_computed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # some MB per image size

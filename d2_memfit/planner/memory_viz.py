@@ -15,16 +15,16 @@ _Dict = dict[str, Any]
 
 
 def write_memory_snapshot(events: Iterable[Union[Allocate, Free]], path: Path) -> None:
-    """Write :func:`memory_snapshot` as ``torch.cuda.memory._dump_snapshot`` does."""
+    """Write :func:`memory_snapshot` like ``torch.cuda.memory._dump_snapshot``."""
     with whole_file(str(path)) as f:
         pickle.dump(memory_snapshot(events), f)
 
 
 def memory_snapshot(events: Iterable[Union[Allocate, Free]]) -> _Dict:
-    """What ``torch.cuda.memory._snapshot()`` would say after these events.
+    """The result of ``torch.cuda.memory._snapshot()`` after these events.
 
-    Addresses are those that PyTorch's caching allocator gives without a limit. In place of the
-    stack, an allocation has its tensor, module, owner and phase, and its time is its number.
+    Addresses are those of PyTorch's caching allocator without a limit. In place of a call stack, an
+    allocation has its tensor, module, owner and phase. Its time is its number.
 
     Source of the format: torch/cuda/memory.py and torch/cuda/_memory_viz.py.
     """
@@ -42,7 +42,7 @@ def memory_snapshot(events: Iterable[Union[Allocate, Free]]) -> _Dict:
         if isinstance(event, Allocate) and a.num_bytes:
             reserved = allocator.reserved_bytes
             block = blocks[a] = allocator.allocate(a.num_bytes)
-            added = allocator.reserved_bytes - reserved  # segments lie one behind the other
+            added = allocator.reserved_bytes - reserved  # segments are consecutive
             if added:
                 segments.append(_segment(reserved, added, block.is_small))
                 note("segment_alloc", reserved, added, [])
@@ -58,7 +58,7 @@ def memory_snapshot(events: Iterable[Union[Allocate, Free]]) -> _Dict:
 
 
 def _frames(a: Allocation) -> list[_Dict]:
-    """As of a stack of calls, the innermost first."""
+    """Frames in the form of a call stack, the innermost first."""
     frames = [("tensor", str(a)), ("module", a.module), ("owner", a.owner), ("phase", a.phase)]
     return [{"filename": what, "line": 0, "name": name} for what, name in frames if name]
 
@@ -81,7 +81,7 @@ def _segment(address: int, size: int, is_small: bool) -> _Dict:
 
 
 def _fill(segments: list[_Dict], live: dict[Allocation, Block]) -> None:
-    """Add what is alive at the end, and what is free between."""
+    """Add the blocks that are alive at the end, and the free memory between them."""
     in_order = sorted(live.items(), key=lambda item: item[1].address)
     for segment in segments:
         begin = segment["address"]

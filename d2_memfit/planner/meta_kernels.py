@@ -1,4 +1,4 @@
-"""What PyTorch's meta kernels say of an operator's result, remembered."""
+"""A cache of the results of PyTorch's meta kernels."""
 
 from typing import Any
 
@@ -16,17 +16,18 @@ _answers: dict[Any, Any] = {}
 
 
 class _Refusal(str):
-    """What a meta kernel said that cannot answer."""
+    """The error message of a meta kernel that cannot answer."""
 
 
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator's result as meta tensors: sizes, strides and types without values.
+    """Run an operator on meta tensors, for sizes, strides and dtypes without values.
 
-    They depend on the operator and on shapes, strides, types and the other arguments alone, so that
-    a kernel is asked once in a process, and not again in each image, block or dry run.
+    The result depends only on the operator, on shapes, strides and dtypes, and on the other
+    arguments. So a kernel is called once per process, and not again for each image, block or dry
+    run.
 
     Returns:
-        What is remembered, which must not be changed.
+        The cached result, which must not be changed.
 
     Raises:
         RuntimeError: there is no meta kernel, or the size of the result depends on values.
@@ -34,7 +35,7 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     key = func, _signature(args), _signature(tuple(kwargs.items()))
     try:
         answer = _answers.get(key)
-    except TypeError:  # an argument that cannot be remembered
+    except TypeError:  # an argument that cannot be hashed
         return _ask(func, args, kwargs)
     if answer is None:
         try:
@@ -55,7 +56,7 @@ def _ask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _signature(value: Any) -> Any:
-    """What a result depends on; equal numbers of different types are different."""
+    """A key of all that a result depends on; equal numbers of different types differ."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Dry runs in which each allocation says what tensor it is, and of which module."""
+"""Dry runs that record the tensor and module of each allocation."""
 
 from typing import Any, Optional
 
@@ -13,11 +13,11 @@ __all__ = ["NamedDryRun"]
 
 
 class NamedDryRun(DryRun):
-    """A :class:`DryRun` that names what it writes down.
+    """A :class:`DryRun` that names its allocations.
 
-    In a forward the module is the innermost one that runs. In a backward it is the one in whose
-    forward the node of autograd's graph was made that runs: PyTorch numbers the nodes, in forward
-    and backward alike.
+    In a forward, the module is the innermost one that runs. In a backward, it is the module whose
+    forward made the running node of autograd's graph. PyTorch numbers these nodes in the forward
+    and in the backward.
     """
 
     def __init__(
@@ -27,13 +27,13 @@ class NamedDryRun(DryRun):
         inputs: Any = (),
     ) -> None:
         super().__init__(model, optimizer, inputs)
-        self._modules: list[str] = []  # those whose forwards are running, the innermost last
+        self._modules: list[str] = []  # modules whose forwards run, the innermost last
         self._module_of_node: dict[int, str] = {}  # by its number
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._modules:  # the node that was made last is that of this operator
+        if self._modules:  # the last node belongs to this operator
             last = torch._C._autograd._get_sequence_nr() - 1
             self._module_of_node.setdefault(last, self._modules[-1])
         num_events = len(self.timeline.events)
@@ -70,7 +70,7 @@ class NamedDryRun(DryRun):
         self._name_what_is_of_parameters()
 
     def _name_what_is_of_parameters(self) -> None:
-        """Parameters, buffers, gradients and the optimizer's states: no module allocates them."""
+        """Name parameters, buffers, gradients and optimizer states."""
         optimizer = getattr(self._optimizer, "optim", self._optimizer)  # of a sharded one
         states = {} if optimizer is None else optimizer.state
         for name, p in [*self._model.named_parameters(), *self._model.named_buffers()]:
@@ -79,7 +79,7 @@ class NamedDryRun(DryRun):
                     self._describe(name, what, tensor)
 
     def _describe(self, module: str, operator: str, tensor: Any) -> None:
-        """Say what an allocation is, unless its module is known."""
+        """Name an allocation, unless its module is known."""
         for storage in storages(tensor):
             allocation = self._allocations.get(storage._cdata)
             if allocation is not None and not allocation.module:

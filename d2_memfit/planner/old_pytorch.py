@@ -1,4 +1,4 @@
-"""What PyTorch kept for the backward until 1.11, for the machines that trained Detectron2's zoo."""
+"""Tensors that PyTorch before 1.11 kept for the backward, as on the zoo's machines."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +18,8 @@ __all__ = ["pytorch_before_1_11"]
 def pytorch_before_1_11() -> Iterator[None]:
     """While open, ``relu``, ``softmax`` and ``cross_entropy`` keep their inputs for the backward.
 
-    Sources: pytorch#63027 on ReLU, of which in-place ones keep their result; pytorch#64000 on
-    softmax and log_softmax, whose inputs were kept until pytorch#65242.
+    Sources: pytorch#63027 on ReLU (in-place ReLU keeps its result); pytorch#64000 on softmax and
+    log_softmax, whose inputs were kept until pytorch#65242.
     """
     losses = {"softmax": _keeping_its_input, "cross_entropy": _cross_entropy}
     with (
@@ -42,7 +42,7 @@ class _Relu(Function):
 
 
 class _Keep(Function):
-    """Gives a tensor, and keeps another one until the backward."""
+    """Returns a tensor, and keeps another one until the backward."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""In which order a plan tries techniques."""
+"""The order in which a plan tries techniques."""
 
 from ..techniques import TIERS, get_technique
 
 __all__ = ["preference"]
 
-# In each tier what costs or harms least stands first; techniques of users come last.
+# In each tier, the least costly or harmful comes first; users' techniques come last.
 _ORDER = {
     "exact": (
         *("SharedBitMaskTargets", "ChunkedMatching", "ChunkedCriterion", "EvaluationOnHost"),

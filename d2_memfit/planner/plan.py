@@ -1,4 +1,4 @@
-"""What a plan is: changes to a config, and what the job then needs."""
+"""The content of a plan: changes to a config, and the memory that the job then needs."""
 
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -10,16 +10,16 @@ __all__ = ["OtherPlan", "Plan", "PlanStep"]
 
 @dataclass(frozen=True)
 class PlanStep:
-    """One change.
+    """One change of a plan.
 
     Attributes:
-        name: of a technique, or "smaller micro-batches".
+        name: a technique, or "smaller micro-batches".
         tier: "exact", "precision" or "recipe".
         settings: config keys and their new values.
-        what: what it changes in training, for the tiers that are not exact.
-        gb_before, gb_after: what the process takes of the device, without this step and those after
-            it, and with it.
-        time_factor: seconds of an iteration with it, divided by those without.
+        what: what it changes in training, for tiers other than exact.
+        gb_before, gb_after: device memory of the process without and with this step; later steps
+            are not applied.
+        time_factor: seconds per iteration with this step over those without.
     """
 
     name: str
@@ -33,10 +33,10 @@ class PlanStep:
 
 @dataclass(frozen=True)
 class OtherPlan:
-    """What else fits.
+    """An alternative plan that fits.
 
     Attributes:
-        settings: of all of its steps together.
+        settings: settings of all its steps.
         device_total_gb, time_factor: as for a :class:`Plan`.
     """
 
@@ -47,22 +47,22 @@ class OtherPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Changes that make a job fit, and what it then needs.
+    """Changes that make a job fit, and the memory that it then needs.
 
     Attributes:
-        budget_gb: of the device, for the whole process.
+        budget_gb: device memory for the whole process.
         margin: share of the budget that is left free.
-        fits: whether the job fits. If not, the rest is about the smallest one that was allowed.
-        steps: in the order in which they were tried.
-        settings: of all steps together.
-        before, estimate: without and with the plan.
-        time_factor: seconds of an iteration with the plan, divided by those without.
-        smallest_budget_gb: that would do, if it does not fit.
+        fits: whether the job fits. If not, the rest describes the smallest allowed plan.
+        steps: steps in the order of the search.
+        settings: settings of all steps.
+        before, estimate: estimates without and with the plan.
+        time_factor: seconds per iteration with the plan over those without.
+        smallest_budget_gb: smallest sufficient budget if the job does not fit.
         must_allow: tiers that would have to be allowed for this budget; empty if none would help.
         evaluation_decides: whether evaluation takes more of the device than training.
         left_out: techniques with which the job does not run, and why; a line each.
         exact: the fastest plan of the exact tier, if that fits and this one is faster.
-        cost_model: by which windows are cut, as a line; "" where they are not cut by bytes.
+        cost_model: one line about the cost model that cuts windows; "" without one.
     """
 
     budget_gb: float

@@ -1,4 +1,4 @@
-"""Plans as text: a config file of yacs, a LazyConfig file, or overrides; and back."""
+"""Plans as text: a yacs config file, a LazyConfig file, or overrides, and the way back."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ __all__ = ["budget_in", "lazy_file", "planned", "planned_config", "planned_yaml"
 
 
 def planned_config(cfg: Union[CfgNode, DictConfig], plan: Plan) -> Union[CfgNode, DictConfig]:
-    """The config with the plan's settings, which is not planned again."""
+    """The config with the plan's settings, and without planning again."""
     settings = {**plan.settings, "MEMFIT.PLAN.ENABLED": False}
     if isinstance(cfg, DictConfig):
         return with_overrides(cfg, overrides_of(settings))
@@ -25,10 +25,10 @@ def planned_config(cfg: Union[CfgNode, DictConfig], plan: Plan) -> Union[CfgNode
 
 
 def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
-    """A plan as YAML, with its description as a comment.
+    """Write a plan as YAML, with its description as a comment.
 
-    Of a config of yacs it is a config file for ``tools/train_net.py --config-file``, which has what
-    differs from the defaults, and stands by itself. Of a LazyConfig it is its overrides.
+    For a yacs config it is a complete config file for ``tools/train_net.py --config-file``, with
+    all differences from the defaults. For a LazyConfig it holds overrides.
     """
     comment = _comment(plan)
     if isinstance(cfg, DictConfig):
@@ -39,7 +39,7 @@ def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file that exists as a whole or not at all."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text)
     os.replace(beside, path)
@@ -52,25 +52,25 @@ def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictCo
         return with_overrides(cfg, keys)
     complete = with_memfit_keys(cfg)
     complete.defrost()
-    complete.MEMFIT.BUDGET_GB = None  # "auto" is no number
+    complete.MEMFIT.BUDGET_GB = None  # "auto" is not a number
     complete.merge_from_other_cfg(type(complete)(keys))
-    complete.OUTPUT_DIR = cfg.OUTPUT_DIR  # a plan may be of another folder, copied
+    complete.OUTPUT_DIR = cfg.OUTPUT_DIR  # a plan may be copied from another folder
     if cfg.is_frozen():
         complete.freeze()
     return complete
 
 
 def budget_in(text: str) -> float:
-    """The budget in GB that a plan of :func:`planned_yaml` is for."""
+    """Budget, in GB, of a plan that :func:`planned_yaml` wrote."""
     keys = yaml.safe_load(text)
     return keys["MEMFIT"]["BUDGET_GB"] if "MEMFIT" in keys else keys["train.budget_gb"]
 
 
 def lazy_file(config_file: str, opts: list[str], plan: Plan) -> str:
-    """A LazyConfig file that is another one with a plan.
+    """Make a LazyConfig file that applies a plan to another file.
 
     Args:
-        config_file: path of the other.
+        config_file: path of the other file.
         opts: its overrides on the command line, such as ``train.max_iter=10``.
     """
     overrides = overrides_of({**plan.settings, "MEMFIT.PLAN.ENABLED": False})
@@ -92,7 +92,7 @@ def _comment(plan: Plan) -> str:
 def _differences(
     cfg: CfgNode, defaults: CfgNode, always: set[str], prefix: str = ""
 ) -> dict[str, Any]:
-    """What is not as in the defaults, and what is named by its whole key."""
+    """Values that differ from the defaults, and values of the keys in ``always``."""
     differences: dict[str, Any] = {}
     for key, value in cfg.items():
         if isinstance(value, CfgNode):

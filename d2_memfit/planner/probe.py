@@ -1,4 +1,4 @@
-"""The worst batch run for real, on the device that is there."""
+"""Measurements of the largest batch on this machine's GPU."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -29,9 +29,10 @@ __all__ = ["ProbedJob", "job_class", "run_for_real"]
 
 
 def job_class(probe: bool, device: DeviceModel) -> type[DryJob]:
-    """
+    """The class for the dry runs: probed or not.
+
     Raises:
-        ConfigError: there is no GPU to be probed.
+        ConfigError: there is no GPU to probe.
     """
     if probe and not (device.is_gpu and torch.cuda.is_available()):
         raise ConfigError("--probe runs the largest batch on a GPU, and no GPU is visible")
@@ -41,8 +42,8 @@ def job_class(probe: bool, device: DeviceModel) -> type[DryJob]:
 class ProbedJob(DryJob):
     """A job whose memory is measured on this machine's GPU; only its time is predicted.
 
-    A probe leaves nothing behind: random numbers, the limit of the allocator and what that holds
-    ready are as before. Its peak statistics begin anew. Tensors that are there before do not count.
+    A probe restores random numbers, the allocator's limit and its cache. It resets the peak
+    statistics. Tensors that exist before it do not count.
     """
 
     def __init__(self, job: Job, device: DeviceModel, *args: Any, **kwargs: Any) -> None:
@@ -77,8 +78,9 @@ class ProbedJob(DryJob):
 
 
 def run_for_real(dry_job: DryJob, device: str) -> Iterator[None]:
-    """Do what a job's dry run does, with weights of 0; it stops behind the iterations of training,
-    and behind an evaluation, if there is one.
+    """Run a job's dry run with real computation, and with weights of 0.
+
+    Yields after the training iterations, and after an evaluation if there is one.
 
     Args:
         device: as in MODEL.DEVICE.
@@ -100,7 +102,7 @@ def run_for_real(dry_job: DryJob, device: str) -> Iterator[None]:
         if precision.scaler is not None:  # the first steps must not be left out
             precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
         micro_batches = [job.training_batch()] * min(len(job.geometry.micro_batch_sizes()), 2)
-        for _ in range(2):  # the second finds the optimizer's states there
+        for _ in range(2):  # the second finds the optimizer's states
             optimizer.zero_grad(set_to_none=True)
             for _ in steps.iterate(model, optimizer, precision, micro_batches):
                 pass
@@ -118,8 +120,9 @@ def _device_of(cfg: CfgNode) -> torch.device:
 
 @contextmanager
 def _limited(device: torch.device, limit_bytes: Optional[int]) -> Iterator[DeviceMemory]:
-    """While open, the process takes no more of the GPU than that beside the tensors that it has
-    already. Yields what these take.
+    """While open, limit the process's GPU memory, in addition to tensors that exist already.
+
+    Yields the memory of these tensors.
     """
     torch.zeros(1, device=device)  # it makes the context
     _release(device)
@@ -138,7 +141,7 @@ def _limited(device: torch.device, limit_bytes: Optional[int]) -> Iterator[Devic
 
 
 def _use(device: torch.device, before: DeviceMemory, expected: Counter[str]) -> DeviceUse:
-    """What was measured, by the owners that the dry run knows."""
+    """The measured memory, by the owners of the dry run."""
     memory = device_memory(device)
     allocated = memory.peak_allocated_bytes - before.allocated_bytes
     reserved = memory.peak_reserved_bytes - before.reserved_bytes
@@ -150,7 +153,7 @@ def _use(device: torch.device, before: DeviceMemory, expected: Counter[str]) -> 
 
 
 def _release(device: torch.device) -> None:
-    """Give back what nothing needs, workspaces of cuBLAS too, and begin anew with the peaks."""
+    """Free caches and cuBLAS workspaces, and reset the peaks."""
     torch._C._cuda_clearCublasWorkspaces()
     release_memory(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""The changes that make a job fit a budget."""
+"""The search for changes that make a job fit a budget."""
 
 import logging
 import re
@@ -51,18 +51,18 @@ def plan_memory(
     evaluates: bool = True,
     cost_model: bool = False,
 ) -> Plan:
-    """Find the fastest of the changes with which a job fits.
+    """Find the fastest changes with which a job fits a budget.
 
-    The tiers "exact" and "precision" compete; a recipe is taken only where nothing else fits.
-    Effective batch, learning rate and iterations stay as they are.
+    The tiers "exact" and "precision" compete; a recipe is used only if nothing else fits. Effective
+    batch, learning rate and iterations do not change.
 
     Args:
-        budget_gb: of the device, for the whole process, in 2^30 bytes.
+        budget_gb: device memory for the whole process, in GB of 2^30 bytes.
         allow: tiers that may be used, of "exact", "precision" and "recipe".
         progress: called with a line for each dry run.
         cfg, num_gpus, device, case, probe, trainer, batch, image_size, num_instances, evaluates: as
             for :func:`~d2_memfit.planner.estimate_memory`.
-        cost_model: whether windows are cut by predicted bytes, where they must be cut.
+        cost_model: whether windows that must be cut are cut by predicted bytes.
 
     Raises:
         ConfigError: a value cannot work, or the config's model cannot be built.
@@ -87,14 +87,14 @@ def plan_memory(
 
 
 def _has_card_of(budget_gb: float) -> bool:
-    """Whether this machine has a GPU with so much memory."""
+    """Whether this machine has a GPU with this much memory."""
     if not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_properties(0).total_memory >= budget_gb * _GB
 
 
 class Planner:
-    """Finds plans, and remembers the dry runs that it has made on the way.
+    """Finds plans, and caches their dry runs.
 
     Args:
         job, device, run_job, evaluates, progress: as for :class:`~.trials.Trials`.
@@ -113,14 +113,15 @@ class Planner:
 
     @property
     def num_dry_runs(self) -> int:
-        """Jobs that were run dry for the plans so far."""
+        """Number of dry runs so far."""
         return self._trials.num_dry_runs
 
     def plan(self, budget_gb: float, tiers: Sequence[str]) -> Plan:
-        """
+        """Find a plan.
+
         Args:
-            budget_gb: of the device, for the whole process.
-            tiers: that may be used, in the order of harm.
+            budget_gb: device memory for the whole process.
+            tiers: tiers that may be used, in the order of harm.
         """
         trials = self._trials
         margin = margin_of(trials.job)
@@ -154,7 +155,7 @@ class Planner:
         )
 
     def _exact(self, choice: Choice, fastest: Fastest, tiers: Sequence[str]) -> Optional[OtherPlan]:
-        """What the plan would be with the exact tier alone, if that is another one that fits."""
+        """The plan of the exact tier alone, if it fits and differs."""
         exact = fastest.choice(["exact"]) if "exact" in tiers else None
         if exact is None or exact == choice:
             return None
@@ -192,7 +193,7 @@ class Planner:
         )
 
     def _safety(self, budget_gb: float) -> dict[str, Any]:
-        """What keeps the job in its budget if an image is not as expected."""
+        """Settings that keep the job in its budget if an image is larger than expected."""
         job = self._trials.job
         settings: dict[str, Any] = {"MEMFIT.BUDGET_GB": budget_gb}
         if job.ranks == 1 or not self._trials.synchronizes:  # recovery cannot have both
@@ -201,12 +202,12 @@ class Planner:
 
 
 def _more(tiers: Sequence[str]) -> list[list[str]]:
-    """What else could be allowed, in the order of harm."""
+    """Further tiers that could be allowed, in the order of harm."""
     return [[*TIERS[:i]] for i in range(1, len(TIERS) + 1) if not set(TIERS[:i]) <= set(tiers)]
 
 
 def _what_changes(name: str) -> str:
-    """As the docstring of a technique says it."""
+    """Text after "Changes:" in a technique's docstring."""
     if name == _MICRO_BATCH:
         return _OF_BATCH_NORM
     found = re.search(r"Changes: (.*?)(\n\n|$)", get_technique(name).__doc__ or "", re.DOTALL)

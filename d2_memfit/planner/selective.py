@@ -1,4 +1,4 @@
-"""For each block of a model: save, recompute or offload."""
+"""The choice for each block of a model: save, recompute or offload."""
 
 from collections.abc import Iterable, Sequence
 from typing import Optional
@@ -10,8 +10,8 @@ from .trials import Choice, Trials, choice_of
 __all__ = ["BLOCKWISE", "with_best_blocks"]
 
 _CHECKPOINT, _OFFLOAD = BLOCKWISE = ("ActivationCheckpointing", "ActivationOffload")
-_WORTH_IT = 0.995  # of the time: less is within the precision of its prediction
-_MOST_TRIALS = 6  # of packings for one size of micro-batches
+_WORTH_IT = 0.995  # share of the time; a smaller gain is within the prediction's error
+_MOST_TRIALS = 6  # packings tried per micro-batch size
 
 
 def with_best_blocks(
@@ -48,7 +48,7 @@ def _blocks_in(choice: Choice) -> bool:
 def _fastest_blocks(
     trials: Trials, choice: Choice, num_images: int, allowed: Sequence[str], seconds: float
 ) -> Optional[Choice]:
-    """None if none fits that takes less than so many seconds."""
+    """The fastest choice of blocks that takes less than ``seconds`` and fits; None if none."""
     names = [name for name in choice.names if name not in BLOCKWISE]
     plain = choice_of(names, num_images)
     likely_s = trials.interpolated_seconds(names, num_images)
@@ -57,7 +57,7 @@ def _fastest_blocks(
     dry_job = trials.dry_job(plain)
     blocks = blocks_of(dry_job.training, trials.device)
     allowed = [name for name in allowed if trials.helps(name)]
-    # What the timeline's tensors lack: context, workspaces, rounding, and errors of the model.
+    # Bytes that the timeline's tensors lack: context, workspaces, rounding, and model errors.
     others = dry_job.training_bytes() - blocks.bytes_at.max()
     best: Optional[Choice] = None
     reserve = 0.0
@@ -78,7 +78,7 @@ def _fastest_blocks(
         if trials.fits(found):
             if trials.dry_job(found).seconds() < _WORTH_IT * seconds:
                 best, seconds = found, trials.dry_job(found).seconds()
-        else:  # what lies between blocks of the allocator, or evaluation
+        else:  # memory between the allocator's blocks, or evaluation
             reserve += 0.01 * trials.limit_bytes
     return best
 

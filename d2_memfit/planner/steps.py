@@ -1,4 +1,4 @@
-"""A training step and an image's evaluation, as dry runs."""
+"""Dry runs of a training step and of an image's evaluation."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -49,13 +49,13 @@ def train(
     foreach: bool = True,
     accumulates: bool = False,
 ) -> Timeline:
-    """A dry run of an iteration, which finds the optimizer's states and DDP's buckets there.
+    """Make a dry run of an iteration in which optimizer states and DDP's buckets exist.
 
     Args:
-        micro_batches: those of one iteration.
-        like_gpu: whether what depends on the device is as on a GPU, or else as on a CPU.
+        micro_batches: the micro-batches of one iteration.
+        like_gpu: whether device-dependent code runs as on a GPU, or as on a CPU.
         foreach: whether the optimizer steps on all parameters at once, unless the job tells.
-        accumulates: whether gradients of earlier micro-batches are there.
+        accumulates: whether gradients of earlier micro-batches exist.
     """
     precision = job.precision("cpu")
     with _started(job, micro_batches, foreach) as (run, model, optimizer):
@@ -75,10 +75,10 @@ def iterate(
     micro_batches: Sequence[Any],
     note: Callable[[str], None] = lambda line: None,
 ) -> Iterator[str]:
-    """An iteration with as many proposals as there can be; yields each phase before it begins.
+    """Run an iteration with the most proposals possible; yield each phase before it begins.
 
     Args:
-        note: called with a line about what is not the largest possible.
+        note: called with a line about each part that is not the largest possible.
     """
     for batch in micro_batches:
         yield "forward"
@@ -94,7 +94,7 @@ def iterate(
 
 
 def evaluate(job: Job, batch: Any, like_gpu: bool = True, foreach: bool = True) -> Timeline:
-    """A dry run of an evaluation between two iterations of training."""
+    """Make a dry run of an evaluation between two training iterations."""
     paste = {"paste_masks_in_image": _paste_like_gpu} if like_gpu else {}
     with _started(job, [batch], foreach) as (run, model, _):
         run.timeline.forget_what_is_gone()  # the optimizer's step is not part of it
@@ -107,7 +107,7 @@ def evaluate(job: Job, batch: Any, like_gpu: bool = True, foreach: bool = True) 
 def infer(
     model: nn.Module, job: Job, batch: Any, note: Callable[[str], None] = lambda line: None
 ) -> None:
-    """An evaluation's forward with as many proposals and detections as there can be."""
+    """Run an evaluation's forward with the most proposals and detections possible."""
     model.eval()
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -118,10 +118,10 @@ def infer(
 
 
 def build(job: Job) -> tuple[nn.Module, Optimizer]:
-    """Model and optimizer with the job's techniques, on the CPU and without values.
+    """Build model and optimizer with the job's techniques, on the CPU and without values.
 
     Raises:
-        ConfigError: a technique does not go with them.
+        ConfigError: a technique does not work with them.
     """
     with (
         alone(),
@@ -137,7 +137,7 @@ def build(job: Job) -> tuple[nn.Module, Optimizer]:
 
 
 def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:
-    """The same on a device; the optimizer has what it has on one of the job's ranks."""
+    """Build model and optimizer on a device, the optimizer with one rank's share."""
     model = job.build_model(device, announce=False)
     without_zero = job.with_settings({"MEMFIT.OPTIMIZER.ZERO": False})  # it needs other ranks
     optimizer = without_zero.build_optimizer(model, announce=False)
@@ -180,7 +180,7 @@ def _started(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Little is computed, and threads would wait for each other longer than that takes."""
+    """Use one thread: little is computed, and threads would mostly wait for each other."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -190,8 +190,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:
-    """Leave only the parameters of one rank, as ``ZeroRedundancyOptimizer`` deals them out: the
-    largest first, each to the rank that has the least.
+    """Keep only one rank's parameters, dealt as by ``ZeroRedundancyOptimizer``.
+
+    The largest come first, each to the rank that has the least.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     shares: list[list[nn.Parameter]] = [[] for _ in range(num_ranks)]
@@ -203,14 +204,14 @@ def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:
 
 
 def _use_foreach(optimizer: Optimizer) -> None:
-    """As PyTorch does it for parameters on a GPU."""
+    """Step on all parameters at once, as PyTorch does for parameters on a GPU."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
 
 
 def keep_gradients_in(buckets: torch.Tensor, parameters: list[nn.Parameter]) -> None:
-    """As DDP does it with ``gradient_as_bucket_view``."""
+    """Keep gradients in buckets, as DDP does with ``gradient_as_bucket_view``."""
     for p, view in zip(parameters, buckets.split([p.numel() for p in parameters])):
         p.grad = view.view_as(p)
         p.register_post_accumulate_grad_hook(partial(_move_gradient, view=p.grad))
@@ -222,7 +223,7 @@ def _move_gradient(parameter: nn.Parameter, view: torch.Tensor) -> None:
 
 
 def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of Detectron2's ``paste_masks_in_image``, whose path depends on the device."""
+    """A replacement of Detectron2's ``paste_masks_in_image``, whose path depends on the device."""
 
     def paste_masks_in_image(
         masks: torch.Tensor, boxes: Any, image_shape: tuple[int, int], threshold: float = 0.5
@@ -233,7 +234,7 @@ def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:
         bytes_of_all = num * height * width * mask_ops.BYTES_PER_FLOAT
         num_chunks = math.ceil(bytes_of_all / mask_ops.GPU_MEM_LIMIT)
         for chunk in torch.arange(num).chunk(max(num_chunks, 1)):
-            with replaced_functions([torch], {"stack": _without_values}):  # of its large grid
+            with replaced_functions([torch], {"stack": _without_values}):  # for its large grid
                 pasted, _ = mask_ops._do_paste_mask(
                     masks[chunk, None], boxes[chunk], height, width, skip_empty=False
                 )

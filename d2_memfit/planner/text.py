@@ -1,4 +1,4 @@
-"""Estimates and plans as tables for people."""
+"""Estimates and plans as tables for users."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -92,7 +92,7 @@ def _needs(plan: Plan) -> str:
 
 
 def _exact(other: OtherPlan) -> str:
-    """What a user may prefer to a faster plan."""
+    """A line about the exact plan, which a user may prefer to a faster plan."""
     settings = _settings(other.settings) or "no change"
     return (
         f"With the same gradients (--allow exact): time x {other.time_factor:.2f}, "

@@ -1,4 +1,4 @@
-"""What a job allocates and frees, in order."""
+"""A timeline of what a job allocates and frees."""
 
 import csv
 from collections import Counter, defaultdict
@@ -22,15 +22,15 @@ __all__ = [
 
 @dataclass(eq=False)
 class Allocation:
-    """Memory that was allocated at once.
+    """Memory from one allocation.
 
     Attributes:
         owner: as in :class:`~d2_memfit.memory.OwnerMeter`.
-        phase: of the job, in which it was allocated, such as "forward".
-        module: full name of the module whose forward or backward allocated it, or of the parameter
-            that it belongs to; "" where neither is known.
-        operator: that allocated it; "" where none did.
-        dtype, shape: of its tensor; None and () where there is none.
+        phase: phase of the job in which it was allocated, such as "forward".
+        module: full name of the module whose forward or backward allocated it, or of its parameter;
+            "" if neither is known.
+        operator: the operator that allocated it; "" if none did.
+        dtype, shape: those of its tensor; None and () without one.
     """
 
     num_bytes: int
@@ -42,7 +42,7 @@ class Allocation:
     shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """The tensor in a few words, such as "convolution float32 [2, 64, 400, 672]"."""
+        """Short text about the tensor, such as "convolution float32 [2, 64, 400, 672]"."""
         dtype = str(self.dtype).replace("torch.", "") if self.dtype else ""
         shape = str(list(self.shape)) if self.dtype else ""
         return " ".join(filter(None, (self.operator, dtype, shape)))
@@ -50,10 +50,10 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Convolution:
-    """One that runs, with what a library's choice of an algorithm for it depends on.
+    """A convolution, with the facts on which a library's choice of algorithm depends.
 
     Attributes:
-        direction: "forward", or in the backward the gradient of "data" or of the "filter".
+        direction: "forward", or in the backward the gradient of the "data" or the "filter".
         input: [N, channels, H, W].
         weight: [output channels, input channels / groups, height, width].
     """
@@ -83,13 +83,13 @@ Event = Union[Allocate, Free, Convolution]
 
 @dataclass
 class Work:
-    """What operators do.
+    """The work of operators.
 
     Attributes:
-        operators: how often each was called: by the number format in which it computes, its
-            floating-point operations (of convolutions and products of matrices, else 0), and the
-            bytes that it reads and writes. "tf32" is a convolution in float32.
-        host_bytes: copied to the host.
+        operators: numbers of calls, by number format, floating-point operations (of convolutions
+            and matrix products, else 0), and bytes read and written. "tf32" is a convolution in
+            float32.
+        host_bytes: bytes copied to the host.
     """
 
     operators: Counter[tuple[str, int, int]] = field(default_factory=Counter)
@@ -108,10 +108,10 @@ class BlockCall:
     """The forward of a block of the model, one of :func:`~d2_memfit.techniques.blocks.find_blocks`.
 
     Attributes:
-        name: of the module.
+        name: name of the module.
         begin, end: positions in the timeline's events between which it runs.
-        work: what its operators do.
-        inputs, outputs: memory of the tensors that it is given, and that it returns.
+        work: work of its operators.
+        inputs, outputs: memory of its input and output tensors.
     """
 
     name: str
@@ -124,12 +124,13 @@ class BlockCall:
 
 @dataclass
 class Timeline:
-    """
+    """The events of a dry run, with their work.
+
     Attributes:
         events: in the order in which they happen. A convolution comes after what it allocates.
         work: by phase.
         calls: forwards of the model's blocks in training, in the order in which they end.
-        notes: lines about what may be more in a real batch.
+        notes: lines about parts that may be larger in a real batch.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -138,16 +139,16 @@ class Timeline:
     notes: list[str] = field(default_factory=list)
 
     def forget_what_is_gone(self) -> None:
-        """Leave out what has come and gone so far, such as temporaries of the set-up."""
+        """Drop allocations that are freed already, such as temporaries of the setup."""
         gone = {id(event.allocation) for event in self.events if isinstance(event, Free)}
         self.events = [e for e in self.events if id(getattr(e, "allocation", None)) not in gone]
 
     def sizes(self) -> list[int]:
-        """Bytes of each allocation, and the same below zero where it is freed."""
+        """Bytes of each allocation, and their negative when it is freed."""
         return [_signed_bytes(e) for e in self.events if not isinstance(e, Convolution)]
 
     def peak(self) -> Counter[str]:
-        """Bytes by owner at the time when most is alive."""
+        """Bytes by owner at the peak."""
         owners: Counter[str] = Counter()
         for allocation in self.alive_at_peak():
             owners[allocation.owner] += allocation.num_bytes
@@ -170,7 +171,7 @@ class Timeline:
         return alive
 
     def write_csv(self, path: Path) -> None:
-        """A line for each allocation. Times are numbers of events; what stays has no end."""
+        """Write one line per allocation. Times are numbers of events; a live one has no end."""
         ends = {e.allocation: i for i, e in enumerate(self.events) if isinstance(e, Free)}
         at_peak = self.alive_at_peak()
         with path.open("w", newline="") as f:

@@ -1,4 +1,4 @@
-"""Dry runs of a job with some techniques, as a plan tries them."""
+"""Dry runs of a job with techniques, as tried by a plan."""
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -24,12 +24,12 @@ _GB = 2**30
 
 
 class Choice(NamedTuple):
-    """What a plan may do.
+    """A choice of techniques and micro-batch size.
 
     Attributes:
-        names: of techniques, in the order of what they harm.
-        num_images: in a micro-batch.
-        modules: by the name of a technique, those that it is used for, in place of its own choice.
+        names: names of techniques, in the order of harm.
+        num_images: images in a micro-batch.
+        modules: for a technique by name, the modules it applies to in place of its own choice.
     """
 
     names: tuple[str, ...]
@@ -55,14 +55,14 @@ class Trials:
     """Makes the dry runs of choices, each once.
 
     Args:
-        job: to which the choices are applied.
-        device: that it is for.
+        job: the job to which choices are applied.
+        device: the device to predict for.
         run_job: the class of its dry runs.
         evaluates: whether evaluation counts, or training alone.
-        progress: called with a line for each dry run, and for what is left out.
+        progress: called with a line for each dry run, and for each technique left out.
 
     Attributes:
-        limit_bytes: of the device, within which a choice must fit.
+        limit_bytes: device memory within which a choice must fit.
         left_out: techniques with which the job does not run, and why; a line each.
     """
 
@@ -76,7 +76,7 @@ class Trials:
         evaluates: bool = True,
         progress: Callable[[str], None] = lambda line: None,
     ) -> None:
-        # Under some budget: its allocator is another one than without.
+        # With some budget, because the allocator differs without one.
         self.job = job.with_settings({"MEMFIT.BUDGET_GB": job.budget_gb or 1.0})
         self.device = device
         self._run_job = run_job
@@ -85,15 +85,16 @@ class Trials:
         self.left_out: list[str] = []
         self._dry_jobs: dict[Choice, DryJob] = {}
         self._failed: set[Choice] = set()
-        self._evaluations: dict[tuple[str, ...], Timeline] = {}  # by the techniques that matter
+        self._evaluations: dict[tuple[str, ...], Timeline] = {}  # by the relevant techniques
         self._usable: dict[str, bool] = {}
         with one_line_errors():
             _ = (
                 self.job.batches.assumptions
-            )  # made once, for all that only other settings tell apart
+            )  # made once, for all choices that differ only in other settings
 
     def dry_job(self, choice: Choice) -> DryJob:
-        """
+        """The dry run of a choice.
+
         Raises:
             ConfigError: the job does not run with these techniques.
         """
@@ -112,10 +113,10 @@ class Trials:
         return self._dry_jobs[choice]
 
     def runs(self, choice: Choice) -> bool:
-        """Whether the job runs with this choice; if its techniques are why not, they are named.
+        """Whether the job runs with this choice. Techniques that prevent it are recorded.
 
         Raises:
-            ConfigError: it does not run without techniques.
+            ConfigError: the job does not run even without techniques.
         """
         if choice in self._failed:
             return False
@@ -133,7 +134,7 @@ class Trials:
         return True
 
     def helps(self, name: str) -> bool:
-        """Whether the job runs with a technique, and does something else than without."""
+        """Whether the job runs with a technique, and differs from the job without it."""
         with_it, without = choice_of((name,), 1), choice_of((), 1)
         if not self.is_usable(name) or not self.runs(with_it):
             return False
@@ -144,7 +145,7 @@ class Trials:
         return len(self._dry_jobs) + len(self._failed)
 
     def tried(self, names: Iterable[str]) -> list[int]:
-        """Images in the micro-batches of dry runs with these techniques."""
+        """Micro-batch sizes of the dry runs with these techniques."""
         names = choice_of(names, 1).names
         return [choice.num_images for choice in self._dry_jobs if choice.names == names]
 
@@ -161,7 +162,7 @@ class Trials:
         return self.runs(choice) and self.dry_job(choice).fits(self.limit_bytes)
 
     def settings(self, choice: Choice) -> dict[str, Any]:
-        """Config keys and their values."""
+        """The config keys of a choice and their values."""
         settings = {}
         job, modules = self.job, dict(choice.modules)
         for name in choice.names:
@@ -175,13 +176,13 @@ class Trials:
         return settings
 
     def names(self, tier: str) -> tuple[str, ...]:
-        """Techniques of a tier that a dry run has, in the order of harm."""
+        """Techniques of a tier that a dry run can try, in the order of harm."""
         names = [n for n, t in TECHNIQUES if t.tier == tier and t.planned]
         return tuple(sorted(names, key=preference))
 
     @property
     def micro_batch_tier(self) -> str:
-        """Statistics of BatchNorm are of the images of a micro-batch."""
+        """Tier of smaller micro-batches: they change the statistics of trained BatchNorm."""
         trains = any(isinstance(m, _BatchNorm) and m.training for m in self._model.modules())
         return "recipe" if trains else "exact"
 

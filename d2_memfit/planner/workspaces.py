@@ -1,4 +1,4 @@
-"""What a convolution takes beside its input, weight and result, while it runs."""
+"""Workspaces of convolutions: memory besides input, weight and result."""
 
 import math
 from typing import Callable
@@ -15,24 +15,25 @@ def _none(c: Convolution) -> int:
 
 
 def _layout(c: Convolution) -> int:
-    """Copies of input, weight and result in another order (channels last, or blocked), as kernels
-    for tensor cores and oneDNN want them.
+    """Bytes of copies of input, weight and result in another memory layout.
+
+    Kernels for tensor cores and oneDNN need channels-last or blocked layouts.
     """
     sizes = sum(math.prod(shape) for shape in (c.input, c.weight, c.output))
     return sizes * c.dtype.itemsize
 
 
 def _fft_or_winograd(c: Convolution) -> int:
-    """What cuDNN 7 takes where it works on transformed tiles, without tensor cores. In 16 bits, for
-    which there are some, it is that of other layouts.
+    """Workspace of cuDNN 7 on cards without tensor cores, which transforms tiles.
 
-    By Fourier transforms where the filter's are smaller than the data's and offsets in both fit
-    into 32 bits; else by Winograd's where the filter is 3 x 3; else, in place.
+    In 16 bits, for which there are tensor cores, it is the workspace of other layouts. Fourier
+    transforms are used if the filter's are smaller than the data's and offsets in both fit into 32
+    bits. Otherwise a 3 x 3 filter uses Winograd's, and other filters take no workspace.
 
-    Sources: cuDNN's manual on CUDNN_CONVOLUTION_FWD_ALGO_FFT_TILING, whose tiles are 32 x 32;
-    Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv:1509.09308. That few
-    channels are not transformed is fitted to the figures of Detectron2's zoo: a mask head's 80 are
-    not, and 1230 of LVIS are.
+    Sources: cuDNN's manual on CUDNN_CONVOLUTION_FWD_ALGO_FFT_TILING, whose tiles are 32 x 32; Lavin
+    and Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv:1509.09308. The rule that
+    few channels are not transformed is fitted to the figures of Detectron2's zoo: a mask head's 80
+    are not, and 1230 of LVIS are.
     """
     if c.dtype.itemsize < 4:
         return _layout(c)
@@ -54,7 +55,7 @@ def _fft_or_winograd(c: Convolution) -> int:
     return 36 * 4 * (tiles * (channels_in + channels_out) + channels_in * channels_out)
 
 
-# By the name that a device's file gives.
+# By the name in a device's file.
 WORKSPACES: dict[str, Callable[[Convolution], int]] = {
     "none": _none,
     "layout": _layout,

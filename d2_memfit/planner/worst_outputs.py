@@ -1,4 +1,4 @@
-"""Proposals and detections as many as there can be, in place of those of a dry run."""
+"""The largest numbers of proposals and detections, in place of those of a dry run."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -19,17 +19,18 @@ __all__ = ["worst_detections", "worst_proposals"]
 Note = Callable[[str], None]
 _Size = tuple[int, int]  # height and width in pixels
 
-_OF_BOXES = {"pred_boxes", "scores", "pred_classes"}  # next to nothing
+_OF_BOXES = {"pred_boxes", "scores", "pred_classes"}  # almost no memory
 
 
 @contextmanager
 def worst_proposals(model: nn.Module, note: Note) -> Iterator[None]:
-    """While open, Detectron2's RPNs before ROI heads find as many proposals as they may, and half
-    of them on objects. Those of other classes are left alone.
+    """While open, RPNs before ROI heads find the most proposals possible, half on objects.
+
+    Proposal generators of other classes are left alone.
 
     Args:
         model: it may have several parts with ROI heads, at any depth.
-        note: takes a line for the user about each class that is left alone, when that is known.
+        note: called with a line for the user about each class that is left alone.
     """
     parts = [module for module in model.modules() if hasattr(module, "roi_heads")]
     found = {module for part in parts for module in part.modules() if isinstance(module, RPN)}
@@ -50,14 +51,14 @@ def worst_proposals(model: nn.Module, note: Note) -> Iterator[None]:
 
 @contextmanager
 def worst_detections(model: nn.Module, note: Note) -> Iterator[None]:
-    """While open, ROI heads detect as many objects as they may, each as large as the image.
+    """While open, ROI heads detect the most objects possible, each as large as the image.
 
-    What calls another function than Detectron2's ``fast_rcnn_inference``, or calls it with
-    something else, is left alone.
+    Heads that do not call Detectron2's ``fast_rcnn_inference``, or call it with other arguments,
+    are left alone.
 
     Args:
-        note: takes a line for the user if it is called with something else, or if a model that
-            makes more than boxes of a detection has none.
+        note: called with a line for the user if it gets other arguments, or if a model that
+            predicts more than boxes detects nothing.
     """
     files = source_files(model.modules())
     has_roi_heads = knows_function(files, "fast_rcnn_inference")
@@ -91,8 +92,8 @@ def _once(note: Note) -> Note:
 def _most_proposals(
     note: Note, rpn: RPN, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """What a forward hook makes of an RPN's output."""
-    given = [*args, *kwargs.values()]  # by kind: a technique's forward has no names for them
+    """Replace an RPN's output, as a forward hook."""
+    given = [*args, *kwargs.values()]  # by type: a technique's forward has no names for them
     sizes = next((value.image_sizes for value in given if isinstance(value, ImageList)), ())
     objects = next(filter(_are_instances, given), [None] * len(sizes))
     if not _is_an_rpns(output, len(sizes)) or not _are_of_one_kind(output[0], objects):
@@ -132,7 +133,7 @@ def _are_of_one_kind(proposals: list[Instances], objects: Iterable[Optional[Inst
 def _proposals(
     objects: Optional[Instances], size: _Size, num: int, kind: Callable[[torch.Tensor], Any] = Boxes
 ) -> Instances:
-    """Half of them lie on the objects, so that they fill the quota of foreground.
+    """Proposals, half of them on the objects, so that they fill the foreground quota.
 
     Args:
         kind: ``Boxes`` or ``RotatedBoxes``.
@@ -156,7 +157,7 @@ def _boxes(num: int, size: _Size) -> torch.Tensor:
 
 
 def _detecting_most(note: Note, function: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of Detectron2's ``fast_rcnn_inference``."""
+    """A replacement of Detectron2's ``fast_rcnn_inference``."""
     expected = inspect.signature(_most_detections)
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""What a run has left behind, and what dry runs say, for people to look at."""
+"""Reports of runs and dry runs, as pictures and pages."""
 
 from .page import Bar, Chart, Page, Tensor, write_page
 from .plots import write_html, write_png

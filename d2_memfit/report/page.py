@@ -1,4 +1,4 @@
-"""A step's memory as one page that needs no network: who has it, tensor by tensor."""
+"""A page, usable offline, that shows a step's memory tensor by tensor."""
 
 import html
 import json
@@ -19,12 +19,12 @@ class Tensor:
     """A rectangle of a chart.
 
     Attributes:
-        begin, end: steps of the chart between which it is alive; the last step where it stays.
-        num_bytes: of it.
-        owner: by which it is coloured.
-        module: whose it is; "" where that is not known.
+        begin, end: steps of the chart between which it is alive; the last step if it stays.
+        num_bytes: its size.
+        owner: its owner, shown as colour.
+        module: its module; "" if unknown.
         what: operator, number format and shape.
-        phase: in which it was allocated.
+        phase: phase in which it was allocated.
     """
 
     begin: int
@@ -41,13 +41,13 @@ class Chart:
     """Memory over an iteration.
 
     Attributes:
-        name: for people.
-        tensors: in the order in which they are allocated.
+        name: title of the chart.
+        tensors: in the order of allocation.
         num_steps: allocations and frees, each one step to the right.
         phases: names, and the steps at which they begin.
-        context_bytes: of the process beside its tensors.
-        total_bytes: that the process takes of the device, with what the allocator holds ready.
-        left_out_bytes: the most that tensors have together which are too small to be drawn.
+        context_bytes: memory of the process besides its tensors.
+        total_bytes: device memory of the process, including the allocator's cache.
+        left_out_bytes: peak of the tensors that are too small to be drawn.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bar:
-    """What one knob does.
+    """The effect of one knob.
 
     Attributes:
-        name: of the knob.
-        tier: of the technique; "" for the job as it is.
-        gb: that the process takes of the device with it.
-        time_factor: seconds of an image with it, divided by those without; a prediction.
+        name: name of the knob.
+        tier: tier of the technique; "" for the job without changes.
+        gb: device memory of the process with this knob.
+        time_factor: predicted seconds per image with this knob over those without.
         settings: config keys and their values.
     """
 
@@ -80,14 +80,15 @@ class Bar:
 
 @dataclass(frozen=True)
 class Page:
-    """
+    """The content of a page.
+
     Attributes:
-        title: of the page.
+        title: title of the page.
         facts: lines about the job.
-        charts: the job as it is, or before and after a plan.
+        charts: the job without changes, or before and after a plan.
         limits_gb: lines that go through charts and bars, by name.
-        bars: of the knobs, the job as it is first.
-        steps: of a plan, as a table whose first row is its header; None without one.
+        bars: bars of the knobs, first the job without changes.
+        steps: a plan's steps as a table whose first row is its header; None without a plan.
     """
 
     title: str
@@ -99,7 +100,7 @@ class Page:
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Write it as HTML. Nothing that it shows is taken for markup, and nothing is loaded."""
+    """Write a page as HTML. Its texts are escaped, and it loads nothing."""
     owners = _owners(page.charts)
     data = asdict(page)
     for chart, of_page in zip(data["charts"], page.charts):
@@ -112,7 +113,7 @@ def write_page(page: Page, path: Path) -> None:
 
 
 def _owners(charts: list[Chart]) -> list[str]:
-    """As they are stacked: what stays below, what comes and goes on top."""
+    """Owners in stacking order: long-lived ones below, short-lived ones on top."""
     num_bytes: Counter[str] = Counter()
     lives: dict[str, float] = defaultdict(float)
     for chart in charts:
@@ -123,5 +124,5 @@ def _owners(charts: list[Chart]) -> list[str]:
 
 
 def _row(t: Tensor, owners: list[str]) -> list[Any]:
-    """A page has thousands of them, so that their names are left out."""
+    """A tensor as a row without names, because a page has thousands of them."""
     return [t.begin, t.end, t.num_bytes, owners.index(t.owner), t.module, t.what, t.phase]

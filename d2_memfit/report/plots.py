@@ -1,4 +1,4 @@
-"""A run's memory as pictures: a PNG, and a page with values under the mouse."""
+"""Plots of a run's memory: a PNG, and an interactive page."""
 
 import html
 from pathlib import Path
@@ -10,8 +10,8 @@ from .run import Run
 __all__ = ["write_html", "write_png"]
 
 _GB = 2**30
-# Okabe and Ito, "Color Universal Design": told apart by colour-blind people. Lines differ in their
-# dashes, too.
+# Okabe and Ito, "Color Universal Design": colour-blind people can tell them apart. Lines differ in
+# their dashes, too.
 _BLUE, _ORANGE, _GREEN, _RED, _SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
 _SERIES = (  # scalar, label, colour, dash of matplotlib and of plotly
     ("allocated_peak_gb", "allocated, peak", _BLUE, "-", "solid"),
@@ -22,7 +22,7 @@ _EVENT_COLUMNS = ("iteration", "rank", "phase", "micro-batch", "images", "action
 
 
 def write_png(run: Run, path: Path) -> None:
-    """Memory, budget and out-of-memory errors over iterations, and the micro-batch below."""
+    """Plot memory, budget and out-of-memory errors over iterations, and the micro-batch below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,7 +53,7 @@ def write_png(run: Run, path: Path) -> None:
 
 
 def write_html(run: Run, path: Path) -> None:
-    """The same as one page that needs no network, with the owners at the peak, and all errors.
+    """Write the same plots as a page, usable offline, with owners at the peak and all errors.
 
     Raises:
         ConfigError: plotly is not installed.

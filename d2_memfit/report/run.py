@@ -1,4 +1,4 @@
-"""Reading what a run has written about its memory."""
+"""Reader for a run's records of its memory."""
 
 import json
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ __all__ = ["Run", "read_run"]
 class Run:
     """The memory of a run, over its iterations."""
 
-    metrics: list[dict[str, Any]]  # lines of metrics.json that have reports of the monitor
+    metrics: list[dict[str, Any]]  # lines of metrics.json with reports of the monitor
     events: list[dict[str, Any]]  # out-of-memory errors, lines of memfit_oom.jsonl
-    owners: dict[str, int]  # bytes at the peak of one iteration, by owner; empty where not known
+    owners: dict[str, int]  # bytes at the peak of one iteration, by owner; empty if unknown
     owners_iteration: Optional[int]
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Iterations, and a scalar's values, without the prefix "memfit/" in its name."""
+        """Iterations and values of a scalar, named without the prefix "memfit/"."""
         key = f"memfit/{name}"
         lines = [line for line in self.metrics if key in line]
         return [line["iteration"] for line in lines], [line[key] for line in lines]
@@ -67,6 +67,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             lines.append(json.loads(line))
         except ValueError as e:
-            if number < len(text):  # the last may be cut off where a run was killed
+            if number < len(text):  # the last line may be cut off if a run was killed
                 raise DataError(f"{path}, line {number} is not JSON ({e})") from e
     return lines

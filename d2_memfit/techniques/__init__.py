@@ -1,4 +1,4 @@
-"""Ways to use less memory, one file each. They know nothing of trainers."""
+"""Techniques that use less memory, one file each. They know nothing of trainers."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -33,5 +33,5 @@ __all__ = [
     "results_on_host",
 ]
 
-for _module in iter_modules(__path__):  # each registers what it has
+for _module in iter_modules(__path__):  # each registers its techniques
     import_module(f"{__name__}.{_module.name}")

@@ -1,4 +1,4 @@
-"""Bit masks of an image's instances, which its proposals share instead of copying them."""
+"""Bit masks of an image's instances, shared by its proposals without copies."""
 
 from typing import Any, Optional, Union
 
@@ -15,16 +15,16 @@ from .registry import TECHNIQUES, BooleanTechnique
 
 __all__ = ["SharedBitMaskTargets", "SharedBitMasks"]
 
-_CROPPED_AT_ONCE = 8  # masks of which there are float32 copies at a time
+_CROPPED_AT_ONCE = 8  # number of masks with float32 copies at a time
 
 
 @TECHNIQUES.register()
 class SharedBitMaskTargets(BooleanTechnique):
-    """With INPUT.MASK_FORMAT "bitmask", proposals refer to the masks of their instances.
+    """Makes proposals refer to the bit masks of their instances (INPUT.MASK_FORMAT "bitmask").
 
-    Saves a copy of the matched instance's mask, in the size of the image, for each of the sampled
-    proposals: Detectron2 makes 512 of an image, 550 MB at 800 x 1344 pixels, and one of each
-    foreground proposal in float32. Costs nothing.
+    Saves one copy of the matched instance's mask, at image size, for each sampled proposal.
+    Detectron2 makes 512 per image, 550 MB at 800 x 1344 pixels, and one of each foreground proposal
+    in float32. Costs nothing.
 
     Source: github.com/facebookresearch/detectron2/issues/1912
     """
@@ -80,11 +80,11 @@ def _with_shared_masks(target: Instances) -> Instances:
 
 
 class SharedBitMasks(BitMasks):
-    """Some of the masks of an image, each maybe several times.
+    """A selection of an image's masks, with repetitions.
 
     Args:
-        masks: all that there are, a tensor [M, height, width].
-        index: which of them these are [N]; None is all.
+        masks: all masks of the image [M, height, width].
+        index: positions of the selected masks [N]; None is all.
     """
 
     def __init__(self, masks: torch.Tensor, index: Optional[torch.Tensor] = None) -> None:
@@ -94,7 +94,7 @@ class SharedBitMasks(BitMasks):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """A copy of them all [N, height, width]."""
+        """A copy of all selected masks [N, height, width]."""
         return self._masks[self._index]
 
     @property
@@ -113,7 +113,7 @@ class SharedBitMasks(BitMasks):
         return SharedBitMasks(self._masks, index[None] if index.dim() == 0 else index)
 
     def crop_and_resize(self, boxes: torch.Tensor, mask_size: int) -> torch.Tensor:
-        """As that of ``BitMasks``: the masks within the boxes [N, mask_size, mask_size], bool."""
+        """Masks within the boxes [N, mask_size, mask_size], bool, as ``BitMasks`` makes them."""
         assert len(boxes) == len(self), f"{len(boxes)} != {len(self)}"
         align = ROIAlign((mask_size, mask_size), 1.0, 0, aligned=True)
         output = torch.empty(len(self), mask_size, mask_size, dtype=torch.bool, device=self.device)

@@ -1,4 +1,4 @@
-"""Finding the blocks of a model: what it repeats, and what is made of single layers."""
+"""Finding the blocks of a model: repeated parts, and parts made of single layers."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,26 +11,27 @@ from .modules import own_class
 
 __all__ = ["find_blocks"]
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)  # they are never called, what is in them is
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # never called themselves, only their members
 _SERIES = (*_LISTS, nn.Sequential)
 
-# A stage has more than this share of its parameters in series of blocks: stages of Swin 0.75 and
-# more, a decoder layer with its two attentions in a list a third.
+# A stage has more than this share of its parameters in series of blocks. Stages of Swin have 0.75
+# or more; a decoder layer with its two attentions in a list has a third.
 _MOSTLY = 0.7
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """The names of a model's blocks, in their order; no block is in another one.
+    """The names of a model's blocks, in order. No block is inside another one.
 
     A block has parameters, is called, and is one of these:
 
     - a module whose parts are single layers: a residual block, an attention, a box or mask head
-    - one of several members of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that are of the
-      same class and no single layers: an encoder or decoder layer, a ViT's block, a head of a
+    - one of several members of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that have the
+      same class and are not single layers: an encoder or decoder layer, a ViT's block, a head of a
       series
 
-    A ``Sequential`` of blocks of the first kind, as a stage of a ResNet, is listed too, before
-    them. A longer part that repeats itself, as a stage of a Swin, is not: its blocks are.
+    A ``Sequential`` of blocks of the first kind, such as a stage of a ResNet, is listed too, before
+    them. A longer part that repeats itself, such as a stage of a Swin, is not listed, but its
+    blocks are.
     """
     members: set[int] = set()
     for series in model.modules():
@@ -55,7 +56,7 @@ def _walk(module: nn.Module, prefix: str, members: set[int], seen: set[int]) -> 
 
 
 def _repeated(series: nn.Module) -> list[nn.Module]:
-    """The members of the same class as another one, without single layers."""
+    """Members that share their class with another member, without single layers."""
     members = [m for m in series.children() if _is_called(m) and not _is_layer(m)]
     counts = Counter(map(own_class, members))
     return [m for m in members if counts[own_class(m)] > 1 and _num_parameters(m)]
@@ -74,14 +75,14 @@ def _is_made_of_layers(module: nn.Module) -> bool:
 
 
 def _repeats_itself(module: nn.Module) -> bool:
-    """Whether it is little more than one or several series of blocks."""
+    """Whether a module is mostly one or several series of blocks."""
     series = [m for m in module.modules() if isinstance(m, _SERIES)]
     blocks = [block for s in series for block in ([s] if _is_stage(s) else _repeated(s))]
     return _num_parameters(nn.ModuleList(blocks)) > _MOSTLY * _num_parameters(module)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Its children, and in place of a list what is in it."""
+    """A module's children; a list is replaced by its members."""
     for child in module.children():
         if isinstance(child, _LISTS):
             yield from _parts(child)
@@ -90,7 +91,7 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Detectron2's convolutions have their normalisation inside."""
+    """Whether a module is a single layer; Detectron2's convolutions contain their normalisation."""
     return isinstance(module, _ConvNd) or not any(True for _ in module.children())
 
 

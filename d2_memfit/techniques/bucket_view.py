@@ -11,10 +11,10 @@ __all__ = ["GradientBucketView"]
 
 @TECHNIQUES.register()
 class GradientBucketView(BooleanTechnique):
-    """With several ranks, a parameter's gradient lies in the buffer that DDP reduces it in.
+    """Keeps a parameter's gradient in the buffer in which DDP reduces it, with several ranks.
 
     Saves a copy of all gradients on each rank. Costs nothing. Code that keeps or detaches gradients
-    in place does not go with it.
+    in place does not work with it.
 
     Source: ``gradient_as_bucket_view`` of
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html

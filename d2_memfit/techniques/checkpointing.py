@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a block computes is computed again in the backward, not kept."""
+"""Activation checkpointing: activations are recomputed in the backward, and not kept."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +23,10 @@ _READY_MADE = ("backbone", "all", "backbone+heads")
 
 @TECHNIQUES.register()
 class ActivationCheckpointing(Technique):
-    """Some modules keep only their inputs for the backward, which computes the rest again.
+    """Makes modules keep only their inputs for the backward, which recomputes the rest.
 
-    Saves the activations within these modules. Costs their forward a second time, which is a
-    quarter to a third of the time that they take.
+    Saves the activations within these modules. Costs a second forward of them, a quarter to a third
+    of their time.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174;
     PyTorch's ``torch.utils.checkpoint`` without reentrance, which works with frozen inputs, outputs
@@ -35,7 +35,7 @@ class ActivationCheckpointing(Technique):
 
     tier = "exact"
     part = "model"
-    order = 1  # what others do in a forward, they must do again when it is computed again
+    order = 1  # recomputation must include what other techniques do in a forward
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -65,7 +65,7 @@ class ActivationCheckpointing(Technique):
 
 
 def _patterns(model: nn.Module, choices: Sequence[str]) -> list[str]:
-    """Patterns as they are, and in place of a ready-made choice the names of its blocks."""
+    """Replace ready-made choices by the names of their blocks; keep patterns."""
     patterns = []
     for choice in choices:
         if choice in _READY_MADE:
@@ -102,9 +102,9 @@ class _CheckpointedCall(nn.Module):
 
 
 def _is_called_by_forward(module: nn.Module) -> bool:
-    """Whether calling it calls the ``forward`` of its class, and hooks around that.
+    """Whether a call runs the ``forward`` of the module's class, and hooks around it.
 
-    Some modules have a ``__call__`` of their own, or a function in place of ``forward``.
+    Some modules have their own ``__call__``, or a function in place of ``forward``.
     """
     return type(module).__call__ is nn.Module.__call__ and "forward" not in vars(module)
 
@@ -113,10 +113,10 @@ def _is_called_by_forward(module: nn.Module) -> bool:
 def checkpointed(model: nn.Module) -> Iterator[None]:
     """While open, the model's blocks keep only their inputs.
 
-    Keep it open for a forward and its backward. The blocks are those of :func:`find_blocks`. Where
-    a stage is a sequence of blocks, each forward is run up to three times, and what is kept is one
-    input per stage, and within the stage that is in its backward one per block. Gradients are the
-    same; to the last bit in float32, where the layers are deterministic.
+    Keep it open for a forward and its backward. The blocks are those of :func:`find_blocks`. In a
+    stage that is a sequence of blocks, each forward runs up to three times. One input is kept per
+    stage, and one per block in the stage that runs its backward. Gradients are the same, to the
+    last bit in float32 if the layers are deterministic.
     """
     parts = [model.get_submodule(name) for name in find_blocks(model)]
     originals = [vars(part).get("forward") for part in parts]

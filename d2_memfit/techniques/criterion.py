@@ -1,4 +1,4 @@
-"""Criteria of DETR-likes, whose costs and losses are computed for some objects at a time."""
+"""Criteria of DETR-like models, computed for a few objects at a time."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -27,24 +27,24 @@ __all__ = ["ChunkedCriterion"]
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE = 6  # objects by which it is seen whether chunks give the same
-_TOLERANCE = 1e-2  # relative; in 16 bits sums round by as much
-_OF_PAIRS = ("box", "giou", "mask")  # in the names of losses that are sums over pairs
+_SAMPLE = 6  # objects on which chunks are compared with the whole
+_TOLERANCE = 1e-2  # relative; rounding of sums in 16 bits
+_OF_PAIRS = ("box", "giou", "mask")  # parts of the names of losses that are sums over pairs
 
 
 @TECHNIQUES.register()
 class ChunkedCriterion(PositiveIntTechnique):
-    """The criteria of DETR-likes look at some objects of the batch at a time.
+    """Makes the criteria of DETR-like models process a few objects of the batch at a time.
 
-    Saves, with many objects, the costs of all queries with all objects of the batch, the matched
-    boxes' intersections with each other, and the masks of all objects as numbers: each is there for
-    one chunk. Costs the losses of boxes and masks a second time, in the backward, where there are
-    more objects than in a chunk; else nothing. Matchers must give their costs to SciPy's
-    ``linear_sum_assignment``, and losses must be sums over objects; whether they do is tried with
-    the first objects that are seen.
+    Saves memory with many objects: the costs of all queries with all objects of the batch, the
+    matched boxes' intersections with each other, and the masks of all objects as numbers. Each
+    exists for one chunk at a time. Costs a second computation of the losses of boxes and masks, in
+    the backward, if there are more objects than in a chunk. Matchers must give their costs to
+    SciPy's ``linear_sum_assignment``, and losses must be sums over objects. This is tested with the
+    first objects.
 
     Source: Carion et al., "End-to-End Object Detection with Transformers", arXiv:2005.12872, whose
-    costs are those of each query and each object by itself.
+    costs belong to single pairs of query and object.
     """
 
     tier = "exact"
@@ -78,7 +78,7 @@ class ChunkedCriterion(PositiveIntTechnique):
 
 
 _Call = Union[MatcherCall, LossCall]
-_Function = tuple[type, str, type[_Call]]  # a class, its method, and what makes chunks of that
+_Function = tuple[type, str, type[_Call]]  # a class, its method, and the class for its chunks
 
 
 def _functions_of_criteria(model: nn.Module) -> Iterator[_Function]:
@@ -108,10 +108,10 @@ def _is_loss_of_pairs(name: str, method: FunctionType) -> bool:
 class _LooksAtChunks(nn.Module):
     chunk_size: int
     functions: list[_Function]
-    can_chunk: dict[str, bool]  # by the name of a function, once that was tried
+    can_chunk: dict[str, bool]  # by function name, once tested
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Classes are changed, and not modules: some models make their criterion in the forward.
+        # Classes are changed, not modules, because some models make their criterion in the forward.
         with ExitStack() as stack:
             for cls, name, call in self.functions:
                 new = partial(_in_chunks, call, self.chunk_size, self.can_chunk)
@@ -145,7 +145,7 @@ def _in_chunks(
 
 
 def _problem_of_chunks(call: _Call) -> Optional[str]:
-    """What is wrong with chunks of a few of the objects; None if they give the same."""
+    """The problem with chunks, found with a few of the objects; None if results are the same."""
     if call.counts is None:
         return "as its arguments have no targets of the common shape"
     counts, state = call.counts, RandomState(call.device)

@@ -17,10 +17,10 @@ _IN_8_BITS = {SGD: "SGD8bit", Adam: "Adam8bit", AdamW: "AdamW8bit"}
 
 @TECHNIQUES.register()
 class EightBitOptimizerStates(BooleanTechnique):
-    """Momentum and, for Adam, variance are kept in 8 bits, in blocks with a scale each.
+    """Keeps momentum and, for Adam, variance in 8 bits, in blocks with a scale each.
 
-    Saves three quarters of the optimizer's states. Costs little time. Needs bitsandbytes. States of
-    checkpoints without it cannot be resumed, and the other way round. Changes: the
+    Saves three quarters of the optimizer's states. Costs little time. Needs bitsandbytes. Optimizer
+    states of checkpoints made without it cannot be resumed with it, nor the reverse. Changes: the
     rounding of the optimizer's states, to 8 bits.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
@@ -40,7 +40,7 @@ class EightBitOptimizerStates(BooleanTechnique):
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        if cfg.MEMFIT.OPTIMIZER.ZERO:  # which takes PyTorch's optimizers
+        if cfg.MEMFIT.OPTIMIZER.ZERO:  # ZeRO takes PyTorch's optimizers
             return {}
         # bitsandbytes has one implementation.
         only = {"MEMFIT.OPTIMIZER.IMPLEMENTATION": "default"}

@@ -1,4 +1,4 @@
-"""Results of an evaluation that grow to the size of the image on the host, one mask at a time."""
+"""Evaluation results that are post-processed on the host, one mask at a time."""
 
 import logging
 from collections.abc import Iterator
@@ -24,18 +24,18 @@ __all__ = ["EvaluationOnHost", "PastedMasks", "can_have_results_on_host", "resul
 
 logger = logging.getLogger(__name__)
 
-# Functions of Detectron2 that bring results to the size of the image.
+# Functions of Detectron2 that resize results to the image.
 _POSTPROCESSING = ("detector_postprocess", "sem_seg_postprocess")
 
 
 @TECHNIQUES.register()
 class EvaluationOnHost(BooleanTechnique):
-    """Results are post-processed on the host, and masks brought to the image's size one at a time.
+    """Post-processes results on the host, and makes image-sized masks one at a time.
 
-    Saves the masks of all detections in the size of the image, on the device and on the host: 100
-    masks of 5000 x 5000 pixels are 2.5 GB pasted, and 10 GB where they are upsampled, several times
-    over. The evaluator turns each into a run-length code as it comes. Costs time where the host is
-    slower than the device, and upsampling masks once for their scores and once for their codes.
+    Saves the image-sized masks of all detections, on the device and on the host. 100 masks of 5000
+    x 5000 pixels take 2.5 GB pasted and 10 GB upsampled, several times over. The evaluator turns
+    each mask into a run-length code at once. Costs time if the host is slower than the device.
+    Upsampled masks are computed twice, for their scores and for their codes.
 
     Source: github.com/facebookresearch/detectron2/issues/1366, with ``paste_masks_in_image``, and
     github.com/facebookresearch/Mask2Former/issues/83.
@@ -82,7 +82,7 @@ class _EvaluatesOnHost(nn.Module):
 
 
 def can_have_results_on_host(model: nn.Module) -> bool:
-    """Whether :func:`results_on_host` changes something."""
+    """Whether :func:`results_on_host` has an effect."""
     files = source_files(model.modules())
     return any(knows_function(files, name) for name in _POSTPROCESSING)
 
@@ -90,12 +90,11 @@ def can_have_results_on_host(model: nn.Module) -> bool:
 def results_on_host(
     model: nn.Module, detector_postprocess: Optional[Callable[..., Any]] = None
 ) -> AbstractContextManager[None]:
-    """While open, what Detectron2's models call to bring results to the size of the image runs on
-    the host.
+    """While open, Detectron2's functions that resize results to the image run on the host.
 
     Args:
-        detector_postprocess: what makes the function of this name out of Detectron2's, unless that
-            runs as it is.
+        detector_postprocess: makes a replacement from Detectron2's function of this name. None runs
+            the original.
     """
     files = source_files(model.modules())
     replacements = dict.fromkeys(_POSTPROCESSING, _on_host)
@@ -113,14 +112,14 @@ def _on_host(postprocess: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PastedMasks:
-    """Masks [N, height, width] of the objects in an image, of which one exists at a time.
+    """The masks [N, height, width] of an image's objects, of which one exists at a time.
 
-    In place of the tensor that Detectron2 makes: it can be iterated and indexed like that, and
-    ``np.asarray`` makes all of them.
+    It replaces Detectron2's tensor. It can be iterated and indexed like one, and ``np.asarray``
+    makes all masks.
 
     Args:
         masks: the scores of each object's mask within its box [N, size, size].
-        boxes: in the image.
+        boxes: the objects' boxes in the image.
         image_size: height and width in pixels.
         threshold: the score from which on a pixel belongs to the object.
     """
@@ -140,7 +139,7 @@ class PastedMasks:
         return (self._paste(i) for i in range(len(self)))
 
     def __getitem__(self, index: Any) -> Union[torch.Tensor, "PastedMasks"]:
-        """One mask [height, width] by its number, or several as of a tensor."""
+        """One mask [height, width] by its number, or several, indexed like a tensor."""
         if isinstance(index, (int, np.integer)) or (np.ndim(index) == 0 and torch.is_tensor(index)):
             return self._paste(int(index))
         masks, boxes = self._masks[index], self._boxes[index]
@@ -155,7 +154,7 @@ class PastedMasks:
         return np.stack(masks).astype(dtype or bool) if masks else np.zeros((0, *self._image_size))
 
     def to(self, *args: Any, **kwargs: Any) -> "PastedMasks":
-        """They stay on the host."""
+        """Return the masks unchanged: they stay on the host."""
         return self
 
 

@@ -1,4 +1,4 @@
-"""Mask and keypoint heads that run over a few proposals at a time."""
+"""Mask and keypoint heads that process a few proposals at a time."""
 
 from functools import partial
 from typing import Any
@@ -18,13 +18,12 @@ __all__ = ["ChunkedHeads"]
 
 @TECHNIQUES.register()
 class ChunkedHeads(PositiveIntTechnique):
-    """The layers of mask and keypoint heads run over a few proposals at a time, and again for the
-    backward.
+    """Runs mask and keypoint heads on a few proposals at a time, and again for the backward.
 
-    Saves the activations of these layers but for one chunk; they are what grows with the number of
-    objects in an image. Costs these layers' forward a second time, a few percent of an iteration.
+    Saves these layers' activations except for one chunk; they grow with the number of objects in an
+    image. Costs a second forward of these layers, a few percent of an iteration.
 
-    Source: He et al., "Mask R-CNN", arXiv:1703.06870, whose heads look at each proposal by itself.
+    Source: He et al., "Mask R-CNN", arXiv:1703.06870, whose heads process each proposal by itself.
     """
 
     tier = "exact"

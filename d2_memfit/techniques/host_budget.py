@@ -1,4 +1,4 @@
-"""As many workers of the data loader as the host's RAM has room for."""
+"""A limit on the data loader's workers by the host's RAM."""
 
 import logging
 from typing import Any, Callable
@@ -19,8 +19,8 @@ __all__ = ["HostBudget", "LoaderPrefetch"]
 logger = logging.getLogger(__name__)
 
 _GB = 2**30
-# What a worker has for itself beside images: the pages that it has written to, those of its parent
-# included. It was 75 MB after 20 images, with 80,000 dataset dicts (v0.6, Linux); reference counts
+# Private memory of a worker without images: the pages that it has written to, including its
+# parent's. It was 75 MB after 20 images, with 80,000 dataset dicts (v0.6, Linux). Reference counts
 # let it grow, so four times that is assumed.
 _WORKER_BYTES = 0.3 * _GB
 _TRAINER_BYTES = 1.5 * _GB  # PyTorch, Detectron2 and a CUDA context; without the dataset
@@ -29,10 +29,10 @@ _DEFAULT_PREFETCH = 2  # PyTorch's
 
 @TECHNIQUES.register()
 class HostBudget(Technique):
-    """DATALOADER.NUM_WORKERS is lowered to what the host's RAM has room for.
+    """Lowers DATALOADER.NUM_WORKERS to what fits into the host's RAM.
 
-    Saves the memory of the workers that are left out, and of what they would have loaded ahead.
-    Costs time where the rest cannot keep up with the model (``data_time``).
+    Saves the memory of the omitted workers, and of their prefetched images. Costs time if the
+    others cannot keep up with the model (``data_time``).
 
     Source: github.com/facebookresearch/detectron2/issues/410, whose answer is fewer workers.
     """
@@ -67,7 +67,7 @@ class HostBudget(Technique):
         num_ranks = comm.get_world_size()
         wanted = cfg.DATALOADER.NUM_WORKERS
         prefetch = cfg.MEMFIT.HOST.PREFETCH or _DEFAULT_PREFETCH
-        # Fewer images ahead first: that costs less than a worker.
+        # Prefetch fewer images first: that costs less than a worker.
         if wanted * worker_bytes(cfg, prefetch, num_ranks) > left:
             prefetch = 1
         workers = max(0, min(wanted, int(left // worker_bytes(cfg, prefetch, num_ranks))))
@@ -93,9 +93,9 @@ class HostBudget(Technique):
 
 @TECHNIQUES.register()
 class LoaderPrefetch(PositiveIntTechnique):
-    """Each worker of the loader holds fewer images ready.
+    """Makes each worker of the loader hold fewer images ready.
 
-    Saves their memory. Costs time where loading is uneven.
+    Saves their memory. Costs time if loading times vary.
 
     Source: ``prefetch_factor`` of https://docs.pytorch.org/docs/stable/data.html
     """
@@ -138,21 +138,22 @@ class LoaderPrefetch(PositiveIntTechnique):
 
 
 def loader_bytes(cfg: CfgNode, num_ranks: int) -> float:
-    """RAM that a rank takes, in bytes: itself, its window of images, and the loader's workers."""
+    """RAM of a rank in bytes: the process, its window of images, and the loader's workers."""
     window = BatchGeometry.from_cfg(cfg, num_ranks).window
     own = _TRAINER_BYTES + window * _image_bytes(cfg)
     return own + workers_bytes(cfg, num_ranks)
 
 
 def workers_bytes(cfg: CfgNode, num_ranks: int) -> float:
-    """RAM that the workers of a rank's loader take, in bytes."""
+    """RAM of the workers of a rank's loader, in bytes."""
     prefetch = cfg.MEMFIT.HOST.PREFETCH or _DEFAULT_PREFETCH
     return cfg.DATALOADER.NUM_WORKERS * worker_bytes(cfg, prefetch, num_ranks)
 
 
 def worker_bytes(cfg: CfgNode, prefetch: int, num_ranks: int) -> float:
-    """RAM that a worker of the loader takes, in bytes: itself, the image that it works on, as read
-    and as resized, and those that it has ready; without masks.
+    """RAM of a worker of the loader, in bytes, without masks.
+
+    It includes the process, the image in work, as read and as resized, and the images held ready.
     """
     batch = BatchGeometry.from_cfg(cfg, num_ranks).images_per_batch
     images = 1 if cfg.DATALOADER.ASPECT_RATIO_GROUPING else batch

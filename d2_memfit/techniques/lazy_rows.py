@@ -1,4 +1,4 @@
-"""Tensors such as the masks of an image, of which a few are there at a time."""
+"""Tensors, such as an image's masks, of which only a few rows exist at a time."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ __all__ = ["LazyRows", "WritesToLazyRows", "on_meta"]
 
 aten = torch.ops.aten
 
-_CHUNK_BYTES = 2**26  # of rows that are computed at a time; what is smaller in all is computed
-_Rows = Callable[[Sequence[int]], torch.Tensor]  # of numbers of rows: [number of them, *row]
+_CHUNK_BYTES = 2**26  # bytes of rows computed at a time; smaller tensors are computed as a whole
+_Rows = Callable[[Sequence[int]], torch.Tensor]  # row numbers -> [number of rows, *row]
 
-# What they give for a row depends on this row alone.
+# Operators whose result for a row depends only on this row.
 _ELEMENTWISE = {
     *(aten.gt, aten.ge, aten.lt, aten.le, aten.eq, aten.ne, aten.isnan),
     *(aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.abs),
@@ -31,7 +31,7 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 class WritesToLazyRows(RuntimeError):
-    """Something is written into rows that are computed anew each time."""
+    """Code writes into rows that are computed on each access."""
 
 
 class _NeedsAllRows(Exception):
@@ -39,18 +39,17 @@ class _NeedsAllRows(Exception):
 
 
 class LazyRows(torch.Tensor):
-    """A tensor [*leading, *row] whose rows are computed when they are needed, a few at a time.
+    """A tensor [*leading, *row] whose rows are computed when needed, a few at a time.
 
-    Operators that work row by row give another one; so do views of its leading dimensions. What is
-    small, such as a sum over each row, is computed at once. All others get the tensor that this
-    stands for, and take the memory of that.
+    Operators that work row by row return another one, as do views of its leading dimensions. Small
+    results, such as a sum over each row, are computed at once. Others get the complete tensor.
 
     Args:
-        rows: called with the numbers of rows, counted through the leading dimensions.
-        leading: the sizes of these.
+        rows: called with row numbers, counted through the leading dimensions.
+        leading: sizes of the leading dimensions.
         like: a row on the device "meta" [1, *row].
-        row_bytes: of the largest thing that is made for a row.
-        device: on which rows are.
+        row_bytes: bytes of the largest tensor made for a row.
+        device: device of the rows.
     """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
@@ -77,14 +76,14 @@ class LazyRows(torch.Tensor):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, num_leading: int) -> "LazyRows":
-        """The rows of a tensor that is there."""
+        """The rows of an existing tensor."""
         flat = tensor.flatten(0, num_leading - 1)
         like = on_meta(flat[:1])
         leading = tensor.shape[:num_leading]
         return cls(lambda numbers: flat[list(numbers)], leading, like, 0, tensor.device)
 
     def compute(self) -> torch.Tensor:
-        """The tensor that this stands for."""
+        """Compute the complete tensor."""
         num = math.prod(self.leading)
         result = torch.empty(num, *self.like.shape[1:], dtype=self.dtype, device=self.device)
         step = max(1, _CHUNK_BYTES // max(1, self.row_bytes))
@@ -130,7 +129,7 @@ class LazyRows(torch.Tensor):
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same size on the device "meta"."""
+    """A tensor of the same shape and dtype on the device "meta"."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -144,10 +143,7 @@ def _computed(value: Any) -> Any:
 
 
 def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """
-    Raises:
-        _NeedsAllRows: the operator works in another way.
-    """
+    """Run an operator by rows; raise ``_NeedsAllRows`` if it works in another way."""
     lazy = next(t for t in tree_iter((args, kwargs)) if isinstance(t, LazyRows))
     num_leading, num_dims = len(lazy.leading), lazy.dim()
     packet = func.overloadpacket
@@ -183,7 +179,7 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _num_indexed(index: Optional[torch.Tensor]) -> int:
-    """The dimensions that an index is for; a mask is for as many as it has."""
+    """Number of dimensions that an index covers; a mask covers as many as it has."""
     is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
     return index.dim() if index is not None and is_mask else 1
 
@@ -198,7 +194,7 @@ def _upsample(func: Any) -> Callable[..., torch.Tensor]:
 
 
 def _of_leading(lazy: LazyRows, view: Callable[[torch.Tensor], torch.Tensor]) -> LazyRows:
-    """Another choice, or order, of the same rows."""
+    """A selection or another order of the same rows."""
     numbers = view(torch.arange(math.prod(lazy.leading)).view(lazy.leading))
     chosen = numbers.flatten().tolist()
     return LazyRows(
@@ -211,7 +207,7 @@ def _of_leading(lazy: LazyRows, view: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _in_shape(lazy: LazyRows, func: Any, sizes: list[int]) -> Any:
-    """A view that leaves the leading dimensions, or the others, as they are."""
+    """A view that changes only the leading dimensions, or only the others."""
     row = lazy.like.shape[1:]
     if func in _VIEWS and -1 in sizes:
         known = math.prod(s for s in sizes if s != -1)
@@ -234,10 +230,10 @@ def _of_rows(
     kwargs: dict[str, Any],
     remembers: bool = False,
 ) -> Any:
-    """What a function gives for rows, computed now if it is small.
+    """Apply a function to rows; a small result is computed at once.
 
     Args:
-        remembers: whether rows that were computed last are kept, for whoever asks for them next.
+        remembers: whether the last computed rows are kept for the next access.
     """
     parts = [_part(value, lazy) for value in args]
 
@@ -254,7 +250,7 @@ def _of_rows(
 
 
 def _part(value: Any, lazy: LazyRows) -> tuple[Callable[[Sequence[int]], Any], Any]:
-    """What an argument has for some rows, and for one row on the device "meta"."""
+    """An argument's values for some rows, and for one row on the device "meta"."""
     if isinstance(value, LazyRows):
         if value.leading != lazy.leading:
             raise _NeedsAllRows
@@ -272,7 +268,7 @@ def _part(value: Any, lazy: LazyRows) -> tuple[Callable[[Sequence[int]], Any], A
 
 
 class _Remembering:
-    """Rows that are asked for twice in a row, as by both sides of a product, are computed once."""
+    """Computes rows once that are needed twice in a row, as by both sides of a product."""
 
     def __init__(self, rows: _Rows) -> None:
         self._rows = rows
@@ -280,7 +276,7 @@ class _Remembering:
 
     def __call__(self, numbers: Sequence[int]) -> torch.Tensor:
         if list(numbers) != self._numbers:
-            self._last = None  # before the next are there
+            self._last = None  # frees them before the next exist
             self._last = self._rows(numbers)
             self._numbers = list(numbers)
         assert self._last is not None
@@ -290,7 +286,7 @@ class _Remembering:
 
 
 def _argmax(lazy: LazyRows) -> torch.Tensor:
-    """The number of the row that is largest at each place, the first of those that are."""
+    """Number of the largest row at each place; the first of equal ones."""
     best = lazy.rows([0])[0].clone()
     number = torch.zeros_like(best, dtype=torch.int64)
     for i in range(1, lazy.shape[0]):

@@ -1,4 +1,4 @@
-"""Losses that are sums over pairs of queries and objects, for some pairs at a time."""
+"""Losses that are sums over pairs of queries and objects, computed for some pairs at a time."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from .random_state import RandomState, device_of
 from .recomputation import recompute_in_backward
 
 __all__ = ["LossCall"]
-_rand = torch.rand  # of which a dry run makes another function
+_rand = torch.rand  # a dry run replaces the function
 
 
 class LossCall:
@@ -24,11 +24,11 @@ class LossCall:
 
     Args:
         loss: the criterion's method, called as ``loss(criterion, *args, **kwargs)``.
-        args: ``indices`` has for each image the numbers of queries and those of their objects.
+        args: ``indices`` holds, for each image, the numbers of queries and of their objects.
 
     Attributes:
-        counts: of pairs in each image; None if the arguments are others.
-        device: of the predictions.
+        counts: numbers of pairs in each image; None if the arguments have another form.
+        device: device of the predictions.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LossCall:
         self.device = device_of(self._arguments)
 
     def of(self, chosen: Sequence[slice]) -> "LossCall":
-        """The call with some pairs of each image, and their objects alone."""
+        """The call with only some pairs of each image, and their objects."""
         arguments = list(self._arguments)
         pairs = [(q[part], o[part]) for (q, o), part in zip(self._indices, chosen)]
         targets = arguments[self._position - 1]
@@ -60,12 +60,13 @@ class LossCall:
         return LossCall(self._loss, self._criterion, arguments, self._kwargs)
 
     def run(self, chunk_size: int) -> tuple[Any, list[torch.Tensor]]:
-        """
+        """Compute the loss in chunks.
+
         Args:
             chunk_size: pairs whose losses are computed at a time, and again in the backward.
 
         Returns:
-            What the loss returns, and the values in it.
+            The result of the loss, and the values in it.
         """
         assert self.counts is not None
         state = RandomState(self.device)
@@ -75,7 +76,7 @@ class LossCall:
             part = slice(start, start + sum(s.stop - s.start for s in chunk))
             run = partial(self._run_chunk, chunk, _DrawnForAll(part, sum(self.counts)))
             if torch.is_grad_enabled():
-                # TorchScript, in which Mask2Former has its losses, cannot be stopped half-way.
+                # Mask2Former's losses are TorchScript, which cannot be stopped half-way.
                 with set_checkpoint_early_stop(False):
                     results.append(recompute_in_backward(self._criterion, run, *self._arguments))
             else:
@@ -85,17 +86,17 @@ class LossCall:
         return total, [torch.as_tensor(value).detach() for value in tree_iter(total)]
 
     def _run_chunk(self, chunk: Sequence[slice], draws: "_DrawnForAll", *_: Any) -> Any:
-        call = self.of(chunk)  # here, and so again in the backward: masks of objects are large
+        call = self.of(chunk)  # made here, and again in the backward: masks of objects are large
         with draws:
             return call._loss(call._criterion, *call._arguments, **call._kwargs)
 
 
 class _DrawnForAll(TorchFunctionMode):
-    """While open, random numbers for some pairs are what they are among those of all pairs.
+    """While open, random numbers for some pairs are the same as in a draw for all pairs.
 
     Args:
         part: the pairs.
-        num: of all pairs.
+        num: number of all pairs.
     """
 
     def __init__(self, part: slice, num: int) -> None:

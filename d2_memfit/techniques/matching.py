@@ -1,4 +1,4 @@
-"""Chunked matching: anchors find their instances without the matrix of all pairs."""
+"""Chunked matching of anchors to instances, without the matrix of all pairs."""
 
 import logging
 from typing import Any, Callable
@@ -21,11 +21,11 @@ __all__ = ["ChunkedMatcher", "ChunkedMatching", "PairwiseQuality"]
 
 @TECHNIQUES.register()
 class ChunkedMatching(PositiveIntTechnique):
-    """Anchors or proposals are matched to instances in chunks, with Detectron2's labels.
+    """Matches anchors or proposals to instances in chunks, with Detectron2's labels.
 
-    Saves the matrices of anchors x instances, of which Detectron2 has some six at a time: 2 GB for
-    268,569 anchors and 300 instances. Costs nothing: what is small stays in the processor's caches.
-    In the proposal network, in ROI heads, and in RetinaNet and FCOS.
+    Saves the matrices of anchors x instances, of which Detectron2 holds about six at a time: 2 GB
+    for 268,569 anchors and 300 instances. Costs nothing: small chunks stay in the processor's
+    caches. It applies to the proposal network, ROI heads, RetinaNet and FCOS.
 
     Source: github.com/facebookresearch/detectron2/pull/3750, whose matcher loops over instances.
     """
@@ -65,12 +65,12 @@ class ChunkedMatching(PositiveIntTechnique):
 
 
 def _files_of_detectron2(module: nn.Module) -> list[Any]:
-    """Those of a module's files in which it is known what becomes of a matrix of pairs."""
+    """A module's files from Detectron2, whose use of a matrix of pairs is known."""
     return [f for f in source_files([module]) if f.__name__.startswith("detectron2.")]
 
 
 def _give_chunked_matchers(module: nn.Module) -> bool:
-    """Replace a module's matchers, and say whether it had any. Cascade R-CNN has a list of them."""
+    """Replace a module's matchers; return whether it had any. Cascade R-CNN has a list of them."""
     found = False
     for name, value in list(vars(module).items()):
         if type(value) is Matcher:
@@ -84,11 +84,11 @@ def _give_chunked_matchers(module: nn.Module) -> bool:
 
 
 class PairwiseQuality:
-    """In place of a matrix [M, N] of how well each of M instances and N anchors match.
+    """A replacement of the matrix [M, N] of match qualities of M instances and N anchors.
 
     Args:
-        compute: called as ``compute(rows, columns)``, two indices as of a tensor, of which the
-            second is a slice; gives that part of the matrix.
+        compute: called as ``compute(rows, columns)`` with two tensor indices, of which the second
+            is a slice; returns that part of the matrix.
         shape: (M, N).
         chunk_size: columns that are computed at a time.
     """
@@ -101,7 +101,7 @@ class PairwiseQuality:
         self.chunks = _chunks(shape[1], chunk_size)
 
     def max(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As that of a tensor, for the best instance of each anchor (dim 0)."""
+        """Quality and number of the best instance of each anchor, as ``Tensor.max`` (dim 0)."""
         assert dim == 0
         best = [self.compute(slice(None), chunk).max(dim=0) for chunk in self.chunks]
         return torch.cat([b.values for b in best]), torch.cat([b.indices for b in best])
@@ -112,17 +112,18 @@ def _chunks(num: int, chunk_size: int) -> list[slice]:
 
 
 class ChunkedMatcher(Matcher):
-    """Detectron2's ``Matcher``, which takes a matrix or what stands in its place.
+    """Detectron2's ``Matcher`` for a matrix or a :class:`PairwiseQuality`.
 
     Args:
-        matcher: the one whose thresholds and labels it has.
+        matcher: the matcher whose thresholds and labels are used.
     """
 
     def __init__(self, matcher: Matcher) -> None:
         self.__dict__.update(vars(matcher))
 
     def __call__(self, quality: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """
+        """Match anchors to instances.
+
         Args:
             quality: a matrix [M, N], or a :class:`PairwiseQuality`.
 
@@ -148,7 +149,7 @@ class ChunkedMatcher(Matcher):
             matches.append(best.indices)
             if self.allow_low_quality_matches:
                 best_of_instances.append(part.max(dim=1).values)
-        assert torch.stack(worst).min() >= 0  # at the end: on a GPU, a look at a value is a wait
+        assert torch.stack(worst).min() >= 0  # at the end: reading a value waits for the GPU
         # With one row, Detectron2's matcher labels anchors by their best match alone.
         labels_only = Matcher.__new__(Matcher)
         vars(labels_only).update(vars(self), allow_low_quality_matches=False)
@@ -161,7 +162,7 @@ class ChunkedMatcher(Matcher):
 def _label_best_anchors(
     quality: PairwiseQuality, best_of_instances: torch.Tensor, labels: torch.Tensor
 ) -> None:
-    """Label 1 for the anchors that an instance has no better one than, ties included.
+    """Give label 1 to each instance's best anchors, ties included.
 
     Args:
         best_of_instances: the best quality in each chunk [number of chunks, M].
@@ -193,12 +194,12 @@ class _MatchesInChunks(nn.Module):
 
 
 class _MatchesPointsInChunks(FCOS):
-    """FCOS, which has a matching of its own: another one in each release of Detectron2."""
+    """FCOS, whose own matching differs between Detectron2's releases."""
 
     chunk_size: int
 
     def _match_anchors(self, instances: Boxes, anchors: list[Boxes]) -> PairwiseQuality:
-        """In main: the matrix [M, N] of an image."""
+        """Main's matching: the matrix [M, N] of an image."""
         match = super()._match_anchors
 
         def compute(rows: Any, columns: slice) -> torch.Tensor:
@@ -208,7 +209,7 @@ class _MatchesPointsInChunks(FCOS):
         return PairwiseQuality(compute, (len(instances), num_anchors), self.chunk_size)
 
     def match_anchors(self, anchors: list[Boxes], instances: list[Instances]) -> list[torch.Tensor]:
-        """In v0.6: for each image the matched instances [N]."""
+        """Matching of v0.6: the matched instances [N] of each image."""
         chunks = _chunks(sum(len(level) for level in anchors), self.chunk_size)
         match = super().match_anchors
         parts = [match(_part_of(anchors, chunk), instances) for chunk in chunks]
@@ -216,7 +217,7 @@ class _MatchesPointsInChunks(FCOS):
 
 
 def _part_of(levels: list[Boxes], anchors: slice) -> list[Boxes]:
-    """Some anchors in their levels, and one more of the last level: FCOS needs one there."""
+    """Some anchors in their levels, plus one of the last level, which FCOS needs."""
     parts, start = [], 0
     for level in levels:
         parts.append(level[max(anchors.start - start, 0) : max(anchors.stop - start, 0)])

@@ -1,4 +1,4 @@
-"""Hungarian matching, for which costs are computed for some objects at a time."""
+"""Hungarian matching whose costs are computed for some objects at a time."""
 
 from collections.abc import Sequence
 from typing import Any, Callable, Optional, Union
@@ -20,16 +20,18 @@ _Solve = Callable[..., tuple[_Matrix, _Matrix]]
 
 
 class MatcherCall:
-    """A call of a matcher that computes costs, queries x objects, and gives those of each image to
+    """A call of a Hungarian matcher.
+
+    The matcher computes costs, queries x objects, and gives those of each image to
     ``linear_sum_assignment``.
 
     Args:
         forward: called as ``forward(matcher, *args, **kwargs)``.
-        args, kwargs: predictions, and lists that have the targets of each image.
+        args, kwargs: predictions, and lists with the targets of each image.
 
     Attributes:
-        counts: of objects in each image; None if the arguments do not say it.
-        device: of the predictions.
+        counts: numbers of objects in each image; None if the arguments do not tell.
+        device: device of the predictions.
     """
 
     def __init__(
@@ -50,26 +52,26 @@ class MatcherCall:
         self.counts: Optional[list[int]] = counts[0] if is_known else None
 
     def of(self, chosen: Sequence[slice]) -> "MatcherCall":
-        """The call with some objects of each image."""
+        """The call with only some objects of each image."""
         targets = {k: take_objects(v, chosen) for k, v in self._targets.items()}
         args, kwargs = _split({**self._arguments, **targets})
         return MatcherCall(self._forward, self._matcher, args, kwargs)
 
     def run(self, chunk_size: int) -> tuple[Any, list[_Matrix]]:
-        """
+        """Match with costs computed in chunks.
+
         Args:
-            chunk_size: objects for which costs are computed at a time.
+            chunk_size: objects whose costs are computed at a time.
 
         Returns:
-            What the matcher returns; and the matrices that it has matched, and how many pairs of
-            each image.
+            The matcher's result; and the matched matrices, with the numbers of pairs of each image.
         """
         assert self.counts is not None
         state = RandomState(self.device)
         matrices = _Matrices()
         chunks = list(chunks_of(self.counts, chunk_size))
         for chunk in chunks:
-            state.restore()  # points at which masks are compared are those of all chunks
+            state.restore()  # all chunks compare masks at the same points
             matrices.begin(is_last=chunk is chunks[-1])
             result = self.of(chunk)._call(matrices)
         return result, [*matrices.whole, np.array([len(queries) for queries, _ in result])]
@@ -82,16 +84,16 @@ class MatcherCall:
 
 
 def _split(arguments: dict[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Those by position, and those by name."""
+    """Separate positional from keyword arguments."""
     args = [value for key, value in arguments.items() if isinstance(key, int)]
     return args, {key: value for key, value in arguments.items() if isinstance(key, str)}
 
 
 class _Matrices:
-    """Gathers the columns that are computed chunk by chunk, and matches what is whole.
+    """Gathers columns that are computed chunk by chunk, and matches complete matrices.
 
     Attributes:
-        whole: the matrices in the order in which the matcher gives them to be matched.
+        whole: the complete matrices, in the order in which the matcher uses them.
     """
 
     def __init__(self) -> None:

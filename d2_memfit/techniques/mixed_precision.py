@@ -11,13 +11,12 @@ __all__ = ["MixedPrecision"]
 
 @TECHNIQUES.register()
 class MixedPrecision(Technique):
-    """The forward computes in 16 bits where PyTorch's autocast says that it may.
+    """Computes the forward in 16 bits where PyTorch's autocast allows it.
 
-    Saves up to half of the activations; weights, gradients and losses stay in 32 bits, and losses,
-    ROI operators and labels too. Published for Detectron2: 5% of all memory for Mask R-CNN, 17% for
-    RetinaNet. Faster on GPUs with tensor cores. Changes: the
-    rounding of activations, to 16 bits; with float16, iterations whose gradients overflow are left
-    out.
+    Saves up to half of the activations. Weights, gradients, losses, ROI operators and labels stay
+    in 32 bits. Published for Detectron2: 5% of all memory for Mask R-CNN, 17% for RetinaNet. Faster
+    on GPUs with tensor cores. Changes: the rounding of activations, to 16 bits; with float16,
+    iterations whose gradients overflow are left out.
 
     Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; Detectron2's
     SOLVER.AMP.

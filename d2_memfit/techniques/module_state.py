@@ -1,4 +1,4 @@
-"""What a forward changes in a module, kept so that it can be put back."""
+"""State that a forward changes in a module, saved so that it can be restored."""
 
 import random
 from array import array
@@ -22,13 +22,14 @@ from torch import nn
 
 __all__ = ["LARGE_BYTES", "MOST_BYTES", "ModuleState", "plain_attributes"]
 
-# A tensor that is a plain attribute is copied up to this size; above, if it is known to change.
+# A plain attribute that is a tensor is copied up to this size; a larger one if it is known to
+# change.
 LARGE_BYTES = 2**20
 # Larger ones are left out. The weights of an R50-FPN, such as a teacher's, have 170 MB.
 MOST_BYTES = 2**28
-_MOST_OBJECTS = 10_000  # that an attribute leads to
+_MOST_OBJECTS = 10_000  # objects that an attribute leads to
 
-# What nn.Module manages itself: parameters, buffers, modules and hooks.
+# Attributes that nn.Module manages itself: parameters, buffers, modules and hooks.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 _CONSTANT = frozenset(
@@ -44,23 +45,24 @@ Undo = Callable[[], Any]
 
 
 class ModuleState:
-    """What a forward may change in a module and its parts, as it is when this is made.
+    """The state that a forward may change in a module and its parts, saved when this is made.
 
-    - Buffers, such as running statistics of batch normalisation; also one that is None.
+    - Buffers, such as running statistics of batch normalisation, including None.
     - Plain attributes of any kind, such as RetinaNet's running normaliser.
-    - What is in them: in lists, tuples, deques, dicts, sets and NumPy arrays, in random generators
-      of Python, NumPy and PyTorch, in tensors up to 1 MiB, and in the attributes of other objects.
-    - Tensors that are named.
+    - Their content: lists, tuples, deques, dicts, sets and NumPy arrays, random generators of
+      Python, NumPy and PyTorch, tensors up to 1 MiB, and the attributes of other objects.
+    - The tensors in ``changed``.
 
     A part with the methods ``save_for_retry()`` and ``restore_for_retry(state)`` keeps its plain
-    attributes itself. An attribute that leads to a tensor with a graph is no state, and left alone.
+    attributes itself. An attribute that leads to a tensor with a graph is not state, and is left
+    alone.
 
     Args:
         changed: parameters, or large tensors among the attributes, that forwards change.
 
     Attributes:
-        parts: all modules, also those that only plain attributes lead to, as a list's.
-        left_out: parts, names and reasons of attributes that may be state and are not kept.
+        parts: all modules, including those that only plain attributes lead to, such as in a list.
+        left_out: parts, names and reasons of attributes that may be state and are not saved.
     """
 
     def __init__(self, module: nn.Module, changed: Iterable[torch.Tensor] = ()) -> None:
@@ -79,12 +81,12 @@ class ModuleState:
                 parts.extend(self._keep(part))
 
     def restore(self) -> None:
-        """Go back. It can be done more than once, and between a forward and its backward."""
+        """Restore the state. This may be repeated, also between forward and backward."""
         for undo in self._undo:
             undo()
 
     def _keep(self, part: nn.Module) -> list[nn.Module]:
-        """Returns modules that only a plain attribute leads to, such as a list's."""
+        """Save a part's state; return modules that only a plain attribute leads to."""
         self._undo += [_undo_tensor(b) for b in part._buffers.values() if b is not None]
         self._undo.append(_undo_entries(part._buffers))
         self.parts.append(part)
@@ -111,7 +113,7 @@ class ModuleState:
 
 
 def plain_attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Those of one module that PyTorch does not manage."""
+    """A module's attributes that PyTorch does not manage."""
     return ((k, v) for k, v in vars(part).items() if k not in _OF_MODULES)
 
 
@@ -121,7 +123,7 @@ class _LeftOutError(Exception):
 
 
 class _Contents:
-    """What is in a value, and how it is put back."""
+    """The content of a value, and the functions that restore it."""
 
     def __init__(self, known: dict[int, Any]) -> None:
         self.undo: list[Undo] = []
@@ -191,7 +193,7 @@ class _Contents:
 
 
 def _slots(value: Any) -> list[str]:
-    """Attributes of an object that are in no ``__dict__``, set or not."""
+    """Attributes of an object that are not in a ``__dict__``, set or not."""
     bases = (vars(base) for base in type(value).__mro__ if "__slots__" in vars(base))
     members = (item for base in bases for item in base.items())
     return [name for name, member in members if isinstance(member, MemberDescriptorType)]
@@ -218,7 +220,7 @@ def _undo_own(part: Any) -> Undo:
 
 
 def _undo_tensor(tensor: torch.Tensor) -> Undo:
-    # By way of .data, autograd does not take it for a change of what it has saved.
+    # Through .data, so that autograd does not see a change of a saved tensor.
     value = tensor.detach().clone()
 
     def undo() -> None:
@@ -262,7 +264,7 @@ def _undo_entries(entries: dict[Any, Any]) -> Undo:
     def undo() -> None:
         if not _same(list(entries.items()), kept):  # a config may refuse to be written
             entries.clear()
-            entries.update(dict(kept))  # of a Counter, pairs would be counted
+            entries.update(dict(kept))  # a Counter would count pairs
 
     return undo
 
@@ -276,10 +278,10 @@ def _same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
 def _undo_attributes(
     attributes: dict[str, Any], kept: dict[str, Any], others: AbstractSet[str]
 ) -> Undo:
-    """For a ``__dict__``, except for some names."""
+    """Restore a ``__dict__``, except for some names."""
 
     def undo() -> None:
-        for name in attributes.keys() - kept.keys():  # it came with the first forward
+        for name in attributes.keys() - kept.keys():  # the first forward added it
             del attributes[name]
         attributes.update((name, value) for name, value in kept.items() if name not in others)
 

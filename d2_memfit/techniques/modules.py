@@ -1,4 +1,4 @@
-"""Finding modules by patterns of their names, and changing what one of them does."""
+"""Finding modules by name patterns, and changing the behaviour of a module."""
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -15,12 +15,12 @@ __all__ = ["add_mixin", "find_modules", "own_class"]
 def find_modules(model: nn.Module, key: str, patterns: Sequence[str]) -> list[nn.Module]:
     """The modules whose names match one of the patterns, as in ``fnmatch``.
 
-    What is inside of a module that matches is not listed again: "backbone.bottom_up.res4.*" gives
-    the blocks of res4. Of a ``ModuleList`` or ``ModuleDict``, which is never called, the modules in
-    it are given.
+    The parts of a matching module are not listed again: "backbone.bottom_up.res4.*" gives the
+    blocks of res4. A ``ModuleList`` or ``ModuleDict``, which is never called, is replaced by its
+    members.
 
     Args:
-        key: the config key that has the patterns, for messages.
+        key: the config key of the patterns, for messages.
 
     Raises:
         ConfigError: a pattern matches nothing.
@@ -51,11 +51,11 @@ def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
 def add_mixin(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Give one module a class that derives from ``mixin`` and its own class.
 
-    Its parameters keep their names, it is still an instance of its own class, and copies of it are
+    Its parameters keep their names, and it is still an instance of its own class. Copies are
     extended too.
 
     Args:
-        attributes: of the new class, for the mixin's methods.
+        attributes: class attributes for the mixin's methods.
     """
     original, base = type(module), own_class(module)
     extensions = [*getattr(original, "_extensions", []), (mixin, attributes)]
@@ -80,7 +80,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _extended(base: type[nn.Module], extensions: list[tuple[type, dict[str, Any]]]) -> nn.Module:
-    """For copies and pickles."""
+    """Rebuild an extended module, for copies and pickles."""
     module = base.__new__(base)
     for mixin, attributes in extensions:
         add_mixin(module, mixin, **attributes)

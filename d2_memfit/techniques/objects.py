@@ -1,4 +1,4 @@
-"""The targets of a DETR-like's criterion, some objects at a time."""
+"""Selections of the objects in a DETR-like criterion's targets."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,11 +8,11 @@ import torch
 
 __all__ = ["chunks_of", "count_objects", "is_targets", "take_objects"]
 
-_LABELS = ("labels", "class_labels")  # in DETR and those after it; in the transformers library
+_LABELS = ("labels", "class_labels")  # DETR and its successors; the transformers library
 
 
 def is_targets(value: Any) -> bool:
-    """Whether it is a list with a dict, or a tensor, for each image."""
+    """Whether a value is a list with a dict per image, or with a tensor per image."""
     if not isinstance(value, (list, tuple)) or not value:
         return False
     return all(isinstance(v, dict) for v in value) or all(
@@ -21,7 +21,7 @@ def is_targets(value: Any) -> bool:
 
 
 def count_objects(targets: Sequence[Any]) -> Optional[list[int]]:
-    """The objects of each image. None if a target does not say how many it has."""
+    """Number of objects of each image; None if a target does not tell it."""
     counts = []
     for target in targets:
         if isinstance(target, dict):
@@ -33,10 +33,10 @@ def count_objects(targets: Sequence[Any]) -> Optional[list[int]]:
 
 
 def take_objects(targets: Sequence[Any], chosen: Sequence[Union[slice, torch.Tensor]]) -> list[Any]:
-    """The targets with some of their objects.
+    """Select some objects of the targets.
 
     Args:
-        chosen: those of each image.
+        chosen: selection for each image.
     """
     counts = count_objects(targets)
     assert counts is not None
@@ -53,17 +53,17 @@ def _is_of_objects(name: str, targets: Sequence[Any], counts: Sequence[int]) -> 
     values = [target.get(name) for target in targets]
     if not all(isinstance(v, torch.Tensor) and v.dim() for v in values):
         return False
-    if values[0].dim() == 1 and "size" in name:  # an image's, which can have as many objects
+    if values[0].dim() == 1 and "size" in name:  # an image's size can be as long
         return False
     return [len(v) for v in values] == list(counts)
 
 
 def chunks_of(counts: Sequence[int], chunk_size: int) -> Iterator[list[slice]]:
-    """Chunks of about equal size, each as the objects that it has of each image.
+    """Split objects into chunks of about equal size, each as one slice per image.
 
     Args:
-        counts: of objects in each image.
-        chunk_size: objects in a chunk. There is no chunk of one.
+        counts: number of objects in each image.
+        chunk_size: objects in a chunk. No chunk has a single object.
     """
     num = sum(counts)
     num_chunks = max(1, min(math.ceil(num / chunk_size), num // 2))

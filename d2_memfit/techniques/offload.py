@@ -1,4 +1,4 @@
-"""Activations that wait for the backward in the host's RAM."""
+"""Offloading of activations to the host's RAM until the backward."""
 
 import logging
 import weakref
@@ -21,18 +21,18 @@ __all__ = ["ActivationOffload"]
 
 logger = logging.getLogger(__name__)
 
-_SMALLEST_BYTES = 2**20  # what is smaller is not worth a copy
+_SMALLEST_BYTES = 2**20  # smaller tensors are not worth a copy
 _CHECK_EVERY_BYTES = 2**28
 _WARN_BELOW_BYTES = 2**31
 
 
 @TECHNIQUES.register()
 class ActivationOffload(Technique):
-    """What some modules save for the backward is copied to the host, and back when it is needed.
+    """Copies the tensors that modules save for the backward to the host, and back when needed.
 
-    Saves their activations on the device; with checkpointing inside of these modules, the inputs
-    that this keeps. Costs as much of the host's RAM on each rank, and time where copies take longer
-    than computing: they run beside it, in page-locked memory.
+    Saves these modules' activations on the device or, with checkpointing inside them, the kept
+    inputs. Costs the same amount of the host's RAM on each rank. Costs time if copies take longer
+    than computing: they run in parallel, in page-locked memory.
 
     Source: Rhu et al., "vDNN", arXiv:1602.08124; PyTorch's ``saved_tensors_hooks``.
     """
@@ -40,7 +40,7 @@ class ActivationOffload(Technique):
     tier = "exact"
     part = "model"
     gpu_only = True
-    order = 2  # the inputs that checkpoints keep are offloaded, too
+    order = 2  # kept inputs of checkpoints are offloaded, too
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -84,18 +84,18 @@ class _Offloaded(nn.Module):
 
 
 class _HostCopy:
-    """A saved tensor on the host, and again on the device as soon as it is fetched."""
+    """A saved tensor on the host, and on the device once it is fetched."""
 
     def __init__(self, host: torch.Tensor, before: Optional["_HostCopy"]) -> None:
         self.host = host
-        # The one that was saved before it.
+        # The tensor saved before it.
         self.before = None if before is None else weakref.ref(before)
         self.fetched: Optional[torch.Tensor] = None
         self.is_there: Optional[torch.cuda.Event] = None
 
 
 class _Offload:
-    """Moves what autograd saves to the host and back, on a GPU with a stream of its own."""
+    """Moves tensors saved by autograd to the host and back, with its own stream on a GPU."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Offload, (self._device,)
@@ -103,7 +103,7 @@ class _Offload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._weights: set[int] = set()  # addresses of what is on the device anyway
+        self._weights: set[int] = set()  # addresses of tensors that stay on the device anyway
         # The tensor is kept, so that no other can have its address.
         self._last: Optional[tuple[torch.Tensor, tuple[Any, ...], _HostCopy]] = None
         self._bytes_since_check = 0
@@ -129,7 +129,7 @@ class _Offload:
         before = None
         if self._last is not None:
             _, last_identity, before = self._last
-            if identity == last_identity:  # of the operator that made it, and of the next one
+            if identity == last_identity:  # saved by the operator that made it, and by the next one
                 return before
         self._check_host(tensor.nbytes)
         packed = _HostCopy(self._copy_to_host(tensor), before)
@@ -145,7 +145,7 @@ class _Offload:
             current.wait_event(packed.is_there)
             fetched.record_stream(current)
         before = None if packed.before is None else packed.before()
-        if before is not None:  # it is needed next, and comes while this one is used
+        if before is not None:  # needed next; fetched while this one is used
             self._fetch(before)
         return fetched
 
@@ -167,7 +167,7 @@ class _Offload:
         if packed.fetched is not None:
             return packed.fetched
         if self._stream is None:
-            packed.fetched = packed.host.clone()  # in memory that counts as the device's
+            packed.fetched = packed.host.clone()  # memory that counts as the device's
             return packed.fetched
         with torch.cuda.stream(self._stream):
             packed.fetched = packed.host.to(self._device, non_blocking=True)
@@ -191,7 +191,7 @@ class _Offload:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors share if they are one, unchanged."""
+    """Facts that two tensors share if they are the same tensor, unchanged."""
     address, version = tensor.data_ptr(), tensor._version
     return address, version, tensor.dtype, tensor.shape, tensor.stride()
 

@@ -1,4 +1,4 @@
-"""How an optimizer goes through the parameters."""
+"""The implementation of an optimizer's step."""
 
 from typing import Any
 
@@ -14,11 +14,10 @@ __all__ = ["OptimizerImplementation"]
 
 @TECHNIQUES.register()
 class OptimizerImplementation(Technique):
-    """The optimizer updates parameters one by one ("for-loop") or in one kernel ("fused").
+    """Makes the optimizer update parameters one by one ("for-loop") or in one kernel ("fused").
 
     Saves the copy of all gradients that PyTorch's choice on a GPU, "foreach", makes for weight
-    decay. Costs time with "for-loop", mostly where there are many small parameters; none with
-    "fused".
+    decay. Costs time with "for-loop", mostly with many small parameters, and none with "fused".
 
     Source: https://docs.pytorch.org/docs/stable/optim.html#algorithms
     """
@@ -68,7 +67,5 @@ class OptimizerImplementation(Technique):
 
 
 def has_known_step(cls: type[Optimizer]) -> bool:
-    """Whether an optimizer's step is PyTorch's, or that with Detectron2's clipping before it, which
-    looks at each parameter by itself.
-    """
+    """Whether an optimizer's step is PyTorch's, or Detectron2's with per-parameter clipping."""
     return cls.step.__module__.startswith(("torch.optim.", "detectron2.solver."))

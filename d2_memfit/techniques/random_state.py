@@ -1,4 +1,4 @@
-"""Drawing the same random numbers again."""
+"""Saved random states, to draw the same random numbers again."""
 
 import torch
 from torch.utils._pytree import tree_iter
@@ -7,7 +7,7 @@ __all__ = ["RandomState", "device_of"]
 
 
 class RandomState:
-    """The random generators of the CPU and of a device, as they are when this is made."""
+    """The random states of the CPU and of a device, saved when this is made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Keys of Detectron2 that need less memory because something else is trained."""
+"""Settings of Detectron2's own keys that need less memory and change what is trained."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Union
@@ -19,7 +19,7 @@ class _Recipe(Technique):
 
 @TECHNIQUES.register()
 class PolygonMasks(_Recipe):
-    """Annotated masks stay polygons, and are drawn at the size of the mask head's output.
+    """Keeps annotated masks as polygons, drawn at the size of the mask head's output.
 
     Saves one bit mask of the image's size per instance: 800 MB were reported. Changes: pixels at
     the borders of masks; holes and run-length codes are not possible.
@@ -34,14 +34,14 @@ class PolygonMasks(_Recipe):
 
 
 def _draws_polygons(cfg: CfgNode) -> bool:
-    """Detectron2's mask heads do; PointRend's for one takes bit masks only."""
+    """Whether the mask head draws polygons; Detectron2's do, PointRend's takes only bit masks."""
     head = ROI_MASK_HEAD_REGISTRY.get(cfg.MODEL.ROI_MASK_HEAD.NAME)
     return isinstance(head, type) and issubclass(head, BaseMaskRCNNHead)
 
 
 @TECHNIQUES.register()
 class FewerProposals(_Recipe):
-    """The proposal network hands half as many proposals to the ROI heads, which sample from them.
+    """Halves the proposals that the proposal network gives to the ROI heads.
 
     Saves their share of non-maximum suppression, matching and sampling. Changes: the heads choose
     from fewer proposals.
@@ -57,7 +57,7 @@ class FewerProposals(_Recipe):
 
 @TECHNIQUES.register()
 class SmallerRoiBatch(_Recipe):
-    """The ROI heads train on half as many proposals of each image.
+    """Halves the proposals per image that the ROI heads train on.
 
     Saves half of the activations of the box head, and of mask and keypoint heads, which run on the
     foreground quarter. Changes: the sampling; small objects are seen less often.
@@ -72,7 +72,7 @@ class SmallerRoiBatch(_Recipe):
 
 @TECHNIQUES.register()
 class SmallerRpnBatch(_Recipe):
-    """The proposal network's loss takes half as many anchors of each image.
+    """Halves the anchors per image in the proposal network's loss.
 
     Saves little: losses are small. Changes: the sampling.
 
@@ -86,7 +86,7 @@ class SmallerRpnBatch(_Recipe):
 
 @TECHNIQUES.register()
 class FewerDetections(_Recipe):
-    """Half as many detections of an image are kept in evaluation.
+    """Halves the detections per image that are kept in evaluation.
 
     Saves the masks of the others, in the image's size. Changes: the recall on crowded images.
 
@@ -100,7 +100,7 @@ class FewerDetections(_Recipe):
 
 @TECHNIQUES.register()
 class FewerQueries(_Recipe):
-    """Half of the queries, in models that have them (DETR, MaskFormer, Mask2Former).
+    """Halves the queries of models that have them (DETR, MaskFormer, Mask2Former).
 
     Saves their share of the decoder, and of the masks of all queries. Changes: the number of
     objects that can be found; weights of queries no longer fit.
@@ -116,9 +116,9 @@ class FewerQueries(_Recipe):
 
 @TECHNIQUES.register()
 class OneImageSize(_Recipe):
-    """All images are trained on at the smallest of the config's sizes, without multi-scale.
+    """Trains all images at the smallest of the config's sizes, without multi-scale.
 
-    Saves what larger sizes take: the peak is that of the largest. Changes: less augmentation.
+    Saves the memory of larger sizes: the largest determines the peak. Changes: less augmentation.
 
     Source: Detectron2's INPUT.MIN_SIZE_TRAIN.
     """
@@ -131,7 +131,7 @@ class OneImageSize(_Recipe):
 
 @TECHNIQUES.register()
 class SmallerImages(_Recipe):
-    """Images are trained on and evaluated at three quarters of the size.
+    """Trains and evaluates images at three quarters of their size.
 
     Saves 44% of all activations that belong to pixels. Changes: small objects are harder to find.
 
@@ -148,7 +148,7 @@ class SmallerImages(_Recipe):
 
 @TECHNIQUES.register()
 class MoreFrozenStages(_Recipe):
-    """One more stage of the backbone keeps its pretrained weights.
+    """Freezes one more stage of the backbone at its pretrained weights.
 
     Saves its activations, gradients and optimizer states. Changes: that stage does not learn; it
     needs pretrained weights.
@@ -164,10 +164,10 @@ class MoreFrozenStages(_Recipe):
 
 @TECHNIQUES.register()
 class LighterBackbone(_Recipe):
-    """The next smaller ResNet: 152, 101, 50, 34, 18 layers.
+    """Uses the next smaller ResNet: 152, 101, 50, 34, 18 layers.
 
-    Saves activations, weights and optimizer states of the layers that are left out. Changes: the
-    model; MODEL.WEIGHTS must be those of the new one (Detectron2 has none for 34 and 18 layers, and
+    Saves activations, weights and optimizer states of the omitted layers. Changes: the model;
+    MODEL.WEIGHTS must be those of the new one (Detectron2 has none for 34 and 18 layers, and
     converts torchvision's with its ``tools/convert-torchvision-to-d2.py``).
 
     Source: He et al., "Deep Residual Learning", arXiv:1512.03385; Detectron2's MODEL.RESNETS.DEPTH.
@@ -196,7 +196,7 @@ def _halved(cfg: CfgNode, keys: Iterable[str], at_least: int) -> dict[str, int]:
 
 
 def _value(cfg: CfgNode, key: str) -> Any:
-    """None where the config has no such key."""
+    """Value of a config key; None if there is no such key."""
     for part in key.split("."):
         if part not in cfg:
             return None

@@ -1,4 +1,4 @@
-"""A forward of which autograd keeps only the arguments."""
+"""Recomputation of a forward, for which autograd keeps only the arguments."""
 
 import logging
 import random
@@ -24,22 +24,22 @@ __all__ = ["recompute_in_backward"]
 
 logger = logging.getLogger(__name__)
 
-# Whether a module that was called changes its arguments in place.
+# For each called module, whether it changes its arguments in place.
 _changes_arguments: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def recompute_in_backward(
     module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call ``forward``, of which autograd keeps only the arguments.
+    """Call ``forward`` so that autograd keeps only its arguments.
 
-    A module that changes a tensor among its arguments in place could not be computed again. In its
-    first forward that is noticed before it happens, a warning names the module, and from then on
-    autograd keeps what it always does.
+    A module that changes one of its argument tensors in place could not be recomputed. This is
+    noticed in its first forward, before the change. A warning names the module, and autograd then
+    keeps its tensors as usual.
 
     Args:
-        module: whose forward it is. What that changes, running statistics and logged scalars, is
-            changed once.
+        module: the module of this forward. Its running statistics and logged scalars change only
+            once.
     """
     if not torch.is_grad_enabled() or _changes_arguments.get(module, False):
         return forward(*args, **kwargs)
@@ -72,11 +72,11 @@ def recompute_in_backward(
 def _repeatable(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """A call as a function of the different tensors among its arguments, and these tensors.
+    """A call as a function of the distinct tensors among its arguments, and these tensors.
 
-    The first call is given the arguments as they are. Later ones are given the function's tensors
-    in their places: one that was given twice is one tensor again, whatever was done to keep it.
-    Attention compares its query, key and value by ``is``.
+    The first call gets the original arguments. Later calls get the function's tensors in their
+    places. A tensor that was passed twice is one tensor again, because attention compares query,
+    key and value by ``is``.
     """
     leaves, structure = tree_flatten((args, kwargs))
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -101,10 +101,10 @@ class _ArgumentChangesError(Exception):
 
 
 class _Unchanged(TorchDispatchMode):
-    """While open, an operator that would change one of some tensors raises before it does.
+    """While open, an operator that would change one of the given tensors raises first.
 
     Attributes:
-        operator: that has raised.
+        operator: the operator that raised.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -134,14 +134,15 @@ def _address(tensor: torch.Tensor) -> Any:
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], "_WithoutTraces"]:
-    """For the forward, and for when it is computed again."""
+    """Contexts for the forward and for its recomputation."""
     return nullcontext(), _WithoutTraces(module)
 
 
 class _WithoutTraces:
-    """While open, a forward draws the numbers of its first time, and running statistics and the
-    scalars of the run change for nothing. It can be opened again, as a second backward through the
-    same graph does.
+    """While open, a forward repeats its random numbers and leaves no traces.
+
+    Running statistics and the run's scalars do not change. It can be opened again, as a second
+    backward through the same graph does.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -160,8 +161,10 @@ class _WithoutTraces:
 
 
 class _RandomState:
-    """The states of random generators that PyTorch's checkpoints leave alone, as they are when this
-    is made: of Python and NumPy, and of the module's GPU, where no argument is a tensor on it.
+    """The states of random generators that PyTorch's checkpoints do not save.
+
+    They are those of Python and NumPy, and of the module's GPU, which PyTorch misses if no argument
+    is on it.
     """
 
     def __init__(self, module: nn.Module) -> None:

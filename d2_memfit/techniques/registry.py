@@ -1,4 +1,4 @@
-"""What a technique is, and how a job gets those that its config turns on."""
+"""The technique interface, its registry, and the techniques that a config turns on."""
 
 import logging
 import warnings
@@ -77,7 +77,7 @@ class Technique:
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
-        """Add its keys to a config. Their defaults turn it off."""
+        """Add the technique's keys to a config. Their defaults turn it off."""
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Technique:
 
     @classmethod
     def is_on(cls, cfg: CfgNode) -> bool:
-        """Whether :meth:`apply` has something to do.
+        """Whether :meth:`apply` has an effect.
 
         Raises:
             ConfigError: one of its keys has a value that cannot work.
@@ -108,11 +108,11 @@ class Technique:
 
     @classmethod
     def check(cls, cfg: CfgNode, num_ranks: int) -> None:
-        """Raise :class:`ConfigError` if it is on and cannot work on so many ranks."""
+        """Raise :class:`ConfigError` if it is on and cannot work on this many ranks."""
 
     @classmethod
     def apply(cls, part: Any, cfg: CfgNode) -> Any:
-        """Apply it, and return the part to go on with: the same one, changed, or another.
+        """Apply the technique, and return the part to use: the same one, changed, or another.
 
         Raises:
             ConfigError: it cannot work on this part.
@@ -165,10 +165,10 @@ TECHNIQUES: Registry = Registry("TECHNIQUE")  # of subclasses of Technique
 
 
 def get_technique(name: str) -> type[Technique]:
-    """A technique by its name.
+    """Get a technique by name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such technique.
     """
     known = dict(TECHNIQUES)
     if name not in known:
@@ -180,14 +180,14 @@ def get_technique(name: str) -> type[Technique]:
 
 
 def apply_techniques(part_name: str, part: Any, cfg: CfgNode, announce: bool = True) -> Any:
-    """Apply what the config turns on to one part of a job.
+    """Apply the techniques that a config turns on to one part of a job.
 
     Args:
         part_name: one of ``PARTS``.
-        announce: whether the log says which; False where the job is not the user's, but a trial.
+        announce: whether to log them; False for a trial that is not the user's job.
 
     Returns:
-        The part to go on with.
+        The part to use.
     """
     for name, technique in sorted(TECHNIQUES, key=lambda item: (item[1].order, item[0])):
         if technique.part == part_name and technique.is_on(cfg):
@@ -199,7 +199,7 @@ def apply_techniques(part_name: str, part: Any, cfg: CfgNode, announce: bool = T
 
 @contextmanager
 def ready_to_evaluate(model: nn.Module, cfg: CfgNode, announce: bool = True) -> Iterator[None]:
-    """While open, the model is as the config wants it for its evaluation.
+    """While open, the model is set up for evaluation as the config says.
 
     Args:
         model: without DDP around it.

@@ -1,4 +1,4 @@
-"""One image and its annotations at another size."""
+"""Resizing of an image and its annotations."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ __all__ = ["resize_image"]
 
 
 def resize_image(image: dict[str, Any], factor: float) -> dict[str, Any]:
-    """A dataset dict, as Detectron2's mappers make it, at ``factor`` of its size.
+    """Resize a dataset dict, as made by Detectron2's mappers, by ``factor``.
 
     Args:
         image: with "image", a tensor (C, H, W). "instances", "proposals" and "sem_seg" (H, W) are
@@ -25,7 +25,7 @@ def resize_image(image: dict[str, Any], factor: float) -> dict[str, Any]:
         factor: applied to height and width, which stay at least 1 pixel.
 
     Returns:
-        dict: a new one. The given one is as it was.
+        dict: a new one. The given one does not change.
     """
     old = image["image"].shape[-2:]
     new = tuple(max(1, round(side * factor)) for side in old)
@@ -39,8 +39,8 @@ def resize_image(image: dict[str, Any], factor: float) -> dict[str, Any]:
 
 
 def _resize_pixels(pixels: torch.Tensor, size: tuple[int, int], mode: str) -> torch.Tensor:
-    """Keeps the type of the pixels; any dimensions may stand before height and width."""
-    if pixels.numel() == 0:  # an image without objects has no masks
+    """Resize pixels and keep their dtype. Any dimensions may precede height and width."""
+    if pixels.numel() == 0:  # an image without objects has empty masks
         return pixels.new_zeros((*pixels.shape[:-2], *size))
     shape = (1, -1, *pixels.shape[-2:])
     options = {"align_corners": False, "antialias": True} if mode == "bilinear" else {}

@@ -1,4 +1,4 @@
-"""One copy of the dataset's annotations in RAM, for all ranks and workers of a machine."""
+"""One copy of the dataset's annotations in RAM for all ranks and workers of a machine."""
 
 import os
 import pickle
@@ -23,11 +23,11 @@ __all__ = ["SharedDataset", "SharedList"]
 
 @TECHNIQUES.register()
 class SharedDataset(BooleanTechnique):
-    """The dataset's dicts are serialized once per machine, into a file that all ranks map.
+    """Serializes the dataset's dicts once per machine, into a file that all ranks map.
 
-    Saves the dataset's copies of all ranks but one, in training and evaluation: COCO's training
-    annotations take 0.5 GB, those of a large dataset tens of GB. Costs nothing: the file is gone
-    from its folder as soon as all ranks have it, and its pages are in RAM as long as there is room.
+    Saves all ranks' copies of the dataset but one, in training and evaluation. COCO's training
+    annotations take 0.5 GB, those of a large dataset tens of GB. Costs nothing: the file is removed
+    from its folder once all ranks have mapped it. Its pages stay in RAM while there is room.
 
     Source: github.com/facebookresearch/detectron2/issues/4626 and d2go/issues/405.
     """
@@ -54,7 +54,7 @@ class SharedDataset(BooleanTechnique):
     @classmethod
     @contextmanager
     def sharing(cls, cfg: CfgNode) -> Iterator[None]:
-        """While open, loaders of Detectron2 that are built share their datasets, if it is on."""
+        """While open, Detectron2's loaders share their datasets, if the technique is on."""
         if not cls.is_on(cfg):
             yield
             return
@@ -63,10 +63,10 @@ class SharedDataset(BooleanTechnique):
 
 
 class SharedList(Dataset[Any]):
-    """In place of Detectron2's ``DatasetFromList``. All ranks must make it together.
+    """A replacement of Detectron2's ``DatasetFromList``. All ranks must make it together.
 
     Args:
-        items: what can be pickled; those of the first rank of each machine count.
+        items: objects that can be pickled; those of each machine's first rank are used.
 
     Raises:
         HostMemoryError: there is no room for the file, or an item cannot be pickled.
@@ -77,7 +77,7 @@ class SharedList(Dataset[Any]):
         if comm.get_local_rank() == 0:
             try:
                 path, ends = _write(items)
-            except Exception as e:  # the other ranks wait to hear of it
+            except Exception as e:  # the other ranks wait for the result
                 error = f"{type(e).__name__}: {e}"
         written = comm.all_gather((path, error, ends))
         errors = [error for _, error, _ in written if error]
@@ -90,7 +90,7 @@ class SharedList(Dataset[Any]):
         self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
         comm.synchronize()
         if comm.get_local_rank() == 0:
-            os.remove(path)  # what is mapped stays until the last process ends
+            os.remove(path)  # mapped data stays until the last process ends
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -100,7 +100,7 @@ class SharedList(Dataset[Any]):
 
 
 def _write(items: Sequence[Any]) -> tuple[str, NDArray[np.int64]]:
-    """Path of a file with all items, and where each ends, with a 0 in front."""
+    """Write all items to a file; return its path, and where each item ends, with a 0 in front."""
     ends = [0]
     handle, path = tempfile.mkstemp(prefix="d2_memfit_dataset_")
     try:

@@ -1,4 +1,4 @@
-"""Upsampling to the size of an image, when it is needed."""
+"""Upsampling to image size, done when it is needed."""
 
 from typing import Any
 
@@ -10,16 +10,17 @@ from .lazy_rows import LazyRows, on_meta
 
 __all__ = ["UpsamplesLater"]
 
-_interpolate = F.interpolate  # of which a dry run makes another function
+_interpolate = F.interpolate  # a dry run replaces the function
 
 
 class UpsamplesLater(TorchFunctionMode):
-    """While open, ``F.interpolate`` gives :class:`LazyRows` where the result is as large as the
-    images or larger, such as masks of queries and scores of classes.
+    """While open, ``F.interpolate`` returns :class:`LazyRows` for results of at least image size.
+
+    Examples are masks of queries and scores of classes.
 
     Args:
-        batch: Detectron2's list of dicts with an image [3, height, width]. With another, nothing
-            changes.
+        batch: Detectron2's list of dicts with an image [3, height, width]. Other batches change
+            nothing.
     """
 
     def __init__(self, batch: Any) -> None:

@@ -1,4 +1,4 @@
-"""Optimizer states of which each rank keeps a share (ZeRO, stage 1)."""
+"""Optimizer states sharded over the ranks (ZeRO, stage 1)."""
 
 import inspect
 from typing import Any
@@ -17,11 +17,11 @@ __all__ = ["ShardedOptimizer", "ShardedOptimizerStates"]
 
 @TECHNIQUES.register()
 class ShardedOptimizerStates(BooleanTechnique):
-    """Each rank keeps the optimizer's states, and updates the parameters, of its share only.
+    """Makes each rank keep optimizer states, and update parameters, only for its share.
 
     Saves (1 - 1 / number of ranks) of the states: one copy of the parameters for SGD with momentum,
-    two for Adam. Costs a broadcast of the parameters after each step. Checkpoints have all states,
-    and can be loaded by any number of ranks, and by Detectron2.
+    two for Adam. Costs a broadcast of the parameters after each step. Checkpoints contain all
+    states. Any number of ranks can load them, and so can Detectron2.
 
     Source: Rajbhandari et al., "ZeRO", arXiv:1910.02054; PyTorch's ``ZeroRedundancyOptimizer``.
     """
@@ -53,16 +53,16 @@ class ShardedOptimizerStates(BooleanTechnique):
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
-    """An optimizer of which each rank has a share of the states.
+    """An optimizer whose states are sharded over the ranks.
 
-    Its state dict is that of the whole, on rank 0, after all ranks have called
-    :meth:`consolidate_state_dict`, until the next step.
+    Its state dict is complete on rank 0 after all ranks have called :meth:`consolidate_state_dict`,
+    until the next step.
 
     Args:
-        optimizer: of which this becomes a new one, with the same parameters and options.
+        optimizer: gives class, parameters and options.
 
     Raises:
-        ConfigError: it has a step of its own, which may need the gradients of all parameters.
+        ConfigError: it has its own step, which may need the gradients of all parameters.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -77,13 +77,13 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         super().__init__(optimizer.param_groups, optimizer_class=cls, **options)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        self._all_state_dicts: list[Any] = []  # they are no longer what is
+        self._all_state_dicts: list[Any] = []  # they are out of date
         return super().step(*args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # The original empties the entries of what it is given.
+        # The original empties the entries of its argument.
         super().load_state_dict({**state_dict, "state": dict(state_dict["state"])})
-        self.state.clear()  # what this rank needs is in the states of its share
+        self.state.clear()  # the states of this rank are in its share
         implementation = {k: self.defaults[k] for k in ("foreach", "fused") if k in self.defaults}
         for group in (*self.param_groups, *self.optim.param_groups):
             group.update(implementation)

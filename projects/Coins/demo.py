@@ -2,7 +2,7 @@
 
     python projects/Coins/demo.py --output-dir output/coins [KEY VALUE ...]
 
-It calls ``tools/train_net.py`` as a user would; KEY VALUE pairs are handed on to it.
+It calls ``tools/train_net.py`` as a user would, with the KEY VALUE pairs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def train(dataset: Path, output_dir: Path, opts: list[str]) -> None:
 
 
 def draw(dataset: Path, output_dir: Path) -> Path:
-    """Draw what the trained model finds in the first validation images."""
+    """Draw the trained model's predictions in the first validation images."""
     picture = output_dir / "predictions.png"
     command = [sys.executable, "-m", "d2_memfit", "draw"]
     command += ["--config-file", str(output_dir / "config.yaml"), "--output", str(picture)]

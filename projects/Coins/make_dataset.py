@@ -1,11 +1,12 @@
-"""Make a small instance-segmentation dataset in COCO's format out of one photograph of 24 coins.
+"""Make a small instance-segmentation dataset in COCO's format from one photograph of 24 coins.
 
     python projects/Coins/make_dataset.py FOLDER
 
 The photograph is ``skimage.data.coins()`` (Greek coins from Pompeii, Brooklyn Museum; no known
-copyright restrictions), which comes with scikit-image. Masks are found by thresholding, watershed
+copyright restrictions), which is part of scikit-image. Masks are found by thresholding, watershed
 and labelling. Training images are crops, flips and scales of its upper half, validation images of
-its lower half; a gap between two rows of coins separates them. The same seed gives the same files.
+its lower half. A gap between two rows of coins separates the halves. The same seed gives the same
+files.
 """
 
 import argparse
@@ -24,7 +25,7 @@ Labels = NDArray[Any]  # of integers
 
 SPLIT_ROW = 150  # between the second and the third row of coins
 SPLITS = {"train": (slice(None, SPLIT_ROW), 64), "val": (slice(SPLIT_ROW, None), 16)}
-MIN_VISIBLE_PIXELS = 100  # less of a coin than this, at the border of a crop, is no object
+MIN_VISIBLE_PIXELS = 100  # a smaller part of a coin, at a crop's border, is not an object
 
 
 def find_coins(photograph: Image) -> Labels:
@@ -47,7 +48,7 @@ def find_coins(photograph: Image) -> Labels:
 def random_view(
     photograph: Image, labels: Labels, rng: np.random.Generator
 ) -> tuple[Image, Labels]:
-    """A crop of both, flipped and scaled at random."""
+    """A random crop of both, flipped and scaled."""
     height, width = photograph.shape
     h = rng.integers(int(0.75 * height), height + 1)
     w = rng.integers(int(1.1 * height), int(1.6 * height))
@@ -65,7 +66,7 @@ def random_view(
 
 
 def coin_annotation(mask: NDArray[np.bool_]) -> dict[str, Any]:
-    """COCO's annotation of one coin, but for its ids.
+    """COCO's annotation of one coin, without its ids.
 
     Args:
         mask: (H, W) bool.
@@ -85,7 +86,7 @@ def coin_annotation(mask: NDArray[np.bool_]) -> dict[str, Any]:
 
 
 def make_dataset(folder: Path, seed: int = 0) -> None:
-    """Write ``train.json``, ``val.json`` and the images they name into ``folder``."""
+    """Write ``train.json``, ``val.json`` and their images to ``folder``."""
     photograph = data.coins()
     labels = find_coins(photograph)
     rng = np.random.default_rng(seed)

@@ -1,9 +1,9 @@
-"""Make large images of coins as tiled TIFF, in COCO's format, without ever holding one in memory.
+"""Make large images of coins as tiled TIFF, in COCO's format, in little memory.
 
     python projects/TiledImages/make_large_images.py FOLDER [--split val] [--size 4096] [--images 2]
 
-The coins are those of projects/Coins: views of a photograph, strewn over a dark ground. Most of an
-image has none. Needs rasterio. The same seed gives the same files.
+The coins are those of projects/Coins: views of a photograph, scattered over a dark ground. Most of
+an image has none. Needs rasterio. The same seed gives the same files.
 """
 
 import argparse
@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "Coins"))
 from make_dataset import MIN_VISIBLE_PIXELS, SPLITS, coin_annotation, find_coins, random_view
 
 _CELL = 256, 512  # height and width of the ground that a view lies on
-_DENSITY = 0.3  # share of the ground's cells that have one
+_DENSITY = 0.3  # share of the ground's cells with a view
 
 
 def make_image(path: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
     """Write an image of ``size`` x ``size`` pixels.
 
     Returns:
-        COCO's annotations of its coins, but for their ids.
+        COCO's annotations of its coins, without their ids.
     """
     import rasterio  # an optional extra
 
@@ -58,7 +58,7 @@ def _strew(
     labels: NDArray[Any],
     rng: np.random.Generator,
 ) -> list[dict[str, Any]]:
-    """Put the coins of a view somewhere on a cell, and give their annotations."""
+    """Put the coins of a view at a random place in a cell, and return their annotations."""
     height, width = min(view.shape[0], cell.shape[0]), min(view.shape[1], cell.shape[1])
     view, labels = view[:height, :width], labels[:height, :width]
     y = int(rng.integers(cell.shape[0] - height + 1))
@@ -79,7 +79,7 @@ def _strew(
 
 
 def make_dataset(folder: Path, split: str, size: int, images: int, seed: int = 0) -> None:
-    """Write ``<split>.json`` and the images that it names into ``folder``."""
+    """Write ``<split>.json`` and its images to ``folder``."""
     coco: dict[str, list[Any]] = {"images": [], "annotations": []}
     coco["categories"] = [{"id": 1, "name": "coin"}]
     (folder / split).mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""Measure how memory grows with the size of an image, ours and SAHI's.
+"""Measure the growth of memory with the size of an image, for this project and SAHI.
 
     python projects/TiledImages/measure_memory.py --weights output/tiled/model_final.pth
 
-For each size it makes an image of coins in a temporary folder, and finds them with
-configs/mask_rcnn_coins_tiled.yaml, each time in a process of its own. Needs rasterio. SAHI takes
-part where it is installed: it slices and merges as it does by default, in tiles of the same size
-and overlap, without its second look at the whole image. A coin counts as found with a box of an
-IoU of at least 0.5, and as found twice with another one.
+For each size it makes an image of coins in a temporary folder. It detects the coins with
+configs/mask_rcnn_coins_tiled.yaml, each time in its own process. Needs rasterio. SAHI takes part if
+it is installed. It slices and merges with its defaults, in tiles of the same size and overlap,
+without its second pass over the whole image. A coin counts as found with a box of an IoU of at
+least 0.5, and as found twice with a second such box.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def sahi(cfg: Any, image: Path, folder: Path) -> None:
 
 
 def ours_training(cfg: Any, image: Path, folder: Path) -> None:
-    """Three iterations on tiles of this image."""
+    """Train three iterations on tiles of this image."""
     name, split = "large_coins", image.parent
     register_coco(name, str(split.with_suffix(".json")), str(split))
     cfg.merge_from_list(["DATASETS.TRAIN", (name,), "OUTPUT_DIR", str(folder)])
@@ -93,7 +93,7 @@ SIDES: dict[str, Callable[[Any, Path, Path], None]] = {
 
 
 def measure(side: str, image: Path, weights: Path, folder: Path) -> dict[str, Any]:
-    """What one side needs for one image, in this process."""
+    """Measure one side on one image, in this process."""
     opts: list[Any] = [
         "TILES.SIZE",
         TILE,
@@ -122,7 +122,7 @@ def measure(side: str, image: Path, weights: Path, folder: Path) -> dict[str, An
 
 
 def count_coins(annotations: Path, results: Path) -> tuple[int, int]:
-    """How many coins have a box of an IoU of at least 0.5, and how many more boxes they have."""
+    """Number of coins that have a box with an IoU of at least 0.5, and number of further boxes."""
     coins = [a["bbox"] for a in json.loads(annotations.read_text())["annotations"]]
     boxes = [r["bbox"] for r in json.loads(results.read_text())]
     if not boxes:
@@ -133,7 +133,7 @@ def count_coins(annotations: Path, results: Path) -> tuple[int, int]:
 
 
 def peak_of_process_kib() -> int:
-    """The most memory that this process had at any time, /proc/self/status: VmHWM."""
+    """Peak memory of this process, from VmHWM in /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Find objects in images of any size, and write them in COCO's format of results.
+"""Find objects in images of any size, and write them in COCO's results format.
 
     projects/TiledImages/predict.py --config-file FILE --coco JSON IMAGE_DIR --output RESULTS.json
         [--opts KEY VALUE ...]
     projects/TiledImages/predict.py --config-file FILE --input IMAGE ... --output RESULTS.json
 
-With --coco, the images, their numbers and those of categories are the dataset's; annotations are
-not needed. With --input, ``image_id`` is the image's place in the list, from 1, and ``category_id``
-is the model's, from 0.
+With --coco, images, image ids and category ids are the dataset's; annotations are not needed. With
+--input, ``image_id`` is the image's place in the list, from 1, and ``category_id`` is the model's,
+from 0.
 """
 
 from d2_memfit.quiet import ignore_warnings_of_libraries
@@ -51,7 +51,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def images_and_categories(args: argparse.Namespace) -> tuple[dict[int, str], list[int]]:
-    """Files by their numbers, and the numbers of the model's categories; none if they stay."""
+    """Files by image id, and ids of the model's categories; none if they stay."""
     if args.input:
         return dict(enumerate(args.input, start=1)), []
     json_file, folder = args.coco
@@ -69,7 +69,7 @@ def main() -> None:
     cfg = load_tiled_cfg(args.config_file, args.opts)
     files, categories = images_and_categories(args)
     if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
-        use_expandable_segments()  # before anything asks the GPU
+        use_expandable_segments()  # before anything queries the GPU
     cfg = with_budget(cfg)
     enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
     model = build_model(cfg).eval()

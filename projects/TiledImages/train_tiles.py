@@ -36,7 +36,7 @@ def setup(args: argparse.Namespace) -> CfgNode:
 
 @exit_on_error
 def main(args: argparse.Namespace) -> None:
-    """What every rank does."""
+    """Run one rank."""
     cfg = setup(args)
     default_setup(cfg, args)
     if args.eval_only:
@@ -57,7 +57,7 @@ def run() -> None:
     args = parser.parse_args()
     memfit = setup(args).MEMFIT
     if memfit.BUDGET_GB is not None or memfit.PRESET:
-        use_expandable_segments()  # before anything asks the GPU
+        use_expandable_segments()  # before anything queries the GPU
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
 
 

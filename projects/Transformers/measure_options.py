@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""What each option of a training does to its memory and time, by dry runs: README's table.
+"""Measure memory and time of each training option by dry runs, for the README's table.
 
     projects/Transformers/measure_options.py [NAME ...]
 
-Each row is one image in mixed precision but for what it names, on the device family "cuda".
+Each row has one image in mixed precision, unless its name says otherwise, on the device family
+"cuda".
 """
 
 import sys
@@ -19,7 +20,7 @@ CONFIGS = Path(__file__).parent / "configs"
 SEG = "rf_detr_seg_nano"
 BLOCKS = ["*.backbone.encoder.layer.*", "*.decoder.layers.*", "model.blocks.*"]
 
-# Name, config and the keys that differ.
+# Name, config and changed keys.
 ROWS: dict[str, tuple[str, list[Any]]] = {
     "batch 1": (SEG, []),
     "batch 2": (SEG, ["SOLVER.IMS_PER_BATCH", 2]),

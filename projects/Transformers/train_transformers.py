@@ -45,7 +45,7 @@ def make_cfg(args: argparse.Namespace) -> CfgNode:
 
 @exit_on_error
 def main(args: argparse.Namespace) -> None:
-    """What every rank does."""
+    """Run one rank."""
     cfg = make_cfg(args)
     default_setup(cfg, args)
     if args.eval_only:
@@ -78,7 +78,7 @@ def run() -> None:
     check_config(cfg, world_size(args.num_gpus, args.num_machines))
     check_datasets(cfg, args.eval_only)
     if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
-        use_expandable_segments()  # before anything asks the GPU
+        use_expandable_segments()  # before anything queries the GPU
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
 
 

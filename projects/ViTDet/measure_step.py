@@ -1,8 +1,8 @@
-"""The memory of a training step of a LazyConfig, with the techniques of train.memfit and without.
+"""Measure the memory of a LazyConfig's training step, with and without train.memfit.
 
     python projects/ViTDet/measure_step.py --config-file CONFIG.py [path.key=value ...]
 
-On the CPU, in float32, with the first batch of the loader. Tensors are counted byte by byte.
+It runs on the CPU, in float32, with the loader's first batch. Tensors are counted byte by byte.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from d2_memfit.memory import TensorMeter
 
 
 def step(cfg: DictConfig, batch: list[Any]) -> tuple[float, float, float]:
-    """Peak in MB of 2^20 bytes, seconds, and the norm of the gradient."""
+    """Run a step; return the peak in MB of 2^20 bytes, seconds, and the norm of the gradient."""
     torch.manual_seed(0)
     model = Job.from_lazy(cfg).build_model("cpu")
-    torch.manual_seed(0)  # for the proposals that are sampled
+    torch.manual_seed(0)  # for the sampled proposals
     start = time.perf_counter()
     with TensorMeter() as meter, EventStorage():
         sum(model(batch).values()).backward()

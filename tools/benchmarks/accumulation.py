@@ -1,10 +1,10 @@
 """Time and memory of gradient accumulation against plain Detectron2.
 
-The model is Detectron2's Mask R-CNN R50-FPN with random weights; the images are photographs of
-coins. Time: plain SimpleTrainer with one image per iteration, and AccumulatingTrainer, in turn in
-one run, each with a loader of its own that gives the same images in the same order; the figure is
-the ratio of the medians of the time per image. Memory: the peak of all live tensors, counted byte
-by byte, in an iteration after the first, when optimizer state is there.
+The model is Detectron2's Mask R-CNN R50-FPN with random weights. The images are photographs of
+coins. Time: plain SimpleTrainer with one image per iteration and AccumulatingTrainer take turns in
+one run. Each has its own loader, with the same images in the same order. The figure is the ratio of
+the medians of the time per image. Memory: the peak of all live tensors, counted byte by byte, in an
+iteration after the first, when optimizer state exists.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the benchmarks share: real images, sides in turn, tables that say where they come from."""
+"""Shared parts of the benchmarks: real images, sides in turn, and tables with their sources."""
 
 import platform
 import sys
@@ -29,7 +29,8 @@ def coins(height: int, width: int) -> Iterator[tuple[list[dict[str, Any]], Datas
     """Photographs of coins with boxes and masks, all of one size in pixels.
 
     Yields:
-        (dicts, mapper): Detectron2's dataset dicts, and what makes of one the input of a model.
+        (dicts, mapper): Detectron2's dataset dicts, and the mapper that makes a model's input from
+        one.
     """
     from make_dataset import make_dataset
 
@@ -42,20 +43,20 @@ def coins(height: int, width: int) -> Iterator[tuple[list[dict[str, Any]], Datas
     )
     with tempfile.TemporaryDirectory() as folder:
         make_dataset(Path(folder))
-        # By a dataset's name the categories are numbered from 0.
+        # With a dataset name, categories are numbered from 0.
         yield load_coco_json(f"{folder}/train.json", f"{folder}/train", "benchmark_coins"), mapper
 
 
 class Side:
-    """One of those that are compared: a trainer of a Mask R-CNN R50-FPN with random weights.
+    """One side of a comparison: a trainer of a Mask R-CNN R50-FPN with random weights.
 
     Args:
         create_trainer: called with a model, ``loader`` and an optimizer.
-        iterations_per_round: those that one measurement takes.
-        opts: keys and values for the config, in turn, which turn techniques on.
+        iterations_per_round: iterations of one measurement.
+        opts: alternating keys and values for the config, which turn techniques on.
 
     Attributes:
-        seconds: those that each round took.
+        seconds: duration of each round.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Side:
 
 
 def take_turns(sides: Iterable[Any], rounds: int) -> None:
-    """Measure all sides in turn, so that what else the machine does hits them alike."""
+    """Measure all sides in turn, so that other load on the machine affects them equally."""
     sides = list(sides)
     for side in sides:
         side.round()  # to warm up
@@ -99,7 +100,7 @@ def take_turns(sides: Iterable[Any], rounds: int) -> None:
 
 
 def machine() -> str:
-    """One line about what the figures were measured on."""
+    """One line about the machine and versions."""
     device = f"CPU, {torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()

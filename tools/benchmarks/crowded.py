@@ -1,11 +1,11 @@
 """Memory over iterations under a limit that the kernel enforces: plain Detectron2 and d2_memfit.
 
-Mask R-CNN R50-FPN with random weights, two photographs of coins in each iteration. In two of the
-iterations one of them is crowded: 2 x 2 photographs, with all their coins. The limit (RLIMIT_DATA)
-leaves room for the ordinary batches, and for the crowded image alone, not for its batch. Each side
-trains in a process of its own, which reads the memory that counts against the limit every 2 ms.
+Mask R-CNN R50-FPN with random weights trains on two photographs of coins per iteration. In two of
+the iterations one of them is crowded: 2 x 2 photographs, with all their coins. The limit
+(RLIMIT_DATA) leaves room for the ordinary batches, and for the crowded image alone, but not for its
+batch. Each side trains in its own process, which reads the memory under the limit every 2 ms.
 
-Writes docs/crowded.jsonl and, from that, docs/crowded.png; --draw measures nothing.
+Writes docs/crowded.jsonl and, from that, docs/crowded.png. --draw measures nothing.
 """
 
 import argparse
@@ -37,9 +37,9 @@ ITERATIONS = 24
 CROWDED_AT = (12, 20)
 SIZE = (320, 432)  # height and width of a photograph
 THUMBNAIL = (128, 160)
-EXTRA_GB = 1.6  # that training may take beside what the process has before
+EXTRA_GB = 1.6  # room for training in addition to the process's memory before
 SAMPLE_S = 0.002
-BINS = 25  # of an iteration; each keeps the most that was seen in it
+BINS = 25  # bins of an iteration; each keeps its largest value
 _GB = 2**30
 
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(side: str) -> dict[str, Any]:
-    """Train one side in a process of its own."""
+    """Train one side in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.crowded", side, folder]
         subprocess.run(command, cwd=Path(__file__).parents[1], check=True)
@@ -76,7 +76,7 @@ def train(side: str, folder: Path) -> None:
     cfg.INPUT.MASK_FORMAT = "bitmask"
     model = build_model(cfg)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    with coins(*THUMBNAIL) as (dicts, mapper):  # what a process allocates once comes first
+    with coins(*THUMBNAIL) as (dicts, mapper):  # one-time allocations of the process come first
         SimpleTrainer(model, [[mapper(dicts[0])]], optimizer).train(0, 1)
     optimizer.zero_grad(set_to_none=True)
     memory = MemoryOverIterations()
@@ -119,7 +119,7 @@ def batches(photographs: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, An
 
 
 def crowd(photograph: dict[str, Any]) -> dict[str, Any]:
-    """2 x 2 copies of a photograph as one image."""
+    """Make one image of 2 x 2 copies of a photograph."""
     image, instances = photograph["image"], photograph["instances"]
     height, width = image.shape[1:]
     everything = Instances((2 * height, 2 * width))
@@ -138,10 +138,10 @@ def crowd(photograph: dict[str, Any]) -> dict[str, Any]:
 
 
 class MemoryOverIterations(HookBase):
-    """Reads the memory that counts against the limit while it is open as a context.
+    """Reads the memory under the limit while open as a context.
 
     Attributes:
-        ends: of the iterations that were completed, in seconds.
+        ends: end times of the completed iterations, in seconds.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class MemoryOverIterations(HookBase):
             self._samples.append((now, process_memory().data_bytes / _GB))
 
     def over_iterations(self) -> list[list[float]]:
-        """Iterations, with the share of one that has gone by, and the most GB that were seen."""
+        """Times in iterations, with the largest memory in GB at each."""
         last = self._samples[-1][0]
         times = [0.0, *self.ends, *([last] if last > self.ends[-1] else [])]
         most: dict[int, float] = {}

@@ -1,14 +1,16 @@
 """Windows cut by predicted bytes (MEMFIT.COST_MODEL), against micro-batches of a fixed number.
 
-crowded: the Mask R-CNN of projects/Coins is trained on photographs of coins, with a few between
-that show a hundred photographs at once. The runs have the same plan, which knows the photographs
-alone, with its number of images in a micro-batch, and with its cost model. A number is halved when
-memory runs out, and doubled after MEMFIT.OOM.GROW_AFTER iterations. The kernel enforces the budget.
-Counted are out-of-memory errors. On Linux, on the CPU.
-fits: errors of cost models in dry runs that they have not seen, of one sum as of two.
+crowded: the Mask R-CNN of projects/Coins trains on photographs of coins. A few images among them
+show a hundred photographs at once. All runs have the same plan, made for the photographs alone:
+once with its number of images per micro-batch, once with its cost model. A number is halved when
+memory runs out, and doubled after MEMFIT.OOM.GROW_AFTER iterations. The kernel enforces the budget,
+and out-of-memory errors are counted. On Linux, on the CPU.
+
+fits: errors of cost models in unseen dry runs, with one sum and with two.
+
 scales: the time of an iteration with images of many sizes, as INPUT.MIN_SIZE_TRAIN makes them, on
-the CPU or a GPU. All sides take turns in one run, and have the same windows. The model is
-Detectron2's Mask R-CNN R50-FPN with random weights.
+the CPU or a GPU. All sides take turns in one run, with the same windows. The model is Detectron2's
+Mask R-CNN R50-FPN with random weights.
 """
 
 import argparse
@@ -57,7 +59,7 @@ UNSEEN = (  # shares of the largest size, and objects of each image
     *((0.8, [200, 3]), (1, [250, 1, 1]), (0.5, [7] * 6)),
 )
 ONE_SUM = [0, 2, 3, 4]  # features: constant, pixels, objects, pixels x objects
-PLANTED = 6  # crowded images beside the 64 photographs
+PLANTED = 6  # crowded images in addition to the 64 photographs
 GRID = 10  # photographs in a row and in a column of each
 
 
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def fits() -> str:
-    """Of configs of the zoo on a current CUDA card, with the largest images of COCO."""
+    """Fit configs of the zoo for a current CUDA card, with the largest images of COCO."""
     rows = []
     for config in ZOO:
         cfg = load_cfg(config, ["MEMFIT.BUDGET_GB", 6.0, "MEMFIT.MICRO_BATCH", 2])
@@ -116,13 +118,13 @@ def crowded(iterations: int) -> str:
 def train_sides(
     folder: Path, iterations: int, grow_after: Sequence[int] = (1000,), size: int = 320
 ) -> dict[str, dict[str, Any]]:
-    """Runs of a plan without its cost model and with it, each in a process of its own.
+    """Train a plan without and with its cost model, each run in its own process.
 
     Args:
-        grow_after: MEMFIT.OOM.GROW_AFTER of runs without it.
+        grow_after: MEMFIT.OOM.GROW_AFTER of the runs without cost model.
 
     Returns:
-        For each, what :func:`_train` returns.
+        dict: the result of :func:`_train` for each side.
     """
     from make_dataset import make_dataset
 
@@ -142,7 +144,7 @@ def train_sides(
 
 
 def plant(folder: Path) -> None:
-    """Add images that show ``GRID x GRID`` of the photographs, with all of their coins."""
+    """Add images that show ``GRID x GRID`` of the photographs, with all their coins."""
     coco = json.loads((folder / "train.json").read_text())
     photographs = list(coco["images"])
     coins_of: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in photographs}
@@ -182,7 +184,7 @@ def plant(folder: Path) -> None:
 
 
 def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Its result: what a process has allocated, and a limit on it, ends with the process."""
+    """Run a function in its own process, whose allocations and limits end with it."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         return pool.apply(function, args)
@@ -201,7 +203,7 @@ def _cfg(folder: Path, size: int, dataset: str) -> CfgNode:
 
 
 def _budget_gb(cfg: CfgNode, batch: Any, device: DeviceModel, images: int) -> float:
-    """Into which so many of the largest images fit at once, and not many more."""
+    """A budget into which ``images`` of the largest images fit at once, and not many more."""
     job = Job.from_cfg(with_settings(cfg, {"MEMFIT.MICRO_BATCH": images}), batch=batch)
     needs = DryJob(job, device, evaluates=False).total_bytes()
     return round(needs / 2**30 / (1 - cfg.MEMFIT.PLAN.MARGIN) + 0.02, 2)
@@ -216,7 +218,7 @@ def _plan(folder: Path, size: int) -> dict[str, Any]:
 
 
 class Shapes(HookBase):
-    """Images of the micro-batches of the last iteration."""
+    """Records the micro-batch sizes of the last iteration."""
 
     def __init__(self) -> None:
         self.last = ""
@@ -235,7 +237,7 @@ class Shapes(HookBase):
 
 
 def _train(folder: Path, size: int, iterations: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Errors, images that were run again, and the micro-batches of the last iteration."""
+    """Train; return the errors, the repeated images, and the last iteration's micro-batches."""
     logging.disable(logging.INFO)
     cfg = with_settings(_cfg(folder, size, "planted"), settings)
     with tempfile.TemporaryDirectory() as output:
@@ -255,7 +257,7 @@ def _train(folder: Path, size: int, iterations: int, settings: dict[str, Any]) -
 
 
 def scales(size: int, rounds: int, images_per_window: int = 8) -> str:
-    """Ratio of the medians of the time of an iteration."""
+    """Measure the ratio of the medians of the time per iteration."""
     largest = (2 * size, round(2.67 * size))
     with coins(*largest) as (dicts, mapper):
         photographs = [mapper(d) for d in dicts[:16]]
@@ -296,7 +298,7 @@ def scales(size: int, rounds: int, images_per_window: int = 8) -> str:
 def _windows(
     photographs: Sequence[dict[str, Any]], num: int, images: int
 ) -> list[list[dict[str, Any]]]:
-    """Images at one half to the whole of their size."""
+    """Windows of images at 0.5 to 1.0 of their size."""
     numbers = random.Random(0)
     windows = []
     for _ in range(num):

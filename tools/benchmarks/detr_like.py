@@ -1,5 +1,6 @@
-"""A DETR with masks, whose matcher and criterion have the shape of those of DETR, Mask2Former and
-their descendants. For benchmarks and tests.
+"""A DETR with masks for benchmarks and tests.
+
+Its matcher and criterion have the shape of those of DETR, Mask2Former and their descendants.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,9 +30,10 @@ Losses = dict[str, torch.Tensor]
 
 
 class HungarianMatcher(nn.Module):
-    """
+    """DETR's matcher.
+
     Args:
-        num_points: at which masks are compared; 0 does not compare masks.
+        num_points: number of points at which masks are compared; 0 compares no masks.
     """
 
     def __init__(self, num_points: int = 0) -> None:
@@ -72,9 +74,10 @@ def corners(boxes: torch.Tensor) -> torch.Tensor:
 
 
 class SetCriterion(nn.Module):
-    """
+    """DETR's criterion.
+
     Args:
-        losses: of "labels", "boxes", "masks" (all pixels) and "points" (of masks, drawn at random).
+        losses: some of "labels", "boxes", "masks" (all pixels) and "points" (of masks, at random).
     """
 
     def __init__(self, matcher: nn.Module, losses: list[str], num_points: int = 0) -> None:
@@ -124,7 +127,7 @@ class SetCriterion(nn.Module):
     def masks(
         self, outputs: Outputs, targets: Targets, indices: Indices
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All objects' masks become numbers, as in DETR and Mask2Former."""
+        """Convert all objects' masks to numbers, as in DETR and Mask2Former."""
         image = self.queries([(j, i) for i, j in indices])
         sizes = [len(t["masks"]) for t in targets]
         padded = torch.zeros(len(targets), max(sizes), *targets[0]["masks"].shape[1:])
@@ -154,7 +157,7 @@ class SetCriterion(nn.Module):
 
 
 def count_over_ranks(count: int) -> float:
-    """The mean over ranks; on one rank, as in its descendants, nothing communicates."""
+    """Mean over ranks; on one rank nothing communicates, as in DETR's descendants."""
     total = torch.as_tensor([count], dtype=torch.float32)
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total)
@@ -174,7 +177,7 @@ def mask_losses(
 def random_outputs(
     num_images: int, num_queries: int, size: int = 16, num_layers: int = 2, seed: int = 0
 ) -> Outputs:
-    """Predictions of each layer, as leaves that want gradients."""
+    """Predictions of each layer, as leaves that require gradients."""
     rng = torch.Generator().manual_seed(seed)
 
     def layer() -> Outputs:
@@ -188,7 +191,7 @@ def random_outputs(
 
 
 def random_targets(counts: Sequence[int], size: int = 32, seed: int = 0) -> Targets:
-    """So many objects in each image."""
+    """Targets with the given number of objects in each image."""
     rng = torch.Generator().manual_seed(seed)
     return [
         {
@@ -202,14 +205,14 @@ def random_targets(counts: Sequence[int], size: int = 32, seed: int = 0) -> Targ
 
 
 def add_detr_config(cfg: CfgNode) -> None:
-    """NUM_POINTS: at which masks are compared; 0 is all pixels. PANOPTIC: whether that is found."""
+    """Add NUM_POINTS (points per mask; 0 is all pixels), PANOPTIC and other keys."""
     keys = {"NUM_OBJECT_QUERIES": 30, "NUM_POINTS": 64, "PANOPTIC": True}
     cfg.MODEL.DETR = CfgNode(keys)
 
 
 @META_ARCH_REGISTRY.register()
 class SmallDetr(nn.Module):
-    """Queries with the mean of the image in place of a decoder; the rest is as in Mask2Former."""
+    """A Mask2Former with the mean of the image in its queries in place of a decoder."""
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
@@ -267,7 +270,7 @@ class SmallDetr(nn.Module):
         image_size: tuple[int, int],
         image: dict[str, Any],
     ) -> dict[str, Any]:
-        """As Mask2Former's, of which it has three kinds."""
+        """Mask2Former's three kinds of results for an image."""
         masks = sem_seg_postprocess(masks, image_size, image["height"], image["width"])
         logits = logits.to(masks)
         probabilities = logits.softmax(-1)[:, :-1]

@@ -1,8 +1,8 @@
-"""What a dry run itself takes, for the configs of Detectron2's zoo.
+"""Time and RAM of dry runs for the configs of Detectron2's zoo.
 
-A training step of two images of 800 x 1333 pixels with 100 objects each, on this CPU. The first
-step of a process has to find the labels of the anchors, which later ones remember. Each config has
-a process of its own.
+A training step has two images of 800 x 1333 pixels with 100 objects each, on this CPU. The first
+step of a process finds the labels of the anchors, and later steps reuse them. Each config runs in
+its own process.
 """
 
 import argparse

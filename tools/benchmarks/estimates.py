@@ -1,8 +1,8 @@
-"""Estimates against the same jobs really run on the CPU.
+"""Estimates against the same jobs run on the CPU.
 
-Two images of 480 x 640 pixels with 20 objects each, in two micro-batches, as the worst batch of an
-estimate. Tensors are counted byte by byte in both. The process is what its private memory grows by
-at most in the real run, over the tensors; each config has a process of its own.
+A job has two images of 480 x 640 pixels with 20 objects each, in two micro-batches, as the worst
+batch of an estimate. Tensors are counted byte by byte in both. The process's overhead is the growth
+of its private memory in the real run, beyond the tensors. Each config runs in its own process.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def compare(config: str) -> list[str]:
 
 @contextmanager
 def highest_data_bytes() -> Iterator[list[int]]:
-    """While open, its one number is the most private memory that the process has had."""
+    """While open, the yielded list holds the process's peak of private memory."""
     highest, ended = [0], threading.Event()
 
     def watch() -> None:

@@ -1,14 +1,14 @@
-"""How far the gradient of an accumulated window is from that of the full batch.
+"""Distance of an accumulated window's gradient from that of the full batch.
 
-Each model is the small one of projects/Coins, or made from it, trained on photographs of coins for
-a while. Then 8 images of one size go through it as one batch, and cut into micro-batches, with the
-same sampled anchors and proposals. The figure is, over all parameters and in float32,
+Each model is the small one of projects/Coins, or made from it, and is first trained on photographs
+of coins for a while. Then 8 images of one size run as one batch, and cut into micro-batches, with
+the same sampled anchors and proposals. The figure covers all parameters, in float32:
 
     norm(accumulated - full) / norm(full)
 
-About 1e-6 is float32 rounding. More comes from losses that are not means over images: the mask loss
-is a mean over foreground proposals, and RetinaNet divides by a running mean of the number of
-positive anchors in a batch, which starts at 100 and follows the micro-batches.
+About 1e-6 is float32 rounding. Larger values come from losses that are not means over images. The
+mask loss is a mean over foreground proposals. RetinaNet divides by a running mean of the number of
+positive anchors in a batch. It starts at 100 and follows the micro-batches.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from .detr_like import add_detr_config
 CONFIG = Path(__file__).resolve().parents[2] / "projects/Coins/configs/mask_rcnn_coins.yaml"
 NUM_IMAGES = 8
 CUTS = {"8 x 1": (1,) * 8, "4 x 2": (2,) * 4, "2 x 4": (4,) * 2, "3 + 3 + 2": (3, 3, 2)}
-# As many proposals as in Detectron2's zoo, so that few images fill the quota of foreground.
+# As many proposals as in Detectron2's zoo, so that few images fill the foreground quota.
 ROIS = "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE 512 MODEL.RPN.POST_NMS_TOPK_TRAIN 1000"
 FAMILIES = {
     # More anchors than there are, and a weight that makes up for the division by their number.
@@ -45,7 +45,7 @@ FAMILIES = {
     "MODEL.RPN.BATCH_SIZE_PER_IMAGE 16384 MODEL.RPN.LOSS_WEIGHT 10.0",
     "Faster R-CNN": f"MODEL.MASK_ON False {ROIS}",
     "Mask R-CNN": f"MODEL.MASK_ON True {ROIS}",
-    # Its heads' points are drawn anew in each forward.
+    # Its heads draw new points in each forward.
     "PointRend": "MODEL.MASK_ON True INPUT.MASK_FORMAT bitmask MODEL.POINT_HEAD.NUM_CLASSES 1 "
     "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES True MODEL.ROI_MASK_HEAD.NAME PointRendMaskHead "
     "MODEL.ROI_MASK_HEAD.POOLER_TYPE '' "
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def family(name: str) -> CfgNode:
-    """The config of one of FAMILIES."""
+    """Load the config of one of FAMILIES."""
     return load_cfg(str(CONFIG), FAMILIES[name].split(), [add_pointrend_config, add_detr_config])
 
 
@@ -106,7 +106,7 @@ def train(cfg: CfgNode, images: list[dict[str, Any]], num_iterations: int) -> nn
 def gaps(
     model: nn.Module, images: list[dict[str, Any]], at_start: bool = False, policy: str = "window"
 ) -> list[str]:
-    """For each of CUTS, the relative difference of its gradient to the full batch's."""
+    """Relative difference of the gradient to the full batch's, for each of CUTS."""
     samples = Samples(model)
     full = gradient(model, images, (NUM_IMAGES,), at_start)
     result = []
@@ -124,13 +124,13 @@ def gradient(
     at_start: bool,
     policy: str = "window",
 ) -> torch.Tensor:
-    """The gradient of one iteration, as one vector.
+    """Gradient of one iteration as one vector.
 
     Args:
         sizes: images in each micro-batch.
-        at_start: give RetinaNet's normaliser the value that it starts with, instead of the one it
-            settles on: the number of positive anchors in all images.
-        policy: of normalisers.
+        at_start: whether RetinaNet's normaliser has its start value; otherwise it has the value it
+            settles on, the number of positive anchors in all images.
+        policy: MEMFIT.NORMALIZERS.POLICY.
     """
     if at_start:
         vars(model)["loss_normalizer"] = 100.0
@@ -152,8 +152,9 @@ def gradient(
 
 @contextmanager
 def same_points() -> Iterator[None]:
-    """While open, PointRend's head, which samples points [proposals, points, 2] at random, gets
-    the same ones for all proposals, each time.
+    """While open, PointRend's head gets the same random points each time, for all proposals.
+
+    It samples points [proposals, points, 2].
     """
     points = torch.rand(1000, 2)
 
@@ -176,9 +177,9 @@ def count_positive_anchors(model: nn.Module, batch: list[dict[str, Any]]) -> flo
 
 
 class Samples:
-    """Makes a model sample, for each image, what it sampled when it first saw the image.
+    """Makes a model reuse, for each image, the samples of the image's first forward.
 
-    Copies of a model that are given the same ``kept`` sample the same.
+    Copies of a model with the same ``kept`` have the same samples.
     """
 
     METHODS = (
@@ -188,7 +189,7 @@ class Samples:
 
     def __init__(self, model: nn.Module, kept: Optional[dict[tuple[str, int], Any]] = None) -> None:
         self._kept = {} if kept is None else kept  # by method and image
-        self._images: list[int] = []  # of the batch that is in the model
+        self._images: list[int] = []  # ids of the batch in the model
         self._hook = model.register_forward_pre_hook(self._look_at_batch)
         self._modules: list[tuple[nn.Module, str]] = []
         for owner, method in self.METHODS:

@@ -1,8 +1,8 @@
-"""Plans against all subsets of techniques x micro-batch sizes, by the planner's own model of time
-and memory; and how many dry runs and CPU seconds a plan takes.
+"""Plans against all subsets of techniques and micro-batch sizes, and the cost of planning.
 
-The budgets are shares of what each config needs without a plan. A plan is made by a process of its
-own, imports included, for its CPU seconds.
+Time and memory come from the planner's own model. The cost is in dry runs and CPU seconds. The
+budgets are shares of what each config needs without a plan. Each plan is made in its own process,
+and its CPU seconds include imports.
 """
 
 import argparse
@@ -110,6 +110,6 @@ def cpu_seconds(config: str, budget_gb: float, opts: Sequence[object], device: s
     command = [sys.executable, "-m", "d2_memfit", "plan", "--config-file", config]
     command += ["--device", device, "--budget", str(budget_gb), *map(str, opts)]
     before = os.times()
-    subprocess.run(command, capture_output=True)  # what does not fit ends with status 3
+    subprocess.run(command, capture_output=True)  # exits with status 3 if no plan fits
     after = os.times()
     return f"{after.children_user - before.children_user:.1f}"

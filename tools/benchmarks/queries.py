@@ -1,12 +1,12 @@
-"""What chunks of objects, and masks one at a time, save in models with queries.
+"""Savings of chunks of objects, and of masks one at a time, in models with queries.
 
-The model is a DETR with masks whose matcher, criterion and inference are as in DETR and
-Mask2Former (detr_like.py), with random predictions. Peaks are counted byte by byte over all
-tensors, without the predictions or the model. What SciPy is given, and arrays of NumPy, do not
-count. Losses are those of two decoder layers, forward and backward.
+The model is a DETR with masks and random predictions (detr_like.py). Its matcher, criterion and
+inference are as in DETR and Mask2Former. Peaks are counted byte by byte over all tensors, without
+predictions and model. NumPy arrays, and SciPy's input, do not count. Losses are those of two
+decoder layers, forward and backward.
 
 The evaluation is that of one image, up to the run-length codes of its masks. Without the technique
-it is a dry run: at the default size its masks would take more than most machines have.
+it is a dry run: at the default size its masks would take more memory than most machines have.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
 def losses_of(
     losses: list[str], counts: Sequence[int], size: int, chunk_size: Any
 ) -> tuple[int, float]:
-    """Peak in bytes, and seconds."""
+    """Measure the losses' peak in bytes, and their seconds."""
     num_points = 12544 * ("points" in losses)
     criterion: torch.nn.Module = SetCriterion(HungarianMatcher(num_points), losses, num_points)
     outputs = random_outputs(len(counts), NUM_QUERIES, size=64 if size > 1 else 1)
@@ -94,7 +94,7 @@ def losses_of(
 
 
 def evaluation(size: Sequence[int], num_masks: int) -> tuple[int, float]:
-    """Peak in bytes, and seconds, with masks one at a time."""
+    """Measure peak in bytes and seconds, with masks one at a time."""
     cfg, batch = _image(size, num_masks)
     cfg.MEMFIT.EVALUATION.ON_HOST = True
     model = tiny_model(cfg).eval()
@@ -106,7 +106,7 @@ def evaluation(size: Sequence[int], num_masks: int) -> tuple[int, float]:
 
 
 def evaluation_planned(size: Sequence[int], num_masks: int) -> int:
-    """Peak in bytes of a dry run without the technique."""
+    """Peak, in bytes, of a dry run without the technique."""
     cfg, batch = _image(size, num_masks)
     model = tiny_model(cfg).eval()
     with torch.no_grad(), DryRun(model) as dry_run:

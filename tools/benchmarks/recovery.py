@@ -1,15 +1,18 @@
-"""What it costs to be able to recover from an out-of-memory error, and what a recovery costs.
+"""The cost of being able to recover from out-of-memory errors, and of a recovery.
 
-The model is Detectron2's Mask R-CNN R50-FPN with random weights; the images are photographs of
+The model is Detectron2's Mask R-CNN R50-FPN with random weights. The images are photographs of
 coins. All sides take turns in one run; the figures are ratios of medians.
 
-One rank, no error: MEMFIT.OOM.POLICY split against raise, which is Detectron2's way.
-One rank, a batch of two images whose forward is thrown away at its end: the time of that iteration,
-less that of the forward which was thrown away, against the same images as two micro-batches.
-The model's state: what it takes to keep it before each micro-batch, and with weights that forwards
-change, here all of them, as of a teacher of the same size.
+One rank, no error: MEMFIT.OOM.POLICY split against raise, which is Detectron2's behaviour.
+
+One rank, an error at the end of a forward of two images: the time of the iteration, less that of
+the lost forward, against the same images as two micro-batches.
+
+The model's state: the time to save it before each micro-batch, also with weights that forwards
+change. Here these are all weights, as for a teacher of the same size.
+
 Two ranks, no error: split, which reduces gradients after the backward, against raise, where DDP
-reduces them while the backward runs. Without a GPU, each has half of the CPU's threads.
+reduces them during the backward. Without a GPU, each rank has half of the CPU's threads.
 """
 
 import argparse
@@ -88,7 +91,7 @@ def state_of_model(rounds: int) -> str:
 
 
 class FailingTrainer(AccumulatingTrainer):
-    """The first forward of each iteration computes to its end, and then memory runs out."""
+    """A trainer that runs out of memory at the end of each iteration's first forward."""
 
     def __init__(
         self, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer

@@ -1,16 +1,16 @@
-"""What each technique saves and costs: all alone, the exact ones also one after another.
+"""Savings and costs of each technique: each alone, and the exact ones also one after another.
 
-The model is Detectron2's Mask R-CNN R50-FPN with random weights; the images are photographs of
+The model is Detectron2's Mask R-CNN R50-FPN with random weights. The images are photographs of
 coins with bit masks, each with up to 24 objects. Plain is Detectron2's SimpleTrainer. All sides
-take turns in one run; times are medians, and ratios those to plain.
+take turns in one run. Times are medians; ratios are relative to plain.
 
 The peak is that of an iteration, counted byte by byte over all tensors, with parameters, gradients
-and momentum; activations are what is kept of a forward for its backward. What operators allocate
-for themselves does not count. Techniques of other parts of a job (loader, several ranks,
-evaluation, sizes of images) have tests and figures of their own.
+and momentum. Activations are the tensors that a forward keeps for its backward. Memory that
+operators allocate for themselves does not count. Techniques for other parts of a job (loader,
+several ranks, evaluation, image sizes) have their own tests and figures.
 
-The second table is the labelling of anchors alone: 268,569 anchors, those of an image of
-800 x 1344 pixels, and 300 instances.
+The second table measures only the labelling of anchors: 268,569 anchors, those of an image of 800 x
+1344 pixels, and 300 instances.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def exact_techniques_of_one_rank() -> list[str]:
-    """Those that change a model or an optimizer, on one device."""
+    """The exact techniques for a model or an optimizer on one device."""
     names = [name for name, t in sorted(TECHNIQUES) if t.tier == "exact" and t.part == "model"]
     if not torch.cuda.is_available():
         names.remove("ActivationOffload")  # the host is the device
@@ -111,7 +111,7 @@ def settings(names: list[str]) -> list[Any]:
 
 
 def memory(side: Side) -> tuple[int, int]:
-    """Peak of an iteration, and what a forward keeps, in bytes."""
+    """Peak of an iteration, and bytes that a forward keeps."""
     trainer = side.trainer
     kept = []
     with OwnerMeter(trainer.model, trainer.optimizer) as meter:

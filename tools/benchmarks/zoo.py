@@ -1,12 +1,12 @@
-"""Estimates against the training memory that others have published.
+"""Estimates against published training memory.
 
-Detectron2's model zoo was trained on V100, mostly 8 (zoo_train_memory.csv beside this file, from
-upstream's MODEL_ZOO.md). With --projects, a folder that has Detectron2's projects/ViTDet and
-Mask2Former, also ViTDet, Swin and MViTv2 on A100 (the README of ViTDet), and Mask2Former as
-mmdetection has trained it (other_train_memory.csv). The datasets need not be there.
+Detectron2's model zoo was trained on V100, mostly 8 (zoo_train_memory.csv in this folder, from
+upstream's MODEL_ZOO.md). --projects names a folder with Detectron2's projects/ViTDet and
+Mask2Former. It adds ViTDet, Swin and MViTv2 on A100 (from ViTDet's README), and Mask2Former as
+trained by mmdetection (other_train_memory.csv). The datasets may be missing.
 
-Detectron2 logs MiB, and dev/parse_results.sh reads them off the log. Published GB are thousands of
-those, which is inferred: then the rows of ViTDet agree to 1%, and with 1024 all are 2.4% lower.
+Detectron2 logs MiB, and dev/parse_results.sh reads them from the log. Published GB are thousands of
+MiB. This is inferred: the rows of ViTDet then agree to 1%, and with 1024 all are 2.4% lower.
 """
 
 import argparse
@@ -33,13 +33,14 @@ from .common import markdown_table
 PUBLISHED = Path(__file__).with_name("zoo_train_memory.csv")
 OTHERS = Path(__file__).with_name("other_train_memory.csv")
 
-# GPUs that trained what is not for 8 x 2 images. It is not published: 2 images on each is a guess.
+# Number of GPUs for configs not trained on 8 x 2 images. It is not published: 2 images per GPU is a
+# guess.
 _NUM_GPUS = {
     "Misc/panoptic_fpn_R_101_dconv_cascade_gn_3x.yaml": 16,
     "Misc/cascade_mask_rcnn_X_152_32x8d_FPN_IN5k_gn_dconv.yaml": 64,
 }
 
-Row = tuple[str, float, float]  # a config, what is published for it, and what is estimated
+Row = tuple[str, float, float]  # config, published memory, estimated memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +80,10 @@ def estimate(config: str) -> float:
 
 
 def estimate_project(folder: Path, config: str) -> float:
-    """Of A100 with the software of 2022, which filled gradients with zeros, stepped on parameters
-    one by one, and had the workspaces of cuBLAS beside the allocator.
+    """Estimate for an A100 with the software of 2022.
+
+    That software filled gradients with zeros, stepped on parameters one by one, and kept the
+    workspaces of cuBLAS outside the allocator.
     """
     device = replace(
         DeviceModel.load("a100"), keeps_gradients=True, foreach=False, cublas_workspace_mb=0
@@ -97,7 +100,7 @@ def estimate_project(folder: Path, config: str) -> float:
 
 def _mask2former(folder: Path, config: Path) -> Job:
     sys.path.insert(0, str(folder))
-    operators = ModuleType("MultiScaleDeformableAttention")  # dry runs have them without compiling
+    operators = ModuleType("MultiScaleDeformableAttention")  # dry runs need no compiled ones
     vars(operators).update(ms_deform_attn_forward=None, ms_deform_attn_backward=None)
     sys.modules.setdefault("MultiScaleDeformableAttention", operators)
     trainer = import_module("train_net").Trainer
@@ -114,7 +117,7 @@ def _as_published(estimate: MemoryEstimate) -> float:
 
 
 def rank_correlation(pairs: list[tuple[float, float]]) -> float:
-    """Spearman's: Pearson's of the ranks, with the mean rank for ties."""
+    """Spearman's correlation: Pearson's of the ranks, with the mean rank for ties."""
     ranks = [[_rank(values, v) for v in values] for values in zip(*pairs)]
     return torch.corrcoef(torch.tensor(ranks))[0, 1].item()
 

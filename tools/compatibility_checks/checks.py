@@ -1,4 +1,4 @@
-"""What is checked in each project; each check returns the text of its cell."""
+"""The checks of each project; each returns the text of its cell."""
 
 import copy
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _SPLIT = {"MEMFIT.OOM.POLICY": "split"}
 
 
 def trains(subject: Subject) -> str:
-    """Two iterations, with the project's loader; the weights must be plain Detectron2's."""
+    """Run two iterations with the project's loader; the weights must equal plain Detectron2's."""
     plain, ours = _both(subject)
     return _compare(ours, plain, "weights differ from plain Detectron2's")
 
@@ -33,9 +33,7 @@ def same_loss(subject: Subject) -> str:
 
 
 def accumulates(subject: Subject) -> str:
-    """Two batches behind a step, each with its own counts, against the mean of their gradients by
-    hand.
-    """
+    """Compare two batches per step, each with its own counts, with the mean of their gradients."""
     images = subject.project.images
     batches = subject.record(2, images)
     settings = {
@@ -58,7 +56,7 @@ def accumulates(subject: Subject) -> str:
 
 
 def resumes(subject: Subject) -> str:
-    """A run that is ended after its first iteration, and one that is not."""
+    """Compare a run that ends after its first iteration, and is resumed, with one that does not."""
     batches = subject.record(2, subject.project.images)
     settings = subject.settings(subject.project.images)
     whole = subject.run(settings, batches, name="whole")
@@ -70,7 +68,7 @@ def resumes(subject: Subject) -> str:
 
 
 def recovers(subject: Subject) -> str:
-    """An error in the forward and one in the backward, against the same images in halves."""
+    """Compare errors in the forward and the backward with the same images in halves."""
     images = 2 * subject.project.least_images
     batches = subject.record(1, images)
     settings = subject.settings(images)
@@ -99,7 +97,7 @@ def _both(subject: Subject) -> tuple[Outcome, Outcome]:
 
 
 def _compare(ours: Outcome, expected: Outcome, text: str) -> str:
-    """ "y" if all that both have is equal to the last bit."""
+    """Return "y" if all that both have is equal to the last bit."""
     worst, where = 0.0, ""
     common = expected.state.keys() & ours.state.keys()
     for name in common:
@@ -119,7 +117,7 @@ def _compare(ours: Outcome, expected: Outcome, text: str) -> str:
 
 
 class _Watched(Injector):
-    """Knows how many allocations the first forward has."""
+    """An injector that knows the number of allocations in the first forward."""
 
     forward = 0
 
@@ -130,7 +128,7 @@ class _Watched(Injector):
 
 @contextmanager
 def _injected(*fail_at: int) -> Iterator[_Watched]:
-    """While open, forwards and backwards of all trainers go through an injector."""
+    """While open, run forwards and backwards of all trainers in an injector."""
     injector = _Watched(fail_at)
     forward, backward = AccumulatingTrainer._forward, AccumulatingTrainer._backward
 

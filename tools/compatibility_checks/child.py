@@ -1,6 +1,6 @@
-"""Checks of one project, in a process of their own: python -m compatibility_checks.child.
+"""Checks of one project in its own process: python -m compatibility_checks.child.
 
-The parent gives arguments as JSON, and reads a line of JSON for each check.
+The parent passes arguments as JSON, and reads a line of JSON for each check.
 """
 
 import contextlib
@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def warm_up(subject: Any) -> None:
-    """The first run of a process differs from later ones in the last bits, plain or not."""
-    with contextlib.suppress(Exception):  # checks will say what is wrong
+    """Run once: a process's first run differs from later ones in the last bits, plain or not."""
+    with contextlib.suppress(Exception):  # checks will report errors
         subject.run(subject.settings(subject.project.images), plain=True, name="warm_up")
 
 

@@ -25,12 +25,12 @@ def register_dataset(name: str, kind: str, folder: Path) -> None:
     """Make the images and register them in Detectron2's catalogs.
 
     Args:
-        name: in the catalogs.
-        kind: one of ``KINDS``: what an image has in addition to boxes and polygons.
-        folder: for images, PNGs of segments and a COCO file, which are the same each time.
+        name: name in the catalogs.
+        kind: one of ``KINDS``: annotations in addition to boxes and polygons.
+        folder: folder of images, PNGs of segments and a COCO file, which are always the same.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # DeepLab's pooling wants what it is trained with, or a multiple of it.
+    # DeepLab's pooling needs its training size, or a multiple of it.
     size = (192, 192) if kind in ("sem_seg", "panoptic") else None
     dicts = [_make_image(folder, i, size) for i in range(_NUM_IMAGES)]
     _write_coco(dicts, folder / "coco.json")
@@ -39,7 +39,7 @@ def register_dataset(name: str, kind: str, folder: Path) -> None:
         _write_densepose_transforms(transforms)
     DatasetCatalog.register(name, partial(_dicts_of_kind, dicts, kind))
     metadata = MetadataCatalog.get(name)
-    if kind == "densepose":  # whose loader makes the other names of classes
+    if kind == "densepose":  # its loader makes the other class names
         metadata.set(categories={0: "person"}, densepose_transform_src=str(transforms))
     else:
         ids = {i + 1: i for i in range(len(CLASSES))}
@@ -123,7 +123,7 @@ def _segment(segment_id: int, category: int, is_thing: bool) -> dict[str, Any]:
 
 
 def _densepose(annotation: dict[str, Any], image: dict[str, Any]) -> dict[str, Any]:
-    """Points of DensePose-COCO, in its format: 256 pixels wide masks, part indices from 1."""
+    """DensePose-COCO's points: 256 pixels wide masks, part indices from 1."""
     random = np.random.RandomState(image["image_id"])
     mask = np.zeros((256, 256), np.uint8, order="F")
     mask[40:216, 40:216] = 1
@@ -139,7 +139,7 @@ def _densepose(annotation: dict[str, Any], image: dict[str, Any]) -> dict[str, A
 
 
 def _write_densepose_transforms(file: Path) -> None:
-    """In place of the file that DensePose downloads: U and V of a point in a mirrored image."""
+    """Write a replacement of DensePose's download: U and V of a point in a mirrored image."""
     from scipy.io import savemat
 
     tables = np.empty((1, 24), dtype=object)

@@ -21,9 +21,9 @@ _OBJECTS = (10, 3, 0)  # of the images
 
 
 def gradient(subject: Subject) -> str:
-    """Three images of one size, one by one and all at once, in float32; and without normalisers.
+    """Compare three images, one by one and at once, in float32; and without normalisers.
 
-    Drawn numbers are the same for each image and object, and there is no dropout.
+    Random numbers are the same for each image and object, and there is no dropout.
     """
     [batch] = subject.record(1, 1)
     if not subject.project.has_plain_step or "image" not in batch[0]:
@@ -42,7 +42,7 @@ def gradient(subject: Subject) -> str:
 
 
 def _images(first: dict[str, Any]) -> list[Any]:
-    """One image thrice, moved, with some of its instances, or all of them twice and more."""
+    """Three shifted copies of an image, with some of its instances, or all of them repeated."""
     if "instances" not in first:
         return [first] * len(_OBJECTS)
     images = []
@@ -57,7 +57,7 @@ def _images(first: dict[str, Any]) -> list[Any]:
 
 
 def _gradient(subject: Subject, images: Sequence[Any], policy: Any) -> torch.Tensor:
-    """Of one forward, where ``policy`` is None."""
+    """Gradient of a window; of one forward if ``policy`` is None."""
     batch = copy.deepcopy(list(images))
     model = subject.parts(subject.settings(1)).model
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""What a user writes to use d2_memfit in a project, as Markdown."""
+"""The lines that a user writes to use d2_memfit in a project, as Markdown."""
 
 import inspect
 import textwrap

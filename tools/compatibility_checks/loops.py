@@ -1,7 +1,7 @@
-"""What stands before the loop in the scripts of projects that have one of their own.
+"""The code before the loop in the scripts of projects with their own loop.
 
-Each class has what ``Job.from_trainer`` wants of a trainer, so that a user of the project writes it
-in the project's script; and ``train``, which is the project's loop as it stands.
+Each class has what ``Job.from_trainer`` needs of a trainer; a user of the project writes it in the
+project's script. It also has ``train``, the project's unchanged loop.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Projects with a loop of their own, and LazyConfigs: ``build_trainer`` makes the trainer."""
+"""Projects with their own loop, and LazyConfigs: ``build_trainer`` makes the trainer."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ __all__ = ["LazySubject", "LoopSubject"]
 
 
 class LoopSubject(Subject):
-    """A project whose script has a loop. A class in ``loops`` says what stands before the loop."""
+    """A project whose script has a loop. A class in ``loops`` has the code before the loop."""
 
     @property
     def loop(self) -> Any:
@@ -64,7 +64,7 @@ class LoopSubject(Subject):
         return {}
 
     def run_plain(self, cfg: Any) -> Any:
-        """Two iterations of the project's own loop; returns the model."""
+        """Run two iterations of the project's own loop; return the model."""
         model = self.loop.build_model(cfg)
         self.loop.train(cfg, model)
         return model
@@ -164,7 +164,7 @@ class LazySubject(LoopSubject):
         parts.optimizer.step()
 
     def run_plain(self, cfg: Any) -> Any:
-        """As the project's trainer does, which asserts that there is a GPU."""
+        """Train like the project's trainer, which asserts that there is a GPU."""
         model = instantiate(cfg.model).train()
         cfg.optimizer.params.model = model
         optimizer = instantiate(cfg.optimizer)

@@ -1,4 +1,4 @@
-"""What is checked of the planner in each project; each check returns the text of its cell."""
+"""The checks of the planner in each project; each returns the text of its cell."""
 
 from collections.abc import Iterator
 
@@ -17,17 +17,17 @@ from .subject import Subject
 
 __all__ = ["PLANNING", "applies", "estimates", "plans"]
 
-_CARD = "cuda"  # that plans are for
+_CARD = "cuda"  # device of the plans
 _TOLERANCE = 0.005
 _GB = 2**30
-_OF_ALL = 0.7  # of what the recipe needs, for a plan
-_SAVES = 0.98  # of the peak at most, so that a technique counts as one that applies
+_OF_ALL = 0.7  # a plan's share of the recipe's memory
+_SAVES = 0.98  # largest share of the peak with which a technique counts as effective
 
 _OWN_STEP = "its step is not `model(batch)`"
 
 
 def estimates(subject: Subject) -> str:
-    """The peaks of a dry run against those of the same step and evaluation really computed."""
+    """Compare the peaks of a dry run with those of the same computed step and evaluation."""
     if not subject.project.has_plain_step:
         return _OWN_STEP
     dry_job = _dry(subject.job(subject.settings(subject.project.images)))
@@ -43,7 +43,7 @@ def estimates(subject: Subject) -> str:
 
 
 def plans(subject: Subject) -> str:
-    """A plan for the project's own recipe with which a small iteration is trained."""
+    """Plan the project's own recipe, and train a small iteration with the plan."""
     if not subject.project.has_plain_step:
         return _OWN_STEP
     images = 2 * subject.project.least_images
@@ -61,7 +61,7 @@ def plans(subject: Subject) -> str:
 
 
 def applies(subject: Subject) -> str:
-    """Techniques that keep the recipe and lower the peak of a training step of it."""
+    """Find techniques that keep the recipe and lower the peak of its training step."""
     if not subject.project.has_plain_step:
         return _OWN_STEP
     job = _full_size(subject, subject.project.images)
@@ -76,7 +76,7 @@ def applies(subject: Subject) -> str:
                 continue
             peak = _peak(changed)
         except ConfigError as e:
-            if e.__cause__ is not None:  # it was applied, and the model did not run
+            if e.__cause__ is not None:  # the technique was applied, and the model did not run
                 names.append(f"{name} fails: {type(e.__cause__).__name__}")
             continue
         if peak < _SAVES * whole:
@@ -98,7 +98,7 @@ def _peak(job: Job) -> int:
 
 
 def _measured(dry_job: DryJob) -> Iterator[int]:
-    """Bytes of the tensors that are alive at most: in an iteration, then in an evaluation."""
+    """Peak bytes of tensors in an iteration, then in an evaluation."""
     job = dry_job.job
     with torch.random.fork_rng([]), EventStorage(), TensorMeter() as meter:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A public project: where its code is, and how its job becomes small enough for a CPU."""
+"""The description of a public project, and of its job at a size for a CPU."""
 
 import importlib
 import os
@@ -48,31 +48,31 @@ _SMALL = {
 
 @dataclass(frozen=True)
 class Project:
-    """What the checks need to know.
+    """The facts about a project that the checks need.
 
     Attributes:
-        name: in the table.
-        tree: a folder within ``--projects``, as the project's repository has it.
-        url: of its repository.
-        config_file: in the tree.
-        trainer: MODULE:CLASS; that of a loop of its own is in ``loops``.
-        kind: "trainer", "loop" or "lazy": a trainer class, a loop of its own, LazyConfigs.
+        name: name in the table.
+        tree: a folder within ``--projects``, as in the project's repository.
+        url: URL of its repository.
+        config_file: config file in the tree.
+        trainer: MODULE:CLASS; for a project with its own loop it is in ``loops``.
+        kind: "trainer", "loop" or "lazy": a trainer class, its own loop, LazyConfigs.
         paths: folders in the tree from which Python imports.
-        add: MODULE:FUNCTION that add the project's keys to a config, in turn.
-        get_cfg: MODULE:FUNCTION of the config without a file.
+        add: MODULE:FUNCTION names that add the project's keys to a config, in order.
+        get_cfg: MODULE:FUNCTION that makes the config without a file.
         opts: keys and values that it needs here; overrides of a LazyConfig.
-        small: those that make the job small.
+        small: keys and values that make the job small.
         data: kind of the dataset, see ``dataset.KINDS``.
         stubs: modules that the project imports and that the small job does not use.
         patches: MODULE:ATTRIBUTE and its value, for packages newer than the project.
         names_cuda: whether its code names CUDA, which must be the CPU then.
         needs_main: whether it needs a Detectron2 newer than v0.6.
-        images: of a batch.
-        least_images: with which a forward works: BatchNorm needs two values.
-        image_keys: of the config, that say how many images a batch has.
+        images: images in a batch.
+        least_images: fewest images with which a forward works: BatchNorm needs two values.
+        image_keys: config keys with the number of images in a batch.
         has_plain_step: whether a step is ``model(batch)``, backward, ``optimizer.step()``.
-        memfit_trainer: in place of ``class Trainer(MemfitMixin, TheirTrainer)``.
-        lines: what a user writes to use d2_memfit there, as Markdown.
+        memfit_trainer: replaces ``class Trainer(MemfitMixin, TheirTrainer)``.
+        lines: the lines that a user writes to use d2_memfit there, as Markdown.
     """
 
     name: str
@@ -126,6 +126,6 @@ class Project:
 
 
 def load(name: str) -> Any:
-    """What MODULE:NAME says."""
+    """Import the object that MODULE:NAME names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)

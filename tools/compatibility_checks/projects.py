@@ -1,4 +1,4 @@
-"""The projects of the table. Trees are those of their repositories, none of which is here."""
+"""The projects of the table. Their trees come from their repositories; none is included here."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -62,7 +62,7 @@ PROJECTS = (
         paths=("projects/SparseRCNN",),
         add=("sparsercnn:add_sparsercnn_config",),
         small=("INPUT.CROP.SIZE", (64, 96), "MODEL.SparseRCNN.NUM_PROPOSALS", 10),
-        patches=(("torchvision:__version__", "1.0"),),  # it compares three letters
+        patches=(("torchvision:__version__", "1.0"),),  # it compares only three letters
     ),
     _detectron2(
         "DeepLab",

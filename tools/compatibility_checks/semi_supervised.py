@@ -17,7 +17,7 @@ __all__ = ["make_trainer"]
 
 
 def make_trainer() -> type:
-    """A trainer class. The project must be importable by then."""
+    """Make a trainer class. The project must be importable by then."""
     UBTeacherTrainer = load("train_net:UBTeacherTrainer")
 
     class Trainer(UBTeacherTrainer):  # type: ignore[misc,valid-type]

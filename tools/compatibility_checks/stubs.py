@@ -1,4 +1,4 @@
-"""Modules that a project imports and that are not there, because the small job needs none of it."""
+"""Stand-ins for modules that a project imports and the small job does not use."""
 
 import importlib.abc
 import importlib.machinery
@@ -12,8 +12,9 @@ __all__ = ["install_stubs"]
 
 
 def install_stubs(names: Iterable[str]) -> None:
-    """Let these modules, and all below them, be imported. What is taken from them is a
-    mock: classes can be derived from, functions raise NotImplementedError.
+    """Make these modules, and all below them, importable.
+
+    Their content is mocked: classes can be derived from, functions raise NotImplementedError.
     """
     sys.meta_path.insert(0, _StubFinder(tuple(names)))
 
@@ -49,9 +50,9 @@ class _Stub(types.ModuleType):
 
 
 class _Missing:
-    """Raises when it is called: some projects have another way where the compiled one fails.
+    """Raises when called: some projects have another way if the compiled one fails.
 
-    It is not a mock, for that would keep the tensors that it is called with.
+    It is not a mock, because a mock would keep the tensors of its calls.
     """
 
     def __init__(self, name: str) -> None:

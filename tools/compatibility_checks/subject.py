@@ -1,4 +1,4 @@
-"""How a project trains, alone and with d2_memfit, in one call each."""
+"""The training of a project, alone and with d2_memfit, in one call each."""
 
 import copy
 import importlib
@@ -25,11 +25,11 @@ FULL_SIZE: dict[str, Any] = {"image_size": (480, 640)}
 
 @dataclass
 class Outcome:
-    """What a run has left.
+    """The results of a run.
 
     Attributes:
         losses: total loss of each iteration.
-        state: of model and optimizer, on top of each other.
+        state: states of model and optimizer in one dict.
     """
 
     losses: list[float]
@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass
 class Parts:
-    """Made as the project makes them."""
+    """Model and optimizer, made as the project makes them."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -46,7 +46,7 @@ class Parts:
 
 
 class Replay:
-    """A loader with given batches, again and again."""
+    """A loader that repeats given batches."""
 
     def __init__(self, batches: Sequence[Any], start: int = 0) -> None:
         self._batches = batches
@@ -62,9 +62,9 @@ class Subject:
     """A project on a small dataset.
 
     Args:
-        project: described; its modules can be imported.
-        folder: of all trees.
-        scratch: for what runs write.
+        project: its description; its modules can be imported.
+        folder: folder of all trees.
+        scratch: folder for the output of runs.
     """
 
     def __init__(self, project: Project, folder: Path, scratch: Path) -> None:
@@ -83,17 +83,17 @@ class Subject:
         plain: bool = False,
         name: str = "out",
     ) -> Outcome:
-        """Train.
+        """Train the project.
 
         Args:
             settings: keys of the config, in addition to the small job's.
-            batches: in place of the loader's. Random numbers are then the same in an iteration
-                whatever came before it.
-            num_iterations: after which it stops.
-            saves: whether each iteration leaves a checkpoint.
-            resumes: whether it goes on from the last checkpoint of ``name``.
-            plain: without d2_memfit.
-            name: of the output folder.
+            batches: replace the loader's. Random numbers in an iteration then do not depend on
+                earlier ones.
+            num_iterations: number of iterations.
+            saves: whether each iteration saves a checkpoint.
+            resumes: whether it continues from the last checkpoint of ``name``.
+            plain: whether it runs without d2_memfit.
+            name: name of the output folder.
         """
         raise NotImplementedError
 
@@ -101,17 +101,17 @@ class Subject:
         raise NotImplementedError
 
     def job(self, settings: Mapping[str, Any] = {}, full_size: bool = False) -> Job:
-        """The job as d2_memfit sees it.
+        """Make the job as d2_memfit sees it.
 
         Args:
-            full_size: whether it is the project's own recipe, on photographs as those of COCO.
+            full_size: whether it is the project's own recipe, on photographs like COCO's.
         """
         raise NotImplementedError
 
     no_evaluation: Mapping[str, Any] = {"DATASETS.TEST": ()}
 
     def settings(self, images: int) -> dict[str, Any]:
-        """Keys for so many images in a batch."""
+        """Config keys for a batch of ``images`` images."""
         return {"SOLVER.IMS_PER_BATCH": images}
 
     def record(self, num_batches: int, images: int) -> list[Any]:
@@ -120,17 +120,17 @@ class Subject:
         return [copy.deepcopy(b) for b in itertools.islice(iter(loader), num_batches)]
 
     def step(self, parts: Parts) -> None:
-        """The project's own optimizer step."""
+        """Run the project's own optimizer step."""
         parts.optimizer.step()
 
     def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The project's own losses of a batch, added up."""
+        """Sum of the project's own losses of a batch."""
         losses = model(batch)
         return losses if isinstance(losses, torch.Tensor) else sum(losses.values())
 
 
 class recorded_losses:
-    """While open, notes the total losses that any storage gets."""
+    """While open, record the total losses that any storage gets."""
 
     def __enter__(self) -> list[float]:
         self._put_scalar = put_scalar = EventStorage.put_scalar

@@ -65,8 +65,8 @@ def page(
 
     Args:
         cells: text by project and check.
-        commits: by project.
-        versions: of what the checks ran with; a line.
+        commits: commit by project.
+        versions: one line with the versions used.
     """
     compared = [_row(["check", "what is compared"]), _row(["---", "---"])]
     compared += [_row([check, _COMPARED[check]]) for check in checks]

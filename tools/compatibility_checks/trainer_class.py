@@ -29,7 +29,7 @@ __all__ = ["TrainerSubject"]
 
 
 class TrainerSubject(Subject):
-    """See :class:`Subject`."""
+    """A project with a trainer class, see :class:`Subject`."""
 
     @property
     def plain_class(self) -> Any:
@@ -104,7 +104,7 @@ class _Stopped(Exception):
 
 
 class _Stop(HookBase):
-    """Ends training early, as if the process had been killed after a checkpoint."""
+    """A hook that ends training early, as if the process was killed after a checkpoint."""
 
     def __init__(self, num_iterations: int, reseeds: bool) -> None:
         self._num_iterations = num_iterations

@@ -1,4 +1,4 @@
-"""Training and predicting on images that never fit, tile by tile."""
+"""Training and prediction, tile by tile, on images that do not fit as a whole."""
 
 from .config import add_tiled_config, check_tiles, load_tiled_cfg
 from .dataset import BalancedTileSampler, TiledDataset

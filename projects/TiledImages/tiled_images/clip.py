@@ -1,4 +1,4 @@
-"""Annotations of an image, as they are in one of its tiles."""
+"""Annotations of an image, clipped to one of its tiles."""
 
 from typing import Any, Optional, Union
 
@@ -16,7 +16,7 @@ __all__ = ["box_of", "clip_annotation"]
 
 
 def box_of(annotation: dict[str, Any]) -> NDArray[Any]:
-    """x0, y0, x1, y1 in pixels of the image [4]."""
+    """The box x0, y0, x1, y1 of an annotation, in pixels of the image [4]."""
     if annotation["bbox_mode"] == BoxMode.XYWHA_ABS:
         raise DataError(
             f"rotated boxes cannot be cut into tiles, and there is one: {annotation['bbox']}. "
@@ -28,9 +28,7 @@ def box_of(annotation: dict[str, Any]) -> NDArray[Any]:
 
 
 def clip_annotation(annotation: dict[str, Any], tile: Tile) -> Optional[dict[str, Any]]:
-    """A copy of an annotation, in Detectron2's format, in pixels of the tile; None if the object
-    has nothing there.
-    """
+    """Copy an annotation, in pixels of the tile; None if nothing is visible there."""
     whole = box_of(annotation) - [tile.x0, tile.y0, tile.x0, tile.y0]
     box = np.clip(whole, 0, [tile.width, tile.height, tile.width, tile.height])
     clipped = {**annotation, "bbox": box.tolist(), "bbox_mode": BoxMode.XYXY_ABS}
@@ -40,7 +38,7 @@ def clip_annotation(annotation: dict[str, Any], tile: Tile) -> Optional[dict[str
         if not coco_mask.area(rle):
             return None
         clipped["segmentation"] = segmentation
-        if (box != whole).any():  # drawn around what is left of the mask
+        if (box != whole).any():  # drawn around the rest of the mask
             x, y, width, height = coco_mask.toBbox(rle).tolist()
             clipped["bbox"] = [x, y, x + width, y + height]
     return clipped
@@ -62,8 +60,8 @@ def _clip_segmentation(segmentation: Union[list[Any], Rle], tile: Tile) -> Union
 def _clip_polygon(polygon: NDArray[Any], tile: Tile) -> NDArray[Any]:
     """Corners [m, 2] of the part within the tile, in its pixels; [0, 2] if there is none.
 
-    By Sutherland and Hodgman, 1974: one border after the other. Parts of a concave polygon stay
-    joined along the border, by lines without area.
+    The algorithm is Sutherland and Hodgman's, 1974: one border after the other. Parts of a concave
+    polygon stay joined along the border, by lines without area.
     """
     points = polygon - [tile.x0, tile.y0]
     for axis, length in ((0, tile.width), (1, tile.height)):
@@ -73,11 +71,11 @@ def _clip_polygon(polygon: NDArray[Any], tile: Tile) -> NDArray[Any]:
 
 
 def _clip_at(points: NDArray[Any], inside: NDArray[Any]) -> NDArray[Any]:
-    """Leave what is on the positive side.
+    """Keep the part on the positive side.
 
     Args:
         points: [n, 2]
-        inside: how far each is on that side of the border [n], negative outside.
+        inside: distance of each point from the border [n], negative outside.
     """
     kept = []
     for i in range(len(points)):

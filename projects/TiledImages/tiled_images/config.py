@@ -39,7 +39,7 @@ def add_tiled_config(cfg: CfgNode) -> None:
 
 
 def check_tiles(cfg: CfgNode) -> None:
-    """Raise :class:`ConfigError` on the first value that cannot work."""
+    """Raise :class:`ConfigError` on the first invalid value."""
     tiles = cfg.TILES
     check_positive_int("TILES.SIZE", tiles.SIZE)
     check_int("TILES.OVERLAP", tiles.OVERLAP, at_least=1)  # without, nothing can be merged
@@ -76,9 +76,9 @@ def check_tiles(cfg: CfgNode) -> None:
 
 
 def load_tiled_cfg(config_file: str, opts: Sequence[Any]) -> CfgNode:
-    """The config of a file and of ``KEY VALUE`` pairs, checked.
+    """Load and check the config of a file and of ``KEY VALUE`` pairs.
 
-    INPUT gets the tile's sizes, for what asks the config how large inputs are.
+    INPUT gets the tile's sizes, for code that reads the input size from the config.
     """
     cfg = load_cfg(config_file, opts, [add_tiled_config])
     check_tiles(cfg)

@@ -1,4 +1,4 @@
-"""The tiles of a dataset's images, and which of them are drawn in training."""
+"""The tiles of a dataset's images, and the sampler that draws them in training."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,20 +19,20 @@ __all__ = ["BalancedTileSampler", "TiledDataset"]
 
 
 class TiledDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Detectron2's dicts of the tiles of images, each made when it is asked for.
+    """Detectron2's dicts of the tiles of images, each made on access.
 
-    Each has the keys of its image, the ``tile``, and the height and width of all the image as
-    ``image_size``; ``height``, ``width`` and ``annotations`` are the tile's. Images and annotations
-    are kept serialized, once.
+    Each has the keys of its image, the ``tile``, and the height and width of the whole image as
+    ``image_size``. ``height``, ``width`` and ``annotations`` are the tile's. Images and annotations
+    are stored serialized, once.
 
     Args:
-        dicts: of whole images in Detectron2's format, with ``height`` and ``width``. Objects that
-            are crowds are left out, as in Detectron2.
-        size, overlap: those of :class:`Grid`.
+        dicts: whole images in Detectron2's format, with ``height`` and ``width``. Crowds are left
+            out, as in Detectron2.
+        size, overlap: as for :class:`Grid`.
         min_visible: an object belongs to a tile that shows at least this share of its box.
 
     Attributes:
-        num_objects: in each tile [len(self)].
+        num_objects: number of objects in each tile [len(self)].
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TiledDataset(torch.utils.data.Dataset[dict[str, Any]]):
             [{k: v for k, v in d.items() if k != "annotations"} for d in dicts], copy=False
         )
         annotations: list[dict[str, Any]] = []
-        pairs = []  # of a tile and an annotation that it shows
+        pairs = []  # pairs of a tile and an annotation that it shows
         for image, grid, end in zip(dicts, self._grids, self._ends):
             for annotation in image.get("annotations", []):
                 if not annotation.get("iscrowd", 0):
@@ -68,7 +68,7 @@ class TiledDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     @property
     def has_objects(self) -> NDArray[Any]:
-        """For each tile [len(self)]."""
+        """Whether each tile has objects [len(self)]."""
         return self.num_objects > 0
 
     def __len__(self) -> int:
@@ -91,16 +91,16 @@ class TiledDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class BalancedTileSampler(torch.utils.data.Sampler[int]):
-    """Endless numbers of tiles, of which a given share has objects.
+    """An endless stream of tile numbers, of which a given share has objects.
 
-    Tiles with and without objects are each drawn in a random order, all of them before any comes
-    again. All ranks draw the same and take turns. If all tiles or none have objects, the share has
-    no effect.
+    Tiles with and without objects are each drawn in a random order, all of them before one comes
+    again. All ranks draw the same numbers and take turns. If all tiles or none have objects, the
+    share has no effect.
 
     Args:
-        has_objects: for each tile [n].
+        has_objects: one value per tile [n].
         object_share: from 0 to 1.
-        seed: the same on all ranks; one that they agree on unless told.
+        seed: the same on all ranks; by default they agree on one.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Where the tiles of an image are."""
+"""The positions of an image's tiles."""
 
 from typing import Any, NamedTuple
 
@@ -9,8 +9,7 @@ __all__ = ["Grid", "Tile"]
 
 
 class Tile(NamedTuple):
-    """A part of an image, in pixels: columns ``x0`` to ``x1`` and rows ``y0`` to ``y1``, both
-    without the latter."""
+    """A part of an image: columns ``x0`` up to ``x1``, rows ``y0`` up to ``y1``, ends excluded."""
 
     x0: int
     y0: int
@@ -29,13 +28,13 @@ class Tile(NamedTuple):
 class Grid:
     """The tiles of one image, row by row: ``grid[i]`` for ``i`` below ``len(grid)``.
 
-    All have the same size. The last of a row and of a column are moved back into the image, and so
-    overlap more than asked, as SAHI's slices do. An image smaller than a tile is one tile.
+    All have the same size. The last ones of a row and a column are moved back into the image, so
+    they overlap more, as SAHI's slices do. An image smaller than a tile is one tile.
 
     Args:
-        height, width: those of the image in pixels.
+        height, width: height and width of the image in pixels.
         size: height and width of a tile in pixels.
-        overlap: pixels that neighbours share, at least.
+        overlap: least number of pixels that neighbours share.
     """
 
     def __init__(self, height: int, width: int, size: int, overlap: int) -> None:
@@ -56,8 +55,9 @@ class Grid:
         return Tile(x, y, min(x + self._size, self.width), min(y + self._size, self.height))
 
     def showing(self, box: NDArray[Any], min_visible: float) -> list[int]:
-        """Numbers of the tiles that show at least this share of a box, and some of it; of one that
-        is larger than a tile, of what a tile can show.
+        """Numbers of the tiles that show at least ``min_visible`` of a box, and more than nothing.
+
+        For a box larger than a tile, this is the share of the most that a tile can show.
 
         Args:
             box: x0, y0, x1, y1 in pixels of the image [4].
@@ -77,5 +77,5 @@ def _starts(length: int, size: int, overlap: int) -> NDArray[Any]:
 
 
 def _visible(starts: NDArray[Any], size: int, low: float, high: float) -> NDArray[Any]:
-    """How much of an interval each tile shows, along one axis."""
+    """Visible length of an interval in each tile, along one axis."""
     return np.clip(np.minimum(starts + size, high) - np.maximum(starts, low), 0, None)

@@ -1,4 +1,4 @@
-"""From the dict of a tile to what a model trains on."""
+"""The mapper from a tile's dict to a training input."""
 
 import logging
 from typing import Any
@@ -20,14 +20,14 @@ __all__ = ["MappedTiles", "TileMapper", "build_tiled_train_loader"]
 
 
 class TileMapper(DatasetMapper):
-    """Detectron2's mapper, but that it reads the tile alone and does not resize it.
+    """Detectron2's mapper, which reads only the tile and does not resize it.
 
     Args:
         bands: TILES.BANDS.
 
     Raises:
         CorruptImageError: on a call, the image cannot be read.
-        DataError: it has another size than its dataset says.
+        DataError: the image has another size than in its dataset.
     """
 
     @configurable  # type: ignore[untyped-decorator]
@@ -66,13 +66,13 @@ class TileMapper(DatasetMapper):
 
 
 class MappedTiles(Dataset[dict[str, Any]]):
-    """What the mapper makes of each tile.
+    """The mapper's result for each tile.
 
-    Detectron2 has ``MapDataset`` for this, whose way of leaving out fails from Python 3.11 on.
+    Detectron2's ``MapDataset`` cannot skip items from Python 3.11 on.
 
     Args:
-        skip_corrupt: whether a tile that cannot be read is replaced by another one, with or without
-            objects like itself, and a warning; else it is an error.
+        skip_corrupt: whether to replace a tile that cannot be read, with a warning, by another one
+            that also has, or lacks, objects. If not, it is an error.
     """
 
     _MOST_TRIES = 100
@@ -100,7 +100,7 @@ class MappedTiles(Dataset[dict[str, Any]]):
 
 
 def build_tiled_train_loader(cfg: CfgNode) -> DataLoader[Any]:
-    """Detectron2's loader, of tiles of the images of DATASETS.TRAIN."""
+    """Build Detectron2's loader for tiles of the images of DATASETS.TRAIN."""
     dicts = get_detection_dataset_dicts(cfg.DATASETS.TRAIN, filter_empty=False)
     tiles = cfg.TILES
     dataset = TiledDataset(dicts, tiles.SIZE, tiles.OVERLAP, tiles.MIN_VISIBLE)

@@ -1,4 +1,4 @@
-"""Objects that tiles have cut apart or seen twice, put together while tiles come in."""
+"""Merging of objects that tiles cut apart or show twice, while tiles come in."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ __all__ = ["Detection", "SeamMerger"]
 
 @dataclass
 class Detection:
-    """An object.
+    """A detected object.
 
     Attributes:
         box: x0, y0, x1, y1 in pixels of the image [4].
         score: 0 to 1.
-        category: a number from 0, as the model gives it.
-        mask: run-length encoded, in the frame of its tile; in that of the image when merged. None
-            from models without masks.
+        category: the model's number, from 0.
+        mask: run-length encoded, in the frame of its tile; of the image once merged. None for
+            models without masks.
     """
 
     box: NDArray[Any]
@@ -34,46 +34,47 @@ class Detection:
 
 @dataclass(eq=False)
 class _Part:
-    """What one tile shows of an object."""
+    """The part of an object that one tile shows."""
 
     found: Detection
     tile: Tile
-    object: "list[_Part]"  # all parts of it that are known
+    object: "list[_Part]"  # all known parts of it
 
 
 class SeamMerger:
-    """Finds out which detections in overlapping tiles are one object.
+    """Finds the detections in overlapping tiles that are one object.
 
-    Where two tiles overlap they show the same pixels. Two detections of one category are one object
-    if what they say of that region agrees: the IoU of their masks there, or boxes, is at least
-    ``merge_iou``. One that a tile's border cuts off, and that agrees with none in the other tile,
-    is part of one there that has that share of it. So objects larger than a tile come together,
-    part by part, and neither an object beside another nor a small one on a large one is lost.
+    Where two tiles overlap, they show the same pixels. Two detections of one category are one
+    object if they agree in that region: the IoU of their masks there, or boxes, is at least
+    ``merge_iou``. A detection may be cut by a tile's border and agree with none in the other tile.
+    It is then part of a detection there that covers this share of it. So objects larger than a tile
+    are joined part by part. Neither neighbouring objects nor a small object on a large one are
+    lost.
 
-    An object that is whole in each of its tiles is what the tile with the highest score says. One
-    that was cut is the union of its parts, with their highest score.
+    For an object that is whole in each of its tiles, the detection with the highest score is kept.
+    A cut object is the union of its parts, with their highest score.
 
-    Detections of one tile are not compared: that is the model's non-maximum suppression. They are
-    one object if both are parts of one in another tile. Where several agree, as two objects do that
-    both fill a narrow overlap, those go together whose boxes are most alike.
+    Detections of one tile are not compared: this is left to the model's non-maximum suppression.
+    They are one object if both are parts of one in another tile. If several agree, such as two
+    objects that both fill a narrow overlap, those with the most similar boxes are joined.
 
     Args:
-        grid: tiles are to be added in its order.
+        grid: tiles must be added in its order.
         merge_iou: 0 to 1.
     """
 
-    # A box that ends so near to a tile's border may go on beyond it: share of the tile's size.
+    # Share of the tile's size: a box that ends this near to its border may continue beyond it.
     _NEAR = 0.01
-    # A box with that share of all parts' is the object's.
+    # A box with this share of the box of all parts is the object's.
     _ALMOST_ALL = 0.9
 
     def __init__(self, grid: Grid, merge_iou: float) -> None:
         self._grid = grid
         self._merge_iou = merge_iou
-        self._parts: dict[Tile, list[_Part]] = {}  # of tiles that may overlap with those to come
+        self._parts: dict[Tile, list[_Part]] = {}  # parts of tiles that may overlap with later ones
 
     def add(self, tile: Tile, detections: Sequence[Detection]) -> Iterator[Detection]:
-        """Take what the next tile shows; give the objects that no later tile can show."""
+        """Add the detections of the next tile; yield objects that no later tile can show."""
         done = [t for t in self._parts if t.y1 <= tile.y0]
         finished = [part for t in done for part in self._parts.pop(t)]
         yield from self._finish(finished, tile.y0)
@@ -89,13 +90,13 @@ class SeamMerger:
         self._parts[tile] = mine
 
     def finish(self) -> Iterator[Detection]:
-        """Give all others, when there are no more tiles."""
+        """Yield all other objects, when there are no more tiles."""
         parts = [part for parts in self._parts.values() for part in parts]
         self._parts.clear()
         yield from self._finish(parts, self._grid.height)
 
     def _finish(self, parts: list[_Part], y: int) -> Iterator[Detection]:
-        """Merge the objects of these parts of which all tiles end above a row."""
+        """Merge the objects whose tiles all end above a row."""
         for parts_of_one in {id(part.object): part.object for part in parts}.values():
             if all(part.tile.y1 <= y for part in parts_of_one):
                 yield self._merged(parts_of_one)
@@ -106,8 +107,8 @@ class SeamMerger:
         mine_in, theirs_in = (
             _clip(np.stack([part.found.box for part in parts]), zone) for parts in (mine, theirs)
         )
-        alike: list[tuple[float, float, _Part, _Part]] = []  # how much, there and in the image
-        within: list[tuple[_Part, _Part]] = []  # the first, which is cut, in the second
+        alike: list[tuple[float, float, _Part, _Part]] = []  # similarity there and in the image
+        within: list[tuple[_Part, _Part]] = []  # the first is cut and lies in the second
         for i, j in np.argwhere(_intersections(mine_in, theirs_in) > 0):
             a, b = mine[i], theirs[j]
             if a.found.category != b.found.category:
@@ -123,7 +124,7 @@ class SeamMerger:
                 within.append((b, a))
         have_one: set[int] = set()
         pairs = [pair[2:] for pair in sorted(alike, key=lambda pair: pair[:2], reverse=True)]
-        for most in (0, 1):  # first each with its best; then those that are left, with any
+        for most in (0, 1):  # first each with its best match, then the rest with any
             for a, b in pairs:
                 if (id(a) in have_one) + (id(b) in have_one) <= most:
                     have_one |= {id(a), id(b)}
@@ -133,8 +134,9 @@ class SeamMerger:
                 _unite(a, b)
 
     def _is_cut(self, part: _Part, other: Optional[Tile] = None) -> bool:
-        """Whether the object may go on beyond a border of its tile: one within another tile, or,
-        without one, one within the image.
+        """Whether the object may continue beyond a border of its tile.
+
+        Only borders within another tile count, or without one, borders within the image.
         """
         tile = part.tile
         near = self._NEAR * max(tile.width, tile.height)
@@ -172,8 +174,9 @@ def _unite(a: _Part, b: _Part) -> None:
 def _areas(
     a: _Part, b: _Part, box_a: NDArray[Any], box_b: NDArray[Any], zone: Tile
 ) -> tuple[float, float, float]:
-    """What both have in a zone in common, what the first has there, and what the second; by their
-    masks, or by their boxes in the zone.
+    """Areas of two parts in a zone: of their intersection, of the first, and of the second.
+
+    They come from their masks, or from their boxes in the zone.
     """
     if a.found.mask and b.found.mask:
         masks = [_mask_in(a, zone), _mask_in(b, zone)]
@@ -190,7 +193,7 @@ def _mask_in(part: _Part, frame: Tile) -> Rle:
 
 
 def _overlap(a: Tile, b: Tile) -> Optional[Tile]:
-    """What both show; None if that is nothing."""
+    """The area that two tiles share; None if there is none."""
     zone = Tile(max(a.x0, b.x0), max(a.y0, b.y0), min(a.x1, b.x1), min(a.y1, b.y1))
     return zone if zone.width > 0 and zone.height > 0 else None
 
@@ -210,7 +213,7 @@ def _iou(a: NDArray[Any], b: NDArray[Any]) -> float:
 
 
 def _intersections(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-    """Areas that each of n boxes has in common with each of m [n, m]."""
+    """Areas of the intersections of n boxes with m boxes [n, m]."""
     low = np.maximum(a[:, None, :2], b[None, :, :2])
     high = np.minimum(a[:, None, 2:], b[None, :, 2:])
     return np.clip(high - low, 0, None).prod(axis=2)

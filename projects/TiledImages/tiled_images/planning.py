@@ -1,4 +1,4 @@
-"""Planning a job on tiles: what is largest and most crowded is a tile, not an image."""
+"""Plans for a job on tiles: the largest and most crowded input is a tile, not an image."""
 
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["fit_tiled_config", "with_datasets_of_tiles"]
 
 
 def fit_tiled_config(cfg: CfgNode) -> CfgNode:
-    """:func:`d2_memfit.fit_config`, for images of the sizes that tiles have."""
+    """Run :func:`d2_memfit.fit_config` for inputs of tile size."""
     planned = fit_config(with_datasets_of_tiles(cfg)).clone()
     planned.defrost()
     planned.DATASETS = cfg.DATASETS.clone()
@@ -22,9 +22,9 @@ def fit_tiled_config(cfg: CfgNode) -> CfgNode:
 
 
 def with_datasets_of_tiles(cfg: CfgNode) -> CfgNode:
-    """A copy of the config whose datasets have tiles, those that need most memory, for images.
+    """Copy the config with datasets of tiles, those that need the most memory, in place of images.
 
-    They are registered under names of their own, and have no pixels.
+    They are registered under their own names, and have no pixels.
     """
     of_tiles = cfg.clone()
     of_tiles.defrost()
@@ -42,7 +42,7 @@ def _register(name: str, *tiles: Any) -> str:
 
 
 def _largest(name: str, *tiles: Any) -> list[dict[str, Any]]:
-    """One dict for each size of tiles, with as many annotations as the most crowded tile."""
+    """One dict for each tile size, with as many annotations as the most crowded tile."""
     dataset = TiledDataset(DatasetCatalog.get(name), *tiles)
     most = int(dataset.num_objects.max(initial=0))
     return [

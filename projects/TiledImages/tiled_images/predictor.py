@@ -23,18 +23,18 @@ __all__ = ["TiledPredictor"]
 
 
 class TiledPredictor(nn.Module):
-    """Runs a detector of Detectron2 over the tiles of images, and merges what it finds.
+    """Runs a Detectron2 detector on the tiles of images, and merges its detections.
 
-    It keeps the tiles in work, the detections of the rows of tiles that overlap with them, and
-    objects that reach further.
+    It keeps in memory the current tiles, the detections of overlapping rows of tiles, and objects
+    that reach further.
 
-    Called with a list of dicts of whole images, it gives for each ``{"instances": [...]}`` in
-    COCO's format of results, with the model's categories. With TILES.SKIP_CORRUPT, an image that
-    cannot be read to its end has none, and there is a warning.
+    A call takes a list of dicts of whole images. It returns ``{"instances": [...]}`` for each, in
+    COCO's results format, with the model's categories. With TILES.SKIP_CORRUPT, an image that
+    cannot be read completely has no instances, and a warning is logged.
 
     Args:
-        cfg: for TILES, INPUT.FORMAT and DATALOADER.NUM_WORKERS.
-        model: gives boxes, and masks if it has any. It is used in the mode that it is in.
+        cfg: gives TILES, INPUT.FORMAT and DATALOADER.NUM_WORKERS.
+        model: returns boxes, and masks if it has any. Its mode is not changed.
     """
 
     def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
@@ -44,7 +44,7 @@ class TiledPredictor(nn.Module):
         self._tiles = cfg.TILES
         self._image_format = cfg.INPUT.FORMAT
         self._num_workers = cfg.DATALOADER.NUM_WORKERS
-        # Small results would keep the blocks of the tiles' tensors, which they lie between.
+        # Small results would keep the memory blocks of the tiles' tensors, between which they lie.
         return_large_blocks()
 
     def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -60,8 +60,9 @@ class TiledPredictor(nn.Module):
             return []
 
     def detect(self, file_name: str) -> Iterator[Detection]:
-        """The objects in an image, in its coordinates, as soon as no later tile can show more of
-        them; a progress bar where there is a terminal.
+        """Yield an image's objects, each once no later tile can show more of it.
+
+        A progress bar is shown in a terminal.
 
         Raises:
             CorruptImageError: the image cannot be read; some objects may have come before.
@@ -88,13 +89,13 @@ class TiledPredictor(nn.Module):
 
 
 class _TilesOfImage(Dataset[dict[str, Any]]):
-    """The input of a model for each tile of an image."""
+    """The model's input for each tile of an image."""
 
     def __init__(self, file_name: str, image_format: str, tiles: CfgNode) -> None:
         self._arguments = file_name, image_format, list(tiles.BANDS)
         image = open_image(*self._arguments)
         self.grid = Grid(image.height, image.width, tiles.SIZE, tiles.OVERLAP)
-        # An image that is decoded whole is better decoded once.
+        # An image that is decoded as a whole should be decoded once.
         self.max_workers = 0 if image.decodes_whole else len(self)
         self._file_name = file_name
 

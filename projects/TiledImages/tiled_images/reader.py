@@ -1,4 +1,4 @@
-"""Reading parts of an image file, and no more of it than the format asks for."""
+"""Reading parts of an image file, with no more data than the format requires."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from d2_memfit.errors import DataError, one_line
 from .grid import Tile
 
 try:
-    # MB that GDAL keeps of a file's blocks, for tiles that share them; else 5% of all RAM.
+    # MB of GDAL's cache for blocks of a file that tiles share; its default is 5% of all RAM.
     os.environ.setdefault("GDAL_CACHEMAX", "64")
     import rasterio
 except ImportError:  # an optional extra
@@ -29,22 +29,22 @@ except ImportError:  # an optional extra
 __all__ = ["CorruptImageError", "ImageReader", "open_image", "warn_left_out"]
 
 _LOGGER = "d2_memfit.tiled_images"
-# Formats of GDAL that are decoded from the top. Detectron2 reads them as it always does.
+# GDAL's formats that are decoded from the top. Detectron2 reads these as usual.
 _SEQUENTIAL = {"GIF", "JPEG", "PNG", "WEBP"}
 _LARGE_PIXELS = 4096**2  # decoding that many at once is worth a warning
 
 
 class CorruptImageError(DataError):
-    """An image cannot be read. The text has its name."""
+    """An image cannot be read. The message has its name."""
 
 
 def warn_left_out(error: CorruptImageError) -> None:
-    """Say once for each image that it was left out."""
+    """Warn, once for each image, that it was left out."""
     log_first_n(logging.WARNING, f"Left out: {one_line(error)}", key="message", name=_LOGGER)
 
 
 def open_image(file_name: str, image_format: str, bands: Sequence[int]) -> "ImageReader":
-    """An :class:`ImageReader`, of which each process keeps the last few."""
+    """Open an :class:`ImageReader`; each process keeps the last few open."""
     return _kept_open(os.getpid(), file_name, image_format, tuple(bands))
 
 
@@ -54,21 +54,21 @@ def _kept_open(process: int, *args: Any) -> "ImageReader":
 
 
 class ImageReader:
-    """An image of which parts are read.
+    """An image from which parts can be read.
 
     - ``.npy`` files [height, width, channels] are mapped into memory.
-    - With rasterio installed, what GDAL reads by parts is read so: TIFF and GeoTIFF, best tiled;
-      JPEG 2000, ENVI and more.
-    - All else is decoded whole by Detectron2, with a warning if it is large.
+    - With rasterio installed, formats that GDAL reads by parts are read this way: TIFF and GeoTIFF
+      (tiled is best), JPEG 2000, ENVI and more.
+    - Detectron2 decodes all other files as a whole, with a warning for a large one.
 
     Args:
-        image_format: "BGR" or "RGB", the order of channels that the model takes.
-        bands: those of the file that are red, green and blue, from 1. A file of one band gives it
+        image_format: "BGR" or "RGB", the model's order of channels.
+        bands: numbers of the file's red, green and blue bands, from 1. A file's single band is used
             for each.
 
     Attributes:
         height, width: in pixels.
-        decodes_whole: whether all of it is in memory.
+        decodes_whole: whether the whole image is in memory.
 
     Raises:
         CorruptImageError: here or in :meth:`read`.
@@ -95,7 +95,7 @@ class ImageReader:
         self.decodes_whole = isinstance(self._source, _Whole)
 
     def read(self, tile: Tile) -> NDArray[Any]:
-        """Pixels [height, width, channels] of a part of the image: uint8, or else float32."""
+        """Pixels [height, width, channels] of a part of the image: uint8, otherwise float32."""
         with self._explained():
             pixels = self._source.read(tile)
         # PyTorch has few operators for other integers.
@@ -105,12 +105,12 @@ class ImageReader:
     def _explained(self) -> Iterator[None]:
         try:
             with warnings.catch_warnings():
-                # Photographs are not on a map, and rasterio says so.
+                # rasterio warns that photographs are not on a map.
                 warnings.filterwarnings("ignore", message="Dataset has no geotransform")
                 yield
         except MemoryError:
             raise
-        except Exception as e:  # each library has many, for damage of many kinds
+        except Exception as e:  # each library has many errors for damage
             raise CorruptImageError(
                 f"the image {self._file_name} cannot be read ({' '.join(str(e).split())}). Mend "
                 "it, take it out of the dataset, or leave out all such images with "
@@ -184,7 +184,7 @@ def _decode(path: str, image_format: str) -> NDArray[Any]:
 
 
 def _open_by_parts(path: str) -> Any:
-    """rasterio's dataset; None if Detectron2 is to read the file, or to say what is wrong."""
+    """Open with rasterio; None if Detectron2 must read the file, or report its fault."""
     if rasterio is None:
         return None
     try:
@@ -196,7 +196,7 @@ def _open_by_parts(path: str) -> Any:
 
 
 def _in_order(bands: Sequence[int], count: int, image_format: str) -> list[int]:
-    """The bands to read, in the order that the model takes."""
+    """The bands to read, in the model's order."""
     if count == 1:
         return [1] * len(bands)
     if max(bands) > count:

@@ -1,4 +1,4 @@
-"""Results in COCO's format, written while they come in."""
+"""Results in COCO's format, written as they arrive."""
 
 import json
 import os
@@ -11,10 +11,11 @@ __all__ = ["CocoResultsWriter", "to_coco"]
 
 
 def to_coco(detection: Detection, image_id: int, categories: Sequence[int] = ()) -> dict[str, Any]:
-    """A merged detection as COCO's evaluation reads it.
+    """Convert a merged detection to COCO's results format.
 
     Args:
-        categories: the dataset's number of each of the model's; the model's own without.
+        categories: the dataset's category id for each of the model's; without them, the model's
+            own.
     """
     category = detection.category
     x0, y0, x1, y1 = detection.box.tolist()
@@ -31,13 +32,13 @@ def to_coco(detection: Detection, image_id: int, categories: Sequence[int] = ())
 
 
 class CocoResultsWriter:
-    """Writes results into a JSON file, of which it keeps none in memory.
+    """Writes results to a JSON file, without keeping them in memory.
 
-    The file appears when all is written. Until then, and after an error, ``<path>.part`` has what
-    there is.
+    The file appears when all results are written. Until then, and after an error, ``<path>.part``
+    has the results so far.
 
     Args:
-        path: of the JSON file; a file that is there is replaced.
+        path: path of the JSON file; an existing file is replaced.
     """
 
     def __init__(self, path: str) -> None:
@@ -51,7 +52,7 @@ class CocoResultsWriter:
         return self
 
     def write(self, results: Iterable[dict[str, Any]]) -> None:
-        """Write them while they come; if that ends with an error, none of them stays."""
+        """Write results as they arrive; after an error, none of them is kept."""
         place, separator = self._file.tell(), self._separator
         try:
             for result in results:

@@ -1,7 +1,7 @@
-"""Run-length encoded masks that are moved between frames without ever being decoded.
+"""Run-length encoded masks, moved between frames without decoding.
 
-COCO's code lists how many pixels are off, on, off ... in turn, down the columns of a frame from the
-left to the right. An object costs a few hundred bytes, however large the frame.
+COCO's code lists how many pixels are off, on, off ... in turn, down the columns of a frame from
+left to right. An object takes a few hundred bytes in a frame of any size.
 """
 
 from typing import Any, NamedTuple
@@ -26,10 +26,10 @@ class _Runs(NamedTuple):
 
 
 def move(rle: Rle, x: int, y: int, height: int, width: int) -> Rle:
-    """The mask in another frame, of this height and width. What is outside of it is cut off.
+    """Move a mask to another frame of this height and width. Pixels outside are cut off.
 
     Args:
-        x, y: where in the new frame the corner of the old one is, in pixels.
+        x, y: position of the old frame's corner in the new one, in pixels.
 
     Raises:
         DataError: the frame has more pixels than the code can count.
@@ -52,7 +52,7 @@ def _runs(rle: Rle) -> _Runs:
     ends = np.cumsum(counts if isinstance(counts, list) else _counts(counts), dtype=np.int64)
     starts, ends = ends[:-1:2], ends[1::2]
     starts, ends = starts[: len(ends)][starts < ends], ends[starts < ends]
-    # Those that go on in the next column are cut there.
+    # Runs that continue in the next column are cut there.
     pieces = (ends - 1) // height - starts // height + 1
     run = np.repeat(np.arange(len(starts)), pieces)
     nth = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -66,7 +66,7 @@ def _runs(rle: Rle) -> _Runs:
 def _encode(runs: _Runs, height: int, width: int) -> Rle:
     starts = runs.columns * height + runs.tops
     ends = runs.columns * height + runs.bottoms
-    # One that ends where the next begins is one with it.
+    # A run that ends where the next begins is joined with it.
     first = np.append(True, starts[1:] != ends[:-1])[: len(starts)]
     last = np.append(first[1:], True)[: len(starts)]
     borders = np.stack([starts[first], ends[last]], axis=1).ravel()

@@ -1,4 +1,4 @@
-"""Detectron2's default trainer, on tiles."""
+"""Detectron2's default trainer for tiles."""
 
 from typing import Any, Optional
 
@@ -17,7 +17,7 @@ from .predictor import TiledPredictor
 
 __all__ = ["TiledTrainer"]
 
-_MAX_DETECTIONS = 10_000  # that count in one image. COCO's 100 is for images of one tile
+_MAX_DETECTIONS = 10_000  # detections per image that count. COCO's 100 is for images of one tile
 
 
 class TiledTrainer(DefaultTrainer):
@@ -29,7 +29,7 @@ class TiledTrainer(DefaultTrainer):
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> DataLoader[Any]:
-        """The dicts of whole images, of which the predictor reads tiles."""
+        """Build a loader of dicts of whole images, whose tiles the predictor reads."""
         dicts = get_detection_dataset_dicts(dataset_name, filter_empty=False)
         return DataLoader(dicts, sampler=InferenceSampler(len(dicts)), collate_fn=list)
 
@@ -51,7 +51,7 @@ class TiledTrainer(DefaultTrainer):
 
 
 class _TiledEvaluator(COCOEvaluator):
-    """Detectron2's evaluator, of results that are in COCO's format already."""
+    """Detectron2's evaluator for results that are in COCO's format already."""
 
     def process(self, inputs: list[Any], outputs: list[Any]) -> None:
         for image, output in zip(inputs, outputs):

@@ -1,4 +1,4 @@
-"""Detectron2's dataset dicts as transformers takes them."""
+"""Detectron2's dataset dicts in the form that transformers takes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class Images(NamedTuple):
 
     @property
     def mask(self) -> Tensor:
-        """[N, H, W], 1 where there is an image and 0 where it is padded."""
+        """A mask [N, H, W]: 1 for pixels of an image, 0 for padding."""
         height, width = self.pixels.shape[-2:]
         mask = torch.zeros(len(self.sizes), height, width, dtype=torch.long)
         for of_image, (h, w) in zip(mask, self.sizes):
@@ -35,13 +35,13 @@ def images_of(
     resolutions: Sequence[int],
     size_divisibility: int,
 ) -> Images:
-    """Normalised images in one tensor.
+    """Make one tensor of normalised images.
 
     Args:
         batch: with "image", [3, H, W], values 0 to 255.
         mean, std: [3, 1, 1]
-        resolutions: of squares in pixels. All images get the size of the first if it is one of
-            these, as it is with the mapper of this project, or else the middle one. If there are
+        resolutions: sides of squares, in pixels. All images get the size of the first if that is
+            one of these, as with this project's mapper, otherwise the middle one. If there are
             none, images are padded to a multiple of ``size_divisibility``.
     """
     images = [(d["image"].to(mean.device) - mean) / std for d in batch]
@@ -64,7 +64,7 @@ def _resized(image: Tensor, size: Size) -> Tensor:
 def labels_of(
     objects: list[Instances], images: Images, takes_mask: bool, has_masks: bool
 ) -> list[Labels]:
-    """Annotated objects of each image.
+    """Annotated objects of each image, as transformers' labels.
 
     Args:
         objects: "gt_boxes", "gt_classes" and, if ``has_masks``, "gt_masks", of any kind.
@@ -78,7 +78,7 @@ def labels_of(
     device = images.pixels.device
     labels = []
     for of_image, size in zip(objects, images.sizes):
-        # Its own size, which is not that of the batch where all were brought to one.
+        # Its own size, which differs from the batch's if all were resized to one.
         own = of_image.image_size
         scale = (height / size[0], width / size[1]) if not takes_mask else (1.0, 1.0)
         extent = torch.tensor([own[1] * scale[1], own[0] * scale[0]] * 2, device=device)
@@ -100,7 +100,7 @@ def labels_of(
 
 
 def _bitmasks(masks: Any, size: Size) -> Tensor:
-    """Masks [M, H, W] of Detectron2's BitMasks, PolygonMasks, or a tensor."""
+    """Masks [M, H, W] from Detectron2's BitMasks, PolygonMasks, or a tensor."""
     if isinstance(masks, PolygonMasks):
         masks = BitMasks.from_polygon_masks(masks, *size)
     return masks.tensor if isinstance(masks, BitMasks) else masks

@@ -1,4 +1,4 @@
-"""Models of transformers, from a config of this project."""
+"""Models of the transformers library, built from a config of this project."""
 
 import json
 import logging
@@ -19,10 +19,10 @@ logger = logging.getLogger("d2_memfit.transformers")
 
 
 def build_transformers_model(cfg: CfgNode) -> nn.Module:
-    """The model of TRANSFORMERS.TYPE and SIZE, with random weights.
+    """Build the model of TRANSFORMERS.TYPE and SIZE, with random weights.
 
     Raises:
-        ConfigError: transformers is not there, or there is no such size, file or option.
+        ConfigError: transformers is not installed, or there is no such size, file or option.
     """
     transformers = _import_transformers()
     family = FAMILIES[cfg.TRANSFORMERS.TYPE]
@@ -38,7 +38,7 @@ def build_transformers_model(cfg: CfgNode) -> nn.Module:
         )
     try:
         return model_class(config_class(**options))
-    except (TypeError, ValueError) as e:  # what its checks raise
+    except (TypeError, ValueError) as e:  # raised by its checks
         raise ConfigError(f"TRANSFORMERS: {config_class.__name__} refuses its values ({e})") from e
 
 
@@ -54,10 +54,10 @@ def _import_transformers() -> Any:
 
 
 def _options(cfg: CfgNode) -> dict[str, Any]:
-    """Values of the transformers config."""
+    """Options for the transformers config."""
     keys = cfg.TRANSFORMERS
     options = dict(_size(keys.TYPE, keys.SIZE))
-    if keys.RESOLUTION and keys.TYPE == "eomt":  # whose position embeddings are not interpolated
+    if keys.RESOLUTION and keys.TYPE == "eomt":  # its position embeddings are not interpolated
         options["image_size"] = keys.RESOLUTION
     if keys.NUM_QUERIES:
         options["num_queries"] = keys.NUM_QUERIES
@@ -88,13 +88,13 @@ def _size(kind: str, size: str) -> dict[str, Any]:
 
 
 def load_pretrained(model: nn.Module, weights: str) -> None:
-    """Copy weights of a folder, or of a name on huggingface.co, into a model of transformers.
+    """Copy weights of a folder, or of a name on huggingface.co, into a transformers model.
 
-    What the weights lack, and what has another shape, such as the classes, stays as it is, and is
-    logged. A segmentation model also takes the weights of its detector alone.
+    Parameters that the weights lack, or that have another shape, such as the classes, do not
+    change, and are logged. A segmentation model also takes the weights of its detector.
 
     Raises:
-        ConfigError: there are no such weights, or they are of another model.
+        ConfigError: there are no such weights, or they belong to another model.
     """
     target: Any = model
     try:

@@ -53,7 +53,7 @@ def add_transformers_config(cfg: CfgNode) -> None:
 
 
 def check_transformers_config(cfg: CfgNode) -> None:
-    """Raise :class:`ConfigError` on the first value that cannot work."""
+    """Raise :class:`ConfigError` on the first invalid value."""
     keys = cfg.TRANSFORMERS
     check_choice("TRANSFORMERS.TYPE", keys.TYPE, list(FAMILIES))
     family = FAMILIES[keys.TYPE]

@@ -1,4 +1,4 @@
-"""Images in squares, as DETRs for real time are trained."""
+"""Resizing of images to squares, for the training of real-time DETRs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,24 +12,24 @@ __all__ = ["ResizeSquare", "build_mapper", "resolutions"]
 
 
 class ResizeSquare(T.ResizeShortestEdge):
-    """Bring images of any shape to squares of one of some sizes, drawn at random.
+    """Resizes images of any shape to squares of a randomly drawn size.
 
     Args:
-        sizes: in pixels.
+        sizes: sides of the squares, in pixels.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(tuple(sizes), max(sizes), "choice")
 
     def get_transform(self, image: np.ndarray[Any, Any]) -> T.Transform:
-        # Of an image that is a square: so that it is drawn where ResizeShortestEdge draws, which
-        # dry runs know how to make as large as it can be.
+        # ResizeShortestEdge of a square image draws the size, because dry runs know how to make it
+        # draw the largest.
         size = super().get_transform(np.empty((1, 1))).new_h
         return T.ResizeTransform(*image.shape[:2], size, size, self.interp)
 
 
 def resolutions(cfg: CfgNode) -> list[int]:
-    """Those of training, in pixels; none where images keep their shape."""
+    """Training resolutions in pixels; none if images keep their shape."""
     keys = cfg.TRANSFORMERS
     if not keys.RESOLUTION:
         return []
@@ -38,7 +38,7 @@ def resolutions(cfg: CfgNode) -> list[int]:
 
 
 def build_mapper(cfg: CfgNode, is_train: bool) -> DatasetMapper:
-    """Detectron2's, with TRANSFORMERS.RESOLUTION in place of INPUT.MIN_SIZE_TRAIN and so on."""
+    """Build Detectron2's mapper, with TRANSFORMERS.RESOLUTION in place of INPUT.MIN_SIZE_TRAIN."""
     options = DatasetMapper.from_config(cfg, is_train)
     if cfg.TRANSFORMERS.RESOLUTION:
         sizes = resolutions(cfg) if is_train else [cfg.TRANSFORMERS.RESOLUTION]

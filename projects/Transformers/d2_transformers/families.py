@@ -1,4 +1,4 @@
-"""The families of detectors in transformers: their classes, their sizes, what each is like."""
+"""The families of detectors in transformers: their classes, sizes and properties."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +12,12 @@ class Family:
     """One type of model.
 
     Attributes:
-        box_class, mask_class: of transformers, without masks and with them; None if there is none.
-        sizes: values of the transformers config by the name of a size. Those left out are defaults
-            of the config's class.
-        takes_mask: whether it is told what is padding. Its boxes are then relative to an image
-            without that.
+        box_class, mask_class: names of transformers' classes, without and with masks; None if there
+            is none.
+        sizes: values of the transformers config by size name. Other values are the class's
+            defaults.
+        takes_mask: whether it gets a mask of the padding. Its boxes are then relative to an image
+            without padding.
         has_own_criterion: whether the losses come from a module ``criterion``, and not in the
             output.
         weights_losses: whether its losses have their weights already.
@@ -33,7 +34,7 @@ class Family:
 def _rf_detr(
     decoder_layers: int, patch_size: int, num_windows: int, image_size: int, is_base: bool = False
 ) -> dict[str, Any]:
-    """DINOv2 small or base, whose position embeddings are for ``image_size`` pixels."""
+    """An RF-DETR with DINOv2 small or base, whose position embeddings fit ``image_size`` pixels."""
     stages = (2, 5, 8, 11) if patch_size == 14 else (3, 6, 9, 12)
     backbone = {
         "model_type": "rf_detr_dinov2",
@@ -63,7 +64,7 @@ def _rt_detr(depths: list[int], decoder_layers: int = 6, **values: Any) -> dict[
 
 
 def _small_rt_detr(depths: list[int], decoder_layers: int) -> dict[str, Any]:
-    """With a ResNet of blocks of two layers."""
+    """An RT-DETR with a ResNet of two-layer blocks."""
     options = _rt_detr(depths, decoder_layers, hidden_expansion=0.5)
     options["backbone_config"].update(layer_type="basic", hidden_sizes=[64, 128, 256, 512])
     return {**options, "encoder_in_channels": [128, 256, 512]}

@@ -1,4 +1,4 @@
-"""What transformers' detectors find, as Detectron2's Instances."""
+"""Predictions of transformers' detectors as Detectron2's Instances."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ def instances_of_boxes(
 ) -> Instances:
     """The best detections of one image by a model with boxes, and masks if it has any.
 
-    As ``post_process_object_detection`` of transformers: scores are sigmoids, and a query may be an
-    object of several classes.
+    It follows ``post_process_object_detection`` of transformers: scores are sigmoids, and a query
+    may be an object of several classes.
 
     Args:
-        output: of the model.
-        index: of the image in the batch.
-        shown: share of the height and width of the frame that is not padding.
-        size: of the image file, that results are for.
-        num: detections at most.
+        output: output of the model.
+        index: position of the image in the batch.
+        shown: share of the frame's height and width that is not padding.
+        size: size of the image file, in which results are given.
+        num: largest number of detections.
     """
     scores, queries, classes = _best(output.logits[index].sigmoid(), num)
     x, y, w, h = output.pred_boxes[index][queries].unbind(1)
@@ -43,10 +43,10 @@ def instances_of_boxes(
 def instances_of_masks(
     output: Any, index: int, shown: tuple[float, float], size: Size, num: int
 ) -> Instances:
-    """The best detections of one image by a model with masks alone.
+    """The best detections of one image by a model with only masks.
 
-    As Mask2Former's ``instance_inference``: a softmax with a last class for none, and scores times
-    the mean of the mask where it is above a half. Boxes are around the masks.
+    It follows Mask2Former's ``instance_inference``: a softmax with a last class for no object, and
+    scores times the mask's mean where it is above a half. Boxes enclose the masks.
 
     Args:
         output, index, shown, size, num: as for :func:`instances_of_boxes`.
@@ -70,8 +70,9 @@ def _best(scores: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_image(logits: Tensor, shown: tuple[float, float], size: Size) -> Tensor:
-    """Masks [num, height, width] of an image file, out of logits of the padded frame. One after
-    another, as they are four times as large in floating point.
+    """Masks [num, height, width] of an image file, from logits of the padded frame.
+
+    They are made one by one, because they are four times as large in floating point.
     """
     height, width = (max(round(n * s), 1) for n, s in zip(logits.shape[-2:], shown))
     logits = logits[:, :height, :width].float()

@@ -1,4 +1,4 @@
-"""The losses of transformers' detectors, by name, as they stand in their sum."""
+"""The losses of transformers' detectors, by name, as they enter their sum."""
 
 import importlib
 import re
@@ -15,15 +15,16 @@ __all__ = ["collected_losses", "divided_by", "losses_of_images", "weighted_losse
 # Not divided by a number of objects: means over queries, and a metric.
 _OTHER_MEANS = ("loss_ddf", "loss_cross_entropy")
 
-# Where a loss all-reduces its number of objects.
+# Modules in which a loss all-reduces its number of objects.
 _REDUCING = ("transformers.loss.loss_lw_detr", "transformers.loss.loss_rf_detr")
 
 
 @contextmanager
 def collected_losses(criterion: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """While open, the dict gets what a criterion returns, which its model only returns the sum of.
+    """While open, the dict gets a criterion's losses, of which its model returns only the sum.
 
-    The model weights these tensors in place. A criterion that is called for each layer counts them.
+    The model weights these tensors in place. The losses of a criterion that is called for each
+    layer are numbered.
     """
     losses: dict[str, Tensor] = {}
     calls = 0
@@ -42,7 +43,7 @@ def collected_losses(criterion: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def weighted_losses(losses: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Losses of Deformable DETR and RF-DETR with the weights that they have in their sum."""
+    """Losses of Deformable DETR and RF-DETR with their weights in the sum."""
     weights = {
         "loss_ce": getattr(config, "class_loss_coefficient", 1),  # Deformable DETR has none
         "loss_bbox": config.bbox_loss_coefficient,
@@ -57,12 +58,12 @@ def weighted_losses(losses: Mapping[str, Tensor], config: Any) -> dict[str, Tens
 
 @contextmanager
 def losses_of_images() -> Iterator[None]:
-    """While open, losses and matchers of transformers are those of images, whatever else there is.
+    """While open, losses and matchers of transformers depend only on their own images.
 
-    None communicates with other ranks: its number of objects is its batch's. And RF-DETR's matcher
-    with masks takes one image at a time, and samples points by the size of its masks, as that of
-    rfdetr does. In transformers 5.23 it takes the shape of the boxes for that of the masks: points
-    grow with the batch, memory with its square, and an image is matched otherwise in another batch.
+    They do not communicate with other ranks: the number of objects is the batch's. RF-DETR's
+    matcher with masks takes one image at a time, and samples points by the size of its masks, as
+    rfdetr's does. In transformers 5.23 it takes the boxes' shape for that of the masks. Points then
+    grow with the batch, memory with its square, and an image's match depends on its batch.
     """
     files = [importlib.import_module(name) for name in _REDUCING]
     replacements: dict[str, Any] = {
@@ -101,7 +102,7 @@ def _image_by_image(matcher: type[nn.Module]) -> type[nn.Module]:
 def divided_by(
     losses: Mapping[str, Tensor], num_objects: float, new_num_objects: float
 ) -> dict[str, Tensor]:
-    """Losses that were divided by one number of objects, divided by another."""
+    """Divide losses by another number of objects than they were divided by."""
     factor = num_objects / new_num_objects
     return {
         name: loss if name.startswith(_OTHER_MEANS) else loss * factor

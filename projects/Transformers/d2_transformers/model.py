@@ -29,15 +29,17 @@ __all__ = ["TransformersDetector"]
 
 @META_ARCH_REGISTRY.register()
 class TransformersDetector(nn.Module):
-    """A detector of transformers: dataset dicts in, a dict of losses out; in evaluation a list of
-    ``{"instances": Instances}``. Its modules and losses are as they are.
+    """A detector of transformers with Detectron2's interface.
+
+    It takes dataset dicts and returns a dict of losses; in evaluation it returns a list of
+    ``{"instances": Instances}``. Modules and losses are those of transformers.
 
     Args:
-        model: of transformers.
-        family: what is particular about it.
+        model: the transformers model.
+        family: the properties of its family.
         pixel_mean, pixel_std: of the three channels, for values from 0 to 255.
-        resolutions: of the squares that images are brought to; none if they keep their shape.
-        detections_per_image: at most.
+        resolutions: sides of the squares that images are resized to; none if they keep their shape.
+        detections_per_image: largest number of detections.
         ema_decay, ema_tau: see TRANSFORMERS.EMA_DECAY and EMA_TAU.
 
     Attributes:
@@ -124,7 +126,7 @@ class TransformersDetector(nn.Module):
     def _losses(
         self, pixels: Tensor, labels: list[Labels], mask: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Each with its weight: their sum is the loss of transformers."""
+        """Losses with their weights, whose sum is the loss of transformers."""
         with losses_of_images():
             if self.family.has_own_criterion:
                 of_images = {
@@ -144,17 +146,17 @@ class TransformersDetector(nn.Module):
         return divided_by(losses, divisor, self._num_objects(num_objects))
 
     def _num_objects(self, num_objects: int) -> float:
-        """What losses that count objects are divided by, given the objects of this forward."""
+        """Divisor of losses that count objects, from the objects of this forward."""
         return window_count(num_objects)
 
     @property
     def best_model(self) -> nn.Module:
-        """The average of the weights, if there is one."""
+        """The averaged model if it was updated, otherwise the model."""
         return self.ema if self.ema is not None and self.ema_updates > 0 else self.model
 
     @torch.no_grad()
     def update_ema(self) -> None:
-        """Call it after each optimizer step. As rf-detr's ModelEma, in place."""
+        """Update the average after an optimizer step, in place, like rf-detr's ModelEma."""
         assert self.ema is not None
         self.ema_updates.add_(1)
         decay = self.ema_decay * (1 - math.exp(-self.ema_updates.item() / self.ema_tau))
@@ -166,13 +168,13 @@ class TransformersDetector(nn.Module):
                 average.copy_(current[name])
 
     def load_pretrained(self, weights: str) -> None:
-        """See :func:`~d2_transformers.build.load_pretrained`. The average begins there too."""
+        """Load weights as ``build.load_pretrained`` does, also into the average."""
         load_pretrained(self.model, weights)
         if self.ema is not None:
             self.ema.load_state_dict(self.model.state_dict())
 
     def save_pretrained(self, folder: str, class_names: Optional[Sequence[str]] = None) -> None:
-        """Write what is evaluated as transformers does: config.json and model.safetensors."""
+        """Write the evaluated model in transformers' format: config.json and model.safetensors."""
         model: Any = self.best_model
         if class_names:
             model.config.id2label = dict(enumerate(class_names))
@@ -189,16 +191,16 @@ class TransformersDetector(nn.Module):
         if self.family.box_class is None:
             return instances_of_masks(output, index, shown, size, self.detections_per_image)
         found = instances_of_boxes(output, index, shown, size, self.detections_per_image)
-        if not self.family.takes_mask:  # its boxes are relative to the frame
+        if not self.family.takes_mask:  # boxes are relative to the frame
             found.pred_boxes.scale(1 / shown[1], 1 / shown[0])
             found.pred_boxes.clip(size)
         return found
 
 
 def _choose_trained(model: nn.Module) -> None:
-    """Put right what transformers trains and does not."""
+    """Correct which parameters transformers trains."""
     for name, parameter in model.named_parameters():
-        if name.endswith("embeddings.mask_token"):  # of DINOv2's pretraining: not in a forward
+        if name.endswith("embeddings.mask_token"):  # used in DINOv2's pretraining, not in a forward
             parameter.requires_grad_(False)
         # Deformable DETR means to freeze a ResNet's stem and first stage. It looks for the others
         # as "stage.1", which are named "stages.1", and freezes them too.
@@ -207,7 +209,7 @@ def _choose_trained(model: nn.Module) -> None:
 
 
 def _divisor(config: Any) -> int:
-    """What height and width must be divisible by."""
+    """Number by which height and width must be divisible."""
     backbone = getattr(config, "backbone_config", None) or config
     patch = getattr(backbone, "patch_size", 0)
     if config.model_type in ("rf_detr", "eomt"):
@@ -228,7 +230,7 @@ def _check_resolutions(cfg: CfgNode, divisor: int) -> None:
 
 
 def _check_queries(cfg: CfgNode, config: Any) -> None:
-    """RF-DETR chooses its queries out of the patches of an image."""
+    """Check the number of queries: RF-DETR chooses them from the patches of an image."""
     smallest = min(resolutions(cfg), default=0)
     if config.model_type != "rf_detr" or not smallest:
         return

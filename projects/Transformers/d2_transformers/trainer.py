@@ -30,7 +30,7 @@ __all__ = ["AverageWeights", "SavePretrained", "Trainer"]
 
 
 class Trainer(MemfitTrainer):
-    """Loaders with this project's mapper, AdamW, clipping of the whole gradient, TRANSFORMERS."""
+    """A trainer with this project's mapper, AdamW and clipping of the whole gradient."""
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
@@ -54,7 +54,7 @@ class Trainer(MemfitTrainer):
     def build_hooks(self) -> list[HookBase]:
         hooks: list[HookBase] = super().build_hooks()
         if self.cfg.TRANSFORMERS.EMA_DECAY:
-            hooks.insert(0, AverageWeights())  # before what saves and evaluates
+            hooks.insert(0, AverageWeights())  # before hooks that save and evaluate
         names = MetadataCatalog.get(self.cfg.DATASETS.TRAIN[0]).get("thing_classes")
         hooks.append(SavePretrained(os.path.join(self.cfg.OUTPUT_DIR, "pretrained"), names))
         return hooks
@@ -67,11 +67,13 @@ class Trainer(MemfitTrainer):
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
-    """AdamW with TRANSFORMERS.LR_MULTIPLIERS. Norms, biases and embeddings of one dimension have no
-    weight decay. With SOLVER.CLIP_GRADIENTS the norm of the whole gradient is clipped, as in DETR.
+    """Build AdamW with TRANSFORMERS.LR_MULTIPLIERS.
+
+    Norms, biases and one-dimensional embeddings have no weight decay. With SOLVER.CLIP_GRADIENTS
+    the norm of the whole gradient is clipped, as in DETR.
 
     Raises:
-        ConfigError: a pattern matches nothing, or the gradient shall be clipped otherwise.
+        ConfigError: a pattern matches nothing, or another kind of clipping is configured.
     """
     factors = dict(cfg.TRANSFORMERS.LR_MULTIPLIERS)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -99,7 +101,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
 
 
 class _ClippingAdamW(AdamW):
-    """Clips the norm of the gradient of all its parameters before each step."""
+    """AdamW that clips the norm of the whole gradient before each step."""
 
     def __init__(self, groups: list[dict[str, Any]], max_norm: float) -> None:
         super().__init__(groups)
@@ -119,11 +121,11 @@ class AverageWeights(HookBase):
 
 
 class SavePretrained(HookBase):
-    """After the last iteration, writes a folder that ``from_pretrained`` of transformers loads.
+    """Writes, after the last iteration, a folder for transformers' ``from_pretrained``.
 
     Args:
-        folder: to write.
-        class_names: of the dataset, if it has names.
+        folder: folder to write.
+        class_names: class names of the dataset, if it has some.
     """
 
     def __init__(self, folder: str, class_names: Optional[Sequence[str]]) -> None:

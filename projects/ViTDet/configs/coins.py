@@ -1,4 +1,4 @@
-"""What the models of this folder share: photographs of coins, a small Mask R-CNN's heads, training.
+"""Shared parts of this folder's configs: photographs of coins, small heads, training.
 
 The dataset is made by ``python projects/Coins/make_dataset.py output/coins/dataset``.
 """

@@ -6,7 +6,7 @@ model = heads
 model.backbone.bottom_up.stem.norm = "GN"
 stages = model.backbone.bottom_up.stages
 stages.depth, stages.norm = 18, "GN"
-del stages.stride_in_1x1  # of blocks with three layers; those of a ResNet-18 have two
+del stages.stride_in_1x1  # only for blocks with three layers; a ResNet-18's have two
 model.backbone.out_channels, model.backbone.norm = CHANNELS, "GN"
 
 train.output_dir = "output/fpn"

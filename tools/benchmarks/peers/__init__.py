@@ -1,1 +1,1 @@
-"""The race of d2_memfit and those who accumulate gradients too. One file for each way to train."""
+"""The race of d2_memfit against other tools that accumulate gradients, one file per tool."""

@@ -1,11 +1,10 @@
-"""The smallest budget in which a step behind 16 images of 800 pixels ends, found by bisection.
+"""The smallest budget in which a step with 16 images of 800 pixels succeeds, found by bisection.
 
-Mask R-CNN R50-FPN, 16 images of 800 x 1088, one step, in a process that the kernel limits
-(RLIMIT_DATA): all its private memory counts, imports and parameters included. The optimizer's
-state is there before. Detectron2 takes the 16 images at once, because it does not accumulate; all
-others take them one by one. The bisection ends when a budget that is enough is at most 5 % above
-one that is not. Where it begins is found with steps behind 2 images, which take an eighth of the
-time.
+Mask R-CNN R50-FPN makes one step with 16 images of 800 x 1088, in a process that the kernel limits
+(RLIMIT_DATA). All its private memory counts, including imports and parameters. The optimizer's
+state exists before. Detectron2 takes the 16 images at once, because it does not accumulate. All
+others take them one by one. The bisection ends when a sufficient budget is at most 5 % above an
+insufficient one. Its start is found with steps of 2 images, which take an eighth of the time.
 """
 
 import math
@@ -29,7 +28,7 @@ FEW_IMAGES = 2
 def measure(
     results: Results, sides: list[Side], first_guess_gb: float, time_limit_s: float
 ) -> None:
-    """``first_guess_gb``: where to begin; a good one saves time, and changes nothing else."""
+    """Measure all sides. ``first_guess_gb`` is the start; a good one only saves time."""
     guess_gb = first_guess_gb
     for side in sorted(sides, key=lambda side: not side.accumulates):
         found = results.find("budget", side=side.name)
@@ -59,10 +58,9 @@ def smallest(
     wider: float,
     time_limit_s: float,
 ) -> tuple[Optional[float], float]:
-    """The smallest budget that was enough for a step and the largest that was not, in GB; None
-    if none is enough that the machine has.
+    """The smallest sufficient budget for a step, and the largest insufficient one, in GB.
 
-    ``wider`` is the factor from one budget to the next until one is enough and one is not.
+    None if no budget of this machine is sufficient.
     """
     enough, too_small = math.inf, 0.0
     for line in results.of("probe"):
@@ -89,12 +87,12 @@ def smallest(
 
 
 def available_gb() -> float:
-    """Of the machine; the kernel kills a process that takes more within its budget."""
+    """Free RAM of the machine in GB; above it the kernel kills a process within its budget."""
     return psutil.virtual_memory().available / 2**30
 
 
 def fits(results: Results, side: Side, images: int, budget_gb: float, time_limit_s: float) -> bool:
-    """Whether all images were behind one step."""
+    """Whether one step covered all images."""
     folder = results.path.parent / f"budget, {side.name}, {budget_gb}"
     sizes = [[SIZE] * images]
     spec = Spec(side.name, sizes, *side.cut(images), str(folder), budget_gb)

@@ -1,9 +1,9 @@
-"""Which gradient reaches the optimizer, against the full batch's.
+"""The gradient that reaches the optimizer, against the full batch's.
 
-The models are small ones of ``tools/benchmark.py gradients``, trained for a while on photographs of
-projects/Coins, with the same sampled anchors and proposals each time. The full batch's gradient is
-that of one forward over exactly the images behind the step. The figure is, over all parameters and
-in float32, norm(difference) / norm(full).
+The models are the small ones of ``tools/benchmark.py gradients``, trained for a while on
+photographs of projects/Coins. Sampled anchors and proposals are the same each time. The full
+batch's gradient comes from one forward over exactly the images of the step. The figure is
+norm(difference) / norm(full) over all parameters, in float32.
 """
 
 import copy
@@ -27,7 +27,7 @@ MODELS = ("RPN, every anchor sampled", "Mask R-CNN", "DETR-like")
 
 
 class Case(NamedTuple):
-    """Images that a finite loader gives once; the last step is looked at."""
+    """Images that a finite loader gives once; the last step is compared."""
 
     name: str
     num_images: int
@@ -45,7 +45,7 @@ CASES = [
 
 
 def measure(results: Results, sides: list[Side], num_iterations: int) -> None:
-    """``num_iterations``: how long the model is trained before."""
+    """Measure the sides. ``num_iterations`` is the length of the training before."""
     missing = [
         (model, side, case)
         for model in MODELS
@@ -68,7 +68,7 @@ def measure(results: Results, sides: list[Side], num_iterations: int) -> None:
 def error_of_last_step(
     model: nn.Module, side: Side, case: Case, images: list[Any], output_dir: Path
 ) -> str:
-    """Relative error, or what happened instead."""
+    """Relative error of the last step, or what happened in its place."""
     cut = (case.batch_size, case.accumulation_steps)
     if not side.accumulates:
         cut = (case.batch_size * case.accumulation_steps, 1)

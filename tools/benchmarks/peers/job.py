@@ -1,4 +1,4 @@
-"""What a side of the race trains, and what is seen of it while it does."""
+"""The job that each side of the race trains, and the observation of it."""
 
 import json
 import time
@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class Job:
-    """A model, an optimizer, and images to go through once, in order.
+    """A model, an optimizer, and images for one pass, in order.
 
     Args:
         build: makes the model and its optimizer.
-        images: dataset dicts, as Detectron2's models take them; may be made when asked for.
+        images: dataset dicts for Detectron2's models; may be made on access.
         batch_size: images in a batch of the loader.
         accumulation_steps: batches behind one optimizer step.
-        output_dir: where a side may write.
+        output_dir: folder in which a side may write.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Job:
         self.accumulation_steps = accumulation_steps
         self.output_dir = output_dir
         self._images = images
-        self.when_loading: list[Callable[[], None]] = []  # called when the images begin anew
+        self.when_loading: list[Callable[[], None]] = []  # called when the images start again
 
     @property
     def effective_batch(self) -> int:
@@ -76,9 +76,9 @@ def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Stopwatch:
-    """Seconds from the first image that is asked for to the end of the last optimizer step.
+    """Seconds from the first requested image to the end of the last optimizer step.
 
-    What a side does before and after, such as setting up its trainer, does not count.
+    Work before and after, such as the setup of a trainer, does not count.
     """
 
     def __init__(self, job: Job, optimizer: Optimizer) -> None:
@@ -95,7 +95,7 @@ class Stopwatch:
 
 
 class StepGradients:
-    """The gradient with which each optimizer step was made, as one vector."""
+    """Records the gradient of each optimizer step as one vector."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.steps: list[torch.Tensor] = []
@@ -112,9 +112,9 @@ class StepGradients:
 
 
 class Journal:
-    """Writes down, line by line, which images are behind which optimizer step.
+    """Records, line by line, the images of each optimizer step.
 
-    An image counts from the end of its backward. What is written stays when the process is killed.
+    An image counts from the end of its backward. Written lines stay when the process is killed.
     """
 
     def __init__(self, path: Path) -> None:

@@ -13,10 +13,10 @@ from ..techniques import SMALL_ACTIVATIONS, exact_techniques_of_one_rank, settin
 
 
 def mask_rcnn(learning_rate: float, exact: bool = False) -> tuple[nn.Module, Optimizer]:
-    """Mask R-CNN R50-FPN with random weights, the same ones each time, and SGD with momentum.
+    """Make Mask R-CNN R50-FPN with fixed random weights, and SGD with momentum.
 
     Args:
-        exact: with the exact techniques of d2_memfit that work on one device.
+        exact: whether to apply d2_memfit's exact techniques for one device.
     """
     opts = settings(exact_techniques_of_one_rank()) if exact else []
     cfg = load_cfg(CONFIG, [*SMALL_ACTIVATIONS, *opts])

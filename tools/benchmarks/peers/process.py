@@ -1,4 +1,4 @@
-"""Run the worker to its end, or to a limit of time, and see what it did."""
+"""Running the worker to its end, or to a time limit, and finding out what it did."""
 
 import contextlib
 import json
@@ -22,14 +22,13 @@ _RANK_WAS_KILLED = re.compile(r"^Root Cause.*?exitcode *: -9\b", re.M | re.S)  #
 
 
 class Outcome(NamedTuple):
-    """What became of a worker.
+    """The outcome of a worker.
 
     Attributes:
         end: "finished", "died" or "hung".
         error: the last line of the error that ended it.
-        passes: per rank, how often it went through the images from the start, and of each time the
-            images behind each of its steps.
-        data_gb: what the process had before training (of rank 0).
+        passes: for each rank and each pass through the images, the images of each step.
+        data_gb: memory of the process before training (of rank 0).
     """
 
     end: str
@@ -39,10 +38,10 @@ class Outcome(NamedTuple):
 
 
 def run_worker(spec: Spec, time_limit_s: float) -> Outcome:
-    """One process for each rank of ``spec.sizes``. Children that outlive the limit are killed.
+    """Run one process for each rank of ``spec.sizes``. Children that exceed the limit are killed.
 
     Raises:
-        RuntimeError: somebody else killed it, which says nothing about the side.
+        RuntimeError: another process killed it, which says nothing about the side.
     """
     output_dir = Path(spec.output_dir)
     shutil.rmtree(output_dir, ignore_errors=True)
@@ -80,7 +79,7 @@ def run_worker(spec: Spec, time_limit_s: float) -> Outcome:
 
 
 def kill_with_children(process: subprocess.Popen[bytes]) -> None:
-    """The children too: torchrun starts its ranks in sessions of their own."""
+    """Kill a process and its children: torchrun starts its ranks in their own sessions."""
     if process.poll() is None:
         parent = psutil.Process(process.pid)
         for child in [*parent.children(recursive=True), parent]:

@@ -1,16 +1,16 @@
 """d2_memfit against plain Detectron2, Accelerate, Lightning, mmengine and Composer.
 
-All train Detectron2's Mask R-CNN on photographs of coins, each as its own documentation says, in an
-environment with requirements/peers.txt, which says how to make one. A side that is not installed
+All train Detectron2's Mask R-CNN on photographs of coins, as their own documentation says. The
+environment needs requirements/peers.txt, which says how to make one. A side that is not installed
 does not race, and is named. Sections:
 
-time        time per image, 8 images behind a step
-memory      peak of memory, the same
-gradients   which gradient reaches the optimizer, where a window does not divide evenly
-survival    what a batch does that does not fit into the process's memory, on one rank and on two
-budget      the smallest budget for a step behind 16 images of 800 pixels
+time        time per image, 8 images per step
+memory      peak of memory, with the same images
+gradients   the gradient that reaches the optimizer, if a window does not divide evenly
+survival    the effect of a batch that does not fit into memory, on one rank and on two
+budget      the smallest budget for a step with 16 images of 800 pixels
 
-Results are written as they come, to OUTPUT/results.jsonl; the same command goes on from there.
+Each result is written to OUTPUT/results.jsonl at once; the same command continues from there.
 --report measures nothing: it writes docs/BENCHMARK.md, docs/benchmark.png and docs/benchmark.jsonl.
 """
 
@@ -90,10 +90,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def note_setting(results: Results, args: argparse.Namespace) -> None:
-    """Write down what the results depend on.
+    """Record the setting that the results depend on.
 
     Raises:
-        ValueError: the file's results are of another machine, of other versions or settings, or a
+        ValueError: the file's results come from another machine, other versions or settings, or a
             GPU is visible, whose memory the kernel does not limit.
     """
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""docs/BENCHMARK.md, its figure and its data, from the results of a race."""
+"""The page docs/BENCHMARK.md, its figure and its data, from the results of a race."""
 
 import shutil
 from collections.abc import Iterable
@@ -105,7 +105,7 @@ def survival(results: Results) -> str:
 
 
 def shortened(error: str) -> str:
-    """PyTorch's allocator says where in its source it failed, and how many bytes it wanted."""
+    """Shorten an error; PyTorch's allocator adds its source line and a number of bytes."""
     wanted = "DefaultCPUAllocator: can't allocate memory"
     return wanted if wanted in error else error[:120]
 
@@ -151,7 +151,7 @@ def budgets(results: Results) -> str:
 
 
 def in_order(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As the sides are listed, whatever was measured first."""
+    """Sort lines in the order of the sides, whatever was measured first."""
     names = [side.name for side in EVERY]
 
     def place(line: dict[str, Any]) -> int:
@@ -174,7 +174,7 @@ OURS, OTHERS = "#0072B2", "#999999"  # Okabe and Ito: told apart by colour-blind
 
 
 def draw(results: Results, path: Path) -> None:
-    """Bars of who survives a large batch, the smallest budget, memory of tensors, and time."""
+    """Draw bars of survival of a large batch, smallest budget, tensor memory, and time."""
     survivors = [line for line in results.of("survival") if line["ranks"] == 1]
     panels = [
         (survivors, "images", f"images behind steps, of {NUM_IMAGES}, where a batch does not fit"),

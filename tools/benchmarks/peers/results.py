@@ -1,4 +1,4 @@
-"""What was measured, in lines of JSON: a race that was interrupted goes on where it was."""
+"""Results in lines of JSON, so that an interrupted race can continue."""
 
 import json
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ FILE_NAME = "results.jsonl"
 
 
 class Results:
-    """The lines of a file; each is of a section of the race.
+    """The lines of a file; each belongs to a section of the race.
 
     Args:
-        path: is read if it is there.
+        path: read if it exists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +30,7 @@ class Results:
         return (line for line in self._lines if line["section"] == section)
 
     def times(self) -> list[dict[str, Any]]:
-        """Those of the last run, in which all sides took turns."""
+        """Times of the last run, in which all sides took turns."""
         lines = list(self.of("time"))
         return [line for line in lines if line["run"] == lines[-1]["run"]]
 

@@ -1,4 +1,4 @@
-"""Who takes part. A side whose package is not installed is named, and does not race."""
+"""The sides of the race. A side whose package is not installed is named, and does not race."""
 
 import importlib
 import importlib.util
@@ -12,11 +12,11 @@ class Side(NamedTuple):
     """One way to train.
 
     Attributes:
-        name: in the tables.
-        package: what must be installed.
-        file: of this folder, without .py.
-        function: in that file.
-        arguments: for that function, beside the job.
+        name: name in the tables.
+        package: package that must be installed.
+        file: file in this folder, without .py.
+        function: function in that file.
+        arguments: arguments of the function, in addition to the job.
         accumulates: whether it takes the effective batch in several pieces.
         techniques: whether the model has d2_memfit's exact techniques.
     """
@@ -34,12 +34,12 @@ class Side(NamedTuple):
         return importlib.util.find_spec(self.package) is not None
 
     def load(self) -> Callable[[Job], None]:
-        """Import what it trains with; the result trains a job."""
+        """Import the side; return a function that trains a job."""
         function = getattr(importlib.import_module(f".{self.file}", __package__), self.function)
         return lambda job: function(job, *self.arguments)
 
     def cut(self, effective_batch: int) -> tuple[int, int]:
-        """How it takes an effective batch: images in a batch, and accumulation steps."""
+        """The side's cut of an effective batch: images in a batch, and accumulation steps."""
         return (1, effective_batch) if self.accumulates else (effective_batch, 1)
 
 

@@ -1,10 +1,10 @@
-"""Time per image and peak of memory, where memory is enough.
+"""Time per image and peak of memory, if memory is sufficient.
 
-A round of a side goes once through all images, one optimizer step behind them, all sides in turn;
-the time is from the first image that is asked for to the end of the step. Sides are compared within
-one run: if one is missing, all are measured again. Memory is counted byte by byte over
-all tensors that come to life (``TensorMeter``), in the second of two steps, when the optimizer's
-state is there; parameters do not count.
+In a round, each side in turn goes once through all images, with one optimizer step. The time is
+from the first requested image to the end of the step. Sides are compared within one run: if one is
+missing, all are measured again. Memory is counted byte by byte over all new tensors
+(``TensorMeter``), in the second of two steps, when the optimizer's state exists. Parameters do not
+count.
 """
 
 import statistics
@@ -28,14 +28,14 @@ ONE_IMAGE = "Detectron2, 1 image a step"
 
 
 def cuts(side: Side, num_images: int) -> dict[str, tuple[int, int]]:
-    """What the side is called in the tables, and how it takes the images."""
+    """Names of a side in the tables, each with its cut of the images."""
     if side is not PLAIN:
         return {side.name: side.cut(num_images)}
     return {f"{side.name}, {num_images} images at once": (num_images, 1), ONE_IMAGE: (1, 1)}
 
 
 class Contestant:
-    """A side with its own model, which a rate of 0 leaves as it is."""
+    """A side with its own model, whose weights do not change at a rate of 0."""
 
     def __init__(
         self, side: Side, cut: tuple[int, int], images: list[Any], output_dir: Path

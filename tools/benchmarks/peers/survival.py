@@ -1,13 +1,13 @@
-"""What each does when a batch does not fit into the memory that the process may take.
+"""The behaviour of each side when a batch does not fit into the process's memory.
 
-Mask R-CNN R50-FPN; 16 images a rank, in batches of 2, with 2 batches behind a step. The two images
-of the seventh batch on the first rank are of twice the height and width. The kernel limits each
-process (RLIMIT_DATA) to what it has before training and a little more: enough for the small batches
-and for one of the large images, not for both at once.
+Mask R-CNN R50-FPN trains on 16 images per rank, in batches of 2, with 2 batches per step. The two
+images of the seventh batch on the first rank have twice the height and width. The kernel limits
+each process (RLIMIT_DATA) to its memory before training and a little more. This is enough for the
+small batches and for one of the large images, but not for both at once.
 
-Detectron2, without accumulation, steps after each batch. Behind a step is an image whose backward
-has ended since the step before. Of sides that finish, the weights are compared to those of the same
-side without a limit: norm of the difference, by norm of what that training has changed.
+Detectron2, without accumulation, steps after each batch. An image counts for a step if its backward
+has ended since the last step. If a side finishes, its weights are compared with those of the same
+side without a limit: norm of the difference, over the norm of what that training changed.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ EXTRA_GB = {1: 1.6, 2: 1.65}  # by ranks; two ranks also hold what DDP sends
 
 
 def measure(results: Results, sides: list[Side], num_ranks: int, time_limit_s: float) -> None:
-    """``time_limit_s``: a run that takes longer hangs."""
+    """Measure all sides. A run that exceeds ``time_limit_s`` counts as hanging."""
     small = [SMALL] * NUM_IMAGES
     first = [LARGE if i in LARGE_AT else SMALL for i in range(NUM_IMAGES)]
     sizes = [first, *[small] * (num_ranks - 1)]
@@ -68,7 +68,7 @@ def measure(results: Results, sides: list[Side], num_ranks: int, time_limit_s: f
 
 
 def weights_error(folder: Path) -> float:
-    """Of the limited run, by how far training has moved them without a limit."""
+    """Error of the limited run's weights, relative to the change by training without a limit."""
 
     def weights(run: str, file: str) -> torch.Tensor:
         state = torch.load(folder / run / file, weights_only=True)

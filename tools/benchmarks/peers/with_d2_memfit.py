@@ -8,7 +8,7 @@ from .job import Job
 
 
 def train(job: Job, policy: str) -> None:
-    """``policy`` is MEMFIT.OOM.POLICY."""
+    """Train a job; ``policy`` is MEMFIT.OOM.POLICY."""
     launch(_train, 1, args=(job, policy))
 
 

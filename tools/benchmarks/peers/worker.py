@@ -1,4 +1,4 @@
-"""Train one side in a process of its own, under a limit on its memory.
+"""Training of one side in its own process, under a memory limit.
 
     python -m benchmarks.peers.worker SPEC
 
@@ -30,7 +30,7 @@ THUMBNAIL = (128, 160)
 
 
 class Spec(NamedTuple):
-    """What a process trains.
+    """The training of one process.
 
     Attributes:
         side: its name.
@@ -51,7 +51,7 @@ class Spec(NamedTuple):
 
 
 class Photographs(Sequence[Any]):
-    """Images that are made when they are asked for, as a loader's are."""
+    """Images that are made on access, as a loader's are."""
 
     def __init__(self, sizes: list[Any], sources: dict[tuple[int, ...], Any]) -> None:
         self._sizes = sizes
@@ -104,7 +104,7 @@ def main(spec: Spec) -> None:
 
 
 class Build:
-    """Makes the model and its optimizer, with momentum, by a step on a thumbnail."""
+    """Makes the model and its optimizer, with momentum from a step on a thumbnail."""
 
     def __init__(self, side: Side, thumbnail: dict[str, Any]) -> None:
         self._side = side
