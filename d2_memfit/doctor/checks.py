@@ -28,6 +28,7 @@ from ..planner.dry_job import DryJob
 from ..planner.explain import explained
 from ..planner.order import NOT_PLANNED
 from ..techniques import TECHNIQUES, get_technique
+from ..torch_private import buffers_by_name
 from .patient import Patient
 
 __all__ = [
@@ -170,7 +171,7 @@ def _other_state(model: nn.Module) -> dict[str, Any]:
     """
     result = {}
     for path, part in model.named_modules():
-        values = {k: v for k, v in vars(part).items() if k not in _INTERNAL} | part._buffers
+        values = {k: v for k, v in vars(part).items() if k not in _INTERNAL} | buffers_by_name(part)
         for name, value in values.items():
             is_numbers = isinstance(value, (torch.Tensor, np.ndarray))
             text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from detectron2.engine import HookBase, hooks
 from detectron2.utils import comm
 from torch import nn
 
 from .. import compat
 from ..techniques import ShardedOptimizer
+from ..torch_private import default_store
 from .checkpoint import MemfitCheckpointer
 from .signals import SIGNALS, leave_signals_to_parent
 
@@ -137,7 +137,7 @@ class StopOnSignals(HookBase):
         """
         number = self._inner.stop_signal
         if comm.get_world_size() > 1:
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             if not (number or is_through or store.check([self._evaluation_key])):
                 return
             # The first rank's word counts.

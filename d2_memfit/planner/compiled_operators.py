@@ -22,10 +22,10 @@ from detectron2.modeling.backbone import resnet
 from detectron2.structures import Boxes, RotatedBoxes, pairwise_iou, rotated_boxes
 from torch import nn
 from torch.autograd import Function
-from torch.nn.modules.utils import _pair
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ..techniques.modules import replaced_functions
+from ..torch_private import pair
 from .hollow import is_hollow
 
 __all__ = ["compiled_operators", "upright"]
@@ -139,7 +139,7 @@ def _convolve(
     deformable_groups: int = 1,
     im2col_step: int = 64,
 ) -> Any:
-    settings = (*_pair(stride), *_pair(padding), *_pair(dilation), groups, deformable_groups)
+    settings = (*pair(stride), *pair(padding), *pair(dilation), groups, deformable_groups)
     images_at_once = max(n for n in range(1, im2col_step + 1) if len(x) % n == 0)
     return _Deformable.apply(images_at_once, settings, x, weight, offset, None, None)
 
@@ -156,7 +156,7 @@ def _convolve_modulated(
     groups: int = 1,
     deformable_groups: int = 1,
 ) -> Any:
-    settings = (*_pair(stride), *_pair(padding), *_pair(dilation), groups, deformable_groups)
+    settings = (*pair(stride), *pair(padding), *pair(dilation), groups, deformable_groups)
     return _Deformable.apply(1, settings, x, weight, offset, mask, bias)
 
 
@@ -180,7 +180,7 @@ class _RoiAlignRotated(Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(boxes)
         ctx.shape = features.shape
-        return features.new_zeros(len(boxes), features.shape[1], *_pair(size))
+        return features.new_zeros(len(boxes), features.shape[1], *pair(size))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..checks import check_positive_int
 from ..errors import ConfigError
+from ..torch_private import BatchNorm
 from .modules import extend
 from .recomputation import recompute_in_backward
 from .registry import TECHNIQUES, Technique
@@ -60,7 +61,7 @@ class ChunkedHeads(Technique):
                 "Set it None"
             )
         for head in heads:
-            if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in head.modules()):
+            if any(isinstance(m, BatchNorm) for m in head.modules()):
                 raise ConfigError(
                     f"MEMFIT.HEADS.CHUNK_SIZE: the {type(head).__name__} has batch normalisation, "
                     "whose statistics are those of all proposals. Set it None, or the head's NORM "

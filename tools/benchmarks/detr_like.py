@@ -18,7 +18,7 @@ from detectron2.projects.point_rend.point_features import (
 from detectron2.structures import Boxes, ImageList, Instances
 from scipy.optimize import linear_sum_assignment
 from torch import nn
-from torchvision.ops import box_convert, generalized_box_iou  # type: ignore[import-untyped]
+from torchvision.ops import box_convert, generalized_box_iou
 
 NUM_CLASSES = 4
 
