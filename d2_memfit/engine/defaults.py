@@ -134,7 +134,7 @@ class MemfitMixin(_Trainer):
     @property
     def _inner(self) -> Any:
         """What runs the steps: the trainer itself, in projects whose trainer is a SimpleTrainer."""
-        return getattr(self, "_trainer", self)
+        return compat.inner_trainer(self)
 
     def register_hooks(self, hooks: list[Optional[HookBase]]) -> None:
         """As ``TrainerBase``'s. A project's ``__init__`` calls it, whatever else it does."""

@@ -54,7 +54,7 @@ class MemorySnapshot(HookBase):
         self._inner: Any = None  # the trainer that has model and optimizer
 
     def before_train(self) -> None:
-        self._inner = getattr(self.trainer, "_trainer", self.trainer)
+        self._inner = compat.inner_trainer(self.trainer)
         self._model = compat.without_ddp(self._inner.model)
         self._device = next(self._model.parameters()).device
         if self._on_oom:

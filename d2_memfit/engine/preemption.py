@@ -6,9 +6,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from detectron2.engine import HookBase, hooks
+from detectron2.engine import HookBase
 from detectron2.utils import comm
 from torch import nn
 
@@ -49,16 +50,14 @@ class StopOnSignals(HookBase):
         self._training = self._evaluation_key = ""
 
     def before_train(self) -> None:
-        inner: Any = getattr(self.trainer, "_trainer", self.trainer)
+        inner: Any = compat.inner_trainer(self.trainer)
         inner.stop_signal = inner.agreed_stop_signal = self._status = 0
         self._inner, self._is_interrupted = inner, False
         self._training = f"d2_memfit/training {next(_training_numbers)}"
         if threading.current_thread() is threading.main_thread():
             self._former = {n: signal.signal(n, self._note) for n in SIGNALS if _is_free(n)}
             _forks.protected = True
-        for hook in self.trainer._hooks:
-            if isinstance(hook, hooks.EvalHook):
-                hook._func = _wrapped(self._evaluate, hook._func)
+        compat.replace_evaluations(self.trainer, partial(_wrapped, self._evaluate))
 
     def _note(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT:

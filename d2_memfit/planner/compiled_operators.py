@@ -7,7 +7,6 @@ attention is that of Deformable DETR, which other projects have by the same name
 
 import math
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -15,7 +14,6 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, Optional
 
-import detectron2
 import torch
 from detectron2 import layers
 from detectron2.modeling.backbone import resnet
@@ -24,6 +22,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from ..compat import pretended_compiled_ops
 from ..techniques.modules import replaced_functions
 from ..torch_private import pair
 from .hollow import is_hollow
@@ -83,11 +82,8 @@ def _source() -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    detectron2._C = types.SimpleNamespace()
-    try:
+    with pretended_compiled_ops():
         spec.loader.exec_module(module)
-    finally:
-        del detectron2._C
     return module
 
 
