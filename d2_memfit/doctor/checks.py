@@ -28,7 +28,6 @@ from ..planner.dry_job import DryJob
 from ..planner.explain import explained
 from ..planner.order import NOT_PLANNED
 from ..techniques import TECHNIQUES, get_technique
-from ..torch_private import buffers_by_name
 from .patient import Patient
 
 __all__ = [
@@ -171,8 +170,8 @@ def _other_state(model: nn.Module) -> dict[str, Any]:
     """
     result = {}
     for path, part in model.named_modules():
-        values = {k: v for k, v in vars(part).items() if k not in _INTERNAL} | buffers_by_name(part)
-        for name, value in values.items():
+        values = [(k, v) for k, v in vars(part).items() if k not in _INTERNAL]
+        for name, value in [*values, *part.named_buffers(recurse=False)]:
             is_numbers = isinstance(value, (torch.Tensor, np.ndarray))
             text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
             copied = torch.as_tensor(value).detach().clone() if is_numbers else text
