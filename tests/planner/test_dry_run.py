@@ -19,7 +19,7 @@ from torch import nn
 from d2_memfit.config import load_cfg
 from d2_memfit.config_files import find_config_file
 from d2_memfit.job import Job, WorstCase
-from d2_memfit.memory import process_memory
+from d2_memfit.memory import TensorMeter, process_memory
 from d2_memfit.planner import steps
 from d2_memfit.planner.autocast import _TO_FLOAT32, casts_of_cuda
 from d2_memfit.planner.dry_run import DryRun, WithoutValues
@@ -151,7 +151,7 @@ def computing(monkeypatch):
 
     def compute():
         monkeypatch.setattr(steps, "WithoutValues", nullcontext)
-        monkeypatch.setattr(DryRun, "_call", lambda self, func, args, kwargs: func(*args, **kwargs))
+        monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
 
     return compute
 
