@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .normalizers import window_count
     from .planner import estimate_memory, fit_config, plan_memory
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AccumulatingTrainer",

@@ -1,7 +1,7 @@
-"""The differences between Detectron2 v0.6 and main.
+"""The differences between Detectron2 v0.6 and main, and the private names of both that are used.
 
-Both have version 0.6, so each difference is found by testing for the feature. All differences are
-in this file.
+Both call themselves 0.6, so each difference is found by looking for the feature. They stand here
+and nowhere else, but for what a class of ours inherits. ``tests/test_compat.py`` has them all.
 """
 
 import importlib.util
@@ -9,21 +9,34 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable
+from types import SimpleNamespace
+from typing import Any, Callable, Optional
 
+import detectron2
 import torch.distributed as dist
-from detectron2.engine import DefaultTrainer, SimpleTrainer, TrainerBase, defaults
+from detectron2.data.common import _MapIterableDataset
+from detectron2.data.samplers import TrainingSampler
+from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, defaults
 from detectron2.engine.defaults import create_ddp_model as _create_ddp_model
+from detectron2.engine.hooks import EvalHook, PeriodicWriter
+from detectron2.layers import mask_ops
 from detectron2.utils import comm, events
-from detectron2.utils.events import get_event_storage
+from detectron2.utils.events import EventStorage, EventWriter, get_event_storage
+from fvcore.common.registry import Registry
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 # Main saves optimizer and scaler with DefaultTrainer's state, v0.6 only iteration and hooks.
 SAVES_INNER_TRAINER = "state_dict" in vars(DefaultTrainer)
 
-# Main calls hooks after the backward pass; v0.6 does not.
+# What ``paste_masks_in_image`` pastes with, a chunk of masks at a time.
+paste_masks_on_grid = mask_ops._do_paste_mask
+
+# Main's hooks can act after the backward pass; v0.6 has no such moment.
 _HAS_AFTER_BACKWARD = hasattr(TrainerBase, "after_backward")
+
+# What the training samplers draw when they are made. Their order is a function of it.
+DRAWN_BY_SAMPLERS = ("_seed", "_seed_subset", "_indexes_subset")
 
 # Main writes each rank's own data time too.
 _WRITES_RANK_DATA_TIME = "cur_iter" in inspect.signature(SimpleTrainer.write_metrics).parameters
@@ -36,6 +49,19 @@ def has_compiled_ops() -> bool:
     from detectron2 import _C
 
     return hasattr(_C, "COCOevalEvaluateImages")
+
+
+@contextmanager
+def pretended_compiled_ops() -> Iterator[None]:
+    """While open, a file of Detectron2 that is imported finds a ``detectron2._C``, an empty one."""
+    own = vars(detectron2).get("_C")
+    detectron2._C = SimpleNamespace()
+    try:
+        yield
+    finally:
+        del detectron2._C
+        if own is not None:
+            detectron2._C = own
 
 
 def after_backward(trainer: TrainerBase) -> None:
@@ -56,6 +82,79 @@ def local_world_size() -> int:
         return comm.get_local_size()
     except AssertionError:
         return comm.get_world_size()
+
+
+def inner_trainer(trainer: Any) -> Any:
+    """The trainer that runs the steps of a ``DefaultTrainer``; any other one is its own."""
+    return getattr(trainer, "_trainer", trainer)
+
+
+def hooks_of(trainer: TrainerBase) -> list[HookBase]:
+    """The hooks that were registered with a trainer."""
+    return trainer._hooks
+
+
+def writers_of(trainer: TrainerBase) -> list[EventWriter]:
+    """The writers of a trainer's ``PeriodicWriter``."""
+    return [w for h in trainer._hooks if isinstance(h, PeriodicWriter) for w in h._writers]
+
+
+def replace_evaluations(trainer: TrainerBase, wrap: Callable[[Any], Any]) -> None:
+    """Let each ``EvalHook`` of a trainer call ``wrap(function)`` in place of its function."""
+    for hook in trainer._hooks:
+        if isinstance(hook, EvalHook):
+            hook._func = wrap(hook._func)
+
+
+def histories(storage: EventStorage) -> list[list[Any]]:
+    """What a storage keeps of all iterations: for each scalar, its values with their iterations."""
+    return [history._data for history in storage._history.values()]
+
+
+def mapped(loader: Any) -> tuple[Optional[Callable[[Any], Any]], Any]:
+    """The function that Detectron2 maps over a loader's batches, and the loader without it; None
+    and the loader where there is none.
+    """
+    if type(loader) is _MapIterableDataset:
+        return loader._map_func, loader._dataset
+    return None, loader
+
+
+def inner_dataset(loader: Any) -> Any:
+    """What one of Detectron2's groups or maps of batches is around; None if it is neither."""
+    return getattr(loader, "dataset", getattr(loader, "_dataset", None))
+
+
+def deals_its_indices(sampler: Any) -> bool:
+    """Whether a sampler deals an endless order of indices among the ranks as ``TrainingSampler``
+    does, in whatever class that is written.
+    """
+    needed = ("_infinite_indices", "_seed", "_rank", "_world_size")
+    if not all(hasattr(sampler, name) for name in needed):
+        return False
+    known = TrainingSampler.__iter__.__code__
+    own = getattr(type(sampler).__iter__, "__code__", None)
+    return own is not None and (own.co_code, own.co_names) == (known.co_code, known.co_names)
+
+
+def endless_indices(sampler: Any) -> Iterator[int]:
+    """Indices of a sampler for which :func:`deals_its_indices`, of all ranks."""
+    return sampler._infinite_indices()
+
+
+def rank_of(sampler: Any) -> int:
+    """The rank whose indices such a sampler yields."""
+    return sampler._rank
+
+
+def num_ranks_of(sampler: Any) -> int:
+    """The number of ranks among which such a sampler deals."""
+    return sampler._world_size
+
+
+def registry_name(registry: Registry) -> str:
+    """What a registry calls itself, such as META_ARCH."""
+    return registry._name
 
 
 def keep_iterator(trainer: SimpleTrainer, batches: Any) -> None:

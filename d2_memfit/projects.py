@@ -12,6 +12,7 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from fvcore.common.registry import Registry
 
 from .checks import did_you_mean
+from .compat import registry_name
 from .errors import ConfigError
 
 __all__ = ["add_project_options", "find_function", "own_registry"]
@@ -75,12 +76,12 @@ def own_registry(cfg: CfgNode) -> Optional[str]:
 
     The registry is not Detectron2's.
     """
-    name = cfg.MODEL.META_ARCHITECTURE
+    name, kind = cfg.MODEL.META_ARCHITECTURE, registry_name(META_ARCH_REGISTRY)
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("detectron2"):
             continue
         for value in list(getattr(module, "__dict__", {}).values()):
             is_other = type(value) is Registry and value is not META_ARCH_REGISTRY
-            if is_other and value._name == META_ARCH_REGISTRY._name and name in value:
+            if is_other and registry_name(value) == kind and name in value:
                 return module_name
     return None

@@ -28,7 +28,7 @@ SIZE = 320
 
 
 def main(family, kind, extra_mb, output_dir):
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     torch.set_flush_denormal(True)  # as in conftest.py
     cfg = load_cfg("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml")
     cfg.MODEL.DEVICE = "cpu"

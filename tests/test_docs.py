@@ -55,8 +55,8 @@ def commands(page):
     """
     lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
     spans = [re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]+)`", prose(page))]
-    for line in lines + [s for s in spans if " " in s]:
-        line = re.sub(r"^srun (--\S+ \S+ )*", "", line)
+    for typed in lines + [s for s in spans if " " in s]:
+        line = re.sub(r"^srun (--\S+ \S+ )*", "", typed)
         if re.match(rf"([A-Z_]+=\S+ )*({_PROGRAMS})", line):
             tokens = shlex.split(line, comments=True)
             while re.match(r"[A-Z_]+=", tokens[0]):

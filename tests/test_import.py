@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tiny import ROOT, run_process
 
-from d2_memfit.planner.device_model import device_names
+import d2_memfit
+from d2_memfit.command_line import COMMANDS
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ def installed(tmp_path_factory):
     source, environment = folder / "source", folder / "environment"
     for name in ("d2_memfit", "configs"):
         shutil.copytree(ROOT / name, source / name)
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet"]
     made = run_process([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source])
@@ -79,7 +80,7 @@ def test_pip_installs_d2_memfit_and_changes_nothing_else(installed):
     assert any(Path(path).name.startswith("torch-") for path in before)
     assert set(before) <= set(after)
     (new,) = set(after) - set(before)
-    assert Path(new).name == "d2_memfit-0.1.0.dist-info"
+    assert Path(new).name == f"d2_memfit-{d2_memfit.__version__}.dist-info"
     assert Path(new).is_relative_to(python.parents[1])
 
 
@@ -89,14 +90,37 @@ def test_what_is_installed_has_its_data(installed, tmp_path):
         "import d2_memfit, importlib.resources as r; from d2_memfit import model_zoo;"
         "from d2_memfit.planner.device_model import device_names;"
         "print(d2_memfit.__file__); print(*device_names()); print(len(model_zoo.list_configs()));"
-        "print(r.files('d2_memfit').joinpath('py.typed').is_file())"
+        "files = r.files('d2_memfit');"
+        "print(all(files.joinpath(*f).is_file() for f in"
+        " [['py.typed'], ['report', 'page.html'], ['planner', 'devices', 'rtx_3060.yaml']]))"
     )
     run = run_process([python, "-W", "ignore", "-c", code], env={}, cwd=tmp_path)
-    package, devices, configs, is_typed = run.stdout.splitlines()
+    package, devices, configs, has_files = run.stdout.splitlines()
     assert package.startswith(str(python.parents[1]))
-    assert devices.split() == device_names()
+    assert {"cpu", "cuda", "rtx_3060", "v100"} <= set(devices.split())
     assert int(configs) > 80
-    assert is_typed == "True"
+    assert has_files == "True"
+
+
+def test_the_installed_command_says_its_version_and_its_commands(installed, tmp_path):
+    python, _ = installed
+    command = python.parent / "d2-memfit"
+    version = run_process([command, "--version"], env={}, cwd=tmp_path)
+    assert version.stdout.strip() == f"d2_memfit {d2_memfit.__version__}"
+    text = run_process([command, "--help"], env={}, cwd=tmp_path).stdout
+    assert all(f"\n    {name} " in text for name in COMMANDS)
+
+
+def test_what_is_installed_says_whose_it_is(installed, tmp_path):
+    python, _ = installed
+    code = (
+        "from importlib.metadata import metadata as m; m = m('d2_memfit');"
+        "print(m['Version'], m['Author'], m['License-Expression'], sep='|');"
+        "print(*m.get_all('License-File'))"
+    )
+    run = run_process([python, "-c", code], env={}, cwd=tmp_path)
+    whose = f"{d2_memfit.__version__}|the d2_memfit developers|Apache-2.0"
+    assert run.stdout.splitlines() == [whose, "LICENSE"]
 
 
 def test_the_installed_command_plans_and_trains(installed, coins, tmp_path):

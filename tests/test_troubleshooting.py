@@ -40,7 +40,7 @@ PASSED_ON = {
     "text",
     "warning",
 }
-PASSED_ON |= {"where + text", "_DOES_NOT_FIT", "_UNWELL", "key"}
+PASSED_ON |= {"where + text", "_DOES_NOT_FIT", "_UNWELL", "answer", "key", "name"}
 
 # Not for users: caught where it is raised, or written into the results of measure-gpu.
 INTERNAL = {

@@ -42,6 +42,7 @@ def run_process(command, timeout_s=180, **kwargs):
     """Run a command to its end in a process that can import what this one can."""
     return subprocess.run(
         [str(c) for c in command],
+        check=False,
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -85,7 +85,7 @@ def run(name: str, folder: Path, checks: list[str], python: str, args: argparse.
         why = f"not within {limit:.0f} s"
         try:
             process = subprocess.run(
-                command, env=env, capture_output=True, text=True, timeout=limit
+                command, env=env, check=False, capture_output=True, text=True, timeout=limit
             )
             output, why = process.stdout, f"the process ended with {process.returncode}"
             if process.returncode or args.verbose:
@@ -107,7 +107,7 @@ def commit_of(tree: Path) -> str:
     if file.is_file():
         return file.read_text().strip()
     command = ["git", "-C", str(tree), "rev-parse", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True)
+    found = subprocess.run(command, check=False, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"
 
 

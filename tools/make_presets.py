@@ -110,7 +110,7 @@ def presets(job: Job, cards: Sequence[str], file: str) -> Iterator[tuple[str, Pl
 
 
 def preset_text(model: str, name: str, plan: Plan) -> str:
-    estimate, card = plan.estimate, name.split("_")[0]
+    estimate, card = plan.estimate, name.split("_", maxsplit=1)[0]
     images = estimate.images_per_gpu * estimate.accumulation_steps
     lines = [
         f"# {Path(model).name} on one GPU of {card}: {images} images in each "

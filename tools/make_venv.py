@@ -7,6 +7,12 @@ For machines that have no Detectron2. An environment that this script did not ma
 is, so that `make VENV=/path/to/yours test` runs in yours. Needs Python 3.9 to 3.13, about 6 GB of
 disk and two minutes. From 3.12 on, NumPy and Pillow are current ones, and Detectron2 gets the names
 that it misses there from requirements/detectron2_aliases.py.
+
+Other releases, as continuous integration has them, are built with their operators, which takes a
+compiler and some minutes. `make` then leaves the environment as it is:
+
+    python3 tools/make_venv.py .venv-main \
+        --detectron2 git+https://github.com/facebookresearch/detectron2@main --torch 2.6.0
 """
 
 import argparse
@@ -41,11 +47,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("venv", type=Path, help="folder of the environment")
-    venv = parser.parse_args().venv.absolute()
+    parser.add_argument(
+        "--detectron2", help="what pip builds Detectron2 from, such as git+https://"
+    )
+    parser.add_argument(
+        "--torch", help="version of PyTorch, other than that of requirements/dev.txt"
+    )
+    args = parser.parse_args()
+    venv = args.venv.absolute()
 
-    setup = (Path(__file__), ROOT / "setup.py")  # which says what the command is
-    inputs = (*setup, REQUIREMENTS, DETECTRON2, DETECTRON2_OPS, DETECTRON2_ALIASES)
-    wanted = " ".join(hashlib.sha256(f.read_bytes()).hexdigest() for f in inputs)
+    metadata, _, _ = (ROOT / "pyproject.toml").read_text().partition("[tool.")  # and the command
+    files = (Path(__file__), REQUIREMENTS, DETECTRON2, DETECTRON2_OPS, DETECTRON2_ALIASES)
+    inputs = [metadata.encode(), *(file.read_bytes() for file in files)]
+    wanted = " ".join(hashlib.sha256(content).hexdigest() for content in inputs)
     marker = venv / "made-by-d2_memfit"
     if venv.exists() and not marker.exists() and not (venv / "bin" / "python").exists():
         sys.exit(f"error: {venv} is no environment: it has no bin/python. Name another one")
@@ -61,10 +75,13 @@ def main() -> None:
     marker.write_text("incomplete")  # so that a set-up that was interrupted is made again
     try:
         run(sys.executable, "-m", "venv", venv)
-        install(venv / "bin" / "python")
+        install(venv / "bin" / "python", args.detectron2, args.torch)
     except subprocess.CalledProcessError as e:
         sys.exit(f"error: the set-up of {venv} failed in: {' '.join(e.cmd)}")
-    marker.write_text(wanted)
+    if args.detectron2 or args.torch:
+        marker.unlink()  # it is as it was asked for, and not what `make` would make
+    else:
+        marker.write_text(wanted)
 
 
 def complaint_about(version: "tuple[int, int]") -> Optional[str]:  # not before Python 3.9
@@ -78,11 +95,35 @@ Either name another Python:                      make PYTHON=python3.12 test
 or your own environment, with Detectron2:        make VENV=/path/to/environment test"""
 
 
-def install(python: Path) -> None:
+def install(python: Path, detectron2: Optional[str], torch: Optional[str]) -> None:
     pip = (python, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    run(*pip, "install", "-r", REQUIREMENTS)
+    with tempfile.TemporaryDirectory() as folder:
+        requirements = Path(folder) / REQUIREMENTS.name
+        requirements.write_text(requirements_for(torch))
+        run(*pip, "install", "-r", requirements)
     purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site_packages = Path(subprocess.check_output([python, "-c", purelib], text=True).strip())
+    if detectron2:  # its setup.py imports PyTorch
+        run(*pip, "install", "--no-deps", "--no-build-isolation", detectron2)
+    else:
+        copy_detectron2(pip, site_packages)
+    if sys.version_info >= CURRENT_NUMPY:
+        shutil.copy(DETECTRON2_ALIASES, site_packages)
+        (site_packages / "detectron2_aliases.pth").write_text("import detectron2_aliases\n")
+    run(*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT)
+
+
+def requirements_for(torch: Optional[str]) -> str:
+    """The pinned packages, with another PyTorch if one is asked for, and the torchvision for it."""
+    lines = REQUIREMENTS.read_text().splitlines()
+    if torch:
+        lines = [line for line in lines if not line.startswith(("torch==", "torchvision=="))]
+        lines += [f"torch=={torch}", "torchvision"]
+    return "\n".join(lines)
+
+
+def copy_detectron2(pip: "tuple[object, ...]", site_packages: Path) -> None:
+    """Install the Python files of v0.6, without its compiled operators."""
     with tempfile.TemporaryDirectory() as folder:
         # pip checks the archive's hash first. To read its metadata it runs setup.py, which
         # imports PyTorch: hence no build isolation.
@@ -94,10 +135,6 @@ def install(python: Path) -> None:
         for origin, target in PACKAGES.items():
             shutil.copytree(source / origin, site_packages / target)
     shutil.copy(DETECTRON2_OPS, site_packages / "detectron2" / "_C.py")
-    if sys.version_info >= CURRENT_NUMPY:
-        shutil.copy(DETECTRON2_ALIASES, site_packages)
-        (site_packages / "detectron2_aliases.pth").write_text("import detectron2_aliases\n")
-    run(*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT)
 
 
 def run(*command: object) -> None:

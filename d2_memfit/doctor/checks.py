@@ -167,8 +167,8 @@ def _other_state(model: nn.Module) -> dict[str, Any]:
     """
     result = {}
     for path, part in model.named_modules():
-        values = {k: v for k, v in vars(part).items() if k not in _INTERNAL} | part._buffers
-        for name, value in values.items():
+        values = [(k, v) for k, v in vars(part).items() if k not in _INTERNAL]
+        for name, value in [*values, *part.named_buffers(recurse=False)]:
             is_numbers = isinstance(value, (torch.Tensor, np.ndarray))
             text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
             copied = torch.as_tensor(value).detach().clone() if is_numbers else text

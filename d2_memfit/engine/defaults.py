@@ -133,8 +133,8 @@ class MemfitMixin(_Trainer):
 
     @property
     def _inner(self) -> Any:
-        """The trainer that runs the steps: ``self`` if the project's trainer is a SimpleTrainer."""
-        return getattr(self, "_trainer", self)
+        """What runs the steps: the trainer itself, in projects whose trainer is a SimpleTrainer."""
+        return compat.inner_trainer(self)
 
     def register_hooks(self, hooks: list[Optional[HookBase]]) -> None:
         """Register hooks as ``TrainerBase`` does. Every project's ``__init__`` calls this."""

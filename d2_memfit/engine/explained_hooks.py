@@ -8,6 +8,7 @@ from typing import Any, Optional, TypeVar
 from detectron2.engine import HookBase
 from detectron2.engine.train_loop import TrainerBase
 
+from .. import compat
 from .recovery import Recovery
 
 __all__ = ["explains_hooks"]
@@ -45,9 +46,7 @@ def _explained(trainer: Any) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        recovery: Optional[Recovery] = getattr(
-            getattr(trainer, "_trainer", trainer), "recovery", None
-        )
+        recovery: Optional[Recovery] = getattr(compat.inner_trainer(trainer), "recovery", None)
         if recovery is None:
             raise
         with recovery.with_final_error(f"hook {_hook_of(e)}", [], trainer.iter):

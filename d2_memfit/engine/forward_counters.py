@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..torch_private import buffers_by_name
 from .window import Window
 
 __all__ = ["ForwardCounters", "numbers_of"]
@@ -54,7 +55,7 @@ def numbers_of(model: nn.Module) -> dict[str, Any]:
     found = {}
     for path, part in model.named_modules():
         values = {k: v for k, v in vars(part).items() if type(v) is int}
-        for name, buffer in part._buffers.items():
+        for name, buffer in buffers_by_name(part).items():
             # Batch normalisation counts forwards by this name, and uses it for nothing.
             is_counter = name != "num_batches_tracked" and buffer is not None
             if is_counter and buffer.numel() == 1 and buffer.dtype != torch.bool:

@@ -78,7 +78,9 @@ class LeakDetector(HookBase):
             self._growing = self._growth()
             if self._growing:
                 self._look_again = done + _LOOK_AGAIN_AFTER
-                self._containers = GrowingContainers(self._window // 4, self._histories())
+                self._containers = GrowingContainers(
+                    self._window // 4, compat.histories(self.trainer.storage)
+                )
 
     def _measure(self) -> dict[str, float]:
         used: dict[str, float] = {"host": used_bytes(_HOST)}
@@ -86,16 +88,12 @@ class LeakDetector(HookBase):
         if device.type != "cpu":
             used["device"] = used_bytes(device)
         # Each entry of a history is a tuple and a number, and stays as long as the run.
-        entries = sum(map(len, self._histories()))
+        entries = sum(map(len, compat.histories(self.trainer.storage)))
         used["objects"] = sys.getallocatedblocks() - 2 * entries
         workers = multiprocessing.active_children()
         if workers:
             used["workers"] = sum(_anonymous_bytes(w.pid) for w in workers)
         return used
-
-    def _histories(self) -> list[list[Any]]:
-        """The values that Detectron2 keeps of all iterations."""
-        return [history._data for history in self.trainer.storage._history.values()]
 
     def _growth(self) -> dict[str, float]:
         """Growth per iteration by kind, without the kinds that do not grow."""
@@ -146,10 +144,11 @@ class LeakDetector(HookBase):
             )
 
     def _owners(self) -> list[tuple[str, Any]]:
-        owners = [(type(hook).__name__, hook) for hook in self.trainer._hooks if hook is not self]
+        hooks = [hook for hook in compat.hooks_of(self.trainer) if hook is not self]
+        owners = [(type(hook).__name__, hook) for hook in hooks]
         model = compat.without_ddp(self.trainer.model)
         owners += [(name or type(model).__name__, module) for name, module in model.named_modules()]
-        inner: Any = getattr(self.trainer, "_trainer", self.trainer)
+        inner: Any = compat.inner_trainer(self.trainer)
         owners += [("the data loader", inner.data_loader), ("the optimizer", inner.optimizer)]
         owners += [("the event storage", self.trainer.storage), ("the trainer", inner)]
         return owners + ([("the trainer", self.trainer)] if inner is not self.trainer else [])

@@ -11,6 +11,7 @@ from typing import Any, Callable, Optional
 from detectron2.data.common import ToIterableDataset
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
+from .. import compat
 from .data_layout import Layout, Rest
 from .random_states import random_states, set_random_states
 from .signals import leave_signals_to_parent
@@ -31,11 +32,12 @@ class RestOfStream(Sampler[int]):
         self._without = set(rest.without.tolist())
 
     def __iter__(self) -> Iterator[int]:
-        places = enumerate(self._sampler._infinite_indices())
+        places = enumerate(compat.endless_indices(self._sampler))
         rest = (
             index for place, index in places if place >= self._first and place not in self._without
         )
-        return islice(rest, self._sampler._rank, None, self._sampler._world_size)
+        ranks = compat.num_ranks_of(self._sampler)
+        return islice(rest, compat.rank_of(self._sampler), None, ranks)
 
 
 class Images(IterableDataset[Any]):

@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import psutil
 import torch
-from detectron2.engine import HookBase, hooks
+from detectron2.engine import HookBase
 from detectron2.utils import comm
 from detectron2.utils.events import CommonMetricPrinter
 
@@ -63,10 +63,9 @@ class MemoryMonitor(HookBase):
         memory = device_memory(self._device)
         self._ever = [memory.peak_allocated_bytes, memory.peak_reserved_bytes]
         self._forward_hook = model.register_forward_hook(lambda *_: self._look())
-        for hook in self.trainer._hooks:
-            for writer in hook._writers if isinstance(hook, hooks.PeriodicWriter) else ():
-                if type(writer) is CommonMetricPrinter and not hasattr(writer.logger, "extra"):
-                    writer.logger = _WithColumn(writer.logger, self)
+        for writer in compat.writers_of(self.trainer):
+            if type(writer) is CommonMetricPrinter and not hasattr(writer.logger, "extra"):
+                writer.logger = _WithColumn(writer.logger, self)
 
     def after_step(self) -> None:
         self._look()

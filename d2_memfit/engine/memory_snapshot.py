@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, Optional
 
-import torch
 from detectron2.engine import HookBase
 from detectron2.utils.file_io import PathManager
 
 from .. import compat
 from ..errors import ConfigError
 from ..memory import OwnerMeter, live_tensors, used_bytes
+from ..torch_private import dump_memory_snapshot, record_memory_history
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["MemorySnapshot"]
@@ -56,7 +56,7 @@ class MemorySnapshot(HookBase):
         self._inner: Any = None  # the trainer that has model and optimizer
 
     def before_train(self) -> None:
-        self._inner = getattr(self.trainer, "_trainer", self.trainer)
+        self._inner = compat.inner_trainer(self.trainer)
         self._model = compat.without_ddp(self._inner.model)
         self._device = next(self._model.parameters()).device
         if self._on_oom:
@@ -96,9 +96,9 @@ class MemorySnapshot(HookBase):
 
     def _record_history(self, is_on: bool) -> None:
         if self._device.type == "cuda" and is_on:
-            torch.cuda.memory._record_memory_history(max_entries=self._MAX_HISTORY)
+            record_memory_history(self._MAX_HISTORY)
         elif self._device.type == "cuda":
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory_history(None)
 
     def _ask(self, *_: Any) -> None:
         self._is_asked_for = True
@@ -127,5 +127,5 @@ class MemorySnapshot(HookBase):
         with PathManager.open(f"{path}.json", "w") as f:
             json.dump(snapshot, f, indent=1)
         if self._device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(f"{path}.pickle")
+            dump_memory_snapshot(f"{path}.pickle")
         logger.info("Who has the memory is in %s.json", path)

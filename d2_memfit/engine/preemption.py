@@ -6,15 +6,16 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-from detectron2.engine import HookBase, hooks
+from detectron2.engine import HookBase
 from detectron2.utils import comm
 from torch import nn
 
 from .. import compat
 from ..techniques import ShardedOptimizer
+from ..torch_private import default_store
 from .checkpoint import MemfitCheckpointer
 from .signals import SIGNALS, leave_signals_to_parent
 
@@ -49,16 +50,14 @@ class StopOnSignals(HookBase):
         self._training = self._evaluation_key = ""
 
     def before_train(self) -> None:
-        inner: Any = getattr(self.trainer, "_trainer", self.trainer)
+        inner: Any = compat.inner_trainer(self.trainer)
         inner.stop_signal = inner.agreed_stop_signal = self._status = 0
         self._inner, self._is_interrupted = inner, False
         self._training = f"d2_memfit/training {next(_training_numbers)}"
         if threading.current_thread() is threading.main_thread():
             self._former = {n: signal.signal(n, self._note) for n in SIGNALS if _is_free(n)}
             _forks.protected = True
-        for hook in self.trainer._hooks:
-            if isinstance(hook, hooks.EvalHook):
-                hook._func = _wrapped(self._evaluate, hook._func)
+        compat.replace_evaluations(self.trainer, partial(_wrapped, self._evaluate))
 
     def _note(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT:
@@ -139,7 +138,7 @@ class StopOnSignals(HookBase):
         """
         number = self._inner.stop_signal
         if comm.get_world_size() > 1:
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             if not (number or is_through or store.check([self._evaluation_key])):
                 return
             # The first rank's word counts.

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError
+from ..torch_private import has_communication_hooks
 from .report import Report
 from .window import Window
 
@@ -82,7 +83,7 @@ def check_ddp(model: DistributedDataParallel, recovers: bool) -> None:
             "rank cannot run again alone: set broadcast_buffers False, as Detectron2 does, or "
             "MEMFIT.OOM.POLICY raise"
         )
-    if model._comm_hooks:
+    if has_communication_hooks(model):
         logger.warning(
             "The communication hooks of DistributedDataParallel (such as fp16_compression) are not "
             "used: with accumulation, gradients are reduced once per iteration in their own type"

@@ -2,16 +2,16 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, Optional
 
 import torch
-from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset, _MapIterableDataset
-from detectron2.data.samplers import TrainingSampler
+from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset
 from torch.utils.data import DataLoader
 
+from .. import compat
 from .data_layout import Layout, Rest
 from .loader_worker import Images, RestOfStream, WithStates
 from .random_states import random_states, set_random_states
@@ -42,10 +42,8 @@ class ResumableBatches(Iterator[Any]):
     """
 
     def __init__(self, loader: Any) -> None:
-        self._collate: Optional[Callable[[Any], Any]] = None  # applied to groups
         self._group_size = 0
-        if type(loader) is _MapIterableDataset:
-            self._collate, loader = loader._map_func, loader._dataset
+        self._collate, loader = compat.mapped(loader)  # of groups
         if type(loader) is AspectRatioGroupedDataset:
             self._group_size, loader = loader.batch_size, loader.dataset
         dataset: Any = getattr(loader, "dataset", None)
@@ -53,15 +51,13 @@ class ResumableBatches(Iterator[Any]):
         if not is_known or loader.batch_size is None:
             raise UnknownLoader(f"a {type(loader).__name__}")
         sampler = dataset.sampler
-        needed = ("_infinite_indices", "_seed", "_rank", "_world_size")
-        is_known = all(hasattr(sampler, name) for name in needed) and _deals_its_indices(sampler)
-        if not dataset.shard_sampler or not is_known:
+        if not dataset.shard_sampler or not compat.deals_its_indices(sampler):
             raise UnknownLoader(f"one with a {type(sampler).__name__}")
         self._loader = loader
         self._images = dataset.dataset
         self._sampler = sampler
         self._layout = Layout(
-            ranks=sampler._world_size,
+            ranks=compat.num_ranks_of(sampler),
             workers=max(1, loader.num_workers),
             chunk=getattr(dataset, "shard_chunk_size", 1),
             batch=loader.batch_size,
@@ -100,8 +96,8 @@ class ResumableBatches(Iterator[Any]):
         return self._received.taken.state_dict()
 
     def stream(self) -> dict[str, Any]:
-        """The state that all ranks share, in plain types and tensors."""
-        drawn = {k: v for k, v in vars(self._sampler).items() if k in _DRAWN_BY_SAMPLERS}
+        """What all ranks have in common, in plain types and tensors."""
+        drawn = {k: v for k, v in vars(self._sampler).items() if k in compat.DRAWN_BY_SAMPLERS}
         return {
             "layout": {**asdict(self._layout), "group": self._group_size},
             "rest": {"first": self._rest.first, "without": self._rest.without},
@@ -131,19 +127,17 @@ class ResumableBatches(Iterator[Any]):
         group_size, layout = options.pop("group"), Layout(**options)
         rest = Rest(**stream["rest"])
         is_same = (layout, group_size) == (self._layout, self._group_size)
-        is_same = is_same and len(ranks[self._sampler._rank]["workers"]) == self.num_workers
+        rank = compat.rank_of(self._sampler)
+        is_same = is_same and len(ranks[rank]["workers"]) == self.num_workers
         if is_same:
             taken = _Taken(self.num_workers)
-            taken.load_state_dict(ranks[self._sampler._rank], self._images)
+            taken.load_state_dict(ranks[rank], self._images)
             self._start_at(rest, taken)
         else:
             self._start_at(rest.after(_places(layout, ranks)), _Taken(self.num_workers))
         iter(self)
         self._received.start()  # draws the seeds now: later, other numbers are due
         return is_same
-
-
-_DRAWN_BY_SAMPLERS = ("_seed", "_seed_subset", "_indexes_subset")
 
 
 @dataclass(frozen=True)
@@ -252,13 +246,6 @@ def _grouped(received: _Received, size: int) -> Iterator[Any]:
         gone = set(map(id, group))
         received.taken.waiting = [w for w in received.taken.waiting if id(w.image) not in gone]
         yield group
-
-
-def _deals_its_indices(sampler: Any) -> bool:
-    """Whether a sampler deals ``_infinite_indices`` among the ranks as Detectron2's do."""
-    known = TrainingSampler.__iter__.__code__
-    own = getattr(type(sampler).__iter__, "__code__", None)
-    return own is not None and (own.co_code, own.co_names) == (known.co_code, known.co_names)
 
 
 def _is_there(batch: Any) -> bool:

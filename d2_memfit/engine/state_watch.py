@@ -12,6 +12,7 @@ from torch import nn
 from .. import compat
 from ..techniques import ModuleState, plain_attributes
 from ..techniques.module_state import LARGE_BYTES, MOST_BYTES
+from ..torch_private import change_count, parameters_by_name
 
 __all__ = ["StateWatch", "watched"]
 
@@ -132,7 +133,7 @@ def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, 
             own.update(map(id, part.parameters()))
         prefix = names.get(part, type(part).__name__)
         prefix += "." if prefix else ""
-        values = [*part._parameters.items(), *plain_attributes(part)]
+        values = [*parameters_by_name(part).items(), *plain_attributes(part)]
         for name, value in values:
             if _may_change_unseen(value):
                 tensors[id(value)] = prefix + name, ref(value)
@@ -157,7 +158,7 @@ def _counted(tensor: Optional[torch.Tensor], looks: bool) -> Any:
     """A value that differs after the tensor changed; with ``looks``, also through ``.data``."""
     if tensor is None:
         return None
-    version = None if tensor.is_inference() else tensor._version
+    version = None if tensor.is_inference() else change_count(tensor)
     bits: Any = None
     integer = _INTEGERS.get(tensor.element_size())
     if looks and integer is not None and not tensor.is_complex():

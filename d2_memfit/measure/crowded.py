@@ -48,7 +48,7 @@ def measure_crowded(device: torch.device, scale: Scale) -> Iterator[Record]:
     cost_model = CostModel.from_cfg(with_settings(job.cfg, fit.settings()))
     sides: dict[str, dict[str, Any]] = {
         "by bytes": {"cost_model": cost_model},
-        f"{_IMAGES} images": {"images_per_micro_batch": _IMAGES},
+        f"{_IMAGES} images": {"micro_batch_size": _IMAGES},
     }
     for name, options in sides.items():
         num_iterations = min(_ITERATIONS, scale.rounds)

@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from ..memory import OwnerMeter, enforce_budget, is_out_of_memory
 from ..planner import WorstCase, estimate_memory, plan_memory
 from ..planner.autocast import casts_of_cuda
+from ..torch_private import clear_cublas_workspaces
 from .checks import Check, check_steps_are_detectron2s, run_with_hooks, sgd
 from .injection import iterate
 from .peaks import limited, peaks_of
@@ -145,7 +146,7 @@ def check_probe(device: torch.device) -> None:
     torch.zeros(1, device=device)
 
     def state() -> tuple[Any, ...]:
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         torch.cuda.empty_cache()
         random_state = torch.cuda.get_rng_state(device).tolist(), torch.get_rng_state().tolist()
         return torch.cuda.memory_allocated(device), *random_state

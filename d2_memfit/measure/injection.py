@@ -7,13 +7,12 @@ from typing import Any, Optional, Union
 import numpy as np
 import torch
 from detectron2.utils.events import EventStorage
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from ..engine import AccumulatingTrainer
 from ..engine.recovery import RecoveryReport
 from ..engine.storage import WindowStorage
 from ..engine.window import MicroBatch, Window
+from ..torch_private import TorchDispatchMode, storage_id, tree_iter
 
 __all__ = ["InjectedTrainer", "Injector", "iterate", "seed_all"]
 
@@ -44,7 +43,7 @@ class Injector(TorchDispatchMode):
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
 
 
 class InjectedTrainer(AccumulatingTrainer):

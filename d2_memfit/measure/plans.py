@@ -88,7 +88,7 @@ def _run_plan(
         "predicted_seconds": dry_job.seconds(),
         "predicted_by_own_speeds": DryJob(job, own_speeds, evaluates=False).seconds(),
     }
-    make: Any = partial(AccumulatingTrainer, images_per_micro_batch=images)
+    make: Any = partial(AccumulatingTrainer, micro_batch_size=images)
     with under_budget(device, budget_gb):
         with peaks_of(device) as peaks:
             steps = Steps(job, device, make, job.geometry.window)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..torch_private import storage_id
 from .meter import storages
 
 __all__ = [
@@ -31,7 +32,7 @@ class TensorCensus:
     def newcomers(self) -> list[torch.Tensor]:
         """Tensors that have appeared since, one for each storage."""
         new = [t for t in dense_tensors() if self._known.get(id(t), lambda: None)() is not t]
-        return list({t.untyped_storage()._cdata: t for t in new}.values())
+        return list({storage_id(t.untyped_storage()): t for t in new}.values())
 
 
 def bytes_by_kind(tensors: Iterable[torch.Tensor]) -> Counter[str]:
@@ -79,15 +80,15 @@ def live_tensors(
         ("buffers", list(model.buffers())),
         ("optimizer", optimizer_states(optimizer)),
     ):
-        owner_of.update((s._cdata, owner) for s in storages(owned))
+        owner_of.update((storage_id(s), owner) for s in storages(owned))
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     seen = set()
     for t in dense_tensors():
         storage = t.untyped_storage()
-        if t.device != device or storage._cdata in seen:
+        if t.device != device or storage_id(storage) in seen:
             continue
-        seen.add(storage._cdata)
-        owner = owner_of.get(storage._cdata, "tensors")
+        seen.add(storage_id(storage))
+        owner = owner_of.get(storage_id(storage), "tensors")
         kind = _kind(t)
         new = {"owner": owner, "kind": kind, "count": 0, "bytes": 0}
         row = rows.setdefault((owner, kind), new)

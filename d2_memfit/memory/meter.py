@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..torch_private import TorchDispatchMode, storage_id
 
 __all__ = [
     "DeviceMemory",
@@ -177,7 +178,7 @@ class TensorMeter(TorchDispatchMode):
         if _on_host.is_open:
             self._ignore(made)
         for storage in storages(made):
-            if storage._cdata not in self._older:
+            if storage_id(storage) not in self._older:
                 self._count(storage)
         self._note(func, args, kwargs, result, given, made)
         return result
@@ -185,7 +186,7 @@ class TensorMeter(TorchDispatchMode):
     def _ignore(self, tensors: list[torch.Tensor]) -> None:
         """Never count these tensors, unless they are counted already."""
         for storage in storages(tensors):
-            address = storage._cdata
+            address = storage_id(storage)
             if address not in self._counted and address not in self._older:
                 self._older.add(address)
                 self._watch(storage)
@@ -208,10 +209,10 @@ class TensorMeter(TorchDispatchMode):
         """Record more facts about an operator, after its result is counted."""
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._counted:
+        if storage_id(storage) not in self._counted:
             self._watch(storage)
-        before = self._counted.get(storage._cdata, 0)  # not 0 if an operator resized it
-        self._counted[storage._cdata] = storage.nbytes()
+        before = self._counted.get(storage_id(storage), 0)  # not 0 where an operator resized it
+        self._counted[storage_id(storage)] = storage.nbytes()
         self.live_bytes += storage.nbytes() - before
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
@@ -220,7 +221,7 @@ class TensorMeter(TorchDispatchMode):
         self.live_bytes -= self._counted.pop(address)
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
-        self._watched[storage._cdata] = _Watched(storage, self._when_freed)
+        self._watched[storage_id(storage)] = _Watched(storage, self._when_freed)
 
     def _gone(self, address: int) -> None:
         del self._watched[address]
@@ -237,7 +238,7 @@ class _Watched(weakref.ref):  # type: ignore[type-arg]
 
     def __init__(self, storage: torch.UntypedStorage, call: Callable[["_Watched"], None]) -> None:
         super().__init__(storage, call)  # type: ignore[call-arg]
-        self.address = storage._cdata
+        self.address = storage_id(storage)
 
 
 def _calling(weak_method: weakref.WeakMethod[Any]) -> Callable[[_Watched], None]:

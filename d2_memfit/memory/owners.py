@@ -6,6 +6,7 @@ from typing import Any, Optional, TypeVar
 import torch
 from torch import nn
 
+from ..torch_private import is_in_backward, storage_id
 from .census import dense_tensors, optimizer_states
 from .meter import TensorMeter, storages
 
@@ -79,7 +80,7 @@ class OwnerMeter(TensorMeter):
 
     def _own_others(self) -> None:
         for tensor in dense_tensors():  # such as another copy of the model
-            if tensor.untyped_storage()._cdata not in self._owners:
+            if storage_id(tensor.untyped_storage()) not in self._owners:
                 self.own("other", tensor)
 
     def __exit__(self, *error: Any) -> None:
@@ -112,16 +113,16 @@ class OwnerMeter(TensorMeter):
     def own(self, owner: str, tensors: Any) -> None:
         """Assign tensors to an owner, whatever made them."""
         for storage in storages(tensors):
-            self._older.discard(storage._cdata)
+            self._older.discard(storage_id(storage))
             self._count(storage)
-            if storage._cdata in self._owners:
-                self._move(storage._cdata, owner)
+            if storage_id(storage) in self._owners:
+                self._move(storage_id(storage), owner)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type != self._device.type:
             return
-        before = self._counted.get(storage._cdata, 0)
-        owner = self._owners.setdefault(storage._cdata, self._current_owner())
+        before = self._counted.get(storage_id(storage), 0)
+        owner = self._owners.setdefault(storage_id(storage), self._current_owner())
         self.live[owner] += storage.nbytes() - before
         peak = self.peak_bytes
         super()._count(storage)
@@ -140,5 +141,4 @@ class OwnerMeter(TensorMeter):
     def _current_owner(self) -> str:
         if self._running:
             return self._running[-1]
-        in_backward = torch._C._current_graph_task_id() != -1
-        return "backward" if in_backward else "other"
+        return "backward" if is_in_backward() else "other"

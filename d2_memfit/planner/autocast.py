@@ -6,9 +6,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from ..patching import replaced_functions
+from ..torch_private import tree_map
 
 __all__ = ["casts_of_cuda"]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import conv2d
 
+from ..torch_private import clear_cublas_workspaces
 from .device_model import DeviceModel
 from .timeline import Convolution
 from .workspaces import WORKSPACES
@@ -157,7 +158,7 @@ def _cublas_workspace_mb(device: torch.device) -> float:
     """Workspaces of the threads that run forwards and backwards, in MB."""
     x = torch.randn(512, 512, device=device, requires_grad=True)
     x.grad = torch.zeros_like(x)
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
     before = torch.cuda.memory_allocated(device)
     (x @ x).sum().backward()  # its tensors are freed at once, and the workspaces stay
     _wait(device)

@@ -7,7 +7,6 @@ attention is that of Deformable DETR, which other projects have by the same name
 
 import math
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -15,17 +14,17 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, Optional
 
-import detectron2
 import torch
 from detectron2 import layers
 from detectron2.modeling.backbone import resnet
 from detectron2.structures import Boxes, RotatedBoxes, pairwise_iou, rotated_boxes
 from torch import nn
 from torch.autograd import Function
-from torch.nn.modules.utils import _pair
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from ..compat import pretended_compiled_ops
 from ..patching import replaced_functions
+from ..torch_private import pair
 from .fake import is_fake
 
 __all__ = ["compiled_operators", "upright"]
@@ -84,11 +83,8 @@ def _source() -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    detectron2._C = types.SimpleNamespace()
-    try:
+    with pretended_compiled_ops():
         spec.loader.exec_module(module)
-    finally:
-        del detectron2._C
     return module
 
 
@@ -142,7 +138,7 @@ def _convolve(
     deformable_groups: int = 1,
     im2col_step: int = 64,
 ) -> Any:
-    settings = (*_pair(stride), *_pair(padding), *_pair(dilation), groups, deformable_groups)
+    settings = (*pair(stride), *pair(padding), *pair(dilation), groups, deformable_groups)
     images_at_once = max(n for n in range(1, im2col_step + 1) if len(x) % n == 0)
     return _Deformable.apply(images_at_once, settings, x, weight, offset, None, None)
 
@@ -159,7 +155,7 @@ def _convolve_modulated(
     groups: int = 1,
     deformable_groups: int = 1,
 ) -> Any:
-    settings = (*_pair(stride), *_pair(padding), *_pair(dilation), groups, deformable_groups)
+    settings = (*pair(stride), *pair(padding), *pair(dilation), groups, deformable_groups)
     return _Deformable.apply(1, settings, x, weight, offset, mask, bias)
 
 
@@ -183,7 +179,7 @@ class _RoiAlignRotated(Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(boxes)
         ctx.shape = features.shape
-        return features.new_zeros(len(boxes), features.shape[1], *_pair(size))
+        return features.new_zeros(len(boxes), features.shape[1], *pair(size))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

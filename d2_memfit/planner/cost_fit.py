@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..cost_model import FEATURES, Images, Padding
 from ..errors import ConfigError
 from ..job import Job
 from ..job.batches import size_of
 from ..techniques import resize_image
+from ..torch_private import BatchNorm
 from . import steps
 from .cost_sums import Run, fitted, fitted_to_two, least_squares, predicted
 from .device_model import DeviceModel
@@ -61,7 +61,7 @@ def with_cost_model(
         return plan
     with one_line_errors():
         model = steps.build(planned)[0]
-    trains_batch_norm = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+    trains_batch_norm = any(isinstance(m, BatchNorm) and m.training for m in model.modules())
     if trains_batch_norm and "recipe" not in allow:
         progress("No cost model: BatchNorm's statistics are of the images of a micro-batch")
         return plan

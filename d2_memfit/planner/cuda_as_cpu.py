@@ -6,10 +6,9 @@ from functools import cache, wraps
 from typing import Any, Optional
 
 import torch
-from torch.jit import _builtins
-from torch.utils import _device
 
 from ..patching import replaced_functions
+from ..torch_private import DeviceContext, constructors, know_as_builtin
 
 __all__ = ["cuda_as_cpu"]
 
@@ -45,7 +44,7 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
         (torch, dict.fromkeys(_FUNCTIONS, _on_cpu)),
         (torch.fft, dict.fromkeys(("fftfreq", "rfftfreq"), _on_cpu)),
         (torch.nested, {"nested_tensor": _on_cpu}),
-        (_device.DeviceContext, {"__init__": _on_cpu}),  # with torch.device("cuda")
+        (DeviceContext, {"__init__": _on_cpu}),  # with torch.device("cuda")
         (torch, {"is_autocast_enabled": _asked_of_cpu, "get_autocast_dtype": _on_cpu}),
         (torch, {"get_autocast_gpu_dtype": lambda _: lambda: torch.get_autocast_dtype("cpu")}),
         (autocast, {"_cast": _on_cpu}),  # for custom_fwd
@@ -64,8 +63,8 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
     ]
 
 
-# Asked at import: PyTorch keeps the answer, which must not contain our functions.
-_CONSTRUCTORS = {f.__name__ for f in _device._device_constructors()}
+# Asked here and now: PyTorch keeps the answer, and the functions must not be ours in it.
+_CONSTRUCTORS = {f.__name__ for f in constructors()}
 _LIKE = {f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")}
 _FUNCTIONS = _CONSTRUCTORS | _LIKE | {"load", "normal"}
 _METHODS = ("to", "new", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
@@ -94,9 +93,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
             args = args[0], "cpu", *args[2:]
         return function(*map(_as_cpu, args), **{k: _as_cpu(v) for k, v in kwargs.items()})
 
-    name = _builtins._find_builtin(function)
-    if name is not None:  # TorchScript knows it by its id
-        _builtins._register_builtin(run, name)
+    know_as_builtin(run, function)
     return run
 
 

@@ -9,11 +9,10 @@ from typing import Any, Optional
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
+from ..torch_private import TorchDispatchMode, schema, storage_id, tree_map
 from .fake import is_fake, make_fake
 from .meta_kernels import on_meta
 from .timeline import Allocate, Allocation, Convolution, Free, Timeline
@@ -114,8 +113,8 @@ class DryRun(OwnerMeter):
             self._is_paused = False
 
     def allocations_of(self, tensors: Any) -> set[Allocation]:
-        """The recorded allocations of tensors, in any containers."""
-        addresses = {storage._cdata for storage in storages(tensors)}
+        """The memory of tensors, in any containers, as far as it is counted."""
+        addresses = {storage_id(storage) for storage in storages(tensors)}
         return {self._allocations[a] for a in addresses if a in self._allocations}
 
     def _own_others(self) -> None:
@@ -151,7 +150,7 @@ class DryRun(OwnerMeter):
             0 if func in _EMPTY else sum(t.nbytes for t in {id(t): t for t in tensors}.values())
         )
         number_format, flops = "", 0
-        count_flops = flop_registry.get(func._overloadpacket)
+        count_flops = flop_registry.get(func.overloadpacket)
         if count_flops is not None:
             number_format = str(tensors[0].dtype).replace("torch.", "")
             flops = count_flops(*args, **kwargs, out_val=result)
@@ -176,7 +175,7 @@ class DryRun(OwnerMeter):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         super()._count(storage)
-        address = storage._cdata
+        address = storage_id(storage)
         if address in self._counted and address not in self._allocations:
             allocation = Allocation(storage.nbytes(), self._owners[address], self.phase)
             self._allocations[address] = allocation
@@ -225,7 +224,7 @@ def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
 def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     changed = _changed_arguments(func, args, kwargs)
     make_fake([t for t in changed if t.nbytes >= _LARGE_BYTES])
-    returns = func._schema.returns
+    returns = schema(func).returns
     if all(r.alias_info and r.alias_info.is_write for r in returns):
         return (changed[0] if len(returns) == 1 else tuple(changed)) if returns else None
     if func is aten.index.Tensor:
@@ -267,7 +266,7 @@ def _changed_arguments(func: Any, args: _Args, kwargs: _Kwargs) -> _Tensors:
 @cache
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
     """Positions and names of the arguments that an operator writes to."""
-    arguments = enumerate(func._schema.arguments)
+    arguments = enumerate(schema(func).arguments)
     return [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
 
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from ..torch_private import tree_map
 
 __all__ = ["on_meta"]
 

@@ -4,9 +4,9 @@ from typing import Any, Optional
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 from ..memory import storages
+from ..torch_private import autograd_node_number, next_autograd_node_number, storage_id, tree_iter
 from .dry_run import DryRun
 
 __all__ = ["NamedDryRun"]
@@ -33,8 +33,8 @@ class NamedDryRun(DryRun):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._modules:  # the last node belongs to this operator
-            last = torch._C._autograd._get_sequence_nr() - 1
+        if self._modules:  # the node that was made last is that of this operator
+            last = next_autograd_node_number() - 1
             self._module_of_node.setdefault(last, self._modules[-1])
         num_events = len(self.timeline.events)
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -47,8 +47,8 @@ class NamedDryRun(DryRun):
     def _current_module(self) -> str:
         if self._modules:
             return self._modules[-1]
-        node = torch._C._current_autograd_node()
-        return "" if node is None else self._module_of_node.get(node._sequence_nr(), "")
+        number = autograd_node_number()
+        return "" if number is None else self._module_of_node.get(number, "")
 
     def _enter_module(self, name: str) -> None:
         super()._enter_module(name)
@@ -81,7 +81,7 @@ class NamedDryRun(DryRun):
     def _describe(self, module: str, operator: str, tensor: Any) -> None:
         """Name an allocation, unless its module is known."""
         for storage in storages(tensor):
-            allocation = self._allocations.get(storage._cdata)
+            allocation = self._allocations.get(storage_id(storage))
             if allocation is not None and not allocation.module:
                 allocation.dtype, allocation.shape = tensor.dtype, tuple(tensor.shape)
                 allocation.module, allocation.operator = module, operator

@@ -20,6 +20,7 @@ from ..memory import (
     is_out_of_memory,
     release_memory,
 )
+from ..torch_private import clear_cublas_workspaces
 from . import steps
 from .allocators import DoesNotFit
 from .device_model import DeviceModel, DeviceUse
@@ -153,7 +154,7 @@ def _use(device: torch.device, before: DeviceMemory, expected: Counter[str]) -> 
 
 
 def _release(device: torch.device) -> None:
-    """Free caches and cuBLAS workspaces, and reset the peaks."""
-    torch._C._cuda_clearCublasWorkspaces()
+    """Give back what nothing needs, workspaces of cuBLAS too, and begin anew with the peaks."""
+    clear_cublas_workspaces()
     release_memory(device)
     torch.cuda.reset_peak_memory_stats(device)

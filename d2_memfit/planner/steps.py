@@ -14,6 +14,7 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import compat
 from ..alone import alone, no_information, unchanged_random_state
 from ..job import Job
 from ..job.batches import tensors_of
@@ -234,8 +235,8 @@ def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:
         bytes_of_all = num * height * width * mask_ops.BYTES_PER_FLOAT
         num_chunks = math.ceil(bytes_of_all / mask_ops.GPU_MEM_LIMIT)
         for chunk in torch.arange(num).chunk(max(num_chunks, 1)):
-            with replaced_functions([torch], {"stack": _without_values}):  # for its large grid
-                pasted, _ = mask_ops._do_paste_mask(
+            with replaced_functions([torch], {"stack": _without_values}):  # of its large grid
+                pasted, _ = compat.paste_masks_on_grid(
                     masks[chunk, None], boxes[chunk], height, width, skip_empty=False
                 )
             result[chunk] = pasted >= threshold

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, Optional
 
 from detectron2.layers import NaiveSyncBatchNorm
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import MemfitError
 from ..job import Job
 from ..techniques import TECHNIQUES, get_technique
+from ..torch_private import BatchNorm
 from . import steps
 from .device_model import DeviceModel
 from .dry_job import DryJob
@@ -182,8 +182,8 @@ class Trials:
 
     @property
     def micro_batch_tier(self) -> str:
-        """Tier of smaller micro-batches: they change the statistics of trained BatchNorm."""
-        trains = any(isinstance(m, _BatchNorm) and m.training for m in self._model.modules())
+        """Statistics of BatchNorm are of the images of a micro-batch."""
+        trains = any(isinstance(m, BatchNorm) and m.training for m in self._model.modules())
         return "recipe" if trains else "exact"
 
     @property

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
+from ..torch_private import Convolution
 from .modules import own_class
 
 __all__ = ["find_blocks"]
@@ -91,8 +91,8 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module is a single layer; Detectron2's convolutions contain their normalisation."""
-    return isinstance(module, _ConvNd) or not any(True for _ in module.children())
+    """Detectron2's convolutions have their normalisation inside."""
+    return isinstance(module, Convolution) or not any(True for _ in module.children())
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from detectron2.modeling.roi_heads import BaseKeypointRCNNHead, BaseMaskRCNNHead
 from torch import nn
 
 from ..errors import ConfigError
+from ..torch_private import BatchNorm
 from .modules import add_mixin
 from .recomputation import recompute_in_backward
 from .registry import TECHNIQUES, PositiveIntTechnique
@@ -52,7 +53,7 @@ class ChunkedHeads(PositiveIntTechnique):
                 "Set it None"
             )
         for head in heads:
-            if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in head.modules()):
+            if any(isinstance(m, BatchNorm) for m in head.modules()):
                 raise ConfigError(
                     f"MEMFIT.HEADS.CHUNK_SIZE: the {type(head).__name__} has batch normalisation, "
                     "whose statistics are those of all proposals. Set it None, or the head's NORM "

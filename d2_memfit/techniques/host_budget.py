@@ -9,6 +9,7 @@ from detectron2.utils import comm
 from torch.utils.data import DataLoader
 
 from ..checks import check_positive_number
+from ..compat import inner_dataset
 from ..data import shorter_sides
 from ..geometry import BatchGeometry
 from ..memory import available_host_bytes
@@ -123,7 +124,7 @@ class LoaderPrefetch(PositiveIntTechnique):
             inner = loader
             while inner is not None and not isinstance(inner, DataLoader):
                 # Detectron2's groups and maps are around it.
-                inner = getattr(inner, "dataset", getattr(inner, "_dataset", None))
+                inner = inner_dataset(inner)
             if inner is None:
                 logger.warning(
                     "MEMFIT.HOST.PREFETCH: the loader is a %s without a DataLoader in it, and "

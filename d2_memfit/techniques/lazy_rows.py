@@ -6,14 +6,14 @@ from operator import itemgetter
 from typing import Any, Optional
 
 import torch
-from torch.utils._pytree import tree_iter, tree_map
+
+from ..torch_private import make_wrapper, schema, tree_iter, tree_map, without_torch_function
 
 __all__ = ["LazyRows", "WritesToLazyRows", "on_meta"]
 
 aten = torch.ops.aten
-
-_CHUNK_BYTES = 2**26  # bytes of rows computed at a time; smaller tensors are computed as a whole
-_Rows = Callable[[Sequence[int]], torch.Tensor]  # row numbers -> [number of rows, *row]
+_CHUNK_BYTES = 2**26  # of rows that are computed at a time; what is smaller in all is computed
+_Rows = Callable[[Sequence[int]], torch.Tensor]  # of numbers of rows: [number of them, *row]
 
 # Operators whose result for a row depends only on this row.
 _ELEMENTWISE = {
@@ -52,7 +52,7 @@ class LazyRows(torch.Tensor):
         device: device of the rows.
     """
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = without_torch_function
 
     @staticmethod
     def __new__(
@@ -64,7 +64,7 @@ class LazyRows(torch.Tensor):
         device: torch.device,
     ) -> "LazyRows":
         shape = (*leading, *like.shape[1:])
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=device)
+        made = make_wrapper(cls, shape, dtype=like.dtype, device=device)
         made.rows, made.leading, made.like = rows, tuple(leading), like
         made.row_bytes = max(row_bytes, like.nbytes)
         return made
@@ -97,7 +97,7 @@ class LazyRows(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable and any(isinstance(a, LazyRows) for a in _written(func, args)):
+        if schema(func).is_mutable and any(isinstance(a, LazyRows) for a in _written(func, args)):
             raise WritesToLazyRows(
                 f"MEMFIT.EVALUATION.ON_HOST: {func} writes into masks that are computed when they "
                 "are needed. Set it False"
@@ -134,7 +134,7 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _written(func: Any, args: Sequence[Any]) -> list[Any]:
-    arguments = zip(func._schema.arguments, args)
+    arguments = zip(schema(func).arguments, args)
     return [value for a, value in arguments if a.alias_info and a.alias_info.is_write]
 
 

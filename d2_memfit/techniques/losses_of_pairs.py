@@ -8,9 +8,9 @@ from typing import Any, Callable, Optional
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from ..torch_private import tree_iter
 from .objects import chunks_of, count_objects, is_targets, take_objects
 from .random_state import RandomState, device_of
 from .recomputation import recompute_in_backward

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..torch_private import buffers_by_name
+
 __all__ = ["LARGE_BYTES", "MOST_BYTES", "ModuleState", "plain_attributes"]
 
 # A plain attribute that is a tensor is copied up to this size; a larger one if it is known to
@@ -86,9 +88,9 @@ class ModuleState:
             undo()
 
     def _keep(self, part: nn.Module) -> list[nn.Module]:
-        """Save a part's state; return modules that only a plain attribute leads to."""
-        self._undo += [_undo_tensor(b) for b in part._buffers.values() if b is not None]
-        self._undo.append(_undo_entries(part._buffers))
+        """Returns modules that only a plain attribute leads to, such as a list's."""
+        self._undo += [_undo_tensor(b) for b in buffers_by_name(part).values() if b is not None]
+        self._undo.append(_undo_entries(buffers_by_name(part)))
         self.parts.append(part)
         if hasattr(part, "save_for_retry"):
             self._undo.append(_undo_own(part))

@@ -24,11 +24,12 @@ def count_objects(targets: Sequence[Any]) -> Optional[list[int]]:
     """Number of objects of each image; None if a target does not tell it."""
     counts = []
     for target in targets:
+        labels = target
         if isinstance(target, dict):
-            target = next((target[name] for name in _LABELS if name in target), None)
-        if not isinstance(target, torch.Tensor) or target.dim() == 0:
+            labels = next((target[name] for name in _LABELS if name in target), None)
+        if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
             return None
-        counts.append(len(target))
+        counts.append(len(labels))
     return counts
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from ..checks import check_strings
 from ..errors import HostMemoryError
 from ..memory import available_host_bytes, error_line, on_host
+from ..torch_private import change_count
 from .modules import add_mixin, find_modules
 from .registry import TECHNIQUES, Technique
 
@@ -191,8 +192,8 @@ class _Offload:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Facts that two tensors share if they are the same tensor, unchanged."""
-    address, version = tensor.data_ptr(), tensor._version
+    """What two tensors share if they are one, unchanged."""
+    address, version = tensor.data_ptr(), change_count(tensor)
     return address, version, tensor.dtype, tensor.shape, tensor.stride()
 
 

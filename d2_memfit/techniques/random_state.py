@@ -1,7 +1,8 @@
 """Saved random states, to draw the same random numbers again."""
 
 import torch
-from torch.utils._pytree import tree_iter
+
+from ..torch_private import tree_iter
 
 __all__ = ["RandomState", "device_of"]
 

@@ -12,11 +12,17 @@ import numpy as np
 import torch
 from detectron2.utils.events import EventStorage
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from .. import compat
+from ..torch_private import (
+    TorchDispatchMode,
+    schema,
+    storage_id,
+    tree_flatten,
+    tree_iter,
+    tree_unflatten,
+)
 from .module_state import ModuleState
 from .modules import own_class
 
@@ -114,8 +120,8 @@ class _Unchanged(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            arguments = {a.name: a for a in func._schema.arguments}
+        if schema(func).is_mutable:
+            arguments = {a.name: a for a in schema(func).arguments}
             given = {**dict(zip(arguments, args)), **kwargs}
             for name, value in given.items():
                 alias = arguments[name].alias_info
@@ -130,7 +136,7 @@ class _Unchanged(TorchDispatchMode):
 
 
 def _address(tensor: torch.Tensor) -> Any:
-    return id(tensor) if tensor.is_sparse else tensor.untyped_storage()._cdata
+    return id(tensor) if tensor.is_sparse else storage_id(tensor.untyped_storage())
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], "_WithoutTraces"]:

@@ -25,6 +25,6 @@ def test_events_are_those_of_a_number_of_images():
     cut = _train(job, window, 1, {"cost_model": by_pixels}, CPU)
     assert cut["oom_events"] == 0
     assert 1 in cut["last_micro_batches"]
-    fixed = _train(job, window, 1, {"images_per_micro_batch": 4}, CPU)
+    fixed = _train(job, window, 1, {"micro_batch_size": 4}, CPU)
     assert fixed["oom_events"] >= 1
     assert fixed["retried_images"] >= 4

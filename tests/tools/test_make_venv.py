@@ -37,6 +37,14 @@ def test_a_folder_that_is_no_environment_is_named(tmp_path, monkeypatch):
     assert [f.name for f in tmp_path.iterdir()] == ["precious.txt"]
 
 
+def test_another_pytorch_takes_the_place_of_the_pinned_one():
+    pinned = make_venv.requirements_for(None).splitlines()
+    assert pinned == make_venv.REQUIREMENTS.read_text().splitlines()
+    other = make_venv.requirements_for("2.6.0").splitlines()
+    assert [line for line in other if line.startswith("torch")] == ["torch==2.6.0", "torchvision"]
+    assert set(other) - set(pinned) == {"torch==2.6.0", "torchvision"}
+
+
 def test_every_package_is_pinned():
     lines = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
     packages = [line for line in lines if line and not line.startswith("#")]

@@ -83,7 +83,7 @@ def test_the_page_draws_everything_in_a_browser(output_dir, tmp_path):
     url = f"file://{output_dir / 'memory.html'}"
     result = subprocess.run(
         [CHROMIUM, *options, profile, "--dump-dom", url],
-        capture_output=True, text=True, timeout=120,
+        check=False, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     page = result.stdout
     assert page.count('class="trace scatter') == 5

@@ -63,8 +63,9 @@ class HungarianMatcher(nn.Module):
             logits = point_sample(
                 masks[:, None], points.repeat(len(masks), 1, 1), align_corners=False
             )[:, 0]
-            masks = target["masks"].to(logits)[:, None]
-            values = point_sample(masks, points.repeat(len(masks), 1, 1), align_corners=False)[:, 0]
+            wanted = target["masks"].to(logits)[:, None]
+            places = points.repeat(len(wanted), 1, 1)
+            values = point_sample(wanted, places, align_corners=False)[:, 0]
             cross = F.softplus(-logits) @ values.T + F.softplus(logits) @ (1 - values).T
             yield cross / self.num_points
 

@@ -1,6 +1,7 @@
 """The checks of each project; each returns the text of its cell."""
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -109,7 +110,7 @@ def _compare(ours: Outcome, expected: Outcome, text: str) -> str:
         if one.isnan().any() or not torch.equal(one, other):
             scale = other.double().abs().max().clamp(min=1e-12)
             difference = float((one.double() - other.double()).abs().max() / scale)
-            if difference != difference or difference >= worst:
+            if math.isnan(difference) or difference >= worst:
                 worst, where = difference, name
     if not where:
         return "y"

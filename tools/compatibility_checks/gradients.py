@@ -77,7 +77,7 @@ def _gradient(subject: Subject, images: Sequence[Any], policy: Any) -> torch.Ten
                 torch.optim.SGD(parameters, lr=0.0),
                 accumulation_steps=len(batch),
                 normalizers=NormalizerOptions(policy),
-                loss_fn=lambda model, batch: subject.losses(model, batch),
+                loss_fn=subject.losses,
             ).run_step()
     return torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in parameters]

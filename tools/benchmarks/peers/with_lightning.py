@@ -53,7 +53,7 @@ def train_with_batch_size_finder(job: Job) -> None:
 def _trainer(job: Job, accumulation_steps: int) -> lightning.Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     options: dict[str, Any] = dict(devices=ranks, strategy="ddp") if ranks > 1 else dict(devices=1)
     return lightning.Trainer(
         max_epochs=1,

@@ -42,7 +42,7 @@ def train_with_checkpointing(job: Job) -> None:
 
 
 def _train(job: Job, detector: nn.Module, optimizer: Optimizer, cfg: dict[str, Any]) -> None:
-    is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if is_distributed:
         # Its launcher and its default wrapper would ask for GPUs.
         dist.init_process_group("gloo")

@@ -66,7 +66,7 @@ class Photographs(Sequence[Any]):
 
 
 def main(spec: Spec) -> None:
-    rank = int(os.environ.get("RANK", 0))
+    rank = int(os.environ.get("RANK", "0"))
     side = next(side for side in EVERY if side.name == spec.side)
     output_dir = Path(spec.output_dir)
     journal = Journal(output_dir / f"journal.{rank}.jsonl")
