@@ -32,7 +32,7 @@ SAVES_INNER_TRAINER = "state_dict" in vars(DefaultTrainer)
 # What ``paste_masks_in_image`` pastes with, a chunk of masks at a time.
 paste_masks_on_grid = mask_ops._do_paste_mask
 
-# Main's hooks can act after the backward pass; v0.6 has no such moment.
+# Main calls hooks after the backward pass; v0.6 does not.
 _HAS_AFTER_BACKWARD = hasattr(TrainerBase, "after_backward")
 
 # What the training samplers draw when they are made. Their order is a function of it.

@@ -133,7 +133,7 @@ class MemfitMixin(_Trainer):
 
     @property
     def _inner(self) -> Any:
-        """What runs the steps: the trainer itself, in projects whose trainer is a SimpleTrainer."""
+        """The trainer that runs the steps: ``self`` if the project's trainer is a SimpleTrainer."""
         return compat.inner_trainer(self)
 
     def register_hooks(self, hooks: list[Optional[HookBase]]) -> None:

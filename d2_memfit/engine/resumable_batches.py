@@ -96,7 +96,7 @@ class ResumableBatches(Iterator[Any]):
         return self._received.taken.state_dict()
 
     def stream(self) -> dict[str, Any]:
-        """What all ranks have in common, in plain types and tensors."""
+        """The state that all ranks share, in plain types and tensors."""
         drawn = {k: v for k, v in vars(self._sampler).items() if k in compat.DRAWN_BY_SAMPLERS}
         return {
             "layout": {**asdict(self._layout), "group": self._group_size},

@@ -43,54 +43,53 @@ Losses = Union[torch.Tensor, Mapping[str, torch.Tensor]]
 
 @explains_hooks
 class AccumulatingTrainer(ResumableTrainer):
-    """A ``SimpleTrainer`` whose iteration is one optimizer step behind several forwards.
+    """A ``SimpleTrainer`` with several forwards per iteration and one optimizer step.
 
-    ``run_step`` takes ``accumulation_steps`` batches from the loader, sends them through the model
-    one after another, and steps with the mean gradient over all their images, on all ranks. Each
-    micro-batch counts by its images, so they need not be equal.
+    ``run_step`` runs ``accumulation_steps`` batches of the loader one after another. It then steps
+    with the mean gradient over all their images, on all ranks. Each micro-batch counts by its
+    images, so they need not be equal.
 
-    With one micro-batch per iteration it computes what Detectron2's ``SimpleTrainer`` and
-    ``AMPTrainer`` compute, to the last bit, and on several ranks DDP reduces gradients while the
-    backward runs. With more, ranks do not communicate until their last backward is done; then they
-    reduce the gradients once.
+    With one micro-batch per iteration, results equal those of Detectron2's ``SimpleTrainer`` and
+    ``AMPTrainer`` to the last bit. On several ranks, DDP reduces gradients during the backward.
+    With more micro-batches, ranks reduce gradients once, after their last backward.
 
-    With ``recovery``, images that do not fit into memory are run again in smaller pieces, by each
-    rank for itself, so that ranks do not communicate until their last backward is done here either.
+    With ``recovery``, each rank runs images that do not fit again in smaller pieces. Gradients are
+    then reduced once, too.
 
-    The model may be any that takes a batch and returns a loss or a dict of losses, wrapped in
-    ``DistributedDataParallel`` on several ranks. Batches may be of any kind. Those that are lists
-    of dataset dicts, or equally long columns such as (images, targets), can be cut.
+    The model takes a batch and returns a loss or a dict of losses. On several ranks it is wrapped
+    in ``DistributedDataParallel``. Batches may be of any kind. Lists of dataset dicts, and equally
+    long columns such as (images, targets), can be cut.
 
-    In a loop of one's own, call ``run_step`` within an ``EventStorage``, which has the iteration.
+    In your own loop, call ``run_step`` within an ``EventStorage``, which has the iteration.
 
     Args:
         model, data_loader, optimizer: as for ``SimpleTrainer``.
         accumulation_steps: batches from the loader behind one optimizer step.
         precision: a :class:`Precision`, or the name of one: "fp32", "fp16", "bf16".
-        micro_batch_size: images in one forward; None for the loader's batches as they come.
-        cost_model: what micro-batches need; each is then cut so that it fits, in place of
+        micro_batch_size: images in one forward; None for the loader's batches.
+        cost_model: predicts the memory of micro-batches, which are cut to fit. It replaces
             ``micro_batch_size``.
         recovery: what to do when memory runs out; None is an error, as in Detectron2.
-        normalizers: which counts that losses are divided by are those of all micro-batches and
+        normalizers: which counts that losses are divided by are taken over all micro-batches and
             ranks; None is the default.
         loss_fn: called as ``loss_fn(model, batch)`` in place of ``model(batch)``. On several ranks
-            the model is the one that is wrapped in DDP.
+            the model is wrapped in DDP.
         clip_gradients: called once per iteration with the parameters that have gradients, such as
             ``partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1)``. The gradients are those of
             the whole effective batch, without a loss scale.
-        gather_metric_period: iterations between metrics. Each checks that losses are finite.
+        gather_metric_period: iterations between metrics. Losses are checked in every iteration.
         zero_grad_before_forward: False keeps the last iteration's gradients, and their memory, for
             the next forward, as Detectron2 does. They are not used.
-        async_write_metrics: only for Detectron2 main's callers; it must be False.
+        async_write_metrics: must be False; Detectron2 main's callers pass it.
 
     Attributes:
         out_of_memory_observers: called when memory runs out, before anything is freed.
-        stop_signal: set on any rank; all have it as ``agreed_stop_signal`` after a step.
+        stop_signal: a signal's number, set on any rank; ``agreed_stop_signal`` on all after a step.
 
     Raises:
-        ConfigError: one of the numbers is not a positive integer, or the model's device cannot
-            compute in this precision, or the model cannot be run again on one rank alone, or
-            metrics shall be written asynchronously.
+        ConfigError: a number is not a positive integer; the device cannot compute in this
+            precision; one rank cannot run the model again alone; or metrics are to be written
+            asynchronously.
     """
 
     @renamed_argument("images_per_micro_batch", "micro_batch_size")

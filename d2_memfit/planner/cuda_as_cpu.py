@@ -63,7 +63,7 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
     ]
 
 
-# Asked here and now: PyTorch keeps the answer, and the functions must not be ours in it.
+# Asked at import: PyTorch keeps the answer, which must not contain our functions.
 _CONSTRUCTORS = {f.__name__ for f in constructors()}
 _LIKE = {f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")}
 _FUNCTIONS = _CONSTRUCTORS | _LIKE | {"load", "normal"}

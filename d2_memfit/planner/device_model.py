@@ -57,8 +57,7 @@ class DeviceModel:
         foreach: whether the optimizer steps on all parameters at once, unless told otherwise.
         cublas_workspace_mb: workspaces of matrix products, kept by the allocator.
         other_tensors_mb: tensors that no dry run sees.
-        context_mb: memory of the process before its first tensor; null in a file is that of the
-            process that reads it.
+        context_mb: memory of the process before its first tensor; null is that of this process.
         flops_per_s: speed by number format. "tf32" applies to float32 convolutions if the card has
             it: PyTorch's ``cudnn.allow_tf32`` is on, and that of matrix products is off.
         bytes_per_s: memory bandwidth.

@@ -113,7 +113,7 @@ class DryRun(OwnerMeter):
             self._is_paused = False
 
     def allocations_of(self, tensors: Any) -> set[Allocation]:
-        """The memory of tensors, in any containers, as far as it is counted."""
+        """The recorded allocations of tensors, in any containers."""
         addresses = {storage_id(storage) for storage in storages(tensors)}
         return {self._allocations[a] for a in addresses if a in self._allocations}
 

@@ -33,7 +33,7 @@ class NamedDryRun(DryRun):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._modules:  # the node that was made last is that of this operator
+        if self._modules:  # the last node belongs to this operator
             last = next_autograd_node_number() - 1
             self._module_of_node.setdefault(last, self._modules[-1])
         num_events = len(self.timeline.events)

@@ -154,7 +154,7 @@ def _use(device: torch.device, before: DeviceMemory, expected: Counter[str]) -> 
 
 
 def _release(device: torch.device) -> None:
-    """Give back what nothing needs, workspaces of cuBLAS too, and begin anew with the peaks."""
+    """Free caches and cuBLAS workspaces, and reset the peaks."""
     clear_cublas_workspaces()
     release_memory(device)
     torch.cuda.reset_peak_memory_stats(device)

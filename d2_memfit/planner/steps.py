@@ -235,7 +235,7 @@ def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:
         bytes_of_all = num * height * width * mask_ops.BYTES_PER_FLOAT
         num_chunks = math.ceil(bytes_of_all / mask_ops.GPU_MEM_LIMIT)
         for chunk in torch.arange(num).chunk(max(num_chunks, 1)):
-            with replaced_functions([torch], {"stack": _without_values}):  # of its large grid
+            with replaced_functions([torch], {"stack": _without_values}):  # for its large grid
                 pasted, _ = compat.paste_masks_on_grid(
                     masks[chunk, None], boxes[chunk], height, width, skip_empty=False
                 )

@@ -182,7 +182,7 @@ class Trials:
 
     @property
     def micro_batch_tier(self) -> str:
-        """Statistics of BatchNorm are of the images of a micro-batch."""
+        """Tier of smaller micro-batches: they change the statistics of trained BatchNorm."""
         trains = any(isinstance(m, BatchNorm) and m.training for m in self._model.modules())
         return "recipe" if trains else "exact"
 

@@ -91,7 +91,7 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Detectron2's convolutions have their normalisation inside."""
+    """Whether a module is a single layer; Detectron2's convolutions contain their normalisation."""
     return isinstance(module, Convolution) or not any(True for _ in module.children())
 
 

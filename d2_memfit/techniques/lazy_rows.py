@@ -12,8 +12,8 @@ from ..torch_private import make_wrapper, schema, tree_iter, tree_map, without_t
 __all__ = ["LazyRows", "WritesToLazyRows", "on_meta"]
 
 aten = torch.ops.aten
-_CHUNK_BYTES = 2**26  # of rows that are computed at a time; what is smaller in all is computed
-_Rows = Callable[[Sequence[int]], torch.Tensor]  # of numbers of rows: [number of them, *row]
+_CHUNK_BYTES = 2**26  # bytes of rows computed at a time; smaller tensors are computed as a whole
+_Rows = Callable[[Sequence[int]], torch.Tensor]  # row numbers -> [number of rows, *row]
 
 # Operators whose result for a row depends only on this row.
 _ELEMENTWISE = {

@@ -88,7 +88,7 @@ class ModuleState:
             undo()
 
     def _keep(self, part: nn.Module) -> list[nn.Module]:
-        """Returns modules that only a plain attribute leads to, such as a list's."""
+        """Save a part's state; return modules that only a plain attribute leads to."""
         self._undo += [_undo_tensor(b) for b in buffers_by_name(part).values() if b is not None]
         self._undo.append(_undo_entries(buffers_by_name(part)))
         self.parts.append(part)

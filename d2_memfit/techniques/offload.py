@@ -192,7 +192,7 @@ class _Offload:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors share if they are one, unchanged."""
+    """Facts that two tensors share if they are the same tensor, unchanged."""
     address, version = tensor.data_ptr(), change_count(tensor)
     return address, version, tensor.dtype, tensor.shape, tensor.stride()
 
