@@ -116,7 +116,8 @@ def _other(value: Any) -> Callable[[Any], Any]:
 
 
 def _answer(value: Any) -> Callable[[Any], Any]:
-    return _other(lambda *args, **kwargs: value)
+    # A function of its own for each name: PyTorch's compiler wants that, if it is imported meanwhile.
+    return lambda _: lambda *args, **kwargs: value
 
 
 def _keep(_: Any) -> Callable[..., torch.Tensor]:
