@@ -20,6 +20,7 @@ from typing import Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements" / "dev.txt"
+DOCS_REQUIREMENTS = ROOT / "requirements" / "docs.txt"  # which dev.txt names
 DETECTRON2 = ROOT / "requirements" / "detectron2.txt"
 DETECTRON2_OPS = ROOT / "requirements" / "detectron2_ops.py"
 DETECTRON2_ALIASES = ROOT / "requirements" / "detectron2_aliases.py"
@@ -44,7 +45,8 @@ def main() -> None:
     venv = parser.parse_args().venv.absolute()
 
     setup = (Path(__file__), ROOT / "setup.py")  # which says what the command is
-    inputs = (*setup, REQUIREMENTS, DETECTRON2, DETECTRON2_OPS, DETECTRON2_ALIASES)
+    packages = (REQUIREMENTS, DOCS_REQUIREMENTS, DETECTRON2)
+    inputs = (*setup, *packages, DETECTRON2_OPS, DETECTRON2_ALIASES)
     wanted = " ".join(hashlib.sha256(f.read_bytes()).hexdigest() for f in inputs)
     marker = venv / "made-by-d2_memfit"
     if venv.exists() and not marker.exists() and not (venv / "bin" / "python").exists():

@@ -116,7 +116,7 @@ def _other(value: Any) -> Callable[[Any], Any]:
 
 
 def _answer(value: Any) -> Callable[[Any], Any]:
-    # A function of its own for each name: PyTorch's compiler wants that, if it is imported meanwhile.
+    # Each name gets a function of its own: PyTorch's compiler, if it is imported, asks for that.
     return lambda _: lambda *args, **kwargs: value
 
 
