@@ -1,8 +1,9 @@
 # make demo   trains a Mask R-CNN on photographs of coins, evaluates it, and draws what it found
 # make test   runs the test suite
 # make quick  runs the part of it that needs less than a minute
-# make docs   makes a site of the documentation: open build/site/index.html, or, so that its search
-#             works too: python3 -m http.server --directory build/site
+# make docs   makes a site of the documentation, with Python 3.11 or later: open
+#             build/site/index.html, or, so that its search works too, the address that
+#             `python3 -m http.server --directory build/site` says
 #
 # They make the environment in VENV when it is not there. VENV=path uses another one, PYTHON=path
 # makes it with another Python (3.9 to 3.13). PROCESSES=1 runs one test at a time.

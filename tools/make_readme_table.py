@@ -54,11 +54,11 @@ def planned(card: str, config: str, *options: str) -> dict[str, Any]:
 
 def row(name: str, card: str, plan: dict[str, Any]) -> list[str]:
     before, after = plan["before"], plan["estimate"]
-    images = before["images_per_gpu"] * before["accumulation_steps"]
+    images, steps = before["images_per_gpu"], before["accumulation_steps"]
     is_exact = all(step["tier"] == "exact" for step in plan["steps"])
     exact = plan["exact"] or (plan if is_exact else None)
     return [
-        f"{name}, {images} images",
+        f"{name}, {images} images" if steps == 1 else f"{name}, {images} x {steps} images",
         f"{card[:-2]} GB",
         f"{before['device_total_gb']:.1f}",
         f"{after['device_total_gb']:.1f}",

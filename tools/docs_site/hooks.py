@@ -69,7 +69,8 @@ def rewrite_link(match: "re.Match[str]", page: str) -> str:
         return match[0]
     if path in PAGES:
         relative = os.path.relpath(PAGES[path], PurePosixPath(page).parent)
-        return f"[{text}]({relative}{anchor or ''})"
+        anchor = "" if path == "README.md" else anchor or ""  # the start page has other headings
+        return f"[{text}]({relative}{anchor})"
     if path.startswith("docs/") or not (ROOT / path).exists():
         return match[0]  # a file of the site, or one that mkdocs will miss
     name = text.strip("`")
@@ -87,7 +88,7 @@ def notebook_files(path: Path) -> dict[str, Any]:
             data = output.get("data", {})
             text = "".join(output.get("text", data.get("text/plain", "")))
             if "image/png" in data:
-                name = f"{path.stem}_{len(files)}.png"
+                name = f"{path.stem}_{len(files) + 1}.png"
                 files[name] = b64decode(data["image/png"])
                 lines.append(f"![]({name})")
             elif text:

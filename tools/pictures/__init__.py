@@ -1,0 +1,1 @@
+"""The pictures of the documentation, one or two in a file."""
