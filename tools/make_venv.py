@@ -20,7 +20,7 @@ from typing import Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements" / "dev.txt"
-DOCS_REQUIREMENTS = ROOT / "requirements" / "docs.txt"  # which dev.txt names
+DOCS = ROOT / "requirements" / "docs.txt"
 DETECTRON2 = ROOT / "requirements" / "detectron2.txt"
 DETECTRON2_OPS = ROOT / "requirements" / "detectron2_ops.py"
 DETECTRON2_ALIASES = ROOT / "requirements" / "detectron2_aliases.py"
@@ -45,8 +45,7 @@ def main() -> None:
     venv = parser.parse_args().venv.absolute()
 
     setup = (Path(__file__), ROOT / "setup.py")  # which says what the command is
-    packages = (REQUIREMENTS, DOCS_REQUIREMENTS, DETECTRON2)
-    inputs = (*setup, *packages, DETECTRON2_OPS, DETECTRON2_ALIASES)
+    inputs = (*setup, REQUIREMENTS, DOCS, DETECTRON2, DETECTRON2_OPS, DETECTRON2_ALIASES)
     wanted = " ".join(hashlib.sha256(f.read_bytes()).hexdigest() for f in inputs)
     marker = venv / "made-by-d2_memfit"
     if venv.exists() and not marker.exists() and not (venv / "bin" / "python").exists():
@@ -82,7 +81,7 @@ or your own environment, with Detectron2:        make VENV=/path/to/environment 
 
 def install(python: Path) -> None:
     pip = (python, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    run(*pip, "install", "-r", REQUIREMENTS)
+    run(*pip, "install", "-r", REQUIREMENTS, "-r", DOCS)
     purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site_packages = Path(subprocess.check_output([python, "-c", purelib], text=True).strip())
     with tempfile.TemporaryDirectory() as folder:

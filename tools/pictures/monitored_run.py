@@ -6,6 +6,7 @@ Memory is reported after every iteration; `tools/train_net.py` writes metrics ev
 of its own, because the kernel's limit stays.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -31,8 +32,8 @@ class Trainer(MemfitTrainer):
 
 def train(folder: Path) -> None:
     """Train into ``folder``/run, with the photographs of ``folder``/coins."""
-    coins = folder / "coins"
-    register_coco_instances("coins_train", {}, str(coins / "train.json"), str(coins / "train"))
+    os.chdir(folder)  # so that the page has short names of images
+    register_coco_instances("coins_train", {}, "coins/train.json", "coins/train")
     options = {
         "SOLVER.IMS_PER_BATCH": IMAGES,
         "SOLVER.ACCUMULATION_STEPS": 1,
@@ -45,7 +46,7 @@ def train(folder: Path) -> None:
         "MEMFIT.OOM.GROW_AFTER": 4,
         "MEMFIT.MONITOR.PERIOD": 1,
         "MEMFIT.MONITOR.SNAPSHOT_ITER": ITERATIONS - 1,
-        "OUTPUT_DIR": str(folder / "run"),
+        "OUTPUT_DIR": "run",
     }
     cfg = load_cfg(str(CONFIG), [text for option in options.items() for text in option])
     default_setup(cfg, default_argument_parser().parse_args([]))

@@ -27,7 +27,7 @@ def draw_memory_page(path: Path) -> None:
         run(ROOT / "projects" / "Coins" / "make_dataset.py", folder / "coins")
         run("-m", "pictures.monitored_run", folder)
         run(ROOT / "tools" / "plot_memory.py", folder / "run")
-        photograph(folder / "run" / "memory.html", path, 1160, 1500)
+        photograph(folder / "run" / "memory.html", path, 1160, 1250)
 
 
 def run(*command: object) -> None:
