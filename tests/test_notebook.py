@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The notebook of docs/notebooks does what it says."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The documentation as a site, opened in a browser."""
 
 import importlib.util

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Draw the pictures of the documentation from what is in the repository.
 
     tools/make_pictures.py [NAME ...]

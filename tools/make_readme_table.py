@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Write README's table of jobs, from what `d2-memfit plan --json` says of each.
 
     tools/make_readme_table.py

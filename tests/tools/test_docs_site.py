@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """How the site's pages are made of the files of the repository."""
 
 import json

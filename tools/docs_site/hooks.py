@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Make a site of docs/: pages from elsewhere in the repository, and links that work there.
 
 mkdocs calls these functions (https://www.mkdocs.org/dev-guide/plugins/#events). The files under

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Show the roles of Sphinx in docstrings, such as :class:`Job`, as code."""
 
 import re

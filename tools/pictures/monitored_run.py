@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A short run on Coins whose budget is too small for all of an iteration's images at once.
 
     python -m pictures.monitored_run FOLDER        in tools/

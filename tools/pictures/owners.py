@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Who has the memory: what breakdowns and timelines call owners, in few groups, with colours."""
 
 from collections import defaultdict

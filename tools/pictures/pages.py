@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The pages that d2_memfit writes, as Chromium shows them."""
 
 import shutil

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """How a plan makes a job fit: bars by owner, before it and after each of its steps."""
 
 from pathlib import Path

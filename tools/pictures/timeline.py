@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Who has the memory over one iteration, allocation by allocation."""
 
 import csv

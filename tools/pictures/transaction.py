@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A window on two ranks, one of which runs out of memory, as a diagram."""
 
 from pathlib import Path
