@@ -1,6 +1,9 @@
 # make demo   trains a Mask R-CNN on photographs of coins, evaluates it, and draws what it found
 # make test   runs the test suite
 # make quick  runs the part of it that needs less than a minute
+# make docs   makes a site of the documentation, with Python 3.11 or later: open
+#             build/site/index.html, or, so that its search works too, the address that
+#             `python3 -m http.server --directory build/site` says
 #
 # They make the environment in VENV when it is not there. VENV=path uses another one, PYTHON=path
 # makes it with another Python (3.9 to 3.13). PROCESSES=1 runs one test at a time.
@@ -13,7 +16,7 @@ PROCESSES ?= 2
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo test quick exhaustive lint types venv
+.PHONY: demo test quick exhaustive docs lint types venv
 
 PYTEST = "$(VENV)/bin/python" -m pytest -n $(PROCESSES) --dist worksteal
 
@@ -28,6 +31,9 @@ quick: venv
 
 exhaustive: venv
 	$(PYTEST) -m exhaustive $(PYTEST_ARGS)
+
+docs: venv
+	NO_MKDOCS_2_WARNING=1 "$(VENV)/bin/python" -m mkdocs build --strict
 
 lint: venv
 	"$(VENV)/bin/python" -m ruff check .

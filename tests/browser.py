@@ -59,7 +59,9 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def open(self, path):
-        self.call("Page.navigate", url=f"file://{path}")
+        """Open a file, or an address."""
+        address = path if "://" in str(path) else f"file://{path}"
+        self.call("Page.navigate", url=address)
         while self._next().get("method") != "Page.loadEventFired":
             pass
 

@@ -93,7 +93,8 @@ def type_commands(page, until, folder, opts, limit_gb=None):
             arguments = ["-m", "d2_memfit", *arguments]
         if "draw" not in arguments:
             arguments += opts
-        if "train_net.py" in line and "--eval-only" not in arguments:
+        trains = "train_net.py" in line or "d2-memfit train" in line
+        if trains and "--eval-only" not in arguments:
             arguments += [*SHORT, "MODEL.WEIGHTS", ""]
         result = run_process(
             [sys.executable, *arguments],
@@ -121,7 +122,7 @@ def type_commands(page, until, folder, opts, limit_gb=None):
 )
 def test_the_commands_of_readme(checkout, limit_gb, opts):
     split(checkout)
-    fit, plan, planned = type_commands(README, "## In your own project", checkout, opts, limit_gb)
+    plan, planned, fit = type_commands(README, "## What a plan", checkout, opts, limit_gb)
     assert f"MEMFIT.BUDGET_GB auto on the device cpu: {limit_gb or ''}" in fit
     assert "MODEL.ROI_HEADS.NUM_CLASSES 1: the categories of my_train: coin" in fit
     assert "Budget: 5.5 GB" in plan

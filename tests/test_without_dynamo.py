@@ -56,3 +56,15 @@ def test_help_imports_no_pytorch():
 )
 def test_the_compiler_is_imported_when_it_is_used(code):
     run_python(STAND_IN.format(code=code))
+
+
+def test_the_compiler_can_be_imported_in_a_dry_run():
+    run_python(
+        """
+from d2_memfit.without_dynamo import without_dynamo
+with without_dynamo():
+    from d2_memfit.planner.cuda_as_cpu import cuda_as_cpu
+    with cuda_as_cpu():  # as transformers does, when it builds a model
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+"""
+    )

@@ -26,6 +26,7 @@ from typing import Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements" / "dev.txt"
+DOCS = ROOT / "requirements" / "docs.txt"
 DETECTRON2 = ROOT / "requirements" / "detectron2.txt"
 DETECTRON2_OPS = ROOT / "requirements" / "detectron2_ops.py"
 DETECTRON2_ALIASES = ROOT / "requirements" / "detectron2_aliases.py"
@@ -57,7 +58,7 @@ def main() -> None:
     venv = args.venv.absolute()
 
     metadata, _, _ = (ROOT / "pyproject.toml").read_text().partition("[tool.")  # and the command
-    files = (Path(__file__), REQUIREMENTS, DETECTRON2, DETECTRON2_OPS, DETECTRON2_ALIASES)
+    files = (Path(__file__), REQUIREMENTS, DOCS, DETECTRON2, DETECTRON2_OPS, DETECTRON2_ALIASES)
     inputs = [metadata.encode(), *(file.read_bytes() for file in files)]
     wanted = " ".join(hashlib.sha256(content).hexdigest() for content in inputs)
     marker = venv / "made-by-d2_memfit"
@@ -100,7 +101,7 @@ def install(python: Path, detectron2: Optional[str], torch: Optional[str]) -> No
     with tempfile.TemporaryDirectory() as folder:
         requirements = Path(folder) / REQUIREMENTS.name
         requirements.write_text(requirements_for(torch))
-        run(*pip, "install", "-r", requirements)
+        run(*pip, "install", "-r", requirements, "-r", DOCS)
     purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site_packages = Path(subprocess.check_output([python, "-c", purelib], text=True).strip())
     if detectron2:  # its setup.py imports PyTorch

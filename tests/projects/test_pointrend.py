@@ -29,10 +29,11 @@ def test_the_readme_shows_what_was_changed_in_the_script():
     assert hashlib.sha256(upstream.encode()).hexdigest() == UPSTREAM_SHA256
 
 
-def test_the_first_readme_has_the_lines_that_matter():
+@pytest.mark.parametrize("page", ["README.md", "docs/YOUR_PROJECT.md"])
+def test_other_pages_have_the_lines_that_matter(page):
     of_project = diffs_in(PROJECT / "README.md")[0].splitlines()
-    of_yaml = next(d for d in diffs_in(ROOT / "README.md") if "MemfitTrainer" in d)
-    assert set(of_yaml.splitlines()) <= set(of_project)
+    of_page = next(d for d in diffs_in(ROOT / page) if "MemfitTrainer" in d)
+    assert set(of_page.splitlines()) <= set(of_project)
 
 
 @pytest.mark.skipif(

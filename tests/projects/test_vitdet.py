@@ -96,9 +96,9 @@ def test_vitdet_is_estimated_with_its_own_optimizer():
     assert owners["optimizer"] == pytest.approx(2 * owners["parameters"], rel=0.01)  # AdamW
 
 
-def test_the_first_readme_has_the_diff_of_the_project():
+def test_the_page_about_projects_has_the_diff_of_the_project():
     (of_project,) = diffs_in(PROJECT / "README.md")
-    assert of_project in diffs_in(ROOT / "README.md")
+    assert of_project in diffs_in(ROOT / "docs" / "YOUR_PROJECT.md")
 
 
 @pytest.mark.skipif(

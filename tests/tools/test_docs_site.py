@@ -1,0 +1,60 @@
+# Copyright (c) the d2_memfit developers.
+"""How the site's pages are made of the files of the repository."""
+
+import json
+
+import pytest
+from tiny import ROOT
+
+pytest.importorskip("mkdocs", reason="mkdocs is not there: requirements/docs.txt")
+
+from docs_site import hooks
+
+
+def rewritten(text, page):
+    return hooks._LINK.sub(lambda match: hooks.rewrite_link(match, page), text)
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "on_the_site"),
+    [
+        ("PLANNER.md", "[Coins](../projects/Coins/README.md#x)", "[Coins](projects/Coins.md#x)"),
+        ("PLANNER.md", "[x](../README.md#in-your-own-project)", "[x](README.md)"),
+        ("PLANNER.md", "[`Job`](../d2_memfit/job/job.py)", "`Job` (`d2_memfit/job/job.py`)"),
+        ("PLANNER.md", "[job.py](../d2_memfit/job/job.py)", "`d2_memfit/job/job.py`"),
+        ("PLANNER.md", "![drawn](plan_page.png)", "![drawn](plan_page.png)"),
+        ("PLANNER.md", "[elsewhere](https://pytorch.org)", "[elsewhere](https://pytorch.org)"),
+        ("PLANNER.md", "[lost](nowhere.md)", "[lost](nowhere.md)"),
+        ("projects/PointRend.md", "[x](../../docs/PLANNER.md#drawn)", "[x](../PLANNER.md#drawn)"),
+        ("projects/PointRend.md", "[Coins](../Coins/README.md)", "[Coins](Coins.md)"),
+        ("projects/PointRend.md", "[coins.py](coins.py)", "`projects/PointRend/coins.py`"),
+        ("CHANGELOG.md", "[plans](docs/PLANNER.md)", "[plans](PLANNER.md)"),
+    ],
+)
+def test_a_link(page, link, on_the_site):
+    assert rewritten(link, page) == on_the_site
+
+
+def test_a_notebook_is_a_page_with_its_output(tmp_path):
+    file = tmp_path / "first.ipynb"
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "Text"]},
+        {
+            "cell_type": "code",
+            "source": ["print(1)"],
+            "outputs": [
+                {"output_type": "stream", "text": ["1\n"]},
+                {"output_type": "display_data", "data": {"image/png": "AAAA"}},
+            ],
+        },
+    ]
+    file.write_text(json.dumps({"cells": cells}))
+    files = hooks.notebook_files(file)
+    assert files["first.md"] == (
+        "# Title\nText\n\n```python\nprint(1)\n```\n\n```\n1\n```\n\n![](first_1.png)\n"
+    )
+    assert files["first_1.png"] == b"\0\0\0"
+
+
+def test_every_page_of_docs_has_a_place():
+    assert all(f"docs/{page.name}" in hooks.PAGES for page in (ROOT / "docs").glob("*.md"))

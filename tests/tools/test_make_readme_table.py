@@ -1,0 +1,41 @@
+# Copyright (c) the d2_memfit developers.
+import make_readme_table
+import pytest
+
+ROWS = make_readme_table.README.read_text().partition(make_readme_table.BEGIN)[2]
+
+
+def documented():
+    """Cells of README's table, without its head."""
+    lines = [line for line in ROWS.partition(make_readme_table.END)[0].splitlines() if line]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def test_all_jobs_are_in_the_table():
+    assert [row[0].partition(",")[0] for row in documented()] == [
+        name for name, *_ in make_readme_table.JOBS
+    ]
+
+
+def test_a_plan_that_is_exact_is_the_exact_one():
+    plan = {
+        "before": {"images_per_gpu": 4, "accumulation_steps": 2, "device_total_gb": 9.96},
+        "estimate": {"device_total_gb": 4.04},
+        "steps": [{"tier": "exact"}],
+        "time_factor": 1.25,
+        "exact": None,
+    }
+    row = make_readme_table.row("A job", "6GB", plan)
+    assert row == ["A job, 4 x 2 images", "6 GB", "10.0", "4.0", "1.25", "1.25"]
+    plan["steps"] = [{"tier": "precision"}]
+    assert make_readme_table.row("A job", "6GB", plan)[-1] == "does not fit"
+    plan["exact"] = {"time_factor": 1.5}
+    assert make_readme_table.row("A job", "6GB", plan)[-1] == "1.50"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("job", make_readme_table.JOBS, ids=lambda job: job[0])
+def test_a_row_is_what_the_command_says(job):
+    name, card, arguments = job
+    row = make_readme_table.row(name, card, make_readme_table.planned(card, *arguments))
+    assert row in documented()

@@ -1,0 +1,97 @@
+# Copyright (c) the d2_memfit developers.
+"""Make a site of docs/: pages from elsewhere in the repository, and links that work there.
+
+mkdocs calls these functions (https://www.mkdocs.org/dev-guide/plugins/#events). The files under
+docs/ are written for a code host, where links lead to any file of the repository. On the site,
+links to pages lead to pages, and other files are named by their path.
+"""
+
+import json
+import os
+import re
+from base64 import b64decode
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("", ".engine", ".planner", ".job", ".techniques")
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+# Pages by their place in the repository.
+PAGES = {
+    "CHANGELOG.md": "CHANGELOG.md",
+    "README.md": "README.md",  # that of docs/ is the start page
+    **{str(p.relative_to(ROOT)): p.name for p in (ROOT / "docs").glob("*.md")},
+    **{
+        f"projects/{p.parent.name}/README.md": f"projects/{p.parent.name}.md"
+        for p in (ROOT / "projects").glob("*/README.md")
+    },
+    **{str(p.relative_to(ROOT)): f"notebooks/{p.stem}.md" for p in NOTEBOOKS},
+}
+ORIGINS = {page: origin for origin, page in PAGES.items()}
+
+_CODE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(?<!!)\[([^]]*)\]\(([^)\s#]+)(#[^)\s]+)?\)")
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages that are not in docs/."""
+    for origin, page in PAGES.items():
+        if origin.endswith(".ipynb"):
+            for name, content in notebook_files(ROOT / origin).items():
+                files.append(File.generated(config, f"notebooks/{name}", content=content))
+        elif not origin.startswith("docs/") and page != "README.md":
+            files.append(File.generated(config, page, content=(ROOT / origin).read_text()))
+    for package in PACKAGES:
+        name = f"d2_memfit{package}"
+        content = f"# {name}\n\n::: {name}\n"
+        files.append(File.generated(config, f"api/{name}.md", content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+    """Rewrite the links of a page, but for those in its code."""
+    rewrite = partial(rewrite_link, page=page.file.src_uri)
+    parts = _CODE.split(markdown)
+    return "".join(part if i % 2 else _LINK.sub(rewrite, part) for i, part in enumerate(parts))
+
+
+def rewrite_link(match: "re.Match[str]", page: str) -> str:
+    """The link as the site has it; the path of a file that is no page, in place of a link."""
+    text, target, anchor = match.groups()
+    origin = PurePosixPath(ORIGINS.get(page, page))
+    path = os.path.normpath(origin.parent / target)
+    if "://" in target:
+        return match[0]
+    if path in PAGES:
+        relative = os.path.relpath(PAGES[path], PurePosixPath(page).parent)
+        anchor = "" if path == "README.md" else anchor or ""  # the start page has other headings
+        return f"[{text}]({relative}{anchor})"
+    if path.startswith("docs/") or not (ROOT / path).exists():
+        return match[0]  # a file of the site, or one that mkdocs will miss
+    name = text.strip("`")
+    return f"`{path}`" if path.endswith(name) else f"{text} (`{path}`)"
+
+
+def notebook_files(path: Path) -> dict[str, Any]:
+    """A notebook as a page and its pictures, by their names."""
+    lines: list[str] = []
+    files: dict[str, Any] = {}
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        lines += [source] if cell["cell_type"] == "markdown" else [f"```python\n{source}\n```"]
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            text = "".join(output.get("text", data.get("text/plain", "")))
+            if "image/png" in data:
+                name = f"{path.stem}_{len(files) + 1}.png"
+                files[name] = b64decode(data["image/png"])
+                lines.append(f"![]({name})")
+            elif text:
+                lines.append(f"```\n{text.rstrip()}\n```")
+    return {f"{path.stem}.md": "\n\n".join(lines) + "\n", **files}

@@ -1,0 +1,2 @@
+# Copyright (c) the d2_memfit developers.
+"""The pictures of the documentation, one or two in a file."""
