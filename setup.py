@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The packages and data files of d2_memfit. All else about it stands in pyproject.toml."""
 
 from setuptools import find_packages, setup

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Detectron2 training jobs that fit the memory their user has."""
 
 import importlib

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The command d2-memfit, also ``python -m d2_memfit``."""
 
 import gc

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Contexts for work besides the training, such as planning: on one rank, and without logging."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Light backbones with FPN for small cards, chosen by name in MODEL.BACKBONE.NAME.
 
 Keys of Detectron2's ResNets also apply to them: MODEL.FPN, MODEL.RESNETS.NORM, and

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Checks of single values of a config."""
 
 import difflib

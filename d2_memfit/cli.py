@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The command d2-memfit.
 
 It trains within the available memory. It also tells, without a GPU, what a job needs and how it

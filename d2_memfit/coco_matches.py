@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """COCO's averages computed from evaluations of parts."""
 
 import io

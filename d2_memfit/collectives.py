@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Detection of calls that communicate with other ranks, whatever library makes them."""
 
 import sys

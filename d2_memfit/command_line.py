@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The commands of d2-memfit by name; ``--help`` lists them without importing PyTorch."""
 
 import argparse

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The differences between Detectron2 v0.6 and main, and the private names of both that are used.
 
 Both call themselves 0.6, so each difference is found by looking for the feature. They stand here

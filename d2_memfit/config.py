@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Configs with the keys of d2_memfit: made, completed, loaded and checked."""
 
 import inspect

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Config files by path, or by name in Detectron2's model zoo and ours."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The config keys of d2_memfit, with their defaults, which leave Detectron2's behaviour unchanged.
 
 Those of the techniques stand in their files, in :mod:`d2_memfit.techniques`.

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The bytes that a micro-batch needs, predicted from its images' sizes and objects."""
 
 from collections.abc import Sequence

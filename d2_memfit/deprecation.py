@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Names of 0.1.0 that are others now, for one release."""
 
 import warnings

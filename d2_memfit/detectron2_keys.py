@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Checks of Detectron2's own keys, for values that fail late or without naming the key."""
 
 import math

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Pictures of a trained model's predictions."""
 
 import math

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Errors that a user can fix. The message names the key or file, the value, and what to do."""
 
 import functools

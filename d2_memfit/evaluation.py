@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The evaluator of a dataset, with or without Detectron2's compiled operators."""
 
 import inspect

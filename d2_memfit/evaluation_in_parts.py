@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """COCO's evaluation in parts of some hundred images, with the results of the whole."""
 
 import io

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Files that are written as a whole."""
 
 import contextlib

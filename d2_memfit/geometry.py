@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The distribution of an iteration's images over ranks, batches and micro-batches."""
 
 from dataclasses import dataclass

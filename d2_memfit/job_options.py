@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Command-line options that choose a job and its largest batch."""
 
 import argparse

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Logging in scripts that set up only Detectron2's loggers."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Counts over the whole window, for a criterion of your own."""
 
 from collections.abc import Iterator

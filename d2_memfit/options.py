@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Shared command-line options: a card's size, and datasets by their files."""
 
 import argparse

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Functions of other packages that are replaced where files know them by name, for a while."""
 
 import sys

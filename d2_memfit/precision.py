@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The number formats of a training run: float32, float16 with a gradient scaler, or bfloat16."""
 
 import contextlib

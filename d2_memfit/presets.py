@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Budgets by name: the size that is printed on a card, or "auto" for the free memory."""
 
 from typing import Optional

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Projects that extend Detectron2: their config keys, trainers and registries."""
 
 import argparse

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Filters for library warnings that concern developers, not users of a command."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A recipe for some number of GPUs, scaled to another number."""
 
 from detectron2.config import CfgNode

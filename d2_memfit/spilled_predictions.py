@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Predictions of an evaluation in a file, in place of a list that grows in RAM."""
 
 import pickle

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The private names of PyTorch that d2_memfit uses. They stand here and nowhere else.
 
 PyTorch may rename them in any release: ``tests/test_torch_private.py`` says which one has moved.

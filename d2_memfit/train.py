@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Train or evaluate a detector: Detectron2's tools/train_net.py, with the keys of d2_memfit.
 
 Each of these is the command ``d2-memfit train``, and ``tools/train_net.py`` in a checkout:

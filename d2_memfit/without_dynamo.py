@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Keeping PyTorch's compiler out of a process that compiles nothing: its import takes a second."""
 
 import sys

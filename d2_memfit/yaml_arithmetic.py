@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Arithmetic in YAML, without running code from a file.
 
 Some of Detectron2's own configs (all of RetinaNet's) have values such as

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Names that Detectron2 v0.6 uses, and that current NumPy, Pillow and setuptools have no more.
 
 ``tools/make_venv.py`` puts this file into an environment for Python 3.12 and later, with a .pth

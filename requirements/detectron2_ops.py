@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Stands in for ``detectron2._C`` where Detectron2 runs without its compiled operators.
 
 Rotated boxes, (modulated) deformable convolution and the fast COCO evaluation need them; all else

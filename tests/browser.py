@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A headless Chromium that opens pages, and moves and clicks a real mouse.
 
 It is spoken to by the DevTools protocol, over two pipes, which need no port and no library.

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Small detectors whose losses are divided as those of well-known projects are."""
 
 import torch

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Small detectors' parts as public projects write them."""
 
 import torch

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Diffs that documentation shows, against the files that they are of."""
 
 import importlib.util

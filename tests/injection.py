@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Trainers that run out of memory wherever a test wants it, and show what they did."""
 
 import random

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A LazyConfig of a tiny detector, whose datasets nobody has."""
 
 import detectron2.data.transforms as T

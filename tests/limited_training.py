@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Train a real model in a process of its own, under a limit on its memory.
 
     python limited_training.py FAMILY {plain,split} EXTRA_MB OUTPUT_DIR

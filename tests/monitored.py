@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Small training jobs whose memory the monitoring hooks look at.
 
     python monitored.py

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Private names of libraries: whether they are still there, and which of them a file uses."""
 
 import ast

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Gloo ranks for tests: real processes, kept from test to test because they start slowly."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Runs that are interrupted and resumed, and what they have trained on."""
 
 from detectron2.data import DatasetCatalog

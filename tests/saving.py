@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A run that saves all the time, and whose weights say which iteration they are of.
 
     python saving.py {kill,full} NUM_RUNS SEED OUTPUT_DIR

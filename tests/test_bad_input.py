@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What is put in, and the one line that comes out: of the command, before anything is started.
 
 Dataset dicts that a project registers are in tests/data/test_dataset_check.py.

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Each private name of Detectron2 that d2_memfit uses: it is there, in v0.6 and in main."""
 
 import pytest

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 import pytest
 import yaml
 from detectron2.config import CfgNode

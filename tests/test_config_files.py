@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Configs by path, and by their names in the zoos."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What the documentation says to type, to read and to set is there."""
 
 import argparse

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Predictions in a file, evaluated in parts, are worth what Detectron2's evaluation says."""
 
 import json

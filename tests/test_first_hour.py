@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What README and GETTING_STARTED tell a new user to type, in their order, on photographs of coins.
 
 Images are small and schedules short, which KEY VALUE pairs at the end of the commands say. With

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The package without Detectron2, and as pip installs it."""
 
 import os

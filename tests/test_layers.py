@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Which package may import which, and how long a file may be."""
 
 import ast
@@ -13,7 +14,7 @@ GROUND = [
     *("backbones.py", "config.py", "config_keys.py", "cost_model.py", "deprecation.py"),
     *("geometry.py", "patching.py", "precision.py", "presets.py", "scaling.py"),
 ]
-MAX_LINES = 300
+MAX_LINES = 301  # the first says whose it is
 
 
 def imported_modules(place):

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Budgets by the size of a card, and by what is free."""
 
 import pytest

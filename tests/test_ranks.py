@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The ranks that tests run on."""
 
 import sys

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What is said about a release in more than one place is the same in each."""
 
 import re

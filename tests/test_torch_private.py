@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Each private name of PyTorch that d2_memfit uses: it is there, and does what it is used for."""
 
 import pytest

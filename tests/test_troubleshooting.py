@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """docs/TROUBLESHOOTING.md has every message that a user can be given; TiledImages has its own."""
 
 import ast

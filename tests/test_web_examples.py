@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Functions that people copy from the web, unchanged but for where ``get_cfg`` is from.
 
 The files in web_examples/ have the three functions of "How to resolve GPU memory issues during

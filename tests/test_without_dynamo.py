@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The command starts fast: what it imports, and that PyTorch's compiler is there when asked for."""
 
 import sys

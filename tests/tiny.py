@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What tests share: small models and images, the files of a run, processes."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Tiny detectors of transformers with random weights, one of each family."""
 
 from d2_transformers import add_transformers_config

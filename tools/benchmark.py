@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Measure the costs and the results of d2_memfit.
 
 tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2

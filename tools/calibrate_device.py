@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Measure this machine's GPU for estimates: about a minute, with nothing else running on it.
 
     tools/calibrate_device.py my_gpu.yaml

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Run d2_memfit in public projects, and write docs/COMPATIBILITY.md.
 
 tools/compatibility.py --projects FOLDER [--only NAME ...] [--output docs/COMPATIBILITY.md]

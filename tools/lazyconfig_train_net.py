@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Train or evaluate a LazyConfig, like Detectron2's own tool, with accumulation.
 
     tools/lazyconfig_train_net.py --config-file FILE.py [--num-gpus N] [--resume] [path.key=value]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Write docs/CONFIG.md from the comments above the keys in d2_memfit/config.py and the techniques.
 
 tools/make_config_reference.py

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Write docs/GPU.md and plots from docs/gpu/*.json, which `d2-memfit measure-gpu` makes."""
 
 import json

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Write docs/KNOBS.md and docs/knobs.png: the effect of each knob on Mask R-CNN R50-FPN.
 
 Each row is an estimate for one GPU with 2 images at a time, in which one setting differs from the

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Write the presets in configs/, and docs/MEMORY_ZOO.md, from plans.
 
     tools/make_presets.py [NAME ...]        such as COCO-Detection/retinanet_R_50_FPN_3x

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Make a virtual environment with PyTorch, Detectron2 v0.6 and what the demo and the tests need.
 
     python3 tools/make_venv.py .venv

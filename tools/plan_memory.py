@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """The command d2-memfit from a checkout.
 
 tools/plan_memory.py estimate --config-file FILE [--num-gpus N] [--json] [KEY VALUE ...]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Draw the memory of a run from the files in its OUTPUT_DIR.
 
     tools/plot_memory.py OUTPUT_DIR [--to FOLDER]

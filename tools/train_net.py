@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """The command ``d2-memfit train`` from a checkout, with its trainer.
 
 tools/train_net.py --config-file FILE [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Users' own datasets: registration by files, checks, and the settings that follow from them."""
 
 from .annotations import AnnotationFacts, look_at_annotations

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Faults in the annotations of dataset dicts, counted in one pass."""
 
 import math

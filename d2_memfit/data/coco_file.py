@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The content of a COCO file, and checks that Detectron2 can work with it."""
 
 import gc

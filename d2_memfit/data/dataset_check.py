@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Checks of dataset dicts for faults that training would not report."""
 
 import time

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Datasets registered by their COCO files."""
 
 import argparse

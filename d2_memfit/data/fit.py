@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Settings that a config needs for a user's dataset, and values that contradict it."""
 
 from collections.abc import Collection, Iterator, Sequence

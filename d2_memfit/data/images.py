@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Checks that a dataset's images exist, can be read, and match their dicts."""
 
 import os

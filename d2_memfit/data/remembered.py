@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Findings in a dataset's files, kept until the files change."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The length of a fine-tuning for a number of images."""
 
 import math

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Image sizes as written in a config."""
 
 from collections.abc import Sequence

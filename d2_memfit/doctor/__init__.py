@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A check of what works with a job, made by two small iterations on the CPU."""
 
 from .examination import Finding, examine

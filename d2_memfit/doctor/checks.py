@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The checks of a job: each returns a line about what works, or raises an error."""
 
 import copy

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The examination of a job: one line for each check."""
 
 import re

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A small version of a job: few pixels, two images, on the CPU, always with the same weights."""
 
 import copy

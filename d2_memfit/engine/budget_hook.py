@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A hook that keeps the budget while memory outside PyTorch's allocator grows."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """One call from a job to its trainer, for your own loop and for LazyConfigs."""
 
 from typing import Any, Optional

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Cutting a window into micro-batches by their predicted memory."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A checkpointer that writes whole files and verifies them before loading."""
 
 import glob

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Checks that a checkpoint file is undamaged and fits a model and its optimizer."""
 
 import zipfile

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Cutting and joining batches that come in columns, such as (images, targets)."""
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Collectives in a forward that are not counts. A rank cannot repeat them alone."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A window's forwards without gradients, run only to take its counts."""
 
 import logging

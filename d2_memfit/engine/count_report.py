@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Reports between ranks about the counts of their windows. They are pickled and small."""
 
 from collections.abc import Sequence

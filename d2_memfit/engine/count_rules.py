@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Rules that predict the counts that losses are divided by, before the forward."""
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Places in the sampler's stream that all ranks and their loaders' workers have taken."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Detectron2's default trainer with accumulation, as one more base class."""
 
 import logging

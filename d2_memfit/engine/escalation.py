@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The steps for one image that does not fit alone, from harmless to last resort."""
 
 from collections.abc import Iterator

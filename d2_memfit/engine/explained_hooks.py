@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Out-of-memory errors in hooks, explained."""
 
 from collections.abc import Callable, Iterator

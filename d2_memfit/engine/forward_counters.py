@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Numbers in a model that count its forwards. Accumulation makes several per iteration."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The counts of one forward: recorded, and answered with its share of the window's counts."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A hook that collects the states of all ranks, because only rank 0 writes checkpoints."""
 
 from detectron2.engine import HookBase

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The hooks that the config node MEMFIT.MONITOR turns on."""
 
 from typing import Optional

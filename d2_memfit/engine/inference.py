@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Evaluation that continues with the same results after a batch did not fit."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Known criteria whose counts cannot be seen from outside, each with its adapter."""
 
 from typing import Any, Optional

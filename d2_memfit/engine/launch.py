@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Starting the processes of a job, on GPUs or the CPU, or joining those of torchrun."""
 
 import os

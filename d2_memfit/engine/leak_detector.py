@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A hook that detects memory leaks and names their owners."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Code in the workers of a resumable loader: Detectron2's dataset, continued from a position."""
 
 import copy

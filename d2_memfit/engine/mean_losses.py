@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """PyTorch's losses with reduction "mean", which divide by a count of their own batch."""
 
 import inspect

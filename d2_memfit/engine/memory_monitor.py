@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A hook that reports the memory of all ranks to the event storage and the console."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A hook that writes to a file which owners hold the memory at one moment."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The number of images per micro-batch, learned from what did not fit."""
 
 from typing import Any, Optional

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The counts that losses are divided by, taken over the window and all ranks."""
 
 import logging

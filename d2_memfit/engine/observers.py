@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Observers that see the memory at the moment when it runs out."""
 
 import logging

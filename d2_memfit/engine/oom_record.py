@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Facts about an out-of-memory error, for the log, the final error and a file."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A hook that saves a checkpoint and ends the run when a signal arrives."""
 
 import itertools

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The states of a process's random generators, in plain types for a checkpoint."""
 
 import random

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Recovery: undo a micro-batch that does not fit, and run its images with less memory."""
 
 import contextlib

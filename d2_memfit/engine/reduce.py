@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Gradient reduction over ranks: the mean over all images, for any number on each rank."""
 
 import logging

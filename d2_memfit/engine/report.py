@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Each rank's report of its window, and what all ranks conclude from the reports."""
 
 import math

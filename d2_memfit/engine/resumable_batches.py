@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Batches of Detectron2's training loader, whose order can be saved and resumed."""
 
 import copy

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A trainer whose checkpoints hold all that a run needs to resume without a difference."""
 
 from collections.abc import Callable, Iterable

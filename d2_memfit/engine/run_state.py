@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The state that a resumed run needs in addition to model, optimizer and iteration."""
 
 import logging

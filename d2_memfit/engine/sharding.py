@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A hook that saves an optimizer sharded over the ranks."""
 
 from detectron2.engine import HookBase

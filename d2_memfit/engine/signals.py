@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Signals that end a run, passed on to ranks and kept away from loader workers."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Accumulation for project trainers that are ``SimpleTrainer`` objects and build everything."""
 
 from collections.abc import Mapping

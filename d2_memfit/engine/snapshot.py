@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A copy of what forward and backward change besides gradients, to undo them."""
 
 import random

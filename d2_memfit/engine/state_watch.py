@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Changes by forwards that snapshots do not copy by themselves, detected and then copied."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """An event storage that makes one entry per key and iteration from a window's forwards."""
 
 import copy

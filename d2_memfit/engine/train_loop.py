@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The training loop: one window of images, one optimizer step."""
 
 import contextlib

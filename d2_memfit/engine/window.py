@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A window, one rank's share of an iteration, taken from the loader and cut into micro-batches."""
 
 import time

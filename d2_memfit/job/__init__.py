@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The description of a training job, from a config, a trainer class, a LazyConfig or pieces."""
 
 from .checked_loader import checked_loader, checked_test_loaders

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The largest batches of a job, for its dry run."""
 
 import copy

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The mapper captured from a job's loader, and empty images of any size for it."""
 
 import copy

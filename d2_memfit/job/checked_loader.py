@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Loaders that check their dataset first, and name the image that cannot be loaded."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The images of a job's datasets that need the most memory; invented ones if data is missing."""
 
 import copy

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Batches of Detectron2's format, made only from a config and a worst case."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The description of a training job, used by trainers, plans and commands."""
 
 import copy

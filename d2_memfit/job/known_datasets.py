@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Published facts of the datasets that Detectron2 registers by name, used if they are missing.
 
 Largest counts are rarely published, so some counts here are guesses and marked as such. A crowded

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The choice of the source of a job's largest batches."""
 
 from typing import Any, Optional

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A LazyConfig as a job: its parts, and its values as keys of a yacs config."""
 
 import copy

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Batches that the job's own mapper makes of the largest images of its datasets."""
 
 import math

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Options that choose which counts of losses are taken over the whole window."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The factories of a job's model, optimizer and loaders."""
 
 import inspect

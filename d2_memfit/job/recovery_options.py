@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Options for recovery from an out-of-memory error."""
 
 import numbers

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A check that /dev/shm has room for the images of the loader's workers."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The batch that needs the most memory among all that a config can produce."""
 
 import math

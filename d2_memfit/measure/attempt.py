@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """One measurement that may fail, and leaves the others alone."""
 
 import traceback

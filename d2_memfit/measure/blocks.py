@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Blocks recomputed or offloaded as a plan chooses them: memory, time and gradients."""
 
 from collections.abc import Iterator

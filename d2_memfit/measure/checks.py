@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Checks that d2_memfit works on a device; `pytest -m gpu` runs them with gpu_checks.py.
 
 A check is a function of the device that raises an error if something is wrong.

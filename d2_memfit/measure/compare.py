@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Comparisons of estimates with the same jobs on the device."""
 
 from typing import Optional

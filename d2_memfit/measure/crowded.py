@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A crowded image among ordinary ones, under a budget: micro-batches of so many, and by bytes."""
 
 from collections.abc import Iterator

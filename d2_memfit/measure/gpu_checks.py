@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Checks that need a GPU: its allocator, its number formats, its limits."""
 
 import gc

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Injection of out-of-memory errors at chosen allocations."""
 
 import random

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The measurements of a device; each function yields its records."""
 
 import platform

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What a process takes of a GPU beside its tensors, and what the card's device file says of it."""
 
 import tempfile

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Peaks of a device's memory: PyTorch's count on a GPU, bytes of tensors on the CPU."""
 
 import time

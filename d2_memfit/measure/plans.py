@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Plans for a budget, trained under it: memory and time against what was predicted."""
 
 from collections.abc import Iterator

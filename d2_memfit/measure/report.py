@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What was measured of a card, as tables."""
 
 from collections.abc import Iterable, Sequence

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """PyTorch's settings under which two runs can be compared."""
 
 import warnings

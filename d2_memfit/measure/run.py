@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """All measurements in one run. It may be interrupted: records are written at once."""
 
 import json

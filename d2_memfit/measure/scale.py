@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The extent of the measurements on a device."""
 
 from dataclasses import dataclass

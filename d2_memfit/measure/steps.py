@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Memory and time of training steps: with a technique, with a trainer, after a recovery."""
 
 from collections.abc import Callable

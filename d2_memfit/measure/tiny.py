@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Real Detectron2 models that train in a second, and images for them."""
 
 from typing import Any, Union

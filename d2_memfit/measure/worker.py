@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A process that makes one measurement: ``python -m d2_memfit.measure.worker JOB DEVICE``.
 
 It prints each record as one line at once. A CUDA error ends only this process.

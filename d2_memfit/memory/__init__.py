@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Measuring and limiting memory, and handling out-of-memory errors."""
 
 from .allocator import segments_expand, use_expandable_segments

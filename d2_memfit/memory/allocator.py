@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Options of PyTorch's CUDA allocator for segments that grow."""
 
 import os

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A memory budget that a job cannot exceed."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Limits for the caches that libraries keep on the host for each new shape."""
 
 import os

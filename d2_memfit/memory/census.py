@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The tensors that Python can see, and their owners."""
 
 import gc

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Containers that grow, and their names in Python."""
 
 import gc

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The host's available RAM."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Meters of the memory in use by tensors, byte by byte, and by the process."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Detection of out-of-memory errors among other errors."""
 
 import re

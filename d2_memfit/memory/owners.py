@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A meter that assigns memory to owners: parameters, gradients, optimizer, or modules."""
 
 from collections import Counter

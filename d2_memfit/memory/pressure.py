@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Detection of memory pressure before an out-of-memory error."""
 
 __all__ = ["RisingRetries"]

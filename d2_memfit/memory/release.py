@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Release of the memory that a failed attempt leaves behind."""
 
 import gc

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Detection of steady growth in noisy measurements."""
 
 from collections.abc import Sequence

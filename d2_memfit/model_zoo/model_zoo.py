@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Configs by name, from the installed package or from a checkout."""
 
 from detectron2.config import CfgNode

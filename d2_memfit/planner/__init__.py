@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Estimates and plans of a job's memory, made before training and without a GPU."""
 
 from ..job import WorstCase

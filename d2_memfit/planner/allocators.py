@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Models of memory allocators: rounding, and free memory between blocks."""
 
 from bisect import bisect_left, insort

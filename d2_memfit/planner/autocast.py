@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Mixed precision on the CPU with the number formats of a GPU."""
 
 from collections.abc import Callable, Iterator

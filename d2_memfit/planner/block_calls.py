@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The calls of the model's blocks in a dry run."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The memory and time that recomputing or offloading each block would change."""
 
 from collections import Counter, defaultdict

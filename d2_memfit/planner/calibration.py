@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Measurements of a device, for a device file of its own."""
 
 import statistics

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Stand-ins for compiled operators, which allocate what these allocate on a GPU, without values.
 
 Deformable convolution is torchvision's operator, which has a meta kernel. Its weights are those of

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A cost model of a job's micro-batches, fitted to dry runs of the job."""
 
 from collections.abc import Callable, Sequence

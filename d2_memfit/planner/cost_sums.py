@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Sums that predict the bytes of micro-batches, fitted to runs."""
 
 import itertools

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """CUDA calls of a model's own code, done on the CPU, where a dry run has its tensors."""
 
 from collections.abc import Callable, Iterator

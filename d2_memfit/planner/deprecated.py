@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Deprecated names of 0.1.0."""
 
 import warnings

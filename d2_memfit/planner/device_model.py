@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The memory and time that a timeline needs on a device."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The content of pages about dry runs and plans."""
 
 from collections.abc import Callable, Iterable

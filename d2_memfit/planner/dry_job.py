@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A job with dry runs of its training and evaluation."""
 
 from contextlib import nullcontext

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Dry runs: operators at full size that allocate memory and compute nothing large."""
 
 import math

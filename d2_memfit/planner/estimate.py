@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The memory estimate of a job."""
 
 from pathlib import Path

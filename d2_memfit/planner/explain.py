@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """One-line explanations of errors in a model: what, where, and what to do."""
 
 import errno

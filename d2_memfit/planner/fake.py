@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Hollow tensors: they have sizes, but their values do not matter and are not computed."""
 
 from typing import Any

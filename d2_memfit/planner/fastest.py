@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The search for the fastest choice that fits, with few dry runs."""
 
 from collections.abc import Iterable, Iterator, Sequence

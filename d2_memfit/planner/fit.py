@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A plan as part of a training run, and its file."""
 
 import hashlib

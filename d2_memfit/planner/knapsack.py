@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The choice of blocks to recompute or to offload, as a knapsack."""
 
 from collections.abc import Sequence

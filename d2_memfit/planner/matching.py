@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Fast matching for dry runs.
 
 Labels of anchors are computed once for all images with the same boxes. Hungarian matching takes any

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A dry run in the format of PyTorch's memory snapshots."""
 
 import pickle

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A cache of the results of PyTorch's meta kernels."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Dry runs that record the tensor and module of each allocation."""
 
 from typing import Any, Optional

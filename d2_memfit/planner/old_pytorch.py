@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Tensors that PyTorch before 1.11 kept for the backward, as on the zoo's machines."""
 
 from collections.abc import Callable, Iterator

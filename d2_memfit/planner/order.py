@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The order in which a plan tries techniques."""
 
 from ..techniques import TIERS, get_technique

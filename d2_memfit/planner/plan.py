@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The content of a plan: changes to a config, and the memory that the job then needs."""
 
 from dataclasses import dataclass

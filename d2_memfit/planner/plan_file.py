@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Plans as text: a yacs config file, a LazyConfig file, or overrides, and the way back."""
 
 import os

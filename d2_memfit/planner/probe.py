@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Measurements of the largest batch on this machine's GPU."""
 
 from collections import Counter

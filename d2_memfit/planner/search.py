@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The search for changes that make a job fit a budget."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The choice for each block of a model: save, recompute or offload."""
 
 from collections.abc import Iterable, Sequence

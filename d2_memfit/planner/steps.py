@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Dry runs of a training step and of an image's evaluation."""
 
 import math

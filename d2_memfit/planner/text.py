@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Estimates and plans as tables for users."""
 
 from collections.abc import Iterable, Sequence

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A timeline of what a job allocates and frees."""
 
 import csv

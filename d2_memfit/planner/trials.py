@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Dry runs of a job with techniques, as tried by a plan."""
 
 from collections.abc import Callable, Iterable

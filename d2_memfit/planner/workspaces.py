@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Workspaces of convolutions: memory besides input, weight and result."""
 
 import math

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The largest numbers of proposals and detections, in place of those of a dry run."""
 
 import inspect

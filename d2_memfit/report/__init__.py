@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Reports of runs and dry runs, as pictures and pages."""
 
 from .page import Bar, Chart, Page, Tensor, write_page

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A page, usable offline, that shows a step's memory tensor by tensor."""
 
 import html

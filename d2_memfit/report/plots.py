@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Plots of a run's memory: a PNG, and an interactive page."""
 
 import html

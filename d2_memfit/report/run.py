@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Reader for a run's records of its memory."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Techniques that use less memory, one file each. They know nothing of trainers."""
 
 from importlib import import_module

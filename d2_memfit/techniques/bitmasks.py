@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Bit masks of an image's instances, shared by its proposals without copies."""
 
 from typing import Any, Optional, Union

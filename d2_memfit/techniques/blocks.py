@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Finding the blocks of a model: repeated parts, and parts made of single layers."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Gradients that are views into the buffers of DistributedDataParallel."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Activation checkpointing: activations are recomputed in the backward, and not kept."""
 
 from collections.abc import Iterator, Sequence

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Criteria of DETR-like models, computed for a few objects at a time."""
 
 import logging

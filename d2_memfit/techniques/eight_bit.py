@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Optimizer states in 8 bits."""
 
 import inspect

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Evaluation results that are post-processed on the host, one mask at a time."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Mask and keypoint heads that process a few proposals at a time."""
 
 from functools import partial

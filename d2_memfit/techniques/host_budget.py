@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A limit on the data loader's workers by the host's RAM."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Tensors, such as an image's masks, of which only a few rows exist at a time."""
 
 import math

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Losses that are sums over pairs of queries and objects, computed for some pairs at a time."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Chunked matching of anchors to instances, without the matrix of all pairs."""
 
 import logging

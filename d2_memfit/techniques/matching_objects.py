@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Hungarian matching whose costs are computed for some objects at a time."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Activations in 16 bits."""
 
 from typing import Any

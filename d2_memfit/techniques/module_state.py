@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """State that a forward changes in a module, saved so that it can be restored."""
 
 import random

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Finding modules by name patterns, and changing the behaviour of a module."""
 
 from collections.abc import Iterator, Sequence

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Selections of the objects in a DETR-like criterion's targets."""
 
 import math

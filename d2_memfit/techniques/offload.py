@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Offloading of activations to the host's RAM until the backward."""
 
 import logging

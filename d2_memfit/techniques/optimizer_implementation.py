@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The implementation of an optimizer's step."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Saved random states, to draw the same random numbers again."""
 
 import torch

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Settings of Detectron2's own keys that need less memory and change what is trained."""
 
 from collections.abc import Iterable, Sequence

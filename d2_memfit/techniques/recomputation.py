@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Recomputation of a forward, for which autograd keeps only the arguments."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The technique interface, its registry, and the techniques that a config turns on."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Resizing of an image and its annotations."""
 
 from typing import Any

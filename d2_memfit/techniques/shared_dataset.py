@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """One copy of the dataset's annotations in RAM for all ranks and workers of a machine."""
 
 import os

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Upsampling to image size, done when it is needed."""
 
 from typing import Any

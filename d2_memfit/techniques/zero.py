@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Optimizer states sharded over the ranks (ZeRO, stage 1)."""
 
 import inspect

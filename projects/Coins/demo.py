@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Make the Coins dataset, train on it with gradient accumulation, evaluate, and draw the result.
 
     python projects/Coins/demo.py --output-dir output/coins [KEY VALUE ...]

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Make a small instance-segmentation dataset in COCO's format from one photograph of 24 coins.
 
     python projects/Coins/make_dataset.py FOLDER

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Train PointRend on photographs of coins, on a CPU: train_net.py with that dataset.
 
 python projects/PointRend/coins.py --output-dir output/pointrend [KEY VALUE ...]

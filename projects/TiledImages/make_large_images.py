@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Make large images of coins as tiled TIFF, in COCO's format, in little memory.
 
     python projects/TiledImages/make_large_images.py FOLDER [--split val] [--size 4096] [--images 2]

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Measure the growth of memory with the size of an image, for this project and SAHI.
 
     python projects/TiledImages/measure_memory.py --weights output/tiled/model_final.pth

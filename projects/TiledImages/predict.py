@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Find objects in images of any size, and write them in COCO's results format.
 
     projects/TiledImages/predict.py --config-file FILE --coco JSON IMAGE_DIR --output RESULTS.json

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Train a detector on tiles of images, and evaluate it on whole images.
 
 projects/TiledImages/train_tiles.py --config-file FILE --coco NAME JSON IMAGE_DIR ...

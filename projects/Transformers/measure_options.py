@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Measure memory and time of each training option by dry runs, for the README's table.
 
     projects/Transformers/measure_options.py [NAME ...]

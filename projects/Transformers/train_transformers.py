@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# Copyright (c) the d2_memfit developers.
 """Train or evaluate a detector of the transformers library.
 
 projects/Transformers/train_transformers.py --config-file FILE [--coco NAME JSON IMAGE_DIR ...]

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Measure the memory of a LazyConfig's training step, with and without train.memfit.
 
     python projects/ViTDet/measure_step.py --config-file CONFIG.py [path.key=value ...]

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What is in a COCO file, and files that cannot be trained on."""
 
 import json

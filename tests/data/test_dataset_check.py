@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What is said of dataset dicts before the first iteration, and how long it takes."""
 
 import copy

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Datasets by their files, registered and found."""
 
 import json

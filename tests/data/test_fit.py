@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What a config must say of a dataset: found, or compared with what the user says."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The schedule of a fine-tuning, and the recipes of Detectron2 that its rule is from."""
 
 import pytest

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What the doctor says of jobs that work, and of those that have something wrong."""
 
 import itertools

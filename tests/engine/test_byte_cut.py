@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Windows cut by predicted bytes: the cuts, their gradients, ranks, and what fails nevertheless."""
 
 import random

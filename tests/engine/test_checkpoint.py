@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Checkpoints: kills, full disks, damaged and foreign files, earlier runs in the same folder."""
 
 import random

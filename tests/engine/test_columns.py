@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Batches in columns, such as (images, targets), are cut image by image."""
 
 from typing import Any, NamedTuple

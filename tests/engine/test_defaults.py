@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """MemfitTrainer and MemfitMixin, on the Coins photographs."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Memory that runs out where nothing can be run again: one explanation, one line in the record."""
 
 import json

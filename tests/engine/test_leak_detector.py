@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Leaks, and healthy runs, in real training on the CPU."""
 
 import ctypes

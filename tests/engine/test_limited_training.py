@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Real models under a limit that the kernel enforces: plain Detectron2 dies, ours finishes."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What a project does in an iteration of its own: its losses, its clipping."""
 
 import copy

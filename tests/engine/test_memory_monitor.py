@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Memory over time, in real training on the CPU."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Who has the memory at one moment of real training on the CPU."""
 
 import json

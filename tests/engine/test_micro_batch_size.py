@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 from d2_memfit.engine.micro_batch_size import MicroBatchSize
 
 

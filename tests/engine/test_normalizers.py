@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Gradients of a window against one forward over the same images, where losses are divided by
 counts of their batch.
 """

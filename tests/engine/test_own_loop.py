@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A loop of one's own, such as CenterNet2's, calls ``run_step`` and no ``train``."""
 
 import pytest

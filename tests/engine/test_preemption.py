@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Signals that ask a run to end: in training, in evaluation, on one rank and on two."""
 
 import contextlib

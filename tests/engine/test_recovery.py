@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Recovery from out-of-memory errors: at every point, in every order, without a trace."""
 
 import gc

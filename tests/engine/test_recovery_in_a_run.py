@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Recovery in whole runs: MemfitTrainer and tools/train_net.py, budgets, checkpoints, kills."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Ranks of which one runs out of memory: none hangs, and all agree."""
 
 import random

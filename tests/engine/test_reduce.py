@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Gradients over ranks: real processes, real models, gloo."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The order of the data, without a model."""
 
 import io

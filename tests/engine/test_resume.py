@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A run that was interrupted goes on as if nothing had happened."""
 
 import pytest

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A student that learns from a teacher's pseudo labels, as in unbiased-teacher, with accumulation.
 
 https://github.com/facebookresearch/unbiased-teacher: batches of four lists, labelled and unlabelled

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 import torch
 from detectron2.engine import SimpleTrainer, hooks
 from tiny import (

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What a snapshot puts back."""
 
 import random

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A forward that is run again begins with the state of its model, of whatever kind that is."""
 
 import itertools

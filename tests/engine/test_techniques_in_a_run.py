@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """All exact techniques at once, turned on by config keys: the same training."""
 
 import pytest

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Training with registered datasets, of which nothing was checked: what is said, and remembered."""
 
 import copy

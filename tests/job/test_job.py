@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Jobs of trainers, of LazyConfigs and of pieces: what is planned is what is trained."""
 
 import detectron2.data.transforms as T

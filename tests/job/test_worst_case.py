@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The largest batches of Detectron2's own loader, with and without datasets."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """`pytest -m gpu` runs the checks of `d2-memfit measure-gpu`."""
 
 import pytest

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 import sys
 
 import pytest

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Which allocator runs, as far as it can be told without a GPU."""
 
 import os

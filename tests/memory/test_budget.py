@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Limits are set in processes of their own; a limit on the test run would be one on all tests."""
 
 import math

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """RAM that is left, as cgroups limit it: in a container, under systemd, in a Slurm job."""
 
 import psutil

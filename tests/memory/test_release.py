@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 import torch
 from injection import Injector
 from tiny import images, tiny_cfg, tiny_model

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 import pytest
 from detectron2.config import get_cfg
 

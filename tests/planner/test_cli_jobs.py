@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The command with a project's trainer, with batches of one's own, and with LazyConfigs."""
 
 import json

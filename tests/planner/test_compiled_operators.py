@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Deformable convolution and rotated boxes, which Detectron2 has on a GPU only, in dry runs."""
 
 import pytest

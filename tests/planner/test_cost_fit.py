@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Cost models: how near they come to dry runs that they have not seen, and plans that have one."""
 
 import pytest

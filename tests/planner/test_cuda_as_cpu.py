@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What a model asks of CUDA on a machine without a GPU, and on one with it."""
 
 import pytest

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Devices as data, against figures that nobody here made."""
 
 import statistics

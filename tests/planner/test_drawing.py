@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Pages and snapshots of dry runs, as the command writes them."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A dry run against the same step really computed."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Errors of models as one line."""
 
 import pytest

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A detector without proposals, whose scores decide how much its evaluation takes."""
 
 import math

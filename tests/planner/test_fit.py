@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Plans as part of a run."""
 
 import sys

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Hungarian matching on values that a dry run invents."""
 
 import pytest

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 from itertools import product
 
 import numpy as np

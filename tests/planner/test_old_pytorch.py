@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """What PyTorch kept before 1.11, which the figures of Detectron2's zoo have in them."""
 
 import pytest

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The largest batch run for real: what is measured, and what is left behind."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Proposals and detections as many as there can be, and models that are left alone."""
 
 import pytest

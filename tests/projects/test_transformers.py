@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Detectors of the transformers library as Detectron2's: losses, Instances, config, weights."""
 
 import copy

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Training detectors of transformers: budget, split, resume, ranks, and that they learn."""
 
 import sys

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """LazyConfigs: a Mask R-CNN on both releases of Detectron2, and ViTDet where there is one."""
 
 import importlib.util

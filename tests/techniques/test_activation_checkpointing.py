@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The technique with config keys. ``checkpointed``, which recovery uses, has a file of its own."""
 
 import copy

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 import torch
 from detectron2.structures import BitMasks
 from detectron2.utils.events import EventStorage

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 import torch
 from detector_parts import MLP, Block, ConvNorm, Detector, SeriesHead
 from tiny import tiny_cfg, tiny_model

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 from pathlib import Path
 
 import numpy as np

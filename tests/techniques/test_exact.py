@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Each exact technique of models: the same losses, gradients, statistics and logged scalars."""
 
 import copy

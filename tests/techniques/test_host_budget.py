@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 import psutil
 import pytest
 from detectron2.data import build_detection_train_loader

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Techniques that change an optimizer: the same steps, less memory, checkpoints for everybody."""
 
 import copy

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Techniques that change what is trained: the keys of Detectron2 that they set, on real models."""
 
 import detectron2.projects.point_rend  # noqa: F401, registers its mask head

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 import numpy as np
 import torch
 from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """That the benchmarks run, with as little as possible; their figures are for people."""
 
 import sys

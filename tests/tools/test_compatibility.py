@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The compatibility table. The projects themselves are not here: their trees are the user's."""
 
 import re

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The picture of docs/RECOVERY.md: the images behind it, and that its data are drawn."""
 
 import argparse

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Processes that are killed, and a run that ends as if they had not been."""
 
 import os

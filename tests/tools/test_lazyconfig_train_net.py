@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """tools/lazyconfig_train_net.py with a config made of Detectron2's own parts."""
 
 import os

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 import lazyconfig_train_net
 import make_config_reference as reference
 import pytest

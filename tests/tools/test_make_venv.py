@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The parts of the set-up that need no network; `make test` runs the rest."""
 
 import re

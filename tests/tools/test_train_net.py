@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """tools/train_net.py as users run it: as a process where that matters, else as a call."""
 
 import json

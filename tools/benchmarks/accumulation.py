@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Time and memory of gradient accumulation against plain Detectron2.
 
 The model is Detectron2's Mask R-CNN R50-FPN with random weights. The images are photographs of

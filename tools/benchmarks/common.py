@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Shared parts of the benchmarks: real images, sides in turn, and tables with their sources."""
 
 import platform

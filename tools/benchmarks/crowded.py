@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Memory over iterations under a limit that the kernel enforces: plain Detectron2 and d2_memfit.
 
 Mask R-CNN R50-FPN with random weights trains on two photographs of coins per iteration. In two of

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Windows cut by predicted bytes (MEMFIT.COST_MODEL), against micro-batches of a fixed number.
 
 crowded: the Mask R-CNN of projects/Coins trains on photographs of coins. A few images among them

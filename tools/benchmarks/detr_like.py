@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A DETR with masks for benchmarks and tests.
 
 Its matcher and criterion have the shape of those of DETR, Mask2Former and their descendants.

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Time and RAM of dry runs for the configs of Detectron2's zoo.
 
 A training step has two images of 800 x 1333 pixels with 100 objects each, on this CPU. The first

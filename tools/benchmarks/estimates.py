@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Estimates against the same jobs run on the CPU.
 
 A job has two images of 480 x 640 pixels with 20 objects each, in two micro-batches, as the worst

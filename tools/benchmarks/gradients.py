@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Distance of an accumulated window's gradient from that of the full batch.
 
 Each model is the small one of projects/Coins, or made from it, and is first trained on photographs

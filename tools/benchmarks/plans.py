@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Plans against all subsets of techniques and micro-batch sizes, and the cost of planning.
 
 Time and memory come from the planner's own model. The cost is in dry runs and CPU seconds. The

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Savings of chunks of objects, and of masks one at a time, in models with queries.
 
 The model is a DETR with masks and random predictions (detr_like.py). Its matcher, criterion and

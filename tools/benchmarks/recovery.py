@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The cost of being able to recover from out-of-memory errors, and of a recovery.
 
 The model is Detectron2's Mask R-CNN R50-FPN with random weights. The images are photographs of

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Blocks chosen one by one against checkpoints of all blocks, and of none: memory and time,
 predicted and measured on the CPU.
 

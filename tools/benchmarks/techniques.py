@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Savings and costs of each technique: each alone, and the exact ones also one after another.
 
 The model is Detectron2's Mask R-CNN R50-FPN with random weights. The images are photographs of

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Estimates against published training memory.
 
 Detectron2's model zoo was trained on V100, mostly 8 (zoo_train_memory.csv in this folder, from

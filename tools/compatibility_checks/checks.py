@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The checks of each project; each returns the text of its cell."""
 
 import copy

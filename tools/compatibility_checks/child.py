@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Checks of one project in its own process: python -m compatibility_checks.child.
 
 The parent passes arguments as JSON, and reads a line of JSON for each check.

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A small dataset of ellipses, with every kind of annotation that the projects read."""
 
 import copy

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The gradient of a window against that of one forward over the same images."""
 
 import copy

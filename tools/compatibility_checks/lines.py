@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The lines that a user writes to use d2_memfit in a project, as Markdown."""
 
 import inspect

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The code before the loop in the scripts of projects with their own loop.
 
 Each class has what ``Job.from_trainer`` needs of a trainer; a user of the project writes it in the

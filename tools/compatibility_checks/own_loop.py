@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Projects with their own loop, and LazyConfigs: ``build_trainer`` makes the trainer."""
 
 import gc

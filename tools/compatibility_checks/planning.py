@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The checks of the planner in each project; each returns the text of its cell."""
 
 from collections.abc import Iterator

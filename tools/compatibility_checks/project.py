@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The description of a public project, and of its job at a size for a CPU."""
 
 import importlib

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The projects of the table. Their trees come from their repositories; none is included here."""
 
 from collections.abc import Mapping, MutableMapping

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Unbiased Teacher with d2_memfit: its losses as a function, its teacher once per iteration."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Stand-ins for modules that a project imports and the small job does not use."""
 
 import importlib.abc

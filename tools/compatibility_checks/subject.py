@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The training of a project, alone and with d2_memfit, in one call each."""
 
 import copy

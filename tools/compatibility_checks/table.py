@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The page: projects x checks, and the lines that each project takes."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Projects with a trainer class: ``class Trainer(MemfitMixin, TheirTrainer)``."""
 
 import gc

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Training and prediction, tile by tile, on images that do not fit as a whole."""
 
 from .config import add_tiled_config, check_tiles, load_tiled_cfg

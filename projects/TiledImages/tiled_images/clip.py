@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Annotations of an image, clipped to one of its tiles."""
 
 from typing import Any, Optional, Union

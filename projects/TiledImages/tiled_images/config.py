@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The config keys of this project."""
 
 from collections.abc import Sequence

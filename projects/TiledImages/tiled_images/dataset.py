@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The tiles of a dataset's images, and the sampler that draws them in training."""
 
 import itertools

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The positions of an image's tiles."""
 
 from typing import Any, NamedTuple

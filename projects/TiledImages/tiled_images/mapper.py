@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The mapper from a tile's dict to a training input."""
 
 import logging

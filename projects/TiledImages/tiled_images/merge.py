@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Merging of objects that tiles cut apart or show twice, while tiles come in."""
 
 from collections.abc import Iterator, Sequence

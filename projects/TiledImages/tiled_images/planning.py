@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Plans for a job on tiles: the largest and most crowded input is a tile, not an image."""
 
 from functools import partial

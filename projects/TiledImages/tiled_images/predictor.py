@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Detection in images of any size, tile by tile."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Reading parts of an image file, with no more data than the format requires."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Results in COCO's format, written as they arrive."""
 
 import json

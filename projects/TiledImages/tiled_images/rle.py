@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Run-length encoded masks, moved between frames without decoding.
 
 COCO's code lists how many pixels are off, on, off ... in turn, down the columns of a frame from

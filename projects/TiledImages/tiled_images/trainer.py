@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Detectron2's default trainer for tiles."""
 
 from typing import Any, Optional

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Detectors of the transformers library, trained and evaluated by Detectron2."""
 
 from .config import add_transformers_config, check_transformers_config

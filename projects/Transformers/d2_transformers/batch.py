@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Detectron2's dataset dicts in the form that transformers takes."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Models of the transformers library, built from a config of this project."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Resizing of images to squares, for the training of real-time DETRs."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The families of detectors in transformers: their classes, sizes and properties."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Predictions of transformers' detectors as Detectron2's Instances."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The losses of transformers' detectors, by name, as they enter their sum."""
 
 import importlib

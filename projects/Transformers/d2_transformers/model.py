@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Detectors of the transformers library as a meta-architecture of Detectron2."""
 
 import copy

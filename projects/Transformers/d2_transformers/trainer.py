@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Training: Detectron2's trainer with AdamW, an average of the weights, and ``save_pretrained``."""
 
 import os

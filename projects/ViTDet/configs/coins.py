@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Shared parts of this folder's configs: photographs of coins, small heads, training.
 
 The dataset is made by ``python projects/Coins/make_dataset.py output/coins/dataset``.

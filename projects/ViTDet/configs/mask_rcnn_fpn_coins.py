@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A small Mask R-CNN with a ResNet-18 and FPN, for Detectron2 v0.6 and main."""
 
 from .coins import CHANNELS, dataloader, heads, lr_multiplier, optimizer, train

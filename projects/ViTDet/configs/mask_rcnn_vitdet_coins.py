@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """A small ViTDet: Mask R-CNN with a ViT-Tiny, for Detectron2 main with timm."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The smallest budget in which a step with 16 images of 800 pixels succeeds, found by bisection.
 
 Mask R-CNN R50-FPN makes one step with 16 images of 800 x 1088, in a process that the kernel limits

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The gradient that reaches the optimizer, against the full batch's.
 
 The models are the small ones of ``tools/benchmark.py gradients``, trained for a while on

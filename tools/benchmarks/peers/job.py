@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The job that each side of the race trains, and the observation of it."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The model that all sides train."""
 
 import torch

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Running the worker to its end, or to a time limit, and finding out what it did."""
 
 import contextlib

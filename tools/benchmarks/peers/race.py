@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """d2_memfit against plain Detectron2, Accelerate, Lightning, mmengine and Composer.
 
 All train Detectron2's Mask R-CNN on photographs of coins, as their own documentation says. The

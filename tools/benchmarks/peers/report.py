@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The page docs/BENCHMARK.md, its figure and its data, from the results of a race."""
 
 import shutil

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Results in lines of JSON, so that an interrupted race can continue."""
 
 import json

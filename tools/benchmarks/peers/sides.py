@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The sides of the race. A side whose package is not installed is named, and does not race."""
 
 import importlib

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Time per image and peak of memory, if memory is sufficient.
 
 In a round, each side in turn goes once through all images, with one optimizer step. The time is

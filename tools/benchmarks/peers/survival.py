@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """The behaviour of each side when a batch does not fit into the process's memory.
 
 Mask R-CNN R50-FPN trains on 16 images per rank, in batches of 2, with 2 batches per step. The two

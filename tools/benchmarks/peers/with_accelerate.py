@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Accelerate, as its guides say.
 
 - https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Composer, as its guides say.
 
 - https://docs.mosaicml.com/projects/composer/en/stable/notes/auto_microbatching.html: a batch of

@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """d2_memfit: ``AccumulatingTrainer``, as README.md and docs/RECOVERY.md say."""
 
 from d2_memfit import AccumulatingTrainer

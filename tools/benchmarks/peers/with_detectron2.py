@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Plain Detectron2: ``SimpleTrainer``, which has no accumulation.
 
 A bigger batch is a bigger SOLVER.IMS_PER_BATCH:

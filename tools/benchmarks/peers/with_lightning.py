@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Lightning, as its guides say.
 
 - https://lightning.ai/docs/pytorch/stable/advanced/training_tricks.html: accumulated gradients,

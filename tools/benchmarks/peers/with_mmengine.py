@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """mmengine, as its guides say.
 
 - https://mmengine.readthedocs.io/en/latest/common_usage/save_gpu_memory.html: accumulation, and

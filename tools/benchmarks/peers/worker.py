@@ -1,3 +1,4 @@
+# Copyright (c) the d2_memfit developers.
 """Training of one side in its own process, under a memory limit.
 
     python -m benchmarks.peers.worker SPEC
