@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 from ..memory import process_memory
 from ..planner.device_model import DeviceModel
 from ..planner.probe import run_for_real
+from ..torch_private import clear_cublas_workspaces
 from .peaks import wait_for
 from .scale import MASK_RCNN, Record, Scale
 
@@ -116,7 +117,7 @@ def _workspaces(device: torch.device) -> Iterator[Record]:
     x = torch.randn(512, 512, device=device, requires_grad=True)
     x.grad = torch.zeros_like(x)
     weight, bias = torch.randn(512, 512, device=device), torch.zeros(512, device=device)
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
     calls = {
         "cuBLAS": lambda: x @ weight,
         "cuBLASLt, beside it": lambda: torch.nn.functional.linear(x, weight, bias),

@@ -25,6 +25,7 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 # Pages by their place in the repository.
 PAGES = {
     "CHANGELOG.md": "CHANGELOG.md",
+    "SECURITY.md": "SECURITY.md",
     "README.md": "README.md",  # that of docs/ is the start page
     **{str(p.relative_to(ROOT)): p.name for p in (ROOT / "docs").glob("*.md")},
     **{
