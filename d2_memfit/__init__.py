@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .config import add_memfit_config, get_cfg
     from .engine import AccumulatingTrainer, MemfitMixin, MemfitTrainer
     from .job import Job
-    from .normalizers import window_count
     from .planner import estimate_memory, fit_config, plan_memory
+    from .window_counts import window_count
 
 __version__ = "0.2.0"
 
@@ -52,7 +52,7 @@ _HOMES = {
     "fit_config": "planner",
     "get_cfg": "config",
     "plan_memory": "planner",
-    "window_count": "normalizers",
+    "window_count": "window_counts",
 }
 
 

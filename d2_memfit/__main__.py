@@ -5,7 +5,7 @@ import gc
 import sys
 
 from .command_line import COMMANDS, command_parser
-from .quiet import ignore_warnings_of_libraries
+from .library_warnings import ignore_warnings_of_libraries
 from .without_dynamo import without_dynamo
 
 

@@ -27,7 +27,7 @@ from .engine import MemfitCheckpointer, usable_device
 from .errors import ConfigError, exit_on_error
 from .job import Job
 from .job_options import add_job_options, job_of, load_any_config
-from .measure.run import measure_gpu
+from .measure.session import measure_gpu
 from .memory import use_expandable_segments
 from .options import check_opts, opts_of_card
 from .planner import DryJob, Plan, plan_memory

@@ -41,7 +41,7 @@ NAMES = {
     "torch.ops._c10d_functional.all_reduce": None,
     "torch.distributed.ProcessGroup._allgather_base": None,
     "torch.distributed.ProcessGroup._reduce_scatter_base": None,
-    # quiet.py and without_dynamo.py have their names only
+    # library_warnings.py and without_dynamo.py have their names only
     "torch.fx._symbolic_trace": None,
     "torch._dynamo": None,
     # operators of ATen and torchvision

@@ -8,7 +8,7 @@
 Without a GPU it measures the CPU's speed.
 """
 
-from d2_memfit.quiet import ignore_warnings_of_libraries
+from d2_memfit.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 

@@ -22,7 +22,7 @@ import argparse
 import logging
 from typing import Any, Optional
 
-from d2_memfit.quiet import ignore_warnings_of_libraries
+from d2_memfit.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.measure.picture import draw
-from d2_memfit.measure.report import markdown
+from d2_memfit.measure.tables import markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "GPU.md"

@@ -6,7 +6,7 @@ tools/plan_memory.py estimate --config-file FILE [--num-gpus N] [--json] [KEY VA
 tools/plan_memory.py plan --config-file FILE --card 6GB [--output plan.yaml] [KEY VALUE ...]
 """
 
-from d2_memfit.quiet import ignore_warnings_of_libraries
+from d2_memfit.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 

@@ -4,8 +4,8 @@
 from .annotations import AnnotationFacts, look_at_annotations
 from .coco_file import CocoFile, check_coco_file
 from .dataset_check import DatasetFacts, check_polygons, look_at_dataset, warnings_about_data
+from .dataset_settings import Setting, check_classes, fit_to_data, goes_with_data
 from .datasets import add_coco_option, check_datasets, register_coco
-from .fit import Setting, check_classes, fit_to_data, goes_with_data
 from .remembered import Remembered, stamp_of
 from .schedule import fine_tuning_schedule
 from .sizes import shorter_sides

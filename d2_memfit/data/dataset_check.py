@@ -10,7 +10,7 @@ from detectron2.config import CfgNode
 
 from ..errors import DataError
 from .annotations import AnnotationFacts, Case, look_at_annotations
-from .fit import classes_of_model
+from .dataset_settings import classes_of_model
 from .images import look_at_images
 
 __all__ = ["DatasetFacts", "check_polygons", "look_at_dataset", "warnings_about_data"]

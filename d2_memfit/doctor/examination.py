@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import MemfitError
 from ..job import Job
 from ..planner.explain import one_line_errors
-from . import checks
+from . import job_checks
 from .patient import Patient
 
 __all__ = ["Finding", "examine"]
@@ -53,21 +53,21 @@ def examine(job: Job, trainer: Any = None) -> Iterator[Finding]:
         return
     patient = patients[0]
     steps: dict[str, Callable[[Patient], str]] = {
-        "iteration 0": checks.same_as_detectron2,
-        "accumulation": checks.accumulates,
-        "recovery, memory runs out in the forward": partial(checks.recovers, where=0.3),
-        "recovery, memory runs out in the backward": partial(checks.recovers, where=0.9),
-        "recovery, memory runs out in evaluation": checks.recovers_in_evaluation,
-        "state that a retry puts back": checks.puts_state_back,
-        "normalisers": checks.counts,
-        "communication in the forward": checks.is_silent,
-        "estimate": checks.is_estimated,
-        "techniques": checks.usable_techniques,
+        "iteration 0": job_checks.same_as_detectron2,
+        "accumulation": job_checks.accumulates,
+        "recovery, memory runs out in the forward": partial(job_checks.recovers, where=0.3),
+        "recovery, memory runs out in the backward": partial(job_checks.recovers, where=0.9),
+        "recovery, memory runs out in evaluation": job_checks.recovers_in_evaluation,
+        "state that a retry puts back": job_checks.puts_state_back,
+        "normalisers": job_checks.counts,
+        "communication in the forward": job_checks.is_silent,
+        "estimate": job_checks.is_estimated,
+        "techniques": job_checks.usable_techniques,
     }
     for what, check in steps.items():
         yield _found(what, check, patient)
     if trainer is not None:
-        yield _found("trainer", checks.trains, patient, trainer)
+        yield _found("trainer", job_checks.trains, patient, trainer)
 
 
 def _assumed(job: Job) -> str:
@@ -79,7 +79,7 @@ def _found(what: str, check: Callable[..., str], *args: Any) -> Finding:
         with one_line_errors():
             try:
                 return Finding(what, True, check(*args))
-            except checks.Unwell as e:
+            except job_checks.Unwell as e:
                 return Finding(what, False, str(e))
     except MemfitError as e:
         text = re.sub(r"^the model of this job does not run \((.*?)\)\. ", r"\1. ", str(e))

@@ -12,13 +12,13 @@ from detectron2.structures import Instances
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from ..alone import alone, no_information
 from ..engine import AccumulatingTrainer, RecoveryOptions
 from ..job import Job
 from ..job.batches import size_of
 from ..measure.injection import InjectedTrainer, Injector, seed_all
 from ..planner.cuda_as_cpu import cuda_as_cpu
 from ..precision import Precision
+from ..side_work import alone, no_information
 from ..techniques.resize import resize_image
 
 __all__ = ["Patient"]

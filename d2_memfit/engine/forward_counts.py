@@ -9,7 +9,7 @@ from typing import Any, Optional, TypeVar
 import torch
 
 from ..collectives import Collective, noticed_collectives, place_of_caller, pretended_ranks
-from ..normalizers import counts_answered_by
+from ..window_counts import counts_answered_by
 from .count_rules import Seen, Site
 from .mean_losses import MeanLosses
 from .window import MicroBatch, Window, count_objects
@@ -101,7 +101,7 @@ class ForwardCounts:
         return self._share("mean")
 
     def answer(self, count: Number, minimum: float) -> Number:
-        """Answer a call of :func:`~d2_memfit.normalizers.window_count`."""
+        """Answer a call of :func:`~d2_memfit.window_counts.window_count`."""
         site = self._note("ranks", torch.as_tensor(count).detach())
         own = count.detach() if isinstance(count, torch.Tensor) else count
         total = self._totals.get(site)

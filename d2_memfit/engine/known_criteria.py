@@ -8,8 +8,8 @@ from detectron2.modeling.meta_arch.dense_detector import DenseDetector
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
-from ..normalizers import window_count, window_share
 from ..techniques.modules import add_mixin
+from ..window_counts import window_count, window_share
 
 __all__ = ["adapt_known_criteria"]
 

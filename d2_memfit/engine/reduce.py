@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError
 from ..torch_private import has_communication_hooks
-from .report import Report
+from .rank_report import Report
 from .window import Window
 
 __all__ = ["average_gradients", "check_ddp", "image_share"]

@@ -26,9 +26,9 @@ from .forward_counters import ForwardCounters
 from .known_criteria import adapt_known_criteria
 from .normalizers import Normalizers
 from .observers import observed
+from .rank_report import Report, check_finite, check_writing, report, write_metrics
 from .recovery import Recovery, RecoveryReport
 from .reduce import average_gradients, check_ddp, image_share
-from .report import Report, check_finite, check_writing, report, write_metrics
 from .resumable_trainer import ResumableTrainer
 from .snapshot import Snapshot
 from .state_watch import watched

@@ -16,9 +16,9 @@ from detectron2.data import DatasetCatalog, build, common, detection_utils
 from detectron2.data.transforms import ResizeShortestEdge, Transform
 from detectron2.structures import BoxMode
 
-from ..alone import alone, no_information, unchanged_random_state
 from ..patching import replaced_functions
-from .datasets import Size, boxes_anywhere, facts_of, invented_dict
+from ..side_work import alone, no_information, unchanged_random_state
+from .largest_images import Size, boxes_anywhere, facts_of, invented_dict
 
 __all__ = ["CapturedLoader", "capture_loader", "empty_images", "largest_resizes"]
 

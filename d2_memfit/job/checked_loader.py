@@ -24,7 +24,7 @@ from ..errors import DataError
 from ..memory import is_loader_out_of_memory
 from ..patching import replaced_functions
 from ..techniques.shared_dataset import SharedDataset
-from .shm import warn_of_small_shm
+from .shared_memory_check import warn_of_small_shm
 
 __all__ = ["checked_loader", "checked_test_loaders"]
 

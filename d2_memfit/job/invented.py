@@ -14,7 +14,7 @@ from detectron2.structures import (
     RotatedBoxes,
 )
 
-from .datasets import Size
+from .largest_images import Size
 from .worst_case import WorstCase
 
 __all__ = ["InventedBatches", "rotated"]

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import compat
-from ..alone import no_information
 from ..checks import check_positive_int
 from ..config import cfg_of_techniques, check_config, with_memfit_keys, with_settings
 from ..errors import ConfigError
@@ -24,11 +23,12 @@ from ..precision import Precision
 from ..presets import with_budget
 from ..projects import own_registry
 from ..scaling import auto_scale_workers
+from ..side_work import no_information
 from ..techniques import apply_techniques
 from .batches import Batches
 from .checked_loader import checked_loader
-from .datasets import Size
 from .largest import largest_batches
+from .largest_images import Size
 from .lazy import LazyParts, cfg_of_lazy
 from .normalizer_options import NormalizerOptions
 from .parts import GivenParts, Parts, TrainerParts

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from .datasets import DEFAULT_INSTANCES, Size
+from .largest_images import DEFAULT_INSTANCES, Size
 
 __all__ = ["KnownDataset", "known_dataset"]
 

@@ -6,8 +6,8 @@ from typing import Any, Optional
 from detectron2.config import CfgNode
 
 from .batches import Batches, GivenBatches
-from .datasets import Size, facts_of
 from .invented import InventedBatches
+from .largest_images import Size, facts_of
 from .mapped import MappedBatches
 from .parts import Parts
 from .worst_case import WorstCase, worst_case

@@ -10,7 +10,8 @@ from typing import Any, Optional
 from ..errors import ConfigError
 from .batches import copy_of, padded_area, size_of, tensors_of
 from .capture import CapturedLoader, capture_loader, empty_images, largest_resizes, with_proposals
-from .datasets import (
+from .known_datasets import known_dataset
+from .largest_images import (
     DEFAULT_INSTANCES,
     Size,
     any_shape,
@@ -21,7 +22,6 @@ from .datasets import (
     with_few_annotations,
     with_instances,
 )
-from .known_datasets import known_dataset
 from .parts import Parts
 from .worst_case import assumed
 

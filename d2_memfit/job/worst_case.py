@@ -11,8 +11,8 @@ from ..data import shorter_sides
 from ..errors import ConfigError
 from ..geometry import BatchGeometry
 from .batches import padded_area
-from .datasets import DEFAULT_INSTANCES, Size, facts_of, resized
 from .known_datasets import KnownDataset, known_dataset
+from .largest_images import DEFAULT_INSTANCES, Size, facts_of, resized
 
 __all__ = ["WorstCase", "assumed", "worst_case"]
 

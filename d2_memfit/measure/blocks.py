@@ -17,7 +17,7 @@ from .compare import allocated_bytes
 from .peaks import median_seconds, peaks_of
 from .reproducible import deterministic_convolutions
 from .scale import MASK_RCNN, Record, Scale
-from .steps import NO_EVALUATION, SMALL_ACTIVATIONS, Steps
+from .timed_steps import NO_EVALUATION, SMALL_ACTIVATIONS, Steps
 from .tiny import relative_difference, tiny_cfg
 
 __all__ = ["measure_blocks"]

@@ -21,7 +21,7 @@ from .injection import iterate, seed_all
 from .peaks import under_budget
 from .plans import budget_for
 from .scale import MASK_RCNN, Record, Scale
-from .steps import NO_EVALUATION, SMALL_ACTIVATIONS
+from .timed_steps import NO_EVALUATION, SMALL_ACTIVATIONS
 
 __all__ = ["measure_crowded"]
 

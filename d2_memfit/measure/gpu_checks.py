@@ -16,7 +16,7 @@ from ..memory import OwnerMeter, enforce_budget, is_out_of_memory
 from ..planner import WorstCase, estimate_memory, plan_memory
 from ..planner.autocast import casts_of_cuda
 from ..torch_private import clear_cublas_workspaces
-from .checks import Check, check_steps_are_detectron2s, run_with_hooks, sgd
+from .device_checks import Check, check_steps_are_detectron2s, run_with_hooks, sgd
 from .injection import iterate
 from .peaks import limited, peaks_of
 from .tiny import images, tiny_cfg, tiny_model

@@ -14,14 +14,14 @@ from ..memory import release_memory
 from ..planner.calibration import calibrate
 from .attempt import attempt
 from .blocks import measure_blocks
-from .checks import CHECKS
 from .compare import compare_preset, compare_zoo
 from .crowded import measure_crowded
+from .device_checks import CHECKS
 from .gpu_checks import GPU_CHECKS
 from .outside import measure_outside
 from .plans import measure_plans
 from .scale import MASK_RCNN, Record, Scale
-from .steps import recover, step_of, train
+from .timed_steps import recover, step_of, train
 
 __all__ = ["JOBS"]
 

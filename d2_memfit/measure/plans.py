@@ -23,7 +23,7 @@ from .attempt import attempt
 from .compare import allocated_bytes
 from .peaks import median_seconds, peaks_of, under_budget
 from .scale import MASK_RCNN, Record, Scale
-from .steps import NO_EVALUATION, SMALL_ACTIVATIONS, Steps
+from .timed_steps import NO_EVALUATION, SMALL_ACTIVATIONS, Steps
 
 __all__ = ["budget_for", "measure_plans"]
 

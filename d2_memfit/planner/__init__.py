@@ -5,8 +5,8 @@ from ..job import WorstCase
 from .deprecated import worst_case
 from .dry_job import DryJob, MemoryEstimate
 from .estimate import estimate_memory
-from .fit import fit_config
 from .plan import Plan, PlanStep
+from .planned_run import fit_config
 from .search import Planner, plan_memory
 
 __all__ = [

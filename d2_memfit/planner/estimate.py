@@ -8,7 +8,7 @@ from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
 from ..job import Job, WorstCase
-from ..job.datasets import Size
+from ..job.largest_images import Size
 from .device_model import DeviceModel
 from .dry_job import DryJob, MemoryEstimate
 from .probe import job_class

@@ -11,7 +11,6 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.utils.events import EventStorage
 
-from ..alone import unchanged_random_state
 from ..errors import ConfigError
 from ..job import Job
 from ..memory import (
@@ -21,6 +20,7 @@ from ..memory import (
     is_out_of_memory,
     release_memory,
 )
+from ..side_work import unchanged_random_state
 from ..torch_private import clear_cublas_workspaces
 from . import steps
 from .allocators import DoesNotFit

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from ..errors import ConfigError
 from ..job import Job, WorstCase
-from ..job.datasets import Size
+from ..job.largest_images import Size
 from ..memory import check_budget
 from ..presets import why_no_card_has
 from ..techniques import TIERS, get_technique

@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import compat
-from ..alone import alone, no_information, unchanged_random_state
 from ..job import Job
 from ..job.batches import tensors_of
 from ..patching import replaced_functions
 from ..precision import Precision
+from ..side_work import alone, no_information, unchanged_random_state
 from ..techniques import ready_to_evaluate
 from .autocast import casts_of_cuda
 from .block_calls import noted_calls
@@ -28,7 +28,7 @@ from .compiled_operators import compiled_operators
 from .cuda_as_cpu import cuda_as_cpu
 from .dry_run import DryRun, WithoutValues
 from .fake import make_fake
-from .matching import fast_matching
+from .fake_matching import fast_matching
 from .named_run import NamedDryRun
 from .timeline import Timeline
 from .worst_outputs import worst_detections, worst_proposals

@@ -3,7 +3,7 @@
 
 from .page import Bar, Chart, Page, Tensor, write_page
 from .plots import write_html, write_png
-from .run import Run, read_run
+from .records import Run, read_run
 
 __all__ = [
     "Bar",

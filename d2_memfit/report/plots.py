@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .run import Run
+from .records import Run
 
 __all__ = ["write_html", "write_png"]
 

@@ -5,7 +5,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from .checkpointing import checkpointed
-from .evaluation import can_have_results_on_host, results_on_host
+from .evaluation_on_host import can_have_results_on_host, results_on_host
 from .module_state import ModuleState, plain_attributes
 from .registry import (
     TECHNIQUES,

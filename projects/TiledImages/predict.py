@@ -11,7 +11,7 @@ With --coco, images, image ids and category ids are the dataset's; annotations a
 from 0.
 """
 
-from d2_memfit.quiet import ignore_warnings_of_libraries
+from d2_memfit.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 

@@ -6,7 +6,7 @@ projects/TiledImages/train_tiles.py --config-file FILE --coco NAME JSON IMAGE_DI
     [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
 """
 
-from d2_memfit.quiet import ignore_warnings_of_libraries
+from d2_memfit.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 

@@ -4,7 +4,7 @@ import torch
 import yaml
 
 from d2_memfit.measure.outside import _in_processes, constants_of
-from d2_memfit.measure.run import device_file
+from d2_memfit.measure.session import device_file
 from d2_memfit.planner.calibration import calibrate
 from d2_memfit.planner.device_model import DeviceModel
 

@@ -32,7 +32,7 @@ from d2_memfit import AccumulatingTrainer, get_cfg
 from d2_memfit.config import load_cfg
 from d2_memfit.memory import OwnerMeter, TensorMeter
 from d2_memfit.techniques import TECHNIQUES, get_technique
-from d2_memfit.techniques.matching import ChunkedMatcher, PairwiseQuality
+from d2_memfit.techniques.chunked_matching import ChunkedMatcher, PairwiseQuality
 
 from .common import CONFIG, Side, coins, machine, markdown_table, take_turns
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from d2_memfit.engine import AccumulatingTrainer
-from d2_memfit.measure import checks
-from d2_memfit.measure.checks import CHECKS
+from d2_memfit.measure import device_checks
+from d2_memfit.measure.device_checks import CHECKS
 from d2_memfit.measure.gpu_checks import GPU_CHECKS
 from d2_memfit.measure.jobs import JOBS
 from d2_memfit.measure.scale import Scale
@@ -46,7 +46,7 @@ def test_a_trainer_that_is_not_detectron2s_is_found(monkeypatch):
             super()._backward(loss * (1 + 1e-6), weight)
 
     CHECKS["float32 is Detectron2's"](CPU)
-    monkeypatch.setattr(checks, "AccumulatingTrainer", Other)
+    monkeypatch.setattr(device_checks, "AccumulatingTrainer", Other)
     with pytest.raises(AssertionError, match="weights differ by"):
         CHECKS["float32 is Detectron2's"](CPU)
 
@@ -57,6 +57,6 @@ def test_accumulation_that_weighs_micro_batches_alike_is_found(monkeypatch):
             super()._backward(loss, 1 / self.accumulation_steps)
 
     CHECKS["accumulation in float32"](CPU)
-    monkeypatch.setattr(checks, "AccumulatingTrainer", Alike)
+    monkeypatch.setattr(device_checks, "AccumulatingTrainer", Alike)
     with pytest.raises(AssertionError, match="of weights that moved by"):
         CHECKS["accumulation in float32"](CPU)

@@ -2,7 +2,7 @@
 import pytest
 
 from d2_memfit.measure.picture import draw
-from d2_memfit.measure.report import markdown
+from d2_memfit.measure.tables import markdown
 
 FAILED = "OutOfMemoryError: CUDA out of memory (steps.py:99)"
 RESULTS = {

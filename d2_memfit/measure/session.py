@@ -20,7 +20,7 @@ from ..checks import check_positive_number
 from ..errors import ConfigError
 from .outside import constants_of
 from .picture import draw
-from .report import markdown
+from .tables import markdown
 from .worker import MARK
 
 __all__ = ["device_file", "measure_gpu"]

@@ -11,7 +11,7 @@ from d2_memfit.config import load_cfg
 from d2_memfit.cost_model import CostModel
 from d2_memfit.errors import ConfigError, MemfitError
 from d2_memfit.memory import process_memory
-from d2_memfit.planner import fit
+from d2_memfit.planner import planned_run
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +97,7 @@ def plan_on_ranks(rank, output_dir, what_fails):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(presets, "auto_budget_gb", lambda *_: 8.0 - 2 * rank)
         if what_fails == "planning" and rank == 0:
-            patch.setattr(fit, "plan_memory", lambda *_, **__: 1 / 0)
+            patch.setattr(planned_run, "plan_memory", lambda *_, **__: 1 / 0)
         if what_fails == "measuring" and rank == 1:
             patch.setattr(presets, "auto_budget_gb", lambda *_: 1 / 0)
         try:

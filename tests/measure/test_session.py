@@ -10,7 +10,7 @@ import yaml
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.measure.jobs import JOBS
-from d2_memfit.measure.run import _JOBS, measure_gpu
+from d2_memfit.measure.session import _JOBS, measure_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -81,8 +81,8 @@ def test_what_is_killed_leaves_what_was_measured(tmp_path):
 
 
 def test_what_there_was_no_time_for_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("d2_memfit.measure.run._JOBS", ("machine", "plain"))
-    monkeypatch.setattr("d2_memfit.measure.run._LEAST_SECONDS", 24 * 3600 - 0.5)
+    monkeypatch.setattr("d2_memfit.measure.session._JOBS", ("machine", "plain"))
+    monkeypatch.setattr("d2_memfit.measure.session._LEAST_SECONDS", 24 * 3600 - 0.5)
     results, table, _ = measure(tmp_path, minutes=24 * 60)  # half a second for the first
     assert results["errors"] == {"plain": "there was no time left"}
     assert "Not measured to the end: plain (there was no time left)." in table

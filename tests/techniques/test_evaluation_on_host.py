@@ -15,7 +15,7 @@ from tiny import images, tiny_cfg, tiny_model
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques import get_technique, lazy_rows, ready_to_evaluate
-from d2_memfit.techniques.evaluation import PastedMasks
+from d2_memfit.techniques.evaluation_on_host import PastedMasks
 from d2_memfit.techniques.lazy_rows import LazyRows
 
 

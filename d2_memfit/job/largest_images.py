@@ -16,7 +16,7 @@ from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathManager
 from pycocotools import mask as coco_mask
 
-from ..alone import alone, no_information, unchanged_random_state
+from ..side_work import alone, no_information, unchanged_random_state
 
 __all__ = [
     "DEFAULT_INSTANCES",

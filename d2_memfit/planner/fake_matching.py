@@ -18,7 +18,7 @@ from detectron2.structures import Boxes, pairwise_iou
 from torch import nn
 
 from ..patching import knows_function, replaced_functions, source_files
-from ..techniques.matching import ChunkedMatcher, PairwiseQuality
+from ..techniques.chunked_matching import ChunkedMatcher, PairwiseQuality
 from .compiled_operators import upright
 from .dry_run import DryRun
 from .fake import is_fake, make_fake, make_real
