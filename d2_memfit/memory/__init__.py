@@ -13,22 +13,11 @@ from .caches import limit_cudnn_cache, limit_onednn_cache
 from .census import TensorCensus, bytes_by_kind, holders, live_tensors
 from .containers import GrowingContainers
 from .host import available_host_bytes
-from .meter import (
-    DeviceMemory,
-    ProcessMemory,
-    TensorMeter,
-    device_memory,
-    have_operators,
-    is_on_host,
-    on_host,
-    process_memory,
-    storages,
-    tensors_in,
-    used_bytes,
-)
+from .meter import TensorMeter, have_operators, is_on_host, on_host, storages, tensors_in
 from .oom import error_line, is_loader_out_of_memory, is_out_of_memory
 from .owners import OwnerMeter
 from .pressure import RisingRetries
+from .readings import DeviceMemory, ProcessMemory, device_memory, process_memory, used_bytes
 from .release import release_memory
 from .trend import steady_growth
 

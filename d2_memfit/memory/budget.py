@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from .caches import limit_onednn_cache
 from .host import available_host_bytes
-from .meter import process_memory
+from .readings import process_memory
 
 __all__ = [
     "auto_budget_gb",

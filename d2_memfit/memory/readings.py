@@ -1,0 +1,97 @@
+# Copyright (c) the d2_memfit developers.
+"""Readings of the memory that the process takes of the host and of a device."""
+
+import ctypes
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+__all__ = ["DeviceMemory", "ProcessMemory", "device_memory", "process_memory", "used_bytes"]
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Memory of this process, in bytes; 0 if the system is not Linux."""
+
+    resident_bytes: int  # in RAM
+    peak_resident_bytes: int
+    data_bytes: int  # private and writable, touched or not; limited by RLIMIT_DATA
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a device that this process takes, in bytes."""
+
+    allocated_bytes: int  # in tensors; on the CPU, the process's RAM
+    reserved_bytes: int  # taken from the system; on the CPU, limited by RLIMIT_DATA
+    peak_allocated_bytes: int  # since the process began, or since the last reset
+    peak_reserved_bytes: int  # on the CPU, the current value
+
+
+def process_memory() -> ProcessMemory:
+    status = Path("/proc/self/status")
+    text = status.read_text() if status.exists() else ""
+    kib = {
+        k: int(v) for k, v in re.findall(r"^(VmRSS|VmHWM|VmData):\s+(\d+) kB", text, re.MULTILINE)
+    }
+    return ProcessMemory(*(kib.get(key, 0) * 2**10 for key in ("VmRSS", "VmHWM", "VmData")))
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Current memory use of a device."""
+    if device.type == "cuda":
+        return DeviceMemory(
+            torch.cuda.memory_allocated(device),
+            torch.cuda.memory_reserved(device),
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.max_memory_reserved(device),
+        )
+    process = process_memory()
+    return DeviceMemory(
+        process.resident_bytes,
+        process.data_bytes,
+        process.peak_resident_bytes,
+        process.data_bytes,
+    )
+
+
+def used_bytes(device: torch.device) -> int:
+    """Bytes in use on a device, without the caches of allocators.
+
+    On the CPU it is what malloc has given out (glibc), or else the process's RAM.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if _mallinfo is None:
+        return process_memory().resident_bytes
+    info = _mallinfo()
+    return info.uordblks + info.hblkhd
+
+
+class _MallocInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc's malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _find_mallinfo() -> Optional[Callable[..., Any]]:
+    if sys.platform != "linux":
+        return None
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # from glibc 2.33 on
+    if mallinfo is not None:
+        mallinfo.restype = _MallocInfo
+    return mallinfo
+
+
+_mallinfo = _find_mallinfo()
