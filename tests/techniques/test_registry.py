@@ -116,7 +116,7 @@ def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, lo
 
 
 def test_a_technique_without_settings_is_not_planned(skeleton):
-    del skeleton.settings
+    del skeleton.enabling_settings
     cfg = tiny_cfg("faster_rcnn")
     lines = []
     plan_memory(cfg, 0.2, device="cuda", allow=["exact"], progress=lines.append)
