@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import compat
 from ..checks import check_positive_int
 from ..cost_model import CostModel
-from ..deprecation import renamed_argument
+from ..deprecation import deprecated_property, renamed_argument
 from ..job import NormalizerOptions, RecoveryOptions
 from ..precision import Precision
 from .byte_cut import ByteCut, cut_window
@@ -59,9 +59,8 @@ class AccumulatingTrainer(ResumableTrainer):
 
     The model takes a batch and returns a loss or a dict of losses. On several ranks it is wrapped
     in ``DistributedDataParallel``. Batches may be of any kind. Lists of dataset dicts, and equally
-    long columns such as (images, targets), can be cut.
-
-    In your own loop, call ``run_step`` within an ``EventStorage``, which has the iteration.
+    long columns such as (images, targets), can be cut. In your own loop, call ``run_step`` within
+    an ``EventStorage``.
 
     Args:
         model, data_loader, optimizer: as for ``SimpleTrainer``.
@@ -71,8 +70,7 @@ class AccumulatingTrainer(ResumableTrainer):
         cost_model: predicts the memory of micro-batches, which are cut to fit. It replaces
             ``micro_batch_size``.
         recovery: what to do when memory runs out; None is an error, as in Detectron2.
-        normalizers: which counts that losses are divided by are taken over all micro-batches and
-            ranks; None is the default.
+        normalizers: how counts are taken over all micro-batches and ranks; None is the default.
         loss_fn: called as ``loss_fn(model, batch)`` in place of ``model(batch)``. On several ranks
             the model is wrapped in DDP.
         clip_gradients: called once per iteration with the parameters that have gradients, such as
@@ -92,6 +90,8 @@ class AccumulatingTrainer(ResumableTrainer):
             precision; one rank cannot run the model again alone; or metrics are to be written
             asynchronously.
     """
+
+    images_per_micro_batch = deprecated_property("images_per_micro_batch", "micro_batch_size")
 
     @renamed_argument("images_per_micro_batch", "micro_batch_size")
     def __init__(

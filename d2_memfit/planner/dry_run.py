@@ -58,7 +58,7 @@ _LIKE_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.resi
 class WithoutValues(TorchDispatchMode):
     """While open, results of fake tensors are fake too.
 
-    Hollow tensors have values that do not matter, such as a model's weights. Results from them are
+    Fake tensors have values that do not matter, such as a model's weights. Results from them are
     not computed: PyTorch's meta kernels give the size. A large result gets memory that is never
     written to, so it takes addresses and no RAM. A small one is zeros. All the rest is computed, so
     labels are assigned and proposals sampled as usual.

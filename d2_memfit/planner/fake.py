@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Hollow tensors: they have sizes, but their values do not matter and are not computed."""
+"""Fake tensors: they have sizes, but their values do not matter and are not computed."""
 
 from typing import Any
 

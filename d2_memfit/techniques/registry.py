@@ -33,6 +33,21 @@ TIERS = ("exact", "precision", "recipe")
 PARTS = ("config", "model", "optimizer", "ddp", "loader", "evaluation")
 
 
+def _deprecated(enabling_settings: Any) -> Any:
+    """The class method by its name of 0.1.0, which projects call as ``super().settings``."""
+
+    def settings(cls: type["Technique"], cfg: CfgNode) -> dict[str, Any]:
+        warnings.warn(
+            "Technique.settings is deprecated: call enabling_settings",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        found: dict[str, Any] = enabling_settings.__func__(cls, cfg)
+        return found
+
+    return classmethod(settings)
+
+
 class Technique:
     """One way to use less memory: config keys that turn it on, and what it does to a part of a job.
 
@@ -68,13 +83,16 @@ class Technique:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "settings" in vars(cls):
+        own = vars(cls)
+        if "settings" in own and "enabling_settings" not in own:
             warnings.warn(
                 f"{cls.__name__}.settings is deprecated: call it enabling_settings",
                 DeprecationWarning,
                 stacklevel=2,
             )
-            cls.enabling_settings = cls.settings  # type: ignore[method-assign]
+            cls.enabling_settings = own["settings"]  # type: ignore[method-assign]
+        elif "enabling_settings" in own and "settings" not in own:
+            cls.settings = _deprecated(own["enabling_settings"])
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -88,15 +106,7 @@ class Technique:
         """
         return {}
 
-    @classmethod
-    def settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        """Deprecated name of :meth:`enabling_settings`."""
-        warnings.warn(
-            "Technique.settings is deprecated: call enabling_settings",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return cls.enabling_settings(cfg)
+    settings = _deprecated(enabling_settings)
 
     @classmethod
     def is_on(cls, cfg: CfgNode) -> bool:

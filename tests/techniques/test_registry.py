@@ -122,3 +122,38 @@ def test_a_technique_without_settings_is_not_planned(skeleton):
     plan_memory(cfg, 0.2, device="cuda", allow=["exact"], progress=lines.append)
     assert lines
     assert not any("MyTechnique" in line for line in lines)
+
+
+def test_settings_of_0_1_0_are_enabling_settings_with_a_warning():
+    cfg = get_cfg()
+    with pytest.warns(DeprecationWarning, match="Old.settings is deprecated"):
+
+        class Old(get_technique("ActivationCheckpointing")):
+            key = "A"
+
+            @classmethod
+            def settings(cls, cfg):
+                return {**super().settings(cfg), cls.key: 1}
+
+    class Child(Old):
+        key = "B"
+
+    theirs = {"MEMFIT.CHECKPOINT.MODULES": ["all"]}
+    with pytest.warns(DeprecationWarning, match="Technique.settings is deprecated"):
+        assert Old.enabling_settings(cfg) == {**theirs, "A": 1}
+    with pytest.warns(DeprecationWarning, match="Technique.settings is deprecated"):
+        assert Child.enabling_settings(cfg) == {**theirs, "B": 1}
+
+
+def test_a_technique_for_both_releases_keeps_both_names():
+    class Both(Technique):
+        @classmethod
+        def settings(cls, cfg):
+            return {"OLD": True}
+
+        @classmethod
+        def enabling_settings(cls, cfg):
+            return {"NEW": True}
+
+    assert Both.settings(get_cfg()) == {"OLD": True}
+    assert Both.enabling_settings(get_cfg()) == {"NEW": True}
