@@ -5,7 +5,10 @@ import difflib
 import math
 import numbers
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any
+
+from detectron2.config import CfgNode
 
 from .errors import ConfigError
 
@@ -17,7 +20,14 @@ __all__ = [
     "check_positive_number",
     "check_strings",
     "did_you_mean",
+    "suggestion",
+    "value_of",
 ]
+
+
+def value_of(cfg: CfgNode, key: str) -> Any:
+    """The value of a whole key, such as SOLVER.MAX_ITER."""
+    return reduce(getattr, key.split("."), cfg)
 
 
 def check_int(name: str, value: object, at_least: int) -> None:
@@ -60,6 +70,10 @@ def check_strings(name: str, value: Any) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Text for an error about an unknown name: " (near: ...)", or nothing."""
-    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
-    return f" (near: {', '.join(matches)})" if matches else ""
+    """Text for an error about an unknown name: " (did you mean ...?)", or nothing."""
+    return suggestion(difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff))
+
+
+def suggestion(names: Sequence[str]) -> str:
+    """The same text, with these names."""
+    return f" (did you mean {' or '.join(names)}?)" if names else ""

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -25,6 +26,7 @@ from .doctor import examine
 from .draw import draw_predictions
 from .engine import MemfitCheckpointer, usable_device
 from .errors import ConfigError, exit_on_error
+from .files import whole_file
 from .job import Job
 from .job_options import add_job_options, job_of, load_any_config
 from .measure.session import measure_gpu
@@ -34,7 +36,7 @@ from .planner import DryJob, Plan, plan_memory
 from .planner.drawing import draw_estimate, draw_plan
 from .planner.estimate import run_dry
 from .planner.memory_viz import write_memory_snapshot
-from .planner.plan_file import lazy_file, planned_yaml, write_whole
+from .planner.plan_file import lazy_file, planned_yaml
 from .planner.text import describe_estimate, describe_plan
 from .projects import find_function
 
@@ -133,14 +135,20 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
 
 def _examine(args: argparse.Namespace) -> None:
     args.json = False
-    job = job_of(args, load_any_config(args, opts_of_card(args.card, args.opts), _say))
-    trainer = find_function(args.trainer, "--trainer") if args.trainer else None
+    job, trainer = _job_and_trainer(args)
+    remake = partial(_job_and_trainer, args) if job.ranks > 1 else None
     is_well = True
-    for finding in examine(job, trainer):
+    for finding in examine(job, trainer, remake):
         print(finding, flush=True)
-        is_well &= finding.is_well
+        is_well &= finding.is_well is not False
     if not is_well:
         sys.exit(_UNWELL)
+
+
+def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
+    cfg = load_any_config(args, opts_of_card(args.card, args.opts), _say)
+    trainer = find_function(args.trainer, "--trainer") if args.trainer else None
+    return job_of(args, cfg), trainer
 
 
 def _ask(args: argparse.Namespace) -> None:
@@ -181,7 +189,8 @@ def _ask(args: argparse.Namespace) -> None:
     if args.output is not None and plan.fits:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
-        write_whole(args.output, text or planned_yaml(cfg, plan))
+        with whole_file(str(args.output), "w") as file:
+            file.write(text or planned_yaml(cfg, plan))
     print(_json(plan) if args.json else describe_plan(plan))
     if not plan.fits:
         sys.exit(_DOES_NOT_FIT)
@@ -229,11 +238,10 @@ def _opts_of_budget(args: argparse.Namespace) -> list[str]:
     if card is not None or others:
         other = f"--card {card}" if card is not None else others[0]
         raise ConfigError(f"--budget {budget} and {other} are two budgets: name one")
-    if budget.upper().endswith("GB"):
-        _say(f"--budget {budget} is deprecated, for a card of that size take --card {budget}")
-        return opts_of_card(budget, args.opts)
     if budget != "auto" and not _is_number(budget):
-        raise ConfigError(f"--budget must be a number of GB, such as 6, got {budget!r}")
+        raise ConfigError(
+            f"--budget must be a number of GB, such as 6, got {budget!r}. A card is --card 6GB"
+        )
     here = ["MODEL.DEVICE", "cpu"] if budget == "auto" and args.device == "cpu" else []
     return ["MEMFIT.BUDGET_GB", budget, *here]
 

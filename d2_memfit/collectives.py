@@ -1,12 +1,15 @@
 # Copyright (c) the d2_memfit developers.
 """Detection of calls that communicate with other ranks, whatever library makes them."""
 
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Optional
 
 import torch
@@ -16,43 +19,24 @@ from torch import nn
 __all__ = [
     "Collective",
     "Place",
+    "PretendedRanks",
     "noticed_collectives",
-    "noticed_questions",
     "place_of_caller",
-    "pretended_ranks",
 ]
 
 if dist.is_available():
     import torch.distributed.nn  # its functions' default group is the group at import
 
-# The methods behind torch.distributed's functions, with the names that users know.
-_METHODS = {
+# The methods behind torch.distributed's functions, and the names by which users know some.
+_METHOD = re.compile(r"_?(all|barrier|broadcast|gather|monitored_barrier|recv|reduce|scatter|send)")
+_NAMES = {
     "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce_coalesced",
     "allgather": "all_gather",
     "_allgather_base": "all_gather_into_tensor",
     "all_gather_single": "all_gather_into_tensor",
-    "allgather_coalesced": "all_gather_coalesced",
-    "allgather_into_tensor_coalesced": "all_gather_into_tensor",
-    "all_gather_single_coalesced": "all_gather_into_tensor",
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single",
-    "all_to_all_single": "all_to_all_single",
-    "barrier": "barrier",
-    "monitored_barrier": "monitored_barrier",
-    "broadcast": "broadcast",
-    "gather": "gather",
-    "gather_single": "gather",
-    "reduce": "reduce",
-    "reduce_scatter": "reduce_scatter",
     "_reduce_scatter_base": "reduce_scatter_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor",
-    "scatter": "scatter",
-    "send": "send",
-    "recv": "recv",
-    "recv_anysource": "recv",
 }
 # Functional collectives are operators, which find their group without Python.
 _OPERATORS = (
@@ -92,7 +76,8 @@ class Collective:
         name: as in ``torch.distributed``.
         place: where the model's code calls it.
         module: class of the innermost module that calls it.
-        tensors: the tensors that are sent; an in-place call changes them.
+        tensors: the tensors that the call changes in place.
+        sent: the tensors that it sends, if they are others, as in an all_gather.
         num_ranks: ranks of its group.
         is_sum: True for a sum over ranks, False for a mean; None for others.
         is_differentiable: whether gradients flow through it.
@@ -102,6 +87,7 @@ class Collective:
     place: Place
     module: str
     tensors: Sequence[torch.Tensor]
+    sent: Sequence[torch.Tensor]
     num_ranks: int
     is_sum: Optional[bool]
     is_differentiable: bool
@@ -116,6 +102,18 @@ class Collective:
             and self.tensors[0].numel() <= _MOST_COUNTS
             and self.tensors[0].dtype != torch.bool
         )
+
+    def run_alone(self) -> bool:
+        """Answer as if all ranks had sent what this one sends; return whether that is possible."""
+        if self.name in ("all_gather", "all_gather_into_tensor") and len(self.sent) == 1:
+            for received in self.tensors:
+                received.view(-1, *self.sent[0].shape).copy_(self.sent[0])
+        elif self.name in ("all_reduce", "all_reduce_coalesced", "reduce"):
+            for tensor in self.tensors if self.is_sum else ():
+                tensor.mul_(self.num_ranks)
+        else:
+            return self.name in ("barrier", "broadcast", "monitored_barrier")
+        return True
 
     def __str__(self) -> str:
         file, line = self.place[0] if self.place else ("a file that is not known", 0)
@@ -138,9 +136,9 @@ def noticed_collectives(handle: Handler) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        for method, name in _METHODS.items():
-            if hasattr(dist.ProcessGroup, method):
-                stack.enter_context(_replaced(dist.ProcessGroup, method, _method(name, handle)))
+        for name in filter(_METHOD.match, dir(dist.ProcessGroup)):
+            replacement = _method(_NAMES.get(name, name), handle)
+            stack.enter_context(_replaced(dist.ProcessGroup, name, replacement))
         functional = getattr(torch.ops, "_c10d_functional", None)
         for name in _OPERATORS:
             if functional is not None and hasattr(functional, name):
@@ -148,40 +146,56 @@ def noticed_collectives(handle: Handler) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def pretended_ranks(num_ranks: int) -> Iterator[None]:
-    """While open, code that asks is told that there are ``num_ranks`` ranks, and that it is rank 0.
+class PretendedRanks:
+    """Tells code on one rank that there are two, so that it adds up its counts over ranks.
 
-    Open :func:`noticed_collectives` too, with a handler for all collectives: there is no group to
-    run them.
+    A function that cannot work so is told the truth: see :meth:`spare`. While it is told
+    otherwise, open :func:`noticed_collectives` too, because there is no group to run collectives.
+
+    Attributes:
+        was_asked: whether code has asked for ranks.
     """
-    original = dist.GroupMember.WORLD
-    dist.GroupMember.WORLD = dist.ProcessGroup(0, num_ranks)  # type: ignore[call-arg, arg-type]
-    try:
-        yield
-    finally:
-        dist.GroupMember.WORLD = original
 
+    NUM_RANKS = 2
 
-@contextmanager
-def noticed_questions() -> Iterator[list[bool]]:
-    """While open, the list gets an entry each time code asks whether there are ranks."""
-    asked: list[bool] = []
-    if not dist.is_available():
-        yield asked
-        return
-    kind = type(dist.GroupMember)  # all queries of torch.distributed end at its WORLD
-    original = vars(kind)["WORLD"]
+    def __init__(self) -> None:
+        self._asked: set[CodeType] = set()
+        self._spared: set[CodeType] = set()
 
-    def noticed(_: Any) -> property:
-        def get(cls: Any) -> Any:
-            asked.append(True)
-            return original.fget(cls)
+    @property
+    def was_asked(self) -> bool:
+        return len(self._asked) > 0
 
-        return property(get, original.fset)
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """While open, code that asks is told that there are two ranks, and that it is rank 0."""
+        pretended = dist.ProcessGroup(0, self.NUM_RANKS)  # type: ignore[call-arg, arg-type]
 
-    with _replaced(kind, "WORLD", noticed):
-        yield asked
+        def told(original: Any) -> property:
+            def get(group_member: Any) -> Any:
+                # Often a helper, is_dist_avail_and_initialized(), and the code that calls it.
+                askers = {frame.f_code for frame in islice(_callers(), 2)}
+                self._asked |= askers
+                return original.fget(group_member) if askers & self._spared else pretended
+
+            return property(get, original.fset)
+
+        # All questions to torch.distributed end at the attribute WORLD of this class.
+        with _replaced(type(dist.GroupMember), "WORLD", told):
+            yield
+
+    def spare(self, error: BaseException) -> bool:
+        """Tell the innermost function that asked for ranks, and led to an error, the truth.
+
+        Returns:
+            bool: whether there is one. If not, the error has another cause.
+        """
+        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+            code = frame.f_code
+            if code in self._asked and code not in self._spared:
+                self._spared.add(code)
+                return True
+        return False
 
 
 def place_of_caller(depth: int = 3) -> Place:
@@ -190,24 +204,31 @@ def place_of_caller(depth: int = 3) -> Place:
     The result is the same on all machines, wherever the code is installed.
     """
     place: list[tuple[str, int]] = []
-    for frame in _frames():
-        file = frame.f_code.co_filename
-        if not any(part in file for part in _PASSED_ON):
-            place.append(("/".join(Path(file).parts[-2:]), frame.f_lineno))
-        is_over = place and file.startswith(_PACKAGE)  # the trainer, which calls the model
-        if is_over or len(place) == depth:
-            break
+    for frame in islice(_callers(), depth):
+        place.append(("/".join(Path(frame.f_code.co_filename).parts[-2:]), frame.f_lineno))
     return tuple(place)
 
 
+def _callers() -> Iterator[FrameType]:
+    """Frames of the model's code, innermost first, up to the trainer that calls the model."""
+    is_in_model = False
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if not any(part in file for part in _PASSED_ON):
+            is_in_model = True
+            yield frame
+        elif is_in_model and file.startswith(_PACKAGE):
+            return
+
+
 def _frames() -> Iterator[FrameType]:
-    frame: Optional[FrameType] = sys._getframe(2)
+    frame: Optional[FrameType] = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _collective(name: str, given: Any, num_ranks: int, op: Any) -> Collective:
+def _collective(name: str, args: Sequence[Any], num_ranks: int) -> Collective:
     module, is_differentiable = "no module", False
     for frame in _frames():
         owner = frame.f_locals.get("self")
@@ -216,14 +237,16 @@ def _collective(name: str, given: Any, num_ranks: int, op: Any) -> Collective:
             break
         # The forward of a function with its own backward.
         is_differentiable |= frame.f_code.co_filename == _FUNCTION
-    tensors = _flat(given)
+    tensors, sent = _flat(args[:1]), _flat(args[1:2])
+    op = getattr(args[1], "reduceOp", args[1]) if len(args) > 1 else None
     return Collective(
         name,
         place_of_caller(),
         module,
         tensors,
+        sent,
         num_ranks,
-        _is_sum(op) if name in ("all_reduce", "reduce") else None,
+        _is_sum(op) if "reduce" in name and not sent else None,
         is_differentiable or any(t.requires_grad for t in tensors),
     )
 
@@ -231,8 +254,7 @@ def _collective(name: str, given: Any, num_ranks: int, op: Any) -> Collective:
 def _method(name: str, handle: Handler) -> Callable[..., Any]:
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            op = getattr(args[1], "reduceOp", None) if len(args) > 1 else None
-            call = _collective(name, args[:1], group.size(), op)
+            call = _collective(name, args, group.size())
             return _Done() if handle(call) else original(group, *args, **kwargs)
 
         return method
@@ -243,9 +265,8 @@ def _method(name: str, handle: Handler) -> Callable[..., Any]:
 def _operator(name: str, handle: Handler) -> Callable[..., Any]:
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         def operator(*args: Any, **kwargs: Any) -> Any:
-            op = args[1] if len(args) > 1 else None
             ranks = dist.get_world_size() if dist.is_initialized() else 1
-            call = _collective(name, args[:1], ranks, op)
+            call = _collective(name, args, ranks)
             if name == "all_reduce":  # not in place, and may be a count
                 call.tensors = [call.tensors[0].detach().clone()]
             if not handle(call):

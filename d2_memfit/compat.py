@@ -7,6 +7,7 @@ and nowhere else, but for what a class of ours inherits. ``tests/test_compat.py`
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,15 +18,22 @@ import detectron2
 import torch.distributed as dist
 from detectron2.data.common import _MapIterableDataset
 from detectron2.data.samplers import TrainingSampler
-from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, defaults
+from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase
 from detectron2.engine.defaults import create_ddp_model as _create_ddp_model
-from detectron2.engine.hooks import EvalHook, PeriodicWriter
+from detectron2.engine.hooks import (
+    BestCheckpointer,
+    EvalHook,
+    PeriodicCheckpointer,
+    PeriodicWriter,
+)
 from detectron2.layers import mask_ops
 from detectron2.utils import comm, events
 from detectron2.utils.events import EventStorage, EventWriter, get_event_storage
 from fvcore.common.registry import Registry
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from .patching import replaced_functions
 
 # Main saves optimizer and scaler with DefaultTrainer's state, v0.6 only iteration and hooks.
 SAVES_INNER_TRAINER = "state_dict" in vars(DefaultTrainer)
@@ -98,6 +106,13 @@ def hooks_of(trainer: TrainerBase) -> list[HookBase]:
 def writers_of(trainer: TrainerBase) -> list[EventWriter]:
     """The writers of a trainer's ``PeriodicWriter``."""
     return [w for h in trainer._hooks if isinstance(h, PeriodicWriter) for w in h._writers]
+
+
+def saving_periods(trainer: TrainerBase) -> set[int]:
+    """Iterations between the checkpoints of each hook of a trainer that saves some."""
+    best = {hook._period for hook in trainer._hooks if isinstance(hook, BestCheckpointer)}
+    periodic = {hook.period for hook in trainer._hooks if isinstance(hook, PeriodicCheckpointer)}
+    return {period for period in best | periodic if period > 0}
 
 
 def replace_evaluations(trainer: TrainerBase, wrap: Callable[[Any], Any]) -> None:
@@ -186,33 +201,17 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def patched_default_trainer(
-    create_trainer: Callable[..., Any],
-    create_checkpointer: Callable[..., Any],
-    ddp_options: dict[str, Any],
-) -> Iterator[None]:
-    """While open, ``DefaultTrainer.__init__`` makes its parts with the functions given here.
-
-    Neither release has a hook for this. Replacing the parts later would start the data loader's
-    workers twice on v0.6. Hooks built in between would keep the old parts.
+def ddp_made_with(options: dict[str, Any]) -> Iterator[None]:
+    """While open, ``create_ddp_model`` takes these options too, wherever it was imported to.
 
     Args:
-        create_trainer: called as ``create_trainer(model, data_loader, optimizer)``.
-        create_checkpointer: called like :class:`DetectionCheckpointer`.
-        ddp_options: keyword arguments of ``DistributedDataParallel``, in addition to Detectron2's.
+        options: keyword arguments of ``DistributedDataParallel``, in addition to the caller's.
     """
-    parts = {
-        "SimpleTrainer": create_trainer,
-        "AMPTrainer": create_trainer,
-        "DetectionCheckpointer": create_checkpointer,
-        "create_ddp_model": partial(create_ddp_model, **ddp_options),
-    }
-    originals = {name: getattr(defaults, name) for name in parts}
-    try:
-        vars(defaults).update(parts)
+    name = "create_ddp_model"
+    modules = [m for m in list(sys.modules.values()) if hasattr(m, "__dict__")]
+    files = [m for m in modules if vars(m).get(name) is _create_ddp_model]
+    with replaced_functions(files, {name: lambda _: partial(create_ddp_model, **options)}):
         yield
-    finally:
-        vars(defaults).update(originals)
 
 
 def create_local_process_group(ranks_per_machine: int) -> None:

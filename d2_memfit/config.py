@@ -22,7 +22,7 @@ from .checks import (
 from .config_files import find_config_file
 from .config_keys import default_keys, keys_of
 from .cost_model import check_cost_model
-from .errors import ConfigError
+from .errors import ConfigError, UnknownKeyError
 from .memory import check_budget
 from .presets import budget_of_preset
 from .techniques import TECHNIQUES, TIERS
@@ -252,15 +252,18 @@ def _explained(cfg: CN, where: str = "") -> Iterator[None]:
         yield
     except (AssertionError, KeyError, OSError, ValueError, yaml.YAMLError) as e:
         text = " ".join(str(e.args[0] if isinstance(e, KeyError) and e.args else e).split())
+        kind = ConfigError
         unknown = re.search(r"Non-existent.* key: (\S+)", text)
         if unknown:
-            text = _no_such_key(unknown[1], cfg)
+            kind, text = UnknownKeyError, _no_such_key(unknown[1], cfg)
         mismatch = re.search(
             r"<class '[\w.]*?(\w+)'> vs.* \(.* vs\. (.*)\) for config key: (\S+)", text
         )
+        if isinstance(e, FileNotFoundError):
+            text = f"its _BASE_ {e.filename} does not exist"
         if mismatch:
             text = f"{mismatch[3]} must be of type {mismatch[1]}, got {mismatch[2]}"
-        raise ConfigError(where + text) from e
+        raise kind(where + text) from e
     except RecursionError as e:
         raise ConfigError(f"{where}its _BASE_ leads back to itself, or too far") from e
     except (AttributeError, TypeError) as e:  # from looking for keys in what has none

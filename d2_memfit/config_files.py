@@ -8,7 +8,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.utils.file_io import PathManager
 
-from .checks import did_you_mean
+from .checks import did_you_mean, suggestion
 from .errors import ConfigError
 from .yaml_arithmetic import arithmetic_in_yaml
 
@@ -49,7 +49,7 @@ def find_config_file(name: str, suffix: str = ".yaml") -> str:
                 return str(file)
     names = config_names(suffix)
     same = [n for n in names if Path(n).stem == Path(name).stem]  # in any folder of the zoo
-    hint = f" (near: {', '.join(same)})" if same else did_you_mean(name, names, cutoff=0.5)
+    hint = suggestion(same) or did_you_mean(name, names, cutoff=0.5)
     raise ConfigError(
         f"--config-file {name!r} does not exist, as a file or as a config of the zoo{hint}. An "
         f"example is {_EXAMPLE}"

@@ -36,7 +36,8 @@ _C.MEMFIT.BUDGET_GB = None
 # A budget by the size that is printed on a card, such as "6GB", instead of BUDGET_GB. "" is none.
 # presets.py lists the sizes, and how much of each a process can use. --card 6GB sets the same.
 _C.MEMFIT.PRESET = ""
-# Whether SIGTERM, SIGINT and SIGUSR2 end the run after the current iteration, with a checkpoint.
+# Whether SIGTERM, SIGINT, SIGUSR2 and SIGHUP end the run after the current iteration, with a
+# checkpoint.
 _C.MEMFIT.STOP_ON_SIGNALS = True
 
 _C.MEMFIT.COST_MODEL = CN()
@@ -73,9 +74,9 @@ _C.MEMFIT.OOM.COMMUNICATING_MODULES = []
 
 _C.MEMFIT.NORMALIZERS = CN()
 # Which counts in losses come from the whole effective batch, if it goes through the model in
-# several micro-batches. "window": counts that the model adds up over ranks, the weights of weighted
-# means, and what the model asks window_count for. "exact": the sizes of plain means too, such as
-# the proposals of R-CNN, at the cost of one more forward. "off": none.
+# several micro-batches. "window": those that the model adds up over ranks, that an adapter or
+# window_count declares, and the weights of weighted means; each is tested first. "exact": the means
+# of R-CNN's heads too, at the cost of one more forward. "off": none.
 _C.MEMFIT.NORMALIZERS.POLICY = "window"
 # Losses that a model divides by the number of annotated objects in its batch, without adding it up
 # over ranks. Each entry is a pair of a pattern of their names and "objects", such as

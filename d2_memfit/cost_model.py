@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The bytes that a micro-batch needs, predicted from its images' sizes and objects."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -47,11 +48,16 @@ class Padding:
             squares.append(constraints.get("square_size", 0))
         return cls(max(divisors), max(squares))
 
-    def pixels(self, height: int, width: int) -> int:
-        """Padded pixels of one image in a batch with this largest height and width."""
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Padded height and width of a batch with this largest height and width, in pixels."""
         if self.square:
-            return self.square**2
-        return -(-height // self.divisor) * -(-width // self.divisor) * self.divisor**2
+            return self.square, self.square
+        d = self.divisor
+        return -(-height // d) * d, -(-width // d) * d
+
+    def pixels(self, height: int, width: int) -> int:
+        """Padded pixels of one image in such a batch."""
+        return math.prod(self.size(height, width))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from detectron2.modeling.roi_heads.box_head import ROI_BOX_HEAD_REGISTRY
 from detectron2.modeling.roi_heads.keypoint_head import ROI_KEYPOINT_HEAD_REGISTRY
 from detectron2.modeling.roi_heads.mask_head import ROI_MASK_HEAD_REGISTRY
 from fvcore.common.registry import Registry
+from PIL import Image
 
-from .checks import check_choice, check_int, check_positive_number, did_you_mean
+from .checks import check_choice, check_int, check_positive_number, did_you_mean, value_of
 from .data import shorter_sides
 from .errors import ConfigError
 
@@ -22,6 +23,22 @@ __all__ = ["check_data_keys", "check_model_keys", "check_solver_keys"]
 _DEPTHS = (18, 34, 50, 101, 152)
 _SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
 _CROPS = ("relative_range", "relative", "absolute", "absolute_range")
+_SHARES = (
+    "MODEL.RPN.NMS_THRESH",
+    "MODEL.ROI_HEADS.NMS_THRESH_TEST",
+    "MODEL.ROI_HEADS.SCORE_THRESH_TEST",
+    "MODEL.RETINANET.NMS_THRESH_TEST",
+    "MODEL.RETINANET.SCORE_THRESH_TEST",
+)
+_NOT_NEGATIVE = (
+    "SOLVER.WEIGHT_DECAY",
+    "SOLVER.GAMMA",
+    "SOLVER.WARMUP_FACTOR",
+    "SOLVER.BIAS_LR_FACTOR",
+)
+_STAGES = 5  # of a ResNet that can be frozen: the stem and res2 to res5
+_FORMATS = (*Image.MODES, "BGR", "YUV-BT.601")
+_LARGEST_SEED = 2**32 - 2**16  # NumPy's, with room for the ranks, which add their numbers
 _SCHEDULES = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR")
 
 
@@ -44,9 +61,15 @@ def check_model_keys(cfg: CfgNode) -> None:
     if "resnet" in model.BACKBONE.NAME and model.RESNETS.DEPTH not in _DEPTHS:
         depths = ", ".join(map(str, _DEPTHS))
         raise ConfigError(f"MODEL.RESNETS.DEPTH must be one of {depths}, got {model.RESNETS.DEPTH}")
+    if "resnet" in model.BACKBONE.NAME and not 0 <= model.BACKBONE.FREEZE_AT <= _STAGES:
+        stages = model.BACKBONE.FREEZE_AT
+        raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT must be 0 to {_STAGES}, got {stages}")
     for key in ("PIXEL_MEAN", "PIXEL_STD"):
         if not _are_finite(model[key]) or len(model[key]) != len(model.PIXEL_MEAN):
             raise ConfigError(f"MODEL.{key} must be a finite number a channel, got {model[key]}")
+    for key in _SHARES:
+        if not 0 <= value_of(cfg, key) <= 1:
+            raise ConfigError(f"{key} must be 0 to 1, got {value_of(cfg, key)}")
     if 0 in model.PIXEL_STD:
         raise ConfigError(f"MODEL.PIXEL_STD must not be 0, got {model.PIXEL_STD}")
 
@@ -62,6 +85,9 @@ def _check_roi_heads(model: CfgNode) -> None:
     if model.KEYPOINT_ON:
         node, registry = model.ROI_KEYPOINT_HEAD, ROI_KEYPOINT_HEAD_REGISTRY
         _check_registered("MODEL.ROI_KEYPOINT_HEAD", node, "NAME", registry)
+    for head in ("BOX", "MASK", "KEYPOINT"):
+        key = f"ROI_{head}_HEAD.POOLER_RESOLUTION"
+        check_int(f"MODEL.{key}", value_of(model, key), at_least=1)
     check_int("MODEL.ROI_HEADS.NUM_CLASSES", model.ROI_HEADS.NUM_CLASSES, at_least=1)
     per_image = model.ROI_HEADS.BATCH_SIZE_PER_IMAGE
     check_int("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", per_image, at_least=1)
@@ -74,6 +100,7 @@ def check_data_keys(cfg: CfgNode) -> None:
     """Raise :class:`ConfigError` on the first value that Detectron2's loaders cannot use."""
     check_int("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS, at_least=0)
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, _SAMPLERS)
+    check_choice("INPUT.FORMAT", cfg.INPUT.FORMAT, _FORMATS)
     check_choice("INPUT.MASK_FORMAT", cfg.INPUT.MASK_FORMAT, ("polygon", "bitmask"))
     check_choice("INPUT.RANDOM_FLIP", cfg.INPUT.RANDOM_FLIP, ("none", "horizontal", "vertical"))
     sampling = cfg.INPUT.MIN_SIZE_TRAIN_SAMPLING
@@ -103,7 +130,14 @@ def check_data_keys(cfg: CfgNode) -> None:
 def check_solver_keys(cfg: CfgNode) -> None:
     """Raise :class:`ConfigError` on the first value that would end training later."""
     solver = cfg.SOLVER
+    if cfg.SEED > _LARGEST_SEED:
+        raise ConfigError(f"SEED must be at most {_LARGEST_SEED}, got {cfg.SEED}")
     check_int("SOLVER.CHECKPOINT_PERIOD", solver.CHECKPOINT_PERIOD, at_least=1)
+    check_int("TEST.EVAL_PERIOD", cfg.TEST.EVAL_PERIOD, at_least=0)
+    check_int("VIS_PERIOD", cfg.VIS_PERIOD, at_least=0)
+    for key in _NOT_NEGATIVE:
+        if not 0 <= value_of(cfg, key) < math.inf:
+            raise ConfigError(f"{key} must be a number from 0, got {value_of(cfg, key)}")
     check_int("SOLVER.WARMUP_ITERS", solver.WARMUP_ITERS, at_least=0)
     check_positive_number("SOLVER.BASE_LR", solver.BASE_LR)
     check_choice("SOLVER.LR_SCHEDULER_NAME", solver.LR_SCHEDULER_NAME, _SCHEDULES)

@@ -2,6 +2,7 @@
 """Errors that a user can fix. The message names the key or file, the value, and what to do."""
 
 import functools
+import signal
 import sys
 from typing import Any, Callable
 
@@ -15,13 +16,14 @@ __all__ = [
     "HostMemoryError",
     "MemfitError",
     "OutOfMemoryError",
+    "RankError",
+    "UnknownKeyError",
     "exit_on_error",
+    "mark_as_logged",
     "one_line",
 ]
 
-
-# Exit statuses for SIGINT, SIGUSR2 and SIGTERM: a rank ended because of a signal.
-_STOPPED = (130, 140, 143)
+_LOGGED = "_d2_memfit_logged"
 
 
 class MemfitError(Exception):
@@ -30,6 +32,10 @@ class MemfitError(Exception):
 
 class ConfigError(MemfitError, ValueError):
     """A config key, or the corresponding argument, has a value that cannot work."""
+
+
+class UnknownKeyError(ConfigError):
+    """A config file or a command names a key that the config does not have."""
 
 
 class DataError(MemfitError, RuntimeError):
@@ -44,20 +50,40 @@ class HostMemoryError(MemfitError, RuntimeError):
     """The data loader ran out of the host's memory. It is not tried again."""
 
 
+class RankError(MemfitError, RuntimeError):
+    """Another rank has ended, and this one cannot go on."""
+
+
 class OutOfMemoryError(MemfitError, torch.OutOfMemoryError):
     """Memory ran out again after all recovery that the config allows."""
 
 
-def one_line(error: MemfitError) -> str:
-    """An error's message, without the traceback that a worker of the data loader adds."""
-    return str(error).rpartition(f"{type(error).__name__}: ")[2].rstrip()
+def one_line(error: BaseException) -> str:
+    """An error's message, without the traceback that a worker of the data loader adds.
+
+    Other line breaks are in a name or value, but for those of a final :class:`OutOfMemoryError`.
+    """
+    text = str(error).rstrip()
+    if "Original Traceback" in text:
+        text = text.splitlines()[-1]
+    text = text.rpartition(f"{type(error).__name__}: ")[2]
+    if not isinstance(error, OutOfMemoryError):
+        text = text.replace("\n", "\\n")
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def mark_as_logged(error: BaseException) -> None:
+    """Say that the log has an error's traceback, so that a command need not show it."""
+    setattr(error, _LOGGED, True)
 
 
 def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the main function of a tool, and the main function of its ranks.
 
-    A :class:`MemfitError` is printed as one line, and the exit status is 2. If a rank ends this
-    way, the process that started it ends with the same status.
+    A :class:`MemfitError` is printed as one line, and the exit status is 2. Any other error whose
+    traceback is in the log is printed as one line too, and the status is 1. If a rank ends this
+    way, the process that started it ends with the same status. If a signal ended a rank, one line
+    names both, and the status is 128 + its number.
     """
 
     @functools.wraps(main)
@@ -67,9 +93,29 @@ def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
         except MemfitError as e:
             print(f"error: {one_line(e)}", file=sys.stderr)
             sys.exit(2)
-        except ProcessExitedException as e:
-            if e.exit_code not in (2, *_STOPPED):
-                print(f"error: {e}", file=sys.stderr)
-            sys.exit(e.exit_code)
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
+        except ProcessExitedException as e:  # a rank that ended by itself has said why
+            if e.exit_code < 0:
+                print(f"error: {_killed(e.error_index, -e.exit_code)}", file=sys.stderr)
+            sys.exit(e.exit_code if e.exit_code >= 0 else 128 - e.exit_code)
+        except Exception as e:
+            if not hasattr(e, _LOGGED):
+                raise
+            print(f"error: {type(e).__name__}: {one_line(e)}", file=sys.stderr)
+            sys.exit(1)
 
     return main_without_traceback
+
+
+def _killed(rank: int, number: int) -> str:
+    advice = ""
+    if number == signal.SIGKILL:
+        advice = (
+            ", by a person, or by the kernel because RAM is full (dmesg tells). Then lower "
+            "DATALOADER.NUM_WORKERS, or set MEMFIT.HOST.BUDGET_GB"
+        )
+    return (
+        f"rank {rank} of this machine was ended with {signal.Signals(number).name}{advice}. "
+        "--resume goes on from the last checkpoint"
+    )

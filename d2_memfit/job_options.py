@@ -4,20 +4,20 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
-from .checks import check_positive_int
+from .checks import check_positive_int, value_of
 from .config import load_cfg
 from .config_files import find_config_file
-from .errors import ConfigError
+from .errors import ConfigError, UnknownKeyError
 from .job import Job
 from .job.batches import GivenBatches
 from .job.lazy import load_lazy_config, overrides_of, with_overrides
 from .options import add_options, check_opts, opts_of_settings, settings_of_data
-from .projects import add_project_options, find_function
+from .projects import PROJECT, add_project_options, find_function, projects_of
 
 __all__ = ["add_job_options", "job_of", "load_any_config"]
 
@@ -67,16 +67,25 @@ def load_any_config(
     if args.config_file.endswith(".py"):
         return _load_lazy(args, opts)
     check_opts(args.opts)
-    add_keys = [find_function(name) for name in args.project]
     if not args.project:  # a project may set everything in its keys
         find_config_file(args.config_file)
-    if args.trainer:
-        find_function(args.trainer, "--trainer")  # importing it registers what the config names
+    output = sys.stderr if args.json else sys.stdout
+    # Importing the trainer also registers what the config names.
+    guessed = projects_of(args.trainer) if args.trainer else []
+    if guessed and not args.project:
+        print(f"Keys of the project: --project {' --project '.join(guessed)}", file=output)
+    add_keys = [find_function(name) for name in args.project or guessed]
     opts = [*opts, *args.opts]
-    settings = settings_of_data(args.coco, args.config_file, opts, add_keys, progress=say)
-    for setting in settings:
-        print(f"From the data: {setting}", file=sys.stderr if args.json else sys.stdout)
-    return load_cfg(args.config_file, [*opts_of_settings(settings), *opts], add_keys)
+    try:
+        settings = settings_of_data(args.coco, args.config_file, opts, add_keys, progress=say)
+        for setting in settings:
+            print(f"From the data: {setting}", file=output)
+        return load_cfg(args.config_file, [*opts_of_settings(settings), *opts], add_keys)
+    except UnknownKeyError as e:
+        raise ConfigError(
+            f"{e}. If it is a project's, name the function that adds it: --project "
+            f"MODULE:FUNCTION, such as {PROJECT}; or the script that trains: --trainer"
+        ) from e
 
 
 def _load_lazy(args: argparse.Namespace, opts: Sequence[str]) -> DictConfig:
@@ -88,13 +97,7 @@ def _load_lazy(args: argparse.Namespace, opts: Sequence[str]) -> DictConfig:
     args.config_file = find_config_file(args.config_file, ".py")
     cfg = load_lazy_config(args.config_file, args.opts)
     pairs = load_cfg("", opts)
-    return with_overrides(cfg, overrides_of({key: _value(pairs, key) for key in opts[::2]}))
-
-
-def _value(cfg: CfgNode, key: str) -> Any:
-    for name in key.split("."):
-        cfg = cfg[name]
-    return cfg
+    return with_overrides(cfg, overrides_of({key: value_of(pairs, key) for key in opts[::2]}))
 
 
 def job_of(args: argparse.Namespace, cfg: Config) -> Job:

@@ -44,6 +44,9 @@ def check_opts(opts: Sequence[str]) -> None:
     for key in opts[::2]:
         if key.startswith("--"):
             raise ConfigError(f"{key}: options stand before the KEY VALUE pairs")
+        name, sign, value = key.partition("=")
+        if sign:
+            raise ConfigError(f"{key}: write it with a space, {name} {value or 'VALUE'}")
     if len(opts) % 2:
         raise ConfigError(f"KEY VALUE pairs: a value is missing after {opts[-1]}")
 
@@ -128,7 +131,8 @@ def settings_of_data(
                 file = CocoFile.from_json(found)
             if checked is not None and stamp is not None:
                 checked[stamp] = asdict(file)
-            (train if trains else test).append(file)
+            train += [file] if trains else []
+            test += [file] if name in cfg.DATASETS.TEST else []
     return [*settings, *fit_to_data(cfg, train, test, given)]
 
 

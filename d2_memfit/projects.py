@@ -3,7 +3,9 @@
 
 import argparse
 import importlib
+import inspect
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, Optional
@@ -16,9 +18,9 @@ from .checks import did_you_mean
 from .compat import registry_name
 from .errors import ConfigError
 
-__all__ = ["add_project_options", "find_function", "own_registry"]
+__all__ = ["PROJECT", "add_project_options", "find_function", "own_registry", "projects_of"]
 
-_PROJECT = "detectron2.projects.point_rend:add_pointrend_config"
+PROJECT = "detectron2.projects.point_rend:add_pointrend_config"
 _TRAINER = "train_net:Trainer"
 
 
@@ -30,7 +32,7 @@ def add_project_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="MODULE:FUNCTION",
         help="a function that adds a project's keys to a config, or that returns a config with "
-        f"them, such as {_PROJECT}; may be repeated",
+        f"them, such as {PROJECT}; may be repeated",
     )
     parser.add_argument(
         "--trainer",
@@ -50,7 +52,7 @@ def find_function(name: str, option: str = "--project") -> Callable[..., Any]:
     Raises:
         ConfigError: there is no such module or function, or the module cannot be imported.
     """
-    example = _TRAINER if option == "--trainer" else _PROJECT
+    example = _TRAINER if option == "--trainer" else PROJECT
     what = "CLASS" if option == "--trainer" else "FUNCTION"
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
@@ -70,6 +72,32 @@ def find_function(name: str, option: str = "--project") -> Callable[..., Any]:
             f"{did_you_mean(function_name, dir(module))}"
         )
     return function
+
+
+def projects_of(trainer: str) -> list[str]:
+    """The functions with which a trainer's script makes its config, as values of ``--project``.
+
+    They are those that it calls by names such as ``add_maskdino_config``, in this order, and a
+    ``get_cfg`` that is not Detectron2's.
+
+    Args:
+        trainer: MODULE:CLASS.
+    """
+    find_function(trainer, "--trainer")
+    name = trainer.partition(":")[0]
+    module = sys.modules[name]
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):  # it has no file
+        return []
+    called = dict.fromkeys(re.findall(r"(?<!def )\b(get_cfg|add_\w*configs?)\(", source))
+    functions = {f: getattr(module, f, None) for f in called}
+    known = ("detectron2.config", "d2_memfit.")
+    return [
+        f"{name}:{f}"
+        for f, function in functions.items()
+        if callable(function) and not function.__module__.startswith(known)
+    ]
 
 
 def own_registry(cfg: CfgNode) -> Optional[str]:

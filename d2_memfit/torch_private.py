@@ -4,6 +4,8 @@
 PyTorch may rename them in any release: ``tests/test_torch_private.py`` says which one has moved.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.nn.modules.utils import _pair as pair
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import DeviceContext
@@ -21,6 +24,7 @@ __all__ = [
     "BatchNorm",
     "Convolution",
     "DeviceContext",
+    "Dropout",
     "TorchDispatchMode",
     "autograd_node_number",
     "buffers_by_name",
@@ -31,12 +35,14 @@ __all__ = [
     "dump_memory_snapshot",
     "has_communication_hooks",
     "is_in_backward",
+    "is_loader_worker",
     "know_as_builtin",
     "make_wrapper",
     "next_autograd_node_number",
     "pair",
     "parameters_by_name",
     "record_memory_history",
+    "replaced_cross_entropy",
     "schema",
     "storage_id",
     "tree_flatten",
@@ -44,6 +50,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "without_torch_function",
+    "workers_of",
 ]
 
 # A ``__torch_function__`` for subclasses of tensors: their results are plain tensors.
@@ -109,6 +116,25 @@ def know_as_builtin(function: Any, original: Any) -> None:
         builtins._register_builtin(function, name)
 
 
+@contextmanager
+def replaced_cross_entropy(
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Iterator[None]:
+    """While open, ``F.cross_entropy`` ends in another function than PyTorch's operator.
+
+    Args:
+        make: makes the function out of the operator, which takes logits, target, weight, reduction
+            (1 is the mean, 2 the sum), ignore_index and label_smoothing.
+    """
+    owner = torch._C._nn
+    original = owner.cross_entropy_loss
+    owner.cross_entropy_loss = make(original)
+    try:
+        yield
+    finally:
+        owner.cross_entropy_loss = original
+
+
 def has_communication_hooks(model: DistributedDataParallel) -> bool:
     """Whether gradients are reduced by functions of the user's, such as fp16_compression."""
     return bool(model._comm_hooks)
@@ -117,6 +143,16 @@ def has_communication_hooks(model: DistributedDataParallel) -> bool:
 def default_store() -> "dist.Store":
     """The key-value store through which the ranks found each other."""
     return dist.distributed_c10d._get_default_store()
+
+
+def is_loader_worker(process: Any) -> bool:
+    """Whether a process of multiprocessing is a worker of a ``DataLoader``."""
+    return getattr(process, "_target", None) is torch.utils.data._utils.worker._worker_loop
+
+
+def workers_of(iterator: Any) -> list[Any]:
+    """The processes of a ``DataLoader``'s iterator."""
+    return getattr(iterator, "_workers", [])
 
 
 def clear_cublas_workspaces() -> None:

@@ -12,10 +12,12 @@ on the CPU, on N processes with --num-gpus N.
 """
 
 import argparse
+import logging
 import os
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Optional
 
 import torch
@@ -44,6 +46,7 @@ from .engine import (
 )
 from .errors import CheckpointError, ConfigError, exit_on_error
 from .evaluation import build_evaluator
+from .files import FolderLock
 from .memory import use_expandable_segments
 from .options import add_options, check_opts, opts_of_card, opts_of_settings, settings_of_data
 from .planner import fit_config
@@ -134,7 +137,11 @@ def _check(args: argparse.Namespace) -> None:
             f"{args.num_machines}, got {args.machine_rank}"
         )
     ranks = world_size(args.num_gpus, args.num_machines)
+    device = load_cfg("", args.opts).MODEL.DEVICE
+    if "MODEL.DEVICE" in args.opts[::2] and device != cfg.MODEL.DEVICE:
+        raise ConfigError(f"MODEL.DEVICE {device}: no GPU is visible")
     check_model_keys(cfg)
+    _check_model(cfg)
     check_data_keys(cfg)
     if not args.eval_only:
         check_config(Trainer.auto_scale_workers(cfg, ranks), ranks)
@@ -145,10 +152,25 @@ def _check(args: argparse.Namespace) -> None:
     check_plan(cfg)
     check_datasets(cfg, args.eval_only)
     _check_output_dir(cfg.OUTPUT_DIR)
+    if not args.eval_only and (Path(cfg.OUTPUT_DIR) / FolderLock.FILE_NAME).exists():
+        FolderLock(cfg.OUTPUT_DIR).release()  # before anything of the other run is changed
+    if os.path.isdir(cfg.MODEL.WEIGHTS):
+        raise CheckpointError(f"MODEL.WEIGHTS {cfg.MODEL.WEIGHTS} is a folder: name a file in it")
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR)
     checkpointer.check(cfg.MODEL.WEIGHTS, resume=args.resume)
     if not (args.resume and checkpointer.has_checkpoint()):
         _fetch(cfg.MODEL.WEIGHTS)
+
+
+def _check_model(cfg: CfgNode) -> None:
+    """Build the model without memory for its weights, which takes a tenth of a second."""
+    try:
+        with torch.device("meta"):
+            Trainer.build_model(with_settings(cfg, {"MODEL.DEVICE": "meta"}))
+    except Exception as e:
+        frames = list(walk_tb(e.__traceback__))
+        place = f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}"
+        raise ConfigError(f"the model cannot be built from this config ({e!r}, in {place})") from e
 
 
 def _fetch(weights: str) -> None:
@@ -169,20 +191,27 @@ def _fetch(weights: str) -> None:
 
 def _check_output_dir(output_dir: str) -> None:
     """Check the folder without making it: other checks may still fail."""
+    if not output_dir:
+        raise ConfigError("OUTPUT_DIR is empty: name a folder")
     if os.path.exists(output_dir) and not os.path.isdir(output_dir):
         raise ConfigError(f"OUTPUT_DIR must be a folder, and {output_dir} is a file")
     there = Path(output_dir).absolute()
     while not there.exists():
         there = there.parent
     if "://" not in output_dir and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise ConfigError(f"OUTPUT_DIR {output_dir} cannot be written: {there} is no such folder")
+        why = "you may not write to it" if there.is_dir() else "it is no folder"
+        raise ConfigError(f"OUTPUT_DIR {output_dir} cannot be written in {there}: {why}")
 
 
 @exit_on_error
 def main(args: argparse.Namespace) -> None:
     """Run one rank, with the arguments completed by :func:`prepare`."""
     cfg = make_cfg(args)
-    default_setup(cfg, args)
+    logging.raiseExceptions = False  # on a full disk, each line of the log would have a traceback
+    try:
+        default_setup(cfg, args)
+    except OSError as e:  # such as a full disk
+        raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR} cannot be written ({e.strerror})") from e
     logger = setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
     if cfg.MODEL.DEVICE == "cpu" and not torch.cuda.is_available():
         logger.warning("No GPU is visible: running on the CPU")
@@ -210,6 +239,7 @@ def main(args: argparse.Namespace) -> None:
             verify_results(cfg, results)
         return
 
+    _warn_of_batch(args, cfg)
     cfg = _fitted(cfg)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=args.resume)
@@ -218,6 +248,25 @@ def main(args: argparse.Namespace) -> None:
             [hooks.EvalHook(0, lambda: trainer.test_with_TTA(cfg, trainer.model))]
         )
     trainer.train()
+
+
+def _warn_of_batch(args: argparse.Namespace, cfg: CfgNode) -> None:
+    """Warn if the command changes the config file's effective batch and not its learning rate."""
+    recipe, solver = load_cfg(args.config_file).SOLVER, cfg.SOLVER
+    factor = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS
+    factor /= recipe.IMS_PER_BATCH * recipe.ACCUMULATION_STEPS
+    if factor == 1 or solver.REFERENCE_WORLD_SIZE or "SOLVER.BASE_LR" in args.opts[::2]:
+        return
+    logging.getLogger(__name__).warning(
+        "SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d is %.3g times the batch of the "
+        "config file, and SOLVER.BASE_LR %g is the same. Scaled with the batch (arXiv:1706.02677): "
+        "SOLVER.BASE_LR %g. For the same batch: SOLVER.ACCUMULATION_STEPS",
+        solver.IMS_PER_BATCH,
+        solver.ACCUMULATION_STEPS,
+        factor,
+        solver.BASE_LR,
+        solver.BASE_LR * factor,
+    )
 
 
 def _fitted(cfg: CfgNode) -> CfgNode:

@@ -3,13 +3,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Optional, Protocol, TypeVar
+from typing import Optional, Protocol, TypeVar, Union
 
 import torch
 import torch.distributed as dist
 from detectron2.utils import comm
 
-__all__ = ["Counts", "counts_answered_by", "window_count", "window_share"]
+__all__ = ["Counts", "counts_answered_by", "mean_factor", "window_count", "window_share"]
 
 Number = TypeVar("Number", float, torch.Tensor)
 
@@ -22,8 +22,8 @@ class Counts(Protocol):
         """Images of the running micro-batch over those of the window on this rank."""
         ...
 
-    def answer(self, count: Number, minimum: float) -> Number:
-        """Answer a call of :func:`window_count`."""
+    def answer(self, count: Number, minimum: float, of_rank: bool) -> Number:
+        """Answer a call of :func:`window_count` or, ``of_rank``, :func:`mean_factor`."""
         ...
 
 
@@ -60,7 +60,7 @@ def window_count(count: Number, minimum: float = 1.0) -> Number:
         minimum: lower limit of the whole window's count.
     """
     if _answering is not None:
-        return _answering.answer(count, minimum)
+        return _answering.answer(count, minimum, of_rank=False)
     if isinstance(count, torch.Tensor):
         count = count.detach().float()
         if comm.get_world_size() > 1:
@@ -69,6 +69,18 @@ def window_count(count: Number, minimum: float = 1.0) -> Number:
             count = count / comm.get_world_size()
         return count.clamp(min=minimum)
     return max(sum(comm.all_gather(count)) / comm.get_world_size(), minimum)
+
+
+def mean_factor(count: Union[float, torch.Tensor]) -> Union[float, torch.Tensor]:
+    """Factor that makes a loss, a mean over ``count`` elements, the window's mean.
+
+    It is 1 without accumulation: each rank then has its own mean.
+    """
+    if _answering is None:
+        return 1.0
+    if isinstance(count, torch.Tensor):
+        return count.clamp(min=1) / _answering.answer(count, 1.0, of_rank=True)
+    return max(count, 1) / _answering.answer(count, 1.0, of_rank=True)
 
 
 def window_share() -> float:

@@ -6,12 +6,13 @@ Some of Detectron2's own configs (all of RetinaNet's) have values such as
     SIZES: !!python/object/apply:eval ["[[x, x * 2**(1.0/3)] for x in [32, 64]]"]
 
 Detectron2 therefore loads them with ``yaml.unsafe_load``, which runs any Python in the file. Here
-such a value may only contain numbers, arithmetic, lists, comprehensions, and calls of a few
-functions.
+such a value may only contain numbers, arithmetic, lists, list comprehensions and ``range``. The
+number of steps is limited, and no number is larger than a float can be.
 """
 
 import ast
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,22 +21,16 @@ import yaml
 __all__ = ["arithmetic_in_yaml"]
 
 _TAG = "tag:yaml.org,2002:python/object/apply:eval"
-_FUNCTIONS = {f.__name__: f for f in (float, int, len, list, max, min, range, round, sum, tuple)}
-_NODES = (
-    ast.Expression,
-    ast.Constant,
-    ast.Name,
-    ast.expr_context,
-    ast.List,
-    ast.Tuple,
-    ast.ListComp,
-    ast.comprehension,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.operator,
-    ast.unaryop,
-    ast.Call,
-)
+_MOST_STEPS = 100_000
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
 
 
 @contextmanager
@@ -50,13 +45,44 @@ def arithmetic_in_yaml() -> Iterator[None]:
 
 def _construct(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
     (text,) = loader.construct_sequence(node)
-    tree = ast.parse(text, mode="eval")
-    for part in ast.walk(tree):
-        if not isinstance(part, _NODES) or (
-            isinstance(part, ast.Call) and getattr(part.func, "id", None) not in _FUNCTIONS
-        ):
-            raise yaml.constructor.ConstructorError(
-                problem=f"only arithmetic is computed in a config, not {text!r}",
-                problem_mark=node.start_mark,
-            )
-    return eval(compile(tree, "<config>", "eval"), {"__builtins__": {}, **_FUNCTIONS})
+    try:
+        return _value(ast.parse(text, mode="eval").body, {}, iter(range(_MOST_STEPS)))
+    except Exception as e:
+        raise yaml.constructor.ConstructorError(
+            problem=f"only arithmetic is computed in a config, not {text[:100]!r} ({e})",
+            problem_mark=node.start_mark,
+        ) from e
+
+
+def _value(node: ast.expr, names: Mapping[str, Any], steps: Iterator[int]) -> Any:
+    """The value of an expression; ``names`` are the variables of the loops around it."""
+
+    def values(nodes: list[ast.expr]) -> list[Any]:
+        return [_value(n, names, steps) for n in nodes]
+
+    if next(steps, None) is None:
+        raise ValueError(f"it takes more than {_MOST_STEPS:,} steps")
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return values(node.elts) if isinstance(node, ast.List) else tuple(values(node.elts))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -values([node.operand])[0]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        function, pair = _OPERATORS[type(node.op)], values([node.left, node.right])
+        function(*map(float, pair))  # raises if the result is too large
+        return function(*pair)
+    if isinstance(node, ast.ListComp) and len(node.generators) == 1:
+        loop = node.generators[0]
+        if isinstance(loop.target, ast.Name) and not loop.ifs:
+            name, items = loop.target.id, _value(loop.iter, names, steps)
+            return [_value(node.elt, {**names, name: item}, steps) for item in items]
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "range":
+        numbers = range(*values(node.args))
+        items = [number for number, _ in zip(numbers, steps)]
+        if len(items) == len(numbers):
+            return items
+        raise ValueError(f"it takes more than {_MOST_STEPS:,} steps")
+    raise ValueError(f"{ast.unparse(node)[:100]!r} is something else")

@@ -51,9 +51,13 @@ def three_ranks():
 
 
 @pytest.fixture(autouse=True)
-def allocator_options(monkeypatch):
-    """What one test's job asks of PyTorch's allocator is not there for the next."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+def options_of_the_environment(monkeypatch):
+    """What one test's job asks of PyTorch's allocator and of oneDNN is not there for the next."""
+    for name in (
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    ):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
 

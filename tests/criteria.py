@@ -110,12 +110,10 @@ class Fcos(Detector):
         loss_cls = F.binary_cross_entropy_with_logits(logits, wanted, reduction="sum")
         distances = self.boxes(features).abs().sum(1)
         quality = self.heads(features)[:, 0]
-        # One value of each positive position, as the mask losses of CondInst.
-        per_position = (quality[positive] - 0.5) ** 2
         return {
             "loss_cls": loss_cls / num_positive,
             "loss_loc": (distances * centerness)[positive].sum() / norm,
-            "loss_quality": per_position.mean() if len(per_position) else quality.sum() * 0,
+            "loss_quality": ((quality[positive] - 0.5) ** 2).sum() / num_positive,
         }
 
 

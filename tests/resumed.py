@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Runs that are interrupted and resumed, and what they have trained on."""
 
+import os
+
 from detectron2.data import DatasetCatalog
 from detectron2.engine import hooks
 from detectron2.utils import comm
@@ -74,3 +76,12 @@ def train(cfg, start, end, trainer_class=Trainer):
     except KeyboardInterrupt:
         assert end < cfg.SOLVER.MAX_ITER
     return {"images": images, "losses": losses, "weights": parameters(trainer.model)}
+
+
+def is_there(group):
+    """Whether a process of a group is alive."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

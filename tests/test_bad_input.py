@@ -5,11 +5,15 @@ Dataset dicts that a project registers are in tests/data/test_dataset_check.py.
 """
 
 import json
+import os
 import resource
+import stat
+import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
 import train_net
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from PIL import Image
@@ -61,6 +65,10 @@ def whole(place, value):
     return lambda coco: coco.update({place: value})
 
 
+def boxes(bbox):
+    return lambda coco: [a.update(bbox=bbox) for a in coco["annotations"]]
+
+
 def code(counts, size=(SIZE, SIZE)):
     return put("annotations", 0, "segmentation", value={"size": list(size), "counts": counts})
 
@@ -103,17 +111,64 @@ COCO = {
     "infinite height": (put(*IMAGE, "height", value=INFINITY), "has the height inf and width 24"),
     "height of another file": (put(*IMAGE, "height", value=99), "its entry says (24, 99)"),
     "height of a billion": (put(*IMAGE, "height", value=10**9), "its entry says (24, 1000000000)"),
-    "file_name of a number": (put(*IMAGE, "file_name", value=7), "the first is {folder}/7"),
+    "file_name of a number": (put(*IMAGE, "file_name", value=7), "has the file_name 7 with the id"),
     "image is not there": (put(*IMAGE, "file_name", value="x.jpg"), "1 of 2 images do not exist"),
     "file_name of a folder": (put(*IMAGE, "file_name", value="folder"), "folder (IsADirectoryErr"),
     "file_name of a parent": (put(*IMAGE, "file_name", value="../a/b.jpg"), "../a/b.jpg"),
-    "image id is a list": (
-        put(*IMAGE, "id", value=[1]),
-        "the id [1], which is no number and no te",
+    "image id is a list": (put(*IMAGE, "id", value=[1]), "the id [1], which is no integer and no"),
+    "image id is null": (put(*IMAGE, "id", value=None), "the id None, which is no integer and no"),
+    "image id is true": (put(*IMAGE, "id", value=True), "the id True, which is no integer and no"),
+    "image id is 1.5": (put(*IMAGE, "id", value=1.5), "has the id 1.5, which is no integer and"),
+    "image id is 0.0": (put(*IMAGE, "id", value=0.0), "has the id 0.0, which is no integer and"),
+    "image_id is 1.0": (put(*ANNOTATION, "image_id", value=1.0), "has the image_id 1.0, which is"),
+    "image id of 400 digits": (put(*IMAGE, "id", value=10**400), "has the image_id 1, and there i"),
+    "height of 24.5": (put(*IMAGE, "height", value=24.5), "its entry says (24, 24.5)"),
+    "line break in a name": (put(*IMAGE, "file_name", value="a\nb.jpg"), "is {folder}/a\\nb.jpg"),
+    "zero byte in a name": (put(*IMAGE, "file_name", value="a\0b.jpg"), "1 of 2 images do not ex"),
+    "half a character": (put(*IMAGE, "file_name", value="a\udc80.jpg"), "{folder}/a\\udc80.jpg"),
+    "an empty name": (put(*IMAGE, "file_name", value=""), "1 of 2 images do not exist, the first"),
+    "file_name is null": (put(*IMAGE, "file_name", value=None), "has the file_name None with the"),
+    "file_name is a list": (put(*IMAGE, "file_name", value=["1.jpg"]), "has the file_name ['1.jp"),
+    "file_name of another folder": (
+        put(*IMAGE, "file_name", value="/etc/passwd"),
+        "the image /etc/passwd (UnidentifiedImageError: ",
     ),
-    "image id is null": (put(*IMAGE, "id", value=None), "the id None, which is no number and no t"),
-    "image id is true": (put(*IMAGE, "id", value=True), "the id True, which is no number and no t"),
-    "image id is 1.5": (put(*IMAGE, "id", value=1.5), "has the id 1.5, which is no number and no"),
+    "file_name is an address": (
+        put(*IMAGE, "file_name", value="http://127.0.0.1:9/a.jpg"),
+        "1 of 2 images do not exist, the first is {folder}/http://127.0.0.1:9/a.jpg",
+    ),
+    "category name of a number": (
+        put("categories", 0, "name", value=7),
+        "the list 'categories' of {file} has the name 7 with the id 1, which is not a text",
+    ),
+    "category name null": (put("categories", 0, "name", value=None), "has the name None with the"),
+    "category name a list": (put("categories", 0, "name", value=["a"]), "has the name ['a'] with"),
+    "names of keypoints in a text": (
+        put("categories", 0, "keypoints", value="abc"),
+        "has the keypoints 'abc' with the id 1, which is not a list of names",
+    ),
+    "a number of keypoints": (put("categories", 0, "keypoints", value=7), "has the keypoints 7 wi"),
+    "numbers as names of keypoints": (
+        put("categories", 0, "keypoints", value=[1, 2]),
+        "has the keypoints [1, 2] with the id 1, which is not a list of names",
+    ),
+    "text in unused keypoints": (
+        keypoints(["a", "b", 2], [1, 2, 2]),
+        "has the keypoints ['a', 'b', 2] with the id 1, which is not a list of numbers",
+    ),
+    "keypoints are a text": (keypoints("abc", "abc"), "has the keypoints 'abc' with the id 1, whi"),
+    "keypoints are a number": (keypoints(7, 7), "has the keypoints 7 with the id 1, which is not"),
+    "keypoints are null": (keypoints([None] * 3, [1, 2, 2]), "has the keypoints [None, None, None"),
+    "keypoints with NaN": (keypoints([NAN, 1, 2], [1, 2, 2]), "has the keypoints [nan, 1, 2] with"),
+    "iscrowd of text": (put(*ANNOTATION, "iscrowd", value="no"), "has the iscrowd 'no' with the i"),
+    "iscrowd of the text 0": (put(*ANNOTATION, "iscrowd", value="0"), "has the iscrowd '0' with t"),
+    "iscrowd 2": (put(*ANNOTATION, "iscrowd", value=2), "has the iscrowd 2 with the id 1, which i"),
+    "iscrowd null": (put(*ANNOTATION, "iscrowd", value=None), "has the iscrowd None with the id 1"),
+    "iscrowd is a list": (put(*ANNOTATION, "iscrowd", value=[0]), "has the iscrowd [0] with the i"),
+    "true as mask": (put(*ANNOTATION, "segmentation", value=True), "1 masks in {file} cannot be d"),
+    "true in a bbox": (put(*ANNOTATION, "bbox", value=[True, 2, 3, 4]), "has the bbox [True, 2, 3"),
+    "bbox of 1e308": (put(*ANNOTATION, "bbox", value=[1e308] * 4), "has the bbox [1e+308, 1e+308,"),
+    "bbox of 400 digits": (put(*ANNOTATION, "bbox", value=[10**400, 1, 1, 1]), "has the bbox [100"),
     "image id of text": (put(*IMAGE, "id", value="1"), "has numbers and texts as id: take one of"),
     "image id twice": (
         put(*IMAGE, "id", value=2),
@@ -159,14 +214,17 @@ COCO = {
         "has the bbox [1, 2, inf",
     ),
     "nested bbox": (put(*ANNOTATION, "bbox", value=[[1, 2, 3, 4]]), "has the bbox [[1, 2, 3, 4]]"),
-    "no box has a size": (
-        lambda coco: [a.update(bbox=[1, 1, 0, 0]) for a in coco["annotations"]],
-        "bad: no box of {file} has a size",
-    ),
-    "all boxes are negative": (
-        lambda coco: [a.update(bbox=[9, 9, -4, -4]) for a in coco["annotations"]],
-        "bad: no box of {file} has a size",
-    ),
+    "no box has a size": (boxes([1, 1, 0, 0]), "bad, {file}: 2 of 2 boxes have no area. Detec"),
+    "all boxes are negative": (boxes([9, 9, -4, -4]), "2 of 2 boxes have a negative width or he"),
+    "boxes are corners": (boxes([10, 9, 20, 21]), "2 of 2 boxes leave their image, and would lie"),
+    "boxes are fractions": (boxes([0.1, 0.1, 0.5, 0.4]), "2 of 2 boxes have numbers from 0 to 1"),
+    "boxes of YOLO": (boxes([0.5, 0.5, 1, 1]), "2 of 2 boxes have numbers from 0 to 1, and the"),
+    "boxes of a larger image": (boxes([90, 80, 70, 60]), "2 of 2 boxes leave their image. Detect"),
+    "boxes before their image": (boxes([-20, 2, 19, 9]), "2 of 2 boxes leave their image. Detec"),
+    "boxes of a smaller image": (boxes([5, 5, 1.5, 1.5]), "2 of 2 boxes are smaller than 2 pixels"),
+    "boxes of a billion": (boxes([2, 2, 1e9, 9]), "2 of 2 boxes are larger than a million pixel"),
+    "boxes at a billion": (boxes([1e9, 2, 9, 9]), "2 of 2 boxes are larger than a million pixel"),
+    "boxes of 1e-30": (boxes([2, 2, 1e-30, 9]), "2 of 2 boxes have no area. Detectron2's mapper"),
     "crowds only": (
         lambda coco: [a.update(iscrowd=1) for a in coco["annotations"]],
         "has no annotations but those of crowds, which are not trained on",
@@ -270,6 +328,15 @@ IMAGES = {
         "1.jpg has (9, 9) pixels of width and height, its entry says (24, 24)",
     ),
     "on its side": (save_turned, "1.jpg has (24, 48) pixels of width and height, its entry says"),
+    "a pipe": (lambda image, file: os.mkfifo(file), "1.jpg (OSError: it is a pipe, a socket or a"),
+    "a socket": (
+        lambda image, file: os.mknod(file, stat.S_IFSOCK | 0o600),
+        "1.jpg (OSError: it is a pipe, a socket or a device)",
+    ),
+    "a link to itself": (
+        lambda image, file: file.symlink_to(file),
+        "1.jpg (OSError: [Errno 40] Too many levels of symbolic links",
+    ),
     "missing": (
         lambda image, file: None,
         "1 of 2 images do not exist, the first is {folder}/1.jpg",
@@ -304,7 +371,25 @@ OPTIONS = {
         "SOLVER.CLIP_GRADIENTS.CLIP_VALUE must be a positive number, got 0.0"
     ),
     "SOLVER.NO_SUCH 1": "there is no config key SOLVER.NO_SUCH",
-    "SOLVER.MAX_ITR 9": "there is no config key SOLVER.MAX_ITR (near: SOLVER.MAX_ITER",
+    "SOLVER.MAX_ITR 9": "there is no config key SOLVER.MAX_ITR (did you mean SOLVER.MAX_ITER",
+    "SOLVER.MAX_ITER=5": "SOLVER.MAX_ITER=5: write it with a space, SOLVER.MAX_ITER 5",
+    "SOLVER.MAX_ITER=5 SOLVER.STEPS=(3,)": "SOLVER.MAX_ITER=5: write it with a space, SOLVER.MAX_I",
+    "SOLVER.MAX_ITER= 5": "SOLVER.MAX_ITER=: write it with a space, SOLVER.MAX_ITER VALUE",
+    "SOLVER.MAX_ITER: 5": "there is no config key SOLVER.MAX_ITER: (did you mean SOLVER.MAX_ITER",
+    "SOLVER.MAX_ITER.X 3": "not a config: it must be a mapping of keys to values",
+    "solver.max_iter 3": "there is no config key solver.max_iter",
+    "__class__ 3": "there is no config key __class__",
+    ". 3": "there is no config key .",
+    "SOLVER.MAX_ITER __import__('os').getpid()": "SOLVER.MAX_ITER must be of type int, got __impor",
+    "SOLVER.MAX_ITER 1e9": "SOLVER.MAX_ITER must be of type int, got 1000000000.0",
+    "SOLVER.BASE_LR nan": "SOLVER.BASE_LR must be of type float, got nan",
+    "SOLVER.BASE_LR 1e999": "SOLVER.BASE_LR must be a positive number, got inf",
+    "SOLVER.WEIGHT_DECAY -1.0": "SOLVER.WEIGHT_DECAY must be a number from 0, got -1.0",
+    "SOLVER.GAMMA -0.5": "SOLVER.GAMMA must be a number from 0, got -0.5",
+    "SOLVER.WARMUP_FACTOR -1.0": "SOLVER.WARMUP_FACTOR must be a number from 0, got -1.0",
+    "SOLVER.BIAS_LR_FACTOR -1.0": "SOLVER.BIAS_LR_FACTOR must be a number from 0, got -1.0",
+    "TEST.EVAL_PERIOD -5": "TEST.EVAL_PERIOD must be an integer of at least 0, got -5",
+    "VIS_PERIOD -1": "VIS_PERIOD must be an integer of at least 0, got -1",
     "SOLVER 1": "SOLVER must be of type CfgNode",
     "SOLVER.MAX_ITER": "a value is missing after SOLVER.MAX_ITER",
     "DATALOADER.NUM_WORKERS -1": "DATALOADER.NUM_WORKERS must be an integer of at least 0, got -1",
@@ -327,10 +412,14 @@ OPTIONS = {
     "INPUT.MAX_SIZE_TRAIN 0": "INPUT.MAX_SIZE_TRAIN must be a positive integer, got 0",
     "INPUT.MIN_SIZE_TRAIN_SAMPLING any": "INPUT.MIN_SIZE_TRAIN_SAMPLING must be 'choice' or 'range",
     "INPUT.MIN_SIZE_TRAIN_SAMPLING range": "range needs an INPUT.MIN_SIZE_TRAIN of two numbers, go",
-    "MODEL.META_ARCHITECTURE RCNN": "MODEL.META_ARCHITECTURE 'RCNN' is not registered (near: ",
+    "MODEL.META_ARCHITECTURE RCNN": "META_ARCHITECTURE 'RCNN' is not registered (did you mean ",
     "MODEL.BACKBONE.NAME resnet": "MODEL.BACKBONE.NAME 'resnet' is not registered",
+    "MODEL.BACKBONE.FREEZE_AT 99": "MODEL.BACKBONE.FREEZE_AT must be 0 to 5, got 99",
+    "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION 0": "POOLER_RESOLUTION must be a positive integer, got 0",
+    "INPUT.FORMAT XYZ": "INPUT.FORMAT must be '1', 'CMYK', 'F'",
+    "SEED 12345678901234567890": "SEED must be at most 4294901760, got 12345678901234567890",
     "MODEL.RESNETS.DEPTH 51": "MODEL.RESNETS.DEPTH must be one of 18, 34, 50, 101, 152, got 51",
-    "MODEL.PROPOSAL_GENERATOR.NAME RPM": "MODEL.PROPOSAL_GENERATOR.NAME 'RPM' is not registered (n",
+    "MODEL.PROPOSAL_GENERATOR.NAME RPM": "MODEL.PROPOSAL_GENERATOR.NAME 'RPM' is not registered (d",
     "MODEL.RPN.HEAD_NAME Head": "MODEL.RPN.HEAD_NAME 'Head' is not registered",
     "MODEL.RPN.BATCH_SIZE_PER_IMAGE 0": "MODEL.RPN.BATCH_SIZE_PER_IMAGE must be a positive integer",
     "MODEL.ROI_HEADS.NAME Heads": "MODEL.ROI_HEADS.NAME 'Heads' is not registered",
@@ -344,12 +433,28 @@ OPTIONS = {
     "MODEL.PIXEL_STD [0.0,1.0,1.0]": "MODEL.PIXEL_STD must not be 0, got [0.0, 1.0, 1.0]",
     "MODEL.PIXEL_STD [1.0]": "MODEL.PIXEL_STD must be a finite number a channel, got [1.0]",
     "MODEL.PIXEL_MEAN ['a']": "MODEL.PIXEL_MEAN must be a finite number a channel, got ['a']",
+    "MODEL.META_ARCHITECTURE RetinaNet": "cannot be built from this config (KeyError('p7'), in",
+    "MODEL.ROI_HEADS.IN_FEATURES ['p9']": "cannot be built from this config (KeyError('p9'), in",
+    "MODEL.RPN.IN_FEATURES ['p9']": "cannot be built from this config (KeyError('p9'), in",
+    "MODEL.FPN.IN_FEATURES ['res9']": "cannot be built from this config (KeyError('res9'), in",
+    "MODEL.RESNETS.OUT_FEATURES ['res9']": "from this config (AssertionError('Available childre",
+    "MODEL.RESNETS.NORM XX": "cannot be built from this config (KeyError('XX'), in",
+    "MODEL.FPN.NORM XX": "cannot be built from this config (KeyError('XX'), in",
+    "MODEL.ROI_BOX_HEAD.POOLER_TYPE XX": "from this config (ValueError('Unknown pooler type: XX'),",
+    "MODEL.ANCHOR_GENERATOR.NAME XX": "(KeyError(\"No object named 'XX' found in 'ANCHOR_GENERAT",
+    "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS [[0.0]]": "(ZeroDivisionError('float division by zero'),",
+    "MODEL.RPN.IOU_THRESHOLDS [0.7,0.3]": "cannot be built from this config (AssertionError(), in",
+    "MODEL.RPN.NMS_THRESH 7.0": "MODEL.RPN.NMS_THRESH must be 0 to 1, got 7.0",
+    "MODEL.ROI_HEADS.SCORE_THRESH_TEST -1.0": "SCORE_THRESH_TEST must be 0 to 1, got -1.0",
     "MODEL.DEVICE tpu9": "MODEL.DEVICE 'tpu9' is no device of PyTorch",
     "MODEL.WEIGHTS no/such.pth": "the checkpoint no/such.pth does not exist",
     "MODEL.WEIGHTS http://127.0.0.1:9/w.pkl": "MODEL.WEIGHTS http://127.0.0.1:9/w.pkl cannot be fe",
     "MODEL.WEIGHTS no://such/w.pkl": "MODEL.WEIGHTS no://such/w.pkl cannot be fetched",
     "OUTPUT_DIR {folder}/text.txt": "OUTPUT_DIR must be a folder, and {folder}/text.txt is a file",
-    "OUTPUT_DIR {folder}/text.txt/output": "output cannot be written: {folder}/text.txt is no such",
+    "MODEL.WEIGHTS {folder}": "MODEL.WEIGHTS {folder} is a folder: name a file in it",
+    "OUTPUT_DIR {folder}/text.txt/a": "cannot be written in {folder}/text.txt: it is no folder",
+    "OUTPUT_DIR /dev/null/a": "OUTPUT_DIR /dev/null/a cannot be written in /dev/null: it is no fol",
+    "OUTPUT_DIR ''": "OUTPUT_DIR is empty: name a folder",
     "MEMFIT.EVALUATION.ON_DISK 3": "MEMFIT.EVALUATION.ON_DISK must be of type bool, got 3",
     "--num-gpus -1": "--num-gpus must be an integer of at least 0, got -1",
     "--num-gpus 3": "SOLVER.IMS_PER_BATCH must be divisible by the number of ranks, 3, got 2",
@@ -360,7 +465,14 @@ OPTIONS = {
     "--config-file no/such.yaml": "--config-file 'no/such.yaml' does not exist",
     "--config-file {folder}/text.txt": "not a config: it must be a mapping of keys to values",
     "--config-file {folder}/itself.yaml": "itself.yaml: its _BASE_ leads back to itself, or too fa",
-    "--config-file {folder}/no_base.yaml": "no_base.yaml: ",
+    "--config-file {folder}/no_base.yaml": "no_base.yaml: its _BASE_ {folder}/no_such.yaml does no",
+    "--config-file {folder}/tower.yaml": "tower.yaml: only arithmetic is computed in a config, not",
+    "--config-file {folder}/range.yaml": "(it takes more than 100,000 steps)",
+    "--config-file {folder}/loop.yaml": "(it takes more than 100,000 steps)",
+    "--config-file {folder}/zero.yaml": "(float division by zero)",
+    "--config-file {folder}/half.yaml": "only arithmetic is computed in a config, not '1 if'",
+    "--config-file {folder}/list.yaml": "only arithmetic is computed in a config, not '[0] * 10**9",
+    "--config-file {folder}/shift.yaml": "('1 << 10 ** 10' is something else)",
     "--config-file {folder}/unsafe.yaml": "unsafe.yaml: ",
     "--config-file {folder}/binary.yaml": "binary.yaml: ",
     "--config-file {folder}/key.yaml": "key.yaml: there is no config key NO_SUCH_KEY",
@@ -390,6 +502,18 @@ FILES = {
     "unsafe.yaml": "SEED: !!python/object/apply:os.getpid []\n",
     "binary.yaml": "\x00\x01",
     "key.yaml": "NO_SUCH_KEY: 1\n",
+}
+ARITHMETIC = {
+    "tower.yaml": "2**2**2**2**2**2",
+    "range.yaml": "range(10**10)",
+    "loop.yaml": "[[x for x in range(999)] for y in range(999)]",
+    "zero.yaml": "1/0",
+    "half.yaml": "1 if",
+    "list.yaml": "[0] * 10**9",
+    "shift.yaml": "1 << 10**10",
+}
+FILES |= {
+    name: f'SEED: !!python/object/apply:eval ["{text}"]\n' for name, text in ARITHMETIC.items()
 }
 
 
@@ -454,8 +578,22 @@ def said(config, tmp_path, capsys, monkeypatch):
     return call
 
 
-def test_the_table_has_a_hundred_rows():
-    assert sum(map(len, (COCO, CONTENTS, IMAGES, OPTIONS, VARIABLES))) >= 100
+def test_the_tables_have_as_many_rows_as_the_docs_say():
+    rows = sum(map(len, (COCO, CONTENTS, IMAGES, OPTIONS, VARIABLES)))
+    assert f"{rows} wrong inputs are in one table" in (ROOT / "docs/RELIABILITY.md").read_text()
+
+
+@pytest.mark.parametrize("area", ["162", None, NAN, [1]])
+def test_an_area_that_pycocotools_cannot_compare(said, area):
+    line, names = said(put(*ANNOTATION, "area", value=area), options="DATASETS.TEST ('bad',)")
+    assert f"bad cannot be evaluated: 1 annotations in {names['file']} have no area" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_gpu_that_is_asked_for_and_not_there(said, device):
+    line, _ = said(options=f"MODEL.DEVICE {device}")
+    assert f"MODEL.DEVICE {device}: no GPU is visible" in line
 
 
 @pytest.mark.parametrize("name", COCO)
@@ -568,3 +706,33 @@ def test_the_command_as_a_process(config, tmp_path):
     assert run.returncode == 2
     assert run.stderr.startswith(f"error: MODEL.MASK_ON True: 1 masks in {file} cannot be drawn")
     assert run.stderr.count("\n") == 1
+
+
+def fill_the_disk():
+    """Each file can have 100 bytes: Python gets an error in writing as from a full disk."""
+    limit_address_space()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_the_start(config, tmp_path):
+    file = tmp_path / "good.json"
+    file.write_text(json.dumps(good_coco()))
+    command = [sys.executable, "-W", "ignore", ROOT / "tools" / "train_net.py"]
+    command += ["--config-file", config / "tiny.yaml", "--coco", "good", file, config]
+    run = run_process([*command, "OUTPUT_DIR", tmp_path / "output"], preexec_fn=fill_the_disk)
+    assert run.returncode == 2
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert line == f"error: OUTPUT_DIR {tmp_path}/output cannot be written (File too large)"
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_a_name_that_is_not_of_utf_8(config, tmp_path):
+    file = os.fsencode(tmp_path / "bad") + b"\xff.json"
+    command = [sys.executable, "-W", "ignore", ROOT / "tools" / "train_net.py", "--config-file"]
+    command = [*map(str, [*command, config / "tiny.yaml"]), "--coco", "bad", file, str(config)]
+    run = subprocess.run(command, capture_output=True, check=False, timeout=180)
+    assert run.returncode == 2
+    assert run.stderr.count(b"\n") == 1
+    assert b"bad\\udcff.json (No such file or directory)" in run.stderr

@@ -5,8 +5,14 @@ import pytest
 from detectron2.data.common import DatasetFromList, MapDataset
 from detectron2.data.samplers import InferenceSampler, TrainingSampler
 from detectron2.engine import TrainerBase
-from detectron2.engine.hooks import EvalHook, PeriodicWriter
+from detectron2.engine.hooks import (
+    BestCheckpointer,
+    EvalHook,
+    PeriodicCheckpointer,
+    PeriodicWriter,
+)
 from detectron2.utils.events import EventStorage, EventWriter
+from fvcore.common.checkpoint import Checkpointer
 from private_names import (
     PACKAGE,
     last_seen,
@@ -17,6 +23,7 @@ from private_names import (
     private_names,
 )
 from tiny import ROOT
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from d2_memfit import compat
@@ -41,6 +48,7 @@ ATTRIBUTES = {
     "detectron2.engine.DefaultTrainer": ["_trainer"],
     "detectron2.engine.SimpleTrainer": ["_data_loader_iter"],
     "detectron2.engine.TrainerBase": ["_hooks"],
+    "detectron2.engine.hooks.BestCheckpointer": ["_period"],
     "detectron2.engine.hooks.EvalHook": ["_func"],
     "detectron2.engine.hooks.PeriodicWriter": ["_writers"],
     "detectron2.evaluation.COCOEvaluator": [
@@ -151,9 +159,13 @@ class Writer(EventWriter):
 def test_hooks_writers_and_evaluations_of_a_trainer_are_found():
     trainer, writer = TrainerBase(), Writer()
     evaluation = EvalHook(1, lambda: {"AP": 1.0})
-    trainer.register_hooks([evaluation, PeriodicWriter([writer])])
+    checkpointer = Checkpointer(nn.Module())
+    best = BestCheckpointer(3, checkpointer, "AP")
+    savers = [best, PeriodicCheckpointer(checkpointer, 2)]
+    trainer.register_hooks([evaluation, PeriodicWriter([writer]), *savers])
     assert compat.inner_trainer(trainer) is trainer
-    assert len(compat.hooks_of(trainer)) == 2
+    assert len(compat.hooks_of(trainer)) == 4
+    assert compat.saving_periods(trainer) == {2, 3}
     assert compat.writers_of(trainer) == [writer]
     seen = []
     compat.replace_evaluations(trainer, lambda function: lambda: seen.append(function()) or {})

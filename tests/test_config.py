@@ -52,7 +52,7 @@ def test_a_dumped_config_is_loaded_again(tmp_path):
     [
         (
             ["MEMFIT.MICROBATCH", "2"],
-            r"no config key MEMFIT\.MICROBATCH \(near: MEMFIT\.MICRO_BATCH",
+            r"no config key MEMFIT\.MICROBATCH \(did you mean MEMFIT\.MICRO_BATCH",
         ),
         (["MEMFIT.NO.SUCH", "2"], r"no config key MEMFIT\.NO"),
         (
@@ -120,7 +120,7 @@ def test_unknown_keys_are_found_that_no_merge_has_seen():
     cfg = get_cfg()
     cfg.MEMFIT = CfgNode({"MICROBATCH": 1, "MICRO_BATCH": None, "AMP_DTYPE": "float16"})
     with pytest.raises(
-        ConfigError, match=r"no config key MEMFIT\.MICROBATCH \(near: MEMFIT\.MICRO"
+        ConfigError, match=r"no config key MEMFIT\.MICROBATCH \(did you mean MEMFIT\.MICRO"
     ):
         check_config(cfg)
 

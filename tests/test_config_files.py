@@ -42,8 +42,14 @@ def test_detectron2s_zoo_is_found_as_detectron2_finds_it():
     ("name", "message"),
     [
         ("", r"--config-file: name a config of the zoo, such as COCO-InstanceSeg.*3x\.yaml, or a"),
-        ("mask_rcnn_R_50_FPN_3x", rf"does not exist, .* \(near: {MASK}\.yaml\)\. An example is CO"),
-        ("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_9x", r"'COCO.*9x' does not exist.*\(near: "),
+        (
+            "mask_rcnn_R_50_FPN_3x",
+            rf"exist, .* \(did you mean {MASK}\.yaml\?\)\. An example is CO",
+        ),
+        (
+            "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_9x",
+            r"'COCO.*9x' does not.*\(did you mean ",
+        ),
         (
             "no/such.yaml",
             r"'no/such\.yaml' does not exist, as a file or as a config of the zoo\. A",

@@ -1,14 +1,16 @@
 # Copyright (c) the d2_memfit developers.
+import contextlib
 import json
 
 import pytest
 import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation import COCOEvaluator
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Boxes, BoxMode, Instances
 
 from d2_memfit import compat, get_cfg
 from d2_memfit.data import register_coco
+from d2_memfit.engine import evaluating
 from d2_memfit.evaluation import build_evaluator
 
 
@@ -48,3 +50,56 @@ def test_keypoints_that_are_not_cocos_are_evaluated(tmp_path):
     evaluator.reset()
     evaluator.process([{"image_id": 1}], [{"instances": found}])
     assert evaluator.evaluate()["keypoints"]["AP"] == pytest.approx(100)
+
+
+@pytest.fixture
+def evaluated(coins, tmp_path):
+    """Gives the AP of perfect predictions on six coins whose annotations have some ids."""
+
+    def evaluate(ids, on_disk=False, within=True):
+        coco = json.loads((coins / "val.json").read_text())
+        coco["annotations"] = coco["annotations"][: len(ids)]
+        for annotation, number in zip(coco["annotations"], ids):
+            annotation["id"] = number
+        file = tmp_path / "ids.json"
+        file.write_text(json.dumps(coco))
+        MetadataCatalog.pop("ids", None)
+        MetadataCatalog.get("ids").set(json_file=str(file), evaluator_type="coco")
+        evaluator = COCOEvaluator("ids", output_dir=str(tmp_path), use_fast_impl=False)
+        cfg = get_cfg()
+        cfg.MODEL.DEVICE, cfg.MEMFIT.EVALUATION.ON_DISK = "cpu", on_disk
+        context = evaluating(cfg, torch.nn.Linear(1, 1)) if within else contextlib.nullcontext()
+        with context:
+            evaluator.reset()
+            for image in coco["images"]:
+                boxes = [a["bbox"] for a in coco["annotations"] if a["image_id"] == image["id"]]
+                found = Instances((image["height"], image["width"]))
+                corners = BoxMode.convert(
+                    torch.tensor(boxes).reshape(-1, 4), BoxMode.XYWH_ABS, BoxMode.XYXY_ABS
+                )
+                found.pred_boxes, found.scores = Boxes(corners), torch.ones(len(boxes))
+                found.pred_classes = torch.ones(len(boxes), dtype=torch.int64)
+                evaluator.process([{"image_id": image["id"]}], [{"instances": found}])
+            return evaluator.evaluate()["bbox"]["AP"]
+
+    yield evaluate
+    MetadataCatalog.pop("ids", None)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("ids", [range(6), [1, 2, 3, 1, 2, 3], [-1, 1, 2, 3, 4, 5], list("abcdef")])
+def test_perfect_predictions_have_an_ap_of_100_whatever_the_ids(evaluated, ids, on_disk, caplog):
+    for _ in range(2):  # as in a run that evaluates every epoch
+        assert evaluated(ids, on_disk) == pytest.approx(100)
+    (said,) = [r for r in caplog.records if "numbered anew for the evaluation" in r.getMessage()]
+    assert said.levelname == "WARNING"
+
+
+def test_pycocotools_alone_counts_the_match_of_an_id_0_as_missed(evaluated):
+    assert evaluated(range(1, 7), within=False) == pytest.approx(100)
+    assert evaluated(range(6), within=False) < 90
+
+
+def test_good_ids_are_left_as_they_are(evaluated, caplog):
+    assert evaluated([7, 2, 9, 4, 5, 3]) == pytest.approx(100)
+    assert not caplog.records

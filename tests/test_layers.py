@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Which package may import which, and how long a file may be."""
+"""Which package may import which."""
 
 import ast
 
@@ -11,10 +11,9 @@ UPPER = {"engine", "planner"}
 DOORS = {"cli", "doctor", "job_options", "measure", "train"}
 GROUND = [
     *("memory", "techniques", "report", "data"),
-    *("backbones.py", "config.py", "config_keys.py", "cost_model.py", "deprecation.py"),
+    *("backbones.py", "config.py", "config_keys.py", "cost_model.py"),
     *("geometry.py", "patching.py", "precision.py", "presets.py", "scaling.py"),
 ]
-MAX_LINES = 301  # the first says whose it is
 
 
 def imported_modules(place):
@@ -66,9 +65,3 @@ def test_imports_are_seen_relative_and_absolute(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(globals(), "PACKAGE", package)
     assert imported_modules("engine") - {"engine"} == {"planner", "cli", "job", "measure"}
-
-
-def test_a_file_holds_one_idea():
-    lengths = {f: len(f.read_text().splitlines()) for f in PACKAGE.rglob("*.py")}
-    long = {str(f.relative_to(ROOT)): n for f, n in lengths.items() if n > MAX_LINES}
-    assert not long

@@ -37,7 +37,7 @@ def test_a_process_can_take_the_budget_of_a_card_from_each_of_that_size(name):
 
 def test_there_is_no_other_size():
     assert PRESETS.keys() == SMALLEST.keys()
-    with pytest.raises(ConfigError, match=r"no preset '7GB' \(near: .*There are 4GB, 5GB, 6GB"):
+    with pytest.raises(ConfigError, match=r"preset '7GB' \(did you mean .*There are 4GB, 5GB, 6GB"):
         budget_of_preset("7GB")
 
 

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from private_names import last_seen, missing, moved, names_in, private_names
 from tiny import ROOT
 from torch import nn
@@ -17,6 +18,7 @@ PACKAGE = ROOT / "d2_memfit"
 NAMES = {
     "torch.nn.modules.batchnorm._BatchNorm": None,
     "torch.nn.modules.conv._ConvNd": None,
+    "torch.nn.modules.dropout._DropoutNd": None,
     "torch.nn.modules.utils._pair": (1,),
     "torch.utils._device.DeviceContext.__init__": ("self", "device"),
     "torch.utils._device._device_constructors": (),
@@ -25,6 +27,7 @@ NAMES = {
     "torch.utils._pytree.tree_iter": ("tree",),
     "torch.utils._pytree.tree_map": ("function", "tree"),
     "torch.utils._pytree.tree_unflatten": ("leaves", "specification"),
+    "torch.utils.data._utils.worker._worker_loop": None,
     "torch.jit._builtins._find_builtin": ("function",),
     "torch.jit._builtins._register_builtin": ("function", "name"),
     "torch.distributed.distributed_c10d._get_default_store": (),
@@ -32,6 +35,7 @@ NAMES = {
     "torch.cuda.memory._dump_snapshot": ("file",),
     "torch.Tensor._make_wrapper_subclass": None,
     "torch._C._autograd._get_sequence_nr": None,
+    "torch._C._nn.cross_entropy_loss": None,
     "torch._C._current_autograd_node": None,
     "torch._C._current_graph_task_id": None,
     "torch._C._disabled_torch_function_impl": None,
@@ -41,9 +45,8 @@ NAMES = {
     "torch.ops._c10d_functional.all_reduce": None,
     "torch.distributed.ProcessGroup._allgather_base": None,
     "torch.distributed.ProcessGroup._reduce_scatter_base": None,
-    # library_warnings.py and without_dynamo.py have their names only
+    # library_warnings.py has its name only
     "torch.fx._symbolic_trace": None,
-    "torch._dynamo": None,
     # operators of ATen and torchvision
     "torch.ops.aten._reshape_alias.default": None,
     "torch.ops.aten._to_copy.default": None,
@@ -101,6 +104,21 @@ def test_a_name_that_moved_is_named_with_the_release_that_had_it():
     assert not moved(pair, ("one",))
 
 
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda *a: nn.CrossEntropyLoss(a[2])(*a[:2])])
+def test_cross_entropies_end_in_one_operator(loss):
+    logits, target, weight = torch.randn(4, 3), torch.tensor([0, 1, 2, 0]), torch.ones(3)
+    calls = []
+
+    def note(original):
+        return lambda *args: calls.append(args) or original(*args)
+
+    with torch_private.replaced_cross_entropy(note):
+        loss(logits, target, weight)
+    [(_, _, given, reduction, ignore_index, label_smoothing)] = calls
+    assert given is weight
+    assert (reduction, ignore_index, label_smoothing) == (1, -100, 0.0)
+
+
 def test_tensors_of_a_storage_share_its_id():
     tensor = torch.zeros(4)
     one = torch_private.storage_id(tensor.untyped_storage())
@@ -141,6 +159,7 @@ def test_a_module_has_its_own_buffers_and_parameters():
     assert set(torch_private.parameters_by_name(norm)) == {"weight", "bias"}
     assert isinstance(norm, torch_private.BatchNorm)
     assert isinstance(nn.Conv2d(1, 1, 1), torch_private.Convolution)
+    assert isinstance(nn.Dropout2d(), torch_private.Dropout)
 
 
 def test_a_backward_is_told_by_its_nodes_number():

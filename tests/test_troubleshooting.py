@@ -21,10 +21,10 @@ ENTRIES = [
 WRITERS = {
     "_explained",
     "complaint_about",
+    "complaints_about_boxes",
     "_no_such_key",
     "_unreadable",
     "final_error",
-    "_warnings_about_boxes",
     "_warnings_about_classes",
     "_warnings_about_images",
     "_warnings_about_keypoints",
@@ -38,14 +38,18 @@ PASSED_ON = {
     "error",
     "message",
     "self._report.final_error",
+    "self.found",
+    "str(call)",
     "text",
     "warning",
 }
-PASSED_ON |= {"where + text", "_DOES_NOT_FIT", "_UNWELL", "answer", "key", "name"}
+PASSED_ON |= {"where + complaint", "where + text"}
+PASSED_ON |= {"_DOES_NOT_FIT", "_UNWELL", "answer", "key", "name"}
 
 # Not for users: caught where it is raised, or written into the results of measure-gpu.
 INTERNAL = {
     "injected at \0",
+    "injected at the end of a forward",
     "its images did not fit while its counts were looked for",
     "module \0 has no attribute \0",
     "\0 GB are needed, and \0 GB are free",
@@ -77,7 +81,10 @@ def called(node):
 def texts_of(node):
     """The expressions that make a user's message of this node, if it is one."""
     if isinstance(node, ast.FunctionDef) and node.name in WRITERS:
-        return [n for n in ast.walk(node) if isinstance(n, ast.JoinedStr) and pattern(template(n))]
+        nodes = list(ast.walk(node))
+        texts = [n for n in nodes if isinstance(n, ast.JoinedStr)]
+        texts = [n for n in texts if re.search("[a-z]{3}", pattern(template(n)) or "")]
+        return texts + [text for n in nodes if isinstance(n, ast.Dict) for text in n.values]
     if not isinstance(node, ast.Call):
         return []
     if called(node).endswith("Error"):

@@ -11,6 +11,7 @@ import importlib.util
 import runpy
 
 import pytest
+import torch
 from detectron2.config import get_cfg as get_detectron2_cfg
 from tiny import ROOT
 
@@ -37,7 +38,10 @@ def function_of(example):
 
 
 def trained(cfg):
-    """A trainer after one iteration on small photographs; of it, forwards and optimizer steps."""
+    """A trainer after one iteration on small photographs; of it, forwards and optimizer steps.
+
+    The forwards are those that gradients come from.
+    """
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ()
     cfg.MODEL.WEIGHTS, cfg.MODEL.DEVICE = "", "cpu"
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (64,), 96
@@ -45,7 +49,7 @@ def trained(cfg):
     trainer = MemfitTrainer(cfg)
     trainer.checkpointer.save_to_disk = False
     forwards, steps = [], []
-    trainer.model.register_forward_hook(lambda *_: forwards.append(1))
+    trainer.model.register_forward_hook(lambda *_: torch.is_grad_enabled() and forwards.append(1))
     trainer.optimizer.register_step_post_hook(lambda *_: steps.append(1))
     trainer.train()
     return trainer, len(forwards), len(steps)

@@ -8,7 +8,6 @@ tools/benchmark.py cuts             windows cut by predicted bytes, against a nu
 tools/benchmark.py dry_runs         time and RAM of dry runs
 tools/benchmark.py estimates        estimates against the same jobs run on the CPU
 tools/benchmark.py gradients        distance of accumulated gradients from the full batch's
-tools/benchmark.py peers            against Accelerate, Lightning, mmengine and Composer
 tools/benchmark.py plans            plans against all subsets of techniques, and their cost
 tools/benchmark.py queries          chunks of objects, and masks one at a time, in DETR-like models
 tools/benchmark.py recovery         cost of recovery from out-of-memory errors
@@ -33,7 +32,6 @@ from benchmarks import (
     techniques,
     zoo,
 )
-from benchmarks.peers import race
 
 BENCHMARKS = {
     "accumulation": accumulation,
@@ -42,7 +40,6 @@ BENCHMARKS = {
     "dry_runs": dry_runs,
     "estimates": estimates,
     "gradients": gradients,
-    "peers": race,
     "plans": plans,
     "queries": queries,
     "recovery": recovery,

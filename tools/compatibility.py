@@ -17,6 +17,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,17 @@ def main() -> None:
     )
     parser.add_argument("--projects", type=Path, nargs="+", required=True, metavar="FOLDER")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows of the table")
-    parser.add_argument("--checks", nargs="+", metavar="CHECK", help="columns of the table")
     parser.add_argument("--output", type=Path, default=TOOLS.parent / "docs" / "COMPATIBILITY.md")
-    parser.add_argument("--results", type=Path, help="JSON file that keeps all cells")
+    parser.add_argument("--results", type=Path, help="JSON file that keeps all findings")
     parser.add_argument("--python-main", default=sys.executable, help="with Detectron2 main")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for each check")
-    parser.add_argument("--memory-gb", type=float, default=24, help="address space of a process")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for each project")
+    parser.add_argument("--memory-gb", type=float, default=200, help="address space of a process")
     parser.add_argument("--verbose", action="store_true", help="show tracebacks")
     args = parser.parse_args()
 
-    from compatibility_checks.checks import CHECKS
-    from compatibility_checks.planning import PLANNING
     from compatibility_checks.projects import PROJECTS
     from compatibility_checks.table import page
 
-    checks = [*CHECKS, *PLANNING]
     known = args.results is not None and args.results.exists()
     results: dict[str, Any] = json.loads(args.results.read_text()) if known else {}
     for project in PROJECTS:
@@ -52,54 +49,50 @@ def main() -> None:
             print(f"{project.name}: no tree {project.tree}", file=sys.stderr)
         if folder is None or (args.only and project.name not in args.only):
             continue
-        found = results.setdefault(project.name, {"cells": {}})
-        found["commit"] = commit_of(folder / project.tree)
         python = args.python_main if project.needs_main else sys.executable
-        for name, cell in run(project.name, folder.resolve(), args.checks or checks, python, args):
-            found["cells"][name] = cell
-            print(f"{project.name} | {name} | {cell}", flush=True)
-            if args.results is not None:
-                args.results.write_text(json.dumps(results, indent=1))
+        findings = {f["what"]: f for f in run(project.name, folder.resolve(), python, args)}
+        commit = commit_of(folder / project.tree)
+        results[project.name] = {"commit": commit, "findings": findings}
+        if args.results is not None:
+            args.results.write_text(json.dumps(results, indent=1))
     rows = [p for p in PROJECTS if p.name in results]
-    cells = {name: found["cells"] for name, found in results.items()}
-    commits = {name: found["commit"] for name, found in results.items()}
-    args.output.write_text(page(rows, cells, checks, commits, versions()))
+    findings = {name: result["findings"] for name, result in results.items()}
+    commits = {name: result["commit"] for name, result in results.items()}
+    args.output.write_text(page(rows, findings, commits, versions()))
 
 
-def run(name: str, folder: Path, checks: list[str], python: str, args: argparse.Namespace) -> Any:
-    """Yield (check, cell). If a process ends early, another one runs the remaining checks."""
+def run(name: str, folder: Path, python: str, args: argparse.Namespace) -> Iterator[Any]:
+    """Yield the doctor's findings; the last one, "end", if its process ended early."""
     from compatibility_checks.child import PREFIX
 
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     paths = [str(TOOLS), str(TOOLS.parent), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    rest = list(checks)
-    while rest:
-        task = {
-            "project": name,
-            "folder": str(folder),
-            "checks": rest,
-            "memory_bytes": int(args.memory_gb * 2**30),
-        }
-        command = [python, "-m", "compatibility_checks.child", json.dumps(task)]
-        limit = args.timeout * len(rest)
-        why = f"not within {limit:.0f} s"
-        try:
-            process = subprocess.run(
-                command, env=env, check=False, capture_output=True, text=True, timeout=limit
+    memory_bytes = int(args.memory_gb * 2**30)
+    task = {"project": name, "folder": str(folder), "memory_bytes": memory_bytes}
+    command = [python, "-m", "compatibility_checks.child", json.dumps(task)]
+    why = ""
+    try:
+        process = subprocess.run(
+            command, env=env, check=False, capture_output=True, text=True, timeout=args.timeout
+        )
+        output = process.stdout
+        if process.returncode:
+            why = f"the process ended with {process.returncode}"
+        if process.returncode or args.verbose:
+            sys.stderr.write(process.stderr[-5000:])
+    except subprocess.TimeoutExpired as e:
+        output, why = e.stdout.decode() if e.stdout else "", f"not within {args.timeout:.0f} s"
+    for line in output.splitlines():
+        if line.startswith(PREFIX):
+            finding = json.loads(line[len(PREFIX) :])
+            print(
+                f"{name} | {finding['is_well']} | {finding['what']}: {finding['text']}", flush=True
             )
-            output, why = process.stdout, f"the process ended with {process.returncode}"
-            if process.returncode or args.verbose:
-                sys.stderr.write(process.stderr[-5000:])
-        except subprocess.TimeoutExpired as e:
-            output = e.stdout.decode() if e.stdout else ""
-        for line in output.splitlines():
-            message = json.loads(line[len(PREFIX) :]) if line.startswith(PREFIX) else {}
-            if "check" in message:
-                rest.remove(message["check"])
-                yield message["check"], message["cell"]
-        if rest:
-            yield rest.pop(0), why
+            yield finding
+    if why:
+        print(f"{name} | {why}", flush=True)
+        yield {"what": "end", "is_well": False, "text": why}
 
 
 def commit_of(tree: Path) -> str:

@@ -35,41 +35,30 @@ from detectron2.utils.logger import setup_logger
 from omegaconf import DictConfig
 
 from d2_memfit import Job, fit_config
-from d2_memfit.compat import create_ddp_model, without_ddp
+from d2_memfit.compat import create_ddp_model
 from d2_memfit.config import check_config
 from d2_memfit.config_files import find_config_file
 from d2_memfit.engine import (
-    ConsolidateOptimizer,
-    GatherStates,
     MemfitCheckpointer,
     Precision,
     RecoveryOptions,
-    StopOnSignals,
+    SaveOnEnding,
     build_trainer,
+    evaluating,
     launch,
-    memory_hooks,
-    recovering_inference,
     usable_device,
     world_size,
 )
 from d2_memfit.errors import exit_on_error
 from d2_memfit.evaluation import use_available_implementation
-from d2_memfit.evaluation_in_parts import predictions_on_disk
-from d2_memfit.job import checked_test_loaders
 from d2_memfit.job.lazy import cfg_of_lazy, load_lazy_config
 from d2_memfit.memory import enforce_budget, use_expandable_segments
-from d2_memfit.techniques import ShardedOptimizer, ready_to_evaluate
 
 
 def evaluate(job: Job, model: torch.nn.Module) -> Optional[dict[str, Any]]:
     if not job.evaluates:
         return None
-    with (
-        ready_to_evaluate(without_ddp(model), job.cfg),
-        recovering_inference(model, job.recovery),
-        predictions_on_disk(job.cfg),
-        checked_test_loaders(job.cfg),
-    ):
+    with evaluating(job.cfg, model):
         results = job.parts.test(model)
     print_csv_format(results)
     return results
@@ -77,24 +66,19 @@ def evaluate(job: Job, model: torch.nn.Module) -> Optional[dict[str, Any]]:
 
 def train(cfg: DictConfig, job: Job, resume: bool) -> None:
     trainer = build_trainer(job)
-    model, optimizer = trainer.model, trainer.optimizer
+    model = trainer.model
     logging.getLogger("d2_memfit").info("Model:\n%s", model)
     checkpointer = MemfitCheckpointer(model, cfg.train.output_dir, trainer=trainer)
     is_main = comm.is_main_process()
     writers = default_writers(cfg.train.output_dir, cfg.train.max_iter) if is_main else []
-    periods = cfg.train.checkpointer.period, cfg.train.eval_period
-    is_sharded = isinstance(optimizer, ShardedOptimizer)
     trainer.register_hooks(
         [
-            *memory_hooks(job.cfg.MEMFIT.MONITOR, cfg.train.output_dir, job.budget_gb),
             hooks.IterationTimer(),
-            ConsolidateOptimizer(optimizer, *periods) if is_sharded else None,
-            GatherStates(*periods) if comm.get_world_size() > 1 else None,
             hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
             hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if is_main else None,
             hooks.EvalHook(cfg.train.eval_period, lambda: evaluate(job, model)),
             hooks.PeriodicWriter(writers, period=cfg.train.log_period) if is_main else None,
-            StopOnSignals(checkpointer) if job.cfg.MEMFIT.STOP_ON_SIGNALS else None,
+            SaveOnEnding(checkpointer, job.cfg.MEMFIT.STOP_ON_SIGNALS),
         ]
     )
     checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)

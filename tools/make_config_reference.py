@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from detectron2.config import CfgNode
-
 from d2_memfit import config_keys, get_cfg
+from d2_memfit.checks import value_of
 from d2_memfit.config import check_config, with_settings
 from d2_memfit.errors import ConfigError
 from d2_memfit.job.lazy import overrides_of
@@ -144,19 +143,13 @@ def _section(node: str, keys: list[Key]) -> str:
     lines = ["", f"## `{node}`", "", "| key | type | default | what it does | in a LazyConfig |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for key in keys:
-        default = _value(cfg, key.name)
+        default = value_of(cfg, key.name)
         comment = re.sub(r"([|*<])", r"\\\1", key.comment)  # these have a meaning in Markdown
         of = f" [{key.technique}](TECHNIQUES.md)" if key.technique else ""
         lazy = f"`{lazy_name(key.name)}`" if lazy_name(key.name) else ""
         cells = f"`{key.name}`", kind(key.name, default), f"`{default!r}`", comment + of, lazy
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
-
-
-def _value(cfg: CfgNode, key: str) -> object:
-    for name in key.split("."):
-        cfg = cfg[name]
-    return cfg
 
 
 def _one_line(comment: str) -> str:

@@ -6,7 +6,6 @@ Each row is an estimate for one GPU with 2 images at a time, in which one settin
 recipe. It takes about a minute on two cores.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -15,7 +14,7 @@ from matplotlib import pyplot
 from tabulate import tabulate
 
 from d2_memfit.config import load_cfg
-from d2_memfit.job import Job, worst_case
+from d2_memfit.job import Job
 from d2_memfit.model_zoo import get_config_file
 from d2_memfit.planner import DryJob, MemoryEstimate
 from d2_memfit.planner.device_model import DeviceModel
@@ -129,10 +128,8 @@ annotations:
 
 def estimate(opts: list[Any], num_instances: Optional[int] = None) -> MemoryEstimate:
     cfg = load_cfg(get_config_file(RECIPE), ["SOLVER.IMS_PER_BATCH", 2, *opts])
-    case = worst_case(cfg)
-    if num_instances is not None:
-        case = replace(case, num_instances=num_instances)
-    return DryJob(Job.from_cfg(cfg, 1, batch=case), DeviceModel.load("cuda")).estimate()
+    job = Job.from_cfg(cfg, 1, num_instances=num_instances)
+    return DryJob(job, DeviceModel.load("cuda")).estimate()
 
 
 def seconds_per_image(e: MemoryEstimate) -> float:

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Users' own datasets: registration by files, checks, and the settings that follow from them."""
 
-from .annotations import AnnotationFacts, look_at_annotations
+from .annotations import AnnotationFacts, check_boxes, check_crowd, look_at_annotations
 from .coco_file import CocoFile, check_coco_file
 from .dataset_check import DatasetFacts, check_polygons, look_at_dataset, warnings_about_data
 from .dataset_settings import Setting, check_classes, fit_to_data, goes_with_data
@@ -17,8 +17,10 @@ __all__ = [
     "Remembered",
     "Setting",
     "add_coco_option",
+    "check_boxes",
     "check_classes",
     "check_coco_file",
+    "check_crowd",
     "check_datasets",
     "check_polygons",
     "fine_tuning_schedule",

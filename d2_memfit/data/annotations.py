@@ -2,31 +2,57 @@
 """Faults in the annotations of dataset dicts, counted in one pass."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 from detectron2.structures import BoxMode
 
-__all__ = ["FAR", "AnnotationFacts", "Case", "fault_of_segmentation", "look_at_annotations"]
+from ..errors import DataError
+
+__all__ = [
+    "FAR",
+    "AnnotationFacts",
+    "Case",
+    "check_boxes",
+    "check_crowd",
+    "complaints_about_boxes",
+    "count_case",
+    "fault_of_box",
+    "fault_of_segmentation",
+    "look_at_annotations",
+]
 
 # Pixels from which a polygon's corner must be an error. Drawing a polygon takes memory for each
 # pixel on its border (rleFrPoly of pycocotools): 1e9 takes tens of GB, a NaN all RAM.
 FAR = 1_000_000
 _CORNERS = (BoxMode.XYXY_ABS, BoxMode.XYXY_REL)
+_IN_PIXELS = (BoxMode.XYXY_ABS, BoxMode.XYWH_ABS)
+_EMPTY = 1e-5  # pixels; Detectron2's filter_empty_instances drops boxes up to this size
+_TINY = 2  # pixels
+# How far a box may leave its image: objects at the edge are often drawn a little over it.
+_OVER_EDGE = 0.05  # of the image's side
+_OVER_EDGE_PIXELS = 2
+_EXAMPLES = 3
+# Objects in one image. Their masks and their comparison with 10,000 boxes take minutes and 20 GB.
+_MOST_OBJECTS = 50_000
 
 
 @dataclass
 class Case:
-    """Objects with the same fault: their number, and the place of the first."""
+    """Objects with the same fault: their number, and the places of the first three."""
 
     number: int = 0
-    first: str = ""
+    examples: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.number > 0
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.examples), "")
 
 
 @dataclass
@@ -36,6 +62,7 @@ class AnnotationFacts:
     Attributes:
         num_images, num_objects: totals over all dicts.
         most_objects: the most objects in one image.
+        most_crowded: the name of that image.
         cases: cases by fault, such as "negative_box", without faults that do not occur.
         classes: cases by ``category_id``, written as in Python.
     """
@@ -43,6 +70,7 @@ class AnnotationFacts:
     num_images: int = 0
     num_objects: int = 0
     most_objects: int = 0
+    most_crowded: str = ""
     cases: dict[str, Case] = field(default_factory=dict)
     classes: dict[str, Case] = field(default_factory=dict)
 
@@ -57,36 +85,41 @@ def look_at_annotations(dicts: Iterable[Mapping[str, Any]]) -> AnnotationFacts:
         facts.num_images += 1
         objects = [a for a in image.get("annotations", ()) if not a.get("iscrowd", 0)]
         facts.num_objects += len(objects)
-        facts.most_objects = max(facts.most_objects, len(objects))
+        if len(objects) > facts.most_objects:
+            facts.most_objects = len(objects)
+            facts.most_crowded = str(image.get("file_name", image.get("image_id")))
         size = image.get("height"), image.get("width")
+        if not all(isinstance(side, (int, float)) for side in size):
+            size = None, None
         for number, annotation in enumerate(objects):
             for fault in _faults(annotation, size):
-                _count(facts.cases, fault, image, number, annotation)
+                count_case(facts.cases, fault, image, number, annotation)
             category = annotation.get("category_id")
             name = str(int(category)) if isinstance(category, Integral) else repr(category)
-            _count(facts.classes, name, image, number, annotation)
+            count_case(facts.classes, name, image, number, annotation)
     return facts
 
 
-def _count(
+def count_case(
     cases: dict[str, Case],
     key: str,
     image: Mapping[str, Any],
     number: int,
     annotation: Mapping[str, Any],
 ) -> None:
-    case = cases.get(key)
-    if case is None:
+    """Count an object under a key; ``number`` is its place in the image."""
+    case = cases.setdefault(key, Case())
+    case.number += 1
+    if case.number <= _EXAMPLES:
         # Detectron2's dicts have no annotation ids, unless a project adds them.
         name = f"id {annotation['id']}" if "id" in annotation else f"object {number}"
         where = f"{name} of {image.get('file_name', image.get('image_id'))}"
-        case = cases[key] = Case(0, f"{where}, bbox {annotation.get('bbox')}")
-    case.number += 1
+        case.examples.append(f"{where}, bbox {annotation.get('bbox')}")
 
 
 def _faults(annotation: Mapping[str, Any], size: tuple[Any, Any]) -> list[str]:
     faults = []
-    if fault := _fault_of_box(annotation.get("bbox"), annotation.get("bbox_mode")):
+    if fault := fault_of_box(annotation.get("bbox"), annotation.get("bbox_mode"), *size):
         faults.append(fault)
     segmentation = annotation.get("segmentation")
     if isinstance(segmentation, dict):
@@ -99,18 +132,96 @@ def _faults(annotation: Mapping[str, Any], size: tuple[Any, Any]) -> list[str]:
     return faults
 
 
-def _fault_of_box(box: Any, mode: Any) -> str:
+def fault_of_box(
+    box: Any, mode: Any, height: Optional[float] = None, width: Optional[float] = None
+) -> str:
+    """The fault of a box in an image of this size, in pixels, or of unknown size.
+
+    Returns:
+        str: "" without a fault. "corners_box" leaves its image, and would lie in it as corners.
+        :func:`complaints_about_boxes` has the meaning of the others.
+    """
     try:
         if not math.isfinite(sum(box)):
             return "nan_box"
-        width, height = box[2], box[3]
+        x, y, w, h = box[:4]
         if mode in _CORNERS:
-            width, height = width - box[0], height - box[1]
-    except (IndexError, TypeError):
+            w, h = w - x, h - y
+    except (LookupError, OverflowError, TypeError, ValueError):
         return "no_box"
-    if width < 0 or height < 0:
+    if w < 0 or h < 0:
         return "negative_box"
-    return "" if width > 0 and height > 0 else "empty_box"
+    if w <= _EMPTY or h <= _EMPTY:
+        return "empty_box"
+    if mode not in _IN_PIXELS:  # rotated, or relative
+        return ""
+    if max(w, h, abs(x), abs(y)) >= FAR:
+        return "huge_box"
+    if w < _TINY and h < _TINY:
+        return "fraction_box" if min(box) >= 0 and max(box) <= 1 else "tiny_box"
+    if height is None or width is None:
+        return ""
+    over_x = _OVER_EDGE * width + _OVER_EDGE_PIXELS
+    over_y = _OVER_EDGE * height + _OVER_EDGE_PIXELS
+    right, lower = width + over_x, height + over_y
+    if x >= -over_x and y >= -over_y and x + w <= right and y + h <= lower:
+        return ""
+    is_inside = 0 <= x < w <= right and 0 <= y < h <= lower
+    return "corners_box" if is_inside and mode == BoxMode.XYWH_ABS else "outside_box"
+
+
+def complaints_about_boxes(
+    cases: Mapping[str, Case], num_objects: int
+) -> Iterator[tuple[Case, str]]:
+    """Each fault of boxes with a line that gives its number, three examples, and its likely cause.
+
+    Args:
+        cases: by what :func:`fault_of_box` returns.
+        num_objects: number of objects with and without a fault.
+    """
+    left_out = "Detectron2's mapper leaves them out without a word"
+    texts = {
+        "nan_box": f"boxes have a NaN or infinity. {left_out}",
+        "negative_box": f"boxes have a negative width or height. {left_out}. Is bbox_mode right?",
+        "empty_box": f"boxes have no area. {left_out}",
+        "no_box": "objects have a bbox that is not four numbers. Training ends where one is loaded",
+        "huge_box": "boxes are larger than a million pixels, or lie so far away. A number is wrong",
+        "fraction_box": "boxes have numbers from 0 to 1, and the format is in pixels. Multiply "
+        "them by the image's width and height",
+        "tiny_box": "boxes are smaller than 2 pixels. Were they drawn on images of another size?",
+        "corners_box": "boxes leave their image, and would lie in it as [x0, y0, x1, y1]. The "
+        "format is [x, y, width, height]: convert them, or set bbox_mode",
+        "outside_box": "boxes leave their image. Detectron2's mapper cuts them off at the edge. "
+        "Were they drawn on images of another size, or is width swapped with height?",
+    }
+    for fault, text in texts.items():
+        if case := cases.get(fault):
+            yield (
+                case,
+                f"{case.number} of {num_objects} {text}. For example: {'; '.join(case.examples)}",
+            )
+
+
+def check_crowd(facts: AnnotationFacts) -> None:
+    """Raise :class:`DataError` if an image has more objects than Detectron2 can compare."""
+    if facts.most_objects > _MOST_OBJECTS:
+        raise DataError(
+            f"the image {facts.most_crowded} has {facts.most_objects:,} objects, and training "
+            f"compares each with each anchor: more than {_MOST_OBJECTS:,} take all memory. Cut it "
+            "into tiles, as projects/TiledImages does, or take it out of the dataset"
+        )
+
+
+def check_boxes(cases: Mapping[str, Case], num_objects: int, where: str = "") -> None:
+    """Raise :class:`DataError` if more than half of the boxes have the same fault.
+
+    Args:
+        cases, num_objects: as for :func:`complaints_about_boxes`.
+        where: the beginning of the message.
+    """
+    for case, complaint in complaints_about_boxes(cases, num_objects):
+        if 2 * case.number > num_objects:
+            raise DataError(where + complaint)
 
 
 def fault_of_segmentation(segmentation: Any, height: Any = None, width: Any = None) -> str:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Optional
 
+from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathManager
 
 from ..errors import DataError
-from .annotations import fault_of_segmentation
+from .annotations import Case, count_case, fault_of_box, fault_of_segmentation
 from .images import check_images
 
 __all__ = ["CocoFile", "check_coco_file", "keypoint_names", "read_json"]
@@ -26,6 +27,22 @@ _FIELDS = {
     "images": {"id", "file_name", "height", "width"},
     "annotations": {"id", "image_id", "category_id", "bbox"},
     "categories": {"id", "name"},
+}
+_TEXT = (lambda value: isinstance(value, str), "a text")
+# Fields that Detectron2 and pycocotools read if they are there, and what they must be.
+_VALUES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "images": {"file_name": _TEXT},
+    "annotations": {
+        "iscrowd": (lambda value: value in (0, 1), "0 or 1"),
+        "keypoints": (lambda value: not value or _are_numbers(value), "a list of numbers"),
+    },
+    "categories": {
+        "name": _TEXT,
+        "keypoints": (
+            lambda value: isinstance(value, list) and all(isinstance(n, str) for n in value),
+            "a list of names",
+        ),
+    },
 }
 _BAD_MASKS = ("bad_polygon", "bad_rle", "rle_size", "odd_polygon")
 _LARGE_BYTES = 50 * 2**20  # from here on, reading is slow enough for a message
@@ -41,7 +58,7 @@ class CocoFile:
         num_images: number of images.
         num_images_with_objects: number of training images, if FILTER_EMPTY_ANNOTATIONS.
         num_objects: number of objects in all images.
-        without_size: ids of objects whose box has no width or no height.
+        boxes: cases of objects whose boxes have a fault.
         without_area: ids of annotations that pycocotools cannot evaluate.
         without_mask: ids of objects without a segmentation.
         bad_masks: ids of objects, including crowds, whose masks cannot be drawn, or would take all
@@ -58,7 +75,7 @@ class CocoFile:
     num_images: int
     num_images_with_objects: int
     num_objects: int
-    without_size: Sequence[int]
+    boxes: dict[str, Case]
     without_area: Sequence[int]
     without_mask: Sequence[int]
     bad_masks: Sequence[int]
@@ -71,7 +88,8 @@ class CocoFile:
     def from_json(cls, found: dict[str, Any]) -> "CocoFile":
         """Rebuild an object from the result of ``dataclasses.asdict``."""
         names = {key: tuple(found[key]) for key in ("classes", "keypoint_names")}
-        return cls(**{**found, **names})
+        boxes = {fault: Case(**case) for fault, case in found["boxes"].items()}
+        return cls(**{**found, **names, "boxes": boxes})
 
 
 def check_coco_file(
@@ -137,15 +155,19 @@ def _check(
         num_images=len(coco["images"]),
         num_images_with_objects=len({a["image_id"] for a in objects}),
         num_objects=len(objects),
-        without_size=[a["id"] for a in objects if a["bbox"][2] <= 0 or a["bbox"][3] <= 0],
+        boxes=_cases_of_boxes(coco["images"], objects),
         without_area=[
-            a["id"] for a in coco["annotations"] if "area" not in a or "iscrowd" not in a
+            a["id"]
+            for a in coco["annotations"]
+            if not _are_numbers([a.get("area")]) or "iscrowd" not in a
         ],
         without_mask=[a["id"] for a in objects if not a.get("segmentation")],
         bad_masks=_bad_masks(coco),
         has_masks=any(_is_mask(a.get("segmentation")) for a in objects),
         with_rle=[a["id"] for a in objects if isinstance(a.get("segmentation"), dict)],
-        without_keypoints=[a["id"] for a in objects if not a.get("keypoints")],
+        without_keypoints=[
+            a["id"] for a in objects if not a.get("keypoints") or len(a["keypoints"]) % 3
+        ],
         keypoint_names=tuple(keypoint_names(coco)),
     )
 
@@ -220,9 +242,16 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
         types = {type(entry[field]) for entry in entries}
         if not types <= {int, str}:
             odd = next(e[field] for e in entries if type(e[field]) not in (int, str))
-            raise DataError(f"{where} has the {field} {odd!r}, which is no number and no text")
+            raise DataError(f"{where} has the {field} {odd!r}, which is no integer and no text")
         if len(types) > 1:
             raise DataError(f"{where} has numbers and texts as {field}: take one of them for all")
+    for field, (is_good, what) in _VALUES[key].items():
+        odd = next((e for e in entries if field in e and not is_good(e[field])), None)
+        if odd is not None:
+            raise DataError(
+                f"{where} has the {field} {odd[field]!r} with the id {odd['id']}, which is not "
+                f"{what}"
+            )
     if key == "annotations" and not _are_boxes([entry["bbox"] for entry in entries]):
         odd = next(e for e in entries if not _are_boxes([e["bbox"]]))
         raise DataError(
@@ -246,9 +275,17 @@ def _are_boxes(boxes: list[Any]) -> bool:
     return (
         set(map(type, boxes)) <= {list}
         and set(map(len, boxes)) <= {4}
-        and set(map(type, chain.from_iterable(boxes))) <= {int, float}
-        and math.isfinite(sum(map(sum, boxes)))
+        and _are_numbers(list(chain.from_iterable(boxes)))
     )
+
+
+def _are_numbers(values: Any) -> bool:
+    """Whether it is a list of finite numbers."""
+    try:
+        types = set(map(type, values))
+        return isinstance(values, list) and types <= {int, float} and math.isfinite(sum(values))
+    except (OverflowError, TypeError):  # an integer that no float can hold
+        return False
 
 
 def _is_length(*numbers: Any) -> bool:
@@ -261,6 +298,17 @@ def _is_mask(segmentation: Any) -> bool:
         return True
     polygons = segmentation if isinstance(segmentation, list) else []
     return any(isinstance(polygon, list) and len(polygon) >= 6 for polygon in polygons)
+
+
+def _cases_of_boxes(images: list[Any], objects: list[Any]) -> dict[str, Case]:
+    cases: dict[str, Case] = {}
+    image_of = {image["id"]: image for image in images}
+    for a in objects:
+        image = image_of[a["image_id"]]
+        fault = fault_of_box(a["bbox"], BoxMode.XYWH_ABS, image["height"], image["width"])
+        if fault:
+            count_case(cases, fault, image, 0, a)
+    return cases
 
 
 def _bad_masks(coco: dict[str, Any]) -> list[Any]:

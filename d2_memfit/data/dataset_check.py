@@ -9,7 +9,7 @@ from typing import Any, Optional
 from detectron2.config import CfgNode
 
 from ..errors import DataError
-from .annotations import AnnotationFacts, Case, look_at_annotations
+from .annotations import AnnotationFacts, Case, complaints_about_boxes, look_at_annotations
 from .dataset_settings import classes_of_model
 from .images import look_at_images
 
@@ -88,32 +88,12 @@ def warnings_about_data(
         class_names: class names of the dataset, if known.
     """
     found = facts.annotations
-    warnings = _warnings_about_boxes(found)
+    warnings = [text for _, text in complaints_about_boxes(found.cases, found.num_objects)]
     if cfg is not None:
         warnings += _warnings_about_classes(cfg, found, class_names)
         warnings += _warnings_about_masks(cfg, found) if cfg.MODEL.MASK_ON else []
         warnings += _warnings_about_keypoints(found) if cfg.MODEL.KEYPOINT_ON else []
     return warnings + _warnings_about_images(facts)
-
-
-def _warnings_about_boxes(found: AnnotationFacts) -> list[str]:
-    nan, negative, empty, none = map(found.case, ("nan_box", "negative_box", "empty_box", "no_box"))
-    total, left_out = found.num_objects, "Detectron2's mapper leaves them out without a word"
-    warnings = [
-        (nan, f"{nan.number} of {total} boxes have a NaN or infinity. {left_out}: {nan.first}"),
-        (
-            negative,
-            f"{negative.number} of {total} boxes have a negative width or height. {left_out}. Is "
-            f"bbox_mode right? {negative.first}",
-        ),
-        (empty, f"{empty.number} of {total} boxes have no area. {left_out}: {empty.first}"),
-        (
-            none,
-            f"{none.number} of {total} objects have a bbox that is not four numbers. Training ends "
-            f"where one is loaded: {none.first}",
-        ),
-    ]
-    return [text for case, text in warnings if case]
 
 
 def _warnings_about_masks(cfg: CfgNode, found: AnnotationFacts) -> list[str]:

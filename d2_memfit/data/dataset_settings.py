@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, Optional
 from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
+from ..checks import value_of
 from ..errors import ConfigError, DataError
+from .annotations import check_boxes
 from .coco_file import CocoFile
 from .schedule import RULE, SCHEDULE_KEYS, fine_tuning_schedule, periods
 
@@ -84,10 +86,14 @@ def fit_to_data(
             f"{files[0].json_file} does not have: register such a dataset in a script of your own, "
             "or take a config of COCO-InstanceSegmentation"
         )
+    for file in files:  # if some boxes are wrong, the trainer warns of these
+        check_boxes(file.boxes, file.num_objects, f"{file.name}, {file.json_file}: ")
     for file in test:
         _check_ground_truth(cfg, file)
+        if not file.num_objects:
+            note = f"{file.json_file} has no objects, so evaluation on {file.name} gives no AP"
+            settings.append(Setting("", None, note))
     for file in train:
-        _check_boxes(file)
         _check_masks(cfg, file)
         settings += _keypoints(cfg, file, given)
     if train:
@@ -106,7 +112,7 @@ def _classes(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator[S
             f"{cfg.MODEL.META_ARCHITECTURE} is not known: set it yourself",
         )
     for key in keys:
-        value = _value(cfg, key)
+        value = value_of(cfg, key)
         if value == num_classes:
             continue
         if key in given:
@@ -121,7 +127,7 @@ def classes_of_model(cfg: CfgNode) -> Optional[tuple[str, int]]:
     """The key with the model's number of classes, and its value; None if unknown."""
     key = _CLASS_KEYS.get(cfg.MODEL.META_ARCHITECTURE)
     keys = [key] if key is not None else _class_keys(cfg)
-    return (keys[0], _value(cfg, keys[0])) if keys and keys[0] else None
+    return (keys[0], value_of(cfg, keys[0])) if keys and keys[0] else None
 
 
 def check_classes(cfg: CfgNode, file: CocoFile) -> None:
@@ -141,14 +147,6 @@ def _class_keys(cfg: CfgNode) -> list[str]:
         for name, node in cfg.MODEL.items()
         if name not in known and isinstance(node, CfgNode) and "NUM_CLASSES" in node
     ]
-
-
-def _check_boxes(file: CocoFile) -> None:
-    """Raise if no box has a size. A few are in COCO, too; the trainer warns of these."""
-    if file.without_size and len(file.without_size) == file.num_objects:
-        raise DataError(
-            f"{file.name}: no box of {file.json_file} has a size; a bbox is [x, y, width, height]"
-        )
 
 
 def _check_ground_truth(cfg: CfgNode, file: CocoFile) -> None:
@@ -212,7 +210,7 @@ def _keypoints(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator
             f"{file.without_keypoints[0]}. Add or remove them, or set MODEL.KEYPOINT_ON False"
         )
     key, number = "MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS", len(file.keypoint_names)
-    value = _value(cfg, key)
+    value = value_of(cfg, key)
     if value != number and key in given:
         raise ConfigError(
             f"{key} {value} does not fit the data: {file.json_file} has {number} keypoints for "
@@ -258,16 +256,9 @@ def _schedule(cfg: CfgNode, train: Sequence[CocoFile], given: Collection[str]) -
     if "SOLVER.STEPS" in given and "SOLVER.MAX_ITER" not in given and late:
         yield Setting("", None, f"SOLVER.STEPS {solver.STEPS}: SOLVER.MAX_ITER is {max_iter}")
     for key, value in proposed.items():
-        if key not in given and value != _value(cfg, key):
+        if key not in given and value != value_of(cfg, key):
             why = f"{what}: {RULE}" if key == "SOLVER.MAX_ITER" else "goes with MAX_ITER"
             yield Setting(key, value, why)
-
-
-def _value(cfg: CfgNode, key: str) -> Any:
-    node: Any = cfg
-    for part in key.split("."):
-        node = node[part]
-    return node
 
 
 def _names(names: Sequence[str], most: Optional[int] = 5) -> str:

@@ -93,13 +93,15 @@ def look_at_images(
 
 
 def _count(cases: dict[str, Case], fault: str, where: str) -> None:
-    cases.setdefault(fault, Case(0, where)).number += 1
+    cases.setdefault(fault, Case(0, [where])).number += 1
 
 
 def _look_into(
     file: str, expected: tuple[Optional[int], Optional[int]], cases: dict[str, Case]
 ) -> None:
     try:
+        if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
+            raise OSError("it is a pipe, a socket or a device")  # reading it may wait for ever
         with Image.open(file) as image:
             size, mode = image.size, image.mode
             if _may_be_truncated(file, image.format):

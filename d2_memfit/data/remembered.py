@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Findings in a dataset's files, kept until the files change."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any, Optional
 
 from detectron2.utils.file_io import PathManager
 
+from ..files import whole_file
+
 __all__ = ["Remembered", "stamp_of"]
 
-_VERSION = 1  # version of the findings and their format
+_VERSION = 2  # version of the findings and their format
 
 
 class Remembered:
@@ -45,13 +48,10 @@ class Remembered:
         """Save the findings. An error is ignored and costs a new check the next time."""
         if not self._found:
             return
-        beside = self._file.with_suffix(f".{os.getpid()}.tmp")
-        try:
+        with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps({"version": _VERSION, "found": self._found}))
-            os.replace(beside, self._file)
-        except OSError:
-            beside.unlink(missing_ok=True)
+            with whole_file(str(self._file), "w") as f:
+                json.dump({"version": _VERSION, "found": self._found}, f)
 
 
 def stamp_of(*paths: Any, **facts: Any) -> Optional[str]:

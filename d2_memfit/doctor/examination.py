@@ -5,15 +5,18 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Optional
 
-from ..errors import MemfitError
-from ..job import Job
+from ..engine import MemfitMixin
+from ..errors import ConfigError, MemfitError
+from ..job import Job, readable_loader
 from ..planner.explain import one_line_errors
 from . import job_checks
-from .patient import Patient
+from .accumulation_check import accumulates
+from .patient import Patient, Untested, Unwell
+from .run_checks import Remake, agrees_on_two_ranks, is_plain_by_default, resumes
 
-__all__ = ["Finding", "examine"]
+__all__ = ["Finding", "examine", "examine_runs"]
 
 
 @dataclass(frozen=True)
@@ -22,23 +25,26 @@ class Finding:
 
     Attributes:
         what: the subject of the check.
-        is_well: whether it works.
+        is_well: whether it works; None if that could not be tested here.
         text: one line; with what to do if it does not work.
     """
 
     what: str
-    is_well: bool
+    is_well: Optional[bool]
     text: str
 
     def __str__(self) -> str:
-        return f"{'ok' if self.is_well else 'NO':3} {self.what}: {self.text}"
+        mark = {True: "ok", False: "NO", None: "--"}[self.is_well]
+        return f"{mark:3} {self.what}: {self.text}"
 
 
-def examine(job: Job, trainer: Any = None) -> Iterator[Finding]:
+def examine(job: Job, trainer: Any = None, remake: Optional[Remake] = None) -> Iterator[Finding]:
     """Test a job in small iterations on the CPU, with errors injected in each phase.
 
     Args:
-        trainer: the class that trains, if there is one; it is tested with ``MemfitMixin``, too.
+        trainer: the class that trains, if there is one; it is tested with ``MemfitMixin``.
+        remake: returns the job, made for two ranks, and the trainer. It is called in two other
+            processes, so it must be possible to pickle it. None leaves the check of ranks out.
     """
     patients: list[Patient] = []
 
@@ -54,20 +60,40 @@ def examine(job: Job, trainer: Any = None) -> Iterator[Finding]:
     patient = patients[0]
     steps: dict[str, Callable[[Patient], str]] = {
         "iteration 0": job_checks.same_as_detectron2,
-        "accumulation": job_checks.accumulates,
+        "accumulation": accumulates,
         "recovery, memory runs out in the forward": partial(job_checks.recovers, where=0.3),
         "recovery, memory runs out in the backward": partial(job_checks.recovers, where=0.9),
         "recovery, memory runs out in evaluation": job_checks.recovers_in_evaluation,
         "state that a retry puts back": job_checks.puts_state_back,
         "normalisers": job_checks.counts,
         "communication in the forward": job_checks.is_silent,
-        "estimate": job_checks.is_estimated,
         "techniques": job_checks.usable_techniques,
     }
     for what, check in steps.items():
         yield _found(what, check, patient)
-    if trainer is not None:
-        yield _found("trainer", job_checks.trains, patient, trainer)
+    yield from examine_runs(job, trainer, remake)
+
+
+def examine_runs(
+    job: Job, trainer: Any = None, remake: Optional[Remake] = None
+) -> Iterator[Finding]:
+    """Test a job with the images of its dataset: the last lines of :func:`examine`."""
+    steps: dict[str, Callable[..., str]] = {"estimate": partial(job_checks.is_estimated, job)}
+    if trainer is not None and not issubclass(trainer, MemfitMixin):
+        steps["trainer"] = partial(is_plain_by_default, job, trainer)
+    steps["resume"] = partial(resumes, job, trainer)
+    if remake is not None:
+        steps["two ranks"] = partial(agrees_on_two_ranks, remake)
+    for what, check in steps.items():
+        yield _found(what, _on_dataset, job, check)
+
+
+def _on_dataset(job: Job, check: Callable[[], str]) -> str:
+    try:
+        readable_loader(job.parts)
+    except ConfigError as e:
+        raise Untested(f"not tested: {e}") from e
+    return check()
 
 
 def _assumed(job: Job) -> str:
@@ -79,8 +105,8 @@ def _found(what: str, check: Callable[..., str], *args: Any) -> Finding:
         with one_line_errors():
             try:
                 return Finding(what, True, check(*args))
-            except job_checks.Unwell as e:
-                return Finding(what, False, str(e))
+            except (Unwell, Untested) as e:
+                return Finding(what, None if isinstance(e, Untested) else False, str(e))
     except MemfitError as e:
         text = re.sub(r"^the model of this job does not run \((.*?)\)\. ", r"\1. ", str(e))
         return Finding(what, False, text)

@@ -3,36 +3,30 @@
 
 import copy
 import re
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from detectron2.config import CfgNode
 from detectron2.engine import SimpleTrainer
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from ..collectives import Collective, noticed_collectives, pretended_ranks
-from ..config import with_settings
-from ..engine import MemfitMixin, RecoveryOptions, recovering_inference
+from ..collectives import Collective, PretendedRanks, noticed_collectives
+from ..engine import RecoveryOptions, recovering_inference
 from ..engine.forward_counters import numbers_of
 from ..engine.snapshot import Snapshot
 from ..errors import MemfitError
 from ..job import Job
 from ..measure.injection import Injector, seed_all
-from ..memory import TensorMeter
 from ..planner import steps
-from ..planner.device_model import DeviceModel
-from ..planner.dry_job import DryJob
 from ..planner.explain import one_line_errors
 from ..techniques import TECHNIQUES, get_technique
-from .patient import Patient
+from .accumulation_check import five_images
+from .estimate_check import estimate_against_real_step
+from .patient import Patient, Unwell
 
 __all__ = [
-    "Unwell",
-    "accumulates",
     "counts",
     "is_estimated",
     "is_silent",
@@ -40,20 +34,12 @@ __all__ = [
     "recovers",
     "recovers_in_evaluation",
     "same_as_detectron2",
-    "trains",
     "usable_techniques",
 ]
 
-_EXACT = 1e-4  # relative distance of gradients in float32
-_CLOSE = 0.1  # such as Mask R-CNN's distance: its mask loss counts foreground
-_ESTIMATE = 0.02  # relative error of an estimate
-_NEGLIGIBLE_BYTES = 2**20
+_TOO_LOW = 0.02  # relative error of an estimate
 _WARM_UP = 4  # iterations
 _FEW = 5  # names in a line
-
-
-class Unwell(Exception):
-    """Something does not work; the message says what."""
 
 
 def same_as_detectron2(patient: Patient) -> str:
@@ -74,24 +60,6 @@ def same_as_detectron2(patient: Patient) -> str:
     else:
         raise Unwell("loss or gradients are not those of Detectron2's SimpleTrainer")
     return f"loss {loss:.4g} and gradients are Detectron2's, to the last bit"
-
-
-def accumulates(patient: Patient) -> str:
-    full, _, _ = patient.step()
-    cut, _, _ = patient.step(micro_batch_size=1)
-    other, _, _ = patient.step(seed=1)
-    distance, by_chance = _distance(cut, full), _distance(other, full)
-    if distance <= _EXACT:
-        return f"gradients of two micro-batches are those of the full batch, to {distance:.0e}"
-    if distance <= max(2 * by_chance, _CLOSE if by_chance else 0):
-        return (
-            f"gradients of two micro-batches are {distance:.2g} from the full batch's; another "
-            f"random seed makes {by_chance:.2g}"
-        )
-    raise Unwell(
-        f"gradients of two micro-batches are {distance:.2g} from the full batch's, because a loss "
-        "is divided by a count of its own batch, or draws random numbers. See ACCUMULATION.md"
-    )
 
 
 def _distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
@@ -187,8 +155,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def counts(patient: Patient) -> str:
-    _, _, trainer = patient.step(micro_batch_size=1, iterations=2)
-    places = trainer.normalizers.rules.described()
+    images = five_images(patient.batch(), with_empty=False)
+    _, _, trainer = patient.step(micro_batch_size=1, images=images)
+    places = trainer.normalizers.described()
     return f"with accumulation, these are the window's: {_some(places)}" if places else "none found"
 
 
@@ -199,12 +168,10 @@ def is_silent(patient: Patient) -> str:
     def handle(call: Collective) -> bool:
         if not call.is_count:
             found.append(str(call))
-        elif call.is_sum:
-            call.tensors[0].mul_(call.num_ranks)
-        return True
+        return call.run_alone()
 
     def forward() -> None:
-        with noticed_collectives(handle), pretended_ranks(2):
+        with noticed_collectives(handle), PretendedRanks().told():
             try:
                 model(patient.batch())
             except Exception:  # of what has no answer from another rank
@@ -220,53 +187,16 @@ def is_silent(patient: Patient) -> str:
     )
 
 
-def is_estimated(patient: Patient) -> str:
-    at_once = {"MEMFIT.MICRO_BATCH": None, "SOLVER.ACCUMULATION_STEPS": 1}
-    job = patient.job.with_settings(at_once).with_batch(patient.images)
-    dry_job = DryJob(job, DeviceModel.load("cpu"), evaluates=False)
-
-    def measure() -> int:
-        batch = job.training_batch(job.geometry.micro_batch_sizes()[0])
-        with TensorMeter() as meter:
-            model, optimizer = steps.build_with_values(job, "cpu")
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0  # random weights would diverge
-            for _ in range(2):
-                optimizer.zero_grad(set_to_none=True)
-                for _ in steps.iterate(model, optimizer, job.precision("cpu"), [batch]):
-                    pass
-        return meter.peak_bytes
-
-    measured = patient.call(measure)
-    estimated = sum(dry_job.training.peak().values())
-    error = estimated / measured - 1
-    text = f"{estimated / 2**20:.1f} MB, and {measured / 2**20:.1f} MB are measured ({error:+.2%})"
-    if abs(error) > _ESTIMATE and abs(estimated - measured) > _NEGLIGIBLE_BYTES:
+def is_estimated(job: Job) -> str:
+    """Compare the estimate with a step of real images."""
+    images = min(job.cfg.SOLVER.IMS_PER_BATCH, 2 * job.ranks)
+    step = estimate_against_real_step(job.with_settings({"SOLVER.IMS_PER_BATCH": images}))
+    text = str(step)
+    if step.at_least:
+        text += f". At least so much, because {'; '.join(step.at_least)}"
+    if step.error < -_TOO_LOW and not step.at_least:
         raise Unwell(f"{text}. A plan needs a larger MEMFIT.PLAN.MARGIN")
     return text
-
-
-def trains(patient: Patient, trainer: Any) -> str:
-    """Check two iterations of two images with MemfitMixin, one image at a time."""
-    images = patient.batch()
-    bases = (trainer,) if issubclass(trainer, MemfitMixin) else (MemfitMixin, trainer)
-
-    def build_train_loader(cls: Any, cfg: CfgNode) -> Any:
-        return [images] * 4
-
-    members = {"build_train_loader": classmethod(build_train_loader)}
-    kind = type(trainer.__name__, bases, members)
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            **{"OUTPUT_DIR": folder, "MODEL.DEVICE": "cpu", "MODEL.WEIGHTS": ""},
-            **{"SOLVER.MAX_ITER": 2, "SOLVER.ACCUMULATION_STEPS": 2, "TEST.EVAL_PERIOD": 0},
-            **{"MEMFIT.MICRO_BATCH": 1, "MEMFIT.OOM.POLICY": "split", "MEMFIT.BUDGET_GB": None},
-            **{"MEMFIT.PRESET": "", "DATASETS.TEST": (), "SOLVER.AMP.ENABLED": False},
-            **{"MEMFIT.PLAN.ENABLED": False, "SOLVER.REFERENCE_WORLD_SIZE": 0},
-            **{"MEMFIT.OPTIMIZER.ZERO": False, "MEMFIT.HOST.BUDGET_GB": None},
-        }
-        patient.call(lambda: kind(with_settings(patient.job.cfg, settings)).train())
-    return f"class Trainer(MemfitMixin, {trainer.__name__}) trains"
 
 
 def usable_techniques(patient: Patient) -> str:

@@ -21,9 +21,17 @@ from ..precision import Precision
 from ..side_work import alone, no_information
 from ..techniques.resize import resize_image
 
-__all__ = ["Patient"]
+__all__ = ["Patient", "Untested", "Unwell", "smaller"]
 
 _LONGEST_SIDE = 256  # pixels
+
+
+class Unwell(Exception):
+    """Something does not work; the message says what."""
+
+
+class Untested(Exception):
+    """Something cannot be tested here; the message says why."""
 
 
 class Patient:
@@ -55,9 +63,9 @@ class Patient:
         fail_at: tuple[int, ...] = (),
         seed: int = 0,
         with_optimizer: bool = False,
-        iterations: int = 1,
+        images: Any = None,
     ) -> tuple[list[torch.Tensor], float, Any]:
-        """Run iterations; return gradients or weights, the loss, and the trainer.
+        """Run an iteration; return gradients or weights, the loss, and the trainer.
 
         Weights are returned after a step of the job's optimizer.
 
@@ -65,7 +73,7 @@ class Patient:
             micro_batch_size: images in a forward.
             fail_at: numbers of allocations at which memory runs out; recovery is then on.
             with_optimizer: whether the job's optimizer steps.
-            iterations: number of iterations, with the same images; results are the last one's.
+            images: a batch in place of the two images.
         """
         model = self.model()
         with _as_planned():
@@ -75,7 +83,7 @@ class Patient:
             kind = InjectedTrainer if fail_at else AccumulatingTrainer
             trainer = kind(
                 model,
-                [self.batch() for _ in range(iterations)],
+                [self.batch() if images is None else images],
                 optimizer,
                 precision=Precision("fp32", "cpu"),
                 micro_batch_size=micro_batch_size,
@@ -85,8 +93,7 @@ class Patient:
                 trainer.injector = Injector(fail_at)
             seed_all(seed)
             with EventStorage() as storage:
-                for storage.iter in range(iterations):
-                    trainer.run_step()
+                trainer.run_step()
                 loss = float(storage.latest()["total_loss"][0])
         if with_optimizer:
             return [p.detach() for p in model.parameters()], loss, trainer
@@ -106,16 +113,24 @@ def _as_planned() -> ExitStack:
 
 
 def _small(batch: Any) -> Any:
-    """Shrink lists of dataset dicts to fewer pixels and objects; keep other batches."""
+    """The batch with fewer pixels, and with fewer objects in each later image."""
+    result = smaller(batch)
+    if result is batch:
+        return batch
+    for i, d in enumerate(result):
+        instances = d.get("instances")
+        if isinstance(instances, Instances) and len(instances) > 1:
+            d["instances"] = instances[: max(len(instances) // (i + 1) ** 2 // 5, 1)]
+    return result
+
+
+def smaller(batch: Any) -> Any:
+    """Shrink large images in lists of dataset dicts; return other batches as they are."""
     if not isinstance(batch, list) or not all(isinstance(d, dict) for d in batch):
         return batch
     result = []
-    for i, d in enumerate(batch):
+    for d in batch:
         longest = max(size_of(d))
         factor = min(1, _LONGEST_SIDE / longest) if longest else 1
-        small = resize_image(d, factor) if "image" in d and factor < 1 else dict(d)
-        instances = small.get("instances")
-        if isinstance(instances, Instances) and len(instances) > 1:
-            small["instances"] = instances[: max(len(instances) // (i + 1) ** 2 // 5, 1)]
-        result.append(small)
+        result.append(resize_image(d, factor) if "image" in d and factor < 1 else dict(d))
     return result

@@ -7,20 +7,18 @@ from ..precision import Precision
 from .build import build_trainer
 from .checkpoint import MemfitCheckpointer
 from .defaults import MemfitMixin, MemfitTrainer
+from .ending import SaveOnEnding
+from .evaluating import evaluating
 from .gather_states import GatherStates
-from .hooks import memory_hooks
 from .inference import recovering_inference
 from .launch import launch, usable_device, world_size
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
-from .preemption import StopOnSignals
-from .sharding import ConsolidateOptimizer
 from .train_loop import AccumulatingTrainer
 
 __all__ = [
     "AccumulatingTrainer",
-    "ConsolidateOptimizer",
     "GatherStates",
     "LeakDetector",
     "MemfitCheckpointer",
@@ -31,10 +29,10 @@ __all__ = [
     "NormalizerOptions",
     "Precision",
     "RecoveryOptions",
-    "StopOnSignals",
+    "SaveOnEnding",
     "build_trainer",
+    "evaluating",
     "launch",
-    "memory_hooks",
     "recovering_inference",
     "usable_device",
     "world_size",

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """A checkpointer that writes whole files and verifies them before loading."""
 
+import contextlib
 import glob
 import logging
 import os
@@ -9,10 +10,9 @@ import re
 from typing import Any, Optional
 
 from detectron2.checkpoint import DetectionCheckpointer
-from detectron2.utils import comm
 
 from ..errors import CheckpointError
-from ..files import is_local, whole_file
+from ..files import LEFTOVERS, FolderLock, is_local, whole_file
 from .checkpoint_file import read_lazily, verify_checksums, why_it_does_not_fit_the_run
 
 __all__ = ["MemfitCheckpointer"]
@@ -32,10 +32,22 @@ class MemfitCheckpointer(DetectionCheckpointer):
         CheckpointError: a file cannot be loaded, whatever its format, or the last save failed.
     """
 
+    path_manager: Any
+    _has_begun = _is_resumed = False
+    _resumed_file = ""
+    _lock: Optional[FolderLock] = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.path_manager: Any = _WholeFiles(self.path_manager)
-        self._has_begun = self._is_resumed = False
+        self.path_manager = _WholeFiles(self.path_manager)
+
+    @classmethod
+    def adopt(cls, checkpointer: DetectionCheckpointer) -> None:
+        """Make a project's checkpointer one of this class too. What it overrides is kept."""
+        if not isinstance(checkpointer, cls):
+            original = type(checkpointer)
+            checkpointer.__class__ = type(original.__name__, (cls, original), {})
+            checkpointer.path_manager = _WholeFiles(checkpointer.path_manager)
 
     def save(self, name: str, **kwargs: Any) -> None:
         try:
@@ -59,22 +71,36 @@ class MemfitCheckpointer(DetectionCheckpointer):
             file = os.path.join(self.save_dir, f"{name}.pth")
             raise CheckpointError(f"cannot save the checkpoint {file} ({error})") from e
         self.path_manager.keeps_all = False
+        self._resumed_file = ""
 
-    def begin_run(self, start_iter: int = 0) -> None:
-        """Move the checkpoints of an earlier run in the same folder aside, unless it is resumed.
+    def end_run(self) -> None:
+        """Free the folder for another process. The end of this one does that too."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def begin_run(self, is_new: bool = True) -> None:
+        """Lock the folder, and move the checkpoints of an earlier run aside unless it is resumed.
 
         The first save also does this. Call it when no rank reads weights from that folder any more.
 
         Args:
-            start_iter: first iteration of this run. Any other than 0 continues an earlier run.
+            is_new: False if the run continues an earlier one in another way.
+
+        Raises:
+            ConfigError: another process trains in this folder.
         """
-        if self._has_begun or not (self.save_dir and self.save_to_disk):
+        if not (self.save_dir and self.save_to_disk):
+            return
+        if is_local(self.save_dir) and self._lock is None:
+            self._lock = FolderLock(self.save_dir)
+            for leftover in glob.glob(os.path.join(glob.escape(self.save_dir), LEFTOVERS)):
+                with contextlib.suppress(OSError):
+                    os.remove(leftover)
+        if self._has_begun:
             return
         self._has_begun = True
-        if is_local(self.save_dir):  # left by a run that was killed while it saved
-            for leftover in glob.glob(os.path.join(glob.escape(self.save_dir), "*.pth.tmp")):
-                os.remove(leftover)
-        if self._is_resumed or start_iter > 0:
+        if self._is_resumed or not is_new:
             return
         last = self.get_checkpoint_file()
         pattern = r"model_(\d{7,}|final|best)\.pth"
@@ -102,24 +128,23 @@ class MemfitCheckpointer(DetectionCheckpointer):
         )
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
-        """Resume or load as ``Checkpointer`` does. All ranks call it; rank 0 picks the file."""
+        """Resume or load as ``Checkpointer`` does. Each rank looks for the file itself."""
         if not resume:
             return super().resume_or_load(path, resume=False)
-        found = self._newest_good() if comm.is_main_process() else None
-        file, problems = comm.all_gather(found)[0]
-        if file:
+        self._resumed_file, problems = self._newest_good()
+        if self._resumed_file:
             if problems:
-                logger.warning("%s. Resuming from %s instead", problems[0], file)
+                logger.warning("%s. Resuming from %s instead", problems[0], self._resumed_file)
             self._is_resumed = True
-            return self.load(file)
-        if problems:
+        elif problems:
             raise self._none_is_good(problems)
-        logger.warning(
-            "There is no checkpoint in %s to resume: starting afresh, from the weights %r",
-            self.save_dir,
-            path,
-        )
-        return self.load(path, checkpointables=[])
+        else:
+            logger.warning(
+                "There is no checkpoint in %s to resume: starting afresh, from the weights %r",
+                self.save_dir,
+                path,
+            )
+        return super().resume_or_load(path, resume=self._is_resumed)
 
     def load(
         self, path: str, checkpointables: Optional[list[str]] = None, **kwargs: Any
@@ -149,7 +174,12 @@ class MemfitCheckpointer(DetectionCheckpointer):
         return super().has_checkpoint() or any(_name(f).startswith("model_") for f in self._files())
 
     def get_checkpoint_file(self) -> str:
-        """The file that ``last_checkpoint`` names; "" if it is missing or damaged."""
+        """The file that ``last_checkpoint`` names; "" if it is missing or damaged.
+
+        Until the next save, it is the file that was resumed.
+        """
+        if self._resumed_file:
+            return self._resumed_file
         try:
             file = super().get_checkpoint_file()
             return file if self.path_manager.isfile(file) else ""
@@ -157,23 +187,37 @@ class MemfitCheckpointer(DetectionCheckpointer):
             return ""
 
     def _files(self) -> list[str]:
-        """All checkpoints in the folder, the newest first."""
+        """All checkpoints in the folder, the one of the latest iteration first."""
         if not self.path_manager.isdir(self.save_dir):
             return []
         files = self.get_all_checkpoint_files()
-        return sorted(files, key=lambda f: (_time(f), f), reverse=True)
+        return sorted(files, key=lambda f: (self._iteration(f), _time(f), f), reverse=True)
+
+    def _iteration(self, file: str) -> int:
+        """The iteration of a checkpoint, by its name or its content; -1 if it has none."""
+        if number := re.fullmatch(r"\w+_(\d{7,})\.pth", _name(file)):
+            return int(number[1])
+        try:
+            return int(read_lazily(self.path_manager.get_local_path(file))["iteration"])
+        except Exception:  # it may be damaged, and is verified before it is resumed
+            return -1
 
     def _newest_good(self) -> tuple[str, list[str]]:
         """The file to resume from, or "", and the faults of the files tried before it."""
         problems: list[str] = []
         if not self.has_checkpoint():
             return "", problems
-        last = self.get_checkpoint_file()
+        last, files = self.get_checkpoint_file(), self._files()
+        tag = os.path.join(self.save_dir, "last_checkpoint")
         if not last:
-            tag = os.path.join(self.save_dir, "last_checkpoint")
             problems.append(f"{tag} is missing or damaged, or names a file that does not exist")
-        others = [f for f in self._files() if f != last]
-        for file in [*([last] if last else []), *others]:
+        elif 0 <= self._iteration(last) < self._iteration(files[0]):  # -1 if it is damaged
+            if _time(tag) <= _time(files[0]):
+                problems.append(f"{tag} names {last}, and {files[0]} is of a later iteration")
+                last = ""
+            else:  # by a person, who wants to go back
+                problems.append(f"{files[0]} is of a later iteration than {tag} names")
+        for file in dict.fromkeys([*([last] if last else []), *files]):
             try:
                 checkpoint = self._verified(file)
                 self._check_fits(file, checkpoint)

@@ -2,34 +2,34 @@
 """Detectron2's default trainer with accumulation, as one more base class."""
 
 import logging
-from functools import partial
+import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Optional
 
 from detectron2.config import CfgNode
-from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer
+from detectron2.engine import DefaultTrainer, HookBase
 from detectron2.solver import LRMultiplier
 from detectron2.utils import comm
+from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
 from .. import compat
 from ..config import with_memfit_keys
-from ..cost_model import CostModel
-from ..evaluation_in_parts import predictions_on_disk
-from ..job import Job, RecoveryOptions, checked_loader, checked_test_loaders
+from ..errors import CheckpointError
+from ..job import Job, checked_loader
 from ..logs import start_logging
 from ..memory import enforce_budget, use_expandable_segments
-from ..presets import with_budget
 from ..scaling import auto_scale_workers
-from ..techniques import ShardedOptimizer, apply_techniques, ready_to_evaluate
-from .budget_hook import EnforceBudget
+from ..techniques import apply_techniques
+from .build import check_applied, check_run_step, trainer_options
 from .checkpoint import MemfitCheckpointer
+from .ending import SaveOnEnding
+from .evaluating import evaluating
 from .explained_hooks import explains_hooks
-from .gather_states import GatherStates
-from .hooks import memory_hooks
-from .inference import recovering_inference
-from .preemption import StopOnSignals
-from .sharding import ConsolidateOptimizer
-from .simple_trainers import accumulate_in
+from .hooks import job_hooks
+from .project_parts import project_parts
+from .resumable_trainer import Progress
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["MemfitMixin", "MemfitTrainer"]
@@ -43,23 +43,72 @@ else:
     _Trainer = object
 
 
+def _of_a_job(init: Callable[..., None]) -> Callable[..., None]:
+    """Make a trainer's ``__init__`` build its parts as a job's; the outermost one decides."""
+
+    @wraps(init)
+    def __init__(self: "MemfitMixin", cfg: CfgNode, *args: Any, **kwargs: Any) -> None:
+        if "_job" in vars(self):
+            init(self, cfg, *args, **kwargs)
+            return
+        cfg = self._begin(cfg)
+        ddp_options = apply_techniques("ddp", {}, cfg)
+        with project_parts(self, trainer_options(self._job), ddp_options) as made:
+            self._trainers, self._checkpointers = made
+            init(self, cfg, *args, **kwargs)
+        self._complete(ddp_options)
+
+    return __init__
+
+
+def _evaluating(test: Callable[..., Any]) -> Any:
+    """Make a class method ``test`` of a function that evaluates under the keys of the config."""
+
+    @wraps(test)
+    def method(cls: Any, cfg: CfgNode, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with evaluating(cfg, model) as complete:
+            return test(cls, complete, model, *args, **kwargs)
+
+    return classmethod(method)
+
+
+def _saved_at_end(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a ``train`` that saves, whatever ends it, also if its loop calls no ``after_train``."""
+
+    @wraps(train)
+    def method(self: "MemfitMixin", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(self, *args, **kwargs)
+        finally:
+            if self._ending is not None:
+                self._ending.end()
+            for checkpointer in self._checkpointers:
+                checkpointer.end_run()
+
+    return method
+
+
 @explains_hooks
 class MemfitMixin(_Trainer):
     """Base class for projects with their own trainer: ``class Trainer(MemfitMixin, TheirTrainer)``.
 
-    The inner trainer becomes an :class:`AccumulatingTrainer`. All ``build_*`` methods and hooks
-    stay the project's. Checkpoints contain optimizer, gradient scaler and learning rate, also on
-    v0.6. Checkpoints of plain Detectron2, v0.6 or main, can be resumed; missing parts are logged.
+    All ``build_*`` methods, hooks and the checkpointer stay the project's. The trainer that runs
+    the steps becomes an :class:`AccumulatingTrainer`, whoever makes it. Checkpoints contain
+    optimizer, gradient scaler, learning rate, random states and the order of the data. Checkpoints
+    of plain Detectron2, v0.6 or main, can be resumed; missing parts are logged.
 
     A config without the keys of d2_memfit gets their defaults.
 
     Raises:
-        ConfigError: a value in the config cannot work.
+        ConfigError: a value in the config cannot work, or a key would do nothing.
         TypeError: this is not the first base class. Or the project's ``__init__`` does not take the
-            config first, or makes its own inner trainer.
+            config first, or makes no ``SimpleTrainer``.
     """
 
     _hooks: list[HookBase]
+    _job: Job
+    _trainers: list[AccumulatingTrainer]
+    _checkpointers: list[MemfitCheckpointer]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -67,7 +116,24 @@ class MemfitMixin(_Trainer):
         if DefaultTrainer in order and order.index(DefaultTrainer) < order.index(MemfitMixin):
             raise TypeError(f"MemfitMixin must be the first base class of {cls.__name__}")
 
-    def __init__(self, cfg: CfgNode, *args: Any, **kwargs: Any) -> None:
+        def next_init(self: Any, *args: Any, **kwargs: Any) -> None:
+            super(cls, self).__init__(*args, **kwargs)
+
+        def next_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return super(cls, self).train(*args, **kwargs)
+
+        def next_test(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            return super(cls, kind).test(*args, **kwargs)
+
+        # A project's own may go past that of a base class: super(DefaultTrainer, self).__init__().
+        cls.__init__ = _of_a_job(vars(cls).get("__init__", next_init))  # type: ignore[method-assign]
+        cls.train = _saved_at_end(vars(cls).get("train", next_train))
+        test = vars(cls).get("test", classmethod(next_test))
+        if isinstance(test, classmethod):
+            cls.test = _evaluating(test.__func__)
+
+    def _begin(self, cfg: CfgNode) -> CfgNode:
+        """Make the job; return the config for the project's ``__init__``."""
         if not isinstance(cfg, CfgNode):
             raise TypeError(
                 f"the first argument of {type(self).__name__} must be the config, as in "
@@ -77,59 +143,61 @@ class MemfitMixin(_Trainer):
         cfg = with_memfit_keys(cfg)
         if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
             use_expandable_segments()  # before "auto" asks the GPU
-        job = Job.from_trainer(type(self), cfg)
-        cfg = apply_techniques("config", job.cfg, job.cfg)
-        options: dict[str, Any] = {
-            "accumulation_steps": job.geometry.accumulation_steps,
-            "precision": job.precision(),
-            "micro_batch_size": job.geometry.micro_batch_size,
-            "cost_model": CostModel.from_cfg(job.cfg),
-            "recovery": job.recovery,
-            "normalizers": job.normalizers,
-        }
-        create_trainer = partial(AccumulatingTrainer, **options)
-        if isinstance(self, SimpleTrainer):
-            accumulate_in(self, options)
-        self._init_has_run = True
-        enforce_budget(job.budget_gb, cfg.MODEL.DEVICE)
-        self._apply_techniques_when_built(cfg)
-        ddp_options = apply_techniques("ddp", {}, cfg)
-        with compat.patched_default_trainer(create_trainer, MemfitCheckpointer, ddp_options):
-            super().__init__(cfg, *args, **kwargs)
-        inner = self._inner
-        if not isinstance(inner, AccumulatingTrainer):
-            raise TypeError(
-                f"{type(self).__name__} makes an inner trainer of its own, a "
-                f"{type(inner).__name__}: derive that from d2_memfit.AccumulatingTrainer"
-            )
-        if "accumulation_steps" not in vars(inner):
-            raise TypeError(
-                f"{type(self).__name__} calls SimpleTrainer.__init__ by that name: call "
-                "super().__init__(model, data_loader, optimizer)"
-            )
-        first = memory_hooks(cfg.MEMFIT.MONITOR, cfg.OUTPUT_DIR, cfg.MEMFIT.BUDGET_GB)
-        if cfg.MEMFIT.BUDGET_GB is not None:
-            first.append(EnforceBudget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE))
-        periods = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
-        if comm.get_world_size() > 1:
-            first.append(GatherStates(*periods))
-        if isinstance(inner.optimizer, ShardedOptimizer):
-            first.append(ConsolidateOptimizer(inner.optimizer, *periods))
-        self._register_first(first)
-        self._stops_on_signals = cfg.MEMFIT.STOP_ON_SIGNALS
+        self._job = Job.from_trainer(type(self), cfg)
+        cfg = apply_techniques("config", self._job.cfg, self._job.cfg)
+        enforce_budget(self._job.budget_gb, cfg.MODEL.DEVICE)
+        self._ending: Optional[SaveOnEnding] = None
+        self._not_built = {"model", "optimizer", "loader"}
+        self.__dict__.update(
+            build_model=self._building("model", self.build_model, cfg),
+            build_optimizer=self._building("optimizer", self.build_optimizer, cfg),
+            build_train_loader=self._building(
+                "loader", checked_loader(self.build_train_loader, cfg), cfg
+            ),
+        )
+        return cfg
+
+    def _building(self, part: str, build: Callable[..., Any], cfg: CfgNode) -> Callable[..., Any]:
+        """A ``build_*`` method with techniques, whichever class defines it."""
+
+        def build_part(*args: Any, **kwargs: Any) -> Any:
+            self._not_built.discard(part)
+            if part == "loader":
+                return apply_techniques(part, build, cfg)(*args, **kwargs)
+            return apply_techniques(part, build(*args, **kwargs), cfg)
+
+        return build_part
+
+    def _complete(self, ddp_options: dict[str, Any]) -> None:
+        """Check what the project's ``__init__`` made, and add hooks."""
+        self._check_inner()
+        cfg, model = self._job.cfg, self._inner.model
+        if any(getattr(model, name, value) != value for name, value in ddp_options.items()):
+            self._not_built.add("ddp")
+        check_applied(
+            self._job,
+            self._not_built,
+            f"{type(self).__name__}.__init__ makes that part by itself. Call there "
+            "self.build_model(cfg), self.build_optimizer(cfg, model), self.build_train_loader(cfg) "
+            "and detectron2.engine.create_ddp_model(model)",
+        )
+        others, self._hooks = self._hooks, []
+        self.register_hooks(job_hooks(self._job))  # before the project's, which write and save
+        self._hooks += others
         logger.info(
             "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, on %d ranks",
             cfg.SOLVER.IMS_PER_BATCH,
             cfg.SOLVER.ACCUMULATION_STEPS,
             comm.get_world_size(),
         )
-        is_own = type(self).run_step not in (DefaultTrainer.run_step, AccumulatingTrainer.run_step)
-        if is_own and cfg.SOLVER.ACCUMULATION_STEPS > 1:
-            logger.warning(
-                "%s overrides run_step. SOLVER.ACCUMULATION_STEPS %d works only if that calls "
-                "self._trainer.run_step()",
-                type(self).__name__,
-                cfg.SOLVER.ACCUMULATION_STEPS,
+
+    def _check_inner(self) -> None:
+        if not any(self._inner is trainer for trainer in self._trainers):
+            name, inner = type(self).__name__, type(self._inner).__name__
+            raise TypeError(
+                f"{name} runs its steps by a {inner} that its __init__ does not make from a "
+                "SimpleTrainer. Write there: self._trainer = SimpleTrainer(model, data_loader, "
+                "optimizer). For losses of your own: self._trainer.loss_fn = FUNCTION"
             )
 
     @property
@@ -137,69 +205,43 @@ class MemfitMixin(_Trainer):
         """The trainer that runs the steps: ``self`` if the project's trainer is a SimpleTrainer."""
         return compat.inner_trainer(self)
 
-    def register_hooks(self, hooks: list[Optional[HookBase]]) -> None:
-        """Register hooks as ``TrainerBase`` does. Every project's ``__init__`` calls this."""
-        if not hasattr(self, "_init_has_run"):
-            raise TypeError(
-                f"{type(self).__name__}.__init__ does not call that of MemfitMixin, so no key of "
-                "d2_memfit would do anything: call super().__init__(cfg) there, and not "
-                "super(DefaultTrainer, self).__init__(); or derive from DefaultTrainer, and make "
-                "the inner trainer with d2_memfit.engine.build_trainer"
-            )
-        super().register_hooks(hooks)
-
     def before_train(self) -> None:
-        checkpointer = getattr(self, "checkpointer", None)
-        if isinstance(checkpointer, MemfitCheckpointer):
-            comm.synchronize()  # all ranks have read their weights
-            checkpointer.begin_run(self.start_iter)
-            if self._stops_on_signals:  # after all other hooks
-                self.register_hooks([StopOnSignals(checkpointer)])
-                self._stops_on_signals = False
-        elif checkpointer is not None:
-            logger.warning(
-                "The trainer's checkpointer is a %s: a crash may break its files, and signals end "
-                "the run without a checkpoint. Make it a d2_memfit.engine.MemfitCheckpointer",
-                type(checkpointer).__name__,
+        self._check_inner()
+        starts = comm.all_gather(self.start_iter)  # all ranks have read their weights
+        if len(set(starts)) > 1:
+            self._hooks = []  # some evaluate after training, if this rank has nothing left to train
+            raise CheckpointError(
+                f"the ranks would go on from different iterations, {starts}: OUTPUT_DIR "
+                f"{self._job.cfg.OUTPUT_DIR} must be one folder that all of them see"
             )
+        own = getattr(self, "checkpointer", None)
+        for checkpointer in self._checkpointers:
+            checkpointer.begin_run(is_new=checkpointer is own and self.start_iter == 0)
+        if self._ending is None:  # after all other hooks
+            own = own if isinstance(own, Checkpointer) else None
+            self._ending = SaveOnEnding(own, self._job.cfg.MEMFIT.STOP_ON_SIGNALS)
+            self.register_hooks([self._ending])
         super().before_train()
-        self._inner.run_state.restore_random_states()
+        self._inner.run_state.begin_run(self.start_iter)
 
-    def _register_first(self, hooks: list[HookBase]) -> None:
-        """Register hooks before the project's, which write and save."""
-        others, self._hooks = self._hooks, []
-        self.register_hooks(hooks)
-        self._hooks += others
+    def before_step(self) -> None:
+        self._inner.agreed_stop_signal = None
+        super().before_step()
 
-    def _apply_techniques_when_built(self, cfg: CfgNode) -> None:
-        """Apply techniques after the ``build_*`` methods, whichever class defines them."""
-        build_model, build_optimizer = self.build_model, self.build_optimizer
-        self.__dict__.update(
-            build_model=lambda *a, **k: apply_techniques("model", build_model(*a, **k), cfg),
-            build_optimizer=lambda *a, **k: apply_techniques(
-                "optimizer", build_optimizer(*a, **k), cfg
-            ),
-            build_train_loader=apply_techniques(
-                "loader", checked_loader(self.build_train_loader, cfg), cfg
-            ),
-        )
+    def after_step(self) -> None:
+        if self._inner.agreed_stop_signal is None:  # a run_step of the project's own
+            check_run_step(self._job, type(self).__name__)
+            self._inner.progress = Progress(self.iter, has_stepped=True)
+        super().after_step()
+
+    def after_train(self) -> None:
+        try:
+            if self._ending is not None and sys.exc_info()[1] is not None:
+                self._ending.end()  # before other hooks, which may fail too
+        finally:
+            super().after_train()
 
     auto_scale_workers = staticmethod(auto_scale_workers)
-
-    @classmethod
-    def test(cls, cfg: CfgNode, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the project's ``test`` under MEMFIT.BUDGET_GB and MEMFIT.OOM."""
-        cfg = with_budget(with_memfit_keys(cfg))
-        if cfg.MEMFIT.BUDGET_GB is not None:
-            enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
-        options = RecoveryOptions.from_cfg(cfg)
-        with (
-            ready_to_evaluate(compat.without_ddp(model), cfg),
-            recovering_inference(model, options),
-            checked_test_loaders(cfg),
-            predictions_on_disk(cfg),
-        ):
-            return super().test(cfg, model, *args, **kwargs)
 
     def gather_states(self) -> None:
         """Collect on rank 0 the states of all ranks for a checkpoint. All ranks must call it."""

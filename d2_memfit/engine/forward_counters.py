@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..memory import with_room
 from ..torch_private import buffers_by_name
 from .window import Window
 
@@ -34,13 +35,14 @@ class ForwardCounters:
     @contextmanager
     def watched(self, window: Window) -> Iterator[None]:
         """Watch the counters while a window runs."""
-        before = {} if self._has_looked else numbers_of(self._model)
+        device = next(self._model.parameters()).device
+        before = {} if self._has_looked else with_room(lambda: numbers_of(self._model), device)
         yield
         times = len(window.micro_batches)
         if self._has_looked or times < 2:
             return
         self._has_looked = True
-        after = numbers_of(self._model)
+        after = with_room(lambda: numbers_of(self._model), device)
         for name, number in before.items():
             if name in after and float(after[name] - number) == times:
                 logger.warning(

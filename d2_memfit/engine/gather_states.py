@@ -2,21 +2,22 @@
 """A hook that collects the states of all ranks, because only rank 0 writes checkpoints."""
 
 from detectron2.engine import HookBase
+from detectron2.utils import comm
+
+from .. import compat
 
 __all__ = ["GatherStates"]
 
 
 class GatherStates(HookBase):
-    """Calls the trainer's ``gather_states`` just before a checkpoint may be saved.
+    """Calls the trainer's ``gather_states`` just before a hook of any rank saves a checkpoint.
 
-    Register it on all ranks, before hooks that save. On one rank it is not needed.
-
-    Args:
-        periods: periods, in iterations, of the hooks that may save.
+    Register it on all ranks, before the hooks that save.
     """
 
-    def __init__(self, *periods: int) -> None:
-        self._periods = [period for period in periods if period > 0]
+    def before_train(self) -> None:
+        of_ranks = comm.all_gather(compat.saving_periods(self.trainer))
+        self._periods = set().union(*of_ranks)
 
     def after_step(self) -> None:
         done = self.trainer.iter + 1

@@ -1,29 +1,38 @@
 # Copyright (c) the d2_memfit developers.
-"""The hooks that the config node MEMFIT.MONITOR turns on."""
+"""The hooks that a job's config keys turn on."""
 
-from typing import Optional
-
-from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 
+from ..job import Job
+from .budget_hook import EnforceBudget
+from .gather_states import GatherStates
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
+from .shared_device import MakeRoom
 
-__all__ = ["memory_hooks"]
+__all__ = ["MONITORS", "job_hooks"]
+
+MONITORS = (LeakDetector, MemoryMonitor, MemorySnapshot)  # of MEMFIT.MONITOR
 
 
-def memory_hooks(
-    monitor: CfgNode, output_dir: str, budget_gb: Optional[float] = None
-) -> list[HookBase]:
-    """The hooks of a node MEMFIT.MONITOR. Register them before all others, on all ranks."""
-    made: list[HookBase] = []
+def job_hooks(job: Job) -> list[HookBase]:
+    """The hooks of MEMFIT.MONITOR, BUDGET_GB and OOM, and the one that checkpoints need.
+
+    Register them on all ranks, before the hooks that write and save.
+    """
+    monitor, folder = job.cfg.MEMFIT.MONITOR, job.cfg.OUTPUT_DIR
+    made: list[HookBase] = [GatherStates()]
     if monitor.SNAPSHOT_ITER is not None or monitor.SNAPSHOT_ON_OOM:
-        folder = output_dir if comm.is_main_process() else f"{output_dir}/rank{comm.get_rank()}"
+        folder = folder if comm.is_main_process() else f"{folder}/rank{comm.get_rank()}"
         made.append(MemorySnapshot(folder, monitor.SNAPSHOT_ITER, monitor.SNAPSHOT_ON_OOM))
     if monitor.PERIOD is not None:
-        made.append(MemoryMonitor(monitor.PERIOD, budget_gb))
+        made.append(MemoryMonitor(monitor.PERIOD, job.budget_gb))
     if monitor.LEAK_WINDOW is not None:
         made.append(LeakDetector(monitor.LEAK_WINDOW))
+    if job.budget_gb is not None:
+        made.append(EnforceBudget(job.budget_gb, job.cfg.MODEL.DEVICE))
+    if job.recovery is not None:
+        made.append(MakeRoom())
     return made

@@ -5,6 +5,7 @@ import os
 import tempfile
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Callable, Optional
 
 import torch
@@ -17,7 +18,7 @@ from detectron2.utils import comm
 from .. import compat
 from ..errors import ConfigError
 from ..memory import limit_cudnn_cache
-from .signals import signals_passed_on
+from .signals import end_with_launcher, signals_passed_on
 
 __all__ = ["launch", "usable_device", "world_size"]
 
@@ -43,7 +44,8 @@ def launch(
         main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout: as in
             Detectron2.
 
-    SIGTERM, SIGINT and SIGUSR2 are passed on to the processes that it starts.
+    SIGTERM, SIGINT, SIGUSR2 and SIGHUP are passed on to the processes that it starts. These get a
+    SIGTERM if this process is gone.
 
     Raises:
         ConfigError: a launcher's variable is not a number, or is out of range.
@@ -58,8 +60,9 @@ def launch(
         _run_rank(main_func, args, "env://", rank, num_ranks, local_rank, ranks_here, timeout)
     elif torch.cuda.is_available() or num_ranks <= 1:
         with signals_passed_on() if num_ranks > 1 else nullcontext():
+            main = partial(_main_of_rank, main_func) if num_ranks > 1 else main_func
             _detectron2_launch(
-                main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout
+                main, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout
             )
     elif dist_url == "auto" and num_machines > 1:
         raise ConfigError("--dist-url auto works on one machine; name the first one's address")
@@ -128,6 +131,11 @@ def _run_cpu_rank(
     _run_rank(main_func, args, url, rank, num_ranks, local_rank, ranks_here, timeout)
 
 
+def _main_of_rank(main_func: Callable[..., Any], *args: Any) -> None:
+    end_with_launcher()
+    main_func(*args)
+
+
 def _run_rank(
     main_func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -154,7 +162,7 @@ def _run_rank(
     )
     compat.create_local_process_group(ranks_here)
     comm.synchronize()
-    main_func(*args)
+    _main_of_rank(main_func, *args)
     dist.destroy_process_group()
 
 

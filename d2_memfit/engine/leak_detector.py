@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 import torch
 from detectron2.engine import HookBase
+from torch import nn
 
 from .. import compat
 from ..memory import (
@@ -20,6 +21,7 @@ from ..memory import (
     steady_growth,
     used_bytes,
 )
+from ..torch_private import tree_iter
 
 __all__ = ["LeakDetector"]
 
@@ -58,11 +60,29 @@ class LeakDetector(HookBase):
         self._skip = skip
         self._at_least_bytes = at_least_bytes or _BYTES_PER_ITERATION * window
         self._used: dict[str, deque[float]] = {}
+        self._largest = 0  # numbers in the largest tensor of a batch
         self._growing: dict[str, float] = {}  # by kind; not warned of yet
         self._said: set[str] = set()
         self._look_again = 0
+        self._forward_hook: Any = None
         self._census: Optional[TensorCensus] = None
         self._containers: Optional[GrowingContainers] = None
+
+    def before_train(self) -> None:
+        model = compat.without_ddp(self.trainer.model)
+        self._forward_hook = model.register_forward_pre_hook(self._look_at_sizes)
+
+    def after_train(self) -> None:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+
+    def _look_at_sizes(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """Begin the window anew: larger images than all before may take more, and leak nothing."""
+        tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, torch.Tensor)]
+        largest = max((tensor.numel() for tensor in tensors), default=0)
+        if largest > self._largest:
+            self._largest = largest
+            self._used.clear()
 
     def after_step(self) -> None:
         done = self.trainer.iter + 1 - self.trainer.start_iter - self._skip

@@ -2,9 +2,7 @@
 """Code in the workers of a resumable loader: Detectron2's dataset, continued from a position."""
 
 import copy
-import multiprocessing
 import pickle
-import signal
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Callable, Optional
@@ -78,8 +76,7 @@ class Images(IterableDataset[Any]):
         info = get_worker_info()
         worker = 0 if info is None else info.id
         if info is not None:
-            if multiprocessing.get_start_method() == "spawn" and hasattr(signal, "sigwaitinfo"):
-                leave_signals_to_parent()
+            leave_signals_to_parent()
             state = self._workers[worker]
             if state is not None:
                 set_random_states(pickle.loads(state))

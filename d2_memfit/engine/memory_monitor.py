@@ -3,6 +3,7 @@
 
 import logging
 import statistics
+from contextlib import suppress
 from typing import Any, Optional
 
 import psutil
@@ -53,10 +54,8 @@ class MemoryMonitor(HookBase):
         self._budget_gb = budget_gb
         self._column = ""
         self._forward_hook: Any = None
-        self._seen, self._ever = (
-            [0, 0],
-            [0, 0],
-        )  # since the last report, and ever: allocated, reserved
+        self._seen = [0, 0]  # most bytes since the last report: allocated, reserved
+        self._ever = [0, 0]
 
     def before_train(self) -> None:
         model = compat.without_ddp(self.trainer.model)
@@ -142,10 +141,9 @@ class _WithColumn(logging.LoggerAdapter):  # type: ignore[type-arg]  # it takes 
 
 
 def _rss_and_private(process: psutil.Process) -> tuple[int, int]:
-    try:
-        rss = process.memory_info().rss
-        return rss, process.memory_full_info().uss
-    except psutil.AccessDenied:
-        return rss, rss
-    except psutil.NoSuchProcess:
-        return 0, 0
+    """Of a process that may end meanwhile, or whose pages this user may not read."""
+    rss = private = 0
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        rss = private = process.memory_info().rss
+        private = process.memory_full_info().uss
+    return rss, private

@@ -13,6 +13,7 @@ from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 from torch import nn
 
+from ..cost_model import Padding
 from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
 from ..memory import device_memory, error_line
@@ -53,8 +54,8 @@ class OomEvent:
     """One out-of-memory error. Sizes are in pixels, memory is in GB (2^30 bytes)."""
 
     iteration: int
-    # forward, backward, restoration, vote, reduction, optimizer, evaluation, allocator, or "hook "
-    # and its class
+    # start, window, forward, backward, restoration, vote, reduction, optimizer, evaluation,
+    # allocator, or "hook " and its class
     phase: str
     micro_batch: int  # images in it
     images: list[dict[str, Any]]  # file_name, image_id, height, width, num_instances of each
@@ -129,10 +130,7 @@ class OomRecord:
             PathManager.mkdirs(os.path.dirname(self._path))
             with PathManager.open(self._path, "a") as f:
                 f.write(line)
-        except (
-            OSError,
-            MemoryError,
-        ) as e:  # a full disk must not end a run that just recovered
+        except (OSError, MemoryError) as e:  # a full disk must not end a run that just recovered
             logger.warning("Cannot write %s (%s). The event was %s", self._path, e, line.strip())
 
 
@@ -159,7 +157,7 @@ def final_error(event: OomEvent, options: RecoveryOptions, mixed_precision: bool
         steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
     elif event.phase.startswith("hook "):
         steps = ["less in this hook, or on the host", "a smaller MEMFIT.MICRO_BATCH"]
-    elif event.phase in ("restoration", "vote", "reduction", "optimizer"):
+    elif event.phase in ("start", "window", "restoration", "vote", "reduction", "optimizer"):
         steps = [
             "a smaller MEMFIT.MICRO_BATCH",
             "a higher MODEL.BACKBONE.FREEZE_AT: frozen weights need no gradients",
@@ -183,9 +181,8 @@ def padded_size(data: Any, model: nn.Module) -> Optional[tuple[int, int]]:
     sizes = [image["image"].shape[-2:] for image in _images(data)]
     if not sizes:
         return None
-    divisor = max(1, getattr(getattr(model, "backbone", None), "size_divisibility", 1))
-    height, width = (-(-max(sides) // divisor) * divisor for sides in zip(*sizes))
-    return height, width
+    height, width = (max(sides) for sides in zip(*sizes))
+    return Padding.of(model).size(height, width)
 
 
 def _describe(image: dict[str, Any]) -> dict[str, Any]:

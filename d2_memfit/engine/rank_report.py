@@ -2,7 +2,7 @@
 """Each rank's report of its window, and what all ranks conclude from the reports."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Optional
@@ -13,9 +13,9 @@ from detectron2.utils.events import get_event_storage
 
 from .. import compat
 from ..errors import ConfigError, OutOfMemoryError
-from .count_report import CountReport
+from .normalizers import CountReport
 from .recovery import RecoveryReport
-from .window import Window, image_names
+from .window import MicroBatch, Window, image_names
 
 __all__ = ["Report", "check_finite", "check_writing", "report", "write_metrics"]
 
@@ -32,23 +32,26 @@ class Report:
     recovery: Optional[RecoveryReport] = None
     counts: CountReport = field(default_factory=CountReport)
     stop_signal: int = 0  # the signal that asked this rank to end the run
+    run_state: bytes = b""  # a packed RunState, on several ranks
 
 
 def report(
     window: Window,
     parameters: Iterable[torch.Tensor] = (),
     recovery: Optional[RecoveryReport] = None,
-    counts: Optional[CountReport] = None,
-    stop_signal: int = 0,
+    counts: Callable[[], CountReport] = CountReport,
     explained: Optional[AbstractContextManager[None]] = None,
+    cause: Callable[[MicroBatch], str] = lambda _: "unknown",
 ) -> Report:
     """Sum a window's losses after its last backward. This waits for the device.
+
+    ``cause`` says what is likely if the losses of a micro-batch are not finite.
 
     If memory runs out here, under ``explained``, the report holds only that error.
     """
     try:
         with explained or nullcontext():
-            return _report(window, parameters, recovery, counts or CountReport(), stop_signal)
+            return _report(window, parameters, recovery, counts(), cause)
     except OutOfMemoryError as e:
         return Report(0, {}, 0.0, [], [], RecoveryReport(final_error=str(e)))
 
@@ -58,7 +61,7 @@ def _report(
     parameters: Iterable[torch.Tensor],
     recovery: Optional[RecoveryReport],
     counts: CountReport,
-    stop_signal: int,
+    cause: Callable[[MicroBatch], str],
 ) -> Report:
     sums: dict[str, float] = {}
     not_finite = []
@@ -67,7 +70,8 @@ def _report(
         for name, loss in losses.items():
             sums[name] = sums.get(name, 0.0) + m.num_images * loss
         if not math.isfinite(sum(losses.values())):
-            not_finite.append(f"losses {losses} on the images {image_names(m.data)}")
+            bad = ", ".join(f"{k} {v:g}" for k, v in losses.items() if not math.isfinite(v))
+            not_finite.append(f"{bad} on the images {image_names(m.data)}. Likely {cause(m)}")
     has_gradient = [p.grad is not None for p in parameters]
     return Report(
         window.num_images,
@@ -77,7 +81,6 @@ def _report(
         has_gradient,
         recovery,
         counts,
-        stop_signal,
     )
 
 
@@ -91,10 +94,7 @@ def check_finite(reports: Sequence[Report], iteration: int) -> None:
     lines = [f"rank {rank}: {line}" for rank, r in enumerate(reports) for line in r.not_finite]
     if lines:
         raise FloatingPointError(
-            f"Loss became infinite or NaN at iteration={iteration}!\n"
-            + "\n".join(lines)
-            + "\nLook at the annotations of these images; or lower SOLVER.BASE_LR, lengthen "
-            "SOLVER.WARMUP_ITERS, or set SOLVER.CLIP_GRADIENTS.ENABLED True"
+            f"Loss became infinite or NaN at iteration={iteration}! {'; '.join(lines)}"
         )
 
 

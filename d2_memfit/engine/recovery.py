@@ -18,9 +18,9 @@ from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
 from ..memory import RisingRetries, is_out_of_memory, release_memory
 from .byte_cut import ByteCut, halve
-from .communication import Communication
 from .escalation import SKIP, Escalation, low_memory_step
 from .micro_batch_size import MicroBatchSize
+from .normalizers.communication import Communication
 from .oom_record import RAISE, Failure, OomEvent, OomRecord, final_error, final_oom_error
 from .snapshot import Snapshot
 from .storage import WindowStorage
@@ -92,6 +92,7 @@ class Recovery:
         iteration: int,
         forward: Callable[[MicroBatch], torch.Tensor],
         backward: Callable[[torch.Tensor, MicroBatch], None],
+        begin_anew: Callable[[], None],
     ) -> RecoveryReport:
         """Accumulate the gradients of a window.
 
@@ -129,6 +130,7 @@ class Recovery:
                 if not self._may_retry:
                     raise OutOfMemoryError(self._report.final_error)
                 break
+            begin_anew()
         self._report.seen_images = window.num_images + self._report.skipped_images
         self._report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
         self._watch_allocator(window, iteration)

@@ -2,8 +2,10 @@
 """Batches of Detectron2's training loader, whose order can be saved and resumed."""
 
 import copy
+import hashlib
+import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, Optional
@@ -13,11 +15,16 @@ from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset
 from torch.utils.data import DataLoader
 
 from .. import compat
+from ..torch_private import workers_of
 from .data_layout import Layout, Rest
 from .loader_worker import Images, RestOfStream, WithStates
 from .random_states import random_states, set_random_states
+from .signals import signals_held_back
 
 __all__ = ["ResumableBatches", "UnknownLoader"]
+
+
+_DIGESTED = 1000  # images
 
 
 class UnknownLoader(TypeError):
@@ -56,6 +63,7 @@ class ResumableBatches(Iterator[Any]):
             raise UnknownLoader(f"one with a {type(sampler).__name__}")
         self._loader = loader
         self._images = dataset.dataset
+        self._digest_of_images: Optional[str] = None
         self._sampler = sampler
         self._layout = Layout(
             ranks=compat.num_ranks_of(sampler),
@@ -92,9 +100,51 @@ class ResumableBatches(Iterator[Any]):
     def num_workers(self) -> int:
         return self._loader.num_workers
 
+    def has_killed_worker(self) -> bool:
+        """Whether a worker was ended with SIGKILL, as by the kernel when RAM is full."""
+        return -9 in [worker.exitcode for worker in workers_of(self._received.source)]
+
+    def _digest(self) -> str:
+        """A digest of names and sizes of images, spread over the dataset; "" if they have none."""
+        if self._digest_of_images is None:
+            images, size = compat.inner_dataset(self._images), len(self._images)
+            try:
+                facts = [_facts(images[i]) for i in range(0, size, 1 + size // _DIGESTED)]
+                self._digest_of_images = hashlib.sha256(repr(facts).encode()).hexdigest()
+            except (AttributeError, LookupError, TypeError):
+                self._digest_of_images = ""
+        return self._digest_of_images
+
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, in plain types and tensors."""
-        return self._received.taken.state_dict()
+        return self.unpacked(self.packed())
+
+    def mark(self) -> Callable[[], None]:
+        """A function that puts the state back, for a :meth:`state_dict` of this moment.
+
+        The batches themselves do not come again.
+        """
+        taken = self._received.taken.copy()
+
+        def put_back() -> None:
+            self._received.taken = taken
+
+        return put_back
+
+    def packed(self) -> bytes:
+        """The state of this rank, quick to make and to send."""
+        return self._received.taken.packed()
+
+    @staticmethod
+    def unpacked(state: bytes) -> dict[str, Any]:
+        """The :meth:`state_dict` of a :meth:`packed` state."""
+        batches, workers, seeds, waiting = pickle.loads(state)
+        return {
+            "batches": batches,
+            "workers": [states and pickle.loads(states) for states in workers],
+            "seeds": seeds,
+            "waiting": [(number, index, pickle.loads(states)) for number, index, states in waiting],
+        }
 
     def stream(self) -> dict[str, Any]:
         """The state that all ranks share, in plain types and tensors."""
@@ -103,6 +153,7 @@ class ResumableBatches(Iterator[Any]):
             "layout": {**asdict(self._layout), "group": self._group_size},
             "rest": {"first": self._rest.first, "without": self._rest.without},
             "dataset_size": len(self._images),
+            "dataset_digest": self._digest(),
             "sampler": {"type": type(self._sampler).__name__, **drawn},
         }
 
@@ -122,6 +173,9 @@ class ResumableBatches(Iterator[Any]):
         now = f"{size} images by a {type(self._sampler).__name__}"
         if then != now:
             raise ValueError(f"{then} then, {now} now")
+        digest = stream.get("dataset_digest", "")
+        if digest and self._digest() and digest != self._digest():
+            raise ValueError(f"{then} then and now, of other names or sizes")
         self._sampler = copy.copy(self._sampler)
         vars(self._sampler).update(drawn)
         options = dict(stream["layout"])
@@ -167,15 +221,15 @@ class _Taken:
         self.seeds: Optional[torch.Tensor] = None
         self.waiting: list[_Waiting] = []
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "batches": self.batches,
-            "workers": [states and pickle.loads(states) for states in self.workers],
-            "seeds": self.seeds,
-            "waiting": [
-                (w.number, int(w.index), pickle.loads(w.random_states)) for w in self.waiting
-            ],
-        }
+    def copy(self) -> "_Taken":
+        other = copy.copy(self)
+        other.workers = list(self.workers)
+        other.waiting = list(self.waiting)
+        return other
+
+    def packed(self) -> bytes:
+        waiting = [(w.number, int(w.index), w.random_states) for w in self.waiting]
+        return pickle.dumps((self.batches, self.workers, self.seeds, waiting))
 
     def load_state_dict(self, state: dict[str, Any], images: Any) -> None:
         """Restore a state, and reload the images that waited."""
@@ -213,7 +267,7 @@ class _Received(Iterator[Any]):
         )
         self._loader.collate_fn = WithStates(loader.collate_fn)
         self._is_grouped = is_grouped
-        self._source: Optional[Iterator[Any]] = None
+        self.source: Optional[Iterator[Any]] = None
 
     def start(self) -> None:
         """Seed and start the workers."""
@@ -221,15 +275,16 @@ class _Received(Iterator[Any]):
             self._loader.generator = torch.Generator()
             self._loader.generator.set_state(self.taken.seeds)
         self.taken.seeds = (self._loader.generator or torch.default_generator).get_state()
-        self._source = iter(self._loader)
+        with signals_held_back():  # until the workers can leave them to this process
+            self.source = iter(self._loader)
 
     def __next__(self) -> Any:
-        if self._source is None:
+        if self.source is None:
             self.start()
-        assert self._source is not None
+        assert self.source is not None
         states = None
         while states is None:
-            batch, states = next(self._source)
+            batch, states = next(self.source)
         index, before, after = states
         taken = self.taken
         if after is not None:
@@ -247,6 +302,12 @@ def _grouped(received: _Received, size: int) -> Iterator[Any]:
         gone = set(map(id, group))
         received.taken.waiting = [w for w in received.taken.waiting if id(w.image) not in gone]
         yield group
+
+
+def _facts(image: dict[str, Any]) -> tuple[Any, ...]:
+    """What an image is known by, wherever its folder is."""
+    name = image.get("file_name", image.get("image_id"))
+    return os.path.basename(str(name)), image.get("height"), image.get("width")
 
 
 def _is_there(batch: Any) -> bool:

@@ -2,17 +2,30 @@
 """A trainer whose checkpoints hold all that a run needs to resume without a difference."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Optional
 
 import torch
 from detectron2.engine import SimpleTrainer
 from torch import nn
 
 from .. import compat
+from ..errors import ConfigError
+from ..techniques import ShardedOptimizer
 from .resumable_batches import ResumableBatches
 from .run_state import RunState
 
-__all__ = ["ResumableTrainer"]
+__all__ = ["Progress", "ResumableTrainer"]
+
+
+@dataclass
+class Progress:
+    """How far an iteration is, for a checkpoint if the run ends in it."""
+
+    iteration: int
+    put_back: Callable[[], None] = lambda: None  # restores the state before the iteration
+    is_stepping: bool = False  # the optimizer changes weights, and has not finished
+    has_stepped: bool = False
 
 
 class ResumableTrainer(SimpleTrainer):
@@ -20,7 +33,16 @@ class ResumableTrainer(SimpleTrainer):
 
     On several ranks, all must call :meth:`gather_states` before rank 0 saves. The hook
     :class:`GatherStates` does this.
+
+    Attributes:
+        needs_train: whether there are hooks of MEMFIT.MONITOR that no loop has called yet.
+        progress: how far the iteration ``iter`` is.
     """
+
+    needs_train = False
+    stop_signal = 0
+    agreed_stop_signal: Optional[int] = None  # before a step
+    progress: Optional["Progress"] = None
 
     def __init__(
         self, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
@@ -46,12 +68,23 @@ class ResumableTrainer(SimpleTrainer):
         batches = self.run_state.batches
         return isinstance(batches, ResumableBatches) and batches.num_workers == 0
 
+    def check_train(self) -> None:
+        """Raise :class:`ConfigError` if this is a loop that calls no hooks, and should."""
+        if self.needs_train:
+            raise ConfigError(
+                "MEMFIT.MONITOR is on, and a loop of run_step() calls no hooks: train with "
+                "trainer.train(start_iter, max_iter), or leave MEMFIT.MONITOR at its defaults"
+            )
+
     def before_train(self) -> None:
+        self.needs_train = False
         super().before_train()
-        self.run_state.restore_random_states()
+        self.run_state.begin_run(self.start_iter)
 
     def gather_states(self) -> None:
         """Collect on rank 0 the states of all ranks for a checkpoint. All ranks must call it."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.consolidate_state_dict()
         self.run_state.gather(self.iter)
 
     def state_dict(self) -> dict[str, Any]:

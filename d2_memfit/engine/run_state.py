@@ -2,14 +2,17 @@
 """The state that a resumed run needs in addition to model, optimizer and iteration."""
 
 import logging
-from collections.abc import Iterable
+import pickle
+from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
 from detectron2.utils import comm
 from torch import nn
 
+from ..memory import with_room
 from .random_states import random_states, set_random_states
 from .resumable_batches import ResumableBatches, UnknownLoader
+from .snapshot import Snapshot
 
 __all__ = ["RunState"]
 
@@ -40,12 +43,38 @@ class RunState:
         except UnknownLoader as e:
             self.batches = data_loader
             self._why_unknown = str(e)
-        self._gathered: tuple[int, list[Any]] = (-1, [])
+        self._gathered: tuple[int, list[bytes]] = (-1, [])
         self._loaded: Optional[dict[str, Any]] = None  # of this rank
+        self._is_known = False
 
     def gather(self, iteration: int) -> None:
         """Collect the states of all ranks on rank 0. All ranks call it before rank 0 saves."""
-        self._gathered = (iteration, comm.gather(self._of_this_rank()))
+        self.keep(iteration, comm.gather(self.packed()))
+
+    def has_killed_worker(self) -> bool:
+        """Whether a worker of the loader was ended with SIGKILL."""
+        return isinstance(self.batches, ResumableBatches) and self.batches.has_killed_worker()
+
+    def keep(self, iteration: int, ranks: list[bytes]) -> None:
+        """Keep the :meth:`packed` states of all ranks after an iteration."""
+        self._gathered = (iteration, ranks)
+
+    def mark(self, is_watched: bool) -> Callable[[], None]:
+        """A function that puts back what an iteration changes before its optimizer step.
+
+        Args:
+            is_watched: whether forwards are watched for changes of parameters.
+        """
+        snapshot = with_room(lambda: Snapshot(self._model, is_watched=is_watched), self._device)
+        batches = self.batches
+        put_back_data = batches.mark() if isinstance(batches, ResumableBatches) else None
+
+        def put_back() -> None:
+            snapshot.restore()
+            if put_back_data is not None:
+                put_back_data()
+
+        return put_back
 
     def state_dict(self, iteration: int) -> dict[str, Any]:
         """The state in plain types and tensors.
@@ -53,28 +82,28 @@ class RunState:
         States of other ranks come from :meth:`gather`; they are None if that was in another
         iteration.
         """
-        gathered_at, ranks = self._gathered
-        if gathered_at != iteration or not ranks:
-            ranks = [None] * comm.get_world_size()
-        ranks = [*ranks[: comm.get_rank()], self._of_this_rank(), *ranks[comm.get_rank() + 1 :]]
+        gathered_at, packed = self._gathered
+        ranks: list[Any] = [None] * comm.get_world_size()
+        if gathered_at == iteration and packed:
+            ranks = [_unpacked(state) if state else None for state in packed]
+        ranks[comm.get_rank()] = _unpacked(self.packed())
         stream = self.batches.stream() if isinstance(self.batches, ResumableBatches) else None
         return {"ranks": ranks, "data": stream}
 
-    def _of_this_rank(self) -> dict[str, Any]:
+    def packed(self) -> bytes:
+        """The state of this rank, quick to make and to send."""
         numbers = _numbers(self._model).items() - self._numbers_at_start.items()
-        data = self.batches.state_dict() if isinstance(self.batches, ResumableBatches) else None
-        return {
-            "random_states": random_states(self._device),
-            "numbers": dict(numbers),
-            "data": data,
-        }
+        data = self.batches.packed() if isinstance(self.batches, ResumableBatches) else None
+        return pickle.dumps((random_states(self._device), dict(numbers), data))
 
     def load_state_dict(self, state: Optional[dict[str, Any]]) -> None:
         """Continue from a checkpoint's state; None if it has none."""
+        self._is_known = True
         if state is None:
             logger.warning(
                 "The checkpoint has neither the order of the data nor random states (those of "
-                "plain Detectron2 have none): the data begin again"
+                "plain Detectron2 have none): the data begin again. A checkpointer of your own "
+                'saves them after checkpointer.add_checkpointable("trainer", trainer)'
             )
             return
         ranks, rank = state["ranks"], comm.get_rank()
@@ -90,8 +119,10 @@ class RunState:
             )
         self._load_data(state["data"], [r and r["data"] for r in ranks])
 
-    def restore_random_states(self) -> None:
+    def begin_run(self, start_iter: int) -> None:
         """Restore again, because code since the load may have drawn random numbers."""
+        if start_iter > 0 and not self._is_known:
+            self.load_state_dict(None)
         if self._loaded is not None:
             set_random_states(self._loaded["random_states"], self._device)
         self._loaded = None
@@ -128,6 +159,15 @@ class RunState:
             module, _, attribute = name.rpartition(".")
             if module in modules:
                 setattr(modules[module], attribute, value)
+
+
+def _unpacked(state: bytes) -> dict[str, Any]:
+    states, numbers, data = pickle.loads(state)
+    return {
+        "random_states": states,
+        "numbers": numbers,
+        "data": data and ResumableBatches.unpacked(data),
+    }
 
 
 def _numbers(model: nn.Module) -> dict[str, Any]:

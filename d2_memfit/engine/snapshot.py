@@ -25,9 +25,15 @@ class Snapshot:
     Args:
         model: without DDP around it.
         storage: the window's storage, if there is one.
+        is_watched: whether forwards of the model are watched for changes of parameters.
     """
 
-    def __init__(self, model: nn.Module, storage: Optional[WindowStorage] = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        storage: Optional[WindowStorage] = None,
+        is_watched: bool = True,
+    ) -> None:
         self._storage = storage
         self._scalars = storage and storage.mark()
         self._device = next(model.parameters()).device
@@ -36,7 +42,8 @@ class Snapshot:
         self._torch_rng = torch.get_rng_state()
         if self._device.type != "cpu":
             self._device_rng = torch.get_device_module(self._device).get_rng_state(self._device)
-        self._module_state = ModuleState(model, StateWatch.of(model).changed)
+        changed = StateWatch.of(model).changed if is_watched else ()
+        self._module_state = ModuleState(model, changed)
 
     def restore(self) -> None:
         """Restore the state. This can be done more than once."""

@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Optional, Union
 
 import torch
@@ -16,20 +17,22 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import compat
 from ..checks import check_positive_int
 from ..cost_model import CostModel
-from ..deprecation import deprecated_property, renamed_argument
+from ..errors import OutOfMemoryError
 from ..job import NormalizerOptions, RecoveryOptions
+from ..memory import with_room
 from ..precision import Precision
 from .byte_cut import ByteCut, cut_window
-from .communication import CommunicationError
+from .columns import dataset_dicts
 from .explained_hooks import explains_hooks
 from .forward_counters import ForwardCounters
-from .known_criteria import adapt_known_criteria
-from .normalizers import Normalizers
+from .normalizers import CommunicationError, Normalizers
+from .not_finite import likely_cause
 from .observers import observed
 from .rank_report import Report, check_finite, check_writing, report, write_metrics
 from .recovery import Recovery, RecoveryReport
 from .reduce import average_gradients, check_ddp, image_share
-from .resumable_trainer import ResumableTrainer
+from .resumable_trainer import Progress, ResumableTrainer
+from .signals import raising_handlers_held_back
 from .snapshot import Snapshot
 from .state_watch import watched
 from .storage import WindowStorage
@@ -91,9 +94,6 @@ class AccumulatingTrainer(ResumableTrainer):
             asynchronously.
     """
 
-    images_per_micro_batch = deprecated_property("images_per_micro_batch", "micro_batch_size")
-
-    @renamed_argument("images_per_micro_batch", "micro_batch_size")
     def __init__(
         self,
         model: nn.Module,
@@ -121,20 +121,22 @@ class AccumulatingTrainer(ResumableTrainer):
         self.precision = precision
         self.micro_batch_size = None if cost_model else micro_batch_size
         self.out_of_memory_observers: list[Callable[[], None]] = []
-        self.stop_signal = self.agreed_stop_signal = 0
-        normalizers = normalizers or NormalizerOptions()
         bare_model = compat.without_ddp(model)
         retries = recovery is not None
         grow_after = (recovery or RecoveryOptions()).grow_after
         self.cut = ByteCut(cost_model, bare_model, grow_after) if cost_model else None
         size, is_cut = self.micro_batch_size, bool(cost_model or micro_batch_size)
-        self.normalizers = Normalizers(bare_model, normalizers, retries, is_cut, accumulation_steps)
+        self._reduces_in_backward = accumulation_steps == 1 and not is_cut and not retries
+        options = normalizers or NormalizerOptions()
+        if self._reduces_in_backward:  # losses are divided as in Detectron2
+            options = NormalizerOptions("off")
+        self.normalizers = Normalizers(
+            bare_model, self._losses, options, retries, is_cut, accumulation_steps
+        )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
             is_mixed, says = precision.dtype != torch.float32, self.normalizers.communication
             self.recovery = Recovery(recovery, bare_model, size, is_mixed, says, self.cut)
-        if normalizers.policy != "off" and not self._reduces_in_backward:
-            adapt_known_criteria(bare_model)
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
             check_ddp(model, recovers=retries)
         check_writing(async_write_metrics)
@@ -144,23 +146,28 @@ class AccumulatingTrainer(ResumableTrainer):
         self.gather_metric_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self._has_old_gradients = False
+        self._start: Optional[Snapshot] = None  # the state before a window that may run again
         self._counters = ForwardCounters(bare_model)
 
     def run_step(self) -> None:
         """Run one iteration, whose number the event storage has."""
+        self.check_train()
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
         self.iter = get_event_storage().iter
         window = Window(self._data_loader_iter, self.accumulation_steps)
         self._has_old_gradients = True
         if self.zero_grad_before_forward:  # frees their memory for the forward
             self._free_old_gradients()
+        with self._explained("start", window):
+            put_back = self.run_state.mark(is_watched=self.recovery is not None)
+        self.progress = progress = Progress(self.iter, put_back)
 
         if self._reduces_in_backward:
             micro_batch = window.take()
             assert micro_batch is not None  # it is the first
             share = image_share(micro_batch.num_images, self.model)
             self._backward(self._forward(micro_batch), share)
-            reports = comm.all_gather(report(window, stop_signal=self.stop_signal))
+            reports = comm.all_gather(self._report(window))
         else:
             with WindowStorage(get_event_storage()) as storage, self._no_sync():
                 reports = self._run_window(window, storage)
@@ -171,6 +178,7 @@ class AccumulatingTrainer(ResumableTrainer):
         check_finite(reports, self.iter)
         if not any(r.num_images for r in reports):
             logger.warning("Iteration %d: all images were skipped, and so is the step", self.iter)
+            self._end_step(progress, reports)
             return
         with self._explained("reduction", window):
             if not self._reduces_in_backward:
@@ -181,40 +189,62 @@ class AccumulatingTrainer(ResumableTrainer):
             write_metrics(reports)
         with self._explained("optimizer", window):
             self._clip()
-            self.precision.step(self.optimizer, self.iter)
+            with raising_handlers_held_back():
+                progress.is_stepping = True
+                self.precision.step(self.optimizer, self.iter)
+                self._end_step(progress, reports)
 
     def _run_window(self, window: Window, storage: WindowStorage) -> list[Report]:
-        """Accumulate a window's gradients; run it again if a loss's count was not the window's.
+        """Accumulate a window's gradients, on all ranks, and exchange reports.
 
-        All ranks run theirs again if losses were divided by a count that was not the window's.
+        All run it again if losses were divided by a count that was not the window's.
         """
-        normalizers, recovery = self.normalizers, self.recovery
-        self._keeps_images = normalizers.may_run_again
-        if self.loads_in_this_process and (self._keeps_images or recovery):
+        if self.recovery is not None and self.loads_in_this_process:
             window.load()  # a second run must not draw the loader's random numbers again
-        start = Snapshot(compat.without_ddp(self.model), storage) if self._keeps_images else None
-        recovery_report = None
+        recovery_report, self._start = None, None
         while True:
-            if self.cut is not None:
-                cut_window(window, self.cut, normalizers.communication.keeps_in_step)
-            with contextlib.suppress(CommunicationError):  # all ranks are told below
-                size = recovery.micro_batch_size if recovery else self.micro_batch_size
-                normalizers.begin(window, size, self._forward)
-                with self._counters.watched(window):
-                    recovery_report = self._accumulate(window, storage)
-            self._free_old_gradients()  # if all images were skipped
+            try:
+                with self._explained("window", window):
+                    self._begin_window(window, storage)
+                    with self._counters.watched(window):
+                        recovery_report = self._accumulate(window, storage)
+                    self._free_old_gradients()  # if all images were skipped
+            except CommunicationError:
+                pass  # the other ranks learn of it from the report
+            except OutOfMemoryError as e:
+                if self.normalizers.communication.known:  # they wait in a forward
+                    raise
+                recovery_report = RecoveryReport(final_error=str(e))
             # The vote: up to here, a rank could do its window again without the others.
-            parameters, counts = self.model.parameters(), normalizers.report(window)
-            vote = self._explained("vote", window)
-            mine = report(window, parameters, recovery_report, counts, self.stop_signal, vote)
+            mine = self._report(
+                window,
+                parameters=self.model.parameters(),
+                recovery=recovery_report,
+                counts=partial(self.normalizers.report, window),
+                explained=self._explained("vote", window),
+            )
             reports = comm.all_gather(mine)
             is_over = any(r.recovery is not None and r.recovery.final_error for r in reports)
-            if is_over or not normalizers.must_run_again([r.counts for r in reports]):
+            if is_over or not self.normalizers.must_run_again([r.counts for r in reports]):
                 return reports
-            assert start is not None
-            start.restore()
+            assert self._start is not None
+            self._start.restore()
             self.optimizer.zero_grad(set_to_none=True)
             window.start_over()
+
+    def _begin_window(self, window: Window, storage: WindowStorage) -> None:
+        """Find what the window's losses are divided by, before its first forward."""
+        is_known = False
+        while not is_known:
+            size = self.recovery.micro_batch_size if self.recovery else self.micro_batch_size
+            self.normalizers.test(window, is_cut=size is not None)
+            if self.cut is not None:
+                cut_window(window, self.cut, self.normalizers.communication.keeps_in_step)
+            is_known = self.normalizers.begin(window, size, self._forward)
+        if self._start is None and self.normalizers.may_run_again:
+            model = compat.without_ddp(self.model)
+            device = next(model.parameters()).device
+            self._start = with_room(lambda: Snapshot(model, storage), device)
 
     def _accumulate(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
         """Run a window's micro-batches one after another; each counts by its images."""
@@ -223,12 +253,18 @@ class AccumulatingTrainer(ResumableTrainer):
             with self.normalizers.of(micro_batch, replays=True):
                 self._backward(loss, micro_batch.num_images / window.expected_images)
 
+        def begin_anew() -> None:
+            if self.normalizers.lacks_counts:  # it went through the model at once, and did not fit
+                self._begin_window(window, storage)
+
         if self.recovery is not None:
-            return self.recovery.run(window, storage, self.iter, self._forward, backward)
+            return self.recovery.run(
+                window, storage, self.iter, self._forward, backward, begin_anew
+            )
         while (micro_batch := window.take(self.micro_batch_size)) is not None:
             storage.next_micro_batch(micro_batch.num_images)
             backward(self._forward(micro_batch), micro_batch)
-            if not self._keeps_images:
+            if not self.normalizers.may_run_again:
                 micro_batch.keep_names_only()
         return None
 
@@ -240,16 +276,14 @@ class AccumulatingTrainer(ResumableTrainer):
             self.precision.autocast(),
             self.normalizers.of(micro_batch),
         ):
-            batch = micro_batch.batch
-            losses: Any = (
-                self.model(batch) if self.loss_fn is None else self.loss_fn(self.model, batch)
-            )
-            if isinstance(losses, torch.Tensor):
-                losses = {"total_loss": losses}
-            losses = self.normalizers.divided(losses)
-            total = sum(losses.values())
+            losses = self.normalizers.weighted(self._losses(self.model, micro_batch.batch))
+            total: Any = sum(losses.values())
         micro_batch.losses = {name: loss.detach() for name, loss in losses.items()}
         return total
+
+    def _losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
+        losses: Losses = model(batch) if self.loss_fn is None else self.loss_fn(model, batch)
+        return {"total_loss": losses} if isinstance(losses, torch.Tensor) else losses
 
     def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
         """Add the gradients of ``weight x loss`` to the window's."""
@@ -262,6 +296,26 @@ class AccumulatingTrainer(ResumableTrainer):
         if self._has_old_gradients:
             self.optimizer.zero_grad(set_to_none=True)
         self._has_old_gradients = False
+
+    def _report(self, window: Window, **kwargs: Any) -> Report:
+        mine = report(window, cause=self._likely_cause, **kwargs)
+        mine.stop_signal = self.stop_signal
+        if comm.get_world_size() > 1:  # for a checkpoint of rank 0, should this rank die
+            mine.run_state = self.run_state.packed()
+        return mine
+
+    def _likely_cause(self, micro_batch: MicroBatch) -> str:
+        model, in_float32 = compat.without_ddp(self.model), None
+        is_mixed = self.precision.dtype != torch.float32
+        has_images = any("image" in image for image in dataset_dicts(micro_batch.data))
+        if is_mixed and has_images and comm.get_world_size() == 1:  # a forward may communicate
+            in_float32 = partial(self._losses, model, micro_batch.batch)
+        return likely_cause(model.parameters(), micro_batch.data, in_float32)
+
+    def _end_step(self, progress: Progress, reports: list[Report]) -> None:
+        """The iteration's state is whole: from here on, a checkpoint may have it."""
+        progress.has_stepped = True
+        self.run_state.keep(self.iter, [r.run_state for r in reports])
 
     def _clip(self) -> None:
         if self.clip_gradients is None:
@@ -277,12 +331,6 @@ class AccumulatingTrainer(ResumableTrainer):
         last = window.micro_batches[-1:]
         return self.recovery.with_final_error(phase, last[0].data if last else [], self.iter)
 
-    @property
-    def _reduces_in_backward(self) -> bool:
-        """Whether DDP reduces the gradients while they are computed, as in Detectron2."""
-        cuts_or_retries = self.micro_batch_size or self.recovery or self.cut
-        return self.accumulation_steps == 1 and not cuts_or_retries
-
     def _no_sync(self) -> AbstractContextManager[None]:
         """Keep DDP from reducing gradients; must be open in forward and backward."""
         is_ddp = isinstance(self.model, DistributedDataParallel)
@@ -292,6 +340,8 @@ class AccumulatingTrainer(ResumableTrainer):
         state = {**super().state_dict(), **self.precision.state_dict()}
         if self.recovery is not None:
             state["recovery"] = self.recovery.state_dict()
+        if normalizers := self.normalizers.state_dict():
+            state["normalizers"] = normalizers
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -299,3 +349,4 @@ class AccumulatingTrainer(ResumableTrainer):
         self.precision.load_state_dict(state_dict)
         if self.recovery is not None and "recovery" in state_dict:
             self.recovery.load_state_dict(state_dict["recovery"])
+        self.normalizers.load_state_dict(state_dict.get("normalizers", {}))

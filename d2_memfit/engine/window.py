@@ -18,8 +18,10 @@ __all__ = [
     "Window",
     "count_images",
     "count_objects",
+    "host_memory_error",
     "image_names",
     "is_list_of_images",
+    "may_have_objects",
 ]
 
 
@@ -96,6 +98,12 @@ class Window:
         self.load()
         images = [image for data in self._waiting for image in _cuttable(data)]
         self._waiting = deque(into(images) if images else [])
+
+    @property
+    def images_waiting(self) -> list[Any]:
+        """Images that are loaded and not yet taken; none if the batches cannot be cut."""
+        parts = [_images_of(data) for data in self._waiting]
+        return [] if None in parts else [image for part in parts for image in part or ()]
 
     @property
     def num_waiting(self) -> int:
@@ -176,10 +184,7 @@ class Window:
         except Exception as e:
             if not is_loader_out_of_memory(e):
                 raise
-            raise HostMemoryError(
-                f"the data loader ran out of the host's memory ({error_line(e)}). Lower "
-                "DATALOADER.NUM_WORKERS: each worker has images, and memory, of its own"
-            ) from e
+            raise host_memory_error(error_line(e)) from e
         self.data_time += time.perf_counter() - start
         if self._steps_taken == 0:
             self.expected_images = self._accumulation_steps * count_images(batch)
@@ -196,6 +201,14 @@ class Window:
         if len(images) > num_images:
             self._waiting.appendleft(images[num_images:])
         return images[:num_images]
+
+
+def host_memory_error(what: str) -> HostMemoryError:
+    """The error to raise after a loader ran out of memory."""
+    return HostMemoryError(
+        f"the data loader ran out of the host's memory ({what}). Lower "
+        "DATALOADER.NUM_WORKERS: each worker has images, and memory, of its own"
+    )
 
 
 def image_names(data: Any) -> str:
@@ -227,13 +240,19 @@ def count_images(data: Any) -> int:
 
 def count_objects(data: Any) -> int:
     """Number of annotated objects of a batch: its instances, or targets of another kind."""
-    return sum(map(_objects_of, dataset_dicts(data)))
+    return sum(len(t) if hasattr(t, "__len__") else 0 for t in _targets_of(data))
 
 
-def _objects_of(image: dict[str, Any]) -> int:
-    targets = (image[k] for k in ("instances", "labels", "class_labels", "boxes") if k in image)
-    target = next(targets, ())
-    return len(target) if hasattr(target, "__len__") else 0
+def may_have_objects(data: Any) -> bool:
+    """Whether a batch has a place for annotated objects, be there any or not."""
+    return any(True for _ in _targets_of(data))
+
+
+def _targets_of(data: Any) -> Iterator[Any]:
+    for image in dataset_dicts(data):
+        keys = [k for k in ("instances", "labels", "class_labels", "boxes") if k in image]
+        if keys:
+            yield image[keys[0]]
 
 
 def _images_of(data: Any) -> Optional[list[Any]]:

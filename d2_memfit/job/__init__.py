@@ -2,10 +2,11 @@
 """The description of a training job, from a config, a trainer class, a LazyConfig or pieces."""
 
 from .checked_loader import checked_loader, checked_test_loaders
+from .invented import WorstCase
 from .job import Job
 from .normalizer_options import NormalizerOptions
+from .real_images import readable_loader, worst_real_images
 from .recovery_options import RecoveryOptions
-from .worst_case import WorstCase, worst_case
 
 __all__ = [
     "Job",
@@ -14,5 +15,6 @@ __all__ = [
     "WorstCase",
     "checked_loader",
     "checked_test_loaders",
-    "worst_case",
+    "readable_loader",
+    "worst_real_images",
 ]

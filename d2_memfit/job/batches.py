@@ -4,17 +4,25 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Union
+from typing import Any, Optional, Protocol, Union
 
 import torch
 from detectron2.structures import Instances
 
 from ..errors import ConfigError
 
-__all__ = ["Batches", "GivenBatches", "copy_of", "padded_area", "size_of", "tensors_of"]
+__all__ = [
+    "Batches",
+    "GivenBatches",
+    "copy_of",
+    "is_image",
+    "padded_area",
+    "size_of",
+    "tensors_of",
+]
 
 _LARGE_BYTES = 2**20  # larger tensors are not read by value in a dry run
-_PIXELS = (torch.uint8, torch.bool, torch.float32, torch.float16)  # others are labels
+_PIXELS = (torch.uint8, torch.float32, torch.float16)  # others are labels, masks among them
 
 
 class Batches(Protocol):
@@ -25,6 +33,8 @@ class Batches(Protocol):
         assumptions: one line per unknown fact, with the value assumed for it.
         evaluation_assumptions: the same for evaluation, without lines of ``assumptions``.
         is_guess: whether ``num_instances`` is a guess; a plan should then leave more room.
+        typical: batches with the mean number of objects, if the largest number is a guess and the
+            mean is known; else None.
     """
 
     @property
@@ -38,6 +48,9 @@ class Batches(Protocol):
 
     @property
     def is_guess(self) -> bool: ...
+
+    @property
+    def typical(self) -> Optional["Batches"]: ...
 
     def training(self, num_images: int, crosses_batches: bool = False) -> Any:
         """Make a micro-batch.
@@ -60,6 +73,7 @@ class GivenBatches:
     assumptions: tuple[str, ...] = ()
     evaluation_assumptions: tuple[str, ...] = ()
     is_guess = False
+    typical = None
 
     def __init__(self, batch: Union[Any, Callable[[], Any]]) -> None:
         self._batch = batch() if callable(batch) else batch
@@ -92,9 +106,25 @@ def _take(images: Sequence[Any], num: int) -> list[Any]:
 
 
 def copy_of(data: Any) -> Any:
-    """A copy with its own tensors. Values of large pixels and masks are zeros."""
-    large = [t for t in tensors_of(data) if t.nbytes >= _LARGE_BYTES and t.dtype in _PIXELS]
-    return copy.deepcopy(data, {id(t): torch.zeros_like(t) for t in large})
+    """A copy with its own tensors. Values of large images are zeros."""
+    large = [t for t in tensors_of(data) if t.nbytes >= _LARGE_BYTES]
+    copies = {id(t): torch.zeros_like(t) for t in large if is_image(t)}
+    copies |= {id(t): _copied(t) for t in large if t.dtype is torch.bool}
+    return copy.deepcopy(data, copies)
+
+
+def is_image(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds pixels or other measurements, whose values do not matter."""
+    return tensor.dtype in _PIXELS
+
+
+def _copied(masks: torch.Tensor) -> torch.Tensor:
+    """Copy masks. Rows without an object are never written to, so they take no RAM."""
+    rows = masks.flatten(0, -2)
+    there = rows.any(dim=-1)
+    result = torch.zeros_like(rows)
+    result[there] = rows[there]
+    return result.view(masks.shape)
 
 
 def tensors_of(data: Any) -> list[torch.Tensor]:

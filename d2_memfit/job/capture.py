@@ -5,7 +5,7 @@ import copy
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -18,7 +18,9 @@ from detectron2.structures import BoxMode
 
 from ..patching import replaced_functions
 from ..side_work import alone, no_information, unchanged_random_state
-from .largest_images import Size, boxes_anywhere, facts_of, invented_dict
+from .facts import facts_of
+from .label_images import tiles
+from .largest_images import Size, boxes_anywhere, invented_dict
 
 __all__ = ["CapturedLoader", "capture_loader", "empty_images", "largest_resizes"]
 
@@ -41,8 +43,12 @@ class CapturedLoader:
     has_proposals: bool = False
 
 
-def capture_loader(make_loader: Callable[[], Any]) -> CapturedLoader:
-    """Make a loader without reading anything. Its datasets may be missing."""
+def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) -> CapturedLoader:
+    """Make a loader without reading anything. Its datasets may be missing.
+
+    Args:
+        with_labels: as for :func:`~.largest_images.invented_dict`.
+    """
     captured = CapturedLoader()
 
     def note_mapper(init: Callable[..., None]) -> Callable[..., None]:
@@ -52,12 +58,15 @@ def capture_loader(make_loader: Callable[[], Any]) -> CapturedLoader:
 
         return noting_init
 
-    def get_one_dict(_: Callable[..., Any]) -> Callable[..., Any]:
+    def get_one_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         def get(self: Any, name: str) -> list[dict[str, Any]]:
             captured.names.append(name)
-            facts = facts_of([name])
-            one = invented_dict((480, 640), 2, name) if facts is None else facts.any_dict()
-            return [one] * _NUM_DICTS
+            catalog = [type(DatasetCatalog)]
+            with replaced_functions(catalog, {"get": lambda _: original}):  # of what it is made of
+                facts = facts_of([name])
+            if facts is None:
+                return [invented_dict((480, 640), 2, name, with_labels)] * _NUM_DICTS
+            return [facts.any_dict()] * _NUM_DICTS
 
         return get
 
@@ -86,24 +95,24 @@ def capture_loader(make_loader: Callable[[], Any]) -> CapturedLoader:
 
 
 def with_proposals(d: dict[str, Any]) -> dict[str, Any]:
-    """A dataset dict with proposals, half of them on its objects."""
-    annotations = [a for a in d.get("annotations", ()) if len(a["bbox"]) == 4]
-    boxes = boxes_anywhere(_NUM_PROPOSALS, (d["height"], d["width"]), seed=1)
-    found = [BoxMode.convert(a["bbox"], a["bbox_mode"], BoxMode.XYXY_ABS) for a in annotations]
-    if found:
-        boxes[::2] = np.resize(found, (len(boxes[::2]), 4))
+    """A dataset dict with proposals."""
     return {
         **d,
-        "proposal_boxes": boxes,
-        "proposal_objectness_logits": np.zeros(len(boxes)),
+        "proposal_boxes": boxes_anywhere(_NUM_PROPOSALS, (d["height"], d["width"]), seed=1),
+        "proposal_objectness_logits": np.zeros(_NUM_PROPOSALS),
         "proposal_bbox_mode": BoxMode.XYXY_ABS,
     }
 
 
 class _EmptyFiles:
-    """File names that do not exist, for images of a given size."""
+    """File names that do not exist, for images of a given size.
 
-    def __init__(self) -> None:
+    Args:
+        labels: values of label images.
+    """
+
+    def __init__(self, labels: Sequence[int]) -> None:
+        self._labels = labels
         self._known: dict[str, tuple[str, Size, list[int]]] = {}  # kind, size, ids of segments
 
     def name(self, d: dict[str, Any]) -> None:
@@ -119,22 +128,24 @@ class _EmptyFiles:
         if name not in self._known:
             return None
         kind, size, ids = self._known[name]
-        if format is None and kind == "sem_seg_file_name":
-            return np.zeros(size, np.uint8)
-        image = np.zeros((*size, 1 if format == "L" else 3), np.uint8)
-        if kind == "pan_seg_file_name" and ids:  # a stripe for each segment
-            for rows, number in zip(np.array_split(np.arange(len(image)), len(ids)), ids):
-                image[rows] = [number // 256**i % 256 for i in range(3)]
-        return image
+        if kind == "sem_seg_file_name":
+            image = tiles(size, self._labels)
+            return image[..., None] if format == "L" else image
+        if kind == "pan_seg_file_name":
+            return tiles(size, [[i // 256**n % 256 for n in range(3)] for i in ids or [0]])
+        return np.zeros((*size, 1 if format == "L" else 3), np.uint8)
 
 
 @contextmanager
-def empty_images() -> Iterator[_EmptyFiles]:
+def empty_images(labels: Sequence[int] = ()) -> Iterator[_EmptyFiles]:
     """While open, ``read_image`` gives empty images for the yielded object's names.
 
     Nothing is logged, and random numbers are the same each time.
+
+    Args:
+        labels: values of label images.
     """
-    files = _EmptyFiles()
+    files = _EmptyFiles(labels)
     original = detection_utils.read_image
 
     def read_empty(_: Callable[..., Any]) -> Callable[..., Any]:

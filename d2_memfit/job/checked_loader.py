@@ -12,8 +12,11 @@ from detectron2.data import MetadataCatalog, build, common
 from detectron2.utils import comm
 
 from ..data import (
+    AnnotationFacts,
     DatasetFacts,
     Remembered,
+    check_boxes,
+    check_crowd,
     check_polygons,
     look_at_annotations,
     look_at_dataset,
@@ -37,7 +40,7 @@ def checked_loader(
     """Wrap a function that builds a training loader, so that the dataset is checked first.
 
     Oddities of the dataset dicts are logged. An image that cannot be loaded is named in the error.
-    All ranks must call it together.
+    Ranks do not wait for each other: a loader may be made on one alone.
 
     Args:
         build_loader: gets all arguments.
@@ -58,8 +61,8 @@ def checked_loader(
 def checked_test_loaders(cfg: CfgNode) -> Iterator[None]:
     """While open, Detectron2's test loaders name an image that cannot be loaded.
 
-    They refuse polygons that cannot be drawn, and share their dataset if
-    MEMFIT.HOST.SHARED_DATASET.
+    They refuse polygons that cannot be drawn, warn of a dataset without annotations, and share it
+    if MEMFIT.HOST.SHARED_DATASET.
 
     Raises:
         DataError: when a loader is built or iterated.
@@ -81,7 +84,7 @@ def _replaced(check: Callable[[Sequence[Any]], None]) -> Iterator[None]:
     def checking(original: Callable[..., Any]) -> Callable[..., Any]:
         def dataset_from_list(items: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(items, list) and items and _is_dataset_dict(items[0]):
-                _on_first_rank(lambda: check(items))
+                check(items)
             return original(items, *args, **kwargs)
 
         return dataset_from_list
@@ -104,20 +107,11 @@ def _is_dataset_dict(item: Any) -> bool:
     return isinstance(item, Mapping) and "annotations" in item
 
 
-def _on_first_rank(check: Callable[[], None]) -> None:
-    """Check on rank 0, and raise its error on all ranks, so that none waits."""
-    error = ""
-    if comm.is_main_process():
-        try:
-            check()
-        except DataError as e:
-            error = str(e)
-    error = comm.all_gather(error)[0]
-    if error:
-        raise DataError(error)
-
-
 def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: bool) -> None:
+    """Raise an error on each rank; look at images, and warn, on rank 0."""
+    if not comm.is_main_process():
+        _check_annotations(look_at_annotations(dicts), cfg, says_all)
+        return
     names = list(cfg.DATASETS.TRAIN) if says_all else []
     metadata = [MetadataCatalog.get(name) for name in names]
     paths = [path for m in metadata for path in (m.get("json_file"), m.get("image_root"))]
@@ -130,8 +124,7 @@ def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: boo
         remembered.save()
     else:
         facts = DatasetFacts.from_json(found)
-    if says_all:
-        check_polygons(cfg, facts.annotations)
+    _check_annotations(facts.annotations, cfg, says_all)
     class_names = metadata[0].get("thing_classes") if metadata else None
     for warning in warnings_about_data(cfg if says_all else None, facts, class_names):
         logger.warning(warning)
@@ -139,7 +132,20 @@ def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: boo
         warn_of_small_shm(cfg, facts.annotations, comm.get_world_size())
 
 
+def _check_annotations(facts: AnnotationFacts, cfg: CfgNode, says_all: bool) -> None:
+    if says_all:
+        check_polygons(cfg, facts)
+    check_boxes(facts.cases, facts.num_objects)
+    check_crowd(facts)
+
+
 def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
+    if not any(image.get("annotations") for image in dicts):
+        logger.warning(
+            "None of the %d images to evaluate on has an annotation, so there will be no AP. Is "
+            "DATASETS.TEST right?",
+            len(dicts),
+        )
     if cfg.MODEL.MASK_ON:
         check_polygons(cfg, look_at_annotations(dicts))
 

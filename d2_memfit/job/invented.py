@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
-"""Batches of Detectron2's format, made only from a config and a worst case."""
+"""Batches of Detectron2's format, made only from a config and given sizes."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +15,30 @@ from detectron2.structures import (
     RotatedBoxes,
 )
 
-from .largest_images import Size
-from .worst_case import WorstCase
+from .largest_images import Size, boxes_anywhere
 
-__all__ = ["InventedBatches", "rotated"]
+__all__ = ["InventedBatches", "WorstCase", "rotated"]
 
 # Detectron2's models that take no pixel labels. Users' own models may take them.
 _WITHOUT_SEM_SEG = ("GeneralizedRCNN", "ProposalNetwork", "RetinaNet")
+
+
+@dataclass(frozen=True)
+class WorstCase:
+    """Sizes and numbers of objects of the largest batch.
+
+    Attributes:
+        image_sizes: heights and widths, in pixels, of a batch's images, in turn; Detectron2 pads
+            all to the largest height and width.
+        num_instances: annotated objects in each image.
+        test_size: size of the largest image in evaluation.
+        original_size: size to which its results are resized, masks included.
+    """
+
+    image_sizes: tuple[Size, ...]
+    num_instances: int
+    test_size: Size
+    original_size: Size
 
 
 class InventedBatches:
@@ -31,19 +49,19 @@ class InventedBatches:
         case: sizes and numbers of objects.
     """
 
+    assumptions: tuple[str, ...] = ()
+    evaluation_assumptions: tuple[str, ...] = ()
+    is_guess = False
+    typical = None
+
     def __init__(self, cfg: CfgNode, case: WorstCase) -> None:
         self._cfg = cfg
         self._case = case
         self.num_instances = case.num_instances
-        self.assumptions = case.assumptions
-        self.is_guess = case.is_guess
-        self.evaluation_assumptions = case.evaluation_assumptions
 
     def training(self, num_images: int, crosses_batches: bool = False) -> list[dict[str, Any]]:
         case = self._case
         sizes = [case.image_sizes[i % len(case.image_sizes)] for i in range(num_images)]
-        if num_images == 1 and case.size_alone is not None:
-            sizes = [case.size_alone]
         topk = self._cfg.DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TRAIN
         return [
             _image(self._cfg, size, case.num_instances, i, topk) for i, size in enumerate(sizes)
@@ -60,7 +78,7 @@ def _image(
     cfg: CfgNode, size: Size, num_instances: int, index: int, num_proposals: int
 ) -> dict[str, Any]:
     height, width = size
-    boxes = _boxes(num_instances, size, seed=0)  # the same in all images: matched once
+    boxes = torch.as_tensor(boxes_anywhere(num_instances, size)).float()  # the same in all images
     image: dict[str, Any] = {
         "image": torch.empty(3, height, width, dtype=torch.uint8),
         "height": height,
@@ -73,7 +91,7 @@ def _image(
     instances.gt_boxes = RotatedBoxes(rotated(boxes)) if is_rotated else Boxes(boxes)
     instances.gt_classes = torch.zeros(num_instances, dtype=torch.int64)
     if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask":
-        instances.gt_masks = BitMasks(torch.empty(num_instances, height, width, dtype=torch.bool))
+        instances.gt_masks = BitMasks(_filled(boxes, size))
     elif cfg.MODEL.MASK_ON:
         corners = boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].double().numpy()
         instances.gt_masks = PolygonMasks([[polygon] for polygon in corners])
@@ -84,7 +102,7 @@ def _image(
     if cfg.MODEL.META_ARCHITECTURE not in _WITHOUT_SEM_SEG:
         image["sem_seg"] = torch.zeros(height, width, dtype=torch.int64)
     if cfg.MODEL.LOAD_PROPOSALS:
-        image["proposals"] = _proposals(boxes, size, num_proposals)
+        image["proposals"] = _proposals(size, num_proposals)
     if num_instances:
         image["instances"] = instances
     return image
@@ -96,20 +114,16 @@ def rotated(boxes: torch.Tensor) -> torch.Tensor:
     return torch.cat([corner + size / 2, size, torch.zeros(len(boxes), 1)], dim=1)
 
 
-def _boxes(num: int, size: Size, seed: int) -> torch.Tensor:
-    """Boxes [num, 4] of all sizes, anywhere in an image."""
-    generator = torch.Generator().manual_seed(seed)
-    extent = torch.tensor([size[1], size[0]], dtype=torch.float32)
-    corner, length = torch.rand(2, num, 2, generator=generator)
-    corner, length = corner * 0.8 * extent, (length * 0.18 + 0.02) * extent
-    return torch.cat([corner, corner + length], dim=1)
+def _filled(boxes: torch.Tensor, size: Size) -> torch.Tensor:
+    """Masks [num, height, width] of boxes."""
+    masks = torch.zeros(len(boxes), *size, dtype=torch.bool)
+    for mask, (x0, y0, x1, y1) in zip(masks, boxes.int().tolist()):
+        mask[y0 : y1 + 1, x0 : x1 + 1] = True
+    return masks
 
 
-def _proposals(boxes: torch.Tensor, size: Size, num: int) -> Instances:
-    """Proposals, half of them on the objects, so that they fill the foreground quota."""
-    foreground = boxes.repeat(num // max(len(boxes), 1), 1)[: num // 2]
-    background = _boxes(num - len(foreground), size, seed=1)
+def _proposals(size: Size, num: int) -> Instances:
     proposals = Instances(size)
-    proposals.proposal_boxes = Boxes(torch.cat([foreground, background]))
+    proposals.proposal_boxes = Boxes(torch.as_tensor(boxes_anywhere(num, size, seed=1)))
     proposals.objectness_logits = torch.zeros(num)
     return proposals

@@ -277,18 +277,23 @@ class Job:
 
     def build_train_loader(self) -> Any:
         says_all = isinstance(self.parts, TrainerParts)  # a LazyConfig gives keys of training only
-        build = checked_loader(self.parts.build_train_loader, self.cfg, says_all)
-        return apply_techniques("loader", build, self.cfg)()
+        cfg = apply_techniques("config", self.cfg, self.cfg)
+        build = checked_loader(self.parts.with_cfg(cfg).build_train_loader, cfg, says_all)
+        return apply_techniques("loader", build, cfg)()
 
     @cached_property
     def batches(self) -> Batches:
         """The maker of the largest batches."""
-        return largest_batches(self.parts, self.cfg, self.ranks, self._batch, *self._facts)
+        return largest_batches(self.parts, self.cfg, self._batch, *self._facts)
 
-    def training_batch(self, num_images: Optional[int] = None) -> Any:
-        """The largest micro-batch, or one with a given number of images."""
+    def training_batch(self, num_images: Optional[int] = None, of: Optional[Batches] = None) -> Any:
+        """The largest micro-batch, or one with a given number of images.
+
+        Args:
+            of: batches in place of the job's.
+        """
         num_images = self.geometry.micro_batch_sizes()[0] if num_images is None else num_images
-        return self.batches.training(num_images, self.geometry.crosses_batches)
+        return (of or self.batches).training(num_images, self.geometry.crosses_batches)
 
     def evaluation_batch(self) -> Any:
         """The largest batch in evaluation."""

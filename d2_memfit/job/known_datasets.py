@@ -1,18 +1,26 @@
 # Copyright (c) the d2_memfit developers.
-"""Published facts of the datasets that Detectron2 registers by name, used if they are missing.
+"""What is assumed of datasets that cannot be read: published facts of those known by name.
 
 Largest counts are rarely published, so some counts here are guesses and marked as such. A crowded
 image is taken to have 9 times the objects of a mean one, as in COCO. COCO has a mean of 7 and at
 most 63 (DETR paper, arXiv:2005.12872, section 4).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from .largest_images import DEFAULT_INSTANCES, Size
+from detectron2.data import MetadataCatalog
 
-__all__ = ["KnownDataset", "known_dataset"]
+from .facts import WIDER, Facts
+from .largest_images import DEFAULT_INSTANCES, Size, invented_dict
+
+__all__ = ["KnownDataset", "assumed_facts", "known_dataset"]
+
+_ANY_SIZE = (800, 1333)
+_CROWDED = 9  # times the mean
+_MEAN_CLASSES = 10.5  # in a label image of ADE20K, arXiv:1608.05442; others are not published
 
 
 @dataclass(frozen=True)
@@ -106,3 +114,51 @@ def known_dataset(names: Sequence[str]) -> Optional[KnownDataset]:
 
 def _by_name(name: str) -> Optional[KnownDataset]:
     return next((d for prefix, d in _KNOWN.items() if name.startswith(f"{prefix}_")), None)
+
+
+def assumed_facts(names: Sequence[str], with_labels: bool = False) -> Facts:
+    """Facts to assume of datasets that cannot be read.
+
+    Args:
+        with_labels: as for :func:`~.largest_images.invented_dict`.
+    """
+    known = known_dataset(names)
+    name = (*names, "")[0]
+    sizes = frozenset([known.largest] if known and known.has_one_size and known.largest else ())
+    num = known.num_instances if known else DEFAULT_INSTANCES
+    crowded = invented_dict(_ANY_SIZE, num, name, with_labels)
+    if "annotations" in crowded or "segments_info" in crowded:
+        return Facts(
+            sizes,
+            num,
+            crowded,
+            mean_instances=known.mean_instances if known else None,
+            is_guess=known is None or known.is_guess,
+            missing=f"{num} instances each, {_source_of_objects(known)}",
+            largest=known.largest if known else None,
+        )
+    num_all = len(MetadataCatalog.get(name).get("stuff_classes", ())) or DEFAULT_INSTANCES
+    num = min(num_all, math.ceil(_CROWDED * _MEAN_CLASSES))
+    missing = (
+        f"{num} of {num_all} classes in each label image, a guess (ADE20K has {_MEAN_CLASSES} in "
+        f"the mean; arXiv:1608.05442){WIDER}"
+    )
+    return Facts(
+        sizes,
+        num,
+        crowded,
+        labels=tuple(range(num)),
+        mean_instances=_MEAN_CLASSES,
+        is_guess=True,
+        missing=missing,
+        largest=known.largest if known else None,
+    )
+
+
+def _source_of_objects(known: Optional[KnownDataset]) -> str:
+    if known is None:
+        return f"a guess{WIDER}"
+    wider = WIDER if known.is_guess else ""
+    return (
+        f"as {known.title} may have ({known.mean_instances:g} in the mean; {known.source}{wider})"
+    )

@@ -5,20 +5,21 @@ from typing import Any, Optional
 
 from detectron2.config import CfgNode
 
+from ..errors import ConfigError
 from .batches import Batches, GivenBatches
-from .invented import InventedBatches
-from .largest_images import Size, facts_of
+from .invented import InventedBatches, WorstCase
+from .largest_images import Size
 from .mapped import MappedBatches
 from .parts import Parts
-from .worst_case import WorstCase, worst_case
 
 __all__ = ["largest_batches"]
+
+_WITH_SEM_SEG = ("PanopticFPN", "SemanticSegmentor")
 
 
 def largest_batches(
     parts: Parts,
     cfg: CfgNode,
-    ranks: int,
     batch: Any = None,
     image_size: Optional[Size] = None,
     num_instances: Optional[int] = None,
@@ -28,13 +29,20 @@ def largest_batches(
     Args:
         batch: images or sizes given by the caller.
         image_size, num_instances: values in place of the datasets'.
+
+    Raises:
+        ConfigError: the job has no training dataset.
     """
     if isinstance(batch, WorstCase):
         return InventedBatches(cfg, batch)
     if batch is not None:
         return GivenBatches(batch)
-    nothing_is_said = image_size is None and num_instances is None
-    if nothing_is_said and parts.has_default_loader and facts_of(cfg.DATASETS.TRAIN) is None:
-        # What Detectron2's mapper would make of the missing dataset.
-        return InventedBatches(cfg, worst_case(cfg, ranks))
-    return MappedBatches(parts, cfg.DATALOADER.ASPECT_RATIO_GROUPING, image_size, num_instances)
+    if parts.has_default_loader and not cfg.DATASETS.TRAIN:
+        raise ConfigError("DATASETS.TRAIN is empty: name the dataset, or give a batch")
+    return MappedBatches(
+        parts,
+        cfg.DATALOADER.ASPECT_RATIO_GROUPING,
+        cfg.MODEL.META_ARCHITECTURE in _WITH_SEM_SEG,
+        image_size,
+        num_instances,
+    )

@@ -1,39 +1,31 @@
 # Copyright (c) the d2_memfit developers.
-"""The images of a job's datasets that need the most memory; invented ones if data is missing."""
+"""Dataset dicts of any size and number of objects, and sizes that can give the largest images."""
 
 import copy
-import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Optional, Union
+from collections.abc import Iterable
+from typing import Any
 
 import cv2
 import numpy as np
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import MetadataCatalog
 from detectron2.data.transforms import ResizeShortestEdge
 from detectron2.structures import BoxMode
-from detectron2.utils.file_io import PathManager
 from pycocotools import mask as coco_mask
-
-from ..side_work import alone, no_information, unchanged_random_state
 
 __all__ = [
     "DEFAULT_INSTANCES",
-    "Facts",
     "Size",
     "any_shape",
     "boxes_anywhere",
     "dict_of_size",
-    "facts_of",
     "invented_dict",
     "largest_sizes",
+    "num_instances_of",
     "resized",
     "with_few_annotations",
     "with_instances",
 ]
-
-logger = logging.getLogger(__name__)
 
 # Used if no dataset is there to count: the most crowded image of COCO's training set has 93.
 DEFAULT_INSTANCES = 100
@@ -46,75 +38,7 @@ _COCO_KEYPOINTS = 17
 _ASPECTS = (1, 5 / 4, 4 / 3, 3 / 2, 5 / 3, 16 / 9, 2)
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The largest values in some datasets.
-
-    Attributes:
-        sizes: sizes of all images.
-        num_instances: annotated objects of the most crowded image, at least 1.
-        most_crowded: its dataset dict.
-    """
-
-    sizes: frozenset[Size]
-    num_instances: int
-    most_crowded: dict[str, Any]
-
-    def any_dict(self) -> dict[str, Any]:
-        """A dataset dict that no loader filters out."""
-        size = self.most_crowded["height"], self.most_crowded["width"]
-        d = dict_of_size(self.most_crowded, size)
-        has_none = "annotations" in d and not _num_instances(d)
-        return {**d, "annotations": invented_dict(size, 1)["annotations"]} if has_none else d
-
-
-def facts_of(names: Union[str, Sequence[str]]) -> Optional[Facts]:
-    """Facts of some datasets; None if one is missing, or does not give image sizes."""
-    found = []
-    for name in [names] if isinstance(names, str) else names:
-        if name not in DatasetCatalog:
-            return None
-        json_file = MetadataCatalog.get(name).get("json_file")
-        if json_file and not PathManager.isfile(json_file):
-            return None
-        facts = _facts_of_one(name, DatasetCatalog[name])
-        if facts is None:
-            return None
-        found.append(facts)
-    if not found:
-        return None
-    most = max(found, key=lambda facts: facts.num_instances)
-    sizes = frozenset().union(*(facts.sizes for facts in found))
-    return Facts(sizes, most.num_instances, most.most_crowded)
-
-
-# Facts by name, with the function registered then: reading COCO takes 20 seconds.
-_known: dict[str, tuple[Callable[..., Any], Optional[Facts]]] = {}
-
-
-def _facts_of_one(name: str, load: Callable[..., Any]) -> Optional[Facts]:
-    if name in _known and _known[name][0] is load and _known[name][1] is not None:
-        return _known[name][1]
-    with alone(), no_information(), unchanged_random_state():
-        try:
-            dicts = load()
-        except Exception as e:  # any file, package or check of a dataset may fail
-            logger.info("The dataset %s cannot be read: %s: %s", name, type(e).__name__, e)
-            dicts = []
-    sizes, most, num_most = set(), None, -1
-    for d in dicts:
-        if "height" not in d or "width" not in d:
-            return None
-        sizes.add((d["height"], d["width"]))
-        num = _num_instances(d)
-        if num > num_most:
-            most, num_most = d, num
-    facts = Facts(frozenset(sizes), max(num_most, 1), most) if most is not None else None
-    _known[name] = load, facts
-    return facts
-
-
-def _num_instances(d: dict[str, Any]) -> int:
+def num_instances_of(d: dict[str, Any]) -> int:
     """Number of objects; with keypoints, only objects with visible ones.
 
     Mappers and loaders look for these.
@@ -131,7 +55,7 @@ def dict_of_size(d: dict[str, Any], size: Size) -> dict[str, Any]:
     result.update(height=size[0], width=size[1], file_name=result.get("file_name", ""))
     if any("bbox" not in a for a in d.get("annotations", ())):  # only their number counts
         num = sum(not a.get("iscrowd", 0) for a in d["annotations"])
-        result["annotations"] = invented_dict(size, num)["annotations"]
+        result["annotations"] = _annotations(num, size)
     elif scale != (1, 1):
         for annotation in result.get("annotations", ()):
             _scale(annotation, scale, size)
@@ -158,12 +82,17 @@ def _scale(annotation: dict[str, Any], scale: tuple[float, float], size: Size) -
         annotation["keypoints"] = points.reshape(-1).tolist()
 
 
-def with_instances(d: dict[str, Any], num: int) -> Optional[dict[str, Any]]:
-    """Repeat or cut a dataset dict's own annotations to ``num``; None if it has none."""
+def with_instances(d: dict[str, Any], num: int) -> dict[str, Any]:
+    """A dataset dict with another number of objects or segments; its own are repeated."""
     objects = [a for a in d.get("annotations", ()) if not a.get("iscrowd", 0) and "bbox" in a]
-    if not objects:
-        return None
-    return {**d, "annotations": [copy.deepcopy(objects[i % len(objects)]) for i in range(num)]}
+    result = dict(d)
+    if objects:
+        result["annotations"] = [copy.deepcopy(objects[i % len(objects)]) for i in range(num)]
+    elif "annotations" in d:
+        result["annotations"] = _annotations(num, (d["height"], d["width"]))
+    if "segments_info" in d:
+        result["segments_info"] = _segments(num)
+    return result
 
 
 def with_few_annotations(d: dict[str, Any]) -> dict[str, Any]:
@@ -171,41 +100,55 @@ def with_few_annotations(d: dict[str, Any]) -> dict[str, Any]:
     return {**d, "annotations": d["annotations"][:2]} if "annotations" in d else d
 
 
-def invented_dict(size: Size, num_instances: int, name: str = "") -> dict[str, Any]:
+def invented_dict(
+    size: Size, num_instances: int, name: str = "", with_labels: bool = False
+) -> dict[str, Any]:
     """Make a dataset dict of Detectron2's format, with boxes, polygons and keypoints.
 
     Args:
         name: the missing dataset. Its metadata tells the number of keypoints, and whether there are
-            pixel labels and segments.
+            label images or segments in place of annotations.
+        with_labels: whether there are label images, if there is no such metadata.
     """
     metadata = MetadataCatalog.get(name) if name in MetadataCatalog.list() else None
-    num_keypoints = len(metadata.get("keypoint_names", ())) if metadata is not None else 0
     kind = metadata.get("evaluator_type", "") if metadata is not None else ""
-    boxes = boxes_anywhere(num_instances, size)
+    num_keypoints = len(metadata.get("keypoint_names", ())) if metadata is not None else 0
+    # Detectron2's datasets of this name have annotations, and label images of stuff.
+    has_segments = "panoptic" in kind and not name.endswith("_separated")
+    d: dict[str, Any] = {"file_name": "", "image_id": 0, "height": size[0], "width": size[1]}
+    if "sem_seg" in kind or "panoptic" in kind or with_labels:
+        d["sem_seg_file_name"] = ""
+    if has_segments:
+        d["pan_seg_file_name"] = ""
+        d["segments_info"] = _segments(num_instances)
+    elif "sem_seg" not in kind:
+        d["annotations"] = _annotations(num_instances, size, num_keypoints or _COCO_KEYPOINTS)
+    return d
+
+
+def _annotations(
+    num: int, size: Size, num_keypoints: int = _COCO_KEYPOINTS
+) -> list[dict[str, Any]]:
+    boxes = boxes_anywhere(num, size)
     x0, y0, x1, y1 = boxes.T
     corners = np.stack([x0, y0, x1, y0, x1, y1, x0, y1], axis=1)
     points = np.stack([(x0 + x1) / 2, (y0 + y1) / 2, np.full(len(boxes), 2.0)], axis=1)
-    d: dict[str, Any] = {"file_name": "", "image_id": 0, "height": size[0], "width": size[1]}
-    d["annotations"] = [
+    return [
         {
             "bbox": box.tolist(),
             "bbox_mode": BoxMode.XYXY_ABS,
             "category_id": 0,
             "iscrowd": 0,
             "segmentation": [polygon.tolist()],
-            "keypoints": np.tile(point, num_keypoints or _COCO_KEYPOINTS).tolist(),
+            "keypoints": np.tile(point, num_keypoints).tolist(),
         }
         for box, polygon, point in zip(boxes, corners, points)
     ]
-    if "sem_seg" in kind or "panoptic" in kind:
-        d["sem_seg_file_name"] = ""
-    if "panoptic" in kind:
-        d["pan_seg_file_name"] = ""
-        d["segments_info"] = [
-            {"id": i + 1, "category_id": 0, "iscrowd": 0, "isthing": True, "area": float(area)}
-            for i, area in enumerate((x1 - x0) * (y1 - y0))
-        ]
-    return d
+
+
+def _segments(num: int) -> list[dict[str, Any]]:
+    segment = {"category_id": 0, "iscrowd": 0, "isthing": True, "area": 1.0}
+    return [{"id": i + 1, **segment} for i in range(num)]
 
 
 def boxes_anywhere(num: int, size: Size, seed: int = 0) -> Any:

@@ -21,6 +21,12 @@ __all__ = ["LazyParts", "cfg_of_lazy", "load_lazy_config", "overrides_of", "with
 
 # Keys of yacs with their own place in a LazyConfig; the rest of MEMFIT is in train.memfit.
 _NAMES = {
+    "SOLVER.IMS_PER_BATCH": "dataloader.train.total_batch_size",
+    "SOLVER.MAX_ITER": "train.max_iter",
+    "DATALOADER.NUM_WORKERS": "dataloader.train.num_workers",
+    "MODEL.DEVICE": "train.device",
+    "MODEL.WEIGHTS": "train.init_checkpoint",
+    "OUTPUT_DIR": "train.output_dir",
     "SOLVER.ACCUMULATION_STEPS": "train.accumulation_steps",
     "SOLVER.AMP.ENABLED": "train.amp.enabled",
     "MEMFIT.AMP_DTYPE": "train.amp.dtype",
@@ -95,8 +101,10 @@ class LazyParts:
         return self
 
     def with_settings(self, settings: Mapping[str, Any]) -> "LazyParts":
-        overrides_of(settings)
-        return self  # they do not concern what it instantiates
+        places = overrides_of(settings)
+        if not any(place.startswith("dataloader.") for place in places):
+            return self  # they do not concern what it instantiates
+        return LazyParts(with_overrides(self.cfg, places))
 
 
 def _evaluates(cfg: DictConfig) -> bool:

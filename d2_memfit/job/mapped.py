@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Batches that the job's own mapper makes of the largest images of its datasets."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,26 +11,23 @@ from typing import Any, Optional
 from ..errors import ConfigError
 from .batches import copy_of, padded_area, size_of, tensors_of
 from .capture import CapturedLoader, capture_loader, empty_images, largest_resizes, with_proposals
-from .known_datasets import known_dataset
+from .facts import Facts, facts_of
+from .known_datasets import assumed_facts
 from .largest_images import (
-    DEFAULT_INSTANCES,
     Size,
     any_shape,
     dict_of_size,
-    facts_of,
-    invented_dict,
     largest_sizes,
     with_few_annotations,
-    with_instances,
 )
 from .parts import Parts
-from .worst_case import assumed
 
 __all__ = ["MappedBatches"]
 
 _ANY_SIZE = (800, 1333)
 _FIRST_DRAWS = 2  # draws of augmentations for each candidate size
 _MORE_DRAWS = 8  # draws for the sizes with the largest results
+_ALIKE = 3  # draws after which there are no more, if none is larger than those before
 _TRIES = 20  # for a mapper that may drop an image
 
 
@@ -63,6 +61,7 @@ class MappedBatches:
     Args:
         parts: the job's parts.
         groups_by_aspect: whether the loader never mixes portraits and landscapes in a batch.
+        with_labels: whether the model needs label images, if a missing dataset has no metadata.
         image_size, num_instances: values in place of the datasets'.
 
     Raises:
@@ -74,17 +73,19 @@ class MappedBatches:
         self,
         parts: Parts,
         groups_by_aspect: bool,
+        with_labels: bool = False,
         image_size: Optional[Size] = None,
         num_instances: Optional[int] = None,
     ) -> None:
         self._parts = parts
         self._groups_by_aspect = groups_by_aspect
+        self._with_labels = with_labels
         self._image_size = image_size
         self._num_instances = num_instances
 
     @property
     def num_instances(self) -> int:
-        return self._training.num_instances
+        return self._training.facts.num_instances
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -96,7 +97,17 @@ class MappedBatches:
 
     @property
     def is_guess(self) -> bool:
-        return self._training.is_guess
+        return self._training.facts.is_guess
+
+    @cached_property
+    def typical(self) -> Optional["MappedBatches"]:
+        mean = self._training.facts.mean_instances
+        if not self.is_guess or mean is None or round(mean) >= self.num_instances:
+            return None
+        other = copy.copy(self)
+        other._num_instances = max(round(mean), 1)
+        del other._training
+        return other
 
     def training(self, num_images: int, crosses_batches: bool = False) -> list[Any]:
         drawn = self._training.drawn
@@ -117,12 +128,13 @@ class MappedBatches:
 
     @cached_property
     def _training(self) -> "_Images":
-        captured = capture_loader(self._parts.build_train_loader)
+        captured = capture_loader(self._parts.build_train_loader, self._with_labels)
         return self._images(captured, "training", _MORE_DRAWS)
 
     @cached_property
     def _evaluation(self) -> Optional["_Images"]:
-        loaders = [capture_loader(make) for make in self._parts.test_loaders()]
+        makers = self._parts.test_loaders()
+        loaders = [capture_loader(make, self._with_labels) for make in makers]
         found = [self._images(loader, "evaluation", 1) for loader in loaders]
         return max(found, key=lambda images: images.drawn[0].need) if found else None
 
@@ -132,58 +144,49 @@ class MappedBatches:
                 f"the {what} loader has no MapDataset of Detectron2 with a mapper, so its largest "
                 "batch cannot be made: name a function that makes one, --batch MODULE:FUNCTION"
             )
-        facts = facts_of(loader.names) if loader.names else None
-        sizes = facts.sizes if facts is not None else frozenset()
-        crowded = facts.most_crowded if facts is not None else None
-        known = known_dataset(loader.names) if facts is None else None
-        num_instances = facts.num_instances if facts is not None else DEFAULT_INSTANCES
-        if known is not None:
-            num_instances = known.num_instances
-            if known.has_one_size and known.largest:
-                sizes = frozenset([known.largest])
-        assumptions: tuple[str, ...] = ()
-        if self._image_size is not None:
-            sizes = frozenset([self._image_size])
-        if self._num_instances is not None:
-            num_instances = self._num_instances
-            crowded = crowded and with_instances(crowded, num_instances)
-        is_guess = crowded is None and self._num_instances is None
-        if not sizes or is_guess:
-            names = ", ".join(loader.names) or "without a name"
-            size = self._image_size
-            shape = "any shape" if size is None else f"{size[0]} x {size[1]} pixels"
-            taken = f"images of {shape}"
+        facts = facts_of(loader.names) or assumed_facts(loader.names, self._with_labels)
+        sizes = facts.sizes if self._image_size is None else frozenset([self._image_size])
+        largest = max(sizes, key=math.prod) if sizes else facts.largest
+        lines: tuple[str, ...] = ()
+        if what == "training":
+            facts = facts.with_labels(loader.names)
+            lines = facts.lines
+        if facts.missing and (self._num_instances is None or not sizes):
+            shape = f"{max(sizes)[0]} x {max(sizes)[1]} pixels" if sizes else "any shape"
+            line = f"images of {shape}"
             if what == "training":
-                taken += f", with {num_instances} instances each"
-                if size is None and is_guess:
-                    taken = assumed(known)
-            assumptions = (f"the {what} dataset {names} cannot be read: {taken}",)
-        if crowded is None:
-            crowded = invented_dict(_ANY_SIZE, num_instances, (*loader.names, "")[0])
-        drawn = _Mapper(loader, crowded).largest(sizes, num_draws)
+                line += f", with {facts.missing}" if self._num_instances is None else ""
+            elif largest:
+                line += f", whose results have {largest[0]} x {largest[1]} pixels at most"
+            else:
+                line += ", whose results stay at the size of the network's input"
+            names = ", ".join(loader.names) or "without a name"
+            lines = (*lines, f"the {what} dataset {names} cannot be read: {line}")
+        if self._num_instances is not None:
+            facts = facts.with_instances(self._num_instances)
+        drawn = _Mapper(loader, facts).largest(sizes, num_draws)
         if what == "evaluation" and isinstance(drawn[0].data, dict):
             # Results are brought to the size of the file, masks included, where that is known.
-            height, width = max(sizes, key=math.prod) if sizes else drawn[0].size
+            height, width = largest or drawn[0].size
             drawn[0].data.update(height=height, width=width)
-        is_guess &= known is None or known.is_guess
-        return _Images(tuple(drawn), num_instances, assumptions, is_guess)
+        return _Images(tuple(drawn), facts, lines)
 
 
 @dataclass(frozen=True)
 class _Images:
     drawn: tuple[_Drawn, ...]  # for evaluation, the largest comes first
-    num_instances: int
+    facts: Facts
     assumptions: tuple[str, ...]
-    is_guess: bool
 
 
 class _Mapper:
     """Draws a loader mapper's results for images of any size."""
 
-    def __init__(self, loader: CapturedLoader, crowded: dict[str, Any]) -> None:
+    def __init__(self, loader: CapturedLoader, facts: Facts) -> None:
         self._maps = loader.mappers
         self._has_proposals = loader.has_proposals
-        self._crowded = crowded
+        self._crowded = facts.most_crowded
+        self._labels = facts.labels
 
     def largest(self, sizes: Iterable[Size], num_draws: int) -> list[_Drawn]:
         """Images that can make up the largest batches, the largest first.
@@ -192,7 +195,7 @@ class _Mapper:
             sizes: sizes of the dataset's images; none for any shape.
             num_draws: draws of augmentations for each of the sizes with the largest results.
         """
-        with empty_images() as files, largest_resizes() as resizes:
+        with empty_images(self._labels) as files, largest_resizes() as resizes:
 
             def draw(size: Size, times: int, is_crowded: bool) -> list[_Drawn]:
                 maps = self._maps * times
@@ -205,8 +208,14 @@ class _Mapper:
                 largest = _largest([*largest, *draw(size, min(num_draws, _FIRST_DRAWS), False)])
             crowded: list[_Drawn] = []
             for size in sorted({d.original for d in largest}):
-                for _ in range(num_draws):  # masks take much memory, so few are kept
-                    crowded = _largest([*crowded, *draw(size, 1, is_crowded=True)])
+                last = 0
+                for i in range(num_draws):
+                    drawn = draw(size, 1, is_crowded=True)
+                    kept = _largest([*crowded, *drawn])  # few: masks take much memory
+                    last = i if any(d is new for d in kept for new in drawn) else last
+                    crowded = kept
+                    if i - last >= _ALIKE:
+                        break
         return sorted(crowded, key=lambda d: d.need, reverse=True)
 
     def _any_shape(self, resizes: set[tuple[int, int]], draw: Callable[..., Any]) -> set[Size]:

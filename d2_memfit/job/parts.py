@@ -160,6 +160,11 @@ class GivenParts:
         return None
 
     def with_cfg(self, cfg: CfgNode) -> "GivenParts":
+        if cfg.MEMFIT.HOST.BUDGET_GB is not None:
+            raise ConfigError(
+                "host.budget_gb cannot be used in a Job that is made from pieces: lower the number "
+                "of workers in its train_loader"
+            )
         return self
 
     def with_settings(self, settings: Mapping[str, Any]) -> "GivenParts":

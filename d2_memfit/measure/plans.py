@@ -39,7 +39,7 @@ def measure_plans(device: torch.device, scale: Scale) -> Iterator[Record]:
     model = DeviceModel.choose(None, str(device))
     cfg, budget_gb = _job(model, device, scale)
     own_speeds = DeviceModel(name="this card", **calibrate(device, scale.seconds / 5))
-    mixed = with_settings(cfg, get_technique("MixedPrecision").settings(cfg))
+    mixed = with_settings(cfg, get_technique("MixedPrecision").enabling_settings(cfg))
     for precision, of_precision in (("float32", cfg), ("mixed", mixed)):
         run = partial(_run_plan, of_precision, budget_gb, model, own_speeds, device, scale)
         yield {"precision": precision, "budget_gb": budget_gb, **attempt(run, device)}

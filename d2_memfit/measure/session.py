@@ -18,6 +18,7 @@ import yaml
 
 from ..checks import check_positive_number
 from ..errors import ConfigError
+from ..files import whole_file
 from .outside import constants_of
 from .picture import draw
 from .tables import markdown
@@ -113,9 +114,8 @@ class _Results:
 
     def write(self) -> None:
         """Write the file as a whole."""
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.all, indent=1))
-        temporary.replace(self.path)
+        with whole_file(str(self.path), "w") as file:
+            file.write(json.dumps(self.all, indent=1))
 
 
 def _run(

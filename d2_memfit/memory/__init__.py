@@ -14,11 +14,17 @@ from .census import TensorCensus, bytes_by_kind, holders, live_tensors
 from .containers import GrowingContainers
 from .host import available_host_bytes
 from .meter import TensorMeter, have_operators, is_on_host, on_host, storages, tensors_in
-from .oom import error_line, is_loader_out_of_memory, is_out_of_memory
+from .oom import (
+    error_line,
+    is_killed_worker,
+    is_loader_out_of_memory,
+    is_lost_rank,
+    is_out_of_memory,
+)
 from .owners import OwnerMeter
 from .pressure import RisingRetries
 from .readings import DeviceMemory, ProcessMemory, device_memory, process_memory, used_bytes
-from .release import release_memory
+from .release import release_memory, with_room
 from .trend import steady_growth
 
 __all__ = [
@@ -39,7 +45,9 @@ __all__ = [
     "error_line",
     "have_operators",
     "holders",
+    "is_killed_worker",
     "is_loader_out_of_memory",
+    "is_lost_rank",
     "is_on_host",
     "is_out_of_memory",
     "limit_cudnn_cache",
@@ -55,4 +63,5 @@ __all__ = [
     "tensors_in",
     "use_expandable_segments",
     "used_bytes",
+    "with_room",
 ]

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["error_line", "is_loader_out_of_memory", "is_out_of_memory"]
+__all__ = [
+    "error_line",
+    "is_killed_worker",
+    "is_loader_out_of_memory",
+    "is_lost_rank",
+    "is_out_of_memory",
+]
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,12 @@ _LOADER_ERRORS = (
     _ErrorPattern(r"Cannot allocate memory", "errno ENOMEM, as when a worker is forked"),
 )
 
+_LOST_RANK = (
+    _ErrorPattern(r"Connection (closed|reset) by peer", "gloo/transport/tcp/pair.cc, TCPStore"),
+    _ErrorPattern(r"gloo.*(Broken pipe|Timed out|Connection refused)", "the same"),
+    _ErrorPattern(r"ncclRemoteError|remote process exited", "NCCL: ncclResult_t"),
+)
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that this process ran out of memory, on a device or on the host."""
@@ -79,6 +91,19 @@ def is_loader_out_of_memory(error: BaseException) -> bool:
     Errors of worker processes carry the original's text.
     """
     return is_out_of_memory(error) or _matches(error, _LOADER_ERRORS)
+
+
+def is_killed_worker(error: BaseException) -> bool:
+    """Whether an error says that a loader's worker was killed, as the kernel does if RAM is full.
+
+    PyTorch's handler of SIGCHLD raises it, whatever the process does at that moment.
+    """
+    return isinstance(error, RuntimeError) and _matches(error, _LOADER_ERRORS[:2])
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether an error of a collective says that another rank is gone."""
+    return isinstance(error, RuntimeError) and _matches(error, _LOST_RANK)
 
 
 def error_line(error: BaseException) -> str:

@@ -2,10 +2,27 @@
 """Release of the memory that a failed attempt leaves behind."""
 
 import gc
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
-__all__ = ["release_memory"]
+from .oom import is_out_of_memory
+
+__all__ = ["release_memory", "with_room"]
+
+_Made = TypeVar("_Made")
+
+
+def with_room(make: Callable[[], _Made], device: torch.device) -> _Made:
+    """Make something small; if memory runs out, once more after unreferenced memory was freed."""
+    try:
+        return make()
+    except Exception as e:
+        if not is_out_of_memory(e):
+            raise
+    release_memory(device)
+    return make()
 
 
 def release_memory(device: torch.device, thorough: bool = True) -> None:

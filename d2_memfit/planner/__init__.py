@@ -2,7 +2,6 @@
 """Estimates and plans of a job's memory, made before training and without a GPU."""
 
 from ..job import WorstCase
-from .deprecated import worst_case
 from .dry_job import DryJob, MemoryEstimate
 from .estimate import estimate_memory
 from .plan import Plan, PlanStep
@@ -19,5 +18,4 @@ __all__ = [
     "estimate_memory",
     "fit_config",
     "plan_memory",
-    "worst_case",
 ]

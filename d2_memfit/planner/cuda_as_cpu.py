@@ -7,6 +7,7 @@ from functools import cache, wraps
 from typing import Any, Optional
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ..patching import replaced_functions
 from ..torch_private import DeviceContext, constructors, know_as_builtin
@@ -61,6 +62,7 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
         (cuda.nvtx, dict.fromkeys(("mark", "range_pop", "range_push"), _answer(None))),
         (cuda.nvtx, {"range": _answer(nullcontext())}),
         (cuda, {name: _other(getattr(torch, name)) for name in _TENSOR_TYPES}),
+        (DistributedDataParallel, {"__init__": _without_devices}),
     ]
 
 
@@ -120,6 +122,14 @@ def _answer(value: Any) -> Callable[[Any], Any]:
 
 def _keep(_: Any) -> Callable[..., torch.Tensor]:
     return lambda tensor, *args, **kwargs: tensor
+
+
+def _without_devices(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def init_on_cpu(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, module, **{**kwargs, "device_ids": None, "output_device": None})
+
+    return init_on_cpu
 
 
 def _asked_of_cpu(function: Callable[[str], bool]) -> Callable[..., bool]:

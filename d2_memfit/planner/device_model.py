@@ -144,10 +144,8 @@ class DeviceModel:
             if not isinstance(value, (int, float)):
                 raise ConfigError(f"{path}: flops_per_s of {name} must be a number, got {value!r}")
         nccl = self.nccl_mb
-        if not isinstance(nccl, (list, tuple)) or [type(mb) in (int, float) for mb in nccl] != [
-            1,
-            1,
-        ]:
+        is_list = isinstance(nccl, (list, tuple))
+        if not is_list or len(nccl) != 2 or any(type(mb) not in (int, float) for mb in nccl):
             raise ConfigError(
                 f"{path}: nccl_mb must be two numbers, for 2 ranks and for more, got {nccl!r}"
             )

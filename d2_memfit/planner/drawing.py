@@ -12,7 +12,7 @@ from ..techniques import TECHNIQUES, get_technique
 from .dry_job import DryJob
 from .order import preference
 from .plan import Plan
-from .text import describe_plan
+from .text import describe_batch, describe_plan
 from .timeline import Allocate, Allocation, Free
 
 __all__ = ["draw_estimate", "draw_plan"]
@@ -76,13 +76,7 @@ def draw_plan(
 
 def _facts(dry_job: DryJob) -> list[str]:
     e = dry_job.estimate(dry_job.limit_bytes)
-    height, width = e.image_size
-    return [
-        f"{e.images_per_gpu} images per GPU x {e.accumulation_steps} steps behind an iteration, "
-        f"{e.micro_batch_size} at a time, on {e.num_gpus} GPU{'s' * (e.num_gpus > 1)}",
-        f"The largest images: {height} x {width} pixels, {e.num_instances} instances",
-        *(f"Assumed: {line}" for line in e.assumptions),
-    ]
+    return [f"{e.num_gpus} GPU{'s' * (e.num_gpus > 1)}", *describe_batch(e)]
 
 
 def _limits(dry_job: DryJob, budget_gb: Optional[float]) -> dict[str, float]:

@@ -3,9 +3,8 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Any, Optional
 
-from ..deprecation import deprecated_property
 from ..job import Job
 from ..job.batches import size_of
 from ..memory import segments_expand
@@ -39,14 +38,19 @@ class MemoryEstimate:
         micro_batch_size: images in one forward.
         accumulation_steps: batches of the loader in one iteration.
         image_size: height and width in pixels to which the largest micro-batch is padded.
-        num_instances: annotated objects in each image.
+        num_instances: annotated objects in each image; classes, with label images alone.
         assumptions: unknown facts, each with the value assumed for it.
+        at_least: parts of the job whose largest size is not known. If there are any, the job may
+            need more than these numbers say.
         peak_allocated_gb: ``torch.cuda.max_memory_allocated`` after training.
         peak_reserved_gb: ``torch.cuda.max_memory_reserved`` after training. If the job has a budget
             and fits, it is what the allocator takes within the budget less its margin.
         device_total_gb: device memory of the process, context included, in training and in the
             evaluations between.
         evaluation_gb: peak allocated in evaluation; None without evaluation.
+        typical_gb: ``peak_allocated_gb`` with the mean number of objects in each image, if
+            ``num_instances`` is a guess and the mean is known; else None.
+        typical_instances: that number; None without it.
         breakdown: ``peak_allocated_gb`` by owner, the largest first.
         outside: the process's other memory in training, by owner: context, loaded kernels, NCCL,
             and memory between the allocator's blocks.
@@ -64,18 +68,19 @@ class MemoryEstimate:
     image_size: tuple[int, int]
     num_instances: int
     assumptions: tuple[str, ...]
+    at_least: tuple[str, ...]
     peak_allocated_gb: float
     peak_reserved_gb: float
     device_total_gb: float
     evaluation_gb: Optional[float]
+    typical_gb: Optional[float]
+    typical_instances: Optional[int]
     breakdown: dict[str, float]
     outside: dict[str, float]
     seconds_per_iteration: float
     expandable_segments: Optional[bool]
     num_workers: int
     host_gb: float
-
-    images_per_micro_batch = deprecated_property("images_per_micro_batch", "micro_batch_size")
 
 
 class DryJob:
@@ -86,12 +91,15 @@ class DryJob:
         device: the device to predict for.
         evaluation: its timeline, if it is known.
         evaluates: whether evaluation counts, or training alone.
+        with_typical: whether a job whose number of objects is a guess runs with their mean, too.
 
     Attributes:
         training: timeline of the largest micro-batch and an optimizer step. If an iteration has
             more micro-batches, it includes the gradients of earlier ones.
         evaluation: timeline of one image, or None.
+        typical: like ``training``, with the mean number of objects, or None.
         assumptions: one line per unknown fact, with the value assumed for it.
+        at_least: one line per part whose largest size is not known.
         limit_bytes: MEMFIT.BUDGET_GB less the margin, or None.
         expandable_segments: whether the allocator of a GPU grows its segments, as under a budget.
     """
@@ -102,6 +110,7 @@ class DryJob:
         device: DeviceModel,
         evaluation: Optional[Timeline] = None,
         evaluates: bool = True,
+        with_typical: bool = False,
     ) -> None:
         self.job = job
         self.device = device
@@ -113,21 +122,31 @@ class DryJob:
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         accumulates = len(job.geometry.micro_batch_sizes()) > 1
         like = device.is_gpu, device.foreach
-        with one_line_errors(lambda: job.batches.assumptions):
+        batches = job.batches
+        with one_line_errors(lambda: batches.assumptions):
             batch = job.training_batch()
             self.image_size = size_of(batch)
-            self.num_instances = job.batches.num_instances
-            with pytorch_before_1_11() if device.keeps_inputs else nullcontext():
-                self.training = steps.train(job, [batch], *like, accumulates)
+            self.num_instances = batches.num_instances
+            self.training = self._train(batch, like, accumulates)
             self.evaluation = evaluation
             if evaluation is None and evaluates and job.evaluates:
                 self.evaluation = steps.evaluate(job, job.evaluation_batch(), *like)
+            self.typical, self.typical_instances = None, None
+            if with_typical and batches.typical is not None:
+                typical = job.training_batch(of=batches.typical)
+                self.typical = self._train(typical, like, accumulates)
+                self.typical_instances = batches.typical.num_instances
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
         notes = [note for timeline in timelines for note in timeline.notes]
-        assumed = [*job.batches.assumptions]
+        assumed = [*batches.assumptions]
         if self.evaluation is not None:
-            assumed += job.batches.evaluation_assumptions
-        self.assumptions = tuple(dict.fromkeys([*assumed, *notes]))
+            assumed += batches.evaluation_assumptions
+        self.assumptions = tuple(dict.fromkeys(assumed))
+        self.at_least = tuple(dict.fromkeys(notes))
+
+    def _train(self, batch: Any, like: tuple[bool, bool], accumulates: bool) -> Timeline:
+        with pytorch_before_1_11() if self.device.keeps_inputs else nullcontext():
+            return steps.train(self.job, [batch], *like, accumulates)
 
     def trace(self) -> tuple[list[int], ...]:
         """Sizes of allocations and frees, equal for jobs that do the same."""
@@ -180,6 +199,10 @@ class DryJob:
     def estimate(self, limit_bytes: Optional[int] = None) -> MemoryEstimate:
         uses = self._uses(limit_bytes)
         geometry = self.job.geometry
+        typical_gb = None
+        if self.typical is not None:
+            use = self.device.use(self.typical, None, self.expandable_segments, geometry.ranks)
+            typical_gb = use.allocated_bytes / _GB
         return MemoryEstimate(
             device=self.device.description,
             num_gpus=geometry.ranks,
@@ -189,10 +212,13 @@ class DryJob:
             image_size=self.image_size,
             num_instances=self.num_instances,
             assumptions=self.assumptions,
+            at_least=self.at_least,
             peak_allocated_gb=uses[0].allocated_bytes / _GB,
             peak_reserved_gb=uses[0].reserved_bytes / _GB,
             device_total_gb=self.total_bytes(limit_bytes) / _GB,
             evaluation_gb=uses[1].allocated_bytes / _GB if uses[1:] else None,
+            typical_gb=typical_gb,
+            typical_instances=self.typical_instances,
             breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
             outside={owner: size / _GB for owner, size in uses[0].outside.most_common()},
             seconds_per_iteration=self.seconds(),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
+from ..job.batches import is_image
 from ..memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
 from ..torch_private import TorchDispatchMode, schema, storage_id, tree_map
 from .fake import is_fake, make_fake
@@ -28,6 +29,7 @@ aten = torch.ops.aten
 _empty_strided = torch.empty_strided  # cuda_as_cpu would replace it, which takes time
 
 _LARGE_BYTES = 2**20  # smaller results are cheap to compute
+_DENSE_BYTES = 2**26  # masks converted to so many floats are the targets of a loss
 _STEP = 5e-7  # float32 has it at -4.6, the bias of a focal loss
 _RANDOM_FILLS = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
 _FILLS = {
@@ -82,7 +84,8 @@ class DryRun(OwnerMeter):
 
     Args:
         model, optimizer: as for :class:`OwnerMeter`. The model's parameters become fake.
-        inputs: tensors that are on the device before the model runs. Large ones become fake.
+        inputs: tensors that are on the device before the model runs. Large images become fake;
+            labels and masks keep their values.
 
     Attributes:
         phase: current phase of the job, set by the caller.
@@ -97,7 +100,7 @@ class DryRun(OwnerMeter):
     ) -> None:
         super().__init__(model, optimizer)
         make_fake([p for p in model.parameters() if p.dim() > 1 or p.nbytes >= _LARGE_BYTES])
-        make_fake([t for t in inputs if t.nbytes >= _LARGE_BYTES])
+        make_fake([t for t in inputs if t.nbytes >= _LARGE_BYTES and is_image(t)])
         self.phase = "setup"
         self.timeline = Timeline()
         self._inputs = inputs
@@ -208,8 +211,7 @@ def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
         filled = on_meta(func, args, {**kwargs, "device": torch.device("meta")})
         is_real = filled.nbytes < _LARGE_BYTES or not filled.is_floating_point()
         return func(*args, **kwargs) if is_real else _from_meta(filled)
-    makes_much = func.overloadpacket in _UPSAMPLING and not args[0].is_meta
-    if not makes_much and not is_fake(given):
+    if not _makes_much(func, args, kwargs) and not is_fake(given):
         return func(*args, **kwargs)
     try:
         return _without_computing(func, args, kwargs)
@@ -220,6 +222,16 @@ def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
             if is_fake(tensor):
                 tensor.zero_()
         return func(*args, **kwargs)
+
+
+def _makes_much(func: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    """Whether an operator makes a large result of labels, and nothing depends on its values."""
+    if func is aten._to_copy.default:
+        dtype = kwargs.get("dtype") or args[0].dtype
+        num_bytes = args[0].numel() * dtype.itemsize
+        is_target = dtype.is_floating_point and not args[0].is_floating_point()
+        return is_target and num_bytes >= _DENSE_BYTES
+    return func.overloadpacket in _UPSAMPLING and not args[0].is_meta
 
 
 def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:

@@ -67,4 +67,5 @@ def run_dry(
 ) -> DryJob:
     """Make the dry runs of :func:`estimate_memory`, with their timelines."""
     model = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
-    return job_class(probe, model)(job, model, evaluates=evaluates)
+    kind = job_class(probe, model)
+    return kind(job, model, evaluates=evaluates, with_typical=True)

@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Plans as text: a yacs config file, a LazyConfig file, or overrides, and the way back."""
 
-import os
 from pathlib import Path
 from typing import Any, Union
 
@@ -14,7 +13,7 @@ from ..job.lazy import overrides_of, with_overrides
 from .plan import Plan
 from .text import describe_plan
 
-__all__ = ["budget_in", "lazy_file", "planned", "planned_config", "planned_yaml", "write_whole"]
+__all__ = ["budget_in", "lazy_file", "planned", "planned_config", "planned_yaml"]
 
 
 def planned_config(cfg: Union[CfgNode, DictConfig], plan: Plan) -> Union[CfgNode, DictConfig]:
@@ -37,13 +36,6 @@ def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
         return comment + yaml.safe_dump(overrides_of(settings), sort_keys=False)
     of_plan = {"VERSION", "MEMFIT.PLAN.ENABLED", *plan.settings}
     return comment + CfgNode(_differences(planned_config(cfg, plan), get_cfg(), of_plan)).dump()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that exists as a whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    os.replace(beside, path)
 
 
 def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictConfig]:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from ..config import with_memfit_keys, with_settings
 from ..errors import ConfigError, MemfitError
+from ..files import whole_file
 from ..job import Job
 from ..job.batches import size_of
 from ..job.lazy import cfg_of_lazy, with_overrides
@@ -27,7 +28,7 @@ from ..memory import (
 )
 from .device_model import DeviceModel
 from .explain import one_line_errors
-from .plan_file import budget_in, planned, planned_yaml, write_whole
+from .plan_file import budget_in, planned, planned_yaml
 from .search import plan_memory
 from .text import describe_plan, why_it_does_not_fit
 
@@ -144,5 +145,6 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
         raise ConfigError(why_it_does_not_fit(plan))
     text = f"{_KEY}{key}\n{planned_yaml(cfg, plan)}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)
+    with whole_file(str(path), "w") as file:
+        file.write(text)
     return text

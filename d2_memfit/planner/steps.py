@@ -31,7 +31,7 @@ from .fake import make_fake
 from .fake_matching import fast_matching
 from .named_run import NamedDryRun
 from .timeline import Timeline
-from .worst_outputs import worst_detections, worst_proposals
+from .worst_outputs import detect_most, worst_proposals
 
 __all__ = [
     "build",
@@ -115,8 +115,7 @@ def infer(
         stack.enter_context(torch.no_grad())
         stack.enter_context(ready_to_evaluate(model, job.cfg, announce=False))
         stack.enter_context(worst_proposals(model, note))
-        stack.enter_context(worst_detections(model, note))
-        model(batch)
+        detect_most(model, batch, note)
 
 
 def build(job: Job) -> tuple[nn.Module, Optimizer]:

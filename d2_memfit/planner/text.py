@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Estimates and plans as tables for users."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,19 +15,34 @@ _EVALUATION_DECIDES = (
     "or DATASETS.TEST ()"
 )
 
-__all__ = ["describe_estimate", "describe_plan", "why_it_does_not_fit"]
+__all__ = ["describe_batch", "describe_estimate", "describe_plan", "why_it_does_not_fit"]
+
+
+def describe_batch(estimate: MemoryEstimate) -> list[str]:
+    """Lines about the largest batch, and about what is not known of it."""
+    e = estimate
+    height, width = e.image_size
+    lines = [
+        f"Each iteration: {e.images_per_gpu} images per GPU x {e.accumulation_steps} steps, "
+        f"{e.micro_batch_size} at a time",
+        f"The largest images: {height} x {width} pixels, {e.num_instances} instances",
+        *(f"Assumed: {line}" for line in e.assumptions),
+        *(f"At least: {line}" for line in e.at_least),
+    ]
+    if e.typical_gb is not None:
+        lines.append(
+            f"Range: {e.peak_allocated_gb:.2f} GB with {e.num_instances} instances in each image, "
+            f"a guess; {e.typical_gb:.2f} GB with {e.typical_instances}, a mean"
+        )
+    return lines
 
 
 def describe_estimate(estimate: MemoryEstimate) -> str:
     e = estimate
-    height, width = e.image_size
     lines = [
         f"{e.device}, {e.num_gpus} GPU{'s' * (e.num_gpus > 1)}",
-        f"Each iteration: {e.images_per_gpu} images per GPU x {e.accumulation_steps} steps, "
-        f"{e.micro_batch_size} at a time",
-        f"The largest images: {height} x {width} pixels, {e.num_instances} instances",
+        *describe_batch(e),
         *_allocator(e),
-        *(f"Assumed: {line}" for line in e.assumptions),
         "",
         _table(
             [
@@ -35,7 +51,7 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
                 ["evaluation, peak allocated", e.evaluation_gb],
                 ["of the device, with its context", e.device_total_gb],
             ],
-            ["", "GB"],
+            ["", "GB, at least" if e.at_least else "GB"],
         ),
         "",
         _table(list(e.breakdown.items()), ["at the peak in training", "GB"]),
@@ -76,12 +92,16 @@ def describe_plan(plan: Plan) -> str:
         lines += ["", _EVALUATION_DECIDES]
     if not plan.fits:
         lines += ["", why_it_does_not_fit(plan)]
+    elif e.at_least:
+        lines += ["", _no_room(plan)]
     return "\n".join(lines)
 
 
 def why_it_does_not_fit(plan: Plan) -> str:
     decides = f". {_EVALUATION_DECIDES}" if plan.evaluation_decides else ""
-    how = f"The smallest budget is {plan.smallest_budget_gb:.2f} GB"
+    at_least = "at least " if plan.estimate.at_least else ""
+    smallest_gb = math.ceil(100 * (plan.smallest_budget_gb or 0)) / 100  # which is enough
+    how = f"The smallest budget is {at_least}{smallest_gb:.2f} GB"
     if plan.must_allow:
         how += f", unless MEMFIT.PLAN.ALLOW is {', '.join(plan.must_allow)}"
     return f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}: the job does not fit. {how}{decides}"
@@ -89,7 +109,18 @@ def why_it_does_not_fit(plan: Plan) -> str:
 
 def _needs(plan: Plan) -> str:
     before, after = plan.before.device_total_gb, plan.estimate.device_total_gb
-    return f"{after:.2f} GB" + (f", without the plan {before:.2f} GB" if plan.steps else "")
+    at_least = "at least " if plan.estimate.at_least else ""
+    without = f", without the plan {before:.2f} GB" if plan.steps else ""
+    return f"{at_least}{after:.2f} GB{without}"
+
+
+def _no_room(plan: Plan) -> str:
+    recovers = plan.settings.get("MEMFIT.OOM.POLICY") == "split"
+    what = "images that need more run again in smaller parts" if recovers else "the run then ends"
+    return (
+        "The plan leaves no room for what is not known, in the lines At least. If that does not "
+        f"fit, {what}"
+    )
 
 
 def _exact(other: OtherPlan) -> str:

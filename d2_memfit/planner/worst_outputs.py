@@ -2,46 +2,45 @@
 """The largest numbers of proposals and detections, in place of those of a dry run."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Optional
 
 import torch
-from detectron2.modeling.proposal_generator.rpn import RPN
-from detectron2.structures import Boxes, ImageList, Instances, RotatedBoxes
+from detectron2.structures import Boxes, Instances, RotatedBoxes
 from torch import nn
 
 from ..job.invented import rotated
+from ..job.largest_images import boxes_anywhere
 from ..patching import knows_function, replaced_functions, source_files
 
-__all__ = ["worst_detections", "worst_proposals"]
+__all__ = ["detect_most", "worst_proposals"]
 
 Note = Callable[[str], None]
 _Size = tuple[int, int]  # height and width in pixels
 
 _OF_BOXES = {"pred_boxes", "scores", "pred_classes"}  # almost no memory
+_UNLIKELY = -2.0  # largest logit of a focal loss's prior; CenterNet has -2.19, RetinaNet -4.6
 
 
 @contextmanager
 def worst_proposals(model: nn.Module, note: Note) -> Iterator[None]:
-    """While open, RPNs before ROI heads find the most proposals possible, half on objects.
+    """While open, ROI heads get the most proposals possible, enough of them on objects.
 
-    Proposal generators of other classes are left alone.
+    ROI heads are known by their place, the attribute ``roi_heads`` of any part of the model. So it
+    does not matter which generator makes the proposals, or how many branches it has.
 
     Args:
-        model: it may have several parts with ROI heads, at any depth.
-        note: called with a line for the user about each class that is left alone.
+        note: called with a line for the user about proposals whose largest number is not known.
     """
-    parts = [module for module in model.modules() if hasattr(module, "roi_heads")]
-    found = {module for part in parts for module in part.modules() if isinstance(module, RPN)}
-    others = {getattr(part, "proposal_generator", None) for part in parts} - found - {None}
-    for generator in others:
-        note(_left_alone("proposals", type(generator).__name__))
+    parts = [part for part in model.modules() if isinstance(_heads_of(part), nn.Module)]
     noted = _once(note)
     hooks = [
-        rpn.register_forward_hook(partial(_most_proposals, noted), with_kwargs=True)
-        for rpn in found
+        _heads_of(part).register_forward_pre_hook(
+            partial(_give_most, noted, getattr(part, "proposal_generator", None)), with_kwargs=True
+        )
+        for part in parts
     ]
     try:
         yield
@@ -50,26 +49,32 @@ def worst_proposals(model: nn.Module, note: Note) -> Iterator[None]:
             hook.remove()
 
 
-@contextmanager
-def worst_detections(model: nn.Module, note: Note) -> Iterator[None]:
-    """While open, ROI heads detect the most objects possible, each as large as the image.
+def detect_most(model: nn.Module, batch: Any, note: Note = lambda line: None) -> None:
+    """Run a model in evaluation so that it detects the most objects possible.
 
-    Heads that do not call Detectron2's ``fast_rcnn_inference``, or call it with other arguments,
-    are left alone.
+    Detections of Detectron2's ``fast_rcnn_inference`` are as many as the config allows, each as
+    large as the image. Other models decide by scores. If theirs are too low for any detection, the
+    model runs again with scores at 0.5, and its own limits decide.
 
     Args:
-        note: called with a line for the user if it gets other arguments, or if a model that
-            predicts more than boxes detects nothing.
+        note: called with a line for the user if the largest number is not known.
     """
     files = source_files(model.modules())
     has_roi_heads = knows_function(files, "fast_rcnn_inference")
     most = {"fast_rcnn_inference": partial(_detecting_most, _once(note))} if has_roi_heads else {}
-    hook = model.register_forward_hook(partial(_note_if_none, note))
-    try:
-        with replaced_functions(files, most):
-            yield
-    finally:
-        hook.remove()
+    with replaced_functions(files, most):
+        if not _is_empty(model(batch)):
+            return
+        with _likely_objects(model):
+            if _is_empty(model(batch)):
+                note(
+                    f"{type(model).__name__} detects nothing in a dry run; an image with objects "
+                    "needs more"
+                )
+
+
+def _heads_of(part: nn.Module) -> Any:
+    return getattr(part, "roi_heads", None)
 
 
 def _left_alone(what: str, where: str) -> str:
@@ -90,71 +95,89 @@ def _once(note: Note) -> Note:
     return note_once
 
 
-def _most_proposals(
-    note: Note, rpn: RPN, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+def _give_most(
+    note: Note, generator: Any, heads: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Replace an RPN's output, as a forward hook."""
-    given = [*args, *kwargs.values()]  # by type: a technique's forward has no names for them
-    sizes = next((value.image_sizes for value in given if isinstance(value, ImageList)), ())
-    objects = next(filter(_are_instances, given), [None] * len(sizes))
-    if not _is_an_rpns(output, len(sizes)) or not _are_of_one_kind(output[0], objects):
-        note(_left_alone("proposals", type(rpn).__name__))
-        return output
-    num = rpn.post_nms_topk[rpn.training]
-    found = output[0][0].proposal_boxes
-    proposals = [
-        _proposals(o, tuple(size), num, type(found)).to(found.device)
-        for o, size in zip(objects, sizes)
+    """Replace the proposals that ROI heads are called with, as a forward pre-hook."""
+    given = [*args, *kwargs.values()]  # by type: projects and techniques have other names
+    proposals = next((value for value in given if _box_field(value)), None)
+    targets = next((value for value in given if _have_field(value, "gt_boxes")), [None])
+    num = _most_after_nms(generator, heads.training)
+    at_once = getattr(heads, "batch_size_per_image", 0) if heads.training else 0
+    is_known = num or at_once or generator is None
+    if proposals is None or not is_known or not _are_of_one_kind(proposals, targets):
+        note(_left_alone("proposals", type(heads if generator is None else generator).__name__))
+        return None
+    filled = [  # a generator with branches gives each image several times
+        _filled(p, targets[i % len(targets)], max(num or at_once, len(p)), heads)
+        for i, p in enumerate(proposals)
     ]
-    return proposals, *output[1:]
-
-
-def _are_instances(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, Instances) for item in value)
-
-
-def _is_an_rpns(output: Any, num_images: int) -> bool:
-    proposals = output[0] if isinstance(output, tuple) and len(output) > 1 else None
-    fields = {"proposal_boxes", "objectness_logits"}
     return (
-        isinstance(proposals, list)
-        and len(proposals) == num_images > 0
-        and all(isinstance(p, Instances) and set(p.get_fields()) == fields for p in proposals)
-        and all(type(p.proposal_boxes) in (Boxes, RotatedBoxes) for p in proposals)
+        tuple(filled if value is proposals else value for value in args),
+        {k: filled if value is proposals else value for k, value in kwargs.items()},
     )
 
 
-def _are_of_one_kind(proposals: list[Instances], objects: Iterable[Optional[Instances]]) -> bool:
+def _box_field(value: Any) -> str:
+    """The field of the boxes of proposals, or of detections that only need masks; else ""."""
+    names = ("proposal_boxes", "pred_boxes")
+    return next((name for name in names if _have_field(value, name)), "")
+
+
+def _have_field(value: Any, name: str) -> bool:
+    is_list = isinstance(value, list) and len(value) > 0
+    return is_list and all(isinstance(item, Instances) and item.has(name) for item in value)
+
+
+def _most_after_nms(generator: Any, training: bool) -> Optional[int]:
+    """A generator's limit, as Detectron2's RPN and most FCOS-likes keep it; None if unknown."""
+    for module in generator.modules() if isinstance(generator, nn.Module) else ():
+        both = getattr(module, "post_nms_topk", None)
+        if isinstance(both, Mapping):
+            return both[training]
+        most = getattr(module, "post_nms_topk_train" if training else "post_nms_topk_test", None)
+        if isinstance(most, int):
+            return most
+    return None
+
+
+def _are_of_one_kind(proposals: list[Instances], objects: list[Any]) -> bool:
     """Whether all boxes are upright, or all are rotated."""
-    boxes = [p.proposal_boxes for p in proposals]
-    boxes += [o.gt_boxes for o in objects if o is not None and o.has("gt_boxes")]
-    return len({type(b) for b in boxes}) == 1
+    boxes = [p.get(_box_field(proposals)) for p in proposals]
+    boxes += [o.gt_boxes for o in objects if o is not None]
+    kinds = {type(b) for b in boxes}
+    return kinds in ({Boxes}, {RotatedBoxes})
 
 
-def _proposals(
-    objects: Optional[Instances], size: _Size, num: int, kind: Callable[[torch.Tensor], Any] = Boxes
+def _filled(
+    found: Instances, objects: Optional[Instances], num: int, heads: nn.Module
 ) -> Instances:
-    """Proposals, half of them on the objects, so that they fill the foreground quota.
+    """``num`` proposals with the fields of those found, as many on objects as heads may take."""
+    name = _box_field([found])
+    kind = type(found.get(name))
+    boxes = torch.as_tensor(boxes_anywhere(num, found.image_size, seed=1)).float()
+    boxes = rotated(boxes) if kind is RotatedBoxes else boxes
+    if objects is not None and len(objects):
+        share = getattr(heads, "positive_fraction", 0.5)
+        num_on_objects = min(num, round(share * getattr(heads, "batch_size_per_image", num)))
+        rows = torch.arange(num_on_objects)
+        boxes[rows] = objects.gt_boxes.tensor.to(boxes)[rows % len(objects)]
+    result = Instances(found.image_size)
+    for field, value in found.get_fields().items():
+        if field == name:
+            result.set(field, kind(boxes.to(value.device)))
+        else:
+            result.set(field, _repeated(value, num))
+    return result
 
-    Args:
-        kind: ``Boxes`` or ``RotatedBoxes``.
-    """
-    boxes = _boxes(num, size)
-    if kind is RotatedBoxes:
-        boxes = rotated(boxes)
-    if objects is not None and objects.has("gt_boxes") and len(objects):
-        half = torch.arange(num // 2)
-        boxes[half] = objects.gt_boxes.tensor.to(boxes)[half % len(objects)]
-    return Instances(size, proposal_boxes=kind(boxes), objectness_logits=torch.zeros(num))
 
-
-def _boxes(num: int, size: _Size) -> torch.Tensor:
-    """Boxes [num, 4] of all sizes, anywhere in an image."""
-    generator = torch.Generator().manual_seed(1)
-    extent = torch.tensor([size[1], size[0]], dtype=torch.float32)
-    corner, length = torch.rand(2, num, 2, generator=generator)
-    corner, length = corner * 0.8 * extent, (length * 0.18 + 0.02) * extent
-    return torch.cat([corner, corner + length], dim=1)
+def _repeated(value: Any, num: int) -> Any:
+    """A field of Instances with another length: its items in turn, or zeros."""
+    if len(value):
+        return value[torch.arange(num) % len(value)]
+    if isinstance(value, torch.Tensor):
+        return value.new_zeros(num, *value.shape[1:])
+    return type(value)(value.tensor.new_zeros(num, *value.tensor.shape[1:]))
 
 
 def _detecting_most(note: Note, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,15 +199,36 @@ def _detecting_most(note: Note, function: Callable[..., Any]) -> Callable[..., A
     return fast_rcnn_inference
 
 
-def _note_if_none(note: Note, model: nn.Module, args: Any, output: Any) -> None:
+def _is_empty(output: Any) -> bool:
+    """Whether a model that predicts more than boxes detects nothing in an image."""
     results = output if isinstance(output, (list, tuple)) else ()
     found = [result.get("instances") for result in results if isinstance(result, dict)]
-    for instances in [i for i in found if isinstance(i, Instances)]:
-        if set(instances.get_fields()) - _OF_BOXES and not len(instances):
-            note(
-                f"{type(model).__name__} detects nothing in a dry run; an image with many objects "
-                "needs more"
-            )
+    return any(
+        not len(i) and set(i.get_fields()) - _OF_BOXES for i in found if isinstance(i, Instances)
+    )
+
+
+@contextmanager
+def _likely_objects(model: nn.Module) -> Iterator[None]:
+    """While open, biases give scores of 0.5 in place of a prior, and boxes that are not empty.
+
+    A focal loss's prior is a bias of one low value. A layer of four outputs regresses a box.
+    """
+    of_modules = [getattr(module, "bias", None) for module in model.modules()]
+    biases = [bias for bias in of_modules if isinstance(bias, nn.Parameter)]
+    before = [bias.detach().clone() for bias in biases]
+    with torch.no_grad():
+        for bias in biases:
+            if bias.max() == bias.min() <= _UNLIKELY:
+                bias.zero_()
+            elif len(bias) == 4 and not bias.any():
+                bias.fill_(1)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for bias, values in zip(biases, before):
+                bias.copy_(values)
 
 
 def _most_detections(

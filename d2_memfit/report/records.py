@@ -2,6 +2,7 @@
 """Reader for a run's records of its memory."""
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -9,6 +10,8 @@ from typing import Any, Optional
 from ..errors import DataError
 
 __all__ = ["Run", "read_run"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def read_run(output_dir: str) -> Run:
             + ", and there is no memfit_oom.jsonl. Train with MEMFIT.MONITOR.PERIOD 20"
         )
     snapshots = sorted(folder.glob("memfit_memory_*.json"), key=lambda path: path.stat().st_mtime)
-    snapshot = json.loads(snapshots[-1].read_text()) if snapshots else {}
+    snapshot = (_read_lines(snapshots[-1]) or [{}])[0] if snapshots else {}
     # Micro-batches are in every line, reports of the monitor in some.
     lines = [line for line in metrics if any(key.startswith("memfit/") for key in line)]
     return Run(lines, events, snapshot.get("owners", {}), snapshot.get("iteration"))
@@ -62,12 +65,16 @@ def read_run(output_dir: str) -> Run:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    lines = []
-    text = path.read_text().splitlines()
-    for number, line in enumerate(text, 1):
-        try:
-            lines.append(json.loads(line))
-        except ValueError as e:
-            if number < len(text):  # the last line may be cut off if a run was killed
-                raise DataError(f"{path}, line {number} is not JSON ({e})") from e
+    text = path.read_text(errors="replace").splitlines()
+    found = [_json(line) for line in text]
+    lines = [line for line in found if isinstance(line, dict)]
+    if len(lines) < len(text):  # a run that is killed may leave half a line
+        logger.warning("%s: %d of %d lines are torn", path, len(text) - len(lines), len(text))
     return lines
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

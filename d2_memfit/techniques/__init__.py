@@ -14,6 +14,7 @@ from .registry import (
     apply_techniques,
     get_technique,
     ready_to_evaluate,
+    techniques_on,
 )
 from .resize import resize_image
 from .zero import ShardedOptimizer
@@ -32,6 +33,7 @@ __all__ = [
     "ready_to_evaluate",
     "resize_image",
     "results_on_host",
+    "techniques_on",
 ]
 
 for _module in iter_modules(__path__):  # each registers its techniques

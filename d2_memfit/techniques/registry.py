@@ -2,17 +2,15 @@
 """The technique interface, its registry, and the techniques that a config turns on."""
 
 import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import reduce
 from typing import Any
 
 from detectron2.config import CfgNode
 from fvcore.common.registry import Registry
 from torch import nn
 
-from ..checks import check_bool, check_positive_int, did_you_mean
+from ..checks import check_bool, check_positive_int, did_you_mean, value_of
 from ..errors import ConfigError
 
 __all__ = [
@@ -25,27 +23,13 @@ __all__ = [
     "apply_techniques",
     "get_technique",
     "ready_to_evaluate",
+    "techniques_on",
 ]
 
 logger = logging.getLogger(__name__)
 
 TIERS = ("exact", "precision", "recipe")
 PARTS = ("config", "model", "optimizer", "ddp", "loader", "evaluation")
-
-
-def _deprecated(enabling_settings: Any) -> Any:
-    """The class method by its name of 0.1.0, which projects call as ``super().settings``."""
-
-    def settings(cls: type["Technique"], cfg: CfgNode) -> dict[str, Any]:
-        warnings.warn(
-            "Technique.settings is deprecated: call enabling_settings",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        found: dict[str, Any] = enabling_settings.__func__(cls, cfg)
-        return found
-
-    return classmethod(settings)
 
 
 class Technique:
@@ -81,19 +65,6 @@ class Technique:
     in_evaluation: bool = False
     never_faster: bool = False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        own = vars(cls)
-        if "settings" in own and "enabling_settings" not in own:
-            warnings.warn(
-                f"{cls.__name__}.settings is deprecated: call it enabling_settings",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            cls.enabling_settings = own["settings"]  # type: ignore[method-assign]
-        elif "enabling_settings" in own and "settings" not in own:
-            cls.settings = _deprecated(own["enabling_settings"])
-
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
         """Add the technique's keys to a config. Their defaults turn it off."""
@@ -105,8 +76,6 @@ class Technique:
         None if it can do nothing, or if plans shall not use it.
         """
         return {}
-
-    settings = _deprecated(enabling_settings)
 
     @classmethod
     def is_on(cls, cfg: CfgNode) -> bool:
@@ -146,7 +115,7 @@ class BooleanTechnique(Technique):
 
     @classmethod
     def is_on(cls, cfg: CfgNode) -> bool:
-        value: bool = _value(cfg, cls.key)
+        value: bool = value_of(cfg, cls.key)
         check_bool(cls.key, value)
         return value
 
@@ -162,14 +131,10 @@ class PositiveIntTechnique(Technique):
 
     @classmethod
     def is_on(cls, cfg: CfgNode) -> bool:
-        value = _value(cfg, cls.key)
+        value = value_of(cfg, cls.key)
         if value is not None:
             check_positive_int(cls.key, value)
         return value is not None
-
-
-def _value(cfg: CfgNode, key: str) -> Any:
-    return reduce(getattr, key.split("."), cfg)
 
 
 TECHNIQUES: Registry = Registry("TECHNIQUE")  # of subclasses of Technique
@@ -190,6 +155,12 @@ def get_technique(name: str) -> type[Technique]:
     return known[name]
 
 
+def techniques_on(part_name: str, cfg: CfgNode) -> dict[str, type[Technique]]:
+    """The techniques of one part of a job that a config turns on, in the order of application."""
+    known = sorted(TECHNIQUES, key=lambda item: (item[1].order, item[0]))
+    return {name: t for name, t in known if t.part == part_name and t.is_on(cfg)}
+
+
 def apply_techniques(part_name: str, part: Any, cfg: CfgNode, announce: bool = True) -> Any:
     """Apply the techniques that a config turns on to one part of a job.
 
@@ -200,11 +171,10 @@ def apply_techniques(part_name: str, part: Any, cfg: CfgNode, announce: bool = T
     Returns:
         The part to use.
     """
-    for name, technique in sorted(TECHNIQUES, key=lambda item: (item[1].order, item[0])):
-        if technique.part == part_name and technique.is_on(cfg):
-            part = technique.apply(part, cfg)
-            if announce:
-                logger.info("Technique %s (%s) is on", name, technique.tier)
+    for name, technique in techniques_on(part_name, cfg).items():
+        part = technique.apply(part, cfg)
+        if announce:
+            logger.info("Technique %s (%s) is on", name, technique.tier)
     return part
 
 

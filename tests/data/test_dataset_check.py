@@ -13,6 +13,8 @@ from PIL import Image
 from d2_memfit import get_cfg
 from d2_memfit.data import (
     DatasetFacts,
+    check_boxes,
+    check_crowd,
     check_polygons,
     look_at_annotations,
     look_at_dataset,
@@ -64,6 +66,9 @@ def test_nothing_is_said_of_what_is_good():
     assert warnings_of(dicts_of(annotation(bbox=[NAN] * 4, iscrowd=1))) == []  # not trained on
     corners = annotation(bbox=np.array([1, 1, 9, 9]), bbox_mode=BoxMode.XYXY_ABS)
     assert warnings_of(dicts_of(corners)) == []
+    at_the_edge = annotation(bbox=[25, 15, 8, 7]), annotation(bbox=[-1.5, -2, 9, 9])
+    lines = annotation(bbox=[5, 5, 1, 9]), annotation(bbox=[0, 0, 30, 1])
+    assert warnings_of(dicts_of(*at_the_edge, *lines)) == []
     turned = annotation(bbox=[5, 5, 8, 8, 45.0], bbox_mode=BoxMode.XYWHA_ABS)
     assert warnings_of(dicts_of(turned)) == []
     assert warnings_of(dicts_of(annotation(category_id=np.int64(1)))) == []
@@ -81,6 +86,20 @@ WRONG = {
         annotation(bbox=[9, 9, 4, 3], bbox_mode=BoxMode.XYXY_ABS),
         "negative width or height. Detectron2's mapper leaves them out without a word. Is bbox_mod",
     ),
+    "corners": (
+        annotation(bbox=[12, 9, 20, 18]),
+        "1 of 4 boxes leave their image, and would lie in it as [x0, y0, x1, y1]",
+    ),
+    "outside": (annotation(bbox=[40, 9, 5, 5]), "1 of 4 boxes leave their image. Detectron2's"),
+    "before it": (annotation(bbox=[-9, 9, 15, 5]), "1 of 4 boxes leave their image. Detectron2's"),
+    "corners outside": (
+        annotation(bbox=[9, 9, 40, 15], bbox_mode=BoxMode.XYXY_ABS),
+        "1 of 4 boxes leave their image. Detectron2's",
+    ),
+    "fractions": (annotation(bbox=[0.1, 0.2, 0.5, 0.5]), "1 of 4 boxes have numbers from 0 to 1"),
+    "tiny": (annotation(bbox=[9, 9, 1.5, 1]), "1 of 4 boxes are smaller than 2 pixels"),
+    "huge": (annotation(bbox=[9, 9, 1e9, 5]), "1 of 4 boxes are larger than a million pixels"),
+    "thin": (annotation(bbox=[9, 9, 1e-30, 5]), "1 of 4 boxes have no area"),
     "flat": (annotation(bbox=[9, 9, 4, 0]), "1 of 4 boxes have no area"),
     "three": (annotation(bbox=[9, 9, 4]), "1 of 4 objects have a bbox that is not four numbers"),
     "no box": (annotation(bbox=...), "1 of 4 objects have a bbox that is not four numbers"),
@@ -121,6 +140,48 @@ def test_what_would_be_trained_wrongly_is_counted_and_the_first_is_named(name):
     assert len(found) == 1
     assert "object 0 of b.png" in found[0]
     assert "\n" not in found[0]
+
+
+WRONG_BOXES = {
+    "corners_box": [12, 9, 20, 18],
+    "outside_box": [40, 9, 5, 5],
+    "fraction_box": [0.1, 0.2, 0.5, 0.5],
+    "tiny_box": [9, 9, 1, 1],
+    "huge_box": [9, 9, 1e9, 5],
+    "nan_box": [NAN, 1, 2, 3],
+    "negative_box": [9, 9, -4, 3],
+    "empty_box": [9, 9, 0, 3],
+    "no_box": [1, 2, 3],
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_BOXES)
+def test_it_is_an_error_if_most_boxes_are_wrong(fault):
+    wrong = [annotation(bbox=WRONG_BOXES[fault])] * 4
+    facts = look_at_annotations(dicts_of(*wrong))
+    assert facts.cases[fault].number == 4
+    with pytest.raises(DataError, match=r"^4 of 7 ") as e:
+        check_boxes(facts.cases, facts.num_objects)
+    assert str(e.value).count(" of b.png, bbox [") == 3  # examples
+    assert "\n" not in str(e.value)
+    facts = look_at_annotations(dicts_of(*wrong[1:]))
+    check_boxes(facts.cases, facts.num_objects)
+
+
+def test_an_image_with_more_objects_than_can_be_compared_is_refused_in_seconds():
+    start = time.process_time()
+    facts = look_at_annotations(dicts_of(*[annotation()] * 100_000))
+    with pytest.raises(DataError, match=r"the image b\.png has 100,000 objects"):
+        check_crowd(facts)
+    assert time.process_time() - start < 10
+    check_crowd(look_at_annotations(dicts_of(*[annotation()] * 2000)))
+
+
+def test_boxes_in_an_image_of_unknown_size_may_lie_anywhere():
+    dicts = dicts_of(annotation(bbox=[400, 900, 50, 50]))
+    for image in dicts:
+        del image["height"]
+    assert warnings_of(dicts) == []
 
 
 def test_keypoints_must_be_there_where_they_are_learnt():

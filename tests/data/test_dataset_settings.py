@@ -2,6 +2,7 @@
 """What a config must say of a dataset: found, or compared with what the user says."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from detectron2.config import CfgNode
@@ -138,7 +139,7 @@ def test_boxes_must_have_a_size(file_of):
 
     cfg = load_cfg(MASK)
     fit_to_data(cfg, [file_of(lambda coco: without_size(coco, 2))], [], ())  # the trainer warns
-    with pytest.raises(DataError, match=r"changed: no box of .* has a size"):
+    with pytest.raises(DataError, match=r"^changed, .*json: (\d+) of \1 boxes have no area"):
         fit_to_data(cfg, [file_of(without_size)], [], ())
 
 
@@ -227,3 +228,10 @@ def test_a_data_set_as_large_as_the_recipes_keeps_the_recipe(file_of):
     cfg = load_cfg(MASK, ["SOLVER.MAX_ITER", 200])
     (note,) = (s for s in fit_to_data(cfg, [file_of()], [], ()) if not s.key)
     assert str(note).startswith("SOLVER.MAX_ITER 200 is the config's: 200.0 epochs of 16 images")
+
+
+def test_a_dataset_to_evaluate_on_without_objects_is_told_before_training(file_of, coins):
+    file = check_coco_file("val", str(coins / "val.json"), None, for_training=True)
+    empty = replace(file, num_objects=0)
+    notes = [str(s) for s in fit_to_data(load_cfg(MASK), [file], [empty], ())]
+    assert f"{file.json_file} has no objects, so evaluation on val gives no AP" in notes

@@ -31,7 +31,7 @@ def test_the_same_dataset_may_be_registered_twice_and_another_may_not_take_its_n
 
 def test_a_name_that_is_not_registered_is_answered_with_near_ones(coins):
     with pytest.raises(
-        ConfigError, match=r"DATASETS\.TRAIN names 'coins_trian'.*near: coins_train"
+        ConfigError, match=r"DATASETS\.TRAIN names 'coins_trian'.*did you mean coins_train"
     ):
         check_datasets(cfg_with(("coins_trian",)))
 

@@ -1,10 +1,14 @@
 # Copyright (c) the d2_memfit developers.
 """Checkpoints: kills, full disks, damaged and foreign files, earlier runs in the same folder."""
 
+import errno
+import os
 import random
 import shutil
+import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +18,8 @@ from saving import resumed, trainer_of
 from tiny import ROOT, run_process
 
 from d2_memfit.engine import MemfitCheckpointer
-from d2_memfit.errors import CheckpointError
+from d2_memfit.errors import CheckpointError, ConfigError
+from d2_memfit.files import LEFTOVERS, FolderLock, temporary_name, whole_file
 
 
 def saved_run(folder, iterations=3, **kwargs):
@@ -181,7 +186,7 @@ class FullDisk(MemfitCheckpointer):
 
     def save(self, name, **kwargs):
         if kwargs["iteration"] >= 2:
-            (self.folder / f"{name}.pth.tmp").mkdir(exist_ok=True)
+            Path(temporary_name(str(self.folder / f"{name}.pth"))).mkdir(exist_ok=True)
         super().save(name, **kwargs)
 
 
@@ -200,14 +205,14 @@ def test_a_failed_save_removes_no_older_checkpoint_and_training_goes_on(tmp_path
 
 def test_the_last_save_of_a_run_must_not_fail(tmp_path):
     _, checkpointer = saved_run(tmp_path)
-    (tmp_path / "model_final.pth.tmp").mkdir()
+    Path(temporary_name(str(tmp_path / "model_final.pth"))).mkdir()
     with pytest.raises(CheckpointError, match=r"cannot save the checkpoint .*model_final\.pth"):
         checkpointer.save("model_final", iteration=3)
 
 
 def test_a_run_that_does_not_resume_moves_the_earlier_ones_checkpoints_aside(tmp_path, log):
     saved_run(tmp_path)
-    (tmp_path / "model_0000009.pth.tmp").touch()  # of a run that was killed
+    (tmp_path / f"model_0000009.pth{LEFTOVERS[1:]}").touch()  # of a run that was killed
     (tmp_path / "R-50.pth").touch()
     earlier = (tmp_path / "model_0000002.pth").read_bytes()
     for number in (1, 2):
@@ -221,7 +226,7 @@ def test_a_run_that_does_not_resume_moves_the_earlier_ones_checkpoints_aside(tmp
         assert f"are moved to {folder}" in log.text
     assert (tmp_path / "earlier_1" / "model_0000002.pth").read_bytes() == earlier
     assert "R-50.pth" in names(tmp_path)
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob(LEFTOVERS))
     assert resumed(tmp_path, size=50)[1] == 2
     trainer, _ = resumed(tmp_path, size=50)
     trainer.train(3, 5)
@@ -304,3 +309,92 @@ def test_where_none_is_good_all_ranks_say_so(two_ranks, tmp_path):
     one, other = two_ranks.run(error_on_a_rank, tmp_path)
     assert one == other
     assert "nothing in" in one
+
+
+def age(file, seconds):
+    """Let a file be so much older than it is."""
+    times = file.stat()
+    os.utime(file, (times.st_atime - seconds, times.st_mtime - seconds))
+
+
+def test_the_latest_iteration_is_resumed_whatever_the_times_of_the_files(tmp_path):
+    saved_run(tmp_path)
+    (tmp_path / "last_checkpoint").unlink()
+    age(tmp_path / "model_0000002.pth", 3600)
+    assert resumed(tmp_path, size=50)[1] == 2
+
+
+@pytest.mark.parametrize(("is_stale", "iteration"), [(True, 2), (False, 1)])
+def test_an_older_last_checkpoint_is_said_and_taken_only_if_it_was_written_later(
+    tmp_path, log, is_stale, iteration
+):
+    saved_run(tmp_path)
+    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    age(tmp_path / ("last_checkpoint" if is_stale else "model_0000002.pth"), 3600)
+    assert resumed(tmp_path, size=50)[1] == iteration
+    assert "model_0000002.pth is of a later iteration" in log.text
+    assert f"Resuming from {tmp_path}/model_000000{iteration}.pth instead" in log.text
+
+
+HOLD = "import sys; from d2_memfit.files import FolderLock; lock = FolderLock(sys.argv[1]); input()"
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """Another process that trains in the folder."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    path = os.pathsep.join(sys.path)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    lock = tmp_path / FolderLock.FILE_NAME
+    while not (lock.exists() and lock.read_text()):
+        assert process.poll() is None
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_second_run_in_a_folder_is_told_of_the_first_and_changes_nothing(tmp_path, owner):
+    (tmp_path / "model_0000009.pth").touch()
+    before = names(tmp_path)
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    with pytest.raises(ConfigError, match=f"is in use by process {owner.pid} on "):
+        checkpointer.begin_run()
+    assert names(tmp_path) == before
+    owner.kill()
+    owner.wait()
+    trainer.train(0, 1)  # the lock of a process that is gone is taken over
+    assert "model_0000000.pth" in names(tmp_path)
+
+
+def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_after(tmp_path, monkeypatch):
+    events = []
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")))
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append("rename"), replace(a, b)))
+    file = str(tmp_path / "file")
+    with whole_file(file, "w") as f:
+        f.write("text")
+    assert events == [temporary_name(file), "rename", str(tmp_path)]
+
+
+def test_a_file_system_that_refuses_fsync_is_said_once(tmp_path, monkeypatch, log):
+    def refuse(descriptor):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr("d2_memfit.files._said", set())
+    saved_run(tmp_path)
+    assert resumed(tmp_path, size=50)[1] == 2
+    assert log.text.count("refuses fsync") == 1
+
+
+def test_fsync_that_fails_for_another_reason_is_an_error(tmp_path, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output"), whole_file(str(tmp_path / "f"), "w"):
+        pass
+    assert not names(tmp_path)

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Memory that runs out where nothing can be run again: one explanation, one line in the record."""
 
+import importlib
 import json
 
 import pytest
@@ -117,6 +118,57 @@ def test_an_evaluator(tmp_path):
     ):
         run_out()
     assert phases(tmp_path) == ["evaluation"]
+
+
+EDGES = {
+    "start": "d2_memfit.engine.run_state.Snapshot",
+    "window": "d2_memfit.engine.forward_counters.numbers_of",
+}
+
+
+@pytest.mark.parametrize("phase", EDGES)
+def test_the_edges_of_a_window_are_tried_again_and_then_explained(phase, tmp_path, monkeypatch):
+    trainer, made = trainer_of(tmp_path), []
+    original = getattr(importlib.import_module(EDGES[phase].rpartition(".")[0]), name_of(phase))
+
+    def fail_once(*args, **kwargs):
+        made.append(args)
+        return run_out() if len(made) == 1 else original(*args, **kwargs)
+
+    monkeypatch.setattr(EDGES[phase], fail_once)
+    iterate(trainer)
+    assert len(made) > 1
+    monkeypatch.setattr(EDGES[phase], run_out)
+    with pytest.raises(OutOfMemoryError, match=f"in the {phase} of iteration .*things to try"):
+        iterate(trainer_of(tmp_path))
+    assert phases(tmp_path) == [phase]
+
+
+def name_of(phase):
+    return EDGES[phase].rpartition(".")[2]
+
+
+@pytest.mark.parametrize(("part", "phase"), [("test", "window"), ("report", "vote")])
+def test_counts_that_find_no_memory(part, phase, tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path)
+    monkeypatch.setattr(trainer.normalizers, part, run_out)
+    with pytest.raises(OutOfMemoryError, match=f"in the {phase} of iteration 0"):
+        iterate(trainer)
+    assert phases(tmp_path) == [phase]
+
+
+def fail_at_the_start(rank, output_dir):
+    trainer = trainer_of(output_dir, compat.create_ddp_model(Model(), broadcast_buffers=False))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(EDGES["window"], run_out)
+        return error_of(trainer)
+
+
+def test_all_ranks_hear_of_an_edge_that_fails_on_one(two_ranks, tmp_path):
+    first, second = two_ranks.run(fail_at_the_start, tmp_path)
+    assert first == second
+    assert "in the window of iteration 0 on rank 1" in first
 
 
 def fail_in_the_vote(rank, output_dir):

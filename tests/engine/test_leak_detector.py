@@ -3,6 +3,7 @@
 
 import ctypes
 import itertools
+import random
 import re
 import sys
 from collections import deque
@@ -13,7 +14,7 @@ import pytest
 import torch
 from detectron2.engine import HookBase
 from monitored import batches, cheap_trainer, make_trainer
-from tiny import ROOT, run_process
+from tiny import ROOT, images, run_process
 from torch.utils.data import DataLoader
 
 from d2_memfit.engine import LeakDetector, MemorySnapshot
@@ -161,15 +162,15 @@ def test_what_is_no_tensor_is_found_in_a_short_window_with_its_holder(leak, log)
 
 def test_a_leak_in_the_loader_is_told_from_hooks(log, tmp_path):
     class Loader:
-        kept: ClassVar[list] = []
+        def __init__(self):
+            self.kept = []
 
         def __iter__(self):
-            self.kept = []
-            for batch in batches():
+            while True:
                 self.kept.append(torch.zeros(25601))
-                yield batch
+                yield torch.ones(2, 8)
 
-    trainer = make_trainer(Loader())
+    trainer = cheap_trainer(Loader())
     trainer.register_hooks([MemorySnapshot(str(tmp_path)), LeakDetector(window=100)])
     trainer.train(0, 200)
     (warning,) = warnings(log)
@@ -213,3 +214,43 @@ def test_a_healthy_run_raises_no_alarm(log):
     trainer.register_hooks([LeakDetector(window=50)])
     trainer.train(0, 150)
     assert not warnings(log)
+
+
+def growing_images(num_iterations):
+    """Images of random sizes, the largest of which grow for the first half of a run."""
+    rng = random.Random(1)
+    for i in itertools.count():
+        limit = 40 + 2 * min(44, i * 88 // num_iterations)
+        yield images(2, i, size=rng.randrange(32, limit, 2), num_instances=3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("window", [50, 100])
+def test_a_healthy_run_of_growing_images_raises_no_alarm(window, log):
+    trainer = make_trainer(growing_images(600))
+    trainer.register_hooks([LeakDetector(window=window)])
+    trainer.train(0, 600)
+    assert not warnings(log)
+
+
+def test_memory_that_grows_with_the_images_is_no_leak(log):
+    def keep_the_largest(hook):
+        hook.numbers = np.ones(2 * KIB * (hook.trainer.iter + 1))
+
+    loader = (torch.ones(2 + i, 8) for i in itertools.count())
+    trainer = cheap_trainer(loader)
+    trainer.register_hooks([Leaky(keep_the_largest), LeakDetector(window=100)])
+    trainer.train(0, 400)
+    assert not warnings(log)
+
+
+def test_a_leak_is_found_once_images_have_grown(log):
+    def loader():
+        for i in itertools.count():
+            yield torch.ones(2 + min(i, 100), 8)
+
+    trainer = cheap_trainer(loader())
+    trainer.register_hooks([Leaky(LEAKS["100 KiB tensors"][1]), LeakDetector(window=100)])
+    trainer.train(0, 300)
+    warning, *_ = warnings(log)  # the tensors' Python objects may be next
+    assert "held by: Leaky (" in warning

@@ -3,6 +3,7 @@
 
 import logging
 
+import psutil
 import pytest
 import torch
 from detectron2.engine import HookBase, hooks
@@ -12,6 +13,7 @@ from tiny import images, read_metrics, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.engine import MemoryMonitor
+from d2_memfit.engine.memory_monitor import _rss_and_private
 
 pytestmark = pytest.mark.slow
 
@@ -106,3 +108,12 @@ def test_ranks_are_told_apart(two_ranks):
     assert high - low > 0.05
     assert mean == pytest.approx((low + high) / 2)
     assert not other
+
+
+class OfAnotherUser:
+    def memory_info(self):
+        raise psutil.AccessDenied
+
+
+def test_a_process_that_may_not_be_read_counts_nothing():
+    assert _rss_and_private(OfAnotherUser()) == (0, 0)

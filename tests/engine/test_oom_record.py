@@ -56,6 +56,13 @@ def test_images_are_padded_as_the_model_does():
     assert padded_size("something else", model) is None
 
 
+def test_a_backbone_with_a_fixed_square_pads_to_it(monkeypatch):
+    model = tiny_model(tiny_cfg())
+    square = property(lambda self: {"square_size": 256})  # main has it
+    monkeypatch.setattr(type(model.backbone), "padding_constraints", square, raising=False)
+    assert padded_size(images(2, size=70), model) == (256, 256)
+
+
 def test_ids_of_any_type_and_images_without_annotations_are_written(tmp_path):
     model = tiny_model(tiny_cfg())
     failure = Failure(MemoryError(), "forward", torch.device("cpu"))

@@ -109,16 +109,14 @@ def test_a_preset_is_a_budget_of_a_projects_evaluation_too():
 
 FAILS_IN_ITERATIONS_1_AND_3 = """
 import os, signal, torch
-from d2_memfit.engine import recovery, train_loop
+from d2_memfit.engine import AccumulatingTrainer, recovery
 
-class Trainer(train_loop.AccumulatingTrainer):
-    def _forward(self, micro_batch):
-        if self.iter in (1, 3) and micro_batch.num_images > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return super()._forward(micro_batch)
+def fails(self, micro_batch, forward=AccumulatingTrainer._forward):
+    if self.iter in (1, 3) and micro_batch.num_images > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return forward(self, micro_batch)
 
-from d2_memfit.engine import defaults
-defaults.AccumulatingTrainer = Trainer
+AccumulatingTrainer._forward = fails
 """
 
 IS_KILLED_IN_ITERATION_3 = """

@@ -5,6 +5,7 @@ import io
 import itertools
 import multiprocessing
 import random
+from contextlib import nullcontext
 from itertools import islice
 
 import numpy as np
@@ -211,6 +212,22 @@ def test_another_dataset_is_refused():
     loader = loader_of("RepeatFactorTrainingSampler")
     with pytest.raises(ValueError, match="23 images by a TrainingSampler then, 23 images by a Rep"):
         ResumableBatches(loader).load_state_dict(state.stream(), [state.state_dict()])
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [({"width": 99}, False), ({"file_name": "b.jpg"}, False), ({"file_name": "here/a.jpg"}, True)],
+)
+def test_another_dataset_of_the_same_length_is_refused_and_a_moved_one_is_not(change, is_same):
+    def batches(**facts):
+        dicts = [{"file_name": "a/a.jpg", **d, **facts} for d in DICTS]
+        return ResumableBatches(
+            build_detection_train_loader(dicts, mapper=dict, total_batch_size=3)
+        )
+
+    state, now = batches(), batches(**change)
+    with nullcontext() if is_same else pytest.raises(ValueError, match="of other names or sizes"):
+        now.load_state_dict(state.stream(), [state.state_dict()])
 
 
 def test_an_error_of_the_loader_ends_nothing():

@@ -14,7 +14,7 @@ from injection import iterate
 from tiny import tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine import RecoveryOptions
+from d2_memfit.engine import NormalizerOptions, RecoveryOptions
 from d2_memfit.techniques import module_state
 
 
@@ -69,15 +69,14 @@ class Model(torch.nn.Module):
         return {"loss": self.weight.sum() * len(batch)}
 
 
-def train(state, change, look, num_iterations=1, fails_in=(0,), model=Model):
+def train(state, change, look, num_iterations=1, fails_in=(0,), model=Model, policy="off"):
     """Returns what ``look(model)`` was in the beginning of each forward."""
     seen = []
     model = model(state, change, lambda model: seen.append(str(look(model))), fails_in)
     batches = [[{"image_id": 2 * i}, {"image_id": 2 * i + 1}] for i in range(num_iterations)]
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    iterate(
-        AccumulatingTrainer(model, batches, optimizer, recovery=RecoveryOptions()), num_iterations
-    )
+    options = {"recovery": RecoveryOptions(), "normalizers": NormalizerOptions(policy)}
+    iterate(AccumulatingTrainer(model, batches, optimizer, **options), num_iterations)
     return seen
 
 
@@ -172,6 +171,12 @@ def test_state_is_as_before_when_a_forward_is_run_again(kind):
     first, again, after = train(*KINDS[kind])
     assert again == first
     assert after != first, "the change of the forward that did not fail stays"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_is_as_before_after_a_test_of_what_losses_are_divided_by(kind):
+    first, *_, again, _ = train(*KINDS[kind], policy="window")
+    assert again == first
 
 
 @pytest.mark.parametrize("late", [0, 3])

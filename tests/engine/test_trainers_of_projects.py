@@ -1,10 +1,38 @@
 # Copyright (c) the d2_memfit developers.
+"""What a project's trainer is told, and that the remedy in each message works."""
+
+import os
+import re
+import signal
+
 import pytest
 import torch
-from detectron2.engine import DefaultTrainer, SimpleTrainer, hooks
+from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase, hooks
+from detectron2.evaluation import COCOEvaluator
+from detectron2.utils.env import seed_all_rng
+from fvcore.common.checkpoint import Checkpointer
+from lazy_configs import lazy_config
+from resumed import Trainer, coins_cfg
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
+from torch.nn.parallel import DistributedDataParallel
+from trainer_shapes import (
+    AdelaiDet,
+    FewShot,
+    MaskDINO,
+    Parts,
+    PlainProject,
+    UnbiasedTeacher,
+    cfg_of,
+    class_of,
+)
 
-from d2_memfit import AccumulatingTrainer, MemfitMixin, MemfitTrainer
+from d2_memfit import AccumulatingTrainer, Job, MemfitMixin, MemfitTrainer, fit_config
+from d2_memfit.engine import build_trainer
+from d2_memfit.errors import CheckpointError, ConfigError
+from d2_memfit.memory import process_memory
+from d2_memfit.spilled_predictions import SpilledPredictions
+
+ACCUMULATION = {"SOLVER.ACCUMULATION_STEPS": 2, "MEMFIT.OOM.POLICY": "split"}
 
 
 class OwnDefaultTrainer(SimpleTrainer):
@@ -35,7 +63,17 @@ class OwnDefaultTrainer(SimpleTrainer):
         return [images(cut, first=i) for _ in range(3) for i in range(0, 8, cut)]
 
 
-def cfg_of(tmp_path, ims_per_batch, **keys):
+class NamesSimpleTrainer(OwnDefaultTrainer):
+    def __init__(self, cfg):
+        model = self.build_model(cfg)
+        optimizer = self.build_optimizer(cfg, model)
+        SimpleTrainer.__init__(self, model, self.build_train_loader(cfg), optimizer)
+        self.start_iter, self.max_iter, self.cfg = 0, 3, cfg
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        self.register_hooks([hooks.LRScheduler(optimizer, scheduler)])
+
+
+def tiny_cfg_of(tmp_path, ims_per_batch):
     cfg = every_anchor_counts(tiny_cfg("proposal_network"))
     cfg.OUTPUT_DIR = str(tmp_path)
     cfg.SOLVER.IMS_PER_BATCH = ims_per_batch
@@ -44,16 +82,20 @@ def cfg_of(tmp_path, ims_per_batch, **keys):
     return cfg
 
 
-def test_a_trainer_that_is_a_simple_trainer_accumulates(tmp_path):
-    class Trainer(MemfitMixin, OwnDefaultTrainer):
+@pytest.mark.parametrize("project", [OwnDefaultTrainer, NamesSimpleTrainer])
+def test_a_trainer_that_is_a_simple_trainer_accumulates(project, tmp_path):
+    class Trainer(MemfitMixin, project):
         pass
 
-    cfg = cfg_of(tmp_path, 2)
+    cfg = tiny_cfg_of(tmp_path, 2)
     trainer = Trainer(cfg)
     trainer.train()
     assert isinstance(trainer, AccumulatingTrainer)
+    assert not issubclass(Trainer, AccumulatingTrainer)
+    assert type(trainer).__name__ == "Trainer"
     assert trainer.storage.latest()["effective_batch"][0] == 8
-    plain = OwnDefaultTrainer(cfg_of(tmp_path, 8))
+    plain = project(tiny_cfg_of(tmp_path, 8))
+    assert not isinstance(plain, AccumulatingTrainer)
     plain.train()
     moved = relative_difference(parameters(plain.model), parameters(tiny_model(cfg)))
     difference = relative_difference(parameters(trainer.model), parameters(plain.model))
@@ -65,27 +107,365 @@ def test_a_trainer_that_is_a_simple_trainer_accumulates(tmp_path):
     assert again.iter == trainer.iter
 
 
-def test_one_that_names_simple_trainer_is_told_to_use_super(tmp_path):
-    class Named(OwnDefaultTrainer):
+def test_the_loss_scaler_of_a_project_is_kept(tmp_path):
+    class Project(Parts, DefaultTrainer):
         def __init__(self, cfg):
-            model = self.build_model(cfg)
-            loader = self.build_train_loader(cfg)
-            SimpleTrainer.__init__(self, model, loader, self.build_optimizer(cfg, model))
+            super().__init__(cfg)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            parts = self.model, self.data_loader, self.optimizer
+            self._trainer = AMPTrainer(*parts, grad_scaler=scaler)
 
-    class Trainer(MemfitMixin, Named):
+    class Trainer(MemfitMixin, Project):
         pass
 
-    with pytest.raises(TypeError, match=r"calls SimpleTrainer.__init__ by that name"):
-        Trainer(cfg_of(tmp_path, 2))
+    trainer = Trainer(cfg_of(tmp_path, **{"SOLVER.AMP.ENABLED": True}))
+    assert trainer._trainer.precision.scaler.get_scale() == 8
+    trainer.train()
 
 
-def test_an_init_that_goes_past_the_mixin_is_an_error(tmp_path):
-    """As DiffusionDet's, whose base was replaced."""
+@pytest.mark.parametrize("shape", ["own AccumulatingTrainer", "own AMPTrainer", "README's line"])
+def test_whoever_makes_it_the_inner_trainer_has_the_options_of_the_config(shape, tmp_path):
+    keys = {**ACCUMULATION, "SOLVER.AMP.ENABLED": True, "MEMFIT.AMP_DTYPE": "bfloat16"}
+    inner = class_of(shape)(cfg_of(tmp_path, **keys))._trainer
+    assert type(inner) is AccumulatingTrainer
+    assert inner.accumulation_steps == 2
+    assert inner.recovery is not None
+    assert inner.precision.dtype == torch.bfloat16
+
+
+class AsksForOtherOptions(Parts, DefaultTrainer):
+    options: dict[str, object]
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self._trainer = AccumulatingTrainer(
+            self.model, self.data_loader, self.optimizer, **self.options
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"accumulation_steps": 1}, "with accumulation_steps 1, and the config asks for 2"),
+        ({"recovery": None}, "with recovery None, and the config asks for"),
+        ({"precision": "bf16"}, r"with precision torch\.bfloat16, and the config asks for"),
+    ],
+)
+def test_options_that_contradict_the_config_are_an_error(options, text, tmp_path):
+    class Trainer(MemfitMixin, AsksForOtherOptions):
+        pass
+
+    Trainer.options = options
+    with pytest.raises(ConfigError, match=f"{text}.*leave {next(iter(options))} out there"):
+        Trainer(cfg_of(tmp_path, **ACCUMULATION))
+    Trainer.options = {}
+    assert Trainer(cfg_of(tmp_path, **ACCUMULATION))._trainer.accumulation_steps == 2
+
+
+class Loop(TrainerBase):
+    """An inner trainer that is no SimpleTrainer."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.model, self.data_loader, self.optimizer = parts
+
+
+class OwnLoop(Parts, DefaultTrainer):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self._trainer = Loop(self.model, self.data_loader, self.optimizer)
+
+
+class OwnLoopAfterTheRemedy(Parts, DefaultTrainer):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        model, data_loader, optimizer = self.model, self.data_loader, self.optimizer
+        self._trainer = SimpleTrainer(model, data_loader, optimizer)
+        self._trainer.loss_fn = self.losses
+
+    def losses(self, model, batch):
+        return {name: 2 * loss for name, loss in model(batch).items()}
+
+
+def test_an_inner_trainer_that_cannot_accumulate_is_an_error(tmp_path):
+    class Trainer(MemfitMixin, OwnLoop):
+        pass
+
+    class Late(MemfitMixin, PlainProject):
+        pass
+
+    class Remedied(MemfitMixin, OwnLoopAfterTheRemedy):
+        pass
+
+    remedy = r"self\._trainer = SimpleTrainer\(.*self\._trainer\.loss_fn = FUNCTION"
+    with pytest.raises(TypeError, match=f"Trainer runs its steps by a Loop .*{remedy}"):
+        Trainer(cfg_of(tmp_path))
+    late = Late(cfg_of(tmp_path))
+    late._trainer = SimpleTrainer(late.model, late.data_loader, late.optimizer)
+    with pytest.raises(TypeError, match=f"Late runs its steps by a SimpleTrainer .*{remedy}"):
+        late.train()
+    trainer = Remedied(cfg_of(tmp_path, **ACCUMULATION))
+    trainer.train()
+    assert trainer.storage.latest()["effective_batch"][0] == 8
+
+
+def test_an_inner_trainer_of_amp_is_told_to_derive_from_simple_trainer(tmp_path):
+    class Inner(AMPTrainer):
+        pass
+
+    class Remedied(SimpleTrainer):
+        pass
+
+    class Project(Parts, DefaultTrainer):
+        inner = Inner
+
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self._trainer = self.inner(self.model, self.data_loader, self.optimizer)
+
+    class Trainer(MemfitMixin, Project):
+        pass
+
+    keys = {"SOLVER.AMP.ENABLED": True, "MEMFIT.AMP_DTYPE": "bfloat16"}
+    with pytest.raises(TypeError, match="Inner is derived from AMPTrainer: derive it from SimpleT"):
+        Trainer(cfg_of(tmp_path, **keys))
+    Trainer.inner = Remedied
+    trainer = Trainer(cfg_of(tmp_path, **keys))
+    trainer.train()
+    assert trainer._trainer.precision.dtype == torch.bfloat16
+
+
+def test_a_run_step_that_reads_no_key_is_an_error_where_one_is_set(tmp_path):
+    class Trainer(MemfitMixin, UnbiasedTeacher):
+        pass
+
+    class Remedied(MemfitMixin, UnbiasedTeacher):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self._trainer.loss_fn = self.losses
+
+        def losses(self, model, batch):
+            return model(batch)
+
+        def run_step(self):
+            self._trainer.run_step()
+
+    text = r"SOLVER\.ACCUMULATION_STEPS 2, MEMFIT\.OOM\.POLICY split: Trainer\.run_step does not"
+    with pytest.raises(ConfigError, match=text):
+        Trainer(cfg_of(tmp_path, **ACCUMULATION)).train()
+    Trainer(cfg_of(tmp_path)).train()
+    trainer = Remedied(cfg_of(tmp_path, **ACCUMULATION))
+    trainer.train()
+    assert trainer.storage.latest()["effective_batch"][0] == 8
+
+
+class BuildsItself(MaskDINO):
+    """Its model is made by no method that d2_memfit sees."""
+
+    def __init__(self, cfg):
+        self.build_model = Parts.build_model
+        super().__init__(cfg)
+
+
+def test_a_technique_that_would_not_be_applied_is_an_error(tmp_path):
+    class Trainer(MemfitMixin, BuildsItself):
+        pass
+
+    keys = {"MEMFIT.CHECKPOINT.MODULES": ["net"]}
+    text = r"ActivationCheckpointing is on and would do nothing: .* self\.build_model\(cfg\), "
+    with pytest.raises(ConfigError, match=text):
+        Trainer(cfg_of(tmp_path, **keys))
+    remedied = class_of("past DefaultTrainer")(cfg_of(tmp_path, **keys))
+    assert hasattr(type(remedied.model.net), "_extended_class")
+
+
+def bucket_views(rank, shape, output_dir):
+    trainer = class_of(shape)(cfg_of(output_dir, **{"MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW": True}))
+    assert isinstance(trainer.model, DistributedDataParallel)
+    assert not isinstance(trainer.model.module, DistributedDataParallel)
+    return trainer.model.gradient_as_bucket_view
+
+
+def test_options_of_ddp_reach_a_model_that_the_project_wraps(two_ranks, tmp_path):
+    assert two_ranks.run(bucket_views, "README's line", str(tmp_path)) == [True, True]
+    text = r"GradientBucketView is on and would do nothing: .*detectron2\.engine\.create_ddp_model"
+    with pytest.raises(AssertionError, match=text):
+        two_ranks.run(bucket_views, "SimpleTrainer", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_plan_that_nobody_makes_is_an_error(coins, tmp_path):
+    cfg = coins_cfg(tmp_path, **{"SOLVER.MAX_ITER": 1, "MEMFIT.PLAN.ENABLED": True})
+    cfg.MEMFIT.BUDGET_GB = process_memory().data_bytes / 2**30 + 20
+    text = r"MEMFIT\.PLAN\.ENABLED True: a trainer does not plan.*Trainer\(fit_config\(cfg, Trainer"
+    with pytest.raises(ConfigError, match=text):
+        Trainer(cfg)
+    with pytest.raises(ConfigError, match=text):
+        build_trainer(Job.from_cfg(cfg))
+    lazy = lazy_config()
+    lazy.train.memfit = {"plan": {"enabled": True}, "preset": "6GB"}
+    with pytest.raises(ConfigError, match=text):
+        build_trainer(Job.from_lazy(lazy))
+    Trainer(fit_config(cfg, Trainer)).train()
+
+
+class ForeignCheckpointer(Parts, DefaultTrainer):
+    """Its checkpointer is not Detectron2's and saves no trainer."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        model, optimizer = self.model, self.optimizer
+        self.checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, optimizer=optimizer)
+
+    def build_hooks(self):
+        saver = hooks.CallbackHook(
+            after_step=lambda t: self.checkpointer.save("model", iteration=t.iter)
+        )
+        return [*super().build_hooks()[:2], saver]
+
+    resume_or_load = AdelaiDet.resume_or_load
+
+
+def resumed_weights(folder, log, remedy=""):
+    class Trainer(MemfitMixin, ForeignCheckpointer):
+        pass
+
+    for first, last in ((0, 2), (2, 4)):
+        seed_all_rng(first)
+        trainer = Trainer(cfg_of(folder))
+        checkpointer = trainer.checkpointer  # what the remedy calls it
+        exec(remedy, {"checkpointer": checkpointer, "trainer": trainer})
+        trainer.resume_or_load(resume=first > 0)
+        trainer.max_iter = last
+        trainer.train()
+    return parameters(trainer.model)
+
+
+def test_a_checkpoint_without_the_trainer_says_what_is_lost_and_how_to_keep_it(tmp_path, log):
+    seed_all_rng(0)
+    straight = class_of("DefaultTrainer")(cfg_of(tmp_path / "straight"))
+    straight.train()
+    expected = parameters(straight.model)
+    assert relative_difference(resumed_weights(tmp_path / "1", log), expected) > 0
+    found = re.search(r"neither the order of the data .* saves them after (.*)", log.text)
+    log.clear()
+    actual = resumed_weights(tmp_path / "2", log, remedy=found[1])
+    assert "order of the data" not in log.text
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_a_signal_is_saved_also_by_a_loop_that_does_not_tidy_up(tmp_path):
+    class Trainer(MemfitMixin, AdelaiDet):
+        pass
+
+    trainer = Trainer(cfg_of(tmp_path))
+    kill = hooks.CallbackHook(
+        before_step=lambda t: t.iter == 0 and os.kill(os.getpid(), signal.SIGTERM)
+    )
+    trainer.register_hooks([kill])
+    with pytest.raises(SystemExit) as e:
+        trainer.train()
+    assert e.value.code == 143
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000000.pth"
+
+
+def stop_on_ranks(rank, shape, folder):
+    trainer = class_of(shape)(cfg_of(folder))
+    kill = hooks.CallbackHook(
+        before_step=lambda t: rank == t.iter == 1 and os.kill(os.getpid(), signal.SIGTERM)
+    )
+    trainer.register_hooks([kill])
+    with pytest.raises(SystemExit) as e:
+        trainer.train()
+    return e.value.code, trainer.iter
+
+
+@pytest.mark.parametrize("shape", ["own run_step", "another checkpointer on rank 0"])
+def test_a_signal_on_one_rank_ends_all_with_a_checkpoint(shape, two_ranks, tmp_path):
+    assert two_ranks.run(stop_on_ranks, shape, tmp_path) == [(143, 1), (143, 1)]
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
+
+
+def resume_where_one_rank_sees_nothing(rank, folder):
+    trainer = class_of("DefaultTrainer")(cfg_of(folder / ("0" if rank == 0 else "nothing")))
+    trainer.resume_or_load(resume=True)
+    with pytest.raises(CheckpointError) as e:
+        trainer.train()
+    return str(e.value)
+
+
+def test_ranks_that_resume_from_different_iterations_are_told(two_ranks, tmp_path):
+    class_of("DefaultTrainer")(cfg_of(tmp_path / "0")).train()
+    one, other = two_ranks.run(resume_where_one_rank_sees_nothing, tmp_path)
+    assert "the ranks would go on from different iterations, [4, 0]" in one
+    assert "[4, 0]" in other
+
+
+def test_build_trainer_refuses_what_would_do_nothing(tmp_path):
+    def job(**keys):
+        return Job.from_trainer(PlainProject, cfg_of(tmp_path, **keys))
+
+    loader = [[{"image_id": 0}]]
+    for key, value in (("PREFETCH", 1), ("BUDGET_GB", 100.0), ("SHARED_DATASET", True)):
+        with pytest.raises(ConfigError, match="would do nothing: build_trainer got a data_loader"):
+            build_trainer(job(**{f"MEMFIT.HOST.{key}": value}), data_loader=loader)
+    monitored = job(**{"MEMFIT.MONITOR.PERIOD": 1})
+    with pytest.raises(ConfigError, match=r"MEMFIT\.MONITOR is on, and a loop of run_step\(\)"):
+        build_trainer(monitored).run_step()
+    trainer = build_trainer(monitored)
+    trainer.train(0, 2)
+    assert trainer.storage.latest()["memfit/allocated_gb"][0] > 0
+
+
+def steps_of_a_wrapped_model(rank, output_dir, is_wrapped):
+    """The model of a project's loop is in DDP already."""
+    seed_all_rng(rank)
+    job = Job.from_trainer(PlainProject, cfg_of(output_dir))
+    model = job.build_model()
+    trainer = build_trainer(job, DistributedDataParallel(model) if is_wrapped else model)
+    assert trainer.model.module is model
+    trainer.train(0, 3)
+    return parameters(model)
+
+
+def test_ddp_is_never_in_ddp(two_ranks, tmp_path):
+    one, other = two_ranks.run(steps_of_a_wrapped_model, str(tmp_path), True)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    expected, _ = two_ranks.run(steps_of_a_wrapped_model, str(tmp_path), False)
+    torch.testing.assert_close(one, expected, rtol=0, atol=0)
+
+
+def test_a_test_of_the_project_evaluates_as_the_config_says(coins, tmp_path):
+    """As DensePose's, which calls none of a base class."""
 
     class Trainer(MemfitTrainer):
-        def __init__(self, cfg):
-            super(DefaultTrainer, self).__init__()
-            self.register_hooks([])
+        @classmethod
+        def test(cls, cfg, model, evaluators=None):
+            evaluator = COCOEvaluator("coins_val", ("bbox",), distributed=False)
+            evaluator.reset()
+            return evaluator._predictions
 
-    with pytest.raises(TypeError, match=r"Trainer.__init__ does not call that of MemfitMixin"):
-        Trainer(cfg_of(tmp_path, 2))
+    class Derived(Trainer):
+        @classmethod
+        def test(cls, cfg, model, evaluators=None):
+            return super().test(cfg, model)
+
+    model = torch.nn.Linear(1, 1)
+    on_disk = cfg_of(tmp_path, **{"MEMFIT.EVALUATION.ON_DISK": True})
+    for kind in (Trainer, Derived):
+        assert isinstance(kind.test(on_disk, model), SpilledPredictions)
+        assert kind.test(cfg_of(tmp_path), model) == []
+
+
+def test_a_job_from_pieces_refuses_the_budget_of_the_host():
+    with pytest.raises(ConfigError, match=r"host\.budget_gb cannot be used in a Job that is made"):
+        Job(model=None, optimizer=None, memfit={"host": {"budget_gb": 4}})
+
+
+def test_an_init_that_goes_past_that_of_the_mixin_is_found(tmp_path):
+    class Trainer(Parts, MemfitTrainer):
+        def __init__(self, cfg):
+            DefaultTrainer.__init__(self, cfg)
+
+    assert isinstance(Trainer(cfg_of(tmp_path))._trainer, AccumulatingTrainer)
+    assert type(FewShot(cfg_of(tmp_path))) is FewShot

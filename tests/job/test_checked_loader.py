@@ -132,7 +132,7 @@ def test_what_was_found_is_remembered_until_the_files_change(coins, cfg, log, mo
     file = Path(cfg.OUTPUT_DIR) / "memfit_data_check.json"
     kept = json.loads(file.read_text())
     (found,) = kept["found"].values()
-    found["annotations"]["cases"]["nan_box"] = {"number": 3, "first": "what was remembered"}
+    found["annotations"]["cases"]["nan_box"] = {"number": 3, "examples": ["what was remembered"]}
     file.write_text(json.dumps(kept))
     build(cfg)
     assert any("3 of" in w and "what was remembered" in w for w in warnings(log))
@@ -150,8 +150,16 @@ def test_a_dataset_without_a_file_is_looked_at_each_time(cfg, dicts):
     assert not os.path.exists(os.path.join(cfg.OUTPUT_DIR, "memfit_data_check.json"))
 
 
+def test_images_to_evaluate_on_without_annotations_are_told_before_an_ap_of_nan(cfg, dicts, log):
+    for image in dicts:
+        image["annotations"] = []
+    with checked_test_loaders(cfg):
+        build_detection_test_loader(cfg, NAME)
+    (warning,) = warnings(log)
+    assert "images to evaluate on has an annotation" in warning
+
+
 def bad_data_on_rank(rank, output_dir):
-    """Each rank has the dataset, and only the first looks at it."""
     annotation = {"bbox": [1, 1, 2, 2], "bbox_mode": 1, "category_id": 0}
     annotation["segmentation"] = [[float("nan")] * 6]
     entry = {"file_name": "a", "height": 9, "width": 9, "annotations": [annotation]}
@@ -164,7 +172,7 @@ def bad_data_on_rank(rank, output_dir):
         build()
 
 
-def test_an_error_of_the_first_rank_is_one_of_all(two_ranks, tmp_path):
+def test_each_rank_finds_the_error_itself(two_ranks, tmp_path):
     two_ranks.run(bad_data_on_rank, str(tmp_path))
 
 

@@ -171,10 +171,10 @@ from d2_memfit.memory import enforce_budget, process_memory
 torch.set_num_threads(1)
 if {budget}:
     enforce_budget(process_memory().data_bytes / 2**30 + 2, "cpu")
-weight = torch.randn(64, 64, 3, 3, requires_grad=True)
+weight = torch.randn(32, 32, 3, 3, requires_grad=True)
 before = process_memory().data_bytes
-for i in range(60):
-    x = torch.randn(1, 64, 40 + i, 60 + i)
+for i in range(100):
+    x = torch.randn(1, 32, 20 + i, 30 + i)
     torch.nn.functional.conv2d(x, weight, padding=1).sum().backward()
     weight.grad = None
 print((process_memory().data_bytes - before) / 2**20)

@@ -32,6 +32,14 @@ def test_a_step_is_no_growth():
     assert steady_growth([100 * MB] * 200 + [150 * MB] * 200, MB) == 0
 
 
+def test_small_rises_with_a_step_between_them_are_no_growth():
+    """As of caches that fill: it rises in nine of ten pairs, and nothing is steady about it."""
+    first = [0.0, 6.4, 6.6, 7.5, 7.6, 10.1, 11.2, 11.8, 11.9, 12.0, 12.2, 12.9, 13.6]
+    then = [82.5, 82.6, 83.4, 83.7, 83.8, 83.9, 84.4]
+    values = [megabytes * MB for megabytes in first + then for _ in range(20)]
+    assert steady_growth(values, MB) == 0
+
+
 def test_less_than_what_counts_is_none():
     assert steady_growth(series(400, 1000), MB) == 0
 

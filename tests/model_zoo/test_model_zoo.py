@@ -38,5 +38,5 @@ def test_a_preset_is_the_recipe_for_a_card():
 
 
 def test_an_unknown_config_is_answered_with_near_ones():
-    with pytest.raises(ConfigError, match=r"near: .*mask_rcnn_R_50_FPN_3x\.yaml"):
+    with pytest.raises(ConfigError, match=r"did you mean .*mask_rcnn_R_50_FPN_3x\.yaml"):
         model_zoo.get_config("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_9x.yaml")

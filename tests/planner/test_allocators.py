@@ -49,6 +49,12 @@ def test_what_is_left_of_a_large_block_is_its_own_from_1_mib_on():
     assert allocator.reserved_bytes == 12 * MB
 
 
+@pytest.mark.parametrize(("rest", "given"), [(MB, 12 * MB), (MB + 512, 11 * MB - 512)])
+def test_a_rest_of_more_than_1_mib_is_split_off(rest, given):
+    """``kSmallSize`` of PyTorch's CUDACachingAllocator, in ``should_split``."""
+    assert CachingAllocator().allocate(12 * MB - rest).size == given
+
+
 def test_the_smallest_block_that_is_large_enough_is_taken():
     allocator = CachingAllocator()
     large, small = allocator.allocate(40 * MB), allocator.allocate(30 * MB)

@@ -2,12 +2,13 @@
 """The command with a project's trainer, with batches of one's own, and with LazyConfigs."""
 
 import json
+import re
 import sys
 
 import pytest
 from detectron2.config import LazyConfig
 from lazy_configs import lazy_config
-from tiny import tiny_cfg
+from tiny import ROOT, tiny_cfg
 
 from d2_memfit import Job, fit_config
 from d2_memfit.cli import main
@@ -43,6 +44,38 @@ def no_batch(cfg):
     return None
 """
 
+# A script as projects write it: a config function that is imported, one that depends on it, and one
+# that is never called.
+SCRIPT = """
+from detectron2.config import CfgNode
+from detectron2.projects.point_rend import add_pointrend_config
+from detectron2.config import get_cfg
+from detectron2.engine import DefaultTrainer
+
+
+def add_unused_config(cfg):
+    raise ValueError
+
+
+def add_own_config(cfg):
+    cfg.MODEL.OWN = CfgNode({"KEY": cfg.MODEL.POINT_HEAD.NUM_FC})
+
+
+class Trainer(DefaultTrainer):
+    pass
+
+
+def setup(args):
+    cfg = get_cfg()
+    add_pointrend_config(cfg)
+    add_own_config(cfg)
+    return cfg
+
+
+if __name__ == "__main__":
+    setup(None)
+"""
+
 LAZY = """
 from lazy_configs import lazy_config
 
@@ -54,11 +87,14 @@ globals().update({name: _cfg[name] for name in _cfg})
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "project_of_test.py").write_text(PROJECT)
+    (tmp_path / "train_net.py").write_text(SCRIPT)
     (tmp_path / "tiny.yaml").write_text(tiny_cfg("faster_rcnn").dump())
+    (tmp_path / "own.yaml").write_text("_BASE_: tiny.yaml\nMODEL: {OWN: {KEY: 2}}\n")
     (tmp_path / "lazy.py").write_text(LAZY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "project_of_test", raising=False)
+    for module in ("project_of_test", "train_net"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     return tmp_path
 
 
@@ -80,6 +116,26 @@ def test_a_function_that_returns_a_config_is_a_project(folder, capsys):
     project = ["--project", "project_of_test:own_cfg", "--config-file", "tiny.yaml"]
     main(["estimate", *project, "--json", "MODEL.OWN_KEY", "2"])
     assert json.loads(capsys.readouterr().out)["peak_allocated_gb"] < 1  # its tiny model
+
+
+def test_the_commands_of_the_page_find_the_keys_that_the_trainer_s_script_adds(folder, capsys):
+    page = (ROOT / "docs" / "YOUR_PROJECT.md").read_text()
+    command = re.search(r"^d2-memfit (plan --trainer .*)$", page, re.MULTILINE)[1]
+    main([*command.replace("CONFIG", "own.yaml").split(), "--device", "cpu"])
+    found = "--project train_net:add_pointrend_config --project train_net:add_own_config"
+    assert f"Keys of the project: {found}\n" in capsys.readouterr().out
+    estimate = ["estimate", "--config-file", "own.yaml", "--device", "cpu"]
+    with pytest.raises(SystemExit):
+        main(estimate)
+    message = capsys.readouterr().err
+    assert "own.yaml: there is no config key MODEL.OWN" in message
+    remedies = "name the function that adds it: --project MODULE:FUNCTION, such as .*: --trainer"
+    assert re.search(remedies, message)
+    main([*estimate, *found.split()])
+    main([*estimate, "--trainer", "train_net:Trainer", "--json"])
+    printed = capsys.readouterr()
+    assert f"Keys of the project: {found}\n" in printed.err
+    assert printed.out.rstrip().endswith("}")
 
 
 def test_batches_sizes_and_instances_can_be_given(folder, capsys):

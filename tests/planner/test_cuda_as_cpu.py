@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.cuda.amp import autocast as autocast_of_old
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from d2_memfit.planner.autocast import casts_of_cuda
@@ -132,6 +133,18 @@ def test_code_can_be_scripted():
     with cuda_as_cpu():
         scripted = torch.jit.script(script)
     assert scripted(torch.ones(2)).equal(torch.ones(2))
+
+
+def gradient_of_ddp(rank):
+    with cuda_as_cpu():
+        model = DistributedDataParallel(nn.Linear(2, 1).cuda(), device_ids=[rank])
+        model(X.cuda() * (rank + 1)).sum().backward()
+    return model.module.weight.grad
+
+
+def test_data_parallel_models_of_a_gpu_are_of_the_cpu(two_ranks):
+    for gradient in two_ranks.run(gradient_of_ddp):
+        assert gradient.equal(torch.full((1, 2), 3.0))
 
 
 def test_all_is_as_before_behind_it():

@@ -177,6 +177,7 @@ def test_a_file_of_ones_own(tmp_path):
     file.write_text(text.replace("_workspace: layout", "_workspace: magic"))
     with pytest.raises(ConfigError, match="must be one of none, layout, fft_or_winograd, got 'm"):
         DeviceModel.load(file)
-    file.write_text(text + "nccl_mb: 500\n")
-    with pytest.raises(ConfigError, match=r"nccl_mb must be two numbers, .* got 500"):
-        DeviceModel.load(file)
+    for numbers in ("500", "[500]", "[true, 500]"):
+        file.write_text(text + f"nccl_mb: {numbers}\n")
+        with pytest.raises(ConfigError, match="nccl_mb must be two numbers, for 2 ranks and for"):
+            DeviceModel.load(file)

@@ -3,15 +3,18 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import asdict
 
 import pytest
 import torch
 from detectron2.structures import Boxes, Instances
 from torch import nn
 
+from d2_memfit import Job, estimate_memory, plan_memory
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.dry_run import DryRun, WithoutValues
-from d2_memfit.planner.worst_outputs import worst_detections
+from d2_memfit.planner.text import describe_estimate, describe_plan
+from d2_memfit.planner.worst_outputs import detect_most
 
 
 class MasksOfPoints(nn.Module):
@@ -36,7 +39,9 @@ class MasksOfPoints(nn.Module):
         sides = self.boxes(features).exp().flatten(2)[0].t()
         points, classes = (scores > 0.05).nonzero().unbind(1)
         best = scores[points, classes]
-        if len(best) > self.max_detections:
+        if not self.max_detections:
+            points, classes = points[:0], classes[:0]
+        elif len(best) > self.max_detections:
             worst = best.kthvalue(len(best) - self.max_detections + 1).values
             points, classes = points[best >= worst], classes[best >= worst]
         result = Instances(image.shape[1:])
@@ -47,31 +52,95 @@ class MasksOfPoints(nn.Module):
         return result
 
 
-def evaluate(prior, note=lambda line: None, build=WithoutValues):
-    """Peak of an evaluation in bytes, and the number of detections."""
+def evaluate(prior, note=lambda line: None, build=WithoutValues, max_detections=10):
+    """Peak of an evaluation in bytes, and the numbers of detections of each forward."""
     torch.manual_seed(0)
     image = torch.randint(0, 256, (3, 320, 480), dtype=torch.uint8)
+    found = []
     with build():
-        model = MasksOfPoints(prior).eval()
-    with DryRun(model, inputs=[image]) as run, torch.no_grad(), worst_detections(model, note):
-        (result,) = model([{"image": image}])
-    return run.peak_bytes, len(result["instances"])
+        model = MasksOfPoints(prior, max_detections).eval()
+    model.register_forward_hook(lambda _, __, output: found.append(len(output[0]["instances"])))
+    with DryRun(model, inputs=[image]) as run, torch.no_grad():
+        detect_most(model, [{"image": image}], note)
+    return run.peak_bytes, found
 
 
-@pytest.mark.parametrize(("prior", "detections"), [(0.01, 0), (0.5, 10)])
+@pytest.mark.parametrize(("prior", "detections"), [(0.01, [0, 10]), (0.5, [10])])
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(prior, detections, monkeypatch):
-    peak, num = evaluate(prior)
+    peak, found = evaluate(prior)
     monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
-    expected, num_computed = evaluate(prior, build=nullcontext)
-    assert num == num_computed == detections
+    expected, computed = evaluate(prior, build=nullcontext)
+    assert found == computed == detections
     assert peak == pytest.approx(expected, rel=0.001)
 
 
-def test_that_nothing_is_detected_is_said():
+def test_a_low_prior_does_not_hide_the_detections():
     noted = []
-    evaluate(0.01, noted.append)
-    assert noted == [
-        "MasksOfPoints detects nothing in a dry run; an image with many objects needs more"
-    ]
-    evaluate(0.5, noted.append)
-    assert len(noted) == 1
+    assert evaluate(0.01, noted.append)[0] == pytest.approx(evaluate(0.5)[0], rel=0.001)
+    assert noted == []
+
+
+def test_the_biases_are_put_back():
+    model = MasksOfPoints(0.01).eval()
+    before = [p.clone() for p in model.parameters()]
+    with torch.no_grad():
+        detect_most(model, [{"image": torch.zeros(3, 64, 64)}])
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_that_nothing_is_detected_at_all_is_said():
+    noted = []
+    _, found = evaluate(0.01, noted.append, max_detections=0)
+    assert found == [0, 0]
+    assert noted == ["MasksOfPoints detects nothing in a dry run; an image with objects needs more"]
+
+
+class Trained(MasksOfPoints):
+    def __init__(self):
+        super().__init__(0.01, max_detections=0)
+
+    def forward(self, batch):
+        if not self.training:
+            return super().forward(batch)
+        images = torch.stack([d["image"] for d in batch])
+        return {"loss": self.scores(self.features(images / 255)).sum()}
+
+
+@pytest.fixture
+def job():
+    image = {"image": torch.zeros(3, 160, 240, dtype=torch.uint8), "height": 160, "width": 240}
+    return Job(
+        model=Trained,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        test_loader=list,
+        images_per_batch=4,
+        batch=[image],
+        device="cpu",
+    )
+
+
+def test_an_estimate_of_what_is_not_known_is_at_least_with_the_reason(job):
+    estimate = estimate_memory(job, device="cpu")
+    (reason,) = estimate.at_least
+    assert reason == "Trained detects nothing in a dry run; an image with objects needs more"
+    text = describe_estimate(estimate)
+    assert f"At least: {reason}" in text
+    assert "GB, at least" in text
+    assert reason in asdict(estimate)["at_least"]
+    assert not estimate_memory(job, device="cpu", evaluates=False).at_least
+
+
+@pytest.mark.parametrize("share", [1.5, 0.2])
+def test_a_plan_says_that_it_leaves_no_room_for_what_is_not_known(job, share):
+    needed = estimate_memory(job, device="cpu").device_total_gb
+    plan = plan_memory(job, budget_gb=share * needed / 0.9, device="cpu")
+    text = describe_plan(plan)
+    assert plan.fits == (share > 1)
+    assert "It needs at least " in text
+    if plan.fits:
+        assert text.splitlines()[-1] == (
+            "The plan leaves no room for what is not known, in the lines At least. If that does "
+            "not fit, images that need more run again in smaller parts"
+        )
+    else:
+        assert "The smallest budget is at least " in text

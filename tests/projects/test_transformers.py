@@ -356,7 +356,7 @@ def test_the_whole_gradient_is_clipped():
         ({"SIZE": "huge"}, "TRANSFORMERS.SIZE must be nano, small, base, medium, large, or a conf"),
         ({"RESOLUTION": 100}, "has 100 pixels, which must be divisible by 32"),
         ({"NUM_QUERIES": 65}, "TRANSFORMERS.NUM_QUERIES must be at most 64, the patches of an im"),
-        ({"OPTIONS": [["dropuot", 0.1]]}, r"RfDetrConfig has no dropuot \(near: dropout"),
+        ({"OPTIONS": [["dropuot", 0.1]]}, r"RfDetrConfig has no dropuot \(did you mean dropout"),
         ({"OPTIONS": ["dropout"]}, "TRANSFORMERS.OPTIONS must be a list of pairs"),
         ({"MULTI_SCALE_STEPS": 4}, "must be less than TRANSFORMERS.RESOLUTION, got 128"),
         ({"EMA_DECAY": 1.0}, "TRANSFORMERS.EMA_DECAY must be at least 0 and less than 1"),

@@ -98,7 +98,7 @@ def test_a_module_list_stands_for_the_modules_in_it():
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_lists_near_names():
-    message = r"CHECKPOINT.MODULES: no module .* 'backbone.bottom.res4' \(near: .*bottom_up.res4"
+    message = r"CHECKPOINT.MODULES: no module .*bottom.res4' \(did you mean .*bottom_up.res4"
     with pytest.raises(ConfigError, match=message):
         apply(tiny_model(tiny_cfg()), "backbone.bottom.res4")
 

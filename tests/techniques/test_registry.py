@@ -55,7 +55,7 @@ def test_settings_are_empty_where_there_is_nothing_to_do():
 
 
 def test_an_unknown_name_is_an_error_that_lists_near_ones():
-    with pytest.raises(ConfigError, match=r"no technique 'ChunkedHead' \(near: ChunkedHeads"):
+    with pytest.raises(ConfigError, match=r"technique 'ChunkedHead' \(did you mean ChunkedHeads"):
         get_technique("ChunkedHead")
 
 
@@ -122,38 +122,3 @@ def test_a_technique_without_settings_is_not_planned(skeleton):
     plan_memory(cfg, 0.2, device="cuda", allow=["exact"], progress=lines.append)
     assert lines
     assert not any("MyTechnique" in line for line in lines)
-
-
-def test_settings_of_0_1_0_are_enabling_settings_with_a_warning():
-    cfg = get_cfg()
-    with pytest.warns(DeprecationWarning, match="Old.settings is deprecated"):
-
-        class Old(get_technique("ActivationCheckpointing")):
-            key = "A"
-
-            @classmethod
-            def settings(cls, cfg):
-                return {**super().settings(cfg), cls.key: 1}
-
-    class Child(Old):
-        key = "B"
-
-    theirs = {"MEMFIT.CHECKPOINT.MODULES": ["all"]}
-    with pytest.warns(DeprecationWarning, match="Technique.settings is deprecated"):
-        assert Old.enabling_settings(cfg) == {**theirs, "A": 1}
-    with pytest.warns(DeprecationWarning, match="Technique.settings is deprecated"):
-        assert Child.enabling_settings(cfg) == {**theirs, "B": 1}
-
-
-def test_a_technique_for_both_releases_keeps_both_names():
-    class Both(Technique):
-        @classmethod
-        def settings(cls, cfg):
-            return {"OLD": True}
-
-        @classmethod
-        def enabling_settings(cls, cfg):
-            return {"NEW": True}
-
-    assert Both.settings(get_cfg()) == {"OLD": True}
-    assert Both.enabling_settings(get_cfg()) == {"NEW": True}

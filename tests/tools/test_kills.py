@@ -1,7 +1,11 @@
 # Copyright (c) the d2_memfit developers.
 """Processes that are killed, and a run that ends as if they had not been."""
 
+import contextlib
 import os
+import random
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +13,7 @@ import time
 import psutil
 import pytest
 import torch
-from resumed import coins_cfg
+from resumed import coins_cfg, is_there
 from tiny import ROOT
 
 pytestmark = [
@@ -41,7 +45,11 @@ def start(command, log):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     with log.open("a") as file:
         return subprocess.Popen(
-            [str(c) for c in command], stdout=file, stderr=subprocess.STDOUT, env=environment
+            [str(c) for c in command],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
 
 
@@ -138,3 +146,64 @@ def test_torchrun_restarts_killed_ranks_and_the_run_ends_with_the_same_weights(c
     assert log.read_text().count("The data go on where they were") >= 2
     expected, actual = (final_weights(tmp_path / name) for name in ("straight", "elastic"))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+ENDINGS = {signal.SIGKILL: 3, signal.SIGTERM: 2, signal.SIGINT: 1, signal.SIGHUP: 1}  # and weights
+TARGETS = ("job", "all", "rank 0", "rank 1")
+
+
+def end_at_random(job, log, starts, rng):
+    """End a job, or one of its ranks, mostly some seconds after training starts; return how."""
+    moment = rng.uniform(0, 5)
+    if rng.random() < 0.8:
+        while log.read_text().count("Starting training") <= starts and job.poll() is None:
+            time.sleep(0.05)
+    time.sleep(moment)
+    number = rng.choices(list(ENDINGS), ENDINGS.values())[0]
+    target = rng.choice(TARGETS)
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, IndexError):
+        children = psutil.Process(job.pid).children()
+        ranks = [c for c in children if "spawn_main" in " ".join(c.cmdline())]
+        if target == "all":
+            os.killpg(job.pid, number)
+        else:
+            process = job if target == "job" else ranks[int(target[-1])]
+            process.send_signal(number)
+    try:
+        job.wait(45)
+        while psutil.pid_exists(job.pid) or is_there(job.pid):
+            moment += 0.1
+            assert moment < 60, f"{number} to {target} leaves processes"
+            time.sleep(0.1)
+    except subprocess.TimeoutExpired as e:
+        raise AssertionError(f"{number} to {target} ends nothing: {log.read_text()[-4000:]}") from e
+    return f"{signal.Signals(number).name} to {target}: {job.returncode}"
+
+
+@pytest.mark.exhaustive
+def test_whole_runs_on_two_ranks_that_end_at_random_moments_have_the_same_weights(coins, tmp_path):
+    """Three endings, or as many as ENDINGS says; most are of resumed runs."""
+    rng, log = random.Random(int(os.environ.get("SEED", "0"))), tmp_path / "log"
+    wanted, done, number = int(os.environ.get("ENDINGS", "3")), [], 0
+    keys = {"SOLVER.MAX_ITER": 60, "DATALOADER.NUM_WORKERS": 1}
+
+    def start_run(name):
+        full = command(coins, tmp_path, name, 1, **keys)
+        file = tmp_path / f"{name}.yaml"
+        text = file.read_text().replace("IMS_PER_BATCH: 2", "IMS_PER_BATCH: 4")
+        file.write_text(text.replace("CHECKPOINT_PERIOD: 3", "CHECKPOINT_PERIOD: 20"))
+        return start([*full, "--num-gpus", 2, "--dist-url", "auto"], log)
+
+    finish(start_run("straight"), log)
+    expected = final_weights(tmp_path / "straight")
+    while len(done) < wanted:
+        number += 1
+        folder = tmp_path / f"run{number}"
+        for _ in range(rng.randint(1, 5)):
+            starts = log.read_text().count("Starting training")
+            done.append(end_at_random(start_run(folder.name), log, starts, rng))
+        if not (folder / "model_final.pth").exists():
+            finish(start_run(folder.name), log)
+        actual = final_weights(folder)
+        assert all(torch.equal(actual[name], expected[name]) for name in expected), done
+        shutil.rmtree(folder)

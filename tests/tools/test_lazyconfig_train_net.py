@@ -159,7 +159,7 @@ def test_two_ranks_with_a_sharded_optimizer_end_on_a_signal_and_go_on(arguments,
         ),
         (
             ["+train.memfit.head.chunk_size=1"],
-            "there is no config key MEMFIT.HEAD (near: MEMFIT.HEADS",
+            "there is no config key MEMFIT.HEAD (did you mean MEMFIT.HEADS",
         ),
         (["+train.memfit.plan.enabled=true"], "MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB"),
         (["+train.memfit.preset=7GB"], "there is no preset '7GB'"),

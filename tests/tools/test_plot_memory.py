@@ -93,12 +93,24 @@ def test_the_page_draws_everything_in_a_browser(output_dir, tmp_path):
         assert text in page
 
 
+def test_what_a_killed_run_has_torn_is_left_out(output_dir, log):
+    metrics_file = output_dir / "metrics.json"
+    whole = metrics_file.read_text().splitlines()
+    torn = whole[2][:9] + whole[3]  # a resumed run has written on
+    metrics_file.write_bytes("\n".join([*whole[:2], torn, *whole[4:], "7"]).encode() + b"\0\xff")
+    (output_dir / "memfit_memory_60.json").write_text('{"iteration": 6')
+    run = read_run(output_dir)
+    assert run.series("allocated_gb")[0] == [0, 60, 80]
+    assert run.owners == {}
+    assert any("metrics.json: 2 of 6 lines are torn" in r.getMessage() for r in log.records)
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ({}, r"has no reports of memory: metrics.json is not there, .* MEMFIT.MONITOR.PERIOD 20"),
         ({"metrics.json": '{"iteration": 0}\n'}, "metrics.json has no memfit/allocated_gb"),
-        ({"metrics.json": "{}\nno json\n{}\n"}, r"metrics.json, line 2 is not JSON"),
+        ({"metrics.json": "no json\n7\n"}, r"metrics.json is not there"),
         (None, r"is not a folder. Name the OUTPUT_DIR of a run"),
     ],
 )

@@ -127,6 +127,26 @@ def test_files_that_did_not_change_are_not_checked_again(coins, tmp_path, capsys
         train.prepare(train.argument_parser().parse_args(opts))
 
 
+@pytest.mark.parametrize(
+    ("opts", "advice"),
+    [
+        (["SOLVER.IMS_PER_BATCH", "4"], "SOLVER.BASE_LR 0.005"),
+        (["SOLVER.IMS_PER_BATCH", "4", "SOLVER.ACCUMULATION_STEPS", "2"], "SOLVER.BASE_LR 0.01"),
+        (["SOLVER.IMS_PER_BATCH", "4", "SOLVER.ACCUMULATION_STEPS", "4"], None),
+        (["SOLVER.IMS_PER_BATCH", "4", "SOLVER.BASE_LR", "0.02"], None),
+        (["SOLVER.IMS_PER_BATCH", "4", "SOLVER.REFERENCE_WORLD_SIZE", "2"], None),
+        ([], None),
+    ],
+)
+def test_another_batch_with_the_same_learning_rate_gets_a_warning(opts, advice, log):
+    arguments = ["--config-file", "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x", *opts]
+    args = train.argument_parser().parse_args(arguments)
+    train._warn_of_batch(args, train.make_cfg(args))
+    said = [record.getMessage() for record in log.records]
+    assert len(said) == (advice is not None)
+    assert all(f"(arXiv:1706.02677): {advice}." in line for line in said)
+
+
 def test_without_an_own_schedule_it_is_that_of_a_fine_tuning(coins, capsys):
     arguments, opts = own_data(coins)
     args = train.argument_parser().parse_args([str(a) for a in [*arguments, *opts]])
@@ -231,7 +251,7 @@ def test_a_pattern_that_matches_nothing_is_one_line(arguments, capsys):
     code, error = call(capsys, *arguments, *options)
     assert code == 2
     assert "error: MEMFIT.CHECKPOINT.MODULES: no module of the model matches" in error
-    assert "near: backbone.bottom_up" in error
+    assert "did you mean backbone.bottom_up" in error
 
 
 def test_an_error_is_one_line_of_the_process(tmp_path):
@@ -274,7 +294,7 @@ FILES = {
         (["MEMFIT.MONITOR.LEAK_WINDOW", 9], "LEAK_WINDOW must be an integer of at least 40"),
         (["SOLVER.IMS_PER_BATCH", 0], "SOLVER.IMS_PER_BATCH must be a positive integer"),
         (["DATASETS.TRAIN", "()"], "DATASETS.TRAIN is empty"),
-        (["DATASETS.TRAIN", "('cli_trian',)"], "near: cli_train"),
+        (["DATASETS.TRAIN", "('cli_trian',)"], "did you mean cli_train"),
         (["--num-gpus", 3], "divisible by the number of ranks, 3, got 2"),
         (["SOLVER.REFERENCE_WORLD_SIZE", 3], "divisible by SOLVER.REFERENCE_WORLD_SIZE, 3, got 2"),
         (["MODEL.DEVICE", "nosuch"], "MODEL.DEVICE 'nosuch' is no device of PyTorch"),

@@ -144,7 +144,7 @@ def gradient(
             model,
             [images],
             optimizer,
-            micro_batch_size=sizes[0],
+            micro_batch_size=sizes[0] if len(sizes) > 1 else None,
             normalizers=normalizers,
         )
         trainer.run_step()

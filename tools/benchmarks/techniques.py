@@ -107,7 +107,7 @@ def training(images: list[dict[str, Any]], rounds: int, names: list[str], others
 
 def settings(names: list[str]) -> list[Any]:
     cfg = load_cfg(CONFIG, ["INPUT.MASK_FORMAT", "bitmask"])
-    on = [get_technique(name).settings(cfg) for name in names]
+    on = [get_technique(name).enabling_settings(cfg) for name in names]
     return [x for item in on for pair in item.items() for x in pair]
 
 
@@ -140,7 +140,9 @@ def matching(rounds: int, num_anchors: int = 268_569, num_instances: int = 300) 
 
     instances, anchors = boxes(num_instances), boxes(num_anchors)
     matcher = Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True)
-    chunk_size = get_technique("ChunkedMatching").settings(get_cfg())["MEMFIT.MATCHING.CHUNK_SIZE"]
+    chunk_size = get_technique("ChunkedMatching").enabling_settings(get_cfg())[
+        "MEMFIT.MATCHING.CHUNK_SIZE"
+    ]
 
     def chunked() -> tuple[torch.Tensor, torch.Tensor]:
         quality = PairwiseQuality(

@@ -1,27 +1,35 @@
 # Copyright (c) the d2_memfit developers.
-"""Checks of one project in its own process: python -m compatibility_checks.child.
+"""The doctor in one project, in its own process: python -m compatibility_checks.child.
 
-The parent passes arguments as JSON, and reads a line of JSON for each check.
+The parent passes arguments as JSON, and reads a line of JSON for each finding.
 """
 
-import contextlib
-import gc
 import json
-import logging
 import resource
 import sys
 import tempfile
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from d2_memfit import Job
+from d2_memfit.doctor import Finding, examine, examine_runs
+from d2_memfit.planner import DryJob, plan_memory
+from d2_memfit.planner.device_model import DeviceModel
+
+from .projects import PROJECTS, made
 
 __all__ = ["PREFIX", "main"]
 
 PREFIX = "compatibility: "
+
+_CARD = "cuda"  # device of the plans
+_GB = 2**30
+_OF_ALL = 0.7  # a plan's share of the recipe's memory
 
 
 def main() -> None:
@@ -31,46 +39,39 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, most))
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    from .checks import CHECKS
-    from .dataset import register_dataset
-    from .planning import PLANNING
-    from .project import DATASET
-    from .projects import PROJECTS
-    from .subject import make_subject
-
-    logging.disable(logging.CRITICAL)
-    checks = {**CHECKS, **PLANNING}
     project = next(p for p in PROJECTS if p.name == args["project"])
     folder = Path(args["folder"])
     with tempfile.TemporaryDirectory() as scratch:
-        project.prepare(folder / project.tree)
-        register_dataset(DATASET, project.data, Path(scratch) / "dataset")
-        subject = make_subject(project, folder, Path(scratch))
-        warm_up(subject)
-        for name in args["checks"]:
-            start = time.perf_counter()
-            gc.collect()
+        start = time.perf_counter()
+        remake = partial(made, project.name, folder, Path(scratch))
+        job, trainer = remake(ranks=1)
+        run = examine if project.has_plain_step else examine_runs
+        for finding in run(job, trainer, partial(remake, ranks=2)):
+            if finding.what == "estimate" and not project.has_plain_step:
+                continue
+            _say(finding, time.perf_counter() - start)
+        if project.has_plain_step:
             try:
-                cell = checks[name](subject)
+                finding = _plan(project.job(folder / project.tree, full_size=True))
             except Exception as e:
                 traceback.print_exc()
-                cell = _one_line(e)
-            _say({"check": name, "cell": cell, "seconds": time.perf_counter() - start})
+                finding = Finding("plan", False, f"{type(e).__name__}: {e}")
+            _say(finding, time.perf_counter() - start)
 
 
-def warm_up(subject: Any) -> None:
-    """Run once: a process's first run differs from later ones in the last bits, plain or not."""
-    with contextlib.suppress(Exception):  # checks will report errors
-        subject.run(subject.settings(subject.project.images), plain=True, name="warm_up")
+def _plan(job: Job) -> Finding:
+    """Plan the project's own recipe for a card with less memory than it needs."""
+    job = job.with_settings({"SOLVER.IMS_PER_BATCH": 2})
+    needs = DryJob(job, DeviceModel.load(_CARD)).least_bytes()
+    budget_gb = _OF_ALL * needs / _GB / (1 - job.cfg.MEMFIT.PLAN.MARGIN)
+    plan = plan_memory(job, budget_gb, device=_CARD)
+    names = ", ".join(step.name for step in plan.steps)
+    text = f"{needs / _GB:.1f} GB in {budget_gb:.1f} by {names or 'nothing'}"
+    return Finding("plan", plan.fits, text if plan.fits else f"none for {budget_gb:.1f} GB")
 
 
-def _say(message: dict[str, Any]) -> None:
-    print(PREFIX + json.dumps(message), flush=True)
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()).replace("|", "/")
-    return f"{type(error).__name__}: {text[:200]}"
+def _say(finding: Finding, seconds: float) -> None:
+    print(PREFIX + json.dumps({**vars(finding), "seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":

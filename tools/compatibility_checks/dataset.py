@@ -57,8 +57,11 @@ def register_dataset(name: str, kind: str, folder: Path) -> None:
 
 
 def _dicts_of_kind(dicts: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    keys = {"sem_seg": ["sem_seg_file_name"], "panoptic": ["pan_seg_file_name", "segments_info"]}
-    unwanted = {"sem_seg_file_name", "pan_seg_file_name", "segments_info"} - set(keys.get(kind, ()))
+    keys = {
+        "sem_seg": {"sem_seg_file_name"},
+        "panoptic": {"annotations", "pan_seg_file_name", "segments_info"},
+    }.get(kind, {"annotations"})
+    unwanted = {"annotations", "sem_seg_file_name", "pan_seg_file_name", "segments_info"} - keys
     result = [{k: v for k, v in d.items() if k not in unwanted} for d in dicts]
     if kind == "densepose":
         for d in result:

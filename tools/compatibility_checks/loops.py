@@ -2,7 +2,7 @@
 """The code before the loop in the scripts of projects with their own loop.
 
 Each class has what ``Job.from_trainer`` needs of a trainer; a user of the project writes it in the
-project's script. It also has ``train``, the project's unchanged loop.
+project's script.
 """
 
 from typing import Any
@@ -40,12 +40,6 @@ class centernet2:
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, name: str) -> Any:
         return build_detection_test_loader(cfg, name, mapper=DatasetMapper(cfg, False))
-
-    @classmethod
-    def train(cls, cfg: CfgNode, model: torch.nn.Module) -> None:
-        do_train = load("train_net:do_train")
-        do_train.__globals__["TensorboardXWriter"] = lambda *_: None
-        do_train(cfg, model)
 
 
 class detic(centernet2):
@@ -97,10 +91,6 @@ class d2go:
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, name: str) -> Any:
         return cls.runner().build_detection_test_loader(cfg, name)
-
-    @classmethod
-    def train(cls, cfg: CfgNode, model: torch.nn.Module) -> None:
-        cls.runner().do_train(cfg, model, resume=False)
 
 
 def d2go_cfg() -> CfgNode:

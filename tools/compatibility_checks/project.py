@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The description of a public project, and of its job at a size for a CPU."""
+"""A public project, and its job at a size for a CPU."""
 
 import importlib
 import os
@@ -7,10 +7,11 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
-from detectron2.config import CfgNode
+from detectron2.config import CfgNode, LazyConfig
 
+from d2_memfit import Job
 from d2_memfit.planner.cuda_as_cpu import cuda_as_cpu
 
 from .stubs import install_stubs
@@ -21,12 +22,12 @@ DATASET = "compatibility_train"
 _OPEN = ExitStack()
 
 # What a run on the CPU needs, and checks that repeat it.
-_ALWAYS = {
+_ALWAYS: dict[str, Any] = {
     "MODEL.DEVICE": "cpu",
     "MODEL.WEIGHTS": "",
     "DATASETS.TRAIN": (DATASET,),
     "DATASETS.TEST": (),
-    "DATALOADER.NUM_WORKERS": 0,
+    "DATALOADER.NUM_WORKERS": 1,
     "SOLVER.MAX_ITER": 2,
     "SOLVER.REFERENCE_WORLD_SIZE": 0,
     "SOLVER.STEPS": (),
@@ -68,12 +69,8 @@ class Project:
         patches: MODULE:ATTRIBUTE and its value, for packages newer than the project.
         names_cuda: whether its code names CUDA, which must be the CPU then.
         needs_main: whether it needs a Detectron2 newer than v0.6.
-        images: images in a batch.
-        least_images: fewest images with which a forward works: BatchNorm needs two values.
-        image_keys: config keys with the number of images in a batch.
         has_plain_step: whether a step is ``model(batch)``, backward, ``optimizer.step()``.
         memfit_trainer: replaces ``class Trainer(MemfitMixin, TheirTrainer)``.
-        lines: the lines that a user writes to use d2_memfit there, as Markdown.
     """
 
     name: str
@@ -92,12 +89,8 @@ class Project:
     patches: tuple[tuple[str, Any], ...] = ()
     names_cuda: bool = False
     needs_main: bool = False
-    images: int = 2
-    least_images: int = 1
-    image_keys: tuple[str, ...] = ("SOLVER.IMS_PER_BATCH",)
     has_plain_step: bool = True
     memfit_trainer: str = ""
-    lines: str = ""
 
     def prepare(self, tree: Path) -> None:
         """Make the project's modules importable, and its tree the current folder."""
@@ -111,7 +104,27 @@ class Project:
         if self.names_cuda:
             _OPEN.enter_context(cuda_as_cpu())
 
-    def make_cfg(self, tree: Path, output_dir: Path, full_size: bool = False) -> CfgNode:
+    def trainer_class(self) -> Optional[type]:
+        """The class that trains; None for loops and LazyConfigs."""
+        if self.kind != "trainer":
+            return None
+        return load(self.memfit_trainer)() if self.memfit_trainer else load(self.trainer)
+
+    def job(self, tree: Path, ranks: int = 1, full_size: bool = False) -> Job:
+        """Make the job as d2_memfit sees it.
+
+        Args:
+            full_size: whether it is the project's own recipe, on photographs like COCO's.
+        """
+        facts = {"image_size": (480, 640)} if full_size else {}
+        if self.kind == "lazy":
+            return Job.from_lazy(self._lazy_config(tree, full_size), ranks, **facts)
+        kind = self.trainer_class()
+        if kind is None:
+            kind = load(f"compatibility_checks.loops:{self.trainer}")
+        return Job.from_trainer(kind, self._cfg(tree, full_size), ranks, **facts)
+
+    def _cfg(self, tree: Path, full_size: bool) -> CfgNode:
         cfg = load(self.get_cfg)()
         for add in self.add:
             load(add)(cfg)
@@ -122,7 +135,18 @@ class Project:
         for key, value in {**_ALWAYS, **small}.items():
             cfg.merge_from_list([key, value])
         cfg.merge_from_list([*self.opts, *(() if full_size else self.small)])
-        cfg.OUTPUT_DIR = str(output_dir)
+        return cfg
+
+    def _lazy_config(self, tree: Path, full_size: bool) -> Any:
+        cfg = LazyConfig.load(str(tree / self.config_file))
+        always = [
+            *("train.device=cpu", "train.init_checkpoint=''", "dataloader.train.num_workers=1"),
+            *(f"dataloader.{split}.dataset.names={DATASET}" for split in ("train", "test")),
+        ]
+        LazyConfig.apply_overrides(cfg, [*always, *self.opts])
+        if not full_size:
+            small = ["dataloader.train.total_batch_size=2", *self.small]
+            LazyConfig.apply_overrides(cfg, small)
         return cfg
 
 

@@ -1,14 +1,19 @@
 # Copyright (c) the d2_memfit developers.
 """The projects of the table. Their trees come from their repositories; none is included here."""
 
+import os
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Optional
 
 from detectron2.config import LazyConfig
 
+from d2_memfit import Job
+
+from .dataset import register_dataset
 from .project import DATASET, Project
 
-__all__ = ["PROJECTS"]
+__all__ = ["PROJECTS", "made"]
 
 _DETECTRON2 = "https://github.com/facebookresearch/detectron2/tree/main/projects"
 _FEW_ROIS = (
@@ -46,6 +51,12 @@ PROJECTS = (
         "configs/CondInst/MS_R_50_1x.yaml",
         *("MODEL.FCOS.POST_NMS_TOPK_TEST", 20),
     ),
+    _adelai(
+        "AdelaiDet BoxInst",
+        "configs/BoxInst/MS_R_50_1x.yaml",
+        *("MODEL.FCOS.POST_NMS_TOPK_TEST", 20),
+    ),
+    _adelai("AdelaiDet SOLOv2", "configs/SOLOv2/R50_3x.yaml"),
     Project(
         "DETR",
         tree="detr",
@@ -75,7 +86,6 @@ PROJECTS = (
             *("INPUT.MAX_SIZE_TEST", 192),
         ),
         data="sem_seg",
-        least_images=2,
     ),
     _detectron2(
         "Panoptic-DeepLab",
@@ -91,7 +101,6 @@ PROJECTS = (
             *("INPUT.MAX_SIZE_TEST", 192),
         ),
         data="panoptic",
-        least_images=2,
     ),
     _detectron2(
         "DensePose",
@@ -124,8 +133,89 @@ PROJECTS = (
             "detectron2.projects.deeplab:add_deeplab_config",
             "mask2former:add_maskformer2_config",
         ),
-        small=("INPUT.IMAGE_SIZE", 128, "MODEL.MASK_FORMER.NUM_OBJECT_QUERIES", 10),
+        small=(
+            *("INPUT.IMAGE_SIZE", 128, "MODEL.MASK_FORMER.NUM_OBJECT_QUERIES", 10),
+            *("MODEL.MASK_FORMER.TRAIN_NUM_POINTS", 1000),
+        ),
         stubs=("MultiScaleDeformableAttention",),
+    ),
+    Project(
+        "MaskFormer",
+        tree="MaskFormer",
+        url="https://github.com/facebookresearch/MaskFormer",
+        config_file="configs/ade20k-150/maskformer_R50_bs16_160k.yaml",
+        add=(
+            "detectron2.projects.deeplab:add_deeplab_config",
+            "mask_former:add_mask_former_config",
+        ),
+        small=(
+            *("INPUT.CROP.SIZE", (96, 96), "MODEL.MASK_FORMER.NUM_OBJECT_QUERIES", 10),
+            *("MODEL.SEM_SEG_HEAD.NUM_CLASSES", 5, "MODEL.RESNETS.NORM", "BN"),
+        ),
+        data="sem_seg",
+    ),
+    Project(
+        "OneFormer",
+        tree="OneFormer",
+        url="https://github.com/SHI-Labs/OneFormer",
+        config_file="configs/coco/oneformer_R50_bs16_50ep.yaml",
+        add=(
+            "detectron2.projects.deeplab:add_deeplab_config",
+            *("oneformer:add_common_config", "oneformer:add_swin_config"),
+            "oneformer:add_oneformer_config",
+        ),
+        small=(
+            *("INPUT.IMAGE_SIZE", 128, "MODEL.ONE_FORMER.NUM_OBJECT_QUERIES", 40),
+            *("MODEL.TEXT_ENCODER.NUM_LAYERS", 2, "MODEL.ONE_FORMER.DEC_LAYERS", 4),
+            *("MODEL.ONE_FORMER.TRAIN_NUM_POINTS", 1000),
+        ),
+        # Its last evaluation is of datasets that other keys name.
+        opts=(
+            *("DATASETS.TEST_PANOPTIC", (), "DATASETS.TEST_INSTANCE", ()),
+            *("DATASETS.TEST_SEMANTIC", ()),
+        ),
+        data="panoptic",
+        stubs=("MultiScaleDeformableAttention", "natten", "wandb"),
+    ),
+    Project(
+        "MaskDINO",
+        tree="MaskDINO",
+        url="https://github.com/IDEA-Research/MaskDINO",
+        config_file="configs/coco/instance-segmentation/maskdino_R50_bs16_50ep_3s.yaml",
+        add=("detectron2.projects.deeplab:add_deeplab_config", "maskdino:add_maskdino_config"),
+        small=(
+            *("INPUT.IMAGE_SIZE", 128, "MODEL.MaskDINO.NUM_OBJECT_QUERIES", 20),
+            *("MODEL.MaskDINO.DN_NUM", 100, "MODEL.MaskDINO.DEC_LAYERS", 3),
+            *("MODEL.MaskDINO.TRAIN_NUM_POINTS", 1000),
+        ),
+        stubs=("MultiScaleDeformableAttention",),
+    ),
+    Project(
+        "DiffusionDet",
+        tree="DiffusionDet",
+        url="https://github.com/ShoufaChen/DiffusionDet",
+        config_file="configs/diffdet.coco.res50.yaml",
+        add=(
+            "diffusiondet:add_diffusiondet_config",
+            "diffusiondet.util.model_ema:add_model_ema_configs",
+        ),
+        small=("INPUT.CROP.SIZE", (64, 96), "MODEL.DiffusionDet.NUM_PROPOSALS", 20),
+    ),
+    Project(
+        "SparseInst",
+        tree="SparseInst",
+        url="https://github.com/hustvl/SparseInst",
+        config_file="configs/sparse_inst_r50_giam.yaml",
+        paths=("tools", "."),
+        add=("sparseinst:add_sparse_inst_config",),
+    ),
+    Project(
+        "YOLOF",
+        tree="YOLOF",
+        url="https://github.com/chensnathan/YOLOF",
+        config_file="configs/yolof_R_50_C5_1x.yaml",
+        paths=("tools", "."),
+        get_cfg="yolof.config:get_cfg",
     ),
     Project(
         "detrex DINO",
@@ -171,13 +261,10 @@ PROJECTS = (
             *("DATASETS.CROSS_DATASET", True, "DATASETS.TRAIN_LABEL", (DATASET,)),
             *("DATASETS.TRAIN_UNLABEL", (DATASET,), "SEMISUPNET.BURN_UP_STEP", 1),
             *("SEMISUPNET.BBOX_THRESHOLD", 0.0, "MODEL.ROI_HEADS.LOSS", "CrossEntropy"),
+            *("SOLVER.IMG_PER_BATCH_LABEL", 2, "SOLVER.IMG_PER_BATCH_UNLABEL", 2),
         ),
         # The base class of its focal loss, which Detectron2 has removed.
         patches=(("detectron2.modeling.roi_heads.fast_rcnn:FastRCNNOutputs", object),),
-        image_keys=(
-            *("SOLVER.IMG_PER_BATCH_LABEL", "SOLVER.IMG_PER_BATCH_UNLABEL"),
-            "SOLVER.IMS_PER_BATCH",
-        ),
         has_plain_step=False,
         memfit_trainer="compatibility_checks.semi_supervised:make_trainer",
     ),
@@ -236,3 +323,16 @@ PROJECTS = (
         needs_main=True,
     ),
 )
+
+
+def made(name: str, folder: Path, scratch: Path, ranks: int) -> tuple[Job, Optional[type]]:
+    """Make the small job of a project of the table, and its trainer's class, in any process.
+
+    Args:
+        folder: folder of all trees.
+        scratch: folder for the dataset.
+    """
+    project = next(p for p in PROJECTS if p.name == name)
+    project.prepare(folder / project.tree)
+    register_dataset(DATASET, project.data, scratch / f"dataset_{os.getpid()}")
+    return project.job(folder / project.tree, ranks), project.trainer_class()

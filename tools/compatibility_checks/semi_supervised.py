@@ -5,12 +5,9 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import SimpleTrainer
 from torch import nn
 
-from d2_memfit import Job
-from d2_memfit.config import with_memfit_keys
-from d2_memfit.engine import build_trainer
+from d2_memfit import MemfitMixin
 
 from .project import load
 
@@ -21,14 +18,10 @@ def make_trainer() -> type:
     """Make a trainer class. The project must be importable by then."""
     UBTeacherTrainer = load("train_net:UBTeacherTrainer")
 
-    class Trainer(UBTeacherTrainer):  # type: ignore[misc,valid-type]
+    class Trainer(MemfitMixin, UBTeacherTrainer):  # type: ignore[misc,valid-type]
         def __init__(self, cfg: CfgNode) -> None:
             super().__init__(cfg)
-            plain: SimpleTrainer = vars(self)["_trainer"]
-            job = Job.from_trainer(UBTeacherTrainer, with_memfit_keys(cfg))
-            self._trainer = build_trainer(
-                job, plain.model, plain.data_loader, plain.optimizer, loss_fn=self.losses
-            )
+            self._trainer.loss_fn = self.losses
 
         def losses(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
             keys = self.cfg.SEMISUPNET

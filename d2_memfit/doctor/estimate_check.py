@@ -1,0 +1,115 @@
+# Copyright (c) the d2_memfit developers.
+"""A check of a job's estimate by a training step of real images, really computed."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.utils.events import EventStorage
+from detectron2.utils.file_io import PathManager
+
+from ..job import Job, worst_real_images
+from ..job.batches import size_of, tensors_of
+from ..memory import TensorMeter, available_host_bytes
+from ..planner import DryJob, steps
+from ..planner.compiled_operators import compiled_operators
+from ..planner.cuda_as_cpu import cuda_as_cpu
+from ..planner.device_model import DeviceModel
+from ..planner.explain import one_line_errors
+from ..side_work import alone, no_information, unchanged_random_state
+from .patient import Untested
+
+__all__ = ["RealStep", "estimate_against_real_step"]
+
+_ITERATIONS = 2  # the second finds the optimizer's states
+
+
+@dataclass(frozen=True)
+class RealStep:
+    """An estimate of training, beside a step of real images.
+
+    Attributes:
+        estimated_bytes: peak of the tensors of the largest micro-batch, by a dry run.
+        measured_bytes: peak of the tensors of a micro-batch of real images.
+        image_size: height and width in pixels to which the real images are padded.
+        num_instances: annotated objects in each of them.
+        at_least: reasons why a job may need more than estimated; empty if the worst case is known.
+    """
+
+    estimated_bytes: int
+    measured_bytes: int
+    image_size: tuple[int, int]
+    num_instances: tuple[int, ...]
+    at_least: tuple[str, ...]
+
+    @property
+    def error(self) -> float:
+        """Estimated bytes over measured ones, less 1. Below 0, the estimate is too low."""
+        return self.estimated_bytes / self.measured_bytes - 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.estimated_bytes / 2**20:.1f} MB estimated, {self.measured_bytes / 2**20:.1f} "
+            f"MB measured with real images ({self.error:+.1%})"
+        )
+
+
+def estimate_against_real_step(job: Job) -> RealStep:
+    """Compare a job's estimate with a training step of real images, computed on the CPU.
+
+    The dry run has the job's largest invented batch, and the most proposals possible. The real step
+    has annotated images of the dataset, and what the model itself makes of them: proposals, matches
+    and samples, with the weights of the first iteration. So it may need less, most of all if these
+    are random. It must not need more. Operators that are compiled for a GPU are stand-ins in both.
+
+    Args:
+        job: at a size that a CPU can compute.
+
+    Raises:
+        ConfigError: the training dataset cannot be read, or the model does not run on a CPU.
+        Untested: a real step needs more memory than is available.
+    """
+    at_once = {"MEMFIT.MICRO_BATCH": None, "SOLVER.ACCUMULATION_STEPS": 1, "MODEL.DEVICE": "cpu"}
+    job = job.with_settings(at_once)
+    with one_line_errors():
+        images = worst_real_images(job.parts, job.geometry.micro_batch_sizes()[0])
+        dry_job = DryJob(job, DeviceModel.load("cpu"), evaluates=False)
+        estimated_bytes = sum(dry_job.training.peak().values())
+        if estimated_bytes > available_host_bytes():
+            raise Untested(f"not tested: {estimated_bytes / 2**30:.1f} GB of RAM are needed")
+        measured_bytes = _measure(job, images)
+    return RealStep(
+        estimated_bytes,
+        measured_bytes,
+        size_of(images),
+        tuple(len(d.get("instances", ())) if isinstance(d, dict) else 0 for d in images),
+        dry_job.at_least,
+    )
+
+
+def _measure(job: Job, batch: list[object]) -> int:
+    """Peak bytes of the tensors of iterations, with their batch."""
+    with ExitStack() as stack:
+        for context in (
+            *(alone(), no_information(), unchanged_random_state(), EventStorage()),
+            *(cuda_as_cpu(), compiled_operators()),  # as in a dry run
+        ):
+            stack.enter_context(context)
+        torch.default_generator.manual_seed(0)
+        meter = stack.enter_context(TensorMeter())
+        model, optimizer = steps.build_with_values(job, "cpu")
+        if PathManager.isfile(job.cfg.MODEL.WEIGHTS):  # and nothing is downloaded
+            DetectionCheckpointer(model).load(job.cfg.MODEL.WEIGHTS)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0  # random weights would diverge
+        precision = job.precision("cpu")
+        for _ in range(_ITERATIONS):
+            optimizer.zero_grad(set_to_none=True)
+            with precision.autocast():
+                losses = model(batch)
+                loss = losses if isinstance(losses, torch.Tensor) else sum(losses.values())
+            precision.backward(loss)
+            del losses, loss
+            precision.step(optimizer)
+        return meter.peak_bytes + sum(t.nbytes for t in tensors_of(batch))

@@ -1,0 +1,256 @@
+# Copyright (c) the d2_memfit developers.
+"""The checks of whole runs, with the job's own loader: ended and resumed, and on two ranks."""
+
+import gc
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from detectron2.config import CfgNode
+from detectron2.engine import HookBase
+from detectron2.engine.hooks import PeriodicCheckpointer
+from detectron2.utils import comm
+from torch import nn
+
+from .. import compat
+from ..config import with_settings
+from ..engine import GatherStates, MemfitCheckpointer, MemfitMixin, build_trainer
+from ..errors import MemfitError
+from ..job import Job
+from ..measure.injection import seed_all
+from ..planner.cuda_as_cpu import cuda_as_cpu
+from ..planner.explain import one_line_errors
+from ..side_work import no_information
+from .patient import Unwell, smaller
+
+__all__ = ["Remake", "agrees_on_two_ranks", "is_plain_by_default", "resumes"]
+
+# Makes a job and its trainer's class, if there is one, in another process. It can be pickled.
+Remake = Callable[[], tuple[Job, Optional[type]]]
+
+_Prepare = Callable[[nn.Module], nn.Module]
+
+_ITERATIONS = 2
+_TIMEOUT = timedelta(minutes=5)  # of a collective
+_ALWAYS: dict[str, Any] = {
+    "MODEL.DEVICE": "cpu",
+    "SOLVER.ACCUMULATION_STEPS": 2,
+    "SOLVER.AMP.ENABLED": False,
+    "MEMFIT.BUDGET_GB": None,
+    "MEMFIT.MICRO_BATCH": None,
+    "MEMFIT.OPTIMIZER.ZERO": False,
+}
+_OF_TRAINERS: dict[str, Any] = {
+    "MODEL.WEIGHTS": "",
+    "SOLVER.MAX_ITER": _ITERATIONS,
+    "SOLVER.CHECKPOINT_PERIOD": _ITERATIONS // 2,
+    "SOLVER.REFERENCE_WORLD_SIZE": 0,
+    "SOLVER.STEPS": (),
+    "DATASETS.TEST": (),
+    "TEST.EVAL_PERIOD": 0,
+    "MEMFIT.PRESET": "",
+    "MEMFIT.PLAN.ENABLED": False,
+    "MEMFIT.HOST.BUDGET_GB": None,
+}
+_SPLIT = {"MEMFIT.OOM.POLICY": "split"}
+
+
+def is_plain_by_default(job: Job, trainer: type) -> str:
+    """Compare a trainer's runs with ``MemfitMixin`` and default keys with those without it."""
+    settings = {"SOLVER.IMS_PER_BATCH": 2, "SOLVER.ACCUMULATION_STEPS": 1}
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        plain = _train(job, trainer, one, settings, mixin=False)
+        ours = _train(job, trainer, other, settings)
+    changed = [name for name in plain if plain[name] != ours.get(name)]
+    if changed:
+        raise Unwell(
+            f"{len(changed)} of {len(plain)} tensors of model and optimizer differ from those that "
+            f"{trainer.__name__} trains alone, such as {', '.join(changed[:2])}"
+        )
+    return f"with default keys, MemfitMixin trains what {trainer.__name__} does alone, bit by bit"
+
+
+def resumes(job: Job, trainer: Optional[type]) -> str:
+    """Compare a run that ends after a checkpoint, and is resumed, with one that does not end."""
+    settings = {**_SPLIT, "SOLVER.IMS_PER_BATCH": 2}
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        whole = _train(job, trainer, one, settings)
+        _train(job, trainer, other, settings, last=_ITERATIONS // 2)
+        resumed = _train(job, trainer, other, settings, resume=True)
+    changed = [name for name in whole if whole[name] != resumed.get(name)]
+    if changed or len(whole) != len(resumed):
+        raise Unwell(
+            f"{len(changed)} of {len(whole)} tensors of model and optimizer differ from those of a "
+            f"run that was not ended, such as {', '.join(changed[:2])}"
+        )
+    how = f"class Trainer(MemfitMixin, {trainer.__name__})" if trainer else "build_trainer"
+    return f"{how} trains as if it was not ended, bit by bit, on the dataset's own images"
+
+
+def agrees_on_two_ranks(remake: Remake) -> str:
+    """Train on two ranks: with the default policy, with split, and with an error on rank 1."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, (remake, folder), nprocs=2, start_method="spawn")
+        text = (Path(folder) / "result").read_text()
+    if text:
+        raise Unwell(text)
+    return (
+        "weights are the same on both, bit by bit, with MEMFIT.OOM.POLICY raise and split, and "
+        "after an error on one"
+    )
+
+
+def _rank(rank: int, remake: Remake, folder: str) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    url = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=url, world_size=2, rank=rank, timeout=_TIMEOUT)
+    compat.create_local_process_group(2)
+    job, trainer = remake()
+    settings = {"SOLVER.IMS_PER_BATCH": 4, "DATALOADER.NUM_WORKERS": 0}
+    cases = {
+        "MEMFIT.OOM.POLICY raise": ({"MEMFIT.OOM.POLICY": "raise"}, False),
+        "MEMFIT.OOM.POLICY split": (_SPLIT, False),
+        "MEMFIT.OOM.POLICY split, after an error on one": (_SPLIT, True),
+    }
+    found = []
+    states = []
+    for name, (keys, fails) in cases.items():
+        try:
+            with one_line_errors(), tempfile.TemporaryDirectory() as output:
+                state = _train(job, trainer, output, {**settings, **keys}, fails=fails)
+        except MemfitError as e:  # raised on both
+            found.append(f"{name}: {e}")
+            continue
+        states.append(state)
+        weights = {k: v for k, v in state.items() if not k.startswith("buffer ")}  # as DDP has it
+        if comm.all_gather(weights)[0] != weights:
+            found.append(f"{name}: weights differ between the ranks")
+    if len(states) > 1 and states[0] != states[1]:
+        found.append("weights differ between raise and split")
+    of_ranks = comm.gather(found)
+    if rank == 0:
+        texts = dict.fromkeys(text for found in of_ranks for text in found)
+        (Path(folder) / "result").write_text("; ".join(texts))
+    dist.destroy_process_group()
+
+
+def _train(
+    job: Job,
+    trainer: Optional[type],
+    folder: str,
+    settings: Mapping[str, Any],
+    last: int = _ITERATIONS,
+    resume: bool = False,
+    fails: bool = False,
+    mixin: bool = True,
+) -> dict[str, str]:
+    """Train small images of the job's loader; return a digest of each tensor.
+
+    Args:
+        settings: config keys.
+        last: number of iterations, after which it ends as if it was killed.
+        resume: whether it continues from the checkpoint in the folder.
+        fails: whether memory runs out on rank 1, once.
+        mixin: whether ``MemfitMixin`` is a base class of the trainer.
+    """
+    settings = {**_ALWAYS, "OUTPUT_DIR": folder, **settings}
+
+    def prepared(model: nn.Module) -> nn.Module:
+        model.register_forward_pre_hook(lambda _, args: (smaller(args[0]), *args[1:]))
+        if fails and comm.get_rank() == 1:
+            model.register_forward_hook(_FailsOnce())
+        return model
+
+    with _on_cpu():
+        seed_all(2 if resume else 1)
+        with suppress(_Ended):
+            if trainer is None:
+                made, run = _of_job(job.with_settings(settings), prepared, resume)
+            else:
+                is_ours = issubclass(trainer, MemfitMixin) or not mixin
+                bases = (trainer,) if is_ours else (MemfitMixin, trainer)
+                cfg = with_settings(job.cfg, {**_OF_TRAINERS, **settings})
+                made, run = _of_class(bases, cfg, prepared, resume)
+            made.register_hooks([_End(last)])
+            run()
+        model = compat.without_ddp(made.model)
+        buffers = {name for name, _ in model.named_buffers()}
+        tensors = {
+            f"buffer {name}" if name in buffers else name: tensor
+            for name, tensor in model.state_dict().items()
+        }
+        for i, values in made.optimizer.state_dict()["state"].items():
+            tensors.update({f"optimizer.{i}.{k}": torch.as_tensor(v) for k, v in values.items()})
+        digests = {name: _digest(tensor) for name, tensor in tensors.items()}
+        del made, run, model, tensors
+        gc.collect()  # the loader's workers: a trainer and its hooks know each other
+    return digests
+
+
+def _of_class(bases: Any, cfg: CfgNode, prepared: _Prepare, resume: bool) -> Any:
+    def build_model(cls: Any, cfg: CfgNode) -> nn.Module:
+        return prepared(super(kind, cls).build_model(cfg))
+
+    members = {"build_model": classmethod(build_model), "build_writers": lambda self: []}
+    kind: Any = type("Trainer", bases, members)
+    made = kind(cfg)
+    made.resume_or_load(resume=resume)
+    return made, made.train
+
+
+def _of_job(job: Job, prepared: _Prepare, resume: bool) -> Any:
+    made = build_trainer(job, prepared(job.parts.build_model("cpu").train()))
+    checkpointer = MemfitCheckpointer(made.model, job.cfg.OUTPUT_DIR, trainer=made)
+    start = checkpointer.resume_or_load("", resume=resume).get("iteration", -1) + 1
+    saves = [PeriodicCheckpointer(checkpointer, _ITERATIONS // 2)] if comm.get_rank() == 0 else []
+    made.register_hooks([GatherStates(), *saves])
+    return made, lambda: made.train(start, _ITERATIONS)
+
+
+class _Ended(Exception):
+    pass
+
+
+class _End(HookBase):
+    """Ends a run early, as if its process was killed after a checkpoint."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+
+    def after_step(self) -> None:
+        if self.trainer.iter + 1 == self._last < self.trainer.max_iter:
+            raise _Ended
+
+
+class _FailsOnce:
+    """A forward hook: memory runs out at the end of the first forward of several images."""
+
+    has_failed = False
+
+    def __call__(self, model: nn.Module, args: Any, result: Any) -> None:
+        if torch.is_grad_enabled() and len(args[0]) > 1 and not self.has_failed:
+            self.has_failed = True
+            raise torch.OutOfMemoryError("injected at the end of a forward")
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+
+
+@contextmanager
+def _on_cpu() -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(no_information(logging.WARNING))
+        stack.enter_context(cuda_as_cpu())
+        yield

@@ -1,0 +1,56 @@
+# Copyright (c) the d2_memfit developers.
+"""Evaluation as a config says: its budget, its recovery, and where results are kept."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from detectron2.config import CfgNode
+from torch import nn
+
+from .. import compat
+from ..config import with_memfit_keys
+from ..evaluation import distinct_annotation_ids
+from ..evaluation_in_parts import predictions_on_disk
+from ..job import RecoveryOptions, checked_test_loaders
+from ..memory import enforce_budget
+from ..presets import with_budget
+from ..techniques import ready_to_evaluate
+from .inference import recovering_inference
+
+__all__ = ["evaluating"]
+
+_open: list[nn.Module] = []  # models that are evaluated
+
+
+@contextmanager
+def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
+    """While open, build test loaders and evaluate under MEMFIT.BUDGET_GB, OOM and EVALUATION.
+
+    ``MemfitTrainer.test`` does this. In your own loop, evaluate within it::
+
+        with evaluating(job.cfg, model):
+            inference_on_dataset(model, test_loader, evaluator)
+
+    Within itself, for the same model, it does nothing.
+
+    Yields:
+        CfgNode: the config, with its budget as a number.
+    """
+    if any(model is other for other in _open):
+        yield cfg
+        return
+    cfg = with_budget(with_memfit_keys(cfg))
+    if cfg.MEMFIT.BUDGET_GB is not None:
+        enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
+    with (
+        ready_to_evaluate(compat.without_ddp(model), cfg),
+        recovering_inference(model, RecoveryOptions.from_cfg(cfg)),
+        checked_test_loaders(cfg),
+        predictions_on_disk(cfg),
+        distinct_annotation_ids(),
+    ):
+        _open.append(model)
+        try:
+            yield cfg
+        finally:
+            _open.remove(model)

@@ -1,0 +1,24 @@
+# Copyright (c) the d2_memfit developers.
+"""What losses are divided by: declared by the model, an adapter or the user, and tested."""
+
+from .adapters import adapt_criteria
+from .communication import CommunicationError
+from .normalizers import CountReport, Normalizers
+from .published import published_distance
+from .trial import RIGHT, Trial
+from .trial_forwards import SameDraws, without_dropout
+from .verdict import Verdict, judged
+
+__all__ = [
+    "RIGHT",
+    "CommunicationError",
+    "CountReport",
+    "Normalizers",
+    "SameDraws",
+    "Trial",
+    "Verdict",
+    "adapt_criteria",
+    "judged",
+    "published_distance",
+    "without_dropout",
+]

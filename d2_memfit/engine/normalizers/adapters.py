@@ -1,0 +1,119 @@
+# Copyright (c) the d2_memfit developers.
+"""Criteria whose counts cannot be seen from outside, by the name of their class."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from detectron2.utils.events import get_event_storage
+from torch import nn
+
+from ...techniques.modules import add_mixin
+from ...window_counts import mean_factor, window_share
+
+__all__ = ["adapt_criteria"]
+
+
+class _Means(NamedTuple):
+    """Losses of a module that are means over elements of the batch, such as its objects.
+
+    Attributes:
+        method: the method that returns a dict of them.
+        count: the number of elements, from the module and the method's positional arguments.
+        losses: names of the losses; all if there are none.
+    """
+
+    method: str
+    count: Callable[..., Any]
+    losses: tuple[str, ...] = ()
+
+
+def _matched(criterion: nn.Module, *args: Any) -> int:
+    """Of ``get_loss(loss, outputs, targets, indices, ...)``."""
+    return sum(len(objects) for _, objects in args[3])
+
+
+def _instances(head: nn.Module, *args: Any) -> int:
+    """Of ``__call__(features, stride, instances, ...)``."""
+    return len(args[2])
+
+
+def _proposals(head: nn.Module, *args: Any) -> int:
+    """Of ``losses(predictions, proposals)`` and ``forward(features, proposals)``."""
+    return sum(map(len, args[1]))
+
+
+def _pixels(head: Any, *args: Any) -> Any:
+    """Of ``losses(predictions, targets)``."""
+    return (args[1] != head.ignore_value).sum()
+
+
+_MEANS = {
+    # DiffusionDet: each layer's losses are divided by its matched queries.
+    "SetCriterionDynamicK": _Means("get_loss", _matched),
+    "SparseInstCriterion": _Means("get_loss", _matched, ("loss_mask", "loss_objectness")),
+    # CondInst and BoxInst.
+    "DynamicMaskHead": _Means("__call__", _instances, ("loss_mask", "loss_prj")),
+}
+# Images are nearly the right weights of these, and only a forward can tell the window's counts.
+_EXACT_MEANS = {
+    "FastRCNNOutputLayers": _Means("losses", _proposals),
+    "BaseMaskRCNNHead": _Means("forward", _proposals),
+    "SemSegFPNHead": _Means("losses", _pixels),
+}
+
+
+def adapt_criteria(model: nn.Module, is_exact: bool) -> None:
+    """Make a model's known criteria ask for the window's counts.
+
+    Args:
+        is_exact: whether those, too, that cost a forward more and are close without.
+    """
+    adapters = {name: _mixin(means) for name, means in _MEANS.items()}
+    adapters["DenseDetector"] = _RunningNormalizer
+    if is_exact:
+        adapters.update((name, _mixin(means)) for name, means in _EXACT_MEANS.items())
+    for module in list(model.modules()):
+        names = [kind.__name__ for kind in type(module).__mro__]
+        for name in adapters.keys() & names:
+            if adapters[name].__name__ not in names:  # not adapted by an earlier trainer
+                add_mixin(module, adapters[name])
+
+
+def _mixin(means: _Means) -> type:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(super(mixin, self), means.method)(*args, **kwargs)
+        if not self.training:
+            return result
+        factor = mean_factor(means.count(self, *args))
+        is_mean = {name: not means.losses or name in means.losses for name in result}
+        return {k: loss * factor if is_mean[k] else loss for k, loss in result.items()}
+
+    mixin = type(f"_Mean{means.count.__name__}", (nn.Module,), {means.method: method})
+    return mixin
+
+
+class _RunningNormalizer(nn.Module):
+    """Detectron2's RetinaNet and FCOS: a running mean of the positive anchors in a batch.
+
+    The mean is updated once per window. The window's number is estimated from the micro-batches so
+    far, because the exact number would take another forward of all images.
+    """
+
+    def _ema_update(
+        self, name: str, value: float, initial_value: float, momentum: float = 0.9
+    ) -> float:
+        share = window_share()
+        if share == 1:
+            return super()._ema_update(name, value, initial_value, momentum)  # type: ignore[misc]
+        # Plain numbers of the module, so that a retry puts them back.
+        state, iteration = vars(self), get_event_storage().iter
+        is_over = state.get(f"{name}_share", 1.0) > 1 - 1e-6
+        if is_over or state[f"{name}_of_window"] != iteration:
+            state[f"{name}_of_window"] = iteration
+            state[f"{name}_before"] = state.get(name, initial_value)
+            state[f"{name}_sum"] = state[f"{name}_share"] = 0.0
+        state[f"{name}_sum"] += value
+        state[f"{name}_share"] += share
+        estimate = state[f"{name}_sum"] / state[f"{name}_share"]
+        state[name] = state[f"{name}_before"] * momentum + estimate * (1 - momentum)
+        return float(state[name] * share)

@@ -1,0 +1,97 @@
+# Copyright (c) the d2_memfit developers.
+"""Collectives in a forward that are not counts. A rank cannot repeat them alone."""
+
+import logging
+from collections.abc import Sequence
+
+from detectron2.utils import comm
+
+from ...collectives import Collective
+from ...errors import ConfigError
+
+__all__ = ["Communication", "CommunicationError"]
+
+logger = logging.getLogger(__name__)
+
+
+class CommunicationError(Exception):
+    """A model communicates in its forward unexpectedly. All ranks are told."""
+
+
+class Communication:
+    """Knowledge about a model's communication in its forward.
+
+    Args:
+        may_retry: whether a rank may run its images again.
+        is_size_fixed: whether MEMFIT.MICRO_BATCH or a cost model is set. Ranks then continue
+            without retries.
+
+    Attributes:
+        known: the first collective, as text; "" if there is none.
+        found: a new collective in this window; "" if there is none.
+    """
+
+    def __init__(self, may_retry: bool, is_size_fixed: bool) -> None:
+        self.known = self.found = ""
+        self._may_retry = may_retry
+        self._is_size_fixed = is_size_fixed
+        self._is_alone = comm.get_world_size() == 1  # a forward may be told otherwise
+
+    @property
+    def keeps_in_step(self) -> bool:
+        """Whether ranks wait for each other in a forward."""
+        return not self._is_alone and self.known != ""
+
+    def handle(self, call: Collective) -> bool:
+        """Handle a collective for :func:`~d2_memfit.collectives.noticed_collectives`.
+
+        Raises:
+            CommunicationError: it is the first collective that is found.
+        """
+        if self.known:
+            return False
+        self.found = str(call)
+        raise CommunicationError(self.found)
+
+    def handle_alone(self, call: Collective) -> bool:
+        """Handle a collective in a forward that no other rank runs, whether there is one or not.
+
+        Raises:
+            CommunicationError: it cannot be answered without them.
+        """
+        if self._is_alone and call.name in ("barrier", "broadcast", "reduce"):  # for logs
+            return call.run_alone()
+        self.found = self.found or str(call)
+        if self._is_alone or not call.run_alone():
+            raise CommunicationError(str(call))
+        return True
+
+    def allow(self, found: str) -> None:
+        """Decide, on all ranks, how to continue after any rank found a collective.
+
+        Raises:
+            ConfigError: the model cannot be trained with these options.
+        """
+        if self._may_retry and not self._is_size_fixed:
+            raise ConfigError(
+                f"MEMFIT.OOM.POLICY split cannot run a rank's images again, because {found} "
+                "communicates with other ranks in each forward. Train without it, such as with "
+                "MODEL.*.NORM GN in place of SyncBN; or set MEMFIT.OOM.POLICY raise"
+            )
+        logger.warning(
+            "The model communicates in its forward, %s. Each micro-batch does, so what it learns "
+            "there from other ranks is of one micro-batch of each. If losses are divided by it, "
+            "use d2_memfit.window_count",
+            found,
+        )
+        self.known = found
+
+    def check(self, numbers_of_micro_batches: Sequence[int]) -> None:
+        """Raise :class:`ConfigError`, on all ranks, if some ranks would wait for others."""
+        if self.known and len(set(numbers_of_micro_batches)) > 1:
+            raise ConfigError(
+                f"the model communicates in its forward, {self.known}, so all ranks must have as "
+                f"many micro-batches, and they have {list(numbers_of_micro_batches)}. Give all "
+                "ranks as many images, or train without that, such as with MODEL.*.NORM GN in "
+                "place of SyncBN"
+            )

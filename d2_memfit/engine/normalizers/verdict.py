@@ -1,0 +1,129 @@
+# Copyright (c) the d2_memfit developers.
+"""What trials say: by what micro-batches are weighted, for each loss."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Optional
+
+from .answers import IN_FULL, Site
+from .trial import RIGHT, ROUNDING, Findings
+
+__all__ = ["Verdict", "judged"]
+
+_CLEARLY = 10  # times as far away is clearly farther
+_NOISES = 2  # a random loss may be so many standard deviations away
+_SMALL = 1e-6  # of all losses; a smaller one is compared with this
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How micro-batches are weighted. By default each counts by its images.
+
+    Attributes:
+        answers: whether sums over ranks and declared counts are answered with the window's.
+        weights: for some losses, the count that weighs micro-batches in place of images.
+        distances: relative distance of each loss from that of the images together.
+        by_images: the same if nothing is answered, and images are the weights.
+        wrong: losses whose distance is more than :data:`RIGHT`, and more than their noise.
+        seen: losses that were not zero.
+        is_open: whether noise hides what is right. More windows can tell.
+    """
+
+    answers: bool = False
+    weights: Mapping[str, Site] = field(default_factory=dict)
+    distances: Mapping[str, float] = field(default_factory=dict)
+    by_images: Mapping[str, float] = field(default_factory=dict)
+    wrong: tuple[str, ...] = ()
+    seen: frozenset[str] = frozenset()
+    is_open: bool = False
+
+    @property
+    def is_by_images(self) -> bool:
+        return not self.answers and not self.weights
+
+
+def judged(findings: Sequence[Findings]) -> Verdict:
+    """Judge the trials of all ranks and windows.
+
+    What is right without an answer stays so. Otherwise what has fewer losses wrong is taken, or
+    what is nearer.
+    """
+    names = dict.fromkeys(name for f in findings for name in f.whole)
+    losses = [_Loss(name, findings) for name in names]
+    plain = {loss.name: loss.best(answers=False) for loss in losses}
+    answered = {loss.name: loss.best(answers=True) for loss in losses}
+    spoiled = any(plain[n.name][1] <= RIGHT < answered[n.name][1] for n in losses)
+    answers = not spoiled and _badness(losses, answered) < _badness(losses, plain)
+    best = answered if answers else plain
+    return Verdict(
+        answers,
+        {name: weights for name, (weights, _) in best.items() if weights is not None},
+        {name: distance for name, (_, distance) in best.items()},
+        {loss.name: loss.distance(None, answers=False) for loss in losses},
+        tuple(loss.name for loss in losses if best[loss.name][1] > loss.limit),
+        frozenset(loss.name for loss in losses if loss.is_seen),
+        any(loss.is_open(plain[loss.name][1], answered[loss.name][1]) for loss in losses),
+    )
+
+
+def _badness(
+    losses: Sequence["_Loss"], best: Mapping[str, tuple[Optional[Site], float]]
+) -> tuple[int, float]:
+    distances = [(best[loss.name][1], loss.limit) for loss in losses]
+    return sum(d > limit for d, limit in distances), sum(min(d, 1.0) for d, _ in distances)
+
+
+class _Loss:
+    """The findings of all trials about one loss."""
+
+    def __init__(self, name: str, findings: Sequence[Findings]) -> None:
+        self.name = name
+        self._findings = [f for f in findings if name in f.whole]
+        wholes = [abs(f.whole[name]) for f in self._findings]
+        self.is_seen = any(wholes)
+        others = [abs(v) for f in findings for v in f.whole.values() if math.isfinite(v)]
+        self._small = _SMALL * sum(others)
+        noise = math.sqrt(sum(f.noise.get(name, 0.0) ** 2 for f in self._findings))
+        self._noise = _ratio(noise, sum(wholes) + self._small)
+        self.limit = max(RIGHT, _NOISES * self._noise)
+
+    def distance(self, weights: Optional[Site], answers: bool) -> float:
+        """Relative distance of the loss with some weights; infinite if none has tried them."""
+        trials = self._trials(answers)
+        off = [differences.get(weights, math.inf) for _, differences in trials]
+        # Differences of a random loss cancel each other, if its weights are right.
+        total = abs(sum(off)) if self._noise > RIGHT else sum(map(abs, off))
+        return _ratio(total, sum(whole for whole, _ in trials) + self._small)
+
+    def best(self, answers: bool) -> tuple[Optional[Site], float]:
+        """The weights that are right, the images first, and the distance.
+
+        If none are, the window's sum counts where the loss is divided by it, and images elsewhere.
+        """
+        sites = dict.fromkeys(site for _, found in self._trials(answers) for site in found)
+        distances = {site: self.distance(site, answers) for site in sites} or {None: math.inf}
+        # A loss may be nearly the same for all images while weights are random.
+        nearest = max(ROUNDING, _CLEARLY * min(distances.values()))
+        limit = self.limit if self._noise > RIGHT else min(self.limit, nearest)
+        for site, distance in distances.items():
+            if distance <= limit:
+                return site, distance
+        weights = IN_FULL if IN_FULL in distances else None
+        return weights, distances[weights]
+
+    def _trials(self, answers: bool) -> list[tuple[float, Mapping[Optional[Site], float]]]:
+        """The size of the loss, and differences from it, in each trial."""
+        found = [(f.whole, f.answered if answers else f.plain) for f in self._findings]
+        return [(abs(whole[self.name]), d[self.name]) for whole, d in found if self.name in d]
+
+    def is_open(self, plain: float, answered: float) -> bool:
+        """Whether two kinds of weights differ, and noise lets both be right."""
+        return max(plain, answered) <= self.limit and abs(plain - answered) > RIGHT
+
+
+def _ratio(off: float, scale: float) -> float:
+    """A relative distance; infinite if one is not a number."""
+    if not math.isfinite(off) or not math.isfinite(scale):
+        return math.inf
+    return off / scale if scale else 0.0

@@ -1,0 +1,119 @@
+# Copyright (c) the d2_memfit developers.
+"""The parts that a project's trainer makes itself, of Detectron2's classes."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.engine import AMPTrainer, SimpleTrainer
+
+from .. import compat
+from ..errors import ConfigError
+from ..patching import replaced_functions
+from ..precision import Precision
+from .checkpoint import MemfitCheckpointer
+from .train_loop import AccumulatingTrainer
+
+__all__ = ["project_parts"]
+
+_Init = Callable[..., None]
+
+# Arguments of Detectron2's trainers that are passed on. Main has the last two.
+_KEPT = {"model", "data_loader", "optimizer", "gather_metric_period", "async_write_metrics"}
+
+
+@contextmanager
+def project_parts(
+    trainer: Any, options: Mapping[str, Any], ddp_options: dict[str, Any]
+) -> Iterator[tuple[list[AccumulatingTrainer], list[MemfitCheckpointer]]]:
+    """While open, make objects of Detectron2's classes what d2_memfit needs, whoever makes them.
+
+    - A ``SimpleTrainer`` or ``AMPTrainer`` becomes an :class:`AccumulatingTrainer`. A class derived
+      from ``SimpleTrainer`` gets it as a base before ``SimpleTrainer``, so that its
+      ``super().run_step()`` accumulates. The ``DefaultTrainer`` of few-shot-object-detection, and
+      of Detectron2's first releases, is such a class.
+    - A ``DetectionCheckpointer`` becomes a :class:`MemfitCheckpointer`, and saves the trainer too.
+    - ``create_ddp_model`` works on a CPU.
+
+    Args:
+        trainer: its ``__init__`` runs.
+        options: keyword arguments of every :class:`AccumulatingTrainer`.
+        ddp_options: keyword arguments of ``DistributedDataParallel``, in addition to the project's.
+
+    Yields:
+        The trainers and the checkpointers that are made.
+
+    Raises:
+        ConfigError: when an :class:`AccumulatingTrainer` is made with other options.
+        TypeError: when a trainer is made of a class that is derived from ``AMPTrainer``.
+    """
+    trainers: list[AccumulatingTrainer] = []
+    checkpointers: list[MemfitCheckpointer] = []
+
+    def simple(original: _Init) -> _Init:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(self, AccumulatingTrainer):
+                original(self, *args, **kwargs)
+                return
+            given = signature(original).bind(self, *args, **kwargs).arguments
+            self.__class__ = _accumulating(type(self))
+            AccumulatingTrainer.__init__(self, **{k: v for k, v in given.items() if k in _KEPT})
+            if given.get("grad_scaler") and self.precision.scaler:
+                self.precision.scaler = given["grad_scaler"]
+
+        return __init__
+
+    def accumulating(original: _Init) -> _Init:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature(original).bind(self, *args, **kwargs).arguments
+            for name in given.keys() & options.keys():
+                _check_same(name, given[name], options[name])
+            original(**{**options, **given})
+            trainers.append(self)
+
+        return __init__
+
+    def checkpointer(original: _Init) -> _Init:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            MemfitCheckpointer.adopt(self)
+            if self.save_dir and "trainer" not in self.checkpointables:
+                self.add_checkpointable("trainer", weakref.proxy(trainer))
+            checkpointers.append(self)
+
+        return __init__
+
+    with (
+        replaced_functions([SimpleTrainer, AMPTrainer], {"__init__": simple}),
+        replaced_functions([AccumulatingTrainer], {"__init__": accumulating}),
+        replaced_functions([DetectionCheckpointer], {"__init__": checkpointer}),
+        compat.ddp_made_with(ddp_options),
+    ):
+        yield trainers, checkpointers
+
+
+def _accumulating(cls: type) -> type:
+    """The class with :class:`AccumulatingTrainer` in place of ``SimpleTrainer``."""
+    if cls in (SimpleTrainer, AMPTrainer):
+        return AccumulatingTrainer
+    if issubclass(cls, AMPTrainer):
+        raise TypeError(
+            f"{cls.__name__} is derived from AMPTrainer: derive it from SimpleTrainer. With "
+            "SOLVER.AMP.ENABLED True it computes in mixed precision"
+        )
+    names = {k: getattr(cls, k) for k in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls, AccumulatingTrainer), names)
+
+
+def _check_same(name: str, given: Any, asked: Any) -> None:
+    if isinstance(asked, Precision):
+        asked = asked.dtype
+        given = Precision(given, "cpu").dtype if isinstance(given, str) else given.dtype
+    if given != asked:
+        raise ConfigError(
+            f"AccumulatingTrainer is made with {name} {given}, and the config asks for {asked}: "
+            f"leave {name} out there, and set it in the config"
+        )

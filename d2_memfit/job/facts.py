@@ -1,0 +1,171 @@
+# Copyright (c) the d2_memfit developers.
+"""Facts of datasets on disk that decide the largest batch: sizes, objects and classes."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Optional, Union
+
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.utils.file_io import PathManager
+from PIL import Image
+
+from ..side_work import alone, no_information, unchanged_random_state
+from .label_images import labels_in
+from .largest_images import Size, dict_of_size, num_instances_of, with_instances
+
+__all__ = ["WIDER", "Facts", "facts_of"]
+
+logger = logging.getLogger(__name__)
+
+WIDER = ", for which a plan leaves more of the budget free"
+
+_MOST_HEADERS = 10_000  # image files whose sizes are read: some 3 s on a local disk
+_ORIENTATION = 0x0112  # the tag of EXIF
+_LIES_ON_ITS_SIDE = (5, 6, 7, 8)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The largest values in some datasets.
+
+    Attributes:
+        sizes: sizes of all images; none if they are unknown.
+        num_instances: annotated objects of the most crowded image, at least 1. Without objects, the
+            classes in a label image.
+        most_crowded: its dataset dict.
+        label_files: label images, if there are no objects.
+        labels: values of a label image with the most classes; none before they are counted.
+        mean_instances: mean of what ``num_instances`` is the largest of; None if unknown.
+        is_guess: whether ``num_instances`` is a guess.
+        missing: what is assumed in place of datasets that cannot be read; "" for others.
+        lines: other facts that are assumed.
+        largest: a size that no image exceeds, if the sizes are unknown; None if that is, too.
+    """
+
+    sizes: frozenset[Size]
+    num_instances: int
+    most_crowded: dict[str, Any]
+    label_files: tuple[str, ...] = ()
+    labels: tuple[int, ...] = ()
+    mean_instances: Optional[float] = None
+    is_guess: bool = False
+    missing: str = ""
+    lines: tuple[str, ...] = ()
+    largest: Optional[Size] = None
+
+    def any_dict(self) -> dict[str, Any]:
+        """A dataset dict that no loader filters out."""
+        d = dict_of_size(self.most_crowded, _size_of(self.most_crowded))
+        return d if "annotations" not in d or num_instances_of(d) else with_instances(d, 1)
+
+    def with_labels(self, names: Sequence[str]) -> "Facts":
+        """The same datasets, with the classes in their label images counted.
+
+        Args:
+            names: names of the datasets, whose metadata tells which label is none.
+        """
+        if not self.label_files:
+            return self
+        ignored = {MetadataCatalog.get(name).get("ignore_label", 255) for name in names}
+        labels = labels_in(self.label_files, frozenset(ignored))
+        is_guess = labels.num_read < len(self.label_files)
+        line = (
+            f"no label image of {', '.join(names)} has more classes than {labels.num_read} of "
+            f"{len(self.label_files)}: {len(labels.values)}, a guess{WIDER}"
+        )
+        return replace(
+            self,
+            labels=labels.values,
+            num_instances=max(len(labels.values), 1),
+            mean_instances=labels.mean,
+            is_guess=is_guess,
+            lines=(*self.lines, line) if is_guess else self.lines,
+        )
+
+    def with_instances(self, num: int) -> "Facts":
+        """The same datasets with another number of objects in the most crowded image."""
+        if self.labels:
+            others = (i for i in range(num) if i not in self.labels)
+            labels = (*self.labels, *others)[:num]
+            return replace(self, labels=labels, num_instances=num, is_guess=False)
+        crowded = with_instances(self.most_crowded, num)
+        return replace(self, most_crowded=crowded, num_instances=num, is_guess=False)
+
+
+def facts_of(names: Union[str, Sequence[str]]) -> Optional[Facts]:
+    """Facts of some datasets; None if one of them cannot be read."""
+    found = []
+    for name in [names] if isinstance(names, str) else names:
+        if name not in DatasetCatalog:
+            return None
+        metadata = MetadataCatalog.get(name)
+        json_file = metadata.get("panoptic_json", metadata.get("json_file"))
+        if json_file and not PathManager.isfile(json_file):  # loading could download it
+            return None
+        facts = _facts_of_one(name, DatasetCatalog[name])
+        if facts is None:
+            return None
+        found.append(facts)
+    if not found:
+        return None
+    most = max(found, key=lambda facts: facts.num_instances)
+    return replace(
+        most,
+        sizes=frozenset().union(*(facts.sizes for facts in found)),
+        label_files=sum((facts.label_files for facts in found), ()),
+        lines=sum((facts.lines for facts in found), ()),
+    )
+
+
+# Facts by name, with the function registered then: reading COCO takes 20 seconds.
+_known: dict[str, tuple[Callable[..., Any], Optional[Facts]]] = {}
+
+
+def _facts_of_one(name: str, load: Callable[..., Any]) -> Optional[Facts]:
+    if name in _known and _known[name][0] is load and _known[name][1] is not None:
+        return _known[name][1]
+    facts = None
+    with alone(), no_information(), unchanged_random_state():
+        try:
+            dicts = load()
+            facts = _facts_of_dicts(name, dicts) if dicts else None
+        except Exception as e:  # any file, package or check of a dataset may fail
+            logger.info("The dataset %s cannot be read: %s: %s", name, type(e).__name__, e)
+    _known[name] = load, facts
+    return facts
+
+
+def _facts_of_dicts(name: str, dicts: Sequence[dict[str, Any]]) -> Facts:
+    nums = [num_instances_of(d) for d in dicts]
+    crowded = _with_size(dicts[nums.index(max(nums))])
+    step = 1
+    if any("height" not in d for d in dicts):  # of label images, or of segments
+        step = -(-len(dicts) // _MOST_HEADERS)
+    sizes = [_size_of(d) for d in (crowded, *dicts[::step])]
+    lines = [f"no image of {name} is larger than one in {step} of them"] if step > 1 else []
+    facts = Facts(
+        frozenset(sizes),
+        max(nums) or 1,
+        crowded,
+        mean_instances=sum(nums) / len(nums),
+        lines=tuple(lines),
+    )
+    if "annotations" in crowded or "segments_info" in crowded:
+        return facts
+    files = tuple(d["sem_seg_file_name"] for d in dicts if "sem_seg_file_name" in d)
+    return replace(facts, label_files=files)
+
+
+def _with_size(d: dict[str, Any]) -> dict[str, Any]:
+    height, width = _size_of(d)
+    return {**d, "height": height, "width": width}
+
+
+def _size_of(d: dict[str, Any]) -> Size:
+    """Height and width of a dataset dict's image, or those that its file has for Detectron2."""
+    if "height" in d and "width" in d:
+        return d["height"], d["width"]
+    with Image.open(PathManager.get_local_path(d["file_name"])) as image:
+        lies = image.getexif().get(_ORIENTATION, 1) in _LIES_ON_ITS_SIDE
+        return image.size if lies else image.size[::-1]

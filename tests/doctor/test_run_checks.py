@@ -1,0 +1,106 @@
+# Copyright (c) the d2_memfit developers.
+"""Whole runs of the doctor: ended and resumed, and on two ranks, on a dataset's images."""
+
+from functools import partial
+
+import pytest
+import torch
+from detectron2.data import DatasetCatalog
+from detectron2.engine import DefaultTrainer
+from detectron2.utils import comm
+from lazy_configs import lazy_config
+from tiny import tiny_cfg
+
+from d2_memfit import Job
+from d2_memfit.data import register_coco
+from d2_memfit.doctor import examine_runs
+
+pytestmark = pytest.mark.slow
+
+
+class Forgetting(DefaultTrainer):
+    """Its model draws from a generator that no checkpoint has."""
+
+    generator = torch.Generator()
+
+    @classmethod
+    def build_model(cls, cfg):
+        model = super().build_model(cfg)
+        cls.generator.manual_seed(comm.get_rank())
+
+        def noisy(module, args):
+            for d in args[0]:
+                noise = torch.randint(0, 9, d["image"].shape, generator=cls.generator)
+                d["image"] = d["image"] // 2 + noise.to(d["image"])
+
+        model.register_forward_pre_hook(noisy)
+        return model
+
+
+class Disagreeing(DefaultTrainer):
+    """Its ranks have different weights."""
+
+    def run_step(self):
+        super().run_step()
+        if comm.get_rank() == 1:
+            with torch.no_grad():
+                next(self.model.parameters()).add_(1)
+
+
+def job_of(folder, ranks, trainer=None):
+    if "coins_train" not in DatasetCatalog:
+        register_coco("coins_train", str(folder / "train.json"), str(folder / "train"))
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ()
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (96, 128), 160
+    cfg.DATALOADER.NUM_WORKERS = 1
+    job = Job.from_trainer(trainer, cfg, ranks) if trainer else Job.from_cfg(cfg, ranks)
+    return job, trainer
+
+
+def lazy_job_of(folder, ranks, trainer=None):
+    job_of(folder, ranks)  # registers the dataset
+    cfg = lazy_config(ddp={"broadcast_buffers": False})
+    cfg.dataloader.train.dataset.names = "coins_train"
+    return Job.from_lazy(cfg, ranks), trainer
+
+
+def findings(folder, trainer, job_of=job_of):
+    remake = partial(job_of, folder, 2, trainer)
+    return {f.what: f for f in examine_runs(*job_of(folder, 1, trainer), remake)}
+
+
+@pytest.mark.parametrize("trainer", [DefaultTrainer, None])
+def test_runs_that_are_well(coins, trainer):
+    found = findings(coins, trainer)
+    of_trainer = ["trainer"] if trainer else []
+    assert list(found) == ["estimate", *of_trainer, "resume", "two ranks"]
+    assert all(f.is_well for f in found.values()), [str(f) for f in found.values()]
+    assert "measured with real images" in found["estimate"].text
+    assert "bit by bit" in found["resume"].text
+
+
+def test_runs_of_a_lazy_config(coins):
+    found = findings(coins, None, lazy_job_of)
+    assert list(found) == ["estimate", "resume", "two ranks"]
+    assert all(f.is_well for f in found.values()), [str(f) for f in found.values()]
+
+
+def test_what_a_resumed_run_does_not_find_again_is_told(coins):
+    found = findings(coins, Forgetting)["resume"]
+    assert not found.is_well
+    assert "differ from those of a run that was not ended, such as " in found.text
+
+
+def test_ranks_that_differ_are_told(coins):
+    found = findings(coins, Disagreeing)["two ranks"]
+    assert not found.is_well
+    assert "MEMFIT.OOM.POLICY raise: weights differ between the ranks" in found.text
+
+
+def test_without_a_dataset_it_is_said_that_nothing_was_tested():
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.DATASETS.TRAIN = ("nobody_has_it",)
+    found = list(examine_runs(Job.from_cfg(cfg, 1)))
+    assert [f.is_well for f in found] == [None, None]
+    assert str(found[0]).startswith("--  estimate: not tested: the training dataset nobody_has_it")

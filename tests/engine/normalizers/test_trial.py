@@ -1,0 +1,411 @@
+# Copyright (c) the d2_memfit developers.
+"""Counts are declared, and tested on the job's own images before they are used."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from criteria import (
+    CHANNELS,
+    CLASSES,
+    Detector,
+    Detr,
+    Fcos,
+    annotated_images,
+    get_world_size,
+    is_initialized,
+)
+from detectron2.utils.events import EventStorage
+from torch import nn
+
+from d2_memfit import AccumulatingTrainer, compat, window_count
+from d2_memfit.engine import NormalizerOptions, RecoveryOptions
+from d2_memfit.errors import ConfigError
+
+WINDOWS = [(10, 3, 0, 5), (1, 0, 0, 0), (0, 4, 4, 4), (2, 2, 7, 2)]
+WRONG = "Micro-batches have other losses than the full batch"
+
+
+def windows_of(numbers=WINDOWS):
+    return [annotated_images(of_window, seed) for seed, of_window in enumerate(numbers)]
+
+
+def train(kind, windows, steps=1, trainer=AccumulatingTrainer, **options):
+    """Train on windows of ``steps`` batches; return the gradient of each, and the trainer."""
+    torch.manual_seed(0)
+    model = kind().double()
+    size = -(-len(windows[0]) // steps)
+    loader = [w[i : i + size] for w in windows for i in range(0, len(w), size)]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = trainer(model, loader, sgd, steps, **options)
+    gradients = []
+    with EventStorage() as storage:
+        for storage.iter in range(len(windows)):
+            trainer.run_step()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return gradients, trainer
+
+
+def worst(kind, numbers=WINDOWS, **options):
+    """The largest relative distance of a window's gradient, one by one, from one forward's."""
+    full, _ = train(kind, windows_of(numbers))
+    cut, trainer = train(kind, windows_of(numbers), steps=len(numbers[0]), **options)
+    return max(float((c - f).norm() / f.norm()) for c, f in zip(cut, full)), trainer
+
+
+def reduced(count):
+    """A count that is added up over ranks, as DETR does."""
+    count = torch.tensor([float(count)])
+    if is_initialized():
+        dist.all_reduce(count)
+    return torch.clamp(count / get_world_size(), min=1).item()
+
+
+def objects_of(batch):
+    return sum(len(image["instances"]) for image in batch)
+
+
+class PerImageClasses(Detector):
+    """Weighted cross entropies of each image, and boxes of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.classes = nn.Linear(CHANNELS, CLASSES)
+
+    def forward(self, batch):
+        features = self.features(batch).flatten(2).transpose(1, 2)
+        weights = torch.tensor([1.0, 5.0, 0.3], dtype=features.dtype)
+        losses = []
+        for rows, image in zip(features, batch):
+            labels = (torch.arange(len(rows)) < len(image["instances"])).long()
+            losses.append(F.cross_entropy(self.classes(rows), labels, weights))
+        boxes = features.abs().sum() / reduced(objects_of(batch))
+        return {"loss_ce": torch.stack(losses).mean(), "loss_bbox": boxes}
+
+
+class Contrastive(Detr):
+    """As OneFormer: its contrastive loss gathers from all ranks, and raises without any."""
+
+    def contrast(self, features):
+        if is_initialized():
+            gathered = [torch.zeros_like(features) for _ in range(get_world_size())]
+            dist.all_gather(gathered, features.detach())
+            raise RuntimeError("needs a process group")
+        return features.mean((1, 2, 3)).mean()
+
+    def forward(self, batch):
+        contrast = self.contrast(self.features(batch))
+        return {**super().forward(batch), "loss_contrastive": contrast}
+
+
+class FiltersObjects(Detector):
+    """Counts only objects of a class, which follows from no annotation count."""
+
+    def forward(self, batch):
+        kept = sum(int((image["instances"].gt_classes == 1).sum()) for image in batch)
+        return {"loss": self.features(batch).abs().sum() / reduced(kept)}
+
+
+class Later(Detr):
+    """Has another loss from the third window on."""
+
+    forwards = 0
+
+    def forward(self, batch):
+        losses = super().forward(batch)
+        warm_up = 0.0 if get_iteration() < 2 else 1.0
+        mask = self.features(batch).abs().sum() / reduced(objects_of(batch) + len(batch))
+        return {**losses, "loss_mask": mask * warm_up}
+
+
+def get_iteration():
+    from detectron2.utils.events import get_event_storage
+
+    return get_event_storage().iter
+
+
+@pytest.mark.parametrize("kind", [PerImageClasses, Contrastive, FiltersObjects, Later])
+def test_one_count_does_not_take_the_others_with_it(kind, log):
+    distance, _ = worst(kind)
+    assert distance < 2e-7
+    assert WRONG not in log.text
+
+
+class Untrained(Detector):
+    """Its class loss is the same for every object before it has learned, and nearly for others."""
+
+    def __init__(self):
+        super().__init__()
+        self.classes = nn.Linear(CHANNELS, CLASSES)
+        nn.init.zeros_(self.classes.weight)
+        nn.init.zeros_(self.classes.bias)
+
+    def forward(self, batch):
+        features = self.features(batch).mean((2, 3))
+        objects = [len(image["instances"]) for image in batch]
+        logits = self.classes(features.repeat_interleave(torch.tensor(objects), 0))
+        labels = torch.cat([image["instances"].gt_classes for image in batch])
+        count = reduced(sum(objects))
+        loss_cls = F.cross_entropy(logits, labels, reduction="sum") / count
+        constant = sum(objects) / count
+        return {"loss_cls": loss_cls, "loss_nearly": constant + 1e-3 * loss_cls}
+
+
+def test_what_is_right_only_before_a_model_has_learned_is_not_taken(log):
+    distance, _ = worst(Untrained, [(10, 3, 2, 5), (1, 0, 4, 2)])
+    assert distance < 1e-12
+    assert WRONG not in log.text
+
+
+class MeanOverObjects(Detector):
+    """Divided by a count that nobody is told."""
+
+    def forward(self, batch):
+        features = self.features(batch)
+        return {
+            "loss_mask": features.abs().sum() / max(objects_of(batch), 1),
+            "loss": features.mean((1, 2, 3)).mean(),
+        }
+
+
+def test_a_loss_that_is_not_right_is_named_once_with_its_distance(log):
+    distance, _ = worst(MeanOverObjects)
+    assert distance > 0.05
+    [message] = [r.getMessage() for r in log.records if WRONG in r.getMessage()]
+    assert "distances: loss_mask (" in message
+    assert "MEMFIT.NORMALIZERS.LOSSES" in message
+
+
+def test_the_remedies_in_that_message_help(log):
+    class Asks(MeanOverObjects):
+        def forward(self, batch):
+            features = self.features(batch)
+            count = window_count(objects_of(batch))
+            return {"loss_mask": features.abs().sum() / count, "loss": features.mean()}
+
+    told = NormalizerOptions(losses=[["loss_mask", "objects"]])
+    assert worst(MeanOverObjects, normalizers=told)[0] < 1e-12
+    assert worst(Asks)[0] < 1e-12
+    assert WRONG not in log.text
+
+
+class Total(Detr):
+    """Returns one loss, of which only a part is divided by the count."""
+
+    def forward(self, batch):
+        return sum(super().forward(batch).values())
+
+
+def test_losses_that_are_added_up_cannot_be_told_apart(log):
+    worst(Total)
+    assert "distances: total_loss (" in log.text
+
+
+class Noisy(Detr):
+    """Its boxes are moved by random numbers that no test can fix."""
+
+    generator = np.random.default_rng(0)
+
+    def forward(self, batch):
+        losses = super().forward(batch)
+        noise = 1 + 0.3 * self.generator.normal()
+        return {**losses, "loss_bbox": losses["loss_bbox"] * float(noise)}
+
+
+def test_a_random_loss_is_read_against_its_own_noise(log):
+    numbers = [(10, 3, 0, 5)] * 6
+    _, trainer = train(Noisy, windows_of(numbers), steps=4)
+    assert "loss_bbox" in trainer.normalizers.verdict.weights
+    assert WRONG not in log.text
+
+
+def test_a_resumed_run_goes_on_with_a_test_that_noise_left_open(tmp_path):
+    windows = windows_of([(10, 3, 0, 5), (2, 9, 1, 0), (4, 4, 8, 3)])
+    Noisy.generator = np.random.default_rng(1)
+    _, whole = train(Noisy, windows, steps=4)
+    Noisy.generator = np.random.default_rng(1)
+    _, ended = train(Noisy, windows[:1], steps=4)
+    state = ended.normalizers.state_dict()
+    assert state["needs_trial"]
+    torch.save(state, tmp_path / "state.pth")
+
+    class Resumed(AccumulatingTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.normalizers.load_state_dict(torch.load(tmp_path / "state.pth", weights_only=True))
+
+    _, resumed = train(Noisy, windows[1:], steps=4, trainer=Resumed)
+    assert resumed.normalizers.verdict == whole.normalizers.verdict
+    assert resumed.normalizers.state_dict() == whole.normalizers.state_dict()
+
+
+def forwards_of(kind, windows, **options):
+    """The number of forwards in each window."""
+    counts = []
+
+    class Counting(kind):
+        def forward(self, batch):
+            counts[-1] += 1
+            return super().forward(batch)
+
+    class Trainer(AccumulatingTrainer):
+        def run_step(self):
+            counts.append(0)
+            super().run_step()
+
+    sgd = torch.optim.SGD((model := Counting().double()).parameters(), lr=0.0)
+    loader = [[image] for window in windows for image in window]
+    trainer = Trainer(model, loader, sgd, len(windows[0]), **options)
+    with EventStorage() as storage:
+        for storage.iter in range(len(windows)):
+            trainer.run_step()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "later"), [(MeanOverObjects, 10, 4), (Detr, 17, 4), (Fcos, 25, 8)]
+)
+def test_the_test_is_made_once(kind, first, later):
+    """FCOS counts positives, which only a forward can tell; its first rule is wrong."""
+    counts = forwards_of(kind, windows_of([(9, 3, 1, 5), (1, 8, 2, 6), (3, 7, 4, 9)]))
+    assert counts[0] <= first
+    assert counts[1:] == [later, later]
+
+
+def test_nothing_stands_around_a_forward_whose_losses_are_means_over_images():
+    functions = []
+
+    class Means(Detector):
+        def forward(self, batch):
+            functions.append((torch._C._nn.cross_entropy_loss, dist.ProcessGroup.allreduce))
+            return {"loss": self.features(batch).mean((1, 2, 3)).mean()}
+
+    train(Means, windows_of(), steps=4)
+    now = (torch._C._nn.cross_entropy_loss, dist.ProcessGroup.allreduce)
+    assert functions[0] != now, "the test looks"
+    assert functions[-12:] == [now] * 12
+
+
+# Bad input
+
+
+def test_a_pattern_that_matches_no_loss_is_an_error_with_the_names():
+    told = NormalizerOptions(losses=[["loss_masks", "objects"]])
+    with pytest.raises(ConfigError, match=r"no loss matches 'loss_masks'.* loss_ce, loss_bbox"):
+        train(Detr, windows_of(), steps=4, normalizers=told)
+
+
+class AsksInVain(MeanOverObjects):
+    def forward(self, batch):
+        window_count(objects_of(batch))
+        return super().forward(batch)
+
+
+def test_a_window_count_that_never_sees_its_loss_is_an_error():
+    with pytest.raises(ConfigError, match=r"window_count in .*test_trial.py:\d+: no loss depends"):
+        train(AsksInVain, windows_of(), steps=4)
+
+
+class NeedsObjects(Detr):
+    def forward(self, batch):
+        if not objects_of(batch):
+            raise ValueError("there is nothing to match")
+        return super().forward(batch)
+
+
+def test_a_criterion_that_needs_objects_keeps_its_counts(log):
+    distance, _ = worst(NeedsObjects, [(3, 1, 2, 5), (4, 4, 1, 7)])
+    assert distance < 2e-7
+    assert "could not be tested" not in log.text
+
+
+class NeedsTwo(Detr):
+    def forward(self, batch):
+        if len(batch) < 2:
+            raise ValueError("one image has no other to be compared with")
+        return super().forward(batch)
+
+
+def test_a_criterion_that_cannot_be_tested_keeps_image_weights_and_one_line_says_so(log):
+    train(NeedsTwo, windows_of(), steps=2)
+    messages = [r.getMessage() for r in log.records if "could not be tested" in r.getMessage()]
+    assert len(messages) == 1
+    assert "ValueError: one image has no other to be compared with in normalizers/" in messages[0]
+
+
+class Thirsty(Detr):
+    """Has no memory for three images at once."""
+
+    def forward(self, batch):
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. injected")
+        return super().forward(batch)
+
+
+def test_out_of_memory_in_the_test_is_survived():
+    full, _ = train(Detr, windows_of())
+    cut, _ = train(Thirsty, windows_of(), steps=4)
+    assert max(float((c - f).norm() / f.norm()) for c, f in zip(cut, full)) < 2e-7
+
+
+class FailsLater(Detr):
+    """Cannot work with a second rank, but that shows only in the second window."""
+
+    def forward(self, batch):
+        if get_iteration() == 1 and get_world_size() > 1:
+            raise RuntimeError("told of a rank that is not there")
+        return super().forward(batch)
+
+
+def test_an_error_of_what_a_model_is_told_does_not_end_the_run():
+    _, trainer = train(FailsLater, windows_of()[:3], steps=4)
+    assert "loss_bbox" not in trainer.normalizers.verdict.weights
+
+
+def test_windows_that_begin_without_objects_are_tested_when_there_are_some(log):
+    distance, trainer = worst(Detr, [(0, 0, 0, 0), (0, 0, 0, 0), (10, 3, 0, 5), (1, 0, 2, 4)])
+    assert distance < 2e-7
+    assert "loss_bbox" in trainer.normalizers.verdict.weights
+
+
+# Ranks
+
+
+def on_ranks(rank, num_ranks, kind, windows, recovery):
+    torch.manual_seed(0)
+    model = compat.create_ddp_model(kind().double(), broadcast_buffers=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    parts = [w[rank * len(w) // num_ranks : (rank + 1) * len(w) // num_ranks] for w in windows]
+    loader = [[image] for part in parts for image in part]
+    steps = len(parts[0])
+    trainer = AccumulatingTrainer(model, loader, sgd, steps, recovery=recovery)
+    gradients = []
+    with EventStorage() as storage:
+        for storage.iter in range(len(windows)):
+            trainer.run_step()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return gradients, dict(trainer.normalizers.verdict.weights)
+
+
+class RaisesOnOneRank(Detr):
+    """Its test fails on the second rank."""
+
+    def forward(self, batch):
+        if not torch.is_grad_enabled() and is_initialized() and dist.get_rank() == 1:
+            raise ValueError("only here")
+        return super().forward(batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recovery", [None, RecoveryOptions()])
+@pytest.mark.parametrize("kind", [Detr, PerImageClasses, RaisesOnOneRank])
+def test_ranks_decide_the_same(kind, recovery, two_ranks):
+    """Also if one has no object in the first window, or its test fails."""
+    windows = windows_of([(4, 3, 0, 0), (1, 0, 0, 2), (0, 4, 4, 4)])
+    full, _ = train(kind, windows)
+    (first, weights), (second, others) = two_ranks.run(on_ranks, 2, kind, windows, recovery)
+    assert weights == others
+    for one, other, whole in zip(first, second, full):
+        assert torch.equal(one, other)
+        assert float((one - whole).norm() / whole.norm()) < 2e-7

@@ -1,0 +1,71 @@
+# Copyright (c) the d2_memfit developers.
+"""The likely cause of a loss that is not finite, found by trying it out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from detectron2.structures import Boxes, Instances
+from detectron2.utils.events import EventStorage
+
+from d2_memfit import AccumulatingTrainer
+
+
+class Model(torch.nn.Module):
+    """Its loss is a product that float32 can hold, and float16 cannot."""
+
+    def __init__(self, weight=1.0):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((1, 4), weight))
+
+    def forward(self, batch):
+        x = torch.stack([d["image"].float().mean().expand(4) for d in batch])
+        return {"loss_cls": F.linear(x, self.weight).mean(), "loss_box": self.weight[0, 0] * 0}
+
+
+def image(value=1.0, box=(1.0, 1.0, 5.0, 5.0)):
+    instances = Instances((8, 8), gt_boxes=Boxes(torch.tensor([box])))
+    pixels = torch.full((3, 8, 8), value)
+    return {"image": pixels, "file_name": "a.jpg", "image_id": 7, "instances": instances}
+
+
+def message(model, batches, precision="fp32", lr=0.0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    trainer = AccumulatingTrainer(model, iter(batches), optimizer, precision=precision)
+    with EventStorage(0) as storage:
+        for _ in batches[1:]:
+            trainer.run_step()
+            storage.step()
+        with pytest.raises(FloatingPointError) as e:
+            trainer.run_step()
+    assert "loss_cls" in str(e.value)
+    assert ("loss_box" in str(e.value)) is not bool(model.weight.isfinite().all())
+    assert "a.jpg (image_id 7)" in str(e.value)
+    return str(e.value)
+
+
+def test_pixels_that_are_not_finite():
+    text = message(Model(), [[image(float("nan"))]])
+    assert "Likely the data, for a.jpg has values in image that are not finite" in text
+
+
+def test_a_box_without_width():
+    text = message(Model(3e38), [[image(1e3, box=(5.0, 1.0, 5.0, 5.0))]])
+    assert "Likely the data, for a.jpg has a box without width or height" in text
+
+
+def test_weights_that_are_not_finite():
+    assert "Likely the learning rate, for the weights" in message(Model(float("inf")), [[image()]])
+
+
+def test_losses_that_grew():
+    batches = [[image(10.0**i)] for i in (0, 0, 2, 38)]
+    assert "Likely the learning rate, for the losses have grown" in message(Model(10.0), batches)
+
+
+def test_mixed_precision():
+    text = message(Model(1e3), [[image(1e3)]], precision="fp16")
+    assert "Likely mixed precision, for in float32 the losses are finite" in text
+
+
+def test_nothing_of_these():
+    assert "Likely the data, for weights and earlier" in message(Model(1e3), [[image(1e38)]])

@@ -1,0 +1,52 @@
+# Copyright (c) the d2_memfit developers.
+"""Trainers of every shape on two ranks that are not alike: none hangs, and all agree."""
+
+import pytest
+import torch
+from trainer_shapes import SHAPES, train
+
+pytestmark = pytest.mark.slow
+
+SPLIT = {"SOLVER.ACCUMULATION_STEPS": 2, "MEMFIT.OOM.POLICY": "split"}
+SKIP = {**SPLIT, "MEMFIT.OOM.LAST_RESORT": "skip", "MEMFIT.OOM.MAX_SKIPPED": 1.0}
+ACCUMULATING = [shape for shape in SHAPES if shape != "own run_step"]
+
+
+def same_on_all_ranks(outcomes):
+    for other in outcomes[1:]:
+        torch.testing.assert_close(other, outcomes[0], rtol=0, atol=0)
+    return outcomes[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_with_default_keys_it_trains_as_without_d2_memfit(shape, two_ranks, tmp_path):
+    actual = same_on_all_ranks(two_ranks.run(train, shape, tmp_path / "ours", {}))
+    plain = {
+        "README's line": "past DefaultTrainer",
+        "own AMPTrainer": "DefaultTrainer",  # it needs a GPU
+        "own AccumulatingTrainer": "DefaultTrainer",
+    }.get(shape, shape)
+    expected = two_ranks.run(train, f"plain {plain}", tmp_path / "plain", {})
+    torch.testing.assert_close(actual, expected[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("phase", ["forward", "criterion", "backward"])
+@pytest.mark.parametrize("shape", ACCUMULATING)
+def test_errors_on_one_rank_change_nothing(shape, phase, two_ranks, tmp_path):
+    failed = same_on_all_ranks(two_ranks.run(train, shape, tmp_path / "1", SPLIT, phase))
+    undisturbed = same_on_all_ranks(two_ranks.run(train, shape, tmp_path / "2", SPLIT))
+    torch.testing.assert_close(failed, undisturbed, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", ACCUMULATING)
+def test_a_rank_without_images_takes_the_others_step(shape, two_ranks, tmp_path):
+    same_on_all_ranks(two_ranks.run(train, shape, tmp_path, SKIP, "forward", 0))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_resumed_run_ends_as_one_that_was_not(shape, two_ranks, tmp_path):
+    keys = {} if shape == "own run_step" else SPLIT
+    straight = two_ranks.run(train, shape, tmp_path / "straight", keys)
+    two_ranks.run(train, shape, tmp_path / "resumed", keys, "", 1, 0, 2)
+    resumed = two_ranks.run(train, shape, tmp_path / "resumed", keys, "", 1, 2, 4)
+    torch.testing.assert_close(resumed, straight, rtol=0, atol=0)

@@ -1,0 +1,239 @@
+# Copyright (c) the d2_memfit developers.
+"""The largest batches that a job's mapper makes, with and without datasets."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data import DatasetCatalog
+
+from d2_memfit import Job, get_cfg
+from d2_memfit.data import register_coco
+from d2_memfit.errors import ConfigError
+from d2_memfit.job.batches import tensors_of
+from d2_memfit.job.known_datasets import known_dataset
+from d2_memfit.planner.dry_job import margin_of
+
+
+def make_cfg(**keys):
+    cfg = get_cfg()
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("nobody_has_it",), ()
+    cfg.merge_from_list([x for k, v in keys.items() for x in (k.replace("__", "."), v)])
+    return cfg
+
+
+def sizes(cfg, num_images):
+    return [tuple(d["image"].shape[1:]) for d in Job.from_cfg(cfg, 1).training_batch(num_images)]
+
+
+@pytest.fixture
+def dataset():
+    """A landscape, a portrait with many objects, and a crowd, which does not count."""
+
+    def dicts():
+        def image(height, width, crowds):
+            annotations = [{"iscrowd": c} for c in crowds]
+            return {"height": height, "width": width, "annotations": annotations}
+
+        return [image(480, 640, [0] * 3), image(1000, 500, [0] * 7), image(600, 600, [1] * 50)]
+
+    DatasetCatalog.register("worst_case_test", dicts)
+    yield "worst_case_test"
+    DatasetCatalog.remove("worst_case_test")
+
+
+def test_without_a_dataset_images_have_any_shape_and_100_instances_and_it_is_said():
+    cfg = make_cfg(DATASETS__TRAIN=("nobody_has_it",), INPUT__MIN_SIZE_TRAIN=(640, 800))
+    batches = Job.from_cfg(cfg, 1).batches
+    assert sorted(sizes(cfg, 1)[0]) == [800, 1333]
+    assert batches.num_instances == 100
+    assert "nobody_has_it" in batches.assumptions[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "num", "is_guess"),
+    [
+        ("coco_2017_train", 100, False),
+        ("keypoints_coco_2017_train", 100, False),
+        ("lvis_v1_train", 300, True),
+        ("cityscapes_fine_instance_seg_train", 170, True),
+        ("voc_2007_trainval", 100, True),
+        ("ade20k_instance_train", 180, True),
+        ("nobody_has_it", 100, True),
+    ],
+)
+def test_detectron2s_datasets_are_known_by_name_and_guesses_leave_more_room(name, num, is_guess):
+    cfg = make_cfg(DATASETS__TRAIN=(name,))
+    job = Job.from_cfg(cfg, 1)
+    assert job.batches.num_instances == num
+    assert ("a guess" in job.batches.assumptions[0]) == is_guess
+    assert ("more of the budget free" in job.batches.assumptions[0]) == is_guess
+    assert margin_of(job) == pytest.approx(0.15 if is_guess else 0.1)
+    told = Job.from_cfg(cfg, 1, num_instances=30)
+    assert told.batches.num_instances == 30
+    assert margin_of(told) == pytest.approx(0.1)
+
+
+def test_where_all_images_of_a_dataset_have_one_size_it_is_taken():
+    cfg = make_cfg(DATASETS__TRAIN=("cityscapes_fine_instance_seg_train",))
+    cfg.DATASETS.TEST = ("cityscapes_fine_instance_seg_val",)
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (800, 1024), 2048
+    assert sizes(cfg, 2) == [(1024, 2048), (1024, 2048)]
+    (image,) = Job.from_cfg(cfg, 1).evaluation_batch()
+    assert (image["height"], image["width"]) == (1024, 2048)
+    told = Job.from_cfg(cfg, 1, num_instances=30)  # by the job's own mapper
+    assert tuple(told.training_batch(1)[0]["image"].shape[1:]) == (1024, 2048)
+    cfg.INPUT.MIN_SIZE_TRAIN = (0,)
+    assert sizes(cfg, 1) == [(1024, 2048)]
+
+
+def test_several_datasets_are_known_if_all_are():
+    assert known_dataset(["coco_2017_train", "lvis_v1_train"]).title == "LVIS"
+    assert known_dataset(["coco_2017_train", "mine"]) is None
+    assert known_dataset([]) is None
+
+
+def test_a_shorter_side_is_a_number_or_several_as_for_detectron2():
+    cfg = make_cfg(DATASETS__TEST=("nobody_has_it",))
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MIN_SIZE_TEST = 640, (400, 600)
+    assert sorted(sizes(cfg, 1)[0]) == [640, 1333]
+    (image,) = Job.from_cfg(cfg, 1).evaluation_batch()
+    assert sorted(image["image"].shape[1:]) == [600, 1333]
+
+
+def test_a_dataset_says_how_large_and_how_crowded_its_images_are(dataset):
+    cfg = make_cfg(DATASETS__TRAIN=(dataset,), DATASETS__TEST=(dataset,))
+    job = Job.from_cfg(cfg, 1)
+    # The portrait, which INPUT.MAX_SIZE_TRAIN limits, beside the square; the landscape meets none.
+    assert sizes(cfg, 2) == [(1333, 667), (800, 800)]
+    assert sizes(cfg, 1) == [(1333, 667)]
+    assert job.batches.num_instances == 7
+    assert [len(d["instances"]) for d in job.training_batch(3)] == [7, 7, 7]
+    (image,) = job.evaluation_batch()
+    assert (image["height"], image["width"]) == (1000, 500)
+    assert "instances" not in image
+    assert job.batches.assumptions == job.batches.evaluation_assumptions == ()
+
+
+def test_without_grouping_both_orientations_meet_in_a_batch(dataset):
+    cfg = make_cfg(DATASETS__TRAIN=(dataset,), DATALOADER__ASPECT_RATIO_GROUPING=False)
+    highest, widest, again = sizes(cfg, 3)
+    assert (highest[0], widest[1]) == (1333, 1067)
+    assert again == highest
+
+
+@pytest.fixture
+def panorama():
+    """Beside an ordinary landscape, and a narrow portrait."""
+    shapes = [(480, 640), (300, 900), (900, 270)]
+    dicts = [{"height": h, "width": w, "annotations": [{}]} for h, w in shapes]
+    DatasetCatalog.register("panorama_test", lambda: dicts)
+    yield "panorama_test"
+    DatasetCatalog.remove("panorama_test")
+
+
+def test_images_of_one_group_are_padded_to_each_other(panorama):
+    cfg = make_cfg(DATASETS__TRAIN=(panorama,))
+    assert sizes(cfg, 2) == [(800, 1067), (444, 1333)]
+    assert sizes(cfg, 1) == [(800, 1067)]
+
+
+def test_a_micro_batch_of_one_has_the_largest_single_image(panorama):
+    cfg = make_cfg(DATASETS__TRAIN=(panorama,), DATALOADER__ASPECT_RATIO_GROUPING=False)
+    assert sizes(cfg, 2) == [(1333, 400), (444, 1333)]
+    assert sizes(cfg, 1) == [(800, 1067)]
+
+
+def test_groups_meet_in_micro_batches_of_several_batches(panorama):
+    keys = {"SOLVER__IMS_PER_BATCH": 4, "SOLVER__ACCUMULATION_STEPS": 2}
+    apart = make_cfg(DATASETS__TRAIN=(panorama,), MEMFIT__MICRO_BATCH=2, **keys)
+    assert sizes(apart, 2) == [(800, 1067), (444, 1333)]
+    together = make_cfg(DATASETS__TRAIN=(panorama,), MEMFIT__MICRO_BATCH=3, **keys)
+    assert sizes(together, 2) == [(1333, 400), (444, 1333)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "expected"),
+    [
+        ("absolute", [300, 300], (800, 800)),
+        ("relative", [0.5, 0.5], (1333, 667)),
+        ("relative_range", [0.5, 0.5], (1333, 1333 * 0.5)),
+        ("absolute_range", [200, 400], (1333, 667)),
+    ],
+)
+def test_crops_come_before_resizing(dataset, kind, size, expected):
+    cfg = make_cfg(DATASETS__TRAIN=(dataset,))
+    cfg.INPUT.CROP.ENABLED, cfg.INPUT.CROP.TYPE, cfg.INPUT.CROP.SIZE = True, kind, size
+    height, width = sizes(cfg, 2)[0]
+    assert np.prod([height, width]) == pytest.approx(np.prod(expected), rel=0.6)
+    assert max(height, width) <= 1333
+
+
+@pytest.mark.parametrize("kind", ["absolute", "absolute_range"])
+def test_crops_of_images_that_are_not_there_are_as_large_as_they_can_be(kind):
+    cfg = make_cfg()
+    cfg.INPUT.CROP.ENABLED, cfg.INPUT.CROP.TYPE, cfg.INPUT.CROP.SIZE = True, kind, [300, 600]
+    short, long = sorted(max(sizes(cfg, 2), key=np.prod))
+    assert 667 * 1333 <= short * long <= 800 * 1333
+    assert (short, long) == (667, 1333) or kind == "absolute_range"  # others than 1 : 2, too
+
+
+def test_images_in_their_own_size_need_a_dataset_or_their_size(dataset):
+    cfg = make_cfg(INPUT__MIN_SIZE_TRAIN=(0,), DATASETS__TRAIN=("nobody_has_it",))
+    with pytest.raises(ConfigError, match="leaves images in their own sizes"):
+        sizes(cfg, 1)
+    job = Job.from_cfg(cfg, 1, image_size=(700, 900), num_instances=9)
+    (image,) = job.training_batch(1)
+    assert (image["image"].shape, len(image["instances"])) == ((3, 700, 900), 9)
+    cfg.DATASETS.TRAIN = (dataset,)
+    assert sizes(cfg, 2) == [(1000, 500), (600, 600)]
+
+
+def test_a_batch_has_what_the_models_ask_for():
+    cfg = make_cfg()
+    cfg.MODEL.MASK_ON = cfg.MODEL.KEYPOINT_ON = cfg.MODEL.LOAD_PROPOSALS = True
+    cfg.INPUT.MASK_FORMAT = "bitmask"
+    cfg.MODEL.META_ARCHITECTURE = "PanopticFPN"
+    cfg.DATASETS.TRAIN = cfg.DATASETS.TEST = ("keypoints_coco_2017_train",)
+    cfg.DATASETS.PROPOSAL_FILES_TRAIN = cfg.DATASETS.PROPOSAL_FILES_TEST = ("nor_this.pkl",)
+    job = Job.from_cfg(cfg, 1)
+    (image,) = job.training_batch(1)
+    assert len(image["instances"]) == 100
+    assert image["instances"].gt_masks.tensor.shape == (100, *image["image"].shape[1:])
+    assert image["sem_seg"].shape == image["image"].shape[1:]
+    assert len(image["proposals"]) == cfg.DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TRAIN
+    assert sum(t.nbytes for t in tensors_of([image])) > 100 * 800 * 1333
+    (image,) = job.evaluation_batch()
+    assert "instances" not in image
+    assert len(image["proposals"]) == cfg.DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TEST
+
+
+def test_a_coco_file_that_is_missing_is_no_error(tmp_path):
+    missing = tmp_path / "missing.json"
+    register_coco("worst_case_missing", str(missing), str(tmp_path))
+    cfg = make_cfg(DATASETS__TRAIN=("worst_case_missing",))
+    assert Job.from_cfg(cfg, 1).batches.num_instances == 100
+    info = {"id": 1, "file_name": "1.jpg", "height": 30, "width": 40}
+    box = {"bbox": [1, 1, 5, 5], "category_id": 1, "image_id": 1, "iscrowd": 0, "area": 25}
+    coco = {"images": [info], "categories": [{"id": 1, "name": "coin"}]}
+    coco["annotations"] = [{**box, "id": i} for i in range(4)]
+    missing.write_text(json.dumps(coco))
+    job = Job.from_cfg(cfg, 1)
+    assert job.batches.num_instances == 4
+    assert torch.is_tensor(job.training_batch(1)[0]["image"])
+
+
+def test_the_datasets_own_annotations_are_repeated_for_more_instances(tmp_path):
+    info = {"file_name": "a.jpg", "image_id": 1, "height": 30, "width": 40}
+    own = {"bbox": [1, 2, 5, 6], "bbox_mode": 0, "category_id": 0, "own": 7}
+    DatasetCatalog.register("own_annotations", lambda: [{**info, "annotations": [own]}])
+    try:
+        cfg = make_cfg(DATASETS__TRAIN=("own_annotations",))
+        (image,) = Job.from_cfg(cfg, 1, num_instances=5).training_batch(1)
+        assert len(image["instances"]) == 5
+        boxes = image["instances"].gt_boxes.tensor
+        assert torch.equal(boxes, boxes[:1].expand(5, 4))
+    finally:
+        DatasetCatalog.remove("own_annotations")

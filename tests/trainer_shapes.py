@@ -1,0 +1,295 @@
+# Copyright (c) the d2_memfit developers.
+"""Trainers as public projects write them, on ranks that are not alike."""
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.data import build_detection_test_loader, build_detection_train_loader
+from detectron2.engine import (
+    AMPTrainer,
+    DefaultTrainer,
+    SimpleTrainer,
+    TrainerBase,
+    create_ddp_model,
+    hooks,
+)
+from detectron2.evaluation import inference_on_dataset
+from detectron2.utils import comm
+from detectron2.utils.env import seed_all_rng
+from detectron2.utils.events import EventStorage, get_event_storage
+from tiny import parameters
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from d2_memfit import AccumulatingTrainer, MemfitMixin, MemfitTrainer, compat, get_cfg
+
+
+class Detector(nn.Module):
+    """Its criterion adds the number of boxes up over ranks. Rank 1 may run out of memory."""
+
+    fails = ""  # in the "forward", the "criterion" or the "backward"
+    fits = 1  # images
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, batch):
+        if not self.training:
+            return [{} for _ in batch]
+        self._fail("forward", batch)
+        boxes = torch.cat([d["boxes"] for d in batch])
+        distance = (self.net(boxes) - torch.rand_like(boxes) / 10).abs().sum()
+        self._fail("criterion", batch)
+        count = torch.tensor([float(len(boxes))])
+        if comm.get_world_size() > 1:
+            dist.all_reduce(count)
+        loss = distance / torch.clamp(count / comm.get_world_size(), min=1).item()
+        if loss.requires_grad:
+            loss.register_hook(lambda _: self._fail("backward", batch))
+        return {"loss_boxes": loss}
+
+    def _fail(self, phase, batch):
+        is_here = comm.get_rank() == 1 and get_event_storage().iter == 1
+        if is_here and phase == self.fails and len(batch) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. injected")
+
+
+def load(d):
+    """A mapper. One image in three has no boxes."""
+    number = d["image_id"]
+    rng = torch.Generator().manual_seed(number)
+    noise = torch.rand(1) / 10  # an augmentation
+    return {**d, "boxes": torch.rand(number % 3, 4, generator=rng) + noise}
+
+
+class Parts:
+    """What all projects here build."""
+
+    @classmethod
+    def build_model(cls, cfg):
+        torch.manual_seed(0)
+        return Detector()
+
+    @classmethod
+    def build_optimizer(cls, cfg, model):
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    @classmethod
+    def build_train_loader(cls, cfg):
+        dicts = [{"image_id": i, "width": 9, "height": 9 + i % 2} for i in range(24)]
+        return build_detection_train_loader(
+            dicts, mapper=load, total_batch_size=cfg.SOLVER.IMS_PER_BATCH, num_workers=0
+        )
+
+    def build_writers(self):
+        return []
+
+    @classmethod
+    def test(cls, cfg, model, evaluators=None):
+        dicts = [{"image_id": 0, "annotations": []}]
+        inference_on_dataset(model, build_detection_test_loader(dicts, mapper=load), None)
+        return {}
+
+
+class PlainProject(Parts, DefaultTrainer):
+    pass
+
+
+class OwnCheckpointer(DetectionCheckpointer):
+    pass
+
+
+class AdelaiDet(Parts, DefaultTrainer):
+    """Rank 0 has another checkpointer, which saves no trainer; its loop does not tidy up."""
+
+    def build_hooks(self):
+        built = super().build_hooks()
+        for i, hook in enumerate(built):
+            if isinstance(hook, hooks.PeriodicCheckpointer):
+                parts = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+                self.checkpointer = OwnCheckpointer(self.model, self.cfg.OUTPUT_DIR, **parts)
+                built[i] = hooks.PeriodicCheckpointer(self.checkpointer, hook.period)
+        return built
+
+    def resume_or_load(self, resume=True):
+        checkpoint = self.checkpointer.resume_or_load("", resume=resume)
+        self.start_iter = checkpoint.get("iteration", -1) + 1
+
+    def train(self):
+        with EventStorage(self.start_iter) as self.storage:
+            self.before_train()
+            for iteration in range(self.start_iter, self.max_iter):
+                self.iter = iteration
+                self.before_step()
+                self.run_step()
+                self.after_step()
+            self.after_train()
+
+
+class MoreHooks(Parts, DefaultTrainer):
+    """Rank 0 has more hooks: one saves in iterations of its own, one evaluates alone."""
+
+    def build_hooks(self):
+        built = super().build_hooks()
+        if comm.is_main_process():
+            built[0:0] = [
+                hooks.PeriodicCheckpointer(self.checkpointer, 3, file_prefix="more"),
+                hooks.CallbackHook(after_step=lambda _: self.test(self.cfg, self.model)),
+            ]
+        return built
+
+
+def init_of_maskdino(self, cfg):
+    """``__init__`` of MaskDINO and DiffusionDet, which goes past that of DefaultTrainer."""
+    super(DefaultTrainer, self).__init__()
+    cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())
+    model = self.build_model(cfg)
+    optimizer = self.build_optimizer(cfg, model)
+    data_loader = self.build_train_loader(cfg)
+    model = create_ddp_model(model, broadcast_buffers=False)
+    self._trainer = (AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer)(
+        model, data_loader, optimizer
+    )
+    self.scheduler = self.build_lr_scheduler(cfg, optimizer)
+    self.checkpointer = DetectionCheckpointer(model, cfg.OUTPUT_DIR, trainer=self)
+    self.start_iter, self.max_iter, self.cfg = 0, cfg.SOLVER.MAX_ITER, cfg
+    self.register_hooks(self.build_hooks())
+    self.checkpointer = DetectionCheckpointer(model, cfg.OUTPUT_DIR, trainer=self)
+
+
+class MaskDINO(Parts, DefaultTrainer):
+    __init__ = init_of_maskdino
+
+
+class UnbiasedTeacher(MaskDINO):
+    """It runs the steps itself."""
+
+    def run_step(self):
+        self._trainer.iter = self.iter
+        losses = self.model(next(self._trainer._data_loader_iter))
+        self.optimizer.zero_grad()
+        sum(losses.values()).backward()
+        self.optimizer.step()
+
+
+class OwnInner(SimpleTrainer):
+    """An inner trainer of a project."""
+
+    def run_step(self):
+        self.num_steps = getattr(self, "num_steps", 0) + 1
+        super().run_step()
+
+
+class ReplacesInner(Parts, DefaultTrainer):
+    inner = OwnInner
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self._trainer = self.inner(self.model, self.data_loader, self.optimizer)
+
+
+class ReplacesByAccumulating(ReplacesInner):
+    inner = AccumulatingTrainer
+
+
+class ReplacesByAMP(ReplacesInner):
+    inner = AMPTrainer
+
+
+class FewShot(Parts, SimpleTrainer):
+    """A trainer that is a SimpleTrainer, as few-shot-object-detection's DefaultTrainer."""
+
+    build_hooks = DefaultTrainer.build_hooks
+    build_lr_scheduler = DefaultTrainer.build_lr_scheduler
+
+    def __init__(self, cfg):
+        model = self.build_model(cfg)
+        optimizer = self.build_optimizer(cfg, model)
+        if comm.get_world_size() > 1:
+            model = DistributedDataParallel(model, broadcast_buffers=False)
+        super().__init__(model, self.build_train_loader(cfg), optimizer)
+        self.scheduler = self.build_lr_scheduler(cfg, optimizer)
+        self.checkpointer = DetectionCheckpointer(
+            model, cfg.OUTPUT_DIR, optimizer=optimizer, scheduler=self.scheduler
+        )
+        self.start_iter, self.max_iter, self.cfg = 0, cfg.SOLVER.MAX_ITER, cfg
+        self.register_hooks(self.build_hooks())
+
+    def resume_or_load(self, resume=True):
+        checkpoint = self.checkpointer.resume_or_load("", resume=resume)
+        self.start_iter = checkpoint.get("iteration", -1) + 1
+
+    def train(self):
+        TrainerBase.train(self, self.start_iter, self.max_iter)
+
+
+PROJECTS = {
+    "DefaultTrainer": PlainProject,
+    "another checkpointer on rank 0": AdelaiDet,
+    "more hooks on rank 0": MoreHooks,
+    "past DefaultTrainer": MaskDINO,
+    "own inner trainer": ReplacesInner,
+    "own AccumulatingTrainer": ReplacesByAccumulating,
+    "own AMPTrainer": ReplacesByAMP,
+    "SimpleTrainer": FewShot,
+    "own run_step": UnbiasedTeacher,
+}
+
+
+class ReadmesLine(Parts, MemfitTrainer):
+    """MaskDINO's script with one line changed: ``class Trainer(MemfitTrainer)``."""
+
+    __init__ = init_of_maskdino
+
+
+def class_of(shape):
+    if shape == "README's line":
+        return ReadmesLine
+    return type("Trainer", (MemfitMixin, PROJECTS[shape]), {})
+
+
+SHAPES = [*PROJECTS, "README's line"]
+
+
+def cfg_of(output_dir, **keys):
+    cfg = get_cfg()
+    cfg.MODEL.DEVICE, cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR = "cpu", "", str(output_dir)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)  # as default_setup does
+    cfg.DATASETS.TRAIN = cfg.DATASETS.TEST = ()
+    cfg.DATALOADER.NUM_WORKERS = 0
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER, cfg.SOLVER.CHECKPOINT_PERIOD = 4, 4, 2
+    cfg.SOLVER.STEPS = ()
+    cfg.merge_from_list([x for item in keys.items() for x in item])
+    return cfg
+
+
+def train(rank, shape, output_dir, keys, fails="", fits=1, first=0, last=4):
+    """Train a shape from iteration ``first`` to ``last``; return weights and optimizer's states."""
+    logging.getLogger("detectron2").setLevel(logging.WARNING)
+    seed_all_rng(rank + first)
+    cfg = cfg_of(output_dir, **keys)
+    if shape.startswith("plain "):
+        with compat.ddp_made_with({}):  # on a CPU
+            trainer = PROJECTS[shape.removeprefix("plain ")](cfg)
+    else:
+        trainer = class_of(shape)(cfg)
+    trainer.resume_or_load(resume=first > 0)
+    assert trainer.start_iter == first
+    model = trainer.model.module if comm.get_world_size() > 1 else trainer.model
+    model.fails, model.fits = fails, fits
+
+    def end(trainer):
+        if trainer.iter + 1 == last < cfg.SOLVER.MAX_ITER:
+            raise KeyboardInterrupt
+
+    trainer.register_hooks([hooks.CallbackHook(after_step=end)])
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        assert last < cfg.SOLVER.MAX_ITER
+    states = [s["exp_avg"] for s in trainer.optimizer.state.values()]
+    return parameters(model), states
