@@ -16,7 +16,6 @@ from .. import compat
 from ..errors import ConfigError
 from ..memory import OwnerMeter, live_tensors, used_bytes
 from ..torch_private import dump_memory_snapshot, record_memory_history
-from .train_loop import AccumulatingTrainer
 
 __all__ = ["MemorySnapshot"]
 
@@ -61,7 +60,7 @@ class MemorySnapshot(HookBase):
         self._model = compat.without_ddp(self._inner.model)
         self._device = next(self._model.parameters()).device
         if self._on_oom:
-            if not isinstance(self._inner, AccumulatingTrainer):
+            if not hasattr(self._inner, "out_of_memory_observers"):
                 raise ConfigError(
                     "MemorySnapshot(on_oom=True) needs an AccumulatingTrainer, and this is a "
                     f"{self._inner.__class__.__name__}"
