@@ -88,10 +88,10 @@ def evaluated(coins, tmp_path):
 
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("ids", [range(6), [1, 2, 3, 1, 2, 3], [-1, 1, 2, 3, 4, 5], list("abcdef")])
-def test_perfect_predictions_have_an_ap_of_100_whatever_the_ids(evaluated, ids, on_disk, caplog):
+def test_perfect_predictions_have_an_ap_of_100_whatever_the_ids(evaluated, ids, on_disk, log):
     for _ in range(2):  # as in a run that evaluates every epoch
         assert evaluated(ids, on_disk) == pytest.approx(100)
-    (said,) = [r for r in caplog.records if "numbered anew for the evaluation" in r.getMessage()]
+    (said,) = [r for r in log.records if "numbered anew for the evaluation" in r.getMessage()]
     assert said.levelname == "WARNING"
 
 
@@ -100,6 +100,6 @@ def test_pycocotools_alone_counts_the_match_of_an_id_0_as_missed(evaluated):
     assert evaluated(range(6), within=False) < 90
 
 
-def test_good_ids_are_left_as_they_are(evaluated, caplog):
+def test_good_ids_are_left_as_they_are(evaluated, log):
     assert evaluated([7, 2, 9, 4, 5, 3]) == pytest.approx(100)
-    assert not caplog.records
+    assert not log.records

@@ -2,6 +2,7 @@
 """Leaks, and healthy runs, in real training on the CPU."""
 
 import ctypes
+import gc
 import itertools
 import random
 import re
@@ -24,6 +25,12 @@ pytestmark = pytest.mark.slow
 KIB = 2**10
 GLOBAL_LIST: list = []
 GLOBAL_DICT: dict = {}
+
+
+@pytest.fixture(autouse=True)
+def no_garbage():
+    """What other tests left in cycles is not freed while a leak is looked for."""
+    gc.collect()
 
 
 class Leaky(HookBase):
