@@ -51,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--device",
-        help="a card (rtx_3060, t4, a100, ...), v100 as it was for the zoo, cuda, cpu, or a device "
-        "file; auto, the default, is the GPU that is there, else cuda",
+        help="a card (rtx_3060, t4, a100, ...), cuda, cpu, or a device file; auto, the default, is "
+        "the GPU that is there, else cuda",
     )
     common.add_argument(
         "--probe", action="store_true", help="measure on this machine's GPU, instead of a dry run"

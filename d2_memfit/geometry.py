@@ -40,11 +40,6 @@ class BatchGeometry:
         return self.images_per_batch * self.accumulation_steps
 
     @property
-    def effective_batch(self) -> int:
-        """Images of all ranks behind one optimizer step."""
-        return self.window * self.ranks
-
-    @property
     def largest_micro_batch(self) -> int:
         return min(self.micro_batch_size or self.images_per_batch, self.window)
 

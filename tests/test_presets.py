@@ -56,10 +56,11 @@ def test_other_budgets_are_fine(budget):
 def test_it_is_a_warning_where_it_is_planned(log):
     cfg = get_cfg()
     cfg.MODEL.META_ARCHITECTURE, cfg.SOLVER.IMS_PER_BATCH = "ProposalNetwork", 1
-    case = WorstCase(((64, 64),), 1, (64, 64), (64, 64))
+    cfg.DATASETS.TRAIN = ("coco_2017_train",)
+    case = WorstCase((64, 64), 1)
     for device, expected in (("cuda", True), ("cpu", False)):
         log.clear()
-        plan_memory(cfg, 6, device=device, case=case)
+        plan_memory(cfg, 6, device=device, batch=case)
         assert ("MEMFIT.BUDGET_GB 6: a process can take about 5.5 GB" in log.text) == expected
 
 

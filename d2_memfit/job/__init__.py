@@ -2,8 +2,8 @@
 """The description of a training job, from a config, a trainer class, a LazyConfig or pieces."""
 
 from .checked_loader import checked_loader, checked_test_loaders
-from .invented import WorstCase
 from .job import Job
+from .largest import WorstCase
 from .normalizer_options import NormalizerOptions
 from .real_images import readable_loader, worst_real_images
 from .recovery_options import RecoveryOptions

@@ -16,6 +16,7 @@ __all__ = [
     "GivenBatches",
     "copy_of",
     "is_image",
+    "need_of",
     "padded_area",
     "size_of",
     "tensors_of",
@@ -167,3 +168,8 @@ def size_of(data: Any) -> tuple[int, int]:
 
 def padded_area(size: tuple[int, int]) -> int:
     return math.prod(-(-length // 32) * 32 for length in size)
+
+
+def need_of(data: Any) -> tuple[int, int]:
+    """A key that is larger for an image that needs more: its padded area, and then its bytes."""
+    return padded_area(size_of(data)), sum(t.nbytes for t in tensors_of(data))

@@ -1,20 +1,38 @@
 # Copyright (c) the d2_memfit developers.
 """The choice of the source of a job's largest batches."""
 
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
 
 from ..errors import ConfigError
 from .batches import Batches, GivenBatches
-from .invented import InventedBatches, WorstCase
 from .largest_images import Size
 from .mapped import MappedBatches
 from .parts import Parts
 
-__all__ = ["largest_batches"]
+__all__ = ["WorstCase", "largest_batches"]
 
 _WITH_SEM_SEG = ("PanopticFPN", "SemanticSegmentor")
+_SIZES_AS_THEY_ARE = {
+    "INPUT.MIN_SIZE_TRAIN": (0,),
+    "INPUT.MIN_SIZE_TEST": 0,
+    "INPUT.CROP.ENABLED": False,
+}
+
+
+@dataclass(frozen=True)
+class WorstCase:
+    """The largest images as the model of a yacs config gets them.
+
+    Attributes:
+        image_size: height and width in pixels.
+        num_instances: annotated objects in each image.
+    """
+
+    image_size: Size
+    num_instances: int
 
 
 def largest_batches(
@@ -34,8 +52,9 @@ def largest_batches(
         ConfigError: the job has no training dataset.
     """
     if isinstance(batch, WorstCase):
-        return InventedBatches(cfg, batch)
-    if batch is not None:
+        image_size, num_instances = batch.image_size, batch.num_instances
+        parts = parts.with_settings(_SIZES_AS_THEY_ARE)
+    elif batch is not None:
         return GivenBatches(batch)
     if parts.has_default_loader and not cfg.DATASETS.TRAIN:
         raise ConfigError("DATASETS.TRAIN is empty: name the dataset, or give a batch")

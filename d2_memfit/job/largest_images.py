@@ -8,6 +8,7 @@ from typing import Any
 
 import cv2
 import numpy as np
+import torch
 from detectron2.data import MetadataCatalog
 from detectron2.data.transforms import ResizeShortestEdge
 from detectron2.structures import BoxMode
@@ -23,6 +24,7 @@ __all__ = [
     "largest_sizes",
     "num_instances_of",
     "resized",
+    "rotated",
     "with_few_annotations",
     "with_instances",
 ]
@@ -157,6 +159,12 @@ def boxes_anywhere(num: int, size: Size, seed: int = 0) -> Any:
     extent = size[::-1]
     corner, length = corner * 0.8 * extent, (length * 0.18 + 0.02) * extent
     return np.concatenate([corner, corner + length], axis=1)
+
+
+def rotated(boxes: torch.Tensor) -> torch.Tensor:
+    """Boxes [N, 5] of ``RotatedBoxes`` for upright boxes [N, 4]."""
+    corner, size = boxes[:, :2], boxes[:, 2:] - boxes[:, :2]
+    return torch.cat([corner + size / 2, size, torch.zeros(len(boxes), 1)], dim=1)
 
 
 def largest_sizes(sizes: Iterable[Size], resizes: Iterable[tuple[int, int]]) -> list[Size]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Optional
 
 from ..errors import ConfigError
-from .batches import copy_of, padded_area, size_of, tensors_of
+from .batches import copy_of, need_of, padded_area, size_of
 from .capture import CapturedLoader, capture_loader, empty_images, largest_resizes, with_proposals
 from .facts import Facts, facts_of
 from .known_datasets import assumed_facts
@@ -49,7 +49,7 @@ class _Drawn:
 
     @property
     def need(self) -> tuple[int, int]:
-        return padded_area(self.size), sum(t.nbytes for t in tensors_of(self.data))
+        return need_of(self.data)
 
 
 class MappedBatches:

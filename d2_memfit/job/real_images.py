@@ -9,7 +9,7 @@ from detectron2.data import DatasetCatalog
 
 from ..errors import ConfigError
 from ..side_work import alone, no_information, unchanged_random_state
-from .batches import padded_area, size_of, tensors_of
+from .batches import need_of
 from .capture import CapturedLoader, capture_loader, largest_resizes
 from .facts import facts_of
 from .largest_images import num_instances_of
@@ -42,7 +42,7 @@ def worst_real_images(parts: Parts, num_images: int) -> list[Any]:
     if len(images) < num_images:
         names = ", ".join(loader.names)
         raise ConfigError(f"{names} has {len(images)} images, and {num_images} are needed")
-    return sorted(images, key=_need)[-num_images:]
+    return sorted(images, key=need_of)[-num_images:]
 
 
 def readable_loader(parts: Parts) -> CapturedLoader:
@@ -64,7 +64,3 @@ def _mapped(mappers: Sequence[Callable[..., Any]], d: dict[str, Any]) -> Any:
         if image is not None:
             return image
     raise ConfigError("the training mapper gives nothing for an image of the dataset")
-
-
-def _need(image: Any) -> tuple[int, int]:
-    return padded_area(size_of(image)), sum(t.nbytes for t in tensors_of(image))

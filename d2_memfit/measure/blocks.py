@@ -24,7 +24,7 @@ __all__ = ["measure_blocks"]
 
 _GB = 2**30
 _CHECKPOINT = BLOCKWISE[0]
-_REHEARSAL = WorstCase(((512, 512),), 5, (512, 512), (512, 512))
+_REHEARSAL = WorstCase((512, 512), 5)
 
 
 def measure_blocks(device: torch.device, scale: Scale) -> Iterator[Record]:

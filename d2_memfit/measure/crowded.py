@@ -59,7 +59,7 @@ def measure_crowded(device: torch.device, scale: Scale) -> Iterator[Record]:
 
 def _images(short: int, num_objects: int) -> WorstCase:
     size = (short, short * 4 // 3)
-    return WorstCase((size,), num_objects, size, size)
+    return WorstCase(size, num_objects)
 
 
 def _train(

@@ -23,7 +23,7 @@ from .tiny import images, tiny_cfg, tiny_model
 
 __all__ = ["GPU_CHECKS"]
 
-_CASE = WorstCase(((480, 640),), 30, (480, 640), (480, 640))
+_CASE = WorstCase((480, 640), 30)
 
 
 def check_budget(device: torch.device) -> None:
@@ -153,12 +153,12 @@ def check_probe(device: torch.device) -> None:
         return torch.cuda.memory_allocated(device), *random_state
 
     before = state()
-    measured = estimate_memory(cfg, case=_CASE, probe=True)
+    measured = estimate_memory(cfg, batch=_CASE, probe=True)
     assert state() == before
     total = sum(measured.breakdown.values())
     assert math.isclose(total, measured.peak_allocated_gb, rel_tol=1e-6)
     budget_gb = (measured.device_total_gb - 0.3 * measured.peak_allocated_gb) / 0.9
-    plan = plan_memory(cfg, budget_gb, case=_CASE, probe=True)
+    plan = plan_memory(cfg, budget_gb, batch=_CASE, probe=True)
     assert plan.fits
     assert plan.estimate.device_total_gb <= 0.95 * budget_gb
     half = torch.cuda.get_device_properties(device).total_memory // 2

@@ -73,7 +73,7 @@ def _run_plan(
     device: torch.device,
     scale: Scale,
 ) -> Record:
-    options: Any = {"device": model, "case": scale.case, "evaluates": False}
+    options: Any = {"device": model, "batch": scale.case, "evaluates": False}
     plan = plan_memory(cfg, budget_gb, allow=["exact"], **options)
     if not plan.fits:
         raise MemfitError(f"no plan fits; the smallest budget is {plan.smallest_budget_gb:.2f} GB")

@@ -33,7 +33,7 @@ class Scale:
     def of(cls, device: torch.device) -> "Scale":
         if device.type == "cuda":
             return cls(None, 7, 1.0, None, ())
-        small = WorstCase(((128, 160),), 5, (256, 320), (256, 320))
+        small = WorstCase((128, 160), 5)
         few = ["MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 16, "MODEL.RPN.POST_NMS_TOPK_TRAIN", 50]
         few += ["MODEL.RPN.POST_NMS_TOPK_TEST", 20, "TEST.DETECTIONS_PER_IMAGE", 5]
         return cls(1, 1, 0.02, small, tuple(few))

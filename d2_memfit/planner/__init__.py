@@ -1,5 +1,49 @@
 # Copyright (c) the d2_memfit developers.
-"""Estimates and plans of a job's memory, made before training and without a GPU."""
+"""Estimates and plans of a job's memory, made before training and without a GPU.
+
+An estimate assumes the following. Where no source is named, the job's own code or config says so.
+
+The batch (``job``)
+    - Images have the largest sizes of the datasets, and their annotations are those of the most
+      crowded image. Random augmentations: the largest of at most 8 draws for each size, a guess.
+    - Datasets that cannot be read: ``job/known_datasets.py``, each with its source or as a guess.
+    - Classes of label images are counted in 100 of them: a guess if there are more.
+    - Evaluation runs one image at a time, as Detectron2's test loader does.
+
+The step (``steps``, ``dry_run``, ``worst_outputs``)
+    - It is not the first: optimizer states and DDP's buckets exist. With accumulation, the
+      gradients of earlier micro-batches do.
+    - Values of activations are not known. Small results are zeros, or a layer's bias; masks made of
+      them are false. Hungarian matching takes any match.
+    - ROI heads get as many proposals as their generator may give, enough of them on objects to fill
+      the quota. ``fast_rcnn_inference`` detects as many as it may, each as large as the image.
+    - PyTorch's meta kernels and autograd of this machine save what those of the GPU save. Casts of
+      autocast are CUDA's: ATen/autocast_mode.h.
+    - Operators that only Detectron2 or Deformable DETR compile take the buffers of their CUDA code.
+    - Optimizers step on all parameters at once on a GPU: docs.pytorch.org/docs/stable/optim.html.
+    - ZeRO deals parameters like ``ZeroRedundancyOptimizer``; the estimate is for the fullest rank.
+
+The device (``device_model``, ``allocators``, ``devices/*.yaml``)
+    - The allocator is that of c10/cuda/CUDACachingAllocator.cpp, without other streams. A CPU gives
+      freed pages back at once, which ``enforce_budget`` arranges.
+    - A convolution takes copies of its tensors in another layout: a guess, not measured on a card.
+      Larger workspaces do not count: where one does not fit, PyTorch takes the next algorithm.
+    - cuBLAS workspaces: ATen/cuda/CublasHandlePool.cpp. Context: reports of others. Loaded kernels:
+      a guess. NCCL: NVIDIA/nccl#964, and a guess for cards without NVLink.
+    - A CPU's process takes 220 MB in addition to its tensors: measured (docs/PLANNER.md).
+
+The margin (``dry_job``)
+    - MEMFIT.PLAN.MARGIN of a budget stays free, by default 10%: a guess. It is 5% more if the
+      number of objects is a guess, another guess.
+
+The time (``device_model``, ``dry_job``)
+    - A lower bound: each operator takes its computation or its memory traffic, whichever is longer,
+      at the rates of data sheets. An operator of a GPU starts in 5 microseconds: a guess.
+    - Micro-batches take time in proportion to their images.
+
+The host (``techniques/host_budget.py``)
+    - A rough figure, without the dataset.
+"""
 
 from ..job import WorstCase
 from .dry_job import DryJob, MemoryEstimate

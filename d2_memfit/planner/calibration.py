@@ -4,15 +4,15 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.functional import conv2d
 
 from ..torch_private import clear_cublas_workspaces
-from .device_model import DeviceModel
+from .device_model import WORKSPACES, DeviceModel
 from .timeline import Convolution
-from .workspaces import WORKSPACES
 
 __all__ = ["calibrate"]
 
@@ -45,7 +45,6 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
         "description": f"this {device.type.upper()}",
         "is_gpu": family.is_gpu,
         "convolution_workspace": family.convolution_workspace,
-        "keeps_gradients": False,
         "foreach": family.foreach,
         "cublas_workspace_mb": family.cublas_workspace_mb,
         "other_tensors_mb": family.other_tensors_mb,
@@ -138,6 +137,9 @@ def _wait(device: torch.device) -> None:
 
 def _convolution_workspace(device: torch.device) -> str:
     """The name in ``WORKSPACES`` of the model nearest to the measured workspaces."""
+    models = {
+        name: replace(DeviceModel.load("cuda"), convolution_workspace=name) for name in WORKSPACES
+    }
     errors = dict.fromkeys(WORKSPACES, 0)
     for num_images, channels, channels_out, height, width, kernel in _CONVOLUTIONS:
         x = torch.randn(num_images, channels, height, width, device=device)
@@ -150,8 +152,8 @@ def _convolution_workspace(device: torch.device) -> str:
         convolution = Convolution(
             "forward", x.shape, weight.shape, y.shape, (1, 1), 1, x.dtype, "forward"
         )
-        for name, predict in WORKSPACES.items():
-            errors[name] += abs(predict(convolution) - taken)
+        for name, model in models.items():
+            errors[name] += abs(model.workspace_bytes(convolution) - taken)
     return min(errors, key=errors.__getitem__)
 
 

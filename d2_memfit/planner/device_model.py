@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The memory and time that a timeline needs on a device."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -16,9 +17,12 @@ from ..errors import ConfigError
 from ..memory import process_memory
 from .allocators import CachingAllocator, PageAllocator
 from .timeline import Allocate, Allocation, Convolution, Free, Timeline, Work
-from .workspaces import WORKSPACES
 
-__all__ = ["DeviceModel", "DeviceUse", "device_names"]
+__all__ = ["WORKSPACES", "DeviceModel", "DeviceUse", "device_names"]
+
+# What convolutions need in addition to input, weight and result: nothing, or copies of these in
+# another memory layout. Kernels for tensor cores and oneDNN need channels-last or blocked layouts.
+WORKSPACES = ("none", "layout")
 
 _FOLDER = Path(__file__).parent / "devices"
 _MB = 2**20
@@ -54,7 +58,6 @@ class DeviceModel:
         description: text for messages.
         is_gpu: whether PyTorch's caching allocator manages its memory.
         convolution_workspace: a name in ``WORKSPACES``.
-        keeps_gradients: whether gradients exist in the forward.
         foreach: whether the optimizer steps on all parameters at once, unless told otherwise.
         cublas_workspace_mb: workspaces of matrix products, kept by the allocator.
         other_tensors_mb: tensors that no dry run sees.
@@ -64,7 +67,6 @@ class DeviceModel:
         bytes_per_s: memory bandwidth.
         host_bytes_per_s: bandwidth of copies to or from the host.
         seconds_per_operator: time in which the CPU launches an operator.
-        keeps_inputs: whether PyTorch is older than 1.11, see ``old_pytorch.py``.
         kernels_mb: code of PyTorch, cuDNN and cuBLAS that CUDA loads at first use.
         nccl_mb: buffers of a communicator of 2 ranks, and of more.
         device_name: a pattern for ``torch.cuda.get_device_name()``.
@@ -76,7 +78,6 @@ class DeviceModel:
     description: str
     is_gpu: bool
     convolution_workspace: str
-    keeps_gradients: bool
     foreach: bool
     cublas_workspace_mb: float
     other_tensors_mb: float
@@ -85,7 +86,6 @@ class DeviceModel:
     bytes_per_s: float
     host_bytes_per_s: float
     seconds_per_operator: float
-    keeps_inputs: bool = False
     kernels_mb: float = 0.0
     # NVIDIA/nccl#964, for 4 A100 with NVLink. A guess for others: reports say 1.0 to 1.6 GB
     # (nccl#864, #1685); cards without NVLink have fewer channels and should need less (nccl#986).
@@ -228,15 +228,20 @@ class DeviceModel:
             (self.other_tensors_mb, "other"),
         ):
             yield Allocate(Allocation(int(megabytes * _MB), owner, "setup"))
-        workspace_bytes = WORKSPACES[self.convolution_workspace]
         for event in timeline.events:
             if isinstance(event, Convolution):
-                size = workspace_bytes(event)
+                size = self.workspace_bytes(event)
                 workspace = Allocation(size, "workspace", event.phase, "", "convolution")
                 yield Allocate(workspace)
                 yield Free(workspace)
-            elif not (self.keeps_gradients and _is_of_later_gradients(event)):
+            else:
                 yield event
+
+    def workspace_bytes(self, c: Convolution) -> int:
+        """Bytes that a convolution takes while it runs, in addition to its tensors."""
+        if self.convolution_workspace == "none":
+            return 0
+        return c.dtype.itemsize * sum(math.prod(shape) for shape in (c.input, c.weight, c.output))
 
     def _outside_bytes(self, ranks: int) -> Counter[str]:
         """Memory outside the allocator, by owner.
@@ -287,12 +292,6 @@ class _Account:
             before = self._allocator.allocated_bytes
             self._allocator.free(self._blocks.pop(allocation))
             self._live[allocation.owner] += self._allocator.allocated_bytes - before
-
-
-def _is_of_later_gradients(event: Union[Allocate, Free]) -> bool:
-    """Whether gradients are allocated or freed after the setup."""
-    is_of_setup = event.allocation.phase == "setup" and isinstance(event, Allocate)
-    return event.allocation.owner == "gradients" and not is_of_setup
 
 
 def device_names() -> list[str]:

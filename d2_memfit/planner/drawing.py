@@ -10,10 +10,10 @@ from ..presets import PRESETS
 from ..report import Bar, Chart, Page, Tensor, write_page
 from ..techniques import TECHNIQUES, get_technique
 from .dry_job import DryJob
-from .order import preference
 from .plan import Plan
-from .text import describe_batch, describe_plan
+from .text import describe_batch, describe_plan, describe_settings
 from .timeline import Allocate, Allocation, Free
+from .trials import preference
 
 __all__ = ["draw_estimate", "draw_plan"]
 
@@ -59,7 +59,7 @@ def draw_plan(
     rows = [
         [
             *(s.name, s.tier, f"{s.gb_before:.2f}", f"{s.gb_after:.2f}", f"{s.time_factor:.2f}"),
-            *(_in_a_line(s.settings), s.what),
+            *(describe_settings(s.settings), s.what),
         ]
         for s in plan.steps
     ]
@@ -166,9 +166,5 @@ def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:
         progress(f"{gb:.2f} GB: {name}")
         if dry_job.training.sizes() != before.training.sizes():
             time_factor = dry_job.seconds() / before.seconds()
-            bars.append(Bar(name, tier, gb, time_factor, _in_a_line(settings)))
+            bars.append(Bar(name, tier, gb, time_factor, describe_settings(settings)))
     return bars
-
-
-def _in_a_line(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in settings.items())

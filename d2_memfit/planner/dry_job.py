@@ -1,9 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """A job with dry runs of its training and evaluation."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Optional
 
 from ..job import Job
 from ..job.batches import size_of
@@ -13,7 +12,6 @@ from . import steps
 from .allocators import DoesNotFit
 from .device_model import DeviceModel, DeviceUse
 from .explain import one_line_errors
-from .old_pytorch import pytorch_before_1_11
 from .timeline import Timeline
 
 __all__ = ["DryJob", "MemoryEstimate", "margin_of", "usable_bytes"]
@@ -127,14 +125,14 @@ class DryJob:
             batch = job.training_batch()
             self.image_size = size_of(batch)
             self.num_instances = batches.num_instances
-            self.training = self._train(batch, like, accumulates)
+            self.training = steps.train(job, [batch], *like, accumulates)
             self.evaluation = evaluation
             if evaluation is None and evaluates and job.evaluates:
                 self.evaluation = steps.evaluate(job, job.evaluation_batch(), *like)
             self.typical, self.typical_instances = None, None
             if with_typical and batches.typical is not None:
                 typical = job.training_batch(of=batches.typical)
-                self.typical = self._train(typical, like, accumulates)
+                self.typical = steps.train(job, [typical], *like, accumulates)
                 self.typical_instances = batches.typical.num_instances
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
         notes = [note for timeline in timelines for note in timeline.notes]
@@ -143,10 +141,6 @@ class DryJob:
             assumed += batches.evaluation_assumptions
         self.assumptions = tuple(dict.fromkeys(assumed))
         self.at_least = tuple(dict.fromkeys(notes))
-
-    def _train(self, batch: Any, like: tuple[bool, bool], accumulates: bool) -> Timeline:
-        with pytorch_before_1_11() if self.device.keeps_inputs else nullcontext():
-            return steps.train(self.job, [batch], *like, accumulates)
 
     def trace(self) -> tuple[list[int], ...]:
         """Sizes of allocations and frees, equal for jobs that do the same."""

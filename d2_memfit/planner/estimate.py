@@ -7,7 +7,7 @@ from typing import Any, Optional, Union
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
-from ..job import Job, WorstCase
+from ..job import Job
 from ..job.largest_images import Size
 from .device_model import DeviceModel
 from .dry_job import DryJob, MemoryEstimate
@@ -20,7 +20,6 @@ def estimate_memory(
     cfg: Union[CfgNode, DictConfig, Job],
     num_gpus: int = 1,
     device: Optional[Union[str, Path]] = None,
-    case: Optional[WorstCase] = None,
     probe: bool = False,
     *,
     trainer: Any = None,
@@ -38,7 +37,6 @@ def estimate_memory(
         device: the name of a family in ``d2_memfit/planner/devices``, or the path of a file of
             ``tools/calibrate_device.py``. None is the CPU with MODEL.DEVICE cpu, else this
             machine's GPU, else a current CUDA card.
-        case: as ``batch``.
         probe: run the iteration on this machine's GPU, and measure.
         trainer: the class that trains, with the ``build_*`` methods of ``DefaultTrainer``.
         batch: images of the largest batch, see :class:`~d2_memfit.job.batches.GivenBatches`; or the
@@ -53,8 +51,7 @@ def estimate_memory(
             GPU to probe.
     """
     facts = {"image_size": image_size, "num_instances": num_instances}
-    given = batch if case is None else case
-    job = Job.of(cfg, trainer, num_gpus, batch=given, **facts)
+    job = Job.of(cfg, trainer, num_gpus, batch=batch, **facts)
     dry_job = run_dry(job, device, probe, evaluates)
     return dry_job.estimate(dry_job.limit_bytes)
 

@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
 from ..errors import ConfigError
-from ..job import Job, WorstCase
+from ..job import Job
 from ..job.largest_images import Size
 from ..memory import check_budget
 from ..presets import why_no_card_has
@@ -41,7 +41,6 @@ def plan_memory(
     num_gpus: int = 1,
     allow: Sequence[str] = ("exact", "precision"),
     device: Optional[Union[str, Path, DeviceModel]] = None,
-    case: Optional[WorstCase] = None,
     progress: Callable[[str], None] = lambda line: None,
     probe: bool = False,
     *,
@@ -61,8 +60,8 @@ def plan_memory(
         budget_gb: device memory for the whole process, in GB of 2^30 bytes.
         allow: tiers that may be used, of "exact", "precision" and "recipe".
         progress: called with a line for each dry run.
-        cfg, num_gpus, device, case, probe, trainer, batch, image_size, num_instances, evaluates: as
-            for :func:`~d2_memfit.planner.estimate_memory`.
+        cfg, num_gpus, device, probe, trainer, batch, image_size, num_instances, evaluates: as for
+            :func:`~d2_memfit.planner.estimate_memory`.
         cost_model: whether windows that must be cut are cut by predicted bytes.
 
     Raises:
@@ -75,8 +74,7 @@ def plan_memory(
     if unknown or isinstance(allow, str):
         raise ConfigError(f"allow must be some of {', '.join(TIERS)}, got {allow!r}")
     facts = {"image_size": image_size, "num_instances": num_instances}
-    given = batch if case is None else case
-    job = Job.of(cfg, trainer, num_gpus, batch=given, **facts)
+    job = Job.of(cfg, trainer, num_gpus, batch=batch, **facts)
     if not isinstance(device, DeviceModel):
         device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
     warning = why_no_card_has(budget_gb) if device.is_gpu else None

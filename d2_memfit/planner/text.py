@@ -15,7 +15,13 @@ _EVALUATION_DECIDES = (
     "or DATASETS.TEST ()"
 )
 
-__all__ = ["describe_batch", "describe_estimate", "describe_plan", "why_it_does_not_fit"]
+__all__ = [
+    "describe_batch",
+    "describe_estimate",
+    "describe_plan",
+    "describe_settings",
+    "why_it_does_not_fit",
+]
 
 
 def describe_batch(estimate: MemoryEstimate) -> list[str]:
@@ -66,7 +72,7 @@ def describe_plan(plan: Plan) -> str:
     lines = [f"Budget: {plan.budget_gb:.4g} GB, {free}. It needs {_needs(plan)}."]
     if plan.steps:
         rows = [
-            [s.name, s.tier, s.gb_before, s.gb_after, s.time_factor, _settings(s.settings)]
+            [s.name, s.tier, s.gb_before, s.gb_after, s.time_factor, describe_settings(s.settings)]
             for s in plan.steps
         ]
         header = ["step", "tier", "GB before", "GB after", "time x", "settings"]
@@ -125,7 +131,7 @@ def _no_room(plan: Plan) -> str:
 
 def _exact(other: OtherPlan) -> str:
     """A line about the exact plan, which a user may prefer to a faster plan."""
-    settings = _settings(other.settings) or "no change"
+    settings = describe_settings(other.settings) or "no change"
     return (
         f"With the same gradients (--allow exact): time x {other.time_factor:.2f}, "
         f"{other.device_total_gb:.2f} GB, {settings}"
@@ -139,7 +145,8 @@ def _allocator(estimate: MemoryEstimate) -> list[str]:
     return [f"Segments of the allocator: {kind}"]
 
 
-def _settings(settings: dict[str, Any]) -> str:
+def describe_settings(settings: dict[str, Any]) -> str:
+    """Config keys and values in a line."""
     return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 

@@ -10,18 +10,32 @@ from torch import nn
 
 from ..errors import MemfitError
 from ..job import Job
-from ..techniques import TECHNIQUES, get_technique
+from ..techniques import TECHNIQUES, TIERS, get_technique
 from ..torch_private import BatchNorm
 from . import steps
 from .device_model import DeviceModel
 from .dry_job import DryJob
 from .explain import one_line_errors
-from .order import preference
 from .timeline import Timeline
 
-__all__ = ["Choice", "Trials", "choice_of"]
+__all__ = ["Choice", "Trials", "choice_of", "preference"]
 
 _GB = 2**30
+
+# In each tier, the least costly or harmful comes first; users' techniques come last.
+_ORDER = {
+    "exact": (
+        *("SharedBitMaskTargets", "ChunkedMatching", "ChunkedCriterion", "EvaluationOnHost"),
+        *("ShardedOptimizerStates", "OptimizerImplementation", "ChunkedHeads"),
+        *("ActivationCheckpointing", "ActivationOffload"),
+    ),
+    "precision": ("MixedPrecision", "EightBitOptimizerStates"),
+    "recipe": (
+        *("PolygonMasks", "FewerDetections", "FewerProposals", "SmallerRpnBatch"),
+        *("SmallerRoiBatch", "OneImageSize", "MoreFrozenStages", "SmallerImages"),
+        *("FewerQueries", "LighterBackbone"),
+    ),
+}
 
 
 class Choice(NamedTuple):
@@ -50,6 +64,13 @@ def choice_of(
 ) -> Choice:
     names = tuple(sorted(names, key=preference))
     return Choice(names, num_images, tuple(pair for pair in modules if pair[0] in names))
+
+
+def preference(name: str) -> tuple[int, int]:
+    """Smaller for a technique that should be tried first."""
+    tier = get_technique(name).tier
+    known = _ORDER[tier]
+    return TIERS.index(tier), known.index(name) if name in known else len(known)
 
 
 class Trials:
@@ -88,10 +109,8 @@ class Trials:
         self._failed: set[Choice] = set()
         self._evaluations: dict[tuple[str, ...], Timeline] = {}  # by the relevant techniques
         self._usable: dict[str, bool] = {}
-        with one_line_errors():
-            _ = (
-                self.job.batches.assumptions
-            )  # made once, for all choices that differ only in other settings
+        with one_line_errors():  # made once, for all choices that differ only in other settings
+            _ = self.job.batches.assumptions
 
     def dry_job(self, choice: Choice) -> DryJob:
         """The dry run of a choice.

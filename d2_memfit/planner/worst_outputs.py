@@ -11,8 +11,7 @@ import torch
 from detectron2.structures import Boxes, Instances, RotatedBoxes
 from torch import nn
 
-from ..job.invented import rotated
-from ..job.largest_images import boxes_anywhere
+from ..job.largest_images import boxes_anywhere, rotated
 from ..patching import knows_function, replaced_functions, source_files
 
 __all__ = ["detect_most", "worst_proposals"]

@@ -4,18 +4,19 @@
 import pytest
 import torch
 from detectron2.layers import ModulatedDeformConv
-from detectron2.structures import Boxes, Instances, RotatedBoxes, pairwise_iou
+from detectron2.structures import Boxes, RotatedBoxes, pairwise_iou
 from torchvision.ops import deform_conv2d
 
 from d2_memfit import estimate_memory
 from d2_memfit.config import load_cfg
 from d2_memfit.job import Job, WorstCase
+from d2_memfit.job.largest_images import rotated
 from d2_memfit.planner import steps
 from d2_memfit.planner.compiled_operators import compiled_operators, deform_conv, upright
 
 pytestmark = pytest.mark.slow
 
-CASE = WorstCase(((160, 224),), 5, (160, 224), (160, 224))
+CASE = WorstCase((160, 224), 5)
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
 FPN = "COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml"
 GROUPED = ["MODEL.RESNETS.DEFORM_NUM_GROUPS", 2]
@@ -88,16 +89,11 @@ def test_boxes_around_rotated_ones():
 
 
 def test_a_model_with_rotated_boxes_has_an_estimate():
+    upright_cfg = load_cfg(FPN, ["MODEL.DEVICE", "cuda"])
+    (image,) = Job.from_cfg(upright_cfg, 1, batch=CASE).training_batch()[:1]
+    image["instances"].gt_boxes = RotatedBoxes(rotated(image["instances"].gt_boxes.tensor))
     cfg = load_cfg(FPN, ["MODEL.DEVICE", "cuda", *ROTATED])
-    rotated = estimate_memory(cfg, case=CASE, device="cuda")
-    plain = estimate_memory(load_cfg(FPN, ["MODEL.DEVICE", "cuda"]), case=CASE, device="cuda")
-    assert rotated.assumptions == ()  # proposals are as many as they may be
-    assert plain.peak_allocated_gb < rotated.peak_allocated_gb < 2 * plain.peak_allocated_gb
-
-
-def test_invented_objects_of_a_rotated_model_are_rotated():
-    cfg = load_cfg(FPN, ["MODEL.DEVICE", "cpu", *ROTATED])
-    (image,) = Job.from_cfg(cfg, 1, batch=CASE).training_batch(1)
-    assert isinstance(image["instances"], Instances)
-    assert isinstance(image["instances"].gt_boxes, RotatedBoxes)
-    assert image["instances"].gt_boxes.tensor.shape == (5, 5)
+    with_angles = estimate_memory(cfg, batch=[image], device="cuda")
+    plain = estimate_memory(upright_cfg, batch=CASE, device="cuda")
+    assert with_angles.assumptions == ()  # proposals are as many as they may be
+    assert plain.peak_allocated_gb < with_angles.peak_allocated_gb < 2 * plain.peak_allocated_gb

@@ -14,7 +14,7 @@ from d2_memfit.planner.device_model import DeviceModel
 from d2_memfit.planner.plan_file import planned, planned_yaml
 from d2_memfit.planner.text import describe_plan
 
-CASE = WorstCase(((320, 480),), 40, (320, 480), (320, 480))
+CASE = WorstCase((320, 480), 40)
 BUDGET_GB = 2.4
 
 
@@ -69,7 +69,7 @@ def test_dry_runs_that_were_not_seen_are_predicted(config):
 def plan_of(cfg, lines=None, **kwargs):
     kwargs = {"budget_gb": BUDGET_GB, "allow": ["exact"], "cost_model": True, **kwargs}
     progress = [].append if lines is None else lines.append
-    return plan_memory(cfg, device="cuda", case=CASE, progress=progress, evaluates=False, **kwargs)
+    return plan_memory(cfg, device="cuda", batch=CASE, progress=progress, evaluates=False, **kwargs)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from d2_memfit.planner.fake import is_fake, make_fake
 
 pytestmark = pytest.mark.slow
 
-CASE = WorstCase(((160, 224), (192, 160)), 7, (160, 224), (300, 400))
+CASE = WorstCase((160, 224), 7)
 
 # Real models at their full width, with images and numbers of proposals that can be computed.
 SMALL = [
@@ -37,13 +37,6 @@ SMALL = [
     *("MODEL.RPN.POST_NMS_TOPK_TRAIN", 60, "MODEL.RPN.POST_NMS_TOPK_TEST", 20),
 ]
 AMP = ["SOLVER.AMP.ENABLED", True, "MEMFIT.AMP_DTYPE", "bfloat16"]
-ROTATED = [
-    *("MODEL.ANCHOR_GENERATOR.NAME", "RotatedAnchorGenerator"),
-    *("MODEL.ANCHOR_GENERATOR.ANGLES", [[-90, -45, 0, 45]]),
-    *("MODEL.PROPOSAL_GENERATOR.NAME", "RRPN", "MODEL.RPN.BBOX_REG_WEIGHTS", (1, 1, 1, 1, 1)),
-    *("MODEL.ROI_HEADS.NAME", "RROIHeads", "MODEL.ROI_BOX_HEAD.POOLER_TYPE", "ROIAlignRotated"),
-    *("MODEL.ROI_BOX_HEAD.BBOX_REG_WEIGHTS", (10, 10, 5, 5, 1)),
-]
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
 
 # Narrow layers and many points, so that the peak is in the mask head.
@@ -81,7 +74,6 @@ JOBS = {
     "BN": (MASK, ["MODEL.RESNETS.NORM", "BN", "MODEL.BACKBONE.FREEZE_AT", 0]),
     "SyncBN": (MASK, ["MODEL.RESNETS.NORM", "SyncBN", "MODEL.FPN.NORM", "SyncBN"]),
     "deformable": ("Misc/mask_rcnn_R_50_FPN_1x_dconv_c3-c5.yaml", []),
-    "rotated": ("COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml", ROTATED),
     "clipping": (MASK, ["SOLVER.CLIP_GRADIENTS.ENABLED", True]),
     "bfloat16": (MASK, AMP),
     "GN, float16": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", ["SOLVER.AMP.ENABLED", True]),
@@ -97,8 +89,19 @@ JOBS = {
     "queries": (MASK, DETR),
     "queries, chunked criterion": (MASK, [*DETR, "MEMFIT.CRITERION.CHUNK_SIZE", 4]),
     "queries, masks one at a time": (MASK, [*DETR, "MEMFIT.EVALUATION.ON_HOST", True]),
-    "FCOS": ("", ["MODEL.META_ARCHITECTURE", "FcosOfTests"]),
-    "a user's own": ("", ["MODEL.META_ARCHITECTURE", "SegmenterOfTests"]),
+    "FCOS": (MASK, ["MODEL.META_ARCHITECTURE", "FcosOfTests"]),
+    "a user's own": (
+        MASK,
+        [
+            *("MODEL.META_ARCHITECTURE", "SegmenterOfTests"),
+            *(
+                "DATASETS.TRAIN",
+                ("ade20k_sem_seg_train",),
+                "DATASETS.TEST",
+                ("ade20k_sem_seg_val",),
+            ),
+        ],
+    ),
     "all together": (
         MASK,
         [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["all"], "MEMFIT.HEADS.CHUNK_SIZE", 4],
@@ -217,7 +220,7 @@ def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
 
 
 def test_nothing_large_is_computed_or_touched():
-    case = WorstCase(((800, 1333),), 20, (800, 1333), (800, 1333))
+    case = WorstCase((800, 1333), 20)
     job = Job.from_cfg(load_cfg(MASK), 1, batch=case)
     before = process_memory().peak_resident_bytes
     timeline = steps.train(job, [job.training_batch(4)])

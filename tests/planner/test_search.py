@@ -19,7 +19,7 @@ MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
 
 # The smallest image sizes with which the planner's choices are those of larger ones.
-CASE = WorstCase(((320, 480),), 10, (320, 480), (320, 480))
+CASE = WorstCase((320, 480), 10)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def shared_dry_runs():
 
 
 def plan(cfg, budget_gb, **kwargs):
-    return plan_memory(cfg, budget_gb, **{"device": "cuda", "case": CASE, **kwargs})
+    return plan_memory(cfg, budget_gb, **{"device": "cuda", "batch": CASE, **kwargs})
 
 
 def test_what_fits_is_left_alone(mask):
@@ -91,7 +91,7 @@ def test_micro_batches_come_first_and_the_effective_batch_stays(mask, log):
     assert p.estimate.device_total_gb <= 3.5 * 0.9 < p.before.device_total_gb
     planned = planned_config(mask, p)
     assert planned.SOLVER == mask.SOLVER  # batch, learning rate, schedule
-    again = estimate_memory(planned, device="cuda", case=CASE)
+    again = estimate_memory(planned, device="cuda", batch=CASE)
     assert again.device_total_gb == p.estimate.device_total_gb
     assert "is on" not in log.text  # what is tried is not the user's job
 
@@ -116,10 +116,10 @@ def test_a_recipe_of_other_gpus_is_scaled_as_the_trainer_does_it(mask):
 
 
 def test_what_the_allocator_can_give_back_does_not_count_in_a_budget(mask):
-    without = estimate_memory(mask, device="cuda", case=CASE)
+    without = estimate_memory(mask, device="cuda", batch=CASE)
     limited = mask.clone()
     limited.MEMFIT.BUDGET_GB = (without.device_total_gb - 0.02) / 0.9
-    within = estimate_memory(limited, device="cuda", case=CASE)
+    within = estimate_memory(limited, device="cuda", batch=CASE)
     assert within.peak_allocated_gb == pytest.approx(without.peak_allocated_gb, rel=0.01)
     assert within.device_total_gb <= without.device_total_gb - 0.02
 
@@ -181,8 +181,8 @@ def test_ranks_share_optimizer_states_and_batches(mask):
 
 
 def test_a_users_case_is_what_is_planned_for(mask):
-    small = WorstCase(((224, 224),), 5, (224, 224), (224, 224))
-    assert plan(mask, 9, case=small).before.device_total_gb < plan(mask, 9).before.device_total_gb
+    small = WorstCase((224, 224), 5)
+    assert plan(mask, 9, batch=small).before.device_total_gb < plan(mask, 9).before.device_total_gb
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(m
     lines = []
     cfg = tiny_cfg("mask_rcnn")
     cfg.SOLVER.IMS_PER_BATCH = 2
-    before = estimate_memory(cfg, device="cuda", case=CASE)
+    before = estimate_memory(cfg, device="cuda", batch=CASE)
     p = plan(cfg, before.device_total_gb, progress=lines.append)
     assert "ChunkedHeads" not in [s.name for s in p.steps]
     assert any("ChunkedHeads: left out, the model of this job does not run" in x for x in lines)

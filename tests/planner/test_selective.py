@@ -21,7 +21,7 @@ from d2_memfit.planner.trials import Trials, choice_of
 from d2_memfit.techniques import apply_techniques, offload
 
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
-CASE = WorstCase(((480, 640),), 10, (480, 640), (480, 640))
+CASE = WorstCase((480, 640), 10)
 KEYS = ("MEMFIT.CHECKPOINT.MODULES", "MEMFIT.OFFLOAD.MODULES")
 
 

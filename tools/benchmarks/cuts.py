@@ -265,12 +265,12 @@ def scales(size: int, rounds: int, images_per_window: int = 8) -> str:
     windows = _windows(photographs, rounds + 1, images_per_window)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cfg = load_cfg(CONFIG, ["MODEL.DEVICE", device, "SOLVER.IMS_PER_BATCH", images_per_window])
-    case = WorstCase((largest,), 12, largest, largest)
+    case = WorstCase(largest, 12)
     there = DeviceModel.choose(None, device)
     budget_gb = _budget_gb(cfg, case, there, images_per_window // 2)
     options: dict[str, Any] = {
         "device": there,
-        "case": case,
+        "batch": case,
         "evaluates": False,
         "cost_model": True,
     }

@@ -19,7 +19,7 @@ from d2_memfit.planner import steps
 
 from .common import machine, markdown_table
 
-CASE = WorstCase(((800, 1333),), 100, (800, 1333), (800, 1333))
+CASE = WorstCase((800, 1333), 100)
 FOLDERS = (
     *("COCO-Detection", "COCO-InstanceSegmentation", "COCO-Keypoints"),
     *(

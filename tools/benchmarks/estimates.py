@@ -21,7 +21,7 @@ from d2_memfit.planner.probe import run_for_real
 
 from .common import machine, markdown_table
 
-CASE = WorstCase(((480, 640),), 20, (480, 640), (480, 640))
+CASE = WorstCase((480, 640), 20)
 CONFIGS = (
     "COCO-Detection/faster_rcnn_R_50_C4_1x.yaml",
     "COCO-Detection/faster_rcnn_R_50_DC5_1x.yaml",

@@ -15,7 +15,6 @@ import csv
 import statistics
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -23,13 +22,13 @@ from types import ModuleType
 import torch
 from detectron2.config import LazyConfig
 
-from d2_memfit import estimate_memory
 from d2_memfit.config import load_cfg
 from d2_memfit.job import Job
-from d2_memfit.planner import DryJob, MemoryEstimate
+from d2_memfit.planner import DryJob
 from d2_memfit.planner.device_model import DeviceModel
 
 from .common import markdown_table
+from .old_software import V100, OldDevice, pytorch_before_1_11
 
 PUBLISHED = Path(__file__).with_name("zoo_train_memory.csv")
 OTHERS = Path(__file__).with_name("other_train_memory.csv")
@@ -75,28 +74,22 @@ def published_memory(path: Path = PUBLISHED) -> dict[str, float]:
 
 
 def estimate(config: str) -> float:
-    cfg = load_cfg(config)
-    num_gpus = _NUM_GPUS.get(config, 8)
-    return _as_published(estimate_memory(cfg, num_gpus=num_gpus, device="v100", evaluates=False))
+    """Estimate for the V100s of the zoo, with PyTorch 1.3 to 1.5."""
+    job = Job.from_cfg(load_cfg(config), _NUM_GPUS.get(config, 8))
+    with pytorch_before_1_11():
+        return _published_gb(job, V100.of("v100"))
 
 
 def estimate_project(folder: Path, config: str) -> float:
-    """Estimate for an A100 with the software of 2022.
-
-    That software filled gradients with zeros, stepped on parameters one by one, and kept the
-    workspaces of cuBLAS outside the allocator.
-    """
-    device = replace(
-        DeviceModel.load("a100"), keeps_gradients=True, foreach=False, cublas_workspace_mb=0
-    )
+    """Estimate for an A100 with the software of 2022."""
+    device = OldDevice.of("a100")
     if config.endswith(".py"):
-        job = Job.from_lazy(LazyConfig.load(str(folder / config)), 64)
-    else:
-        # mmdetection's PyTorch is older than 1.11, and its backbone has BatchNorm, which keeps its
-        # input, where Detectron2 has FrozenBN.
-        device = replace(device, keeps_inputs=True)
-        job = _mask2former(folder / "Mask2Former", folder / config)
-    return _as_published(DryJob(job, device, evaluates=False).estimate())
+        return _published_gb(Job.from_lazy(LazyConfig.load(str(folder / config)), 64), device)
+    # mmdetection's PyTorch is older than 1.11, and its backbone has BatchNorm, which keeps its
+    # input, where Detectron2 has FrozenBN.
+    job = _mask2former(folder / "Mask2Former", folder / config)
+    with pytorch_before_1_11():
+        return _published_gb(job, device)
 
 
 def _mask2former(folder: Path, config: Path) -> Job:
@@ -113,7 +106,8 @@ def _mask2former(folder: Path, config: Path) -> Job:
     return Job.from_trainer(trainer, load_cfg(str(config), opts, add_keys), 8)
 
 
-def _as_published(estimate: MemoryEstimate) -> float:
+def _published_gb(job: Job, device: DeviceModel) -> float:
+    estimate = DryJob(job, device, evaluates=False).estimate()
     return estimate.peak_allocated_gb * 1024 / 1000
 
 

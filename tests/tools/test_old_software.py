@@ -1,0 +1,85 @@
+# Copyright (c) the d2_memfit developers.
+"""What old software took, which the figures of Detectron2's zoo have in them."""
+
+import pytest
+import torch
+from benchmarks.old_software import V100, OldDevice, pytorch_before_1_11
+from torch import nn
+from torch.nn import functional
+
+from d2_memfit.planner.device_model import DeviceModel
+from d2_memfit.planner.timeline import Allocate, Allocation, Convolution, Free, Timeline
+
+MB = 2**20
+
+
+WEIGHT = torch.randn(1024, 1, requires_grad=True)
+
+
+def kept_megabytes(function, x):
+    """What a function keeps for its backward, without parameters."""
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if tensor is not WEIGHT and storage.nbytes() >= MB:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(x)
+    return len(kept)
+
+
+def cross_entropy(x):
+    return functional.cross_entropy(x * 1, torch.zeros(len(x), dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("function", "now", "before"),
+    [
+        (lambda x: functional.relu(x * 1) @ WEIGHT, 1, 2),
+        (lambda x: nn.ReLU()(x * 1) @ WEIGHT, 1, 2),
+        (lambda x: functional.relu(x * 1, inplace=True) @ WEIGHT, 1, 1),
+        (lambda x: functional.softmax(x * 1, dim=1), 1, 2),
+        (cross_entropy, 1, 2),
+    ],
+)
+def test_inputs_are_kept_and_gradients_are_the_same(function, now, before):
+    x = torch.randn(256, 1024, requires_grad=True)
+    expected = torch.autograd.grad(function(x).sum(), x)
+    assert kept_megabytes(function, x) == now
+    with pytorch_before_1_11():
+        assert kept_megabytes(function, x) == before
+        found = torch.autograd.grad(function(x).sum(), x)
+    torch.testing.assert_close(found, expected)
+    assert functional.relu(x).grad_fn.name() == "ReluBackward0"  # afterwards as ever
+
+
+def convolution(channels, size, num_images=2, kernel=3, dtype=torch.float32):
+    data = torch.Size((num_images, channels, *size))
+    weight = torch.Size((channels, channels, kernel, kernel))
+    return Convolution("forward", data, weight, data, (1, 1), 1, dtype, "forward")
+
+
+def test_cudnn_7_transforms_tiles():
+    workspace = V100.of("cuda").workspace_bytes
+    # 168 tiles of the data, with 512 channels, and 256 x 256 filters, of 32 x 17 complex numbers.
+    large = convolution(256, (200, 336))
+    assert workspace(large) == pytest.approx((168 * 512 + 256**2) * 32 * 17 * 8, rel=0.01)
+    small = convolution(256, (25, 42))  # filters would be larger than the data: Winograd's tiles
+    assert workspace(small) == 36 * 4 * (2 * 7 * 11 * 512 + 256 * 256)
+    assert workspace(convolution(2048, (50, 84), kernel=1)) == 0
+    assert workspace(convolution(80, (28, 28), num_images=256, kernel=1)) == 0  # few channels
+    half = convolution(256, (25, 42), dtype=torch.float16)
+    assert workspace(half) == DeviceModel.load("cuda").workspace_bytes(half)
+
+
+def test_gradients_that_a_loop_keeps_are_there_in_the_forward():
+    kept = Allocation(100 * MB, "gradients", "setup")
+    activation = Allocation(50 * MB, "activations: backbone", "forward")
+    new = Allocation(100 * MB, "gradients", "backward")
+    events = [Allocate(kept), Free(kept), Allocate(activation), Free(activation), Allocate(new)]
+    timeline = Timeline(events=events)
+    assert OldDevice.of("cuda").use(timeline).allocated_bytes == 150 * MB
+    assert DeviceModel.load("cuda").use(timeline).allocated_bytes < 120 * MB
