@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from .caches import limit_onednn_cache
+from .allocator import limit_onednn_cache
 from .host import available_host_bytes
 from .readings import process_memory
 
