@@ -92,6 +92,23 @@ class CocoFile:
         return cls(**{**found, **names, "boxes": boxes})
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """While open, or in a function that it decorates, disable Python's garbage collection.
+
+    It would scan all objects again and again while they are created. For a file of COCO's size,
+    this takes twice as long as the rest.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_garbage_collection()
 def check_coco_file(
     name: str,
     json_file: str,
@@ -112,21 +129,12 @@ def check_coco_file(
         DataError: the file is missing, is not a COCO file, or is empty; or its images are
             elsewhere.
     """
-    with _without_garbage_collection():
-        return _check(name, json_file, image_dir, for_training, progress)
-
-
-def _check(
-    name: str,
-    json_file: str,
-    image_dir: Optional[str],
-    for_training: bool,
-    progress: Callable[[str], None],
-) -> CocoFile:
     start = time.perf_counter()
-    is_large = PathManager.isfile(json_file) and _size(json_file) > _LARGE_BYTES
+    is_file = PathManager.isfile(json_file)
+    num_bytes = os.path.getsize(PathManager.get_local_path(json_file)) if is_file else 0
+    is_large = num_bytes > _LARGE_BYTES
     if is_large:
-        progress(f"Reading {json_file}, {_size(json_file) / 2**20:.0f} MB ...")
+        progress(f"Reading {json_file}, {num_bytes / 2**20:.0f} MB ...")
     coco = read_json(name, json_file)
     if not for_training:
         coco.setdefault("annotations", [])
@@ -208,26 +216,6 @@ def keypoint_names(coco: dict[str, Any]) -> list[str]:
         (a["keypoints"] for a in coco["annotations"] if a.get("keypoints")), []
     )
     return [str(i) for i in range(len(keypoints) // 3)]
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """While open, disable Python's garbage collection.
-
-    It would scan all objects again and again while they are created. For a file of COCO's size,
-    this takes twice as long as the rest.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _size(file: str) -> int:
-    return os.path.getsize(PathManager.get_local_path(file))
 
 
 def _check_entries(where: str, entries: Any, key: str) -> None:

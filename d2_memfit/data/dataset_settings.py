@@ -27,6 +27,7 @@ _CLASS_KEYS = {
     "PanopticDeepLab": "",
 }
 _COCO_KEYPOINTS = 17  # pycocotools knows their sigmas
+_SHOWN = 5  # names in a message
 # A schedule that is longer than the rule's by more than this gets a word.
 _MUCH_LONGER = 3
 
@@ -209,7 +210,8 @@ def _keypoints(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator
             f"annotations in {file.json_file} have no keypoints, the first has the id "
             f"{file.without_keypoints[0]}. Add or remove them, or set MODEL.KEYPOINT_ON False"
         )
-    key, number = "MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS", len(file.keypoint_names)
+    key = "MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS"
+    number = len(file.keypoint_names)
     value = value_of(cfg, key)
     if value != number and key in given:
         raise ConfigError(
@@ -218,8 +220,8 @@ def _keypoints(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator
         )
     if value != number:
         yield Setting(key, number, f"the keypoints of {file.name}: {_names(file.keypoint_names)}")
-    key, sigmas = "TEST.KEYPOINT_OKS_SIGMAS", cfg.TEST.KEYPOINT_OKS_SIGMAS
-    if (len(sigmas) or _COCO_KEYPOINTS) != number:
+    key = "TEST.KEYPOINT_OKS_SIGMAS"
+    if (len(cfg.TEST.KEYPOINT_OKS_SIGMAS) or _COCO_KEYPOINTS) != number:
         if key in given:
             raise ConfigError(f"{key} must have {number} numbers, one for each keypoint")
         yield Setting(key, [0.05] * number, "assumed: how far keypoints may be off in evaluation")
@@ -261,6 +263,5 @@ def _schedule(cfg: CfgNode, train: Sequence[CocoFile], given: Collection[str]) -
             yield Setting(key, value, why)
 
 
-def _names(names: Sequence[str], most: Optional[int] = 5) -> str:
-    shown = ", ".join(map(str, names[:most]))
-    return shown if len(names) <= (most or len(names)) else f"{shown}, ..."
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -67,7 +67,8 @@ def _bytes_of(value: Any, depth: int = 3) -> int:
 
 def _name_of(container: Any) -> str:
     """A container's name, such as "my_hook.Keeper.kept", or a description if it has none."""
-    held, path = container, ""
+    held = container
+    path = ""
     for _ in range(_MOST_HOPS):
         name = _name_in_owner(held)
         if name:

@@ -27,7 +27,8 @@ def on_host() -> Iterator[None]:
 
     They belong to the host, even if the CPU is the device.
     """
-    outer, _on_host.is_open = _on_host.is_open, True
+    outer = _on_host.is_open
+    _on_host.is_open = True
     try:
         yield
     finally:
