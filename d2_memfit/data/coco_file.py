@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Optional
 
 from detectron2.structures import BoxMode
@@ -35,6 +34,7 @@ _VALUES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
     "annotations": {
         "iscrowd": (lambda value: value in (0, 1), "0 or 1"),
         "keypoints": (lambda value: not value or _are_numbers(value), "a list of numbers"),
+        "bbox": (lambda box: _are_numbers(box) and len(box) == 4, "[x, y, width, height]"),
     },
     "categories": {
         "name": _TEXT,
@@ -240,12 +240,6 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
                 f"{where} has the {field} {odd[field]!r} with the id {odd['id']}, which is not "
                 f"{what}"
             )
-    if key == "annotations" and not _are_boxes([entry["bbox"] for entry in entries]):
-        odd = next(e for e in entries if not _are_boxes([e["bbox"]]))
-        raise DataError(
-            f"{where} has the bbox {odd['bbox']!r} with the id {odd['id']}, which is not "
-            "[x, y, width, height]"
-        )
     if key == "images":
         odd = next((e for e in entries if not (_is_length(e["height"], e["width"]))), None)
         if odd is not None:
@@ -256,15 +250,6 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
     twice = _first_twice([entry["id"] for entry in entries])
     if twice is not None:
         raise DataError(f"{where} has the id {twice} more than once")
-
-
-def _are_boxes(boxes: list[Any]) -> bool:
-    """Whether each box is a list of four finite numbers."""
-    return (
-        set(map(type, boxes)) <= {list}
-        and set(map(len, boxes)) <= {4}
-        and _are_numbers(list(chain.from_iterable(boxes)))
-    )
 
 
 def _are_numbers(values: Any) -> bool:
