@@ -76,7 +76,7 @@ class _EvaluatesOnHost(nn.Module):
                     with UpsamplesLater(args[0] if args else None):
                         return super().__call__(*args, **kwargs)
                 except WritesToLazyRows as e:
-                    logger.warning("%s: all masks of an image are there at once", e)
+                    logger.warning("%s. All masks of an image are computed at once", e)
                     type(self).upsamples_later = False
             return super().__call__(*args, **kwargs)
 

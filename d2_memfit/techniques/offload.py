@@ -195,8 +195,13 @@ class _Offload:
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Facts that two tensors share if they are the same tensor, unchanged."""
-    place = tensor.data_ptr(), tensor.shape, tensor.stride()
-    return (*place, change_count(tensor), tensor.dtype)
+    return (
+        tensor.data_ptr(),
+        change_count(tensor),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+    )
 
 
 def _no_host_memory(why: str) -> HostMemoryError:
