@@ -17,7 +17,7 @@ __all__ = ["DatasetFacts", "check_polygons", "look_at_dataset", "warnings_about_
 
 _MANY = 100_000  # annotations from which the check is slow enough for a message
 
-# Warnings by fault of masks.
+# Warnings by fault.
 _MASKS = {
     "no_mask": "MODEL.MASK_ON True, and {number} of {total} objects have no mask. Such an object, "
     "or an image of them alone, is left out or ends training: {first}",
@@ -28,7 +28,16 @@ _MASKS = {
     "odd_polygon": "{number} of {total} masks have a polygon with an odd number of coordinates. "
     "Training ends where one is loaded: {first}",
 }
-# Warnings by fault of images; the total is that of the opened ones.
+_CODES = {
+    "rle": "INPUT.MASK_FORMAT polygon, and {number} of {total} masks are run-length codes. Set it "
+    "bitmask: {first}",
+}
+_KEYPOINTS = {
+    "no_keypoints": "MODEL.KEYPOINT_ON True, and {number} of {total} objects have no keypoints. "
+    "Training ends where one is loaded: {first}",
+}
+_MISSING = {"missing": "{number} of {total} images do not exist, the first is {first}"}
+# The total is that of the opened images.
 _IMAGES = {
     "unreadable": "{number} of {total} images that were looked into cannot be decoded. Training "
     "ends where one is loaded: {first}",
@@ -116,9 +125,13 @@ def warnings_about_data(
     warnings = [text for _, text in complaints_about_boxes(found.cases, found.num_objects)]
     if cfg is not None:
         warnings += _warnings_about_classes(cfg, found, class_names)
-        warnings += _warnings(_texts_about_labels(cfg), found.cases, found.num_objects)
-    missing = {"missing": "{number} of {total} images do not exist, the first is {first}"}
-    warnings += _warnings(missing, facts.images, found.num_images)
+        texts = {
+            **(_MASKS if cfg.MODEL.MASK_ON else {}),
+            **(_CODES if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "polygon" else {}),
+            **(_KEYPOINTS if cfg.MODEL.KEYPOINT_ON else {}),
+        }
+        warnings += _warnings(texts, found.cases, found.num_objects)
+    warnings += _warnings(_MISSING, facts.images, found.num_images)
     return warnings + _warnings(_IMAGES, facts.images, facts.images["opened"].number)
 
 
@@ -126,24 +139,6 @@ def _warnings(texts: Mapping[str, str], cases: Mapping[str, Case], total: int) -
     """The texts of the faults that occur, filled in."""
     found = [(text, cases[fault]) for fault, text in texts.items() if cases.get(fault)]
     return [text.format(number=c.number, total=total, first=c.first) for text, c in found]
-
-
-def _texts_about_labels(cfg: CfgNode) -> dict[str, str]:
-    """Texts by fault of masks and keypoints, if the model learns them."""
-    texts = {}
-    if cfg.MODEL.MASK_ON:
-        texts.update(_MASKS)
-        if cfg.INPUT.MASK_FORMAT == "polygon":
-            texts["rle"] = (
-                "INPUT.MASK_FORMAT polygon, and {number} of {total} masks are run-length codes. "
-                "Set it bitmask: {first}"
-            )
-    if cfg.MODEL.KEYPOINT_ON:
-        texts["no_keypoints"] = (
-            "MODEL.KEYPOINT_ON True, and {number} of {total} objects have no keypoints. Training "
-            "ends where one is loaded: {first}"
-        )
-    return texts
 
 
 def _warnings_about_classes(
