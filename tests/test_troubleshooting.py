@@ -26,12 +26,11 @@ WRITERS = {
     "_unreadable",
     "final_error",
     "_warnings_about_classes",
-    "_warnings_about_images",
-    "_warnings_about_keypoints",
-    "_warnings_about_masks",
     "why_it_does_not_fit",
     "why_no_card_has",
 }
+# Tables of texts by fault, which are filled in elsewhere.
+TABLES = {"_CODES", "_IMAGES", "_KEYPOINTS", "_MASKS", "_MISSING"}
 PASSED_ON = {
     "'\\n'.join(errors)",
     "complaint",
@@ -85,6 +84,8 @@ def texts_of(node):
         texts = [n for n in nodes if isinstance(n, ast.JoinedStr)]
         texts = [n for n in texts if re.search("[a-z]{3}", pattern(template(n)) or "")]
         return texts + [text for n in nodes if isinstance(n, ast.Dict) for text in n.values]
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+        return node.value.values if ast.unparse(node.targets[0]) in TABLES else []
     if not isinstance(node, ast.Call):
         return []
     if called(node).endswith("Error"):
@@ -111,7 +112,7 @@ def messages():
 
 def pattern(text):
     """A regular expression for the first sentence of a message, with anything in its gaps."""
-    text = re.sub(r"%\.?\d*[dfgrs]", "\0", text)
+    text = re.sub(r"%\.?\d*[dfgrs]|{\w+}", "\0", text)
     sentences = [s for s in re.split(r"\. |\n", text) if re.search("[a-z]{2}", s)]
     return ".*".join(map(re.escape, sentences[0].split("\0"))) if sentences else None
 

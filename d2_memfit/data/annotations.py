@@ -163,7 +163,8 @@ def fault_of_box(
         return ""
     over_x = _OVER_EDGE * width + _OVER_EDGE_PIXELS
     over_y = _OVER_EDGE * height + _OVER_EDGE_PIXELS
-    right, lower = width + over_x, height + over_y
+    right = width + over_x
+    lower = height + over_y
     if x >= -over_x and y >= -over_y and x + w <= right and y + h <= lower:
         return ""
     is_inside = 0 <= x < w <= right and 0 <= y < h <= lower

@@ -17,6 +17,40 @@ __all__ = ["DatasetFacts", "check_polygons", "look_at_dataset", "warnings_about_
 
 _MANY = 100_000  # annotations from which the check is slow enough for a message
 
+# Warnings by fault.
+_MASKS = {
+    "no_mask": "MODEL.MASK_ON True, and {number} of {total} objects have no mask. Such an object, "
+    "or an image of them alone, is left out or ends training: {first}",
+    "rle_size": "{number} of {total} masks are run-length codes of another size than their image. "
+    "They end training, or are trained on wrongly: {first}",
+    "bad_rle": "{number} of {total} masks are mappings without the size and counts of a run-length "
+    "code. Training ends where one is loaded: {first}",
+    "odd_polygon": "{number} of {total} masks have a polygon with an odd number of coordinates. "
+    "Training ends where one is loaded: {first}",
+}
+_CODES = {
+    "rle": "INPUT.MASK_FORMAT polygon, and {number} of {total} masks are run-length codes. Set it "
+    "bitmask: {first}",
+}
+_KEYPOINTS = {
+    "no_keypoints": "MODEL.KEYPOINT_ON True, and {number} of {total} objects have no keypoints. "
+    "Training ends where one is loaded: {first}",
+}
+_MISSING = {"missing": "{number} of {total} images do not exist, the first is {first}"}
+# The total is that of the opened images.
+_IMAGES = {
+    "unreadable": "{number} of {total} images that were looked into cannot be decoded. Training "
+    "ends where one is loaded: {first}",
+    "size": "{number} of {total} images that were looked into have another size than their dict "
+    "says. Detectron2 turns photographs as their EXIF data say. Training ends where one is loaded: "
+    "{first}",
+    "turned": "{number} of {total} images that were looked into are turned or mirrored as their "
+    "EXIF data say. Were their annotations drawn on what is seen then? The first is {first}",
+    "deep": "{number} of {total} images that were looked into have more than 8 bits in a channel. "
+    "Detectron2 reads them as 255 wherever they are brighter than that, so nearly all white: "
+    "convert them to 8 bits: {first}",
+}
+
 
 @dataclass
 class DatasetFacts:
@@ -91,61 +125,29 @@ def warnings_about_data(
     warnings = [text for _, text in complaints_about_boxes(found.cases, found.num_objects)]
     if cfg is not None:
         warnings += _warnings_about_classes(cfg, found, class_names)
-        warnings += _warnings_about_masks(cfg, found) if cfg.MODEL.MASK_ON else []
-        warnings += _warnings_about_keypoints(found) if cfg.MODEL.KEYPOINT_ON else []
-    return warnings + _warnings_about_images(facts)
+        texts = {
+            **(_MASKS if cfg.MODEL.MASK_ON else {}),
+            **(_CODES if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "polygon" else {}),
+            **(_KEYPOINTS if cfg.MODEL.KEYPOINT_ON else {}),
+        }
+        warnings += _warnings(texts, found.cases, found.num_objects)
+    warnings += _warnings(_MISSING, facts.images, found.num_images)
+    return warnings + _warnings(_IMAGES, facts.images, facts.images["opened"].number)
 
 
-def _warnings_about_masks(cfg: CfgNode, found: AnnotationFacts) -> list[str]:
-    none, size, bad, odd = map(found.case, ("no_mask", "rle_size", "bad_rle", "odd_polygon"))
-    rle = found.case("rle") if cfg.INPUT.MASK_FORMAT == "polygon" else Case()
-    total, ends = found.num_objects, "Training ends where one is loaded"
-    warnings = [
-        (
-            none,
-            f"MODEL.MASK_ON True, and {none.number} of {total} objects have no mask. Such an "
-            f"object, or an image of them alone, is left out or ends training: {none.first}",
-        ),
-        (
-            size,
-            f"{size.number} of {total} masks are run-length codes of another size than their "
-            f"image. They end training, or are trained on wrongly: {size.first}",
-        ),
-        (
-            bad,
-            f"{bad.number} of {total} masks are mappings without the size and counts of a "
-            f"run-length code. {ends}: {bad.first}",
-        ),
-        (
-            odd,
-            f"{odd.number} of {total} masks have a polygon with an odd number of coordinates. "
-            f"{ends}: {odd.first}",
-        ),
-        (
-            rle,
-            f"INPUT.MASK_FORMAT polygon, and {rle.number} of {total} masks are run-length codes. "
-            f"Set it bitmask: {rle.first}",
-        ),
-    ]
-    return [text for case, text in warnings if case]
-
-
-def _warnings_about_keypoints(found: AnnotationFacts) -> list[str]:
-    case = found.case("no_keypoints")
-    text = (
-        f"MODEL.KEYPOINT_ON True, and {case.number} of {found.num_objects} objects have no "
-        f"keypoints. Training ends where one is loaded: {case.first}"
-    )
-    return [text] if case else []
+def _warnings(texts: Mapping[str, str], cases: Mapping[str, Case], total: int) -> list[str]:
+    """The texts of the faults that occur, filled in."""
+    found = [(text, cases[fault]) for fault, text in texts.items() if cases.get(fault)]
+    return [text.format(number=c.number, total=total, first=c.first) for text, c in found]
 
 
 def _warnings_about_classes(
     cfg: CfgNode, found: AnnotationFacts, class_names: Optional[Sequence[str]]
 ) -> list[str]:
     warnings = []
-    numbers = [c for c in found.classes if not c.isdigit()]
-    for number in numbers:
-        case = found.classes[number]
+    for number, case in found.classes.items():
+        if number.isdigit():
+            continue
         warnings.append(
             f"{case.number} of {found.num_objects} objects have the category_id {number}, which is "
             f"not an integer from 0 up: {case.first}"
@@ -168,36 +170,5 @@ def _warnings_about_classes(
         warnings.append(
             f"{key} is {num_classes}, and the dataset has {len(class_names)} classes ({names}). "
             "Set the key to that number"
-        )
-    return warnings
-
-
-def _warnings_about_images(facts: DatasetFacts) -> list[str]:
-    images, total, opened = facts.images, facts.annotations.num_images, facts.images["opened"]
-    warnings = []
-    if case := images.get("missing"):
-        warnings.append(f"{case.number} of {total} images do not exist, the first is {case.first}")
-    if case := images.get("unreadable"):
-        warnings.append(
-            f"{case.number} of {opened.number} images that were looked into cannot be decoded. "
-            f"Training ends where one is loaded: {case.first}"
-        )
-    if case := images.get("size"):
-        warnings.append(
-            f"{case.number} of {opened.number} images that were looked into have another size than "
-            "their dict says. Detectron2 turns photographs as their EXIF data say. Training ends "
-            f"where one is loaded: {case.first}"
-        )
-    if case := images.get("turned"):
-        warnings.append(
-            f"{case.number} of {opened.number} images that were looked into are turned or mirrored "
-            "as their EXIF data say. Were their annotations drawn on what is seen then? The first "
-            f"is {case.first}"
-        )
-    if case := images.get("deep"):
-        warnings.append(
-            f"{case.number} of {opened.number} images that were looked into have more than 8 bits "
-            "in a channel. Detectron2 reads them as 255 wherever they are brighter than that, so "
-            f"nearly all white: convert them to 8 bits: {case.first}"
         )
     return warnings

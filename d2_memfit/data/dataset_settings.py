@@ -27,6 +27,7 @@ _CLASS_KEYS = {
     "PanopticDeepLab": "",
 }
 _COCO_KEYPOINTS = 17  # pycocotools knows their sigmas
+_SHOWN = 5  # names in a message
 # A schedule that is longer than the rule's by more than this gets a word.
 _MUCH_LONGER = 3
 
@@ -49,6 +50,10 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.key} {self.value}: {self.why}" if self.key else self.why
+
+
+def _note(text: str) -> Setting:
+    return Setting("", None, text)
 
 
 def fit_to_data(
@@ -92,7 +97,7 @@ def fit_to_data(
         _check_ground_truth(cfg, file)
         if not file.num_objects:
             note = f"{file.json_file} has no objects, so evaluation on {file.name} gives no AP"
-            settings.append(Setting("", None, note))
+            settings.append(_note(note))
     for file in train:
         _check_masks(cfg, file)
         settings += _keypoints(cfg, file, given)
@@ -105,11 +110,9 @@ def _classes(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator[S
     num_classes = len(file.classes)
     keys = [k for k in (_CLASS_KEYS.get(cfg.MODEL.META_ARCHITECTURE), *_class_keys(cfg)) if k]
     if not keys and cfg.MODEL.META_ARCHITECTURE not in _CLASS_KEYS:
-        yield Setting(
-            "",
-            None,
+        yield _note(
             f"{file.name} has {num_classes} classes. Which key says so to a "
-            f"{cfg.MODEL.META_ARCHITECTURE} is not known: set it yourself",
+            f"{cfg.MODEL.META_ARCHITECTURE} is not known: set it yourself"
         )
     for key in keys:
         value = value_of(cfg, key)
@@ -209,7 +212,8 @@ def _keypoints(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator
             f"annotations in {file.json_file} have no keypoints, the first has the id "
             f"{file.without_keypoints[0]}. Add or remove them, or set MODEL.KEYPOINT_ON False"
         )
-    key, number = "MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS", len(file.keypoint_names)
+    key = "MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS"
+    number = len(file.keypoint_names)
     value = value_of(cfg, key)
     if value != number and key in given:
         raise ConfigError(
@@ -218,8 +222,8 @@ def _keypoints(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator
         )
     if value != number:
         yield Setting(key, number, f"the keypoints of {file.name}: {_names(file.keypoint_names)}")
-    key, sigmas = "TEST.KEYPOINT_OKS_SIGMAS", cfg.TEST.KEYPOINT_OKS_SIGMAS
-    if (len(sigmas) or _COCO_KEYPOINTS) != number:
+    key = "TEST.KEYPOINT_OKS_SIGMAS"
+    if (len(cfg.TEST.KEYPOINT_OKS_SIGMAS) or _COCO_KEYPOINTS) != number:
         if key in given:
             raise ConfigError(f"{key} must have {number} numbers, one for each keypoint")
         yield Setting(key, [0.05] * number, "assumed: how far keypoints may be off in evaluation")
@@ -230,7 +234,7 @@ def _schedule(cfg: CfgNode, train: Sequence[CocoFile], given: Collection[str]) -
     num_images = sum(f.num_images_with_objects if filters else f.num_images for f in train)
     solver = cfg.SOLVER
     batch = solver.IMS_PER_BATCH * solver.get("ACCUMULATION_STEPS", 1)
-    of_recipe = solver.WARMUP_ITERS, solver.CHECKPOINT_PERIOD
+    of_recipe = (solver.WARMUP_ITERS, solver.CHECKPOINT_PERIOD)
     proposed = fine_tuning_schedule(num_images, batch, *of_recipe)
     what = f"a fine-tuning on {num_images} images, {batch} in each iteration"
     max_iter = proposed["SOLVER.MAX_ITER"]
@@ -238,29 +242,28 @@ def _schedule(cfg: CfgNode, train: Sequence[CocoFile], given: Collection[str]) -
     if "SOLVER.MAX_ITER" in given:
         epochs = solver.MAX_ITER * batch / num_images
         if _MUCH_LONGER * max_iter < solver.MAX_ITER:
-            yield Setting(
-                "",
-                None,
+            yield _note(
                 f"SOLVER.MAX_ITER {solver.MAX_ITER} is kept: {epochs:,.0f} epochs of {num_images} "
-                f"images. For {what}, SOLVER.MAX_ITER {max_iter} would do ({RULE})",
+                f"images. For {what}, SOLVER.MAX_ITER {max_iter} would do ({RULE})"
             )
         proposed = {"SOLVER.MAX_ITER": solver.MAX_ITER}
         if any(step >= solver.MAX_ITER for step in solver.STEPS):
             proposed.update(periods(solver.MAX_ITER, *of_recipe))
     elif max_iter >= solver.MAX_ITER:
         epochs = solver.MAX_ITER * batch / num_images
-        note = f"SOLVER.MAX_ITER {solver.MAX_ITER} is the config's: {epochs:,.1f} epochs of "
-        yield Setting("", None, f"{note}{num_images} images, {batch} in each iteration")
+        yield _note(
+            f"SOLVER.MAX_ITER {solver.MAX_ITER} is the config's: {epochs:,.1f} epochs of "
+            f"{num_images} images, {batch} in each iteration"
+        )
         return
     late = [step for step in solver.STEPS if step >= max_iter]
     if "SOLVER.STEPS" in given and "SOLVER.MAX_ITER" not in given and late:
-        yield Setting("", None, f"SOLVER.STEPS {solver.STEPS}: SOLVER.MAX_ITER is {max_iter}")
+        yield _note(f"SOLVER.STEPS {solver.STEPS}: SOLVER.MAX_ITER is {max_iter}")
     for key, value in proposed.items():
         if key not in given and value != value_of(cfg, key):
             why = f"{what}: {RULE}" if key == "SOLVER.MAX_ITER" else "goes with MAX_ITER"
             yield Setting(key, value, why)
 
 
-def _names(names: Sequence[str], most: Optional[int] = 5) -> str:
-    shown = ", ".join(map(str, names[:most]))
-    return shown if len(names) <= (most or len(names)) else f"{shown}, ..."
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

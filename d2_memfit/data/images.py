@@ -103,7 +103,8 @@ def _look_into(
         if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
             raise OSError("it is a pipe, a socket or a device")  # reading it may wait for ever
         with Image.open(file) as image:
-            size, mode = image.size, image.mode
+            size = image.size
+            mode = image.mode
             if _may_be_truncated(file, image.format):
                 image.load()
             # For a PNG, PIL would decode the image to look for EXIF, which is rare there.

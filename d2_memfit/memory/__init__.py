@@ -1,7 +1,12 @@
 # Copyright (c) the d2_memfit developers.
 """Measuring and limiting memory, and handling out-of-memory errors."""
 
-from .allocator import segments_expand, use_expandable_segments
+from .allocator import (
+    limit_cudnn_cache,
+    limit_onednn_cache,
+    segments_expand,
+    use_expandable_segments,
+)
 from .budget import (
     auto_budget_gb,
     check_budget,
@@ -9,22 +14,22 @@ from .budget import (
     enforce_budget,
     return_large_blocks,
 )
-from .caches import limit_cudnn_cache, limit_onednn_cache
 from .census import TensorCensus, bytes_by_kind, holders, live_tensors
 from .containers import GrowingContainers
 from .host import available_host_bytes
 from .meter import TensorMeter, have_operators, is_on_host, on_host, storages, tensors_in
 from .oom import (
+    RisingRetries,
     error_line,
     is_killed_worker,
     is_loader_out_of_memory,
     is_lost_rank,
     is_out_of_memory,
+    release_memory,
+    with_room,
 )
 from .owners import OwnerMeter
-from .pressure import RisingRetries
 from .readings import DeviceMemory, ProcessMemory, device_memory, process_memory, used_bytes
-from .release import release_memory, with_room
 from .trend import steady_growth
 
 __all__ = [

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from .caches import limit_onednn_cache
+from .allocator import limit_onednn_cache
 from .host import available_host_bytes
 from .readings import process_memory
 
@@ -225,7 +225,8 @@ def _limit_process(budget_gb: Optional[float]) -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    before = limit = _before("cpu", soft)
+    before = _before("cpu", soft)
+    limit = before
     if budget_gb is not None:
         data_bytes = process_memory().data_bytes
         if budget_gb * _GB <= data_bytes:

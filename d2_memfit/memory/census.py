@@ -74,31 +74,27 @@ def live_tensors(
     Owners are "parameters", "gradients", "buffers", "optimizer", and "tensors" for all others that
     Python can see.
     """
-    owner_of: dict[int, str] = {}
-    for owner, owned in (
-        ("parameters", list(model.parameters())),
-        ("gradients", [p.grad for p in model.parameters()]),
-        ("buffers", list(model.buffers())),
-        ("optimizer", optimizer_states(optimizer)),
-    ):
-        owner_of.update((storage_id(s), owner) for s in storages(owned))
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    seen = set()
-    for t in dense_tensors():
-        storage = t.untyped_storage()
-        if t.device != device or storage_id(storage) in seen:
-            continue
-        seen.add(storage_id(storage))
-        owner = owner_of.get(storage_id(storage), "tensors")
-        kind = _kind(t)
-        new = {"owner": owner, "kind": kind, "count": 0, "bytes": 0}
-        row = rows.setdefault((owner, kind), new)
-        row["count"] += 1
-        row["bytes"] += storage.nbytes()
-    table = sorted(rows.values(), key=lambda row: -row["bytes"])
+    owned: dict[str, list[Any]] = {
+        "parameters": list(model.parameters()),
+        "gradients": [p.grad for p in model.parameters()],
+        "buffers": list(model.buffers()),
+        "optimizer": optimizer_states(optimizer),
+    }
+    owner_of = {storage_id(s): owner for owner in owned for s in storages(owned[owner])}
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
     owners: Counter[str] = Counter()
-    for row in table:
-        owners[row["owner"]] += row["bytes"]
+    tensors = {storage_id(t.untyped_storage()): t for t in dense_tensors() if t.device == device}
+    for address, tensor in tensors.items():
+        owner = owner_of.get(address, "tensors")
+        num_bytes = tensor.untyped_storage().nbytes()
+        counts[owner, _kind(tensor)] += 1
+        sizes[owner, _kind(tensor)] += num_bytes
+        owners[owner] += num_bytes
+    table = [
+        {"owner": key[0], "kind": key[1], "count": counts[key], "bytes": num_bytes}
+        for key, num_bytes in sizes.most_common()
+    ]
     return owners, table
 
 

@@ -4,7 +4,7 @@
 import gc
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
@@ -57,9 +57,7 @@ def _last(container: Any, num: int) -> list[Any]:
 
 def _bytes_of(value: Any, depth: int = 3) -> int:
     """Approximate bytes, with the content of containers; these may contain themselves."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, np.ndarray):
+    if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.nbytes
     inner = list(value.values()) if isinstance(value, dict) else value
     if depth and isinstance(inner, (list, tuple, set, deque)):
@@ -69,64 +67,51 @@ def _bytes_of(value: Any, depth: int = 3) -> int:
 
 def _name_of(container: Any) -> str:
     """A container's name, such as "my_hook.Keeper.kept", or a description if it has none."""
-    what, names = container, ""
+    held = container
+    path = ""
     for _ in range(_MOST_HOPS):
-        found = _referrer(what)
-        if found is None:
+        name = _name_in_owner(held)
+        if name:
+            return name + path
+        held = _outer_container(held)
+        if held is None:
             break
-        what, step, is_last = found
-        names = step + names
-        if is_last:
-            return names
+        path = f"[...]{path}"
     return f"a {type(container).__name__} of {len(container)} elements"
 
 
-def _referrer(obj: Any) -> Any:
-    """An object that leads to ``obj``, its part of the name, and whether the name is complete."""
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is obj:
-                return module, f"{getattr(module, '__name__', '')}.{name}", True
+def _name_in_owner(obj: Any) -> str:
+    """The name of an object that is an attribute, a global or a function's variable; "" if none."""
+    for referrer in gc.get_referrers(obj):
+        if isinstance(referrer, CellType) and _name_of_variable(referrer):
+            return _name_of_variable(referrer)
+        # A module, class or object, or the __dict__ of one.
+        owners = gc.get_referrers(referrer) if type(referrer) is dict else [referrer]
+        for owner in owners:
+            attributes = getattr(owner, "__dict__", None)
+            items = list(attributes.items()) if isinstance(attributes, Mapping) else []
+            for name, value in items:
+                if value is obj:
+                    return f"{_name_of_owner(owner)}.{name}"
+    return ""
+
+
+def _name_of_owner(owner: Any) -> str:
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    kind = owner if isinstance(owner, type) else type(owner)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _name_of_variable(cell: CellType) -> str:
+    for cells in gc.get_referrers(cell):
+        for function in gc.get_referrers(cells) if isinstance(cells, tuple) else []:
+            if isinstance(function, FunctionType):
+                return f"a variable of {function.__qualname__}"
+    return ""
+
+
+def _outer_container(obj: Any) -> Any:
+    """A container that an object is in; None if there is none."""
     referrers = gc.get_referrers(obj)
-    for referrer in referrers:
-        if isinstance(referrer, type):
-            name = _key_of(vars(referrer), obj)
-            if name is not None:
-                return referrer, f"{referrer.__module__}.{referrer.__qualname__}.{name}", True
-        attributes = getattr(referrer, "__dict__", None)
-        is_plain = not isinstance(referrer, (ModuleType, FunctionType, type))
-        if is_plain and isinstance(attributes, dict):
-            name = _key_of(attributes, obj)
-            if name is not None:
-                kind = type(referrer)
-                return referrer, f"{kind.__module__}.{kind.__qualname__}.{name}", True
-        if isinstance(referrer, CellType):
-            for function in gc.get_referrers(referrer):
-                for outer in gc.get_referrers(function) if isinstance(function, tuple) else ():
-                    if isinstance(outer, FunctionType):
-                        return outer, f"a variable of {outer.__qualname__}", True
-    for referrer in referrers:
-        if isinstance(referrer, dict):
-            owner = _owner_of(referrer, obj)
-            if owner:
-                return owner
-    for referrer in referrers:
-        if isinstance(referrer, _CONTAINERS) and referrer is not obj:
-            return referrer, "[...]", False
-    return None
-
-
-def _owner_of(attributes: dict[Any, Any], obj: Any) -> Any:
-    """The object or class whose ``__dict__`` this is."""
-    name = _key_of(attributes, obj)
-    for owner in gc.get_referrers(attributes):
-        if getattr(owner, "__dict__", None) is attributes:
-            kind = type(owner)
-            return owner, f"{kind.__module__}.{kind.__qualname__}.{name}", True
-        if isinstance(owner, type) and name in vars(owner):
-            return owner, f"{owner.__module__}.{owner.__qualname__}.{name}", True
-    return None
-
-
-def _key_of(attributes: Any, obj: Any) -> Any:
-    return next((k for k, v in list(attributes.items()) if v is obj), None)
+    return next((r for r in referrers if isinstance(r, _CONTAINERS) and r is not obj), None)

@@ -3,7 +3,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,8 @@ def on_host() -> Iterator[None]:
 
     They belong to the host, even if the CPU is the device.
     """
-    outer, _on_host.is_open = _on_host.is_open, True
+    outer = _on_host.is_open
+    _on_host.is_open = True
     try:
         yield
     finally:
@@ -65,9 +66,6 @@ class TensorMeter(TorchDispatchMode):
         self.peak_bytes = 0
         self._counted: dict[int, int] = {}  # bytes by the address of a storage
         self._older: set[int] = set()  # addresses of storages that were alive before
-        self._watched: dict[int, _Watched] = {}  # by address
-        # A weak reference: a storage must not keep the meter, and its model, alive.
-        self._when_freed = _calling(weakref.WeakMethod(self._gone))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -129,33 +127,20 @@ class TensorMeter(TorchDispatchMode):
         self.live_bytes -= self._counted.pop(address)
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
-        self._watched[storage_id(storage)] = _Watched(storage, self._when_freed)
-
-    def _gone(self, address: int) -> None:
-        del self._watched[address]
-        if address in self._older:
-            self._older.discard(address)
-        else:
-            self._uncount(address)
+        # A weak reference: a storage must not keep the meter, and its model, alive.
+        watch = weakref.finalize(storage, _gone, weakref.ref(self), storage_id(storage))
+        watch.atexit = False  # type: ignore[misc]  # a property, and no slot
 
 
-class _Watched(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a storage, ten times as fast as ``weakref.finalize``."""
-
-    __slots__ = ("address",)
-
-    def __init__(self, storage: torch.UntypedStorage, call: Callable[["_Watched"], None]) -> None:
-        super().__init__(storage, call)  # type: ignore[call-arg]
-        self.address = storage_id(storage)
-
-
-def _calling(weak_method: weakref.WeakMethod[Any]) -> Callable[[_Watched], None]:
-    def call(watched: _Watched) -> None:
-        method = weak_method()
-        if method is not None:
-            method(watched.address)
-
-    return call
+def _gone(meter_ref: "weakref.ref[TensorMeter]", address: int) -> None:
+    """Forget a storage that is freed."""
+    meter = meter_ref()
+    if meter is None:
+        return
+    if address in meter._older:
+        meter._older.discard(address)
+    elif address in meter._counted:
+        meter._uncount(address)
 
 
 def have_operators(types: Iterable[type]) -> bool:
@@ -166,25 +151,19 @@ def have_operators(types: Iterable[type]) -> bool:
 
 def storages(values: Any) -> list[torch.UntypedStorage]:
     """Storages of all tensors in nested containers; sparse and meta tensors have none."""
-    strided = torch.strided
     return [
-        t.untyped_storage() for t in tensors_in(values) if not t.is_meta and t.layout is strided
+        t.untyped_storage()
+        for t in tensors_in(values)
+        if not t.is_meta and t.layout is torch.strided
     ]
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """All tensors in nested lists, tuples and dicts, in order."""
-    found: list[torch.Tensor] = []
-    _collect(values, found)
-    return found
-
-
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found)
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]

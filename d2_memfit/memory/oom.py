@@ -1,88 +1,82 @@
 # Copyright (c) the d2_memfit developers.
-"""Detection of out-of-memory errors among other errors."""
+"""Out-of-memory errors: their detection, signs of them, and release of what they leave behind."""
 
+import gc
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
 __all__ = [
+    "RisingRetries",
     "error_line",
     "is_killed_worker",
     "is_loader_out_of_memory",
     "is_lost_rank",
     "is_out_of_memory",
+    "release_memory",
+    "with_room",
 ]
 
 
-@dataclass(frozen=True)
-class _ErrorPattern:
-    """A text that marks an out-of-memory error, with its source."""
+# Texts of RuntimeErrors, as regular expressions, and their sources. torch.OutOfMemoryError and
+# MemoryError are known by their types.
+_DEVICE_ERRORS = {
+    r"CUDA out of memory": "c10/cuda/CUDACachingAllocator.cpp, before PyTorch 1.13 no class",
+    r"CUDA error: out of memory": "cudaErrorMemoryAllocation, outside the caching allocator",
+    r"CUDA driver error: out of memory": "c10/cuda/driver_api.h: expandable segments",
+    r"CUDNN_STATUS_ALLOC_FAILED": "cuDNN: cudnnStatus_t",
+    r"(CUBLAS|CUSOLVER|HIPBLAS)_STATUS_ALLOC_FAILED": "cublasStatus_t and the like",
+    r"CUFFT_ALLOC_FAILED": "cuFFT: cufftResult",
+    r"Triton Error \[CUDA\]: out of memory": "Triton: CUDA_ERROR_OUT_OF_MEMORY",
+    r"[Uu]nable to find a valid cuDNN algorithm": "ATen/native/cudnn/Conv_v7.cpp",
+    r"unable to find an engine to execute": "ATen/native/cudnn/Conv_v8.cpp",
+    r"NVML_SUCCESS == .* INTERNAL ASSERT FAILED": "huggingface/accelerate#3803, on MIG",
+    r"HIP out of memory": "c10/hip/HIPCachingAllocator.cpp, hipified",
+    r"HIP error: out of memory|hipErrorOutOfMemory": "HIP: hipError_t",
+    r"miopenStatusAllocFailed": "MIOpen: miopenStatus_t",
+    r"MPS backend out of memory": "ATen/mps/MPSAllocator.mm",
+    r"DefaultCPUAllocator: can't allocate memory": "c10/core/impl/alloc_cpu.cpp",
+    r"DefaultCPUAllocator: not enough memory": "the same on Windows",
+    r"std::bad_alloc": "the C++ standard library",
+}
+# oneDNN's constructors raise this dnnl::error when malloc fails. Without a limit on the process, it
+# has other causes, too.
+_ONEDNN_ERROR = {r"could not create a (primitive(?! desc)|memory)": "oneDNN: dnnl::error"}
 
-    pattern: str
-    source: str
-    only_under_limit: bool = False  # without a limit on the process, it has other causes, too
+_KILLED_WORKER = {
+    r"DataLoader worker .* is killed by signal: Killed": "the kernel's OOM killer",
+    r"DataLoader worker .* is killed by signal: Bus error": "/dev/shm is full",
+}
+_LOADER_ERRORS = {
+    **_KILLED_WORKER,
+    r"unable to (mmap|write to file|allocate shared memory)": "torch/lib/libshm: /dev/shm",
+    r"Caught \w*MemoryError in DataLoader worker": "torch/_utils.py: ExceptionWrapper",
+    r"Insufficient memory": "OpenCV: cv::Error::StsNoMem",
+    r"Cannot allocate memory": "errno ENOMEM, as when a worker is forked",
+}
 
+_LOST_RANK = {
+    r"Connection (closed|reset) by peer": "gloo/transport/tcp/pair.cc, TCPStore",
+    r"gloo.*(Broken pipe|Timed out|Connection refused)": "the same",
+    r"ncclRemoteError|remote process exited": "NCCL: ncclResult_t",
+}
 
-# RuntimeErrors, by their texts. torch.OutOfMemoryError and MemoryError are known by their types.
-_DEVICE_ERRORS = (
-    _ErrorPattern(
-        r"CUDA out of memory", "c10/cuda/CUDACachingAllocator.cpp, before PyTorch 1.13 no class"
-    ),
-    _ErrorPattern(
-        r"CUDA error: out of memory", "cudaErrorMemoryAllocation, outside the caching allocator"
-    ),
-    _ErrorPattern(
-        r"CUDA driver error: out of memory", "c10/cuda/driver_api.h: expandable segments"
-    ),
-    _ErrorPattern(r"CUDNN_STATUS_ALLOC_FAILED", "cuDNN: cudnnStatus_t"),
-    _ErrorPattern(r"(CUBLAS|CUSOLVER|HIPBLAS)_STATUS_ALLOC_FAILED", "cublasStatus_t and the like"),
-    _ErrorPattern(r"CUFFT_ALLOC_FAILED", "cuFFT: cufftResult"),
-    _ErrorPattern(r"Triton Error \[CUDA\]: out of memory", "Triton: CUDA_ERROR_OUT_OF_MEMORY"),
-    _ErrorPattern(r"[Uu]nable to find a valid cuDNN algorithm", "ATen/native/cudnn/Conv_v7.cpp"),
-    _ErrorPattern(r"unable to find an engine to execute", "ATen/native/cudnn/Conv_v8.cpp"),
-    _ErrorPattern(
-        r"NVML_SUCCESS == .* INTERNAL ASSERT FAILED", "huggingface/accelerate#3803, on MIG"
-    ),
-    _ErrorPattern(r"HIP out of memory", "c10/hip/HIPCachingAllocator.cpp, hipified"),
-    _ErrorPattern(r"HIP error: out of memory|hipErrorOutOfMemory", "HIP: hipError_t"),
-    _ErrorPattern(r"miopenStatusAllocFailed", "MIOpen: miopenStatus_t"),
-    _ErrorPattern(r"MPS backend out of memory", "ATen/mps/MPSAllocator.mm"),
-    _ErrorPattern(r"DefaultCPUAllocator: can't allocate memory", "c10/core/impl/alloc_cpu.cpp"),
-    _ErrorPattern(r"DefaultCPUAllocator: not enough memory", "the same on Windows"),
-    _ErrorPattern(r"std::bad_alloc", "the C++ standard library"),
-    _ErrorPattern(
-        r"could not create a (primitive(?! desc)|memory)",
-        "oneDNN: dnnl::error of its constructors, when malloc fails",
-        only_under_limit=True,
-    ),
-)
+_MAX_RISING = 3  # iterations; one rise may be chance, thrashing before the error continues
 
-_LOADER_ERRORS = (
-    _ErrorPattern(r"DataLoader worker .* is killed by signal: Killed", "the kernel's OOM killer"),
-    _ErrorPattern(r"DataLoader worker .* is killed by signal: Bus error", "/dev/shm is full"),
-    _ErrorPattern(
-        r"unable to (mmap|write to file|allocate shared memory)", "torch/lib/libshm: /dev/shm"
-    ),
-    _ErrorPattern(
-        r"Caught \w*MemoryError in DataLoader worker", "torch/_utils.py: ExceptionWrapper"
-    ),
-    _ErrorPattern(r"Insufficient memory", "OpenCV: cv::Error::StsNoMem"),
-    _ErrorPattern(r"Cannot allocate memory", "errno ENOMEM, as when a worker is forked"),
-)
-
-_LOST_RANK = (
-    _ErrorPattern(r"Connection (closed|reset) by peer", "gloo/transport/tcp/pair.cc, TCPStore"),
-    _ErrorPattern(r"gloo.*(Broken pipe|Timed out|Connection refused)", "the same"),
-    _ErrorPattern(r"ncclRemoteError|remote process exited", "NCCL: ncclResult_t"),
-)
+_Made = TypeVar("_Made")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that this process ran out of memory, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and _matches(error, _DEVICE_ERRORS)
+    if not isinstance(error, RuntimeError):
+        return False
+    return _matches(error, _DEVICE_ERRORS) or (
+        _matches(error, _ONEDNN_ERROR) and _process_is_limited()
+    )
 
 
 def is_loader_out_of_memory(error: BaseException) -> bool:
@@ -98,7 +92,7 @@ def is_killed_worker(error: BaseException) -> bool:
 
     PyTorch's handler of SIGCHLD raises it, whatever the process does at that moment.
     """
-    return isinstance(error, RuntimeError) and _matches(error, _LOADER_ERRORS[:2])
+    return isinstance(error, RuntimeError) and _matches(error, _KILLED_WORKER)
 
 
 def is_lost_rank(error: BaseException) -> bool:
@@ -109,17 +103,13 @@ def is_lost_rank(error: BaseException) -> bool:
 def error_line(error: BaseException) -> str:
     """The line of an error's message that says what ran out, without stacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    patterns = "|".join(known.pattern for known in (*_DEVICE_ERRORS, *_LOADER_ERRORS))
+    patterns = "|".join({**_DEVICE_ERRORS, **_ONEDNN_ERROR, **_LOADER_ERRORS})
     telling = [line for line in lines if re.search(patterns, line)]
     return (telling or lines[-1:] or [type(error).__name__])[0]
 
 
-def _matches(error: BaseException, patterns: tuple[_ErrorPattern, ...]) -> bool:
-    text = str(error)
-    return any(
-        re.search(known.pattern, text) and (not known.only_under_limit or _process_is_limited())
-        for known in patterns
-    )
+def _matches(error: BaseException, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, str(error)) for pattern in patterns)
 
 
 def _process_is_limited() -> bool:
@@ -129,3 +119,53 @@ def _process_is_limited() -> bool:
         return False
     limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
     return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
+
+
+def with_room(make: Callable[[], _Made], device: torch.device) -> _Made:
+    """Make something small; if memory runs out, once more after unreferenced memory was freed."""
+    try:
+        return make()
+    except Exception as e:
+        if not is_out_of_memory(e):
+            raise
+    release_memory(device)
+    return make()
+
+
+def release_memory(device: torch.device, thorough: bool = True) -> None:
+    """Free unreferenced memory, on the device and on the host.
+
+    Call it outside the ``except`` block: the traceback of a handled error keeps the tensors of its
+    frames alive (pytorch/pytorch#18853).
+
+    Args:
+        thorough: whether to look for cycles among all objects, which takes some tenths of a second,
+            or only among young ones.
+    """
+    gc.collect(2 if thorough else 1)
+    # A backward that failed leaves tasks in the queue of its thread, with the graph and gradients
+    # that belong to them. The next backward of the thread throws them away.
+    torch.ones((), requires_grad=True).backward()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+class RisingRetries:
+    """Detects that the CUDA allocator must free its cache and retry again and again.
+
+    ``torch.cuda.memory_stats()["num_alloc_retries"]`` counts the retries. Each retry synchronises
+    the device and costs time.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._num_rising = 0
+
+    def too_close(self, num_alloc_retries: int) -> bool:
+        """Take the count once per iteration; return True after three iterations with a rise."""
+        self._num_rising = self._num_rising + 1 if num_alloc_retries > self._last else 0
+        self._last = num_alloc_retries
+        if self._num_rising < _MAX_RISING:
+            return False
+        self._num_rising = 0
+        return True

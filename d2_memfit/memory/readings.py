@@ -36,10 +36,12 @@ class DeviceMemory:
 def process_memory() -> ProcessMemory:
     status = Path("/proc/self/status")
     text = status.read_text() if status.exists() else ""
-    kib = {
-        k: int(v) for k, v in re.findall(r"^(VmRSS|VmHWM|VmData):\s+(\d+) kB", text, re.MULTILINE)
-    }
-    return ProcessMemory(*(kib.get(key, 0) * 2**10 for key in ("VmRSS", "VmHWM", "VmData")))
+    kib = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
+    return ProcessMemory(
+        resident_bytes=int(kib.get("VmRSS", 0)) * 2**10,
+        peak_resident_bytes=int(kib.get("VmHWM", 0)) * 2**10,
+        data_bytes=int(kib.get("VmData", 0)) * 2**10,
+    )
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
@@ -78,10 +80,18 @@ class _MallocInfo(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
     ]
 
 

@@ -141,7 +141,10 @@ class ChunkedMatcher(Matcher):
             return super().__call__(quality)
         if 0 in quality.shape:
             return super().__call__(quality.compute(slice(None), slice(None)))
-        values, matches, best_of_instances, worst = [], [], [], []
+        values = []
+        matches = []
+        best_of_instances = []
+        worst = []
         for chunk in quality.chunks:
             part = quality.compute(slice(None), chunk)
             worst.append(part.min())
@@ -219,7 +222,8 @@ class _MatchesPointsInChunks(FCOS):
 
 def _part_of(levels: list[Boxes], anchors: slice) -> list[Boxes]:
     """Some anchors in their levels, plus one of the last level, which FCOS needs."""
-    parts, start = [], 0
+    parts = []
+    start = 0
     for level in levels:
         parts.append(level[max(anchors.start - start, 0) : max(anchors.stop - start, 0)])
         start += len(level)

@@ -2,7 +2,7 @@
 """Criteria of DETR-like models, computed for a few objects at a time."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from inspect import signature, unwrap
@@ -10,18 +10,22 @@ from itertools import count
 from types import FunctionType
 from typing import Any, Optional, Union
 
+import numpy as np
 import torch
 from detectron2.config import CfgNode
+from numpy.typing import NDArray
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ..errors import ConfigError
 from ..memory import is_out_of_memory
 from ..patching import calls_function, replaced_functions, source_files
-from .losses_of_pairs import LossCall
-from .matching_objects import SOLVER, MatcherCall
+from ..torch_private import tree_iter
 from .modules import add_mixin
-from .objects import chunks_of
-from .random_state import RandomState
+from .objects import chunks_of, count_objects, is_targets, take_objects
+from .random_state import RandomState, device_of
+from .recomputation import recompute_in_backward
 from .registry import TECHNIQUES, PositiveIntTechnique
 
 __all__ = ["ChunkedCriterion"]
@@ -30,7 +34,15 @@ logger = logging.getLogger(__name__)
 
 _SAMPLE = 6  # objects on which chunks are compared with the whole
 _TOLERANCE = 1e-2  # relative; rounding of sums in 16 bits
+_SOLVER = "linear_sum_assignment"  # of SciPy
+_rand = torch.rand  # a dry run replaces the function
 _OF_PAIRS = ("box", "giou", "mask")  # parts of the names of losses that are sums over pairs
+
+_Call = Union["_MatcherCall", "_LossCall"]
+# A class, its method, and the class of a call of it.
+_Function = tuple[type, str, type[Any]]
+_Matrix = NDArray[Any]
+_Solve = Callable[..., tuple[_Matrix, _Matrix]]
 
 
 @TECHNIQUES.register()
@@ -68,7 +80,7 @@ class ChunkedCriterion(PositiveIntTechnique):
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
         functions = list(_functions_of_criteria(model))
-        if not any(call is MatcherCall for *_, call in functions):
+        if not any(call is _MatcherCall for *_, call in functions):
             raise ConfigError(
                 "MEMFIT.CRITERION.CHUNK_SIZE: the model has no Hungarian matching by SciPy's "
                 "linear_sum_assignment, so nothing would change. Set it None"
@@ -76,10 +88,6 @@ class ChunkedCriterion(PositiveIntTechnique):
         chunk_size = cfg.MEMFIT.CRITERION.CHUNK_SIZE
         add_mixin(model, _LooksAtChunks, chunk_size=chunk_size, functions=functions, can_chunk={})
         return model
-
-
-_Call = Union[MatcherCall, LossCall]
-_Function = tuple[type, str, type[_Call]]  # a class, its method, and the class for its chunks
 
 
 def _functions_of_criteria(model: nn.Module) -> Iterator[_Function]:
@@ -93,11 +101,11 @@ def _functions_of_criteria(model: nn.Module) -> Iterator[_Function]:
     for cls in sorted(classes, key=lambda cls: cls.__qualname__):
         if not issubclass(cls, nn.Module):
             continue
-        if "forward" in vars(cls) and calls_function(cls, SOLVER):
-            yield cls, "forward", MatcherCall
+        if "forward" in vars(cls) and calls_function(cls, _SOLVER):
+            yield cls, "forward", _MatcherCall
         for name, method in vars(cls).items():
             if isinstance(method, FunctionType) and _is_loss_of_pairs(name, method):
-                yield cls, name, LossCall
+                yield cls, name, _LossCall
 
 
 def _is_loss_of_pairs(name: str, method: FunctionType) -> bool:
@@ -149,7 +157,8 @@ def _problem_of_chunks(call: _Call) -> Optional[str]:
     """The problem with chunks, found with a few of the objects; None if results are the same."""
     if call.counts is None:
         return "as its arguments have no targets of the common shape"
-    counts, state = call.counts, RandomState(call.device)
+    counts = call.counts
+    state = RandomState(call.device)
     num_objects = min(_SAMPLE, sum(counts))
     per_image = next(n for n in count(1) if sum(min(n, c) for c in counts) >= num_objects)
     sample = call.of([slice(0, min(per_image, c)) for c in counts])
@@ -177,3 +186,215 @@ def _are_close(a: Any, b: Any) -> bool:
     a, b = (torch.as_tensor(x).float().nan_to_num() for x in (a, b))
     scale = float(a.abs().max()) if a.numel() else 0.0
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=_TOLERANCE * scale)
+
+
+class _MatcherCall:
+    """A call of a Hungarian matcher.
+
+    The matcher computes costs, queries x objects, and gives those of each image to
+    ``linear_sum_assignment``.
+
+    Args:
+        forward: called as ``forward(matcher, *args, **kwargs)``.
+        args, kwargs: predictions, and lists with the targets of each image.
+
+    Attributes:
+        counts: numbers of objects in each image; None if the arguments do not tell.
+        device: device of the predictions.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        matcher: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._forward = forward
+        self._matcher = matcher
+        self._args = args
+        self._kwargs = kwargs
+        self.device = device_of((args, kwargs))
+        targets = [value for value in (*args, *kwargs.values()) if is_targets(value)]
+        counts = [count_objects(target) for target in targets]
+        is_known = bool(counts) and all(count == counts[0] for count in counts)
+        self.counts: Optional[list[int]] = counts[0] if is_known else None
+
+    def of(self, chosen: Sequence[slice]) -> "_MatcherCall":
+        """The call with only some objects of each image."""
+
+        def select(value: Any) -> Any:
+            return take_objects(value, chosen) if is_targets(value) else value
+
+        args = [select(value) for value in self._args]
+        kwargs = {name: select(value) for name, value in self._kwargs.items()}
+        return _MatcherCall(self._forward, self._matcher, args, kwargs)
+
+    def run(self, chunk_size: int) -> tuple[Any, list[_Matrix]]:
+        """Match with costs computed in chunks.
+
+        Args:
+            chunk_size: objects whose costs are computed at a time.
+
+        Returns:
+            The matcher's result; and the matched matrices, with the numbers of pairs of each image.
+        """
+        assert self.counts is not None
+        state = RandomState(self.device)
+        matrices = _Matrices()
+        chunks = list(chunks_of(self.counts, chunk_size))
+        for chunk in chunks:
+            state.restore()  # all chunks compare masks at the same points
+            matrices.begin(is_last=chunk is chunks[-1])
+            result = self.of(chunk)._call(matrices)
+        return result, [*matrices.whole, np.array([len(queries) for queries, _ in result])]
+
+    def _call(self, matrices: "_Matrices") -> Any:
+        files = [file for file in source_files([self._matcher]) if hasattr(file, _SOLVER)]
+        with replaced_functions(files, {_SOLVER: matrices.gathering}):
+            return self._forward(self._matcher, *self._args, **self._kwargs)
+
+
+class _Matrices:
+    """Gathers columns that are computed chunk by chunk, and matches complete matrices.
+
+    Attributes:
+        whole: the complete matrices, in the order in which the matcher uses them.
+    """
+
+    def __init__(self) -> None:
+        self.whole: list[_Matrix] = []
+        self._columns: list[list[_Matrix]] = []
+        self._is_last = False
+        self._position = 0
+
+    def begin(self, is_last: bool) -> None:
+        """Begin a chunk."""
+        self._is_last = is_last
+        self._position = 0
+
+    def gathering(self, solve: _Solve) -> _Solve:
+        def linear_sum_assignment(cost_matrix: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._position == len(self._columns):
+                self._columns.append([])
+            columns = self._columns[self._position]
+            columns.append(np.array(cost_matrix))
+            self._position += 1
+            if not self._is_last:
+                num = min(columns[-1].shape)
+                return np.arange(num), np.arange(num)
+            self.whole.append(np.concatenate(columns, axis=1))
+            columns.clear()
+            return solve(self.whole[-1], *args, **kwargs)
+
+        return linear_sum_assignment
+
+
+class _LossCall:
+    """A call of a criterion's loss: (predictions, targets, indices, number of objects, ...).
+
+    Args:
+        loss: the criterion's method, called as ``loss(criterion, *args, **kwargs)``.
+        args: ``indices`` holds, for each image, the numbers of queries and of their objects.
+
+    Attributes:
+        counts: numbers of pairs in each image; None if the arguments have another form.
+        device: device of the predictions.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        criterion: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._loss = loss
+        self._criterion = criterion
+        bound = signature(loss).bind(criterion, *args, **kwargs)
+        self._arguments = list(bound.args[1:])
+        self._kwargs = bound.kwargs
+        self._position = list(signature(loss).parameters).index("indices") - 1
+        targets, self._indices = self._arguments[self._position - 1 : self._position + 1]
+        self.counts: Optional[list[int]] = None
+        if is_targets(targets) and count_objects(targets) and _are_pairs(self._indices):
+            self.counts = [len(queries) for queries, _ in self._indices]
+        self.device = device_of(self._arguments)
+
+    def of(self, chosen: Sequence[slice]) -> "_LossCall":
+        """The call with only some pairs of each image, and their objects."""
+        arguments = list(self._arguments)
+        pairs = [(q[part], o[part]) for (q, o), part in zip(self._indices, chosen)]
+        targets = arguments[self._position - 1]
+        arguments[self._position - 1] = take_objects(targets, [objects for _, objects in pairs])
+        arguments[self._position] = [(q, torch.arange(len(o), device=o.device)) for q, o in pairs]
+        return _LossCall(self._loss, self._criterion, arguments, self._kwargs)
+
+    def run(self, chunk_size: int) -> tuple[Any, list[torch.Tensor]]:
+        """Compute the loss in chunks.
+
+        Args:
+            chunk_size: pairs whose losses are computed at a time, and again in the backward.
+
+        Returns:
+            The result of the loss, and the values in it.
+        """
+        assert self.counts is not None
+        state = RandomState(self.device)
+        results = []
+        start = 0
+        for chunk in chunks_of(self.counts, chunk_size):
+            state.restore()
+            part = slice(start, start + sum(s.stop - s.start for s in chunk))
+            run = partial(self._run_chunk, chunk, _DrawnForAll(part, sum(self.counts)))
+            if torch.is_grad_enabled():
+                # Mask2Former's losses are TorchScript, which cannot be stopped half-way.
+                with set_checkpoint_early_stop(False):
+                    results.append(recompute_in_backward(self._criterion, run, *self._arguments))
+            else:
+                results.append(run())
+            start = part.stop
+        total = _sum(results)
+        return total, [torch.as_tensor(value).detach() for value in tree_iter(total)]
+
+    def _run_chunk(self, chunk: Sequence[slice], draws: "_DrawnForAll", *_: Any) -> Any:
+        call = self.of(chunk)  # made here, and again in the backward: masks of objects are large
+        with draws:
+            return call._loss(call._criterion, *call._arguments, **call._kwargs)
+
+
+class _DrawnForAll(TorchFunctionMode):
+    """While open, random numbers for some pairs are the same as in a draw for all pairs.
+
+    Args:
+        part: the pairs.
+        num: number of all pairs.
+    """
+
+    def __init__(self, part: slice, num: int) -> None:
+        super().__init__()
+        self._part = part
+        self._num = num
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _rand and args:
+            shape = args if isinstance(args[0], int) else tuple(args[0])
+            if shape[:1] == (self._part.stop - self._part.start,):
+                return func(self._num, *shape[1:], **kwargs)[self._part].clone()
+        return func(*args, **kwargs)
+
+
+def _are_pairs(indices: Any) -> bool:
+    return isinstance(indices, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and torch.is_tensor(pair[0])
+        for pair in indices
+    )
+
+
+def _sum(results: Sequence[Any]) -> Any:
+    if isinstance(results[0], dict):
+        return {name: sum(result[name] for result in results) for name in results[0]}
+    return sum(results)

@@ -16,10 +16,9 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..patching import calls_function, knows_function, replaced_functions, source_files
-from .lazy_rows import WritesToLazyRows
+from .lazy_rows import UpsamplesLater, WritesToLazyRows
 from .modules import add_mixin
 from .registry import TECHNIQUES, BooleanTechnique
-from .upsampling import UpsamplesLater
 
 __all__ = ["EvaluationOnHost", "PastedMasks", "can_have_results_on_host", "results_on_host"]
 
@@ -77,7 +76,7 @@ class _EvaluatesOnHost(nn.Module):
                     with UpsamplesLater(args[0] if args else None):
                         return super().__call__(*args, **kwargs)
                 except WritesToLazyRows as e:
-                    logger.warning("%s: all masks of an image are there at once", e)
+                    logger.warning("%s. All masks of an image are computed at once", e)
                     type(self).upsamples_later = False
             return super().__call__(*args, **kwargs)
 
@@ -143,12 +142,13 @@ class PastedMasks:
         """One mask [height, width] by its number, or several, indexed like a tensor."""
         if isinstance(index, (int, np.integer)) or (np.ndim(index) == 0 and torch.is_tensor(index)):
             return self._paste(int(index))
-        masks, boxes = self._masks[index], self._boxes[index]
-        return PastedMasks(masks, boxes, self._image_size, self._threshold)
+        masks = self._masks[index]
+        return PastedMasks(masks, self._boxes[index], self._image_size, self._threshold)
 
     def _paste(self, index: int) -> torch.Tensor:
-        masks, boxes = self._masks[index][None], self._boxes[index]
-        return paste_masks_in_image(masks, boxes, self._image_size, self._threshold)[0]
+        mask = self._masks[index][None]
+        box = self._boxes[index]
+        return paste_masks_in_image(mask, box, self._image_size, self._threshold)[0]
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         masks = [mask.numpy() for mask in self]

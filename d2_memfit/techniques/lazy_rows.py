@@ -7,24 +7,26 @@ from operator import itemgetter
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from ..torch_private import make_wrapper, schema, tree_iter, tree_map, without_torch_function
 
-__all__ = ["LazyRows", "WritesToLazyRows", "on_meta"]
+__all__ = ["LazyRows", "UpsamplesLater", "WritesToLazyRows"]
 
 aten = torch.ops.aten
 _CHUNK_BYTES = 2**26  # bytes of rows computed at a time; smaller tensors are computed as a whole
+_interpolate = F.interpolate  # a dry run replaces the function
 _Rows = Callable[[Sequence[int]], torch.Tensor]  # row numbers -> [number of rows, *row]
 
 # Operators whose result for a row depends only on this row.
-_ELEMENTWISE = {
-    *(aten.gt, aten.ge, aten.lt, aten.le, aten.eq, aten.ne, aten.isnan),
-    *(aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.abs),
-    *(aten.exp, aten.log, aten.pow, aten.sigmoid, aten.relu),
-    *(aten.logical_and, aten.logical_or, aten.logical_not),
-    *(aten.bitwise_and, aten.bitwise_or, aten.bitwise_not),
-    *(aten._to_copy, aten.clone, aten.detach, aten.alias, aten.clamp),
-}
+_COMPARISONS = {aten.gt, aten.ge, aten.lt, aten.le, aten.eq, aten.ne, aten.isnan}
+_ARITHMETIC = {aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.abs, aten.clamp}
+_FUNCTIONS = {aten.exp, aten.log, aten.pow, aten.sigmoid, aten.relu}
+_LOGICAL = {aten.logical_and, aten.logical_or, aten.logical_not}
+_BITWISE = {aten.bitwise_and, aten.bitwise_or, aten.bitwise_not}
+_COPIES = {aten._to_copy, aten.clone, aten.detach, aten.alias}
+_ELEMENTWISE = _COMPARISONS | _ARITHMETIC | _FUNCTIONS | _LOGICAL | _BITWISE | _COPIES
 _REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.any, aten.all, aten.argmax}
 _UPSAMPLING = {aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.upsample_nearest2d}
 _VIEWS_OF_DIM = {aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim}
@@ -66,7 +68,9 @@ class LazyRows(torch.Tensor):
     ) -> "LazyRows":
         shape = (*leading, *like.shape[1:])
         made = make_wrapper(cls, shape, dtype=like.dtype, device=device)
-        made.rows, made.leading, made.like = rows, tuple(leading), like
+        made.rows = rows
+        made.leading = tuple(leading)
+        made.like = like
         made.row_bytes = max(row_bytes, like.nbytes)
         return made
 
@@ -79,7 +83,7 @@ class LazyRows(torch.Tensor):
     def of(cls, tensor: torch.Tensor, num_leading: int) -> "LazyRows":
         """The rows of an existing tensor."""
         flat = tensor.flatten(0, num_leading - 1)
-        like = on_meta(flat[:1])
+        like = _on_meta(flat[:1])
         leading = tensor.shape[:num_leading]
         return cls(lambda numbers: flat[list(numbers)], leading, like, 0, tensor.device)
 
@@ -129,7 +133,7 @@ class LazyRows(torch.Tensor):
         return f"LazyRows(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape and dtype on the device "meta"."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
@@ -146,7 +150,8 @@ def _computed(value: Any) -> Any:
 def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator by rows; raise ``_NeedsAllRows`` if it works in another way."""
     lazy = next(t for t in tree_iter((args, kwargs)) if isinstance(t, LazyRows))
-    num_leading, num_dims = len(lazy.leading), lazy.dim()
+    num_leading = len(lazy.leading)
+    num_dims = lazy.dim()
     packet = func.overloadpacket
     if packet in _ELEMENTWISE:
         return _of_rows(lazy, func, args, kwargs)
@@ -260,12 +265,12 @@ def _part(value: Any, lazy: LazyRows) -> tuple[Callable[[Sequence[int]], Any], A
         return (lambda numbers: value), value
     num_of_row = lazy.dim() - len(lazy.leading)
     if value.dim() <= num_of_row:
-        return (lambda numbers: value), on_meta(value)
+        return (lambda numbers: value), _on_meta(value)
     if value.dim() > lazy.dim():
         raise _NeedsAllRows
     of_row = value.shape[value.dim() - num_of_row :]
     flat = value.expand(*lazy.leading, *of_row).reshape(-1, *of_row)
-    return (lambda numbers: flat[list(numbers)]), on_meta(flat[:1])
+    return (lambda numbers: flat[list(numbers)]), _on_meta(flat[:1])
 
 
 class _Remembering:
@@ -274,6 +279,7 @@ class _Remembering:
     def __init__(self, rows: _Rows) -> None:
         self._rows = rows
         self._numbers: list[int] = []
+        self._last: Optional[torch.Tensor] = None
 
     def __call__(self, numbers: Sequence[int]) -> torch.Tensor:
         if list(numbers) != self._numbers:
@@ -282,8 +288,6 @@ class _Remembering:
             self._numbers = list(numbers)
         assert self._last is not None
         return self._last
-
-    _last: Optional[torch.Tensor] = None
 
 
 def _argmax(lazy: LazyRows) -> torch.Tensor:
@@ -295,3 +299,39 @@ def _argmax(lazy: LazyRows) -> torch.Tensor:
         number.masked_fill_(row > best, i)
         torch.maximum(best, row, out=best)
     return number
+
+
+class UpsamplesLater(TorchFunctionMode):
+    """While open, ``F.interpolate`` returns :class:`LazyRows` for results of at least image size.
+
+    Examples are masks of queries and scores of classes.
+
+    Args:
+        batch: Detectron2's list of dicts with an image [3, height, width]. Other batches change
+            nothing.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__()
+        is_known = isinstance(batch, list) and all(_has_image(image) for image in batch)
+        sizes = [image["image"].shape[-2:] for image in batch] if is_known else []
+        self._least = [min(lengths) for lengths in zip(*sizes)]  # height and width
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _interpolate and self._least and args and _has_rows(args[0]):
+            like = func(_on_meta(args[0]), *args[1:], **kwargs)
+            if all(a >= b for a, b in zip(like.shape[-2:], self._least)):
+                return func(LazyRows.of(args[0], 2), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def _has_image(image: Any) -> bool:
+    return isinstance(image, dict) and isinstance(image.get("image"), torch.Tensor)
+
+
+def _has_rows(x: Any) -> bool:
+    is_plain = type(x) is torch.Tensor and not (torch.is_grad_enabled() and x.requires_grad)
+    return is_plain and x.dim() == 4 and x.is_floating_point()

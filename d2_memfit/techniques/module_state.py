@@ -91,12 +91,16 @@ class ModuleState:
     def _keep(self, part: nn.Module) -> list[nn.Module]:
         """Save a part's state; return modules that only a plain attribute leads to."""
         self._undo += [_undo_tensor(b) for b in buffers_by_name(part).values() if b is not None]
-        self._undo.append(_undo_entries(buffers_by_name(part)))
+        buffers = buffers_by_name(part)
+        self._undo.append(partial(_restore_entries, buffers, dict(buffers)))
         self.parts.append(part)
         if hasattr(part, "save_for_retry"):
-            self._undo.append(_undo_own(part))
+            own: Any = part
+            self._undo.append(partial(own.restore_for_retry, own.save_for_retry()))
             return []
-        kept, left, modules = dict(vars(part)), set(_OF_MODULES), []
+        kept = dict(vars(part))
+        left = set(_OF_MODULES)
+        modules: list[nn.Module] = []
         for name, value in kept.items():
             if type(value) in _CONSTANT or name in _OF_MODULES:
                 continue
@@ -111,7 +115,7 @@ class ModuleState:
             self._undo += contents.undo
             self._known.update(contents.found)
             modules += contents.modules
-        self._undo.append(_undo_attributes(vars(part), kept, left))
+        self._undo.append(partial(_restore_attributes, vars(part), kept, left))
         return modules
 
 
@@ -147,17 +151,17 @@ class _Contents:
             self._keep_tensor(value)
         elif isinstance(value, np.ndarray):
             if value.flags.writeable:
-                self.undo.append(_undo_array(value))
-        elif isinstance(value, (list, deque)):
-            self._keep_all(value)
-            self.undo.append(_undo_sequence(value))
+                self.undo.append(partial(value.__setitem__, ..., value.copy()))
         elif isinstance(value, (bytearray, array)):
             self.undo.append(partial(value.__setitem__, slice(None), value[:]))
+        elif isinstance(value, (list, deque)):
+            self._keep_all(value)
+            self.undo.append(partial(_refill, value, value.extend, list(value)))
+        elif isinstance(value, set):
+            self.undo.append(partial(_refill, value, value.update, list(value)))
         elif isinstance(value, dict):
             self._keep_all(value.values())
-            self.undo.append(_undo_entries(value))
-        elif isinstance(value, set):
-            self.undo.append(_undo_set(value))
+            self.undo.append(partial(_restore_entries, value, dict(value)))
         elif isinstance(value, (tuple, frozenset)):
             self._keep_all(value)
         elif isinstance(value, _GENERATORS):
@@ -169,8 +173,7 @@ class _Contents:
 
     def _keep_all(self, values: Iterable[Any]) -> None:
         for value in values:
-            if type(value) not in _CONSTANT:
-                self.keep(value)
+            self.keep(value)
 
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         if tensor.grad_fn is not None:
@@ -188,11 +191,11 @@ class _Contents:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._keep_all(attributes.values())
-            self.undo.append(_undo_attributes(attributes, dict(attributes), set()))
+            self.undo.append(partial(_restore_attributes, attributes, dict(attributes)))
         slots = {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
         if slots:
             self._keep_all(slots.values())
-            self.undo.append(_undo_slots(value, slots))
+            self.undo.append(partial(_restore_slots, value, slots))
 
 
 def _slots(value: Any) -> list[str]:
@@ -202,93 +205,41 @@ def _slots(value: Any) -> list[str]:
     return [name for name, member in members if isinstance(member, MemberDescriptorType)]
 
 
-def _undo_slots(value: Any, kept: dict[str, Any]) -> Undo:
-    def undo() -> None:
-        for name in _slots(value):
-            if name not in kept and hasattr(value, name):
-                object.__delattr__(value, name)
-            elif name in kept and getattr(value, name, None) is not kept[name]:
-                object.__setattr__(value, name, kept[name])
-
-    return undo
-
-
-def _undo_own(part: Any) -> Undo:
-    state = part.save_for_retry()
-
-    def undo() -> None:
-        part.restore_for_retry(state)
-
-    return undo
+def _restore_slots(value: Any, kept: dict[str, Any]) -> None:
+    for name in _slots(value):
+        if name not in kept and hasattr(value, name):
+            object.__delattr__(value, name)
+        elif name in kept and getattr(value, name, None) is not kept[name]:
+            object.__setattr__(value, name, kept[name])
 
 
 def _undo_tensor(tensor: torch.Tensor) -> Undo:
     # Through .data, so that autograd does not see a change of a saved tensor.
     value = tensor.detach().clone()
-
-    def undo() -> None:
-        tensor.data.copy_(value)
-
-    return undo
+    return lambda: tensor.data.copy_(value)
 
 
-def _undo_array(array: Any) -> Undo:
-    value = array.copy()
-
-    def undo() -> None:
-        array[...] = value
-
-    return undo
+def _refill(values: Any, add: Callable[[Any], None], kept: Iterable[Any]) -> None:
+    values.clear()
+    add(kept)
 
 
-def _undo_sequence(values: Any) -> Undo:
-    kept = list(values)
-
-    def undo() -> None:
-        values.clear()
-        values.extend(kept)
-
-    return undo
-
-
-def _undo_set(values: set[Any]) -> Undo:
-    kept = set(values)
-
-    def undo() -> None:
-        values.clear()
-        values.update(kept)
-
-    return undo
-
-
-def _undo_entries(entries: dict[Any, Any]) -> Undo:
-    kept = list(entries.items())
-
-    def undo() -> None:
-        if not _same(list(entries.items()), kept):  # a config may refuse to be written
-            entries.clear()
-            entries.update(dict(kept))  # a Counter would count pairs
-
-    return undo
-
-
-def _same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
-    return len(items) == len(others) and all(
-        a is b and v is w for (a, v), (b, w) in zip(items, others)
+def _restore_entries(entries: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    is_same = len(entries) == len(kept) and all(
+        a is b and v is w for (a, v), (b, w) in zip(entries.items(), kept.items())
     )
+    if not is_same:  # a config may refuse to be written
+        entries.clear()
+        entries.update(kept)
 
 
-def _undo_attributes(
-    attributes: dict[str, Any], kept: dict[str, Any], others: AbstractSet[str]
-) -> Undo:
+def _restore_attributes(
+    attributes: dict[str, Any], kept: dict[str, Any], others: AbstractSet[str] = frozenset()
+) -> None:
     """Restore a ``__dict__``, except for some names."""
-
-    def undo() -> None:
-        for name in attributes.keys() - kept.keys():  # the first forward added it
-            del attributes[name]
-        attributes.update((name, value) for name, value in kept.items() if name not in others)
-
-    return undo
+    for name in attributes.keys() - kept.keys():  # the first forward added it
+        del attributes[name]
+    attributes.update((name, value) for name, value in kept.items() if name not in others)
 
 
 def _undo_generator(generator: Any) -> Undo:

@@ -58,7 +58,8 @@ def add_mixin(module: nn.Module, mixin: type, **attributes: Any) -> None:
     Args:
         attributes: class attributes for the mixin's methods.
     """
-    original, base = type(module), own_class(module)
+    original = type(module)
+    base = own_class(module)
     extensions = [*getattr(original, "_extensions", []), (mixin, attributes)]
 
     def reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:

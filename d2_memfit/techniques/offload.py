@@ -112,7 +112,8 @@ class _Offload:
 
     @contextmanager
     def of_a_forward(self, weights: set[int]) -> Iterator[None]:
-        before, self._weights = self._weights, weights
+        before = self._weights
+        self._weights = weights
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -194,8 +195,13 @@ class _Offload:
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Facts that two tensors share if they are the same tensor, unchanged."""
-    address, version = tensor.data_ptr(), change_count(tensor)
-    return address, version, tensor.dtype, tensor.shape, tensor.stride()
+    return (
+        tensor.data_ptr(),
+        change_count(tensor),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+    )
 
 
 def _no_host_memory(why: str) -> HostMemoryError:

@@ -8,6 +8,7 @@ from detectron2.config import CfgNode
 from detectron2.modeling import ROI_MASK_HEAD_REGISTRY
 from detectron2.modeling.roi_heads import BaseMaskRCNNHead
 
+from ..checks import value_of
 from ..data import shorter_sides
 from .registry import TECHNIQUES, Technique
 
@@ -111,8 +112,9 @@ class FewerQueries(_Recipe):
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        keys = ("MODEL.DETR.NUM_OBJECT_QUERIES", "MODEL.MASK_FORMER.NUM_OBJECT_QUERIES")
-        return _halved(cfg, keys, at_least=50)
+        name = "NUM_OBJECT_QUERIES"
+        nodes = [node for node in ("DETR", "MASK_FORMER") if name in cfg.MODEL.get(node, {})]
+        return _halved(cfg, [f"MODEL.{node}.{name}" for node in nodes], at_least=50)
 
 
 @TECHNIQUES.register()
@@ -192,17 +194,8 @@ class LighterBackbone(_Recipe):
 
 
 def _halved(cfg: CfgNode, keys: Iterable[str], at_least: int) -> dict[str, int]:
-    values = {key: _value(cfg, key) for key in keys}
-    return {k: v // 2 for k, v in values.items() if v is not None and v // 2 >= at_least}
-
-
-def _value(cfg: CfgNode, key: str) -> Any:
-    """Value of a config key; None if there is no such key."""
-    for part in key.split("."):
-        if part not in cfg:
-            return None
-        cfg = cfg[part]
-    return cfg
+    halves = {key: value_of(cfg, key) // 2 for key in keys}
+    return {key: half for key, half in halves.items() if half >= at_least}
 
 
 def _smaller(size: Union[int, Sequence[int]]) -> Union[int, tuple[int, ...]]:

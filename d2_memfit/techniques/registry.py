@@ -73,7 +73,7 @@ class Technique:
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         """The keys, and their values, that turn it on in this config.
 
-        None if it can do nothing, or if plans shall not use it.
+        Empty if it can do nothing, or if plans shall not use it.
         """
         return {}
 

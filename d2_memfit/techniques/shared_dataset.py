@@ -74,7 +74,9 @@ class SharedList(Dataset[Any]):
     """
 
     def __init__(self, items: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-        path, error, ends = "", "", None
+        path = ""
+        error = ""
+        ends = None
         if comm.get_local_rank() == 0:
             try:
                 path, ends = _write(items)

@@ -4,8 +4,18 @@ import sys
 
 import pytest
 import torch
+from detectron2.utils.events import EventStorage
+from injection import Injector
+from tiny import images, tiny_cfg, tiny_model
 
-from d2_memfit.memory import error_line, is_loader_out_of_memory, is_out_of_memory
+from d2_memfit.memory import (
+    RisingRetries,
+    TensorMeter,
+    error_line,
+    is_loader_out_of_memory,
+    is_out_of_memory,
+    release_memory,
+)
 
 # Texts as users have reported them.
 OUT_OF_MEMORY = [
@@ -99,3 +109,30 @@ def test_the_telling_line_of_an_error():
     error = RuntimeError("Caught X\nstack\nCUDA out of memory. Tried 2 MiB\nframe #0: c10::Error")
     assert error_line(error) == "CUDA out of memory. Tried 2 MiB"
     assert error_line(MemoryError()) == "MemoryError"
+
+
+def test_a_backward_that_failed_keeps_nothing():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    batch = images(2)
+    held = []
+    with EventStorage(), TensorMeter() as meter:
+        for after_forward in range(1, 60, 10):
+            injector = Injector()
+            try:
+                with injector:
+                    loss = sum(model(batch).values())
+                    injector.fail_at = {injector.num_allocations + after_forward}
+                    loss.backward()
+            except torch.OutOfMemoryError:
+                del loss
+            model.zero_grad(set_to_none=True)
+            held.append(meter.live_bytes)
+            release_memory(torch.device("cpu"))
+            assert meter.live_bytes == 0
+    assert max(held) > 0  # so there was something to release
+
+
+def test_three_iterations_with_retries_in_a_row_are_too_close():
+    watch = RisingRetries()
+    counts = [0, 1, 2, 2, 3, 4, 5, 6, 7, 8, 8]
+    assert [i for i, n in enumerate(counts) if watch.too_close(n)] == [6, 9]

@@ -40,6 +40,12 @@ def test_small_rises_with_a_step_between_them_are_no_growth():
     assert steady_growth(values, MB) == 0
 
 
+def test_growth_of_more_than_five_times_the_noise_counts():
+    """A curve that rises ever faster: its growth is 5.8 times its deviation from a line."""
+    values = [20 * MB * (block / 20) ** 6 for block in range(20) for _ in range(20)]
+    assert steady_growth(values, MB) > 0
+
+
 def test_less_than_what_counts_is_none():
     assert steady_growth(series(400, 1000), MB) == 0
 

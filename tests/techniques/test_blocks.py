@@ -9,10 +9,23 @@ from d2_memfit.techniques.blocks import find_blocks
 
 def test_blocks_of_transformers_and_heads():
     assert find_blocks(Detector()) == [
-        *(f"backbone.stages.{i}.blocks.{j}" for i in range(2) for j in range(2)),
-        *("vit.0", "vit.1", "neck.0", "neck.1", "encoder.layers.0", "encoder.layers.1"),
-        *("decoder.layers.0", "decoder.layers.1", "listed.0", "listed.1"),
-        *("head_series.0", "head_series.1", "bbox_embed"),
+        "backbone.stages.0.blocks.0",
+        "backbone.stages.0.blocks.1",
+        "backbone.stages.1.blocks.0",
+        "backbone.stages.1.blocks.1",
+        "vit.0",
+        "vit.1",
+        "neck.0",
+        "neck.1",
+        "encoder.layers.0",
+        "encoder.layers.1",
+        "decoder.layers.0",
+        "decoder.layers.1",
+        "listed.0",
+        "listed.1",
+        "head_series.0",
+        "head_series.1",
+        "bbox_embed",
     ]
 
 
@@ -49,6 +62,8 @@ def test_stages_of_a_resnet_stand_before_their_blocks():
     names = find_blocks(tiny_model(tiny_cfg("mask_rcnn")))
     assert names[:4] == [f"backbone.bottom_up.{n}" for n in ("stem", "res2", "res2.0", "res2.1")]
     assert names[-4:] == [
-        *("proposal_generator.rpn_head", "roi_heads.box_head", "roi_heads.box_predictor"),
+        "proposal_generator.rpn_head",
+        "roi_heads.box_head",
+        "roi_heads.box_predictor",
         "roi_heads.mask_head",
     ]

@@ -85,8 +85,9 @@ def test_no_matrix_of_all_pairs_is_made_in_a_model(family):
     batch = images(1, num_instances=11)
     cfg.MEMFIT.MATCHING.CHUNK_SIZE = 7
     # The labels of what is checkpointed are found again in the backward.
-    parts = "*" if family == "retinanet" else "proposal_generator"
-    cfg.MEMFIT.CHECKPOINT.MODULES = [parts, *["roi_heads"] * (family.endswith("rcnn"))]
+    cfg.MEMFIT.CHECKPOINT.MODULES = ["*" if family == "retinanet" else "proposal_generator"]
+    if family.endswith("rcnn"):
+        cfg.MEMFIT.CHECKPOINT.MODULES.append("roi_heads")
     largest = []
 
     class Shapes(torch.utils._python_dispatch.TorchDispatchMode):
