@@ -15,10 +15,10 @@ from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset
 from torch.utils.data import DataLoader
 
 from .. import compat
+from ..random_state import RandomState
 from ..torch_private import workers_of
 from .data_layout import Layout, Rest
 from .loader_worker import Images, RestOfStream, WithStates
-from .random_states import random_states, set_random_states
 from .signals import signals_held_back
 
 __all__ = ["ResumableBatches", "UnknownLoader"]
@@ -236,11 +236,11 @@ class _Taken:
         self.batches = state["batches"]
         self.workers = [states and pickle.dumps(states) for states in state["workers"]]
         self.seeds = state["seeds"]
-        own = random_states()
+        own = RandomState()
         for number, index, states in state["waiting"]:
-            set_random_states(states)
+            RandomState.from_state_dict(states).restore()
             self.waiting.append(_Waiting(images[index], number, index, pickle.dumps(states)))
-        set_random_states(own)
+        own.restore()
 
 
 class _Received(Iterator[Any]):

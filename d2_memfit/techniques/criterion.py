@@ -17,11 +17,11 @@ from torch import nn
 from ..errors import ConfigError
 from ..memory import is_out_of_memory
 from ..patching import calls_function, replaced_functions, source_files
+from ..random_state import RandomState
 from .losses_of_pairs import LossCall
 from .matching_objects import SOLVER, MatcherCall
 from .modules import add_mixin
 from .objects import chunks_of
-from .random_state import RandomState
 from .registry import TECHNIQUES, PositiveIntTechnique
 
 __all__ = ["ChunkedCriterion"]
@@ -167,7 +167,7 @@ def _problem_of_chunks(call: _Call) -> Optional[str]:
     finally:
         state.restore()
     (whole, state_of_whole), (parts, state_of_parts) = found
-    if not state_of_parts.is_that_of(state_of_whole):
+    if not state_of_parts.draws_the_same_tensors(state_of_whole):
         return "as it draws other random numbers for some of them"
     is_same = len(whole) == len(parts) and all(map(_are_close, whole, parts))
     return None if is_same else "as what it computes for one depends on the others"

@@ -11,9 +11,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from ..random_state import RandomState
 from ..torch_private import tree_iter
-from .objects import chunks_of, count_objects, is_targets, take_objects
-from .random_state import RandomState, device_of
+from .objects import chunks_of, count_objects, device_of, is_targets, take_objects
 from .recomputation import recompute_in_backward
 
 __all__ = ["LossCall"]

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..patching import replaced_functions, source_files
-from .objects import chunks_of, count_objects, is_targets, take_objects
-from .random_state import RandomState, device_of
+from ..random_state import RandomState
+from .objects import chunks_of, count_objects, device_of, is_targets, take_objects
 
 __all__ = ["SOLVER", "MatcherCall"]
 
