@@ -39,16 +39,15 @@ class ResumableTrainer(SimpleTrainer):
         progress: how far the iteration ``iter`` is.
     """
 
-    needs_train = False
-    stop_signal = 0
-    agreed_stop_signal: Optional[int] = None  # before a step
-    progress: Optional["Progress"] = None
-
     def __init__(
         self, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
     ) -> None:
         self.run_state = RunState(compat.without_ddp(model), data_loader)
         super().__init__(model, self.run_state.batches, optimizer)
+        self.needs_train = False
+        self.stop_signal = 0
+        self.agreed_stop_signal: Optional[int] = None  # before a step
+        self.progress: Optional[Progress] = None
         self._iterate(data_loader)
 
     def _iterate(self, data_loader: Iterable[Any]) -> None:

@@ -63,7 +63,7 @@ class Communication:
             return call.run_alone()
         self.found = self.found or str(call)
         if self._is_alone or not call.run_alone():
-            raise CommunicationError(str(call))
+            raise CommunicationError(self.found)
         return True
 
     def allow(self, found: str) -> None:

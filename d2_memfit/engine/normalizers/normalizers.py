@@ -230,8 +230,7 @@ class Normalizers:
         except Exception as e:
             if self._pretended is None or replays or is_out_of_memory(e):
                 raise
-            self.communication.found = self.communication.found or str(e)
-            raise CommunicationError from e
+            raise CommunicationError(self.communication.found or str(e)) from e
 
     def weighted(self, losses: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The losses of the running micro-batch, for which its images are the right weight."""
