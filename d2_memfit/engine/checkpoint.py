@@ -33,7 +33,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
     """
 
     path_manager: Any
-    _has_begun = _is_resumed = False
+    _has_begun = _is_resumed = _loads_all = False
     _resumed_file = ""
     _lock: Optional[FolderLock] = None
 

@@ -64,18 +64,20 @@ class SaveOnEnding(HookBase):
         self._is_interrupted = self._is_training = self._is_saving = self._is_in_step = False
         self._former: dict[int, Any] = {}
         self._training = self._evaluation_key = ""
+        self._inner: Any = None  # the trainer that runs the steps
+        self._show_tracebacks: Callable[[], None] = lambda: None
 
     def before_train(self) -> None:
-        inner: Any = compat.inner_trainer(self.trainer)
-        inner.stop_signal = self._status = 0
-        inner.progress = None
-        self._inner, self._is_training = inner, True
+        self._inner = compat.inner_trainer(self.trainer)
+        self._inner.stop_signal = self._status = 0
+        self._inner.progress = None
+        self._is_training = True
         self._is_interrupted = self._is_in_step = False
         self._training = f"d2_memfit/training {next(_training_numbers)}"
         if self._stops_on_signals and threading.current_thread() is threading.main_thread():
             self._former = {n: signal.signal(n, self._note) for n in SIGNALS if is_free(n)}
         self._show_tracebacks = tracebacks_only_in_files()
-        compat.replace_evaluations(self.trainer, partial(_wrapped, self._evaluate))
+        compat.replace_evaluations(self.trainer, lambda run: partial(self._evaluate, run))
 
     def _note(self, number: int, frame: Any) -> None:
         if self._is_saving:
@@ -156,7 +158,7 @@ class SaveOnEnding(HookBase):
                 kept = f"The state could not be saved: {type(e).__name__}: {one_line(e)}"
         else:
             kept = "The first rank saves the state for all"
-        said = self._explained(error)
+        said = self._error_to_raise(error)
         ended_by = signal.Signals(number).name if number else type(said).__name__
         file = write_traceback(error)
         traceback = f". The traceback is in {file}" if file else ""
@@ -166,8 +168,8 @@ class SaveOnEnding(HookBase):
         if said is not error:
             raise said from error
 
-    def _explained(self, error: BaseException) -> BaseException:
-        """The error to raise for one whose cause is another process."""
+    def _error_to_raise(self, error: BaseException) -> BaseException:
+        """The error itself, or the one that names the other process that is its cause."""
         if isinstance(error, MemfitError) or not isinstance(error, Exception):
             return error
         # PyTorch raises it wherever this process is; or the connection to the worker breaks first.
@@ -272,7 +274,3 @@ class SaveOnEnding(HookBase):
             number = int(store.compare_set(self._evaluation_key, "", str(number)))
         if number:
             self._leave(number)
-
-
-def _wrapped(run: Callable[..., Any], function: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: run(function)

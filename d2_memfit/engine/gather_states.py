@@ -15,9 +15,11 @@ class GatherStates(HookBase):
     Register it on all ranks, before the hooks that save.
     """
 
+    def __init__(self) -> None:
+        self._periods: set[int] = set()
+
     def before_train(self) -> None:
-        of_ranks = comm.all_gather(compat.saving_periods(self.trainer))
-        self._periods = set().union(*of_ranks)
+        self._periods = set().union(*comm.all_gather(compat.saving_periods(self.trainer)))
 
     def after_step(self) -> None:
         done = self.trainer.iter + 1

@@ -14,7 +14,7 @@ from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
 from ..memory import is_out_of_memory, release_memory
 from ..techniques import can_have_results_on_host, results_on_host
-from .oom_record import RAISE, Failure, OomEvent, OomRecord, final_error, final_oom_error
+from .oom_record import RAISE, Failure, OomEvent, OomRecord, explained_memory_error, final_error
 from .snapshot import Snapshot
 
 __all__ = ["recovering_inference"]
@@ -46,13 +46,10 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     model.__class__ = type(
         original.__name__, (original,), {"__call__": lambda self, batch: recovering(batch)}
     )
+    bare, iteration = compat.without_ddp(model), compat.current_iteration()
     try:
-        yield
-    except Exception as e:
-        if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):
-            raise
-        bare, iteration = compat.without_ddp(model), compat.current_iteration()
-        raise final_oom_error(e, "evaluation", [], iteration, bare, options, False) from e
+        with explained_memory_error("evaluation", [], iteration, bare, options, False):
+            yield
     finally:
         model.__class__ = original
 

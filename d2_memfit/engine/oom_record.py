@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Optional
 
@@ -16,7 +18,7 @@ from torch import nn
 from ..cost_model import Padding
 from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
-from ..memory import device_memory, error_line
+from ..memory import device_memory, error_line, is_out_of_memory
 from .columns import dataset_dicts
 from .window import count_images
 
@@ -27,8 +29,8 @@ __all__ = [
     "Failure",
     "OomEvent",
     "OomRecord",
+    "explained_memory_error",
     "final_error",
-    "final_oom_error",
     "padded_size",
 ]
 
@@ -134,21 +136,30 @@ class OomRecord:
             logger.warning("Cannot write %s (%s). The event was %s", self._path, e, line.strip())
 
 
-def final_oom_error(
-    error: BaseException,
+@contextmanager
+def explained_memory_error(
     phase: str,
     data: Any,
     iteration: int,
     model: nn.Module,
     options: RecoveryOptions,
     mixed_precision: bool,
-) -> OutOfMemoryError:
-    """Record an error where nothing can be run again, and return the error to raise."""
-    failure = Failure(error, phase, next(model.parameters()).device)
-    event = OomEvent.of(failure, iteration, data, model, options.budget_gb)
-    event.action = RAISE
-    OomRecord(options.output_dir).append(event)
-    return OutOfMemoryError(final_error(event, options, mixed_precision))
+) -> Iterator[None]:
+    """Record and explain an out-of-memory error where nothing can be run again.
+
+    Raises:
+        OutOfMemoryError: in place of the original error.
+    """
+    try:
+        yield
+    except Exception as e:
+        if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # already explained
+            raise
+        failure = Failure(e, phase, next(model.parameters()).device)
+        event = OomEvent.of(failure, iteration, data, model, options.budget_gb)
+        event.action = RAISE
+        OomRecord(options.output_dir).append(event)
+        raise OutOfMemoryError(final_error(event, options, mixed_precision)) from e
 
 
 def final_error(event: OomEvent, options: RecoveryOptions, mixed_precision: bool) -> str:

@@ -4,8 +4,8 @@
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional, Union
 
@@ -21,7 +21,7 @@ from .byte_cut import ByteCut, halve
 from .escalation import SKIP, Escalation, low_memory_step
 from .micro_batch_size import MicroBatchSize
 from .normalizers.communication import Communication
-from .oom_record import RAISE, Failure, OomEvent, OomRecord, final_error, final_oom_error
+from .oom_record import RAISE, Failure, OomEvent, OomRecord, explained_memory_error, final_error
 from .snapshot import Snapshot
 from .storage import WindowStorage
 from .window import MicroBatch, Window
@@ -108,21 +108,21 @@ class Recovery:
             self._report = RecoveryReport()
         self._window = window
         self._escalation = Escalation(self._options)
-        start = None
+        at_start: Optional[Snapshot] = None
         while micro_batch := window.take(self.micro_batch_size, self._micro_batch_size is not None):
             storage.next_micro_batch(micro_batch.num_images)
             before, failure = self._attempt(micro_batch, storage, forward, backward)
-            start = start or before
+            at_start = at_start or before
             if failure is None:
                 continue
             # No exception is being handled here, so nothing holds the tensors of the attempt.
-            if failure.phase == "forward":
+            if failure.phase == "forward":  # it has touched no gradient
                 self._report.retried_images += micro_batch.num_images
                 window.put_back()
             else:
                 self._report.retried_images += window.num_images
-                before = start
                 window.start_over()
+                before = at_start
             self._react(failure, micro_batch, window, iteration)  # which records it first
             self._undo(before, failure, micro_batch, iteration)
             if self._report.final_error:
@@ -131,6 +131,11 @@ class Recovery:
                     raise OutOfMemoryError(self._report.final_error)
                 break
             begin_anew()
+        self._end_window(window, iteration)
+        return self._report
+
+    def _end_window(self, window: Window, iteration: int) -> None:
+        """Complete the report of a window, and let the micro-batch grow after a while."""
         self._report.seen_images = window.num_images + self._report.skipped_images
         self._report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
         self._watch_allocator(window, iteration)
@@ -141,7 +146,6 @@ class Recovery:
                 self.size.images or "the loader's batch of",
             )
         self._report.size = self.size.state_dict()
-        return self._report
 
     @property
     def micro_batch_size(self) -> Optional[int]:
@@ -183,22 +187,13 @@ class Recovery:
                 f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self._options.max_skipped} allows"
             )
 
-    @contextmanager
-    def with_final_error(self, phase: str, data: Any, iteration: int) -> Iterator[None]:
-        """Explain an out-of-memory error where nothing can be run again.
-
-        Raises:
-            OutOfMemoryError: in place of the original error.
-        """
-        try:
-            yield
-        except Exception as e:
-            if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # already explained
-                raise
-            model, options = self._model, self._options
-            raise final_oom_error(
-                e, phase, data, iteration, model, options, self._mixed_precision
-            ) from e
+    def with_final_error(
+        self, phase: str, data: Any, iteration: int
+    ) -> AbstractContextManager[None]:
+        """Explain an out-of-memory error where nothing can be run again."""
+        return explained_memory_error(
+            phase, data, iteration, self._model, self._options, self._mixed_precision
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {

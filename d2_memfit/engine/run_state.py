@@ -38,6 +38,7 @@ class RunState:
         self._model = model
         self._device = next(model.parameters()).device
         self._numbers_at_start = _numbers(model)
+        self._why_unknown = ""
         try:
             self.batches: Iterable[Any] = ResumableBatches(data_loader)
         except UnknownLoader as e:

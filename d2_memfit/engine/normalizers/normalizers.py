@@ -23,7 +23,7 @@ from .adapters import adapt_criteria
 from .answers import DECLARED, IN_FULL, OBJECTS, SUM, Answers, Noted, Site, Totals
 from .communication import Communication, CommunicationError
 from .published import published_distance
-from .totals import Rule, count_forwards
+from .totals import Rule, run_for_counts
 from .trial import Findings, Trial, trial_images
 from .verdict import Verdict, judged
 
@@ -414,7 +414,7 @@ class Normalizers:
         self._answers = answers = self._new_answers(None)
         recovers = self._recovers and not self.communication.known
         with suppress(CommunicationError):  # all ranks hear of it
-            count_forwards(self._model, window, (images, self._is_cut), forward, recovers)
+            run_for_counts(self._model, window, (images, self._is_cut), forward, recovers)
         own = {site: sum(n.count(site) for n in answers.noted) for site in sites}
         found, of_ranks = zip(*comm.all_gather((self.communication.found, own)))
         self.communication.found = next(filter(None, found), "")
