@@ -233,7 +233,8 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _collective(name: str, args: Sequence[Any], num_ranks: int) -> Collective:
-    module, is_differentiable = "no module", False
+    module = "no module"
+    is_differentiable = False
     for frame in _frames():
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
@@ -241,7 +242,8 @@ def _collective(name: str, args: Sequence[Any], num_ranks: int) -> Collective:
             break
         # The forward of a function with its own backward.
         is_differentiable |= frame.f_code.co_filename == _FUNCTION
-    tensors, sent = _flat(args[:1]), _flat(args[1:2])
+    tensors = _flat(args[:1])
+    sent = _flat(args[1:2])
     op = getattr(args[1], "reduceOp", args[1]) if len(args) > 1 else None
     return Collective(
         name,

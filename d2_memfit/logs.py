@@ -32,7 +32,9 @@ def write_traceback(error: BaseException) -> str:
     mark_as_logged(error)
     of_error = type(error), error, error.__traceback__
     record = logging.makeLogRecord({"name": "d2_memfit", "levelno": logging.ERROR})
-    record.levelname, record.msg, record.exc_info = "ERROR", "The traceback:", of_error
+    record.levelname = "ERROR"
+    record.msg = "The traceback:"
+    record.exc_info = of_error
     handlers[0].handle(record)
     return str(handlers[0].stream.name)
 

@@ -52,7 +52,7 @@ def _has_name(code: CodeType, name: str) -> bool:
 @contextmanager
 def replaced_functions(
     files: Iterable[Any],
-    replacements: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]],
+    replacements: Mapping[str, Callable[[Any], Any]],
 ) -> Iterator[None]:
     """While open, functions that are known in some files by a name are others there.
 

@@ -21,7 +21,8 @@ def alone() -> Iterator[None]:
     if not dist.is_available():
         yield
         return
-    group, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
+    group = dist.GroupMember.WORLD
+    dist.GroupMember.WORLD = None
     try:
         yield
     finally:

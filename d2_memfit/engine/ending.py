@@ -61,18 +61,24 @@ class SaveOnEnding(HookBase):
         self._checkpointer = checkpointer
         self._stops_on_signals = stops_on_signals
         self._status = 0
-        self._is_interrupted = self._is_training = self._is_saving = self._is_in_step = False
+        self._is_training = False
+        self._is_in_step = False
+        self._is_interrupted = False
+        self._is_saving = False
         self._former: dict[int, Any] = {}
-        self._training = self._evaluation_key = ""
+        self._training = ""
+        self._evaluation_key = ""
         self._inner: Any = None  # the trainer that runs the steps
         self._show_tracebacks: Callable[[], None] = lambda: None
 
     def before_train(self) -> None:
         self._inner = compat.inner_trainer(self.trainer)
-        self._inner.stop_signal = self._status = 0
+        self._inner.stop_signal = 0
         self._inner.progress = None
+        self._status = 0
         self._is_training = True
-        self._is_interrupted = self._is_in_step = False
+        self._is_in_step = False
+        self._is_interrupted = False
         self._training = f"d2_memfit/training {next(_training_numbers)}"
         if self._stops_on_signals and threading.current_thread() is threading.main_thread():
             self._former = {n: signal.signal(n, self._note) for n in SIGNALS if is_free(n)}
@@ -103,7 +109,8 @@ class SaveOnEnding(HookBase):
             self._leave(number)
 
     def _leave(self, number: int) -> None:
-        self._inner.stop_signal, self._status = number, 128 + number
+        self._inner.stop_signal = number
+        self._status = 128 + number
         name = signal.Signals(number).name
         logger.warning("%s: ending after iteration %d", name, self.trainer.iter)
         raise SystemExit(self._status)
@@ -120,7 +127,8 @@ class SaveOnEnding(HookBase):
         if not self._is_training:
             return
         self._is_training = False
-        error, self._is_saving = sys.exc_info()[1], True
+        error = sys.exc_info()[1]
+        self._is_saving = True
         try:
             with raising_handlers_held_back() as came:
                 if self.trainer.iter >= self.trainer.max_iter:
@@ -150,7 +158,8 @@ class SaveOnEnding(HookBase):
 
     def _save_alone(self, error: BaseException) -> None:
         """Save what this rank knows of the last completed step, and say so in one line."""
-        iteration, number = self.trainer.iter, self._inner.stop_signal
+        iteration = self.trainer.iter
+        number = self._inner.stop_signal
         if comm.is_main_process():
             try:
                 kept = self._save_last_completed()
@@ -208,7 +217,8 @@ class SaveOnEnding(HookBase):
         """The last iteration whose step is whole, after what came later is put back; or why the
         state is of none.
         """
-        iteration, progress = self.trainer.iter, self._inner.progress
+        iteration = self.trainer.iter
+        progress = self._inner.progress
         if progress is None or progress.iteration != iteration:
             if self._is_in_step:
                 return -1, "how far this trainer's own run_step was is not known"

@@ -46,7 +46,8 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     model.__class__ = type(
         original.__name__, (original,), {"__call__": lambda self, batch: recovering(batch)}
     )
-    bare, iteration = compat.without_ddp(model), compat.current_iteration()
+    bare = compat.without_ddp(model)
+    iteration = compat.current_iteration()
     try:
         with explained_memory_error("evaluation", [], iteration, bare, options, False):
             yield

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Optional
@@ -31,6 +31,7 @@ __all__ = [
     "OomRecord",
     "explained_memory_error",
     "final_error",
+    "observed",
     "padded_size",
 ]
 
@@ -134,6 +135,25 @@ class OomRecord:
                 f.write(line)
         except (OSError, MemoryError) as e:  # a full disk must not end a run that just recovered
             logger.warning("Cannot write %s (%s). The event was %s", self._path, e, line.strip())
+
+
+@contextmanager
+def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
+    """While open, call the observers when memory runs out, before anything is freed."""
+    try:
+        yield
+    except Exception as e:
+        if is_out_of_memory(e):
+            for observe in observers:
+                _call(observe)
+        raise
+
+
+def _call(observe: Callable[[], None]) -> None:
+    try:
+        observe()
+    except Exception as e:  # the run may still continue
+        logger.warning("What was to be seen of the memory is lost: %s", e)
 
 
 @contextmanager

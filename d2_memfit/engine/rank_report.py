@@ -53,7 +53,8 @@ def report(
             made.loss_sums[name] = made.loss_sums.get(name, 0.0) + m.num_images * loss
         if not math.isfinite(sum(losses.values())):
             bad = ", ".join(f"{k} {v:g}" for k, v in losses.items() if not math.isfinite(v))
-            names, cause = image_names(m.data), likely_cause(m)
+            names = image_names(m.data)
+            cause = likely_cause(m)
             made.not_finite.append(f"{bad} on the images {names}. Likely {cause}")
     return made
 

@@ -71,7 +71,10 @@ class Recovery:
     ) -> None:
         self.size: Union[MicroBatchSize, ByteCut]
         self.size = cut or MicroBatchSize(micro_batch_size, options.grow_after)
-        self.oom_events = self.retried_images = self.skipped_images = self._seen_images = 0
+        self.oom_events = 0
+        self.retried_images = 0
+        self.skipped_images = 0
+        self._seen_images = 0
         self._options = options
         self._communication = communication
         self._model = model
@@ -205,14 +208,17 @@ class Recovery:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        sizes, rank = state["sizes"], comm.get_rank()
+        sizes = state["sizes"]
+        rank = comm.get_rank()
         same_ranks = len(sizes) == comm.get_world_size()
         own = sizes[rank] if same_ranks else min(sizes, key=lambda s: s["images"] or math.inf)
         if self._may_retry:  # otherwise all ranks must keep the same size
             self.size.load_state_dict(own)
         self._sizes = sizes if same_ranks else [own] * comm.get_world_size()
-        self.oom_events, self.retried_images = state["oom_events"], state["retried_images"]
-        self.skipped_images, self._seen_images = state["skipped_images"], state["seen_images"]
+        self.oom_events = state["oom_events"]
+        self.retried_images = state["retried_images"]
+        self.skipped_images = state["skipped_images"]
+        self._seen_images = state["seen_images"]
 
     def _attempt(
         self,
@@ -223,7 +229,8 @@ class Recovery:
     ) -> tuple[Optional[Snapshot], Optional[Failure]]:
         """The state before a micro-batch (None if there was no memory for it), and its failure."""
         low_memory = self._escalation.needs_low_memory(micro_batch.data)
-        before, phase = None, "forward"
+        before = None
+        phase = "forward"
         try:
             before = Snapshot(self._model, storage)
             with low_memory_step(self._model) if low_memory else contextlib.nullcontext():

@@ -107,7 +107,8 @@ class RunState:
                 'saves them after checkpointer.add_checkpointable("trainer", trainer)'
             )
             return
-        ranks, rank = state["ranks"], comm.get_rank()
+        ranks = state["ranks"]
+        rank = comm.get_rank()
         self._loaded = ranks[rank] if rank < len(ranks) else None
         if self._loaded is not None:
             self._set_numbers(self._loaded["numbers"])

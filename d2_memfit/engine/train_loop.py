@@ -27,7 +27,7 @@ from .explained_hooks import explains_hooks
 from .forward_counters import ForwardCounters
 from .normalizers import CommunicationError, Normalizers
 from .not_finite import likely_cause
-from .observers import observed
+from .oom_record import observed
 from .rank_report import Report, check_finite, report, write_metrics
 from .recovery import Recovery, RecoveryReport
 from .reduce import average_gradients, check_ddp, image_share
@@ -119,23 +119,29 @@ class AccumulatingTrainer(ResumableTrainer):
         self.micro_batch_size = None if cost_model else micro_batch_size
         self.out_of_memory_observers: list[Callable[[], None]] = []
         bare_model = compat.without_ddp(model)
-        retries = recovery is not None
+        recovers = recovery is not None
+        is_cut = bool(cost_model or micro_batch_size)
         grow_after = (recovery or RecoveryOptions()).grow_after
         self.cut = ByteCut(cost_model, bare_model, grow_after) if cost_model else None
-        size, is_cut = self.micro_batch_size, bool(cost_model or micro_batch_size)
-        self._reduces_in_backward = accumulation_steps == 1 and not is_cut and not retries
+        self._reduces_in_backward = accumulation_steps == 1 and not is_cut and not recovers
         options = normalizers or NormalizerOptions()
         if self._reduces_in_backward:  # losses are divided as in Detectron2
             options = NormalizerOptions("off")
         self.normalizers = Normalizers(
-            bare_model, self._losses, options, retries, is_cut, accumulation_steps
+            bare_model, self._losses, options, recovers, is_cut, accumulation_steps
         )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
-            is_mixed, says = precision.dtype != torch.float32, self.normalizers.communication
-            self.recovery = Recovery(recovery, bare_model, size, is_mixed, says, self.cut)
+            self.recovery = Recovery(
+                recovery,
+                bare_model,
+                self.micro_batch_size,
+                mixed_precision=precision.dtype != torch.float32,
+                communication=self.normalizers.communication,
+                cut=self.cut,
+            )
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
-            check_ddp(model, recovers=retries)
+            check_ddp(model, recovers=recovers)
         super().__init__(model, data_loader, optimizer)
         self.loss_fn = loss_fn
         self.clip_gradients = clip_gradients
@@ -321,7 +327,8 @@ class AccumulatingTrainer(ResumableTrainer):
         return mine
 
     def _likely_cause(self, micro_batch: MicroBatch) -> str:
-        model, in_float32 = compat.without_ddp(self.model), None
+        model = compat.without_ddp(self.model)
+        in_float32 = None
         is_mixed = self.precision.dtype != torch.float32
         has_images = any("image" in image for image in dataset_dicts(micro_batch.data))
         if is_mixed and has_images and comm.get_world_size() == 1:  # a forward may communicate

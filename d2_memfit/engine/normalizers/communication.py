@@ -32,7 +32,8 @@ class Communication:
     """
 
     def __init__(self, may_retry: bool, is_size_fixed: bool) -> None:
-        self.known = self.found = ""
+        self.known = ""
+        self.found = ""
         self._may_retry = may_retry
         self._is_size_fixed = is_size_fixed
         self._is_alone = comm.get_world_size() == 1  # a forward may be told otherwise

@@ -39,7 +39,8 @@ class Rule(NamedTuple):
         return self.per_object * noted.objects + self.per_image * noted.images
 
     def explains(self, site: Site, noted: Noted) -> bool:
-        count, other = noted.count(site), self.predicted(noted)
+        count = noted.count(site)
+        other = self.predicted(noted)
         return abs(count - other) <= _EXACT * max(abs(count), abs(other), 1.0)
 
 
