@@ -47,9 +47,8 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
         original.__name__, (original,), {"__call__": lambda self, batch: recovering(batch)}
     )
     bare = compat.without_ddp(model)
-    iteration = compat.current_iteration()
     try:
-        with explained_memory_error("evaluation", [], iteration, bare, options, False):
+        with explained_memory_error("evaluation", [], bare, options, mixed_precision=False):
             yield
     finally:
         model.__class__ = original
@@ -83,8 +82,7 @@ class _RecoveringCall:
         return self(batch)
 
     def _ease(self, failure: Failure, batch: Any) -> None:
-        iteration = compat.current_iteration()
-        event = OomEvent.of(failure, iteration, batch, self._model, self._options.budget_gb)
+        event = OomEvent.of(failure, batch, self._model, self._options.budget_gb)
         if not self._on_host and can_have_results_on_host(self._model):
             self._on_host = True
             event.action = "results are post-processed on the host"

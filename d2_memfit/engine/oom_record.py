@@ -15,6 +15,7 @@ from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 from torch import nn
 
+from .. import compat
 from ..cost_model import Padding
 from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
@@ -75,7 +76,6 @@ class OomEvent:
     def of(
         cls,
         failure: "Failure",
-        iteration: int,
         data: Any,
         model: nn.Module,
         budget_gb: Optional[float],
@@ -83,7 +83,7 @@ class OomEvent:
         """The event of a failure in a micro-batch (``data``). The model has no DDP around it."""
         memory = failure.memory
         return cls(
-            iteration=iteration,
+            iteration=compat.current_iteration(),
             phase=failure.phase,
             micro_batch=count_images(data),
             images=[_describe(image) for image in _images(data)],
@@ -160,7 +160,6 @@ def _call(observe: Callable[[], None]) -> None:
 def explained_memory_error(
     phase: str,
     data: Any,
-    iteration: int,
     model: nn.Module,
     options: RecoveryOptions,
     mixed_precision: bool,
@@ -176,7 +175,7 @@ def explained_memory_error(
         if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # already explained
             raise
         failure = Failure(e, phase, next(model.parameters()).device)
-        event = OomEvent.of(failure, iteration, data, model, options.budget_gb)
+        event = OomEvent.of(failure, data, model, options.budget_gb)
         event.action = RAISE
         OomRecord(options.output_dir).append(event)
         raise OutOfMemoryError(final_error(event, options, mixed_precision)) from e

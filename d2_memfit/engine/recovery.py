@@ -92,7 +92,6 @@ class Recovery:
         self,
         window: Window,
         storage: WindowStorage,
-        iteration: int,
         forward: Callable[[MicroBatch], torch.Tensor],
         backward: Callable[[torch.Tensor, MicroBatch], None],
         begin_anew: Callable[[], None],
@@ -126,26 +125,26 @@ class Recovery:
                 self._report.retried_images += window.num_images
                 window.start_over()
                 before = at_start
-            self._react(failure, micro_batch, window, iteration)  # which records it first
-            self._undo(before, failure, micro_batch, iteration)
+            self._react(failure, micro_batch, window)  # which records it first
+            self._undo(before, failure, micro_batch)
             if self._report.final_error:
                 self._model.zero_grad(set_to_none=True)
                 if not self._may_retry:
                     raise OutOfMemoryError(self._report.final_error)
                 break
             begin_anew()
-        self._end_window(window, iteration)
+        self._end_window(window)
         return self._report
 
-    def _end_window(self, window: Window, iteration: int) -> None:
+    def _end_window(self, window: Window) -> None:
         """Complete the report of a window, and let the micro-batch grow after a while."""
         self._report.seen_images = window.num_images + self._report.skipped_images
         self._report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
-        self._watch_allocator(window, iteration)
+        self._watch_allocator(window)
         if self.size.end_iteration(clean=not self._report.oom_events):
             logger.info(
                 "Iteration %d: memory was enough for a while, the micro-batch grows to %s images",
-                iteration,
+                get_event_storage().iter,
                 self.size.images or "the loader's batch of",
             )
         self._report.size = self.size.state_dict()
@@ -190,12 +189,10 @@ class Recovery:
                 f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self._options.max_skipped} allows"
             )
 
-    def with_final_error(
-        self, phase: str, data: Any, iteration: int
-    ) -> AbstractContextManager[None]:
+    def with_final_error(self, phase: str, data: Any) -> AbstractContextManager[None]:
         """Explain an out-of-memory error where nothing can be run again."""
         return explained_memory_error(
-            phase, data, iteration, self._model, self._options, self._mixed_precision
+            phase, data, self._model, self._options, self._mixed_precision
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -243,12 +240,10 @@ class Recovery:
             return before, Failure(e, phase, self._device)
         return before, None
 
-    def _react(
-        self, failure: Failure, micro_batch: MicroBatch, window: Window, iteration: int
-    ) -> None:
+    def _react(self, failure: Failure, micro_batch: MicroBatch, window: Window) -> None:
         """Decide how the images run again, and log it."""
         self._report.oom_events += 1
-        event = self._event(failure, micro_batch.data, iteration)
+        event = self._event(failure, micro_batch.data)
         if not self._may_retry:
             event.action = RAISE
         elif micro_batch.can_be_split:
@@ -262,20 +257,14 @@ class Recovery:
         elif event.action == RAISE:
             self._report.final_error = final_error(event, self._options, self._mixed_precision)
 
-    def _undo(
-        self,
-        before: Optional[Snapshot],
-        failure: Failure,
-        micro_batch: MicroBatch,
-        iteration: int,
-    ) -> None:
+    def _undo(self, before: Optional[Snapshot], failure: Failure, micro_batch: MicroBatch) -> None:
         """Restore a state, if it could be saved, and free memory.
 
         If memory runs out here too, that is the window's final error, on all ranks.
         """
         is_thorough = self._report.oom_events > 1
         try:
-            with self.with_final_error("restoration", micro_batch.data, iteration):
+            with self.with_final_error("restoration", micro_batch.data):
                 if failure.phase != "forward":
                     self._model.zero_grad(set_to_none=True)
                 if before is not None:
@@ -284,7 +273,7 @@ class Recovery:
         except OutOfMemoryError as e:
             self._report.final_error = str(e)
 
-    def _watch_allocator(self, window: Window, iteration: int) -> None:
+    def _watch_allocator(self, window: Window) -> None:
         """Halve the size before a crash: an allocator that retries again and again is near it."""
         if self._device.type != "cuda" or not self._may_retry:
             return
@@ -293,11 +282,11 @@ class Recovery:
             return
         largest = max(window.micro_batches, key=lambda m: m.num_images)
         error = torch.OutOfMemoryError(f"num_alloc_retries rises again and again, to {retries}")
-        event = self._event(Failure(error, "allocator", self._device), largest.data, iteration)
+        event = self._event(Failure(error, "allocator", self._device), largest.data)
         event.action = f"{halve(self.size, largest, window)} before it fails"
         self._report.oom_events += 1
         self._record.append(event)
         logger.warning("%s. Now %s", event, event.action)
 
-    def _event(self, failure: Failure, data: Any, iteration: int) -> OomEvent:
-        return OomEvent.of(failure, iteration, data, self._model, self._options.budget_gb)
+    def _event(self, failure: Failure, data: Any) -> OomEvent:
+        return OomEvent.of(failure, data, self._model, self._options.budget_gb)

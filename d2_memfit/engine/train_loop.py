@@ -273,9 +273,7 @@ class AccumulatingTrainer(ResumableTrainer):
                 self._begin_window(window, storage)
 
         if self.recovery is not None:
-            return self.recovery.run(
-                window, storage, self.iter, self._forward, backward, begin_anew
-            )
+            return self.recovery.run(window, storage, self._forward, backward, begin_anew)
         while (micro_batch := window.take(self.micro_batch_size)) is not None:
             storage.next_micro_batch(micro_batch.num_images)
             backward(self._forward(micro_batch), micro_batch)
@@ -352,7 +350,7 @@ class AccumulatingTrainer(ResumableTrainer):
         if self.recovery is None:
             return contextlib.nullcontext()
         last = window.micro_batches[-1:]
-        return self.recovery.with_final_error(phase, last[0].data if last else [], self.iter)
+        return self.recovery.with_final_error(phase, last[0].data if last else [])
 
     def _no_sync(self) -> AbstractContextManager[None]:
         """Keep DDP from reducing gradients; must be open in forward and backward."""
