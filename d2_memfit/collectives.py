@@ -5,7 +5,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from .patching import replaced_functions
 
 __all__ = [
     "Collective",
@@ -135,14 +137,16 @@ def noticed_collectives(handle: Handler) -> Iterator[None]:
     if not dist.is_available():
         yield
         return
-    with ExitStack() as stack:
-        for name in filter(_METHOD.match, dir(dist.ProcessGroup)):
-            replacement = _method(_NAMES.get(name, name), handle)
-            stack.enter_context(_replaced(dist.ProcessGroup, name, replacement))
-        functional = getattr(torch.ops, "_c10d_functional", None)
-        for name in _OPERATORS:
-            if functional is not None and hasattr(functional, name):
-                stack.enter_context(_replaced(functional, name, _operator(name, handle)))
+    functional = torch.ops._c10d_functional
+    methods = {
+        name: _method(_NAMES.get(name, name), handle)
+        for name in filter(_METHOD.match, dir(dist.ProcessGroup))
+    }
+    operators = {name: _operator(name, handle) for name in _OPERATORS if hasattr(functional, name)}
+    with (
+        replaced_functions([dist.ProcessGroup], methods),
+        replaced_functions([functional], operators),
+    ):
         yield
 
 
@@ -181,7 +185,7 @@ class PretendedRanks:
             return property(get, original.fset)
 
         # All questions to torch.distributed end at the attribute WORLD of this class.
-        with _replaced(type(dist.GroupMember), "WORLD", told):
+        with replaced_functions([type(dist.GroupMember)], {"WORLD": told}):
             yield
 
     def spare(self, error: BaseException) -> bool:
@@ -229,7 +233,8 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _collective(name: str, args: Sequence[Any], num_ranks: int) -> Collective:
-    module, is_differentiable = "no module", False
+    module = "no module"
+    is_differentiable = False
     for frame in _frames():
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
@@ -237,7 +242,8 @@ def _collective(name: str, args: Sequence[Any], num_ranks: int) -> Collective:
             break
         # The forward of a function with its own backward.
         is_differentiable |= frame.f_code.co_filename == _FUNCTION
-    tensors, sent = _flat(args[:1]), _flat(args[1:2])
+    tensors = _flat(args[:1])
+    sent = _flat(args[1:2])
     op = getattr(args[1], "reduceOp", args[1]) if len(args) > 1 else None
     return Collective(
         name,
@@ -289,16 +295,6 @@ def _flat(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [t for part in value for t in _flat(part)]
     return [value] if isinstance(value, torch.Tensor) else []
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    original = vars(owner).get(name, getattr(owner, name, None))
-    setattr(owner, name, make(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 class _Done:

@@ -31,8 +31,7 @@ def write_traceback(error: BaseException) -> str:
         return ""
     mark_as_logged(error)
     of_error = type(error), error, error.__traceback__
-    record = logging.makeLogRecord({"name": "d2_memfit", "levelno": logging.ERROR})
-    record.levelname, record.msg, record.exc_info = "ERROR", "The traceback:", of_error
+    record = logging.LogRecord("d2_memfit", logging.ERROR, "", 0, "The traceback:", (), of_error)
     handlers[0].handle(record)
     return str(handlers[0].stream.name)
 

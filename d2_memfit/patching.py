@@ -52,7 +52,7 @@ def _has_name(code: CodeType, name: str) -> bool:
 @contextmanager
 def replaced_functions(
     files: Iterable[Any],
-    replacements: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]],
+    replacements: Mapping[str, Callable[[Any], Any]],
 ) -> Iterator[None]:
     """While open, functions that are known in some files by a name are others there.
 
@@ -68,13 +68,15 @@ def replaced_functions(
         if not knows_function(files, name):
             raise LookupError(f"there is no function {name} to be replaced in {files}")
     originals = [(f, n, getattr(f, n)) for f in files for n in replacements if hasattr(f, n)]
+    # A class has a method in another form than getattr gives: a classmethod, or one of C++.
+    entries = [vars(file).get(name, original) for file, name, original in originals]
     for file, name, original in originals:
         setattr(file, name, replacements[name](original))
     try:
         yield
     finally:
-        for file, name, original in originals:
-            setattr(file, name, original)
+        for (file, name, _), entry in zip(originals, entries):
+            setattr(file, name, entry)
 
 
 def knows_function(files: Iterable[Any], name: str) -> bool:

@@ -2,13 +2,12 @@
 """Contexts for work besides the training, such as planning: on one rank, and without logging."""
 
 import logging
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
-import torch
 import torch.distributed as dist
+
+from .random_state import RandomState
 
 __all__ = ["alone", "no_information", "unchanged_random_state"]
 
@@ -22,7 +21,8 @@ def alone() -> Iterator[None]:
     if not dist.is_available():
         yield
         return
-    group, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
+    group = dist.GroupMember.WORLD
+    dist.GroupMember.WORLD = None
     try:
         yield
     finally:
@@ -47,10 +47,8 @@ def no_information(up_to: int = logging.INFO) -> Iterator[None]:
 @contextmanager
 def unchanged_random_state() -> Iterator[None]:
     """While open, random numbers can be drawn without an effect on the job."""
-    python, numpy = random.getstate(), np.random.get_state()
+    state = RandomState()
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        state.restore()

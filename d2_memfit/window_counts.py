@@ -34,7 +34,8 @@ _answering: Optional[Counts] = None
 def counts_answered_by(counts: Counts) -> Iterator[None]:
     """While open, :func:`window_count` asks ``counts``."""
     global _answering  # noqa: PLW0603  model code asks, and knows no trainer
-    outer, _answering = _answering, counts
+    outer = _answering
+    _answering = counts
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ DOORS = {"cli", "doctor", "job_options", "measure", "train"}
 GROUND = [
     *("memory", "techniques", "report", "data"),
     *("backbones.py", "config.py", "config_keys.py", "cost_model.py"),
-    *("geometry.py", "patching.py", "precision.py", "presets.py", "scaling.py"),
+    *("geometry.py", "patching.py", "precision.py", "presets.py", "random_state.py", "scaling.py"),
 ]
 
 

@@ -9,12 +9,12 @@ from .checkpoint import MemfitCheckpointer
 from .defaults import MemfitMixin, MemfitTrainer
 from .ending import SaveOnEnding
 from .evaluating import evaluating
-from .gather_states import GatherStates
 from .inference import recovering_inference
 from .launch import launch, usable_device, world_size
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
+from .resumable_trainer import GatherStates
 from .train_loop import AccumulatingTrainer
 
 __all__ = [

@@ -93,7 +93,8 @@ class ByteCut:
         # For each number of first images: time, micro-batches, start of the last one.
         best: list[tuple[float, int, int]] = [(0.0, 0, 0)]
         for end in range(1, len(order) + 1):
-            found, together = (float("inf"), 0, 0), Images()
+            found = (float("inf"), 0, 0)
+            together = Images()
             for start in range(end - 1, -1, -1):
                 together += facts[order[start]]
                 if together.num > 1 and self._bytes_of(together) > self.limit_gb * _GB:
@@ -102,7 +103,8 @@ class ByteCut:
                 seconds = best[start][0] + pixels + self._cost_model.overhead_pixels
                 found = min(found, (seconds, best[start][1] + 1, start))
             best.append(found)
-        parts, end = [], len(order)
+        parts = []
+        end = len(order)
         while end:
             start = best[end][2]
             parts.append(list(order[start:end]))

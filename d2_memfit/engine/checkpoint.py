@@ -33,7 +33,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
     """
 
     path_manager: Any
-    _has_begun = _is_resumed = False
+    _has_begun = _is_resumed = _loads_all = False
     _resumed_file = ""
     _lock: Optional[FolderLock] = None
 
@@ -207,7 +207,8 @@ class MemfitCheckpointer(DetectionCheckpointer):
         problems: list[str] = []
         if not self.has_checkpoint():
             return "", problems
-        last, files = self.get_checkpoint_file(), self._files()
+        last = self.get_checkpoint_file()
+        files = self._files()
         tag = os.path.join(self.save_dir, "last_checkpoint")
         if not last:
             problems.append(f"{tag} is missing or damaged, or names a file that does not exist")

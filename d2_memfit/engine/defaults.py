@@ -171,7 +171,8 @@ class MemfitMixin(_Trainer):
     def _complete(self, ddp_options: dict[str, Any]) -> None:
         """Check what the project's ``__init__`` made, and add hooks."""
         self._check_inner()
-        cfg, model = self._job.cfg, self._inner.model
+        cfg = self._job.cfg
+        model = self._inner.model
         if any(getattr(model, name, value) != value for name, value in ddp_options.items()):
             self._not_built.add("ddp")
         check_applied(
@@ -181,7 +182,8 @@ class MemfitMixin(_Trainer):
             "self.build_model(cfg), self.build_optimizer(cfg, model), self.build_train_loader(cfg) "
             "and detectron2.engine.create_ddp_model(model)",
         )
-        others, self._hooks = self._hooks, []
+        others = self._hooks
+        self._hooks = []
         self.register_hooks(job_hooks(self._job))  # before the project's, which write and save
         self._hooks += others
         logger.info(
@@ -193,7 +195,8 @@ class MemfitMixin(_Trainer):
 
     def _check_inner(self) -> None:
         if not any(self._inner is trainer for trainer in self._trainers):
-            name, inner = type(self).__name__, type(self._inner).__name__
+            name = type(self).__name__
+            inner = type(self._inner).__name__
             raise TypeError(
                 f"{name} runs its steps by a {inner} that its __init__ does not make from a "
                 "SimpleTrainer. Write there: self._trainer = SimpleTrainer(model, data_loader, "

@@ -61,21 +61,29 @@ class SaveOnEnding(HookBase):
         self._checkpointer = checkpointer
         self._stops_on_signals = stops_on_signals
         self._status = 0
-        self._is_interrupted = self._is_training = self._is_saving = self._is_in_step = False
+        self._is_training = False
+        self._is_in_step = False
+        self._is_interrupted = False
+        self._is_saving = False
         self._former: dict[int, Any] = {}
-        self._training = self._evaluation_key = ""
+        self._training = ""
+        self._evaluation_key = ""
+        self._inner: Any = None  # the trainer that runs the steps
+        self._show_tracebacks: Callable[[], None] = lambda: None
 
     def before_train(self) -> None:
-        inner: Any = compat.inner_trainer(self.trainer)
-        inner.stop_signal = self._status = 0
-        inner.progress = None
-        self._inner, self._is_training = inner, True
-        self._is_interrupted = self._is_in_step = False
+        self._inner = compat.inner_trainer(self.trainer)
+        self._inner.stop_signal = 0
+        self._inner.progress = None
+        self._status = 0
+        self._is_training = True
+        self._is_in_step = False
+        self._is_interrupted = False
         self._training = f"d2_memfit/training {next(_training_numbers)}"
         if self._stops_on_signals and threading.current_thread() is threading.main_thread():
             self._former = {n: signal.signal(n, self._note) for n in SIGNALS if is_free(n)}
         self._show_tracebacks = tracebacks_only_in_files()
-        compat.replace_evaluations(self.trainer, partial(_wrapped, self._evaluate))
+        compat.replace_evaluations(self.trainer, lambda run: partial(self._evaluate, run))
 
     def _note(self, number: int, frame: Any) -> None:
         if self._is_saving:
@@ -101,7 +109,8 @@ class SaveOnEnding(HookBase):
             self._leave(number)
 
     def _leave(self, number: int) -> None:
-        self._inner.stop_signal, self._status = number, 128 + number
+        self._inner.stop_signal = number
+        self._status = 128 + number
         name = signal.Signals(number).name
         logger.warning("%s: ending after iteration %d", name, self.trainer.iter)
         raise SystemExit(self._status)
@@ -118,7 +127,8 @@ class SaveOnEnding(HookBase):
         if not self._is_training:
             return
         self._is_training = False
-        error, self._is_saving = sys.exc_info()[1], True
+        error = sys.exc_info()[1]
+        self._is_saving = True
         try:
             with raising_handlers_held_back() as came:
                 if self.trainer.iter >= self.trainer.max_iter:
@@ -148,7 +158,8 @@ class SaveOnEnding(HookBase):
 
     def _save_alone(self, error: BaseException) -> None:
         """Save what this rank knows of the last completed step, and say so in one line."""
-        iteration, number = self.trainer.iter, self._inner.stop_signal
+        iteration = self.trainer.iter
+        number = self._inner.stop_signal
         if comm.is_main_process():
             try:
                 kept = self._save_last_completed()
@@ -156,7 +167,7 @@ class SaveOnEnding(HookBase):
                 kept = f"The state could not be saved: {type(e).__name__}: {one_line(e)}"
         else:
             kept = "The first rank saves the state for all"
-        said = self._explained(error)
+        said = self._error_to_raise(error)
         ended_by = signal.Signals(number).name if number else type(said).__name__
         file = write_traceback(error)
         traceback = f". The traceback is in {file}" if file else ""
@@ -166,8 +177,8 @@ class SaveOnEnding(HookBase):
         if said is not error:
             raise said from error
 
-    def _explained(self, error: BaseException) -> BaseException:
-        """The error to raise for one whose cause is another process."""
+    def _error_to_raise(self, error: BaseException) -> BaseException:
+        """The error itself, or the one that names the other process that is its cause."""
         if isinstance(error, MemfitError) or not isinstance(error, Exception):
             return error
         # PyTorch raises it wherever this process is; or the connection to the worker breaks first.
@@ -206,7 +217,8 @@ class SaveOnEnding(HookBase):
         """The last iteration whose step is whole, after what came later is put back; or why the
         state is of none.
         """
-        iteration, progress = self.trainer.iter, self._inner.progress
+        iteration = self.trainer.iter
+        progress = self._inner.progress
         if progress is None or progress.iteration != iteration:
             if self._is_in_step:
                 return -1, "how far this trainer's own run_step was is not known"
@@ -272,7 +284,3 @@ class SaveOnEnding(HookBase):
             number = int(store.compare_set(self._evaluation_key, "", str(number)))
         if number:
             self._leave(number)
-
-
-def _wrapped(run: Callable[..., Any], function: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: run(function)

@@ -1,8 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Out-of-memory errors in hooks, explained."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Optional, TypeVar
 
@@ -33,25 +32,19 @@ def _explaining(cls: type, name: str) -> Callable[[Any], None]:
 
     @wraps(own or getattr(TrainerBase, name))
     def method(self: Any) -> None:
-        with _explained(self):
+        try:
             if own is not None:
                 own(self)
             else:
                 getattr(super(cls, self), name)()
+        except Exception as e:
+            recovery: Optional[Recovery] = getattr(compat.inner_trainer(self), "recovery", None)
+            if recovery is None:
+                raise
+            with recovery.with_final_error(f"hook {_hook_of(e)}", []):
+                raise
 
     return method
-
-
-@contextmanager
-def _explained(trainer: Any) -> Iterator[None]:
-    try:
-        yield
-    except Exception as e:
-        recovery: Optional[Recovery] = getattr(compat.inner_trainer(trainer), "recovery", None)
-        if recovery is None:
-            raise
-        with recovery.with_final_error(f"hook {_hook_of(e)}", [], trainer.iter):
-            raise
 
 
 def _hook_of(error: BaseException) -> str:

@@ -6,10 +6,10 @@ from detectron2.utils import comm
 
 from ..job import Job
 from .budget_hook import EnforceBudget
-from .gather_states import GatherStates
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
+from .resumable_trainer import GatherStates
 from .shared_device import MakeRoom
 
 __all__ = ["MONITORS", "job_hooks"]
@@ -22,7 +22,8 @@ def job_hooks(job: Job) -> list[HookBase]:
 
     Register them on all ranks, before the hooks that write and save.
     """
-    monitor, folder = job.cfg.MEMFIT.MONITOR, job.cfg.OUTPUT_DIR
+    monitor = job.cfg.MEMFIT.MONITOR
+    folder = job.cfg.OUTPUT_DIR
     made: list[HookBase] = [GatherStates()]
     if monitor.SNAPSHOT_ITER is not None or monitor.SNAPSHOT_ON_OOM:
         folder = folder if comm.is_main_process() else f"{folder}/rank{comm.get_rank()}"

@@ -14,7 +14,7 @@ from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
 from ..memory import is_out_of_memory, release_memory
 from ..techniques import can_have_results_on_host, results_on_host
-from .oom_record import RAISE, Failure, OomEvent, OomRecord, final_error, final_oom_error
+from .oom_record import RAISE, Failure, OomEvent, OomRecord, explained_memory_error, final_error
 from .snapshot import Snapshot
 
 __all__ = ["recovering_inference"]
@@ -46,13 +46,10 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     model.__class__ = type(
         original.__name__, (original,), {"__call__": lambda self, batch: recovering(batch)}
     )
+    bare = compat.without_ddp(model)
     try:
-        yield
-    except Exception as e:
-        if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):
-            raise
-        bare, iteration = compat.without_ddp(model), compat.current_iteration()
-        raise final_oom_error(e, "evaluation", [], iteration, bare, options, False) from e
+        with explained_memory_error("evaluation", [], bare, options, mixed_precision=False):
+            yield
     finally:
         model.__class__ = original
 
@@ -85,8 +82,7 @@ class _RecoveringCall:
         return self(batch)
 
     def _ease(self, failure: Failure, batch: Any) -> None:
-        iteration = compat.current_iteration()
-        event = OomEvent.of(failure, iteration, batch, self._model, self._options.budget_gb)
+        event = OomEvent.of(failure, batch, self._model, self._options.budget_gb)
         if not self._on_host and can_have_results_on_host(self._model):
             self._on_host = True
             event.action = "results are post-processed on the host"

@@ -54,8 +54,10 @@ def launch(
     limit_cudnn_cache()
     num_ranks = num_gpus_per_machine * num_machines
     if _is_torchrun():
-        num_ranks, ranks_here = _variable("WORLD_SIZE", 1), _variable("LOCAL_WORLD_SIZE", 1)
-        rank, local_rank = _variable("RANK", 0, num_ranks), _variable("LOCAL_RANK", 0, ranks_here)
+        num_ranks = _variable("WORLD_SIZE", 1)
+        ranks_here = _variable("LOCAL_WORLD_SIZE", 1)
+        rank = _variable("RANK", 0, num_ranks)
+        local_rank = _variable("LOCAL_RANK", 0, ranks_here)
         _variable("MASTER_PORT", 1, 2**16)
         _run_rank(main_func, args, "env://", rank, num_ranks, local_rank, ranks_here, timeout)
     elif torch.cuda.is_available() or num_ranks <= 1:

@@ -130,7 +130,8 @@ class LeakDetector(HookBase):
     def _warn(self) -> None:
         assert self._census is not None
         assert self._containers is not None
-        growing, self._growing = self._growing, {}
+        growing = self._growing
+        self._growing = {}
         self._said.update(growing)
         grown = self._containers.grown(_LOOK_AGAIN_AFTER // 2)
         self._containers = None

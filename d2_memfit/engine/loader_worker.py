@@ -11,8 +11,8 @@ from detectron2.data.common import ToIterableDataset
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from .. import compat
+from ..random_state import RandomState
 from .data_layout import Layout, Rest
-from .random_states import random_states, set_random_states
 from .signals import leave_signals_to_parent
 
 __all__ = ["Images", "RestOfStream", "WithStates"]
@@ -79,12 +79,12 @@ class Images(IterableDataset[Any]):
             leave_signals_to_parent()
             state = self._workers[worker]
             if state is not None:
-                set_random_states(pickle.loads(state))
+                RandomState.from_state_dict(pickle.loads(state)).restore()
             if worker < self._batches % self._layout.workers:
                 yield from [None] * self._layout.batch
         start = self._layout.images_of_worker(worker, self._batches)
         for index in islice(self._indices, start, None):
-            states = pickle.dumps(random_states()) if self._keeps_states else None
+            states = _packed_random_state() if self._keeps_states else None
             yield self._images[index], index, states
 
 
@@ -103,8 +103,12 @@ class WithStates:
         if rows[0] is None:
             return None, None
         batch = self._collate([image for image, _, _ in rows])
-        after = None if get_worker_info() is None else pickle.dumps(random_states())
+        after = None if get_worker_info() is None else _packed_random_state()
         return batch, (*rows[0][1:], after)
+
+
+def _packed_random_state() -> bytes:
+    return pickle.dumps(RandomState().state_dict())
 
 
 class _Itself(Dataset[Any]):

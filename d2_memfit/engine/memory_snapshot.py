@@ -78,7 +78,8 @@ class MemorySnapshot(HookBase):
             self._meter = OwnerMeter(self._model, self._inner.optimizer).__enter__()
 
     def after_step(self) -> None:
-        meter, self._meter = self._meter, None
+        meter = self._meter
+        self._meter = None
         if meter is not None:
             meter.__exit__(None, None, None)
             _, rows = live_tensors(self._model, self._inner.optimizer, self._device)

@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Optional
 
@@ -13,10 +15,11 @@ from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 from torch import nn
 
+from .. import compat
 from ..cost_model import Padding
 from ..errors import OutOfMemoryError
 from ..job.recovery_options import RecoveryOptions
-from ..memory import device_memory, error_line
+from ..memory import device_memory, error_line, is_out_of_memory
 from .columns import dataset_dicts
 from .window import count_images
 
@@ -27,8 +30,9 @@ __all__ = [
     "Failure",
     "OomEvent",
     "OomRecord",
+    "explained_memory_error",
     "final_error",
-    "final_oom_error",
+    "observed",
     "padded_size",
 ]
 
@@ -72,7 +76,6 @@ class OomEvent:
     def of(
         cls,
         failure: "Failure",
-        iteration: int,
         data: Any,
         model: nn.Module,
         budget_gb: Optional[float],
@@ -80,7 +83,7 @@ class OomEvent:
         """The event of a failure in a micro-batch (``data``). The model has no DDP around it."""
         memory = failure.memory
         return cls(
-            iteration=iteration,
+            iteration=compat.current_iteration(),
             phase=failure.phase,
             micro_batch=count_images(data),
             images=[_describe(image) for image in _images(data)],
@@ -134,21 +137,48 @@ class OomRecord:
             logger.warning("Cannot write %s (%s). The event was %s", self._path, e, line.strip())
 
 
-def final_oom_error(
-    error: BaseException,
+@contextmanager
+def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
+    """While open, call the observers when memory runs out, before anything is freed."""
+    try:
+        yield
+    except Exception as e:
+        if is_out_of_memory(e):
+            for observe in observers:
+                _call(observe)
+        raise
+
+
+def _call(observe: Callable[[], None]) -> None:
+    try:
+        observe()
+    except Exception as e:  # the run may still continue
+        logger.warning("What was to be seen of the memory is lost: %s", e)
+
+
+@contextmanager
+def explained_memory_error(
     phase: str,
     data: Any,
-    iteration: int,
     model: nn.Module,
     options: RecoveryOptions,
     mixed_precision: bool,
-) -> OutOfMemoryError:
-    """Record an error where nothing can be run again, and return the error to raise."""
-    failure = Failure(error, phase, next(model.parameters()).device)
-    event = OomEvent.of(failure, iteration, data, model, options.budget_gb)
-    event.action = RAISE
-    OomRecord(options.output_dir).append(event)
-    return OutOfMemoryError(final_error(event, options, mixed_precision))
+) -> Iterator[None]:
+    """Record and explain an out-of-memory error where nothing can be run again.
+
+    Raises:
+        OutOfMemoryError: in place of the original error.
+    """
+    try:
+        yield
+    except Exception as e:
+        if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # already explained
+            raise
+        failure = Failure(e, phase, next(model.parameters()).device)
+        event = OomEvent.of(failure, data, model, options.budget_gb)
+        event.action = RAISE
+        OomRecord(options.output_dir).append(event)
+        raise OutOfMemoryError(final_error(event, options, mixed_precision)) from e
 
 
 def final_error(event: OomEvent, options: RecoveryOptions, mixed_precision: bool) -> str:

@@ -21,8 +21,8 @@ __all__ = ["project_parts"]
 
 _Init = Callable[..., None]
 
-# Arguments of Detectron2's trainers that are passed on. Main has the last two.
-_KEPT = {"model", "data_loader", "optimizer", "gather_metric_period", "async_write_metrics"}
+# Arguments of Detectron2's trainers that are passed on. Only main has the last one.
+_KEPT = {"model", "data_loader", "optimizer", "gather_metric_period"}
 
 
 @contextmanager
@@ -47,7 +47,8 @@ def project_parts(
         The trainers and the checkpointers that are made.
 
     Raises:
-        ConfigError: when an :class:`AccumulatingTrainer` is made with other options.
+        ConfigError: when an :class:`AccumulatingTrainer` is made with other options, or a trainer
+            is to write its metrics after the step.
         TypeError: when a trainer is made of a class that is derived from ``AMPTrainer``.
     """
     trainers: list[AccumulatingTrainer] = []
@@ -59,6 +60,11 @@ def project_parts(
                 original(self, *args, **kwargs)
                 return
             given = signature(original).bind(self, *args, **kwargs).arguments
+            if given.get("async_write_metrics"):
+                raise ConfigError(
+                    "async_write_metrics=True cannot be used: all ranks look at the losses before "
+                    "the step, so that one that is not finite changes nothing. Leave it False"
+                )
             self.__class__ = _accumulating(type(self))
             AccumulatingTrainer.__init__(self, **{k: v for k, v in given.items() if k in _KEPT})
             if given.get("grad_scaler") and self.precision.scaler:

@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -12,23 +11,23 @@ from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 
 from .. import compat
-from ..errors import ConfigError, OutOfMemoryError
 from .normalizers import CountReport
 from .recovery import RecoveryReport
 from .window import MicroBatch, Window, image_names
 
-__all__ = ["Report", "check_finite", "check_writing", "report", "write_metrics"]
+__all__ = ["Report", "check_finite", "report", "write_metrics"]
 
 
 @dataclass
 class Report:
     """One rank's report of its window. It is pickled, and small."""
 
-    num_images: int
-    loss_sums: dict[str, float]  # each loss, summed over images
-    data_time: float  # seconds
-    not_finite: list[str]  # one line for each micro-batch with a loss of infinity or NaN
-    has_gradient: list[bool]  # for each given parameter, in the model's order
+    num_images: int = 0
+    loss_sums: dict[str, float] = field(default_factory=dict)  # each loss, summed over images
+    data_time: float = 0.0  # seconds
+    # One line for each micro-batch with a loss of infinity or NaN.
+    not_finite: list[str] = field(default_factory=list)
+    has_gradient: list[bool] = field(default_factory=list)  # each parameter, in the model's order
     recovery: Optional[RecoveryReport] = None
     counts: CountReport = field(default_factory=CountReport)
     stop_signal: int = 0  # the signal that asked this rank to end the run
@@ -37,51 +36,27 @@ class Report:
 
 def report(
     window: Window,
-    parameters: Iterable[torch.Tensor] = (),
-    recovery: Optional[RecoveryReport] = None,
-    counts: Callable[[], CountReport] = CountReport,
-    explained: Optional[AbstractContextManager[None]] = None,
-    cause: Callable[[MicroBatch], str] = lambda _: "unknown",
+    parameters: Iterable[torch.Tensor],
+    likely_cause: Callable[[MicroBatch], str],
 ) -> Report:
     """Sum a window's losses after its last backward. This waits for the device.
 
-    ``cause`` says what is likely if the losses of a micro-batch are not finite.
-
-    If memory runs out here, under ``explained``, the report holds only that error.
+    Args:
+        parameters: those of the model.
+        likely_cause: the text for a micro-batch whose losses are not finite.
     """
-    try:
-        with explained or nullcontext():
-            return _report(window, parameters, recovery, counts(), cause)
-    except OutOfMemoryError as e:
-        return Report(0, {}, 0.0, [], [], RecoveryReport(final_error=str(e)))
-
-
-def _report(
-    window: Window,
-    parameters: Iterable[torch.Tensor],
-    recovery: Optional[RecoveryReport],
-    counts: CountReport,
-    cause: Callable[[MicroBatch], str],
-) -> Report:
-    sums: dict[str, float] = {}
-    not_finite = []
+    made = Report(window.num_images, data_time=window.data_time)
+    made.has_gradient = [p.grad is not None for p in parameters]
     for m in window.micro_batches:
         losses = {name: loss.item() for name, loss in m.losses.items()}
         for name, loss in losses.items():
-            sums[name] = sums.get(name, 0.0) + m.num_images * loss
+            made.loss_sums[name] = made.loss_sums.get(name, 0.0) + m.num_images * loss
         if not math.isfinite(sum(losses.values())):
             bad = ", ".join(f"{k} {v:g}" for k, v in losses.items() if not math.isfinite(v))
-            not_finite.append(f"{bad} on the images {image_names(m.data)}. Likely {cause(m)}")
-    has_gradient = [p.grad is not None for p in parameters]
-    return Report(
-        window.num_images,
-        sums,
-        window.data_time,
-        not_finite,
-        has_gradient,
-        recovery,
-        counts,
-    )
+            names = image_names(m.data)
+            cause = likely_cause(m)
+            made.not_finite.append(f"{bad} on the images {names}. Likely {cause}")
+    return made
 
 
 def check_finite(reports: Sequence[Report], iteration: int) -> None:
@@ -95,15 +70,6 @@ def check_finite(reports: Sequence[Report], iteration: int) -> None:
     if lines:
         raise FloatingPointError(
             f"Loss became infinite or NaN at iteration={iteration}! {'; '.join(lines)}"
-        )
-
-
-def check_writing(in_the_background: bool) -> None:
-    """Raise :class:`ConfigError` if losses are to be checked after the step."""
-    if in_the_background:
-        raise ConfigError(
-            "async_write_metrics=True cannot be used: all ranks look at the losses before the "
-            "step, so that one that is not finite changes nothing. Leave it False"
         )
 
 

@@ -4,8 +4,8 @@
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional, Union
 
@@ -21,7 +21,7 @@ from .byte_cut import ByteCut, halve
 from .escalation import SKIP, Escalation, low_memory_step
 from .micro_batch_size import MicroBatchSize
 from .normalizers.communication import Communication
-from .oom_record import RAISE, Failure, OomEvent, OomRecord, final_error, final_oom_error
+from .oom_record import RAISE, Failure, OomEvent, OomRecord, explained_memory_error, final_error
 from .snapshot import Snapshot
 from .storage import WindowStorage
 from .window import MicroBatch, Window
@@ -71,7 +71,10 @@ class Recovery:
     ) -> None:
         self.size: Union[MicroBatchSize, ByteCut]
         self.size = cut or MicroBatchSize(micro_batch_size, options.grow_after)
-        self.oom_events = self.retried_images = self.skipped_images = self._seen_images = 0
+        self.oom_events = 0
+        self.retried_images = 0
+        self.skipped_images = 0
+        self._seen_images = 0
         self._options = options
         self._communication = communication
         self._model = model
@@ -89,7 +92,6 @@ class Recovery:
         self,
         window: Window,
         storage: WindowStorage,
-        iteration: int,
         forward: Callable[[MicroBatch], torch.Tensor],
         backward: Callable[[torch.Tensor, MicroBatch], None],
         begin_anew: Callable[[], None],
@@ -108,40 +110,44 @@ class Recovery:
             self._report = RecoveryReport()
         self._window = window
         self._escalation = Escalation(self._options)
-        start = None
+        at_start: Optional[Snapshot] = None
         while micro_batch := window.take(self.micro_batch_size, self._micro_batch_size is not None):
             storage.next_micro_batch(micro_batch.num_images)
             before, failure = self._attempt(micro_batch, storage, forward, backward)
-            start = start or before
+            at_start = at_start or before
             if failure is None:
                 continue
             # No exception is being handled here, so nothing holds the tensors of the attempt.
-            if failure.phase == "forward":
+            if failure.phase == "forward":  # it has touched no gradient
                 self._report.retried_images += micro_batch.num_images
                 window.put_back()
             else:
                 self._report.retried_images += window.num_images
-                before = start
                 window.start_over()
-            self._react(failure, micro_batch, window, iteration)  # which records it first
-            self._undo(before, failure, micro_batch, iteration)
+                before = at_start
+            self._react(failure, micro_batch, window)  # which records it first
+            self._undo(before, failure, micro_batch)
             if self._report.final_error:
                 self._model.zero_grad(set_to_none=True)
                 if not self._may_retry:
                     raise OutOfMemoryError(self._report.final_error)
                 break
             begin_anew()
+        self._end_window(window)
+        return self._report
+
+    def _end_window(self, window: Window) -> None:
+        """Complete the report of a window, and let the micro-batch grow after a while."""
         self._report.seen_images = window.num_images + self._report.skipped_images
         self._report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
-        self._watch_allocator(window, iteration)
+        self._watch_allocator(window)
         if self.size.end_iteration(clean=not self._report.oom_events):
             logger.info(
                 "Iteration %d: memory was enough for a while, the micro-batch grows to %s images",
-                iteration,
+                get_event_storage().iter,
                 self.size.images or "the loader's batch of",
             )
         self._report.size = self.size.state_dict()
-        return self._report
 
     @property
     def micro_batch_size(self) -> Optional[int]:
@@ -183,22 +189,11 @@ class Recovery:
                 f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self._options.max_skipped} allows"
             )
 
-    @contextmanager
-    def with_final_error(self, phase: str, data: Any, iteration: int) -> Iterator[None]:
-        """Explain an out-of-memory error where nothing can be run again.
-
-        Raises:
-            OutOfMemoryError: in place of the original error.
-        """
-        try:
-            yield
-        except Exception as e:
-            if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # already explained
-                raise
-            model, options = self._model, self._options
-            raise final_oom_error(
-                e, phase, data, iteration, model, options, self._mixed_precision
-            ) from e
+    def with_final_error(self, phase: str, data: Any) -> AbstractContextManager[None]:
+        """Explain an out-of-memory error where nothing can be run again."""
+        return explained_memory_error(
+            phase, data, self._model, self._options, self._mixed_precision
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -210,14 +205,17 @@ class Recovery:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        sizes, rank = state["sizes"], comm.get_rank()
+        sizes = state["sizes"]
+        rank = comm.get_rank()
         same_ranks = len(sizes) == comm.get_world_size()
         own = sizes[rank] if same_ranks else min(sizes, key=lambda s: s["images"] or math.inf)
         if self._may_retry:  # otherwise all ranks must keep the same size
             self.size.load_state_dict(own)
         self._sizes = sizes if same_ranks else [own] * comm.get_world_size()
-        self.oom_events, self.retried_images = state["oom_events"], state["retried_images"]
-        self.skipped_images, self._seen_images = state["skipped_images"], state["seen_images"]
+        self.oom_events = state["oom_events"]
+        self.retried_images = state["retried_images"]
+        self.skipped_images = state["skipped_images"]
+        self._seen_images = state["seen_images"]
 
     def _attempt(
         self,
@@ -228,7 +226,8 @@ class Recovery:
     ) -> tuple[Optional[Snapshot], Optional[Failure]]:
         """The state before a micro-batch (None if there was no memory for it), and its failure."""
         low_memory = self._escalation.needs_low_memory(micro_batch.data)
-        before, phase = None, "forward"
+        before = None
+        phase = "forward"
         try:
             before = Snapshot(self._model, storage)
             with low_memory_step(self._model) if low_memory else contextlib.nullcontext():
@@ -241,12 +240,10 @@ class Recovery:
             return before, Failure(e, phase, self._device)
         return before, None
 
-    def _react(
-        self, failure: Failure, micro_batch: MicroBatch, window: Window, iteration: int
-    ) -> None:
+    def _react(self, failure: Failure, micro_batch: MicroBatch, window: Window) -> None:
         """Decide how the images run again, and log it."""
         self._report.oom_events += 1
-        event = self._event(failure, micro_batch.data, iteration)
+        event = self._event(failure, micro_batch.data)
         if not self._may_retry:
             event.action = RAISE
         elif micro_batch.can_be_split:
@@ -260,20 +257,14 @@ class Recovery:
         elif event.action == RAISE:
             self._report.final_error = final_error(event, self._options, self._mixed_precision)
 
-    def _undo(
-        self,
-        before: Optional[Snapshot],
-        failure: Failure,
-        micro_batch: MicroBatch,
-        iteration: int,
-    ) -> None:
+    def _undo(self, before: Optional[Snapshot], failure: Failure, micro_batch: MicroBatch) -> None:
         """Restore a state, if it could be saved, and free memory.
 
         If memory runs out here too, that is the window's final error, on all ranks.
         """
         is_thorough = self._report.oom_events > 1
         try:
-            with self.with_final_error("restoration", micro_batch.data, iteration):
+            with self.with_final_error("restoration", micro_batch.data):
                 if failure.phase != "forward":
                     self._model.zero_grad(set_to_none=True)
                 if before is not None:
@@ -282,7 +273,7 @@ class Recovery:
         except OutOfMemoryError as e:
             self._report.final_error = str(e)
 
-    def _watch_allocator(self, window: Window, iteration: int) -> None:
+    def _watch_allocator(self, window: Window) -> None:
         """Halve the size before a crash: an allocator that retries again and again is near it."""
         if self._device.type != "cuda" or not self._may_retry:
             return
@@ -291,11 +282,11 @@ class Recovery:
             return
         largest = max(window.micro_batches, key=lambda m: m.num_images)
         error = torch.OutOfMemoryError(f"num_alloc_retries rises again and again, to {retries}")
-        event = self._event(Failure(error, "allocator", self._device), largest.data, iteration)
+        event = self._event(Failure(error, "allocator", self._device), largest.data)
         event.action = f"{halve(self.size, largest, window)} before it fails"
         self._report.oom_events += 1
         self._record.append(event)
         logger.warning("%s. Now %s", event, event.action)
 
-    def _event(self, failure: Failure, data: Any, iteration: int) -> OomEvent:
-        return OomEvent.of(failure, iteration, data, self._model, self._options.budget_gb)
+    def _event(self, failure: Failure, data: Any) -> OomEvent:
+        return OomEvent.of(failure, data, self._model, self._options.budget_gb)

@@ -99,7 +99,8 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         kind_changes = bucket and (p.dtype, p.device) != (bucket[0].dtype, bucket[0].device)
         if kind_changes or size >= _BUCKET_BYTES:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(p)
         size += p.numel() * p.element_size()
     if bucket:

@@ -15,10 +15,10 @@ from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset
 from torch.utils.data import DataLoader
 
 from .. import compat
+from ..random_state import RandomState
 from ..torch_private import workers_of
 from .data_layout import Layout, Rest
 from .loader_worker import Images, RestOfStream, WithStates
-from .random_states import random_states, set_random_states
 from .signals import signals_held_back
 
 __all__ = ["ResumableBatches", "UnknownLoader"]
@@ -53,7 +53,8 @@ class ResumableBatches(Iterator[Any]):
         self._group_size = 0
         self._collate, loader = compat.mapped(loader)  # of groups
         if type(loader) is AspectRatioGroupedDataset:
-            self._group_size, loader = loader.batch_size, loader.dataset
+            self._group_size = loader.batch_size
+            loader = loader.dataset
         dataset: Any = getattr(loader, "dataset", None)
         is_known = type(loader) is DataLoader and type(dataset) is ToIterableDataset
         if not is_known or loader.batch_size is None:
@@ -107,7 +108,8 @@ class ResumableBatches(Iterator[Any]):
     def _digest(self) -> str:
         """A digest of names and sizes of images, spread over the dataset; "" if they have none."""
         if self._digest_of_images is None:
-            images, size = compat.inner_dataset(self._images), len(self._images)
+            images = compat.inner_dataset(self._images)
+            size = len(self._images)
             try:
                 facts = [_facts(images[i]) for i in range(0, size, 1 + size // _DIGESTED)]
                 self._digest_of_images = hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -168,7 +170,8 @@ class ResumableBatches(Iterator[Any]):
         Raises:
             ValueError: the dataset or the sampler is not the same.
         """
-        drawn, size = dict(stream["sampler"]), len(self._images)
+        drawn = dict(stream["sampler"])
+        size = len(self._images)
         then = f"{stream['dataset_size']} images by a {drawn.pop('type')}"
         now = f"{size} images by a {type(self._sampler).__name__}"
         if then != now:
@@ -179,7 +182,8 @@ class ResumableBatches(Iterator[Any]):
         self._sampler = copy.copy(self._sampler)
         vars(self._sampler).update(drawn)
         options = dict(stream["layout"])
-        group_size, layout = options.pop("group"), Layout(**options)
+        group_size = options.pop("group")
+        layout = Layout(**options)
         rest = Rest(**stream["rest"])
         is_same = (layout, group_size) == (self._layout, self._group_size)
         rank = compat.rank_of(self._sampler)
@@ -236,11 +240,11 @@ class _Taken:
         self.batches = state["batches"]
         self.workers = [states and pickle.dumps(states) for states in state["workers"]]
         self.seeds = state["seeds"]
-        own = random_states()
+        own = RandomState()
         for number, index, states in state["waiting"]:
-            set_random_states(states)
+            RandomState.from_state_dict(states).restore()
             self.waiting.append(_Waiting(images[index], number, index, pickle.dumps(states)))
-        set_random_states(own)
+        own.restore()
 
 
 class _Received(Iterator[Any]):

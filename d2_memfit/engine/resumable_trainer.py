@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-from detectron2.engine import SimpleTrainer
+from detectron2.engine import HookBase, SimpleTrainer
+from detectron2.utils import comm
 from torch import nn
 
 from .. import compat
@@ -15,7 +16,7 @@ from ..techniques import ShardedOptimizer
 from .resumable_batches import ResumableBatches
 from .run_state import RunState
 
-__all__ = ["Progress", "ResumableTrainer"]
+__all__ = ["GatherStates", "Progress", "ResumableTrainer"]
 
 
 @dataclass
@@ -39,16 +40,15 @@ class ResumableTrainer(SimpleTrainer):
         progress: how far the iteration ``iter`` is.
     """
 
-    needs_train = False
-    stop_signal = 0
-    agreed_stop_signal: Optional[int] = None  # before a step
-    progress: Optional["Progress"] = None
-
     def __init__(
         self, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
     ) -> None:
         self.run_state = RunState(compat.without_ddp(model), data_loader)
         super().__init__(model, self.run_state.batches, optimizer)
+        self.needs_train = False
+        self.stop_signal = 0
+        self.agreed_stop_signal: Optional[int] = None  # before a step
+        self.progress: Optional[Progress] = None
         self._iterate(data_loader)
 
     def _iterate(self, data_loader: Iterable[Any]) -> None:
@@ -93,3 +93,22 @@ class ResumableTrainer(SimpleTrainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.run_state.load_state_dict(state_dict.get("run"))
+
+
+class GatherStates(HookBase):
+    """Calls the trainer's ``gather_states`` just before a hook of any rank saves a checkpoint.
+
+    Rank 0 alone writes checkpoints, and they hold the states of all ranks. Register it on all
+    ranks, before the hooks that save.
+    """
+
+    def __init__(self) -> None:
+        self._periods: set[int] = set()
+
+    def before_train(self) -> None:
+        self._periods = set().union(*comm.all_gather(compat.saving_periods(self.trainer)))
+
+    def after_step(self) -> None:
+        done = self.trainer.iter + 1
+        if done >= self.trainer.max_iter or any(done % period == 0 for period in self._periods):
+            self.trainer.gather_states()

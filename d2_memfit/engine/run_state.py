@@ -10,7 +10,7 @@ from detectron2.utils import comm
 from torch import nn
 
 from ..memory import with_room
-from .random_states import random_states, set_random_states
+from ..random_state import RandomState
 from .resumable_batches import ResumableBatches, UnknownLoader
 from .snapshot import Snapshot
 
@@ -38,6 +38,7 @@ class RunState:
         self._model = model
         self._device = next(model.parameters()).device
         self._numbers_at_start = _numbers(model)
+        self._why_unknown = ""
         try:
             self.batches: Iterable[Any] = ResumableBatches(data_loader)
         except UnknownLoader as e:
@@ -94,7 +95,7 @@ class RunState:
         """The state of this rank, quick to make and to send."""
         numbers = _numbers(self._model).items() - self._numbers_at_start.items()
         data = self.batches.packed() if isinstance(self.batches, ResumableBatches) else None
-        return pickle.dumps((random_states(self._device), dict(numbers), data))
+        return pickle.dumps((RandomState(self._device).state_dict(), dict(numbers), data))
 
     def load_state_dict(self, state: Optional[dict[str, Any]]) -> None:
         """Continue from a checkpoint's state; None if it has none."""
@@ -106,11 +107,12 @@ class RunState:
                 'saves them after checkpointer.add_checkpointable("trainer", trainer)'
             )
             return
-        ranks, rank = state["ranks"], comm.get_rank()
+        ranks = state["ranks"]
+        rank = comm.get_rank()
         self._loaded = ranks[rank] if rank < len(ranks) else None
         if self._loaded is not None:
             self._set_numbers(self._loaded["numbers"])
-            set_random_states(self._loaded["random_states"], self._device)
+            self._set_random_state(self._loaded["random_states"])
         elif rank < len(ranks):
             logger.warning(
                 "The checkpoint has no random states of rank %d: it was saved in an iteration in "
@@ -124,7 +126,7 @@ class RunState:
         if start_iter > 0 and not self._is_known:
             self.load_state_dict(None)
         if self._loaded is not None:
-            set_random_states(self._loaded["random_states"], self._device)
+            self._set_random_state(self._loaded["random_states"])
         self._loaded = None
 
     def _load_data(self, stream: Optional[dict[str, Any]], ranks: list[Any]) -> None:
@@ -152,6 +154,9 @@ class RunState:
             "and augmented by other random numbers"
         )
         logger.info("The data go on where they were. %s", "" if is_same else changed)
+
+    def _set_random_state(self, states: dict[str, Any]) -> None:
+        RandomState.from_state_dict(states, self._device).restore()
 
     def _set_numbers(self, numbers: dict[str, Any]) -> None:
         modules = dict(self._model.named_modules())

@@ -56,10 +56,12 @@ class MakeRoom(HookBase):
             self._forward_hook.remove()
 
     def after_step(self) -> None:
-        largest, self._largest = self._largest, None
+        largest = self._largest
+        self._largest = None
         done = self.trainer.iter + 1 - self.trainer.start_iter
         limit = self._limit or math.inf
-        has_grown, self._last = limit > self._last, limit
+        has_grown = limit > self._last
+        self._last = limit
         if done >= _FIRST_ITERATIONS and (done % _PERIOD == 0 or has_grown):
             self._look(largest)
 
@@ -86,10 +88,12 @@ class MakeRoom(HookBase):
     def _look(self, largest: Any) -> None:
         is_gpu = self._device.type == "cuda"
         free = torch.cuda.mem_get_info(self._device)[0] if is_gpu else available_host_bytes()
-        room, need = free + self._taken(), self._needs.get(self._limit, 0)
+        room = free + self._taken()
+        need = self._needs.get(self._limit, 0)
         self._most_room = max(self._most_room, room)
         taken = self._most_room - room
-        size, images = self._trainer.recovery.size, self._limit or self._most_images
+        size = self._trainer.recovery.size
+        images = self._limit or self._most_images
         # If ranks communicate in the forward, their micro-batches must stay equal.
         may_shrink = images > 1 and not self._trainer.normalizers.communication.known
         if room >= _MARGIN * need or taken < _NOTICEABLE_BYTES or not may_shrink:

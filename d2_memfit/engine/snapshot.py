@@ -1,13 +1,11 @@
 # Copyright (c) the d2_memfit developers.
 """A copy of what forward and backward change besides gradients, to undo them."""
 
-import random
 from typing import Optional
 
-import numpy as np
-import torch
 from torch import nn
 
+from ..random_state import RandomState
 from ..techniques import ModuleState
 from .state_watch import StateWatch
 from .storage import WindowStorage
@@ -36,12 +34,7 @@ class Snapshot:
     ) -> None:
         self._storage = storage
         self._scalars = storage and storage.mark()
-        self._device = next(model.parameters()).device
-        self._python_rng = random.getstate()
-        self._numpy_rng = np.random.get_state()
-        self._torch_rng = torch.get_rng_state()
-        if self._device.type != "cpu":
-            self._device_rng = torch.get_device_module(self._device).get_rng_state(self._device)
+        self._random_state = RandomState(next(model.parameters()).device)
         changed = StateWatch.of(model).changed if is_watched else ()
         self._module_state = ModuleState(model, changed)
 
@@ -49,9 +42,5 @@ class Snapshot:
         """Restore the state. This can be done more than once."""
         if self._storage is not None:
             self._storage.rewind(self._scalars)
-        random.setstate(self._python_rng)
-        np.random.set_state(self._numpy_rng)
-        torch.set_rng_state(self._torch_rng)
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).set_rng_state(self._device_rng, self._device)
+        self._random_state.restore()
         self._module_state.restore()

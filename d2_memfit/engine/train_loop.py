@@ -27,8 +27,8 @@ from .explained_hooks import explains_hooks
 from .forward_counters import ForwardCounters
 from .normalizers import CommunicationError, Normalizers
 from .not_finite import likely_cause
-from .observers import observed
-from .rank_report import Report, check_finite, check_writing, report, write_metrics
+from .oom_record import observed
+from .rank_report import Report, check_finite, report, write_metrics
 from .recovery import Recovery, RecoveryReport
 from .reduce import average_gradients, check_ddp, image_share
 from .resumable_trainer import Progress, ResumableTrainer
@@ -82,7 +82,6 @@ class AccumulatingTrainer(ResumableTrainer):
         gather_metric_period: iterations between metrics. Losses are checked in every iteration.
         zero_grad_before_forward: False keeps the last iteration's gradients, and their memory, for
             the next forward, as Detectron2 does. They are not used.
-        async_write_metrics: must be False; Detectron2 main's callers pass it.
 
     Attributes:
         out_of_memory_observers: called when memory runs out, before anything is freed.
@@ -90,8 +89,7 @@ class AccumulatingTrainer(ResumableTrainer):
 
     Raises:
         ConfigError: a number is not a positive integer; the device cannot compute in this
-            precision; one rank cannot run the model again alone; or metrics are to be written
-            asynchronously.
+            precision; or one rank cannot run the model again alone.
     """
 
     def __init__(
@@ -108,7 +106,6 @@ class AccumulatingTrainer(ResumableTrainer):
         clip_gradients: Optional[Callable[[list[nn.Parameter]], Any]] = None,
         gather_metric_period: int = 1,
         zero_grad_before_forward: bool = True,
-        async_write_metrics: bool = False,
         cost_model: Optional[CostModel] = None,
     ) -> None:
         check_positive_int("SOLVER.ACCUMULATION_STEPS", accumulation_steps)
@@ -122,31 +119,36 @@ class AccumulatingTrainer(ResumableTrainer):
         self.micro_batch_size = None if cost_model else micro_batch_size
         self.out_of_memory_observers: list[Callable[[], None]] = []
         bare_model = compat.without_ddp(model)
-        retries = recovery is not None
+        recovers = recovery is not None
+        is_cut = bool(cost_model or micro_batch_size)
         grow_after = (recovery or RecoveryOptions()).grow_after
         self.cut = ByteCut(cost_model, bare_model, grow_after) if cost_model else None
-        size, is_cut = self.micro_batch_size, bool(cost_model or micro_batch_size)
-        self._reduces_in_backward = accumulation_steps == 1 and not is_cut and not retries
+        self._reduces_in_backward = accumulation_steps == 1 and not is_cut and not recovers
         options = normalizers or NormalizerOptions()
         if self._reduces_in_backward:  # losses are divided as in Detectron2
             options = NormalizerOptions("off")
         self.normalizers = Normalizers(
-            bare_model, self._losses, options, retries, is_cut, accumulation_steps
+            bare_model, self._losses, options, recovers, is_cut, accumulation_steps
         )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
-            is_mixed, says = precision.dtype != torch.float32, self.normalizers.communication
-            self.recovery = Recovery(recovery, bare_model, size, is_mixed, says, self.cut)
+            self.recovery = Recovery(
+                recovery,
+                bare_model,
+                self.micro_batch_size,
+                mixed_precision=precision.dtype != torch.float32,
+                communication=self.normalizers.communication,
+                cut=self.cut,
+            )
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
-            check_ddp(model, recovers=retries)
-        check_writing(async_write_metrics)
+            check_ddp(model, recovers=recovers)
         super().__init__(model, data_loader, optimizer)
         self.loss_fn = loss_fn
         self.clip_gradients = clip_gradients
         self.gather_metric_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self._has_old_gradients = False
-        self._start: Optional[Snapshot] = None  # the state before a window that may run again
+        self._before_window: Optional[Snapshot] = None  # if all ranks may run the window again
         self._counters = ForwardCounters(bare_model)
 
     def run_step(self) -> None:
@@ -158,82 +160,95 @@ class AccumulatingTrainer(ResumableTrainer):
         self._has_old_gradients = True
         if self.zero_grad_before_forward:  # frees their memory for the forward
             self._free_old_gradients()
-        with self._explained("start", window):
+        with self._final_error("start", window):
             put_back = self.run_state.mark(is_watched=self.recovery is not None)
         self.progress = progress = Progress(self.iter, put_back)
 
-        if self._reduces_in_backward:
-            micro_batch = window.take()
-            assert micro_batch is not None  # it is the first
-            share = image_share(micro_batch.num_images, self.model)
-            self._backward(self._forward(micro_batch), share)
-            reports = comm.all_gather(self._report(window))
-        else:
-            with WindowStorage(get_event_storage()) as storage, self._no_sync():
-                reports = self._run_window(window, storage)
-            storage.write()
-            if self.recovery is not None:
-                self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
+        run = self._run_batch if self._reduces_in_backward else self._run_window
+        reports = run(window)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
         check_finite(reports, self.iter)
         if not any(r.num_images for r in reports):
             logger.warning("Iteration %d: all images were skipped, and so is the step", self.iter)
             self._end_step(progress, reports)
             return
-        with self._explained("reduction", window):
-            if not self._reduces_in_backward:
+        if not self._reduces_in_backward:
+            with self._final_error("reduction", window):
                 average_gradients(self.model, window, reports)
 
         compat.after_backward(self)
         if (self.iter + 1) % self.gather_metric_period == 0:
             write_metrics(reports)
-        with self._explained("optimizer", window):
+        with self._final_error("optimizer", window):
             self._clip()
             with raising_handlers_held_back():
                 progress.is_stepping = True
                 self.precision.step(self.optimizer, self.iter)
                 self._end_step(progress, reports)
 
-    def _run_window(self, window: Window, storage: WindowStorage) -> list[Report]:
-        """Accumulate a window's gradients, on all ranks, and exchange reports.
+    def _run_batch(self, window: Window) -> list[Report]:
+        """Run a window that is one batch, as Detectron2 does: DDP averages gradients meanwhile.
 
-        All run it again if losses were divided by a count that was not the window's.
+        Returns:
+            The reports of all ranks.
         """
+        micro_batch = window.take()
+        assert micro_batch is not None  # it is the first
+        share = image_share(micro_batch.num_images, self.model)
+        self._backward(self._forward(micro_batch), share)
+        return comm.all_gather(self._report(window))
+
+    def _run_window(self, window: Window) -> list[Report]:
+        """Accumulate a window's gradients without other ranks, then exchange reports with them.
+
+        The reports are a vote. Before it, a rank that runs out of memory runs images again alone.
+        After it, all ranks run the window again together if losses were divided by a count that was
+        not the window's.
+
+        Returns:
+            The reports of all ranks.
+        """
+        self._before_window = None
         if self.recovery is not None and self.loads_in_this_process:
             window.load()  # a second run must not draw the loader's random numbers again
-        recovery_report, self._start = None, None
-        while True:
-            try:
-                with self._explained("window", window):
-                    self._begin_window(window, storage)
-                    with self._counters.watched(window):
-                        recovery_report = self._accumulate(window, storage)
-                    self._free_old_gradients()  # if all images were skipped
-            except CommunicationError:
-                pass  # the other ranks learn of it from the report
-            except OutOfMemoryError as e:
-                if self.normalizers.communication.known:  # they wait in a forward
-                    raise
-                recovery_report = RecoveryReport(final_error=str(e))
-            # The vote: up to here, a rank could do its window again without the others.
-            mine = self._report(
-                window,
-                parameters=self.model.parameters(),
-                recovery=recovery_report,
-                counts=partial(self.normalizers.report, window),
-                explained=self._explained("vote", window),
-            )
-            reports = comm.all_gather(mine)
-            is_over = any(r.recovery is not None and r.recovery.final_error for r in reports)
-            if is_over or not self.normalizers.must_run_again([r.counts for r in reports]):
-                return reports
-            assert self._start is not None
-            self._start.restore()
-            self.optimizer.zero_grad(set_to_none=True)
-            window.start_over()
+        with WindowStorage(get_event_storage()) as storage, self._no_sync():
+            while True:
+                reports = comm.all_gather(self._attempt(window, storage))
+                is_over = any(r.recovery is not None and r.recovery.final_error for r in reports)
+                counts = [r.counts for r in reports]
+                if is_over or not self.normalizers.must_run_again(counts):
+                    break
+                assert self._before_window is not None
+                self._before_window.restore()
+                self.optimizer.zero_grad(set_to_none=True)
+                window.start_over()
+        storage.write()
+        if self.recovery is not None:
+            self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
+        return reports
+
+    def _attempt(self, window: Window, storage: WindowStorage) -> Report:
+        """Accumulate a window's gradients on this rank, and report how that went."""
+        recovery = None
+        try:
+            with self._final_error("window", window):
+                self._begin_window(window, storage)
+                with self._counters.watched(window):
+                    recovery = self._accumulate(window, storage)
+                self._free_old_gradients()  # if all images were skipped
+        except CommunicationError as e:
+            self.normalizers.communication.found = str(e)  # the report tells all ranks
+        except OutOfMemoryError as e:
+            if self.normalizers.communication.known:  # the other ranks wait in a forward
+                raise
+            recovery = RecoveryReport(final_error=str(e))
+        return self._report(window, recovery)
 
     def _begin_window(self, window: Window, storage: WindowStorage) -> None:
-        """Find what the window's losses are divided by, before its first forward."""
+        """Find what the window's losses are divided by, before its first forward.
+
+        What is learned of the model meanwhile may ask for another test and another cut.
+        """
         is_known = False
         while not is_known:
             size = self.recovery.micro_batch_size if self.recovery else self.micro_batch_size
@@ -241,10 +256,10 @@ class AccumulatingTrainer(ResumableTrainer):
             if self.cut is not None:
                 cut_window(window, self.cut, self.normalizers.communication.keeps_in_step)
             is_known = self.normalizers.begin(window, size, self._forward)
-        if self._start is None and self.normalizers.may_run_again:
+        if self._before_window is None and self.normalizers.may_run_again:
             model = compat.without_ddp(self.model)
             device = next(model.parameters()).device
-            self._start = with_room(lambda: Snapshot(model, storage), device)
+            self._before_window = with_room(lambda: Snapshot(model, storage), device)
 
     def _accumulate(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
         """Run a window's micro-batches one after another; each counts by its images."""
@@ -258,9 +273,7 @@ class AccumulatingTrainer(ResumableTrainer):
                 self._begin_window(window, storage)
 
         if self.recovery is not None:
-            return self.recovery.run(
-                window, storage, self.iter, self._forward, backward, begin_anew
-            )
+            return self.recovery.run(window, storage, self._forward, backward, begin_anew)
         while (micro_batch := window.take(self.micro_batch_size)) is not None:
             storage.next_micro_batch(micro_batch.num_images)
             backward(self._forward(micro_batch), micro_batch)
@@ -297,15 +310,23 @@ class AccumulatingTrainer(ResumableTrainer):
             self.optimizer.zero_grad(set_to_none=True)
         self._has_old_gradients = False
 
-    def _report(self, window: Window, **kwargs: Any) -> Report:
-        mine = report(window, cause=self._likely_cause, **kwargs)
+    def _report(self, window: Window, recovery: Optional[RecoveryReport] = None) -> Report:
+        """This rank's report of its window; only the error if there is no memory to make one."""
+        try:
+            with self._final_error("vote", window):
+                mine = report(window, self.model.parameters(), self._likely_cause)
+                mine.counts = self.normalizers.report(window)
+                mine.recovery = recovery
+        except OutOfMemoryError as e:
+            mine = Report(recovery=RecoveryReport(final_error=str(e)))
         mine.stop_signal = self.stop_signal
         if comm.get_world_size() > 1:  # for a checkpoint of rank 0, should this rank die
             mine.run_state = self.run_state.packed()
         return mine
 
     def _likely_cause(self, micro_batch: MicroBatch) -> str:
-        model, in_float32 = compat.without_ddp(self.model), None
+        model = compat.without_ddp(self.model)
+        in_float32 = None
         is_mixed = self.precision.dtype != torch.float32
         has_images = any("image" in image for image in dataset_dicts(micro_batch.data))
         if is_mixed and has_images and comm.get_world_size() == 1:  # a forward may communicate
@@ -324,12 +345,12 @@ class AccumulatingTrainer(ResumableTrainer):
             self.precision.scaler.unscale_(self.optimizer)  # the step knows that it was done
         self.clip_gradients([p for p in self.model.parameters() if p.grad is not None])
 
-    def _explained(self, phase: str, window: Window) -> AbstractContextManager[None]:
+    def _final_error(self, phase: str, window: Window) -> AbstractContextManager[None]:
         """Explain an out-of-memory error where nothing can be run again."""
         if self.recovery is None:
             return contextlib.nullcontext()
         last = window.micro_batches[-1:]
-        return self.recovery.with_final_error(phase, last[0].data if last else [], self.iter)
+        return self.recovery.with_final_error(phase, last[0].data if last else [])
 
     def _no_sync(self) -> AbstractContextManager[None]:
         """Keep DDP from reducing gradients; must be open in forward and backward."""

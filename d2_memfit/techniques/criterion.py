@@ -21,10 +21,10 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from ..errors import ConfigError
 from ..memory import is_out_of_memory
 from ..patching import calls_function, replaced_functions, source_files
+from ..random_state import RandomState
 from ..torch_private import tree_iter
 from .modules import add_mixin
-from .objects import chunks_of, count_objects, is_targets, take_objects
-from .random_state import RandomState, device_of
+from .objects import chunks_of, count_objects, device_of, is_targets, take_objects
 from .recomputation import recompute_in_backward
 from .registry import TECHNIQUES, PositiveIntTechnique
 
@@ -176,7 +176,7 @@ def _problem_of_chunks(call: _Call) -> Optional[str]:
     finally:
         state.restore()
     (whole, state_of_whole), (parts, state_of_parts) = found
-    if not state_of_parts.is_that_of(state_of_whole):
+    if not state_of_parts.draws_the_same_tensors(state_of_whole):
         return "as it draws other random numbers for some of them"
     is_same = len(whole) == len(parts) and all(map(_are_close, whole, parts))
     return None if is_same else "as what it computes for one depends on the others"

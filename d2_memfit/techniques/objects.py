@@ -7,9 +7,17 @@ from typing import Any, Optional, Union
 
 import torch
 
-__all__ = ["chunks_of", "count_objects", "is_targets", "take_objects"]
+from ..torch_private import tree_iter
+
+__all__ = ["chunks_of", "count_objects", "device_of", "is_targets", "take_objects"]
 
 _LABELS = ("labels", "class_labels")  # DETR and its successors; the transformers library
+
+
+def device_of(arguments: object) -> torch.device:
+    """The device of the first tensor in some containers, or the CPU."""
+    tensors = (t for t in tree_iter(arguments) if isinstance(t, torch.Tensor))
+    return next((t.device for t in tensors), torch.device("cpu"))
 
 
 def is_targets(value: Any) -> bool:

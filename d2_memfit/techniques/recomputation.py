@@ -2,20 +2,19 @@
 """Recomputation of a forward, for which autograd keeps only the arguments."""
 
 import logging
-import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Callable
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from detectron2.utils.events import EventStorage
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import compat
+from ..random_state import RandomState
 from ..torch_private import (
     TorchDispatchMode,
     schema,
@@ -55,8 +54,7 @@ def recompute_in_backward(
     run = partial(checkpoint, call, *tensors, use_reentrant=False, context_fn=contexts)
     if module in _changes_arguments:
         return run()
-    before = _RandomState(module), ModuleState(module)
-    cpu_state = torch.get_rng_state()
+    before = _random_state(module), ModuleState(module)
     unchanged = _Unchanged(tensors)
     try:
         with unchanged:
@@ -70,7 +68,6 @@ def recompute_in_backward(
         own_class(module).__name__,
         unchanged.operator,
     )
-    torch.set_rng_state(cpu_state)
     for state in before:
         state.restore()
     return forward(*args, **kwargs)
@@ -154,10 +151,10 @@ class _WithoutTraces:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._random = _RandomState(module)
+        self._random = _random_state(module)
 
     def __enter__(self) -> None:
-        self._outside = _RandomState(self._module), ModuleState(self._module)
+        self._outside = _random_state(self._module), ModuleState(self._module)
         self._random.restore()
         self._storage = EventStorage(compat.current_iteration()).__enter__()
 
@@ -167,21 +164,5 @@ class _WithoutTraces:
             state.restore()
 
 
-class _RandomState:
-    """The states of random generators that PyTorch's checkpoints do not save.
-
-    They are those of Python and NumPy, and of the module's GPU, which PyTorch misses if no argument
-    is on it.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-        on_gpu = self._device.type == "cuda"
-        self._gpu = torch.cuda.get_rng_state(self._device) if on_gpu else None
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        if self._gpu is not None:
-            torch.cuda.set_rng_state(self._gpu, self._device)
+def _random_state(module: nn.Module) -> RandomState:
+    return RandomState(next((p.device for p in module.parameters()), torch.device("cpu")))

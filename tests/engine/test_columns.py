@@ -184,7 +184,7 @@ def test_an_out_of_memory_error_names_them():
             allocated_bytes = reserved_bytes = 0
 
     image = {"image": torch.zeros(3, 4, 6), "image_id": 7, "file_name": "7.png"}
-    event = OomEvent.of(Failure, 0, ([image, image], [image, image]), torch.nn.Module(), None)
+    event = OomEvent.of(Failure, ([image, image], [image, image]), torch.nn.Module(), None)
     assert event.micro_batch == 2
     assert [i["image_id"] for i in event.images] == [7] * 4
     assert event.padded_size == (4, 6)

@@ -14,7 +14,7 @@ from tiny import tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine import MemorySnapshot, RecoveryOptions
-from d2_memfit.engine.observers import observed
+from d2_memfit.engine.oom_record import observed
 from d2_memfit.errors import ConfigError
 
 pytestmark = pytest.mark.slow

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.structures import Instances
+from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.engine.oom_record import Failure, OomEvent, OomRecord, padded_size
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.slow
 def event(num_images=2):
     failure = Failure(torch.OutOfMemoryError("CUDA out of memory"), "forward", torch.device("cpu"))
     model = tiny_model(tiny_cfg())
-    return OomEvent.of(failure, 7, images(num_images, size=70), model, budget_gb=6)
+    with EventStorage(7):
+        return OomEvent.of(failure, images(num_images, size=70), model, budget_gb=6)
 
 
 def test_an_event_holds_what_a_user_must_know(tmp_path):
@@ -71,7 +73,7 @@ def test_ids_of_any_type_and_images_without_annotations_are_written(tmp_path):
         {"image": pixels, "image_id": np.int64(7), "instances": Instances((8, 8))},
         {"image": pixels, "image_id": Path("a/b"), "file_name": "c"},
     ]
-    OomRecord(str(tmp_path)).append(OomEvent.of(failure, 0, batch, model, None))
+    OomRecord(str(tmp_path)).append(OomEvent.of(failure, batch, model, None))
     first, second = json.loads((tmp_path / "memfit_oom.jsonl").read_text())["images"]
     assert (first["image_id"], first["num_instances"]) == (7, 0)
     assert (second["image_id"], second["num_instances"]) == ("a/b", None)

@@ -20,8 +20,8 @@ from detectron2.data.samplers import (
 from detectron2.utils.env import seed_all_rng
 
 from d2_memfit.engine.data_layout import Layout, Rest
-from d2_memfit.engine.random_states import random_states, set_random_states
 from d2_memfit.engine.resumable_batches import ResumableBatches, UnknownLoader
+from d2_memfit.random_state import RandomState
 
 SIZE = 23
 DICTS = [{"image_id": i, "width": 4 + i % 3, "height": 5} for i in range(SIZE)]
@@ -92,14 +92,16 @@ def test_a_resumed_stream_goes_on_to_the_last_bit(options, taken):
     batches = ResumableBatches(loader_of(**options))
     for _ in range(taken):
         next(batches)
-    stream, state, own = in_a_checkpoint(batches.stream(), batches.state_dict(), random_states())
+    stream, state, own = in_a_checkpoint(
+        batches.stream(), batches.state_dict(), RandomState().state_dict()
+    )
     expected = [next(batches) for _ in range(8)]
 
     seed_all_rng(7)
     resumed = ResumableBatches(loader_of(**options))
     iter(resumed)  # as Detectron2 v0.6 does before a checkpoint is loaded
     assert resumed.load_state_dict(stream, [state])
-    set_random_states(own)
+    RandomState.from_state_dict(own).restore()
     assert [next(resumed) for _ in range(8)] == expected
 
 

@@ -307,12 +307,6 @@ def test_metrics_are_written_once_in_a_period(period):
     assert written == list(range(period - 1, 6, period))
 
 
-def test_metrics_that_shall_be_written_meanwhile_are_refused():
-    model = ToyModel()
-    with pytest.raises(ConfigError, match="async_write_metrics=True cannot be used"):
-        AccumulatingTrainer(model, [], sgd(model), async_write_metrics=True)
-
-
 def test_a_loss_that_is_not_finite_raises_before_the_step_and_names_the_images():
     model = ToyModel()
     trainer = AccumulatingTrainer(

@@ -28,6 +28,7 @@ from trainer_shapes import (
 
 from d2_memfit import AccumulatingTrainer, Job, MemfitMixin, MemfitTrainer, fit_config
 from d2_memfit.engine import build_trainer
+from d2_memfit.engine.project_parts import project_parts
 from d2_memfit.errors import CheckpointError, ConfigError
 from d2_memfit.memory import process_memory
 from d2_memfit.spilled_predictions import SpilledPredictions
@@ -207,6 +208,16 @@ def test_an_inner_trainer_that_cannot_accumulate_is_an_error(tmp_path):
     trainer = Remedied(cfg_of(tmp_path, **ACCUMULATION))
     trainer.train()
     assert trainer.storage.latest()["effective_batch"][0] == 8
+
+
+def test_metrics_that_shall_be_written_meanwhile_are_refused(monkeypatch):
+    def init_of_main(self, model, data_loader, optimizer, async_write_metrics=False):
+        pass
+
+    monkeypatch.setattr(SimpleTrainer, "__init__", init_of_main)
+    refused = pytest.raises(ConfigError, match="async_write_metrics=True cannot be used")
+    with project_parts(None, {}, {}), refused:
+        SimpleTrainer(None, [], None, async_write_metrics=True)
 
 
 def test_an_inner_trainer_of_amp_is_told_to_derive_from_simple_trainer(tmp_path):

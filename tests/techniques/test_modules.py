@@ -83,6 +83,20 @@ def test_functions_are_replaced_in_a_file_that_was_loaded_by_its_path(tmp_path):
     assert loaded.double is original
 
 
+def test_a_class_method_is_one_again():
+    class Named:
+        @classmethod
+        def name(cls):
+            return cls.__name__
+
+    class Derived(Named):
+        pass
+
+    with replaced_functions([Named], {"name": lambda name: lambda: "replaced"}):
+        assert Named.name() == "replaced"
+    assert Derived.name() == "Derived"
+
+
 def test_a_name_that_replaces_nothing_is_an_error():
     files = source_files([torch.nn.Linear(1, 1)])
     with pytest.raises(LookupError, match="no function no_such_function to be replaced"):

@@ -4,10 +4,9 @@
 from .adapters import adapt_criteria
 from .communication import CommunicationError
 from .normalizers import CountReport, Normalizers
-from .published import published_distance
 from .trial import RIGHT, Trial
 from .trial_forwards import SameDraws, without_dropout
-from .verdict import Verdict, judged
+from .verdict import Verdict, judged, published_distance
 
 __all__ = [
     "RIGHT",

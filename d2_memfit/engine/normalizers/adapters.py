@@ -106,7 +106,8 @@ class _RunningNormalizer(nn.Module):
         if share == 1:
             return super()._ema_update(name, value, initial_value, momentum)  # type: ignore[misc]
         # Plain numbers of the module, so that a retry puts them back.
-        state, iteration = vars(self), get_event_storage().iter
+        state = vars(self)
+        iteration = get_event_storage().iter
         is_over = state.get(f"{name}_share", 1.0) > 1 - 1e-6
         if is_over or state[f"{name}_of_window"] != iteration:
             state[f"{name}_of_window"] = iteration

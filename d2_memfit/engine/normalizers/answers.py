@@ -197,9 +197,11 @@ class Answers:
         assert self._totals is not None
         if site == IN_FULL:
             return self._totals.images / (self._forward.images * self._totals.ranks)
-        own, total = self._forward.counts.get(site, 0.0), self._totals.counts[site]
+        own = self._forward.counts.get(site, 0.0)
+        total = self._totals.counts[site]
         if site == OBJECTS:  # a batch without any is divided by 1
-            own, total = max(own, 1.0), max(total, 1.0)
+            own = max(own, 1.0)
+            total = max(total, 1.0)
         return own / (total * self._share(site) or 1.0)
 
     def _share(self, site: Site) -> float:

@@ -32,7 +32,8 @@ class Communication:
     """
 
     def __init__(self, may_retry: bool, is_size_fixed: bool) -> None:
-        self.known = self.found = ""
+        self.known = ""
+        self.found = ""
         self._may_retry = may_retry
         self._is_size_fixed = is_size_fixed
         self._is_alone = comm.get_world_size() == 1  # a forward may be told otherwise
@@ -63,7 +64,7 @@ class Communication:
             return call.run_alone()
         self.found = self.found or str(call)
         if self._is_alone or not call.run_alone():
-            raise CommunicationError(str(call))
+            raise CommunicationError(self.found)
         return True
 
     def allow(self, found: str) -> None:

@@ -22,10 +22,9 @@ from ..window import MicroBatch, Window, count_objects, may_have_objects
 from .adapters import adapt_criteria
 from .answers import DECLARED, IN_FULL, OBJECTS, SUM, Answers, Noted, Site, Totals
 from .communication import Communication, CommunicationError
-from .published import published_distance
-from .totals import Rule, count_forwards
+from .totals import Rule, run_for_counts
 from .trial import Findings, Trial, trial_images
-from .verdict import Verdict, judged
+from .verdict import Verdict, judged, published_distance
 
 __all__ = ["CountReport", "Normalizers"]
 
@@ -144,7 +143,8 @@ class Normalizers:
         window.load()
         images = window.images_waiting
         tells = count_objects(images) > 0 or not may_have_objects(images)
-        findings, error = None, "" if images else "batches cannot be cut into images"
+        findings = None
+        error = "" if images else "batches cannot be cut into images"
         if images and (tells or not self.verdict.seen):  # images without objects: once
             findings, error = self._tried(images)
         reports = comm.all_gather((findings, error, tells, self.communication.found))
@@ -230,8 +230,7 @@ class Normalizers:
         except Exception as e:
             if self._pretended is None or replays or is_out_of_memory(e):
                 raise
-            self.communication.found = self.communication.found or str(e)
-            raise CommunicationError from e
+            raise CommunicationError(self.communication.found or str(e)) from e
 
     def weighted(self, losses: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The losses of the running micro-batch, for which its images are the right weight."""
@@ -412,10 +411,11 @@ class Normalizers:
 
         If a rank finds a collective that is not expected, all have it in ``communication.found``.
         """
-        self._answers = answers = self._new_answers(None)
+        answers = self._new_answers(None)
+        self._answers = answers
         recovers = self._recovers and not self.communication.known
         with suppress(CommunicationError):  # all ranks hear of it
-            count_forwards(self._model, window, (images, self._is_cut), forward, recovers)
+            run_for_counts(self._model, window, (images, self._is_cut), forward, recovers)
         own = {site: sum(n.count(site) for n in answers.noted) for site in sites}
         found, of_ranks = zip(*comm.all_gather((self.communication.found, own)))
         self.communication.found = next(filter(None, found), "")

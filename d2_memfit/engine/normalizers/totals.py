@@ -12,7 +12,7 @@ from ..window import MicroBatch, Window
 from .answers import Noted, Site
 from .trial_forwards import without_traces
 
-__all__ = ["Rule", "count_forwards"]
+__all__ = ["Rule", "run_for_counts"]
 
 _EXACT = 1e-5  # relative; weights of classes are float32
 
@@ -39,11 +39,12 @@ class Rule(NamedTuple):
         return self.per_object * noted.objects + self.per_image * noted.images
 
     def explains(self, site: Site, noted: Noted) -> bool:
-        count, other = noted.count(site), self.predicted(noted)
+        count = noted.count(site)
+        other = self.predicted(noted)
         return abs(count - other) <= _EXACT * max(abs(count), abs(other), 1.0)
 
 
-def count_forwards(
+def run_for_counts(
     model: nn.Module,
     window: Window,
     take: tuple[Optional[int], bool],

@@ -188,7 +188,8 @@ class Trial:
     ) -> Differences:
         """Add up the parts' losses with each kind of weights that a loss may have."""
         noted = answers.noted
-        images, objects = sum(n.images for n in noted), max(counts[OBJECTS], 1)
+        images = sum(n.images for n in noted)
+        objects = max(counts[OBJECTS], 1)
         weights: dict[Optional[Site], Sequence[float]] = {
             None: [n.images / images for n in noted],
             IN_FULL: [1.0] * len(noted),

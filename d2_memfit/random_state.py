@@ -1,0 +1,62 @@
+# Copyright (c) the d2_memfit developers.
+"""The states of a process's random generators, to draw the same random numbers again."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["RandomState"]
+
+_CPU = torch.device("cpu")
+_WITHOUT_GENERATOR = ("cpu", "meta")  # devices that have none besides PyTorch's own
+
+
+class RandomState:
+    """The states of the generators of Python, NumPy and PyTorch, saved when this is made.
+
+    Args:
+        device: a device whose generator is included, if it has one.
+    """
+
+    def __init__(self, device: torch.device = _CPU) -> None:
+        self._device = device
+        self._states: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=True),
+            "torch": torch.get_rng_state(),
+        }
+        if device.type not in _WITHOUT_GENERATOR:
+            self._states["device"] = torch.get_device_module(device).get_rng_state(device)
+
+    def restore(self) -> None:
+        """Restore the states. This can be done more than once."""
+        random.setstate(self._states["python"])
+        np.random.set_state(self._states["numpy"])
+        torch.set_rng_state(self._states["torch"])
+        if self._device.type not in _WITHOUT_GENERATOR and "device" in self._states:
+            device_module = torch.get_device_module(self._device)
+            device_module.set_rng_state(self._states["device"], self._device)
+
+    def draws_the_same_tensors(self, other: "RandomState") -> bool:
+        """Whether PyTorch draws the same numbers after both."""
+        names = self._states.keys() & {"torch", "device"}
+        return all(torch.equal(self._states[name], other._states[name]) for name in names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states in tensors, tuples, numbers and None.
+
+        ``torch.load`` can read them with ``weights_only=True``.
+        """
+        _, keys, *rest = self._states["numpy"]
+        return {**self._states, "numpy": (torch.from_numpy(keys.astype(np.int64)), *rest)}
+
+    @classmethod
+    def from_state_dict(cls, states: dict[str, Any], device: torch.device = _CPU) -> "RandomState":
+        """The states of :meth:`state_dict`, of this or another process."""
+        loaded = cls.__new__(cls)
+        keys, *rest = states["numpy"]
+        loaded._device = device
+        loaded._states = {**states, "numpy": ("MT19937", keys.numpy().astype(np.uint32), *rest)}
+        return loaded
