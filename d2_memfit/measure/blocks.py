@@ -6,19 +6,16 @@ from functools import partial
 
 import torch
 
-from ..config import with_settings
 from ..errors import MemfitError
 from ..job import Job, WorstCase
 from ..planner.device_model import DeviceModel
 from ..planner.selective import BLOCKWISE, with_best_blocks
 from ..planner.trials import Choice, Trials, choice_of
 from .attempt import attempt
-from .compare import allocated_bytes
+from .compare import allocated_bytes, relative_difference
 from .peaks import median_seconds, peaks_of
-from .reproducible import deterministic_convolutions
-from .scale import MASK_RCNN, Record, Scale
+from .scale import MASK_RCNN, TINY_MODEL, Record, Scale
 from .timed_steps import NO_EVALUATION, SMALL_ACTIVATIONS, Steps
-from .tiny import relative_difference, tiny_cfg
 
 __all__ = ["measure_blocks"]
 
@@ -61,7 +58,7 @@ def _trials(device: torch.device, scale: Scale) -> tuple[Trials, int]:
         opts = ("SOLVER.IMS_PER_BATCH", num_images, *NO_EVALUATION, *SMALL_ACTIVATIONS)
         job = Job.from_cfg(scale.cfg(MASK_RCNN, device, *opts), 1)
         if scale.case is not None:  # the weights of a whole one would take more than small images
-            cfg = with_settings(tiny_cfg(device=device), {"SOLVER.IMS_PER_BATCH": num_images})
+            cfg = scale.cfg(MASK_RCNN, device, *opts, *TINY_MODEL)
             job = Job.from_cfg(cfg, 1, batch=_REHEARSAL)
         trials = Trials(job, DeviceModel.choose(None, str(device)), evaluates=False)
         trials.limit_bytes = 2**62
@@ -93,7 +90,7 @@ def _run(
         "seconds": median_seconds(steps.step, device, scale.rounds),
         "predicted_seconds": dry_job.seconds(),
     }
-    with deterministic_convolutions():
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
         if not expected:
             expected.update(steps.gradients())
         record["gradient_difference"] = relative_difference(steps.gradients(), expected)

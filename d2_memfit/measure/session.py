@@ -28,8 +28,17 @@ __all__ = ["device_file", "measure_gpu"]
 
 # The first describes the card; the others come in the order of importance.
 _JOBS = (
-    *("machine", "checks", "calibration", "outside", "zoo", "plans", "blocks", "crowded"),
-    *("presets", "recovery", "techniques", "plain"),
+    "machine",
+    "calibration",
+    "outside",
+    "zoo",
+    "plans",
+    "blocks",
+    "crowded",
+    "presets",
+    "recovery",
+    "techniques",
+    "plain",
 )
 _LEAST_SECONDS = 5.0  # time that must be left to start a job
 

@@ -31,7 +31,6 @@ def markdown(results: Results) -> str:
     stated = [f"{name} {machine[key]}" for name, key in versions.items() if machine.get(key)]
     lines += [f"{total}{', '.join(stated)}. {results['date']}.", ""]
     for title, table in (
-        ("Checks", _checks(results)),
         ("Estimated and measured, configs of the zoo", _comparison(results.get("zoo", []))),
         ("Plans, trained under their budget", _plans(results)),
         ("Blocks of Mask R-CNN R50-FPN, chosen one by one", _blocks(results)),
@@ -48,15 +47,6 @@ def markdown(results: Results) -> str:
     for job, error in results["errors"].items():
         lines += [f"Not measured to the end: {job} ({error}).", ""]
     return "\n".join(lines)
-
-
-def _checks(results: Results) -> str:
-    checks = results.get("checks", [])
-    failed = [[c["name"], c["error"]] for c in checks if "error" in c]
-    if not checks:
-        return ""
-    text = f"{len(checks) - len(failed)} of {len(checks)} passed."
-    return f"{text}\n\n{_table(failed, ['failed', 'why'])}" if failed else text
 
 
 def _comparison(records: Iterable[Results]) -> str:
