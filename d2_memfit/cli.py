@@ -124,7 +124,7 @@ def _ask(args: argparse.Namespace) -> None:
     if args.output is not None and plan.fits:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
-        with whole_file(str(args.output), "w") as file:
+        with whole_file(args.output, "w") as file:
             file.write(text or planned_yaml(cfg, plan))
     print(_json(plan) if args.json else describe_plan(plan))
     if not plan.fits:

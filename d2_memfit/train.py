@@ -47,7 +47,7 @@ from .engine import (
 )
 from .errors import CheckpointError, ConfigError, exit_on_error
 from .evaluation import build_evaluator
-from .files import FolderLock
+from .files import FolderLock, whole_file
 from .memory import use_expandable_segments
 from .options import check_opts, opts_of_card, opts_of_settings, settings_of_data
 from .planner import fit_config
@@ -278,7 +278,8 @@ def _fitted(cfg: CfgNode) -> CfgNode:
     planned = fit_config(cfg, Trainer)
     if planned is not cfg and comm.is_main_process():
         kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
-        (Path(cfg.OUTPUT_DIR) / "config.yaml").write_text(kept.dump())
+        with whole_file(Path(cfg.OUTPUT_DIR) / "config.yaml", "w") as file:
+            file.write(kept.dump())
     return planned
 
 
