@@ -1,7 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Comparisons of estimates with the same jobs on the device, and of two models' tensors."""
 
-from typing import Optional
+from collections.abc import Mapping
+from typing import Any, Optional
 
 import torch
 
@@ -72,7 +73,7 @@ def allocated_bytes(timeline: Optional[Timeline], use: DeviceUse, device: torch.
 
 
 def relative_difference(
-    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+    actual: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]
 ) -> float:
     """Norm of the difference of tensors with the same names over the norm of ``expected``."""
     actual_values = torch.cat([actual[name].double().flatten() for name in expected])
