@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Blocks recomputed or offloaded as a plan chooses them: memory, time and gradients."""
+"""Memory, time and gradients of blocks that a plan chooses to recompute or to offload."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -25,10 +25,11 @@ _REHEARSAL = WorstCase(((512, 512),), 5, (512, 512), (512, 512))
 
 
 def measure_blocks(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """A Mask R-CNN within a limit between what it needs with all blocks recomputed and with none.
+    """Measure a Mask R-CNN with no block, all blocks and some blocks recomputed.
 
-    Gradients are compared with those of the first side, and its own with those of another step:
-    ROIAlign adds up in any order on a GPU.
+    The limit is between the memory of the first two. Gradients are compared with those of the first
+    case. The first case is compared with another step of its own, because ROIAlign adds up in any
+    order on a GPU.
     """
     trials, num_images = _trials(device, scale)
     plain, every = choice_of((), num_images), choice_of([_CHECKPOINT], num_images)
@@ -52,7 +53,7 @@ def measure_blocks(device: torch.device, scale: Scale) -> Iterator[Record]:
 
 
 def _trials(device: torch.device, scale: Scale) -> tuple[Trials, int]:
-    """Of as many images as the card can hold, so that it computes and does not wait for the CPU."""
+    """Choose the largest number of images that fits, so that the GPU does not wait for the CPU."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2**50
     for num_images in (8, 2, 1):
         opts = ("SOLVER.IMS_PER_BATCH", num_images, *NO_EVALUATION, *SMALL_ACTIVATIONS)
@@ -75,7 +76,7 @@ def _run(
     device: torch.device,
     scale: Scale,
 ) -> Record:
-    """One side; the first one leaves its gradients in ``expected``."""
+    """Measure one case; the first one stores its gradients in ``expected``."""
     dry_job, modules = trials.dry_job(choice), dict(choice.modules)
     with peaks_of(device) as peaks:
         steps = Steps(trials.job.with_settings(trials.settings(choice)), device)

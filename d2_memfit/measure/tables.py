@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What was measured of a card, as tables."""
+"""Tables of the measurements of a card."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
@@ -101,8 +101,15 @@ def _plans(results: Results) -> str:
 
 def _blocks(results: Results) -> str:
     keys = [
-        *("images", "estimated_gb", "gb", "predicted_seconds", "seconds"),
-        *("predicted_time_factor", "time_factor", "gradient_difference", "error"),
+        "images",
+        "estimated_gb",
+        "gb",
+        "predicted_seconds",
+        "seconds",
+        "predicted_time_factor",
+        "time_factor",
+        "gradient_difference",
+        "error",
     ]
     rows = []
     for r in results.get("blocks", []):

@@ -104,8 +104,9 @@ def step_of(name: Optional[str], num_images: int, device: torch.device, scale: S
 
 
 class Steps:
-    """Steps of a trainer on images as large as a job's largest, with random pixels, and random
-    weights that stay as they are. With zeros a GPU would need less power, and be faster.
+    """Steps of a trainer with the largest images of a job, random pixels and constant weights.
+
+    Weights are random: with zeros a GPU would need less power, and be faster.
 
     Args:
         job: with ``SMALL_ACTIVATIONS``, so that nothing overflows.
@@ -139,7 +140,7 @@ class Steps:
             self._trainer.run_step()
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Of a step with the same random numbers each time, on the host."""
+        """Gradients, on the host, of a step that has the same random numbers in each call."""
         seed_all()
         self.step()
         parameters = self._trainer.model.named_parameters()
