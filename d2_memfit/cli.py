@@ -18,17 +18,17 @@ from torch import nn
 
 from . import train
 from .checks import check_positive_int
-from .command_line import COMMANDS, command_parser
+from .command_line import command_parser
 from .config import load_cfg
 from .config_files import find_config_file
-from .data import add_coco_option, check_classes, check_coco_file, register_coco
+from .data import check_classes, check_coco_file, register_coco
 from .doctor import examine
 from .draw import draw_predictions
 from .engine import MemfitCheckpointer, usable_device
 from .errors import ConfigError, exit_on_error
 from .files import whole_file
 from .job import Job
-from .job_options import add_job_options, job_of, load_any_config
+from .job_options import job_of, load_any_config
 from .measure.session import measure_gpu
 from .memory import use_expandable_segments
 from .options import check_opts, opts_of_card
@@ -47,74 +47,9 @@ _UNWELL = 3
 _PICTURES = (".png", ".jpg", ".jpeg")  # formats that OpenCV always writes
 
 
-def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--device",
-        help="a card (rtx_3060, t4, a100, ...), cuda, cpu, or a device file; auto, the default, is "
-        "the GPU that is there, else cuda",
-    )
-    common.add_argument(
-        "--probe", action="store_true", help="measure on this machine's GPU, instead of a dry run"
-    )
-    common.add_argument("--json", action="store_true", help="for programs")
-    common.add_argument(
-        "--training-only", action="store_true", help="leave the memory of evaluation out"
-    )
-    common.add_argument(
-        "--html", type=Path, metavar="FILE", help="draw the memory of a step, as one page"
-    )
-    common.add_argument(
-        "--snapshot",
-        type=Path,
-        metavar="FILE",
-        help="write the same as a memory snapshot of PyTorch, for pytorch.org/memory_viz",
-    )
-    add_job_options(common)
-    parser, commands = command_parser()
-    estimate = commands.add_parser("estimate", parents=[common], help=COMMANDS["estimate"])
-    estimate.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="write all allocations of training, as CSV"
-    )
-    plan = commands.add_parser("plan", parents=[common], help=COMMANDS["plan"])
-    plan.add_argument("--budget", metavar="GB", help="of the device, such as 5.2, or auto")
-    plan.add_argument(
-        "--allow", metavar="TIERS", help="of exact,precision,recipe; the first two if not"
-    )
-    plan.add_argument(
-        "--cost-model", action="store_true", help="cut windows by predicted bytes, not by images"
-    )
-    plan.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")
-    doctor = commands.add_parser("doctor", help=COMMANDS["doctor"])
-    add_job_options(doctor)
-    draw = commands.add_parser("draw", help=COMMANDS["draw"])
-    draw.add_argument("--config-file", default="", metavar="FILE", help="OUTPUT_DIR/config.yaml")
-    add_coco_option(draw)
-    draw.add_argument("--output", type=Path, metavar="FILE", help="OUTPUT_DIR/predictions.png")
-    draw.add_argument("--num-images", type=int, default=6, help="the first so many of the dataset")
-    draw.add_argument("--min-score", type=float, default=0.5, help="of what is drawn")
-    draw.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
-    measure = commands.add_parser("measure-gpu", help=COMMANDS["measure-gpu"])
-    measure.add_argument("--minutes", type=float, default=8, help="after which it ends; 8")
-    measure.add_argument("--device", default="cuda:0", help="cuda:0, or cpu for a rehearsal")
-    measure.add_argument(
-        "--output", type=Path, default=Path(), metavar="FOLDER", help="for the files; here"
-    )
-    of_training = train.argument_parser()
-    commands.add_parser(
-        "train",
-        parents=[of_training],
-        add_help=False,  # it has one
-        help=COMMANDS["train"],
-        epilog=of_training.epilog,
-        formatter_class=of_training.formatter_class,
-    )
-    return parser
-
-
 @exit_on_error
 def main(argv: Optional[Sequence[str]] = None) -> None:
-    args = _parser().parse_args(argv)
+    args = command_parser(train.argument_parser()).parse_args(argv)
     if args.command == "train":
         train.run(args)
         return
@@ -189,7 +124,7 @@ def _ask(args: argparse.Namespace) -> None:
     if args.output is not None and plan.fits:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
-        with whole_file(str(args.output), "w") as file:
+        with whole_file(args.output, "w") as file:
             file.write(text or planned_yaml(cfg, plan))
     print(_json(plan) if args.json else describe_plan(plan))
     if not plan.fits:

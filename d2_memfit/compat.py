@@ -1,8 +1,9 @@
 # Copyright (c) the d2_memfit developers.
-"""The differences between Detectron2 v0.6 and main, and the private names of both that are used.
+"""Differences between Detectron2 v0.6 and main, and the private names of Detectron2 in use.
 
-Both call themselves 0.6, so each difference is found by looking for the feature. They stand here
-and nowhere else, but for what a class of ours inherits. ``tests/test_compat.py`` has them all.
+Both releases report the version 0.6, so each difference is detected by its feature. No other module
+uses private names of Detectron2, except those that a subclass inherits. ``tests/test_compat.py``
+tests each name.
 """
 
 import importlib.util
@@ -35,19 +36,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .patching import replaced_functions
 
-# Main saves optimizer and scaler with DefaultTrainer's state, v0.6 only iteration and hooks.
+# On main, DefaultTrainer's state includes optimizer and scaler; on v0.6 only iteration and hooks.
 SAVES_INNER_TRAINER = "state_dict" in vars(DefaultTrainer)
 
-# What ``paste_masks_in_image`` pastes with, a chunk of masks at a time.
+# The function with which ``paste_masks_in_image`` pastes a chunk of masks.
 paste_masks_on_grid = mask_ops._do_paste_mask
 
 # Main calls hooks after the backward pass; v0.6 does not.
 _HAS_AFTER_BACKWARD = hasattr(TrainerBase, "after_backward")
 
-# What the training samplers draw when they are made. Their order is a function of it.
+# Random values that training samplers draw in their constructor, and that determine their order.
 DRAWN_BY_SAMPLERS = ("_seed", "_seed_subset", "_indexes_subset")
 
-# Main writes each rank's own data time too.
+# Main also writes the data time of each rank.
 _WRITES_RANK_DATA_TIME = "cur_iter" in inspect.signature(SimpleTrainer.write_metrics).parameters
 
 
@@ -62,7 +63,7 @@ def has_compiled_ops() -> bool:
 
 @contextmanager
 def pretended_compiled_ops() -> Iterator[None]:
-    """While open, a file of Detectron2 that is imported finds a ``detectron2._C``, an empty one."""
+    """While open, provide an empty ``detectron2._C`` to files of Detectron2 that are imported."""
     own = vars(detectron2).get("_C")
     detectron2._C = SimpleNamespace()
     try:
@@ -74,19 +75,19 @@ def pretended_compiled_ops() -> Iterator[None]:
 
 
 def after_backward(trainer: TrainerBase) -> None:
-    """Call the hooks after the backward pass, on main."""
+    """Call the hooks that main has for the time after the backward pass."""
     if _HAS_AFTER_BACKWARD:
         trainer.after_backward()
 
 
 def put_rank_data_time(seconds: float) -> None:
-    """Write this rank's data time, if Detectron2 does."""
+    """Write this rank's data time, as main does; on v0.6, do nothing."""
     if _WRITES_RANK_DATA_TIME:
         get_event_storage().put_scalar("rank_data_time", seconds)
 
 
 def local_world_size() -> int:
-    """Number of ranks on this machine; all ranks if ``launch`` did not start the job."""
+    """Number of ranks on this machine; of all ranks if ``launch`` did not start the job."""
     try:
         return comm.get_local_size()
     except AssertionError:
@@ -94,42 +95,43 @@ def local_world_size() -> int:
 
 
 def inner_trainer(trainer: Any) -> Any:
-    """The trainer that runs the steps of a ``DefaultTrainer``; any other one is its own."""
+    """The trainer inside a ``DefaultTrainer``; other trainers are returned unchanged."""
     return getattr(trainer, "_trainer", trainer)
 
 
 def hooks_of(trainer: TrainerBase) -> list[HookBase]:
-    """The hooks that were registered with a trainer."""
+    """Hooks that are registered with a trainer."""
     return trainer._hooks
 
 
 def writers_of(trainer: TrainerBase) -> list[EventWriter]:
-    """The writers of a trainer's ``PeriodicWriter``."""
+    """Writers of a trainer's ``PeriodicWriter``."""
     return [w for h in trainer._hooks if isinstance(h, PeriodicWriter) for w in h._writers]
 
 
 def saving_periods(trainer: TrainerBase) -> set[int]:
-    """Iterations between the checkpoints of each hook of a trainer that saves some."""
+    """Periods, in iterations, of the hooks that save checkpoints."""
     best = {hook._period for hook in trainer._hooks if isinstance(hook, BestCheckpointer)}
     periodic = {hook.period for hook in trainer._hooks if isinstance(hook, PeriodicCheckpointer)}
     return {period for period in best | periodic if period > 0}
 
 
 def replace_evaluations(trainer: TrainerBase, wrap: Callable[[Any], Any]) -> None:
-    """Let each ``EvalHook`` of a trainer call ``wrap(function)`` in place of its function."""
+    """Replace the function of each ``EvalHook`` of a trainer by ``wrap(function)``."""
     for hook in trainer._hooks:
         if isinstance(hook, EvalHook):
             hook._func = wrap(hook._func)
 
 
 def histories(storage: EventStorage) -> list[list[Any]]:
-    """What a storage keeps of all iterations: for each scalar, its values with their iterations."""
+    """History of each scalar of a storage: its values with their iterations."""
     return [history._data for history in storage._history.values()]
 
 
 def mapped(loader: Any) -> tuple[Optional[Callable[[Any], Any]], Any]:
-    """The function that Detectron2 maps over a loader's batches, and the loader without it; None
-    and the loader where there is none.
+    """Split a loader into the function that Detectron2 maps over its batches and the loader inside.
+
+    Without such a function, return None and the loader.
     """
     if type(loader) is _MapIterableDataset:
         return loader._map_func, loader._dataset
@@ -137,13 +139,14 @@ def mapped(loader: Any) -> tuple[Optional[Callable[[Any], Any]], Any]:
 
 
 def inner_dataset(loader: Any) -> Any:
-    """What one of Detectron2's groups or maps of batches is around; None if it is neither."""
+    """The dataset inside a wrapper of Detectron2 that groups or maps batches; None without one."""
     return getattr(loader, "dataset", getattr(loader, "_dataset", None))
 
 
 def deals_its_indices(sampler: Any) -> bool:
-    """Whether a sampler deals an endless order of indices among the ranks as ``TrainingSampler``
-    does, in whatever class that is written.
+    """Whether a sampler has the same ``__iter__`` as ``TrainingSampler``, in any class.
+
+    It splits an endless order of indices among the ranks.
     """
     needed = ("_infinite_indices", "_seed", "_rank", "_world_size")
     if not all(hasattr(sampler, name) for name in needed):
@@ -154,42 +157,42 @@ def deals_its_indices(sampler: Any) -> bool:
 
 
 def endless_indices(sampler: Any) -> Iterator[int]:
-    """Indices of a sampler for which :func:`deals_its_indices`, of all ranks."""
+    """Indices of all ranks, of a sampler for which :func:`deals_its_indices` is true."""
     return sampler._infinite_indices()
 
 
 def rank_of(sampler: Any) -> int:
-    """The rank whose indices such a sampler yields."""
+    """Rank whose indices such a sampler yields."""
     return sampler._rank
 
 
 def num_ranks_of(sampler: Any) -> int:
-    """The number of ranks among which such a sampler deals."""
+    """Number of ranks among which such a sampler splits its indices."""
     return sampler._world_size
 
 
 def registry_name(registry: Registry) -> str:
-    """What a registry calls itself, such as META_ARCH."""
+    """Name of a registry, such as META_ARCH."""
     return registry._name
 
 
 def keep_iterator(trainer: SimpleTrainer, batches: Any) -> None:
-    """Let a trainer iterate these batches, though its ``data_loader`` is another object.
+    """Make a trainer iterate over ``batches`` although its ``data_loader`` is another object.
 
-    v0.6 takes the iterator in its constructor; main takes it when the first iteration needs it.
+    v0.6 creates the iterator in the constructor, main in the first iteration.
     """
     if hasattr(trainer, "_data_loader_iter_obj") and batches is not trainer.data_loader:
         trainer._data_loader_iter_obj = batches
 
 
 def current_iteration() -> int:
-    """Iteration of the running training, or 0. Only main can tell whether one runs."""
+    """Iteration of the running training; 0 if none runs."""
     stack = events._CURRENT_STORAGE_STACK
     return stack[-1].iter if stack else 0
 
 
 def create_ddp_model(model: nn.Module, **kwargs: Any) -> nn.Module:
-    """Detectron2's ``create_ddp_model``, also for the CPU, where DDP takes no device ids."""
+    """Detectron2's ``create_ddp_model``, which also works on the CPU, without device ids."""
     if next(model.parameters()).device.type == "cpu":
         kwargs.setdefault("device_ids", None)
     return _create_ddp_model(model, **kwargs)
@@ -202,7 +205,7 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def ddp_made_with(options: dict[str, Any]) -> Iterator[None]:
-    """While open, ``create_ddp_model`` takes these options too, wherever it was imported to.
+    """While open, add options to each call of ``create_ddp_model``, in all modules that import it.
 
     Args:
         options: keyword arguments of ``DistributedDataParallel``, in addition to the caller's.
@@ -215,7 +218,7 @@ def ddp_made_with(options: dict[str, Any]) -> Iterator[None]:
 
 
 def create_local_process_group(ranks_per_machine: int) -> None:
-    """Tell ``comm`` which ranks share this machine. All ranks must call it."""
+    """Register the ranks that share this machine in ``comm``. All ranks must call it."""
     if hasattr(comm, "create_local_process_group"):
         comm.create_local_process_group(ranks_per_machine)
         return

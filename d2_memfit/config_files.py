@@ -56,7 +56,7 @@ def find_config_file(name: str, suffix: str = ".yaml") -> str:
     )
 
 
-def config_names(suffix: str = ".yaml") -> list[str]:
+def config_names(suffix: str) -> list[str]:
     """Names of the configs in both zoos."""
     names = {
         file.relative_to(folder).as_posix()

@@ -21,7 +21,7 @@ _LONGER_SIDE = 600  # pixels of each drawing, at least
 
 
 def draw_predictions(
-    cfg: CfgNode, dataset_name: str, to: Path, num_images: int = 6, min_score: float = 0.5
+    cfg: CfgNode, dataset_name: str, to: Path, num_images: int, min_score: float
 ) -> None:
     """Draw a model's predictions in the first images of a dataset, in one picture.
 

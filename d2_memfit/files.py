@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from typing import IO, Any, Optional
+from typing import IO, Any, Optional, Union
 
 from .errors import ConfigError
 
@@ -32,7 +32,7 @@ def is_local(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def whole_file(path: str, mode: str = "wb") -> Iterator[IO[Any]]:
+def whole_file(path: Union[str, os.PathLike[str]], mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a local file for writing; it replaces an older one once it is completely on disk.
 
     Until then it has a name of its own, :data:`LEFTOVERS`. After an error it is removed, and the
@@ -41,6 +41,7 @@ def whole_file(path: str, mode: str = "wb") -> Iterator[IO[Any]]:
     Raises:
         OSError: it could not be written, for example on a full disk.
     """
+    path = os.fspath(path)
     beside = temporary_name(path)
     try:
         with open(beside, mode) as f:

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Command-line options that choose a job and its largest batch."""
+"""The job and its largest batch, from the options of the command line."""
 
 import argparse
 import sys
@@ -16,43 +16,12 @@ from .errors import ConfigError, UnknownKeyError
 from .job import Job
 from .job.batches import GivenBatches
 from .job.lazy import load_lazy_config, overrides_of, with_overrides
-from .options import add_options, check_opts, opts_of_settings, settings_of_data
-from .projects import PROJECT, add_project_options, find_function, projects_of
+from .options import check_opts, opts_of_settings, settings_of_data
+from .projects import PROJECT, find_function, projects_of
 
-__all__ = ["add_job_options", "job_of", "load_any_config"]
+__all__ = ["job_of", "load_any_config"]
 
 Config = Union[CfgNode, DictConfig]
-
-
-def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`load_any_config` and :func:`job_of` read."""
-    parser.add_argument(
-        "--config-file",
-        default="",
-        metavar="FILE",
-        help="a file, or the name of a config in Detectron2's model zoo or ours; a LazyConfig ends "
-        "in .py",
-    )
-    parser.add_argument("--num-gpus", type=int, default=1, help="that train together")
-    add_options(parser)
-    add_project_options(parser)
-    parser.add_argument(
-        "--batch",
-        metavar="MODULE:FUNCTION",
-        help="a function of the config that returns the largest batch: a list of dataset dicts as "
-        "the model gets them",
-    )
-    parser.add_argument(
-        "--image-size",
-        metavar="HEIGHT,WIDTH",
-        help="of the largest image file, in pixels, in place of what the dataset has",
-    )
-    parser.add_argument(
-        "--instances", type=int, metavar="N", help="annotated objects of the most crowded image"
-    )
-    parser.add_argument(
-        "opts", nargs="*", metavar="KEY VALUE", help="config keys and values; key=value for .py"
-    )
 
 
 def load_any_config(

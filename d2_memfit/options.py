@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
-"""Shared command-line options: a card's size, and datasets by their files."""
+"""Config keys and values from the options --card and --coco."""
 
-import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,7 +14,6 @@ from .data import (
     CocoFile,
     Remembered,
     Setting,
-    add_coco_option,
     check_coco_file,
     fit_to_data,
     goes_with_data,
@@ -23,20 +21,9 @@ from .data import (
     stamp_of,
 )
 from .errors import ConfigError
-from .presets import PRESETS, budget_of_preset
+from .presets import budget_of_preset
 
-__all__ = ["add_options", "check_opts", "opts_of_card", "opts_of_settings", "settings_of_data"]
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--card`` and ``--coco``."""
-    parser.add_argument(
-        "--card",
-        metavar="SIZE",
-        help=f"the budget of a card that is sold with so much memory: {', '.join(PRESETS)}. The "
-        "same as MEMFIT.PRESET",
-    )
-    add_coco_option(parser)
+__all__ = ["check_opts", "opts_of_card", "opts_of_settings", "settings_of_data"]
 
 
 def check_opts(opts: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Projects that extend Detectron2: their config keys, trainers and registries."""
 
-import argparse
 import importlib
 import inspect
 import os
@@ -18,28 +17,10 @@ from .checks import did_you_mean
 from .compat import registry_name
 from .errors import ConfigError
 
-__all__ = ["PROJECT", "add_project_options", "find_function", "own_registry", "projects_of"]
+__all__ = ["PROJECT", "find_function", "own_registry", "projects_of"]
 
 PROJECT = "detectron2.projects.point_rend:add_pointrend_config"
 _TRAINER = "train_net:Trainer"
-
-
-def add_project_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--project`` and ``--trainer``, whose values :func:`find_function` reads."""
-    parser.add_argument(
-        "--project",
-        action="append",
-        default=[],
-        metavar="MODULE:FUNCTION",
-        help="a function that adds a project's keys to a config, or that returns a config with "
-        f"them, such as {PROJECT}; may be repeated",
-    )
-    parser.add_argument(
-        "--trainer",
-        metavar="MODULE:CLASS",
-        help="the class that trains, with build_model, build_optimizer, ... as DefaultTrainer has; "
-        f"that of a script train_net.py in this folder is {_TRAINER}",
-    )
 
 
 def find_function(name: str, option: str = "--project") -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
-"""The private names of PyTorch that d2_memfit uses. They stand here and nowhere else.
+"""Private names of PyTorch that d2_memfit uses. No other module uses private names of PyTorch.
 
-PyTorch may rename them in any release: ``tests/test_torch_private.py`` says which one has moved.
+PyTorch may rename them in any release. ``tests/test_torch_private.py`` tests each name.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,17 +58,17 @@ without_torch_function = torch._C._disabled_torch_function_impl
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Address of a storage's C++ object, which all its tensors share while one of them lives."""
+    """Address of a storage's C++ object; all tensors of the storage have the same one."""
     return storage._cdata
 
 
 def change_count(tensor: torch.Tensor) -> int:
-    """How often a tensor, or a view of the same storage, was changed in place."""
+    """Number of in-place changes of a tensor and of views of its storage."""
     return tensor._version
 
 
 def make_wrapper(cls: type, shape: Any, **options: Any) -> Any:
-    """A tensor of a subclass, without memory of its own."""
+    """Make a tensor of a subclass that has no memory of its own."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
 
 
@@ -88,28 +88,28 @@ def parameters_by_name(module: nn.Module) -> dict[str, Optional[nn.Parameter]]:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
+    """Whether this thread runs a backward of autograd."""
     return torch._C._current_graph_task_id() != -1
 
 
 def next_autograd_node_number() -> int:
-    """The number of the node that the next recorded operator of this thread makes."""
+    """Sequence number of the next node that autograd records in this thread."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def autograd_node_number() -> Optional[int]:
-    """The number of the node whose backward runs; None where none does."""
+    """Sequence number of the node whose backward runs in this thread; None without one."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
 def constructors() -> set[Any]:
-    """The functions of PyTorch that take ``device=`` and no tensor."""
+    """Functions of PyTorch that make tensors, with an argument ``device``."""
     return set(torch.utils._device._device_constructors())
 
 
 def know_as_builtin(function: Any, original: Any) -> None:
-    """Let TorchScript, which knows its functions by id, take one function for another."""
+    """Register a function with TorchScript as a replacement of one of its builtins."""
     builtins = torch.jit._builtins
     name = builtins._find_builtin(original)
     if name is not None:
@@ -120,11 +120,11 @@ def know_as_builtin(function: Any, original: Any) -> None:
 def replaced_cross_entropy(
     make: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
-    """While open, ``F.cross_entropy`` ends in another function than PyTorch's operator.
+    """While open, replace the operator that ``F.cross_entropy`` calls.
 
     Args:
-        make: makes the function out of the operator, which takes logits, target, weight, reduction
-            (1 is the mean, 2 the sum), ignore_index and label_smoothing.
+        make: takes the operator and returns its replacement. Both take logits, target, weight,
+            reduction (1 is the mean, 2 the sum), ignore_index and label_smoothing.
     """
     owner = torch._C._nn
     original = owner.cross_entropy_loss
@@ -136,12 +136,12 @@ def replaced_cross_entropy(
 
 
 def has_communication_hooks(model: DistributedDataParallel) -> bool:
-    """Whether gradients are reduced by functions of the user's, such as fp16_compression."""
+    """Whether the user has registered communication hooks, such as fp16_compression."""
     return bool(model._comm_hooks)
 
 
 def default_store() -> "dist.Store":
-    """The key-value store through which the ranks found each other."""
+    """The key-value store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -151,17 +151,17 @@ def is_loader_worker(process: Any) -> bool:
 
 
 def workers_of(iterator: Any) -> list[Any]:
-    """The processes of a ``DataLoader``'s iterator."""
+    """Worker processes of a ``DataLoader``'s iterator."""
     return getattr(iterator, "_workers", [])
 
 
 def clear_cublas_workspaces() -> None:
-    """Free the memory that cuBLAS keeps for its products. Only PyTorch for CUDA can."""
+    """Free the workspaces of cuBLAS. PyTorch without CUDA does not have this function."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def record_memory_history(max_entries: Optional[int]) -> None:
-    """Note the allocator's events from now on, so many at most; None ends it."""
+    """Start to record events of the CUDA allocator, at most ``max_entries``; None stops it."""
     if max_entries is None:
         torch.cuda.memory._record_memory_history(enabled=None)
     else:
@@ -169,5 +169,5 @@ def record_memory_history(max_entries: Optional[int]) -> None:
 
 
 def dump_memory_snapshot(file: str) -> None:
-    """Write what the allocator has and has noted, for https://pytorch.org/memory_viz."""
+    """Write the allocator's segments and recorded events, for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(file)

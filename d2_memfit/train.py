@@ -31,6 +31,7 @@ from detectron2.utils.logger import setup_logger
 from torch import nn
 
 from .checks import check_int, check_positive_int
+from .command_line import add_card_and_coco_options
 from .config import check_config, check_plan, load_cfg, with_settings
 from .config_files import find_config_file
 from .data import Remembered, check_datasets, register_coco
@@ -46,9 +47,9 @@ from .engine import (
 )
 from .errors import CheckpointError, ConfigError, exit_on_error
 from .evaluation import build_evaluator
-from .files import FolderLock
+from .files import FolderLock, whole_file
 from .memory import use_expandable_segments
-from .options import add_options, check_opts, opts_of_card, opts_of_settings, settings_of_data
+from .options import check_opts, opts_of_card, opts_of_settings, settings_of_data
 from .planner import fit_config
 
 __all__ = ["Trainer", "argument_parser", "run"]
@@ -75,10 +76,10 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="make it fit this machine: MEMFIT.BUDGET_GB auto, unless a budget is named, "
+        help="make the job fit this machine: sets MEMFIT.BUDGET_GB auto, unless a budget is named, "
         "MEMFIT.PLAN.ENABLED True and MEMFIT.OOM.POLICY split",
     )
-    add_options(parser)
+    add_card_and_coco_options(parser)
     return parser
 
 
@@ -277,7 +278,8 @@ def _fitted(cfg: CfgNode) -> CfgNode:
     planned = fit_config(cfg, Trainer)
     if planned is not cfg and comm.is_main_process():
         kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
-        (Path(cfg.OUTPUT_DIR) / "config.yaml").write_text(kept.dump())
+        with whole_file(Path(cfg.OUTPUT_DIR) / "config.yaml", "w") as file:
+            file.write(kept.dump())
     return planned
 
 

@@ -112,6 +112,19 @@ def test_the_installed_command_says_its_version_and_its_commands(installed, tmp_
     assert all(f"\n    {name} " in text for name in COMMANDS)
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plan", "--help"], ["plan", "--no-such-option"]]
+)
+def test_help_and_errors_of_the_command_line_do_not_import_pytorch(arguments):
+    code = (
+        "import sys; from d2_memfit.__main__ import main\n"
+        f"sys.argv[1:] = {arguments}\n"
+        "try: main()\n"
+        "except SystemExit: print('imported:', 'torch' in sys.modules)"
+    )
+    assert "imported: False" in run_process([sys.executable, "-c", code]).stdout
+
+
 def test_what_is_installed_says_whose_it_is(installed, tmp_path):
     python, _ = installed
     code = (

@@ -7,15 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from d2_memfit.measure.tiny import (
-    every_anchor_counts,
-    image,
-    images,
-    parameters,
-    relative_difference,
-    tiny_cfg,
-    tiny_model,
-)
+import torch
+from detectron2.modeling import build_model
+from detectron2.structures import BitMasks, Boxes, Instances, Keypoints
+
+from d2_memfit.config import load_cfg
+from d2_memfit.measure.compare import relative_difference
 
 __all__ = [
     "ROOT",
@@ -32,6 +29,107 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def tiny_cfg(family="mask_rcnn", image_size=64, device="cpu"):
+    """Config of a detector with FPN and a ResNet-50 with a tenth of its channels.
+
+    Args:
+        family: "proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn" or "retinanet".
+        image_size: length of the shorter side, in pixels.
+        device: MODEL.DEVICE.
+    """
+    cfg = load_cfg("Base-RCNN-FPN")
+    cfg.MODEL.DEVICE = str(device)
+    cfg.MODEL.META_ARCHITECTURE = {
+        "proposal_network": "ProposalNetwork",
+        "retinanet": "RetinaNet",
+    }.get(family, "GeneralizedRCNN")
+    cfg.MODEL.MASK_ON = family == "mask_rcnn"
+    cfg.MODEL.KEYPOINT_ON = family == "keypoint_rcnn"
+    cfg.MODEL.PIXEL_STD = [300.0, 300.0, 300.0]  # keeps the activations of random weights small
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    cfg.MODEL.RESNETS.DEPTH = 50
+    cfg.MODEL.RESNETS.STEM_OUT_CHANNELS = 8
+    cfg.MODEL.RESNETS.WIDTH_PER_GROUP = 4
+    cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 16
+    cfg.MODEL.FPN.OUT_CHANNELS = 16
+    cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[8], [16], [32], [64], [128]]
+    cfg.MODEL.RPN.BATCH_SIZE_PER_IMAGE = 32
+    cfg.MODEL.RPN.PRE_NMS_TOPK_TRAIN = 100
+    cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN = 50
+    cfg.MODEL.RPN.PRE_NMS_TOPK_TEST = 50
+    cfg.MODEL.RPN.POST_NMS_TOPK_TEST = 20
+    cfg.MODEL.ROI_HEADS.NUM_CLASSES = 1
+    cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 16
+    cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 32
+    cfg.MODEL.ROI_MASK_HEAD.CONV_DIM = 16
+    cfg.MODEL.ROI_MASK_HEAD.NUM_CONV = 1
+    cfg.MODEL.ROI_KEYPOINT_HEAD.CONV_DIMS = [16]
+    cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS = 2
+    if family == "retinanet":
+        cfg.MODEL.BACKBONE.NAME = "build_retinanet_resnet_fpn_backbone"
+        cfg.MODEL.RESNETS.OUT_FEATURES = ["res3", "res4", "res5"]
+        cfg.MODEL.FPN.IN_FEATURES = ["res3", "res4", "res5"]
+        cfg.MODEL.RETINANET.NUM_CLASSES = 1
+        cfg.MODEL.RETINANET.NUM_CONVS = 1
+    cfg.INPUT.MIN_SIZE_TRAIN = (image_size,)
+    cfg.INPUT.MIN_SIZE_TEST = image_size
+    cfg.INPUT.MAX_SIZE_TRAIN = cfg.INPUT.MAX_SIZE_TEST = 2 * image_size
+    cfg.DATALOADER.NUM_WORKERS = 0
+    cfg.SOLVER.BASE_LR = 0.01
+    cfg.SOLVER.WARMUP_ITERS = 0
+    cfg.SOLVER.STEPS = ()
+    cfg.SEED = 1
+    return cfg
+
+
+def every_anchor_counts(cfg):
+    """Make the proposal network's loss use all anchors, so that it is a mean over images."""
+    cfg.MODEL.RPN.BATCH_SIZE_PER_IMAGE = 4096  # more than exist: none is dropped at random
+    cfg.MODEL.RPN.LOSS_WEIGHT = 10.0  # the loss is divided by that number
+    return cfg
+
+
+def tiny_model(cfg, seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return build_model(cfg).to(dtype)
+
+
+def image(index, size=64, num_instances=3):
+    """Make a dataset dict with pixels, boxes, masks and keypoints, random by ``index``.
+
+    The keypoints are two corners of each box.
+    """
+    rng = torch.Generator().manual_seed(index)
+    corner = torch.rand(num_instances, 2, generator=rng) * size * 0.6
+    extent = (torch.rand(num_instances, 2, generator=rng) * 0.3 + 0.1) * size
+    instances = Instances((size, size))
+    instances.gt_boxes = Boxes(torch.cat([corner, corner + extent], dim=1))
+    instances.gt_classes = torch.zeros(num_instances, dtype=torch.int64)
+    masks = torch.zeros(num_instances, size, size, dtype=torch.bool)
+    for mask, (x0, y0, x1, y1) in zip(masks, instances.gt_boxes.tensor.long().tolist()):
+        mask[y0:y1, x0:x1] = True
+    instances.gt_masks = BitMasks(masks)
+    visible = torch.full((num_instances, 2, 1), 2.0)
+    corners = instances.gt_boxes.tensor.reshape(num_instances, 2, 2)
+    instances.gt_keypoints = Keypoints(torch.cat([corners, visible], dim=2))
+    return {
+        "image": torch.randint(0, 256, (3, size, size), dtype=torch.uint8, generator=rng),
+        "instances": instances,
+        "height": size,
+        "width": size,
+        "file_name": f"image_{index}.png",
+        "image_id": index,
+    }
+
+
+def images(num, first=0, **kwargs):
+    return [image(first + i, **kwargs) for i in range(num)]
+
+
+def parameters(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def read_metrics(output_dir):

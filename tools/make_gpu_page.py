@@ -16,10 +16,10 @@ FOLDER = DOCS / "gpu"
 
 INTRODUCTION = """# Cards, measured
 
-This page shows the cards that were measured, and how to measure yours. One command checks whether
-d2_memfit is right on a GPU, and how fast the card is. It compares the memory of jobs with their
-estimates, and measures the cost of recovery, techniques and trainers. It needs no dataset, no
-weights and no compiled operator. It ends after 8 minutes with the results that it has by then.
+This page shows the cards that were measured, and how to measure yours. One command measures how
+fast a GPU is. It compares the memory of jobs with their estimates, and measures the cost of
+recovery, techniques and trainers. It needs no dataset, no weights and no compiled operator. It ends
+after 8 minutes with the results that it has by then.
 
 ```
 d2-memfit measure-gpu
@@ -27,7 +27,6 @@ d2-memfit measure-gpu
 
 What is measured, in this order, with random images:
 
-- checks: those of `pytest -m gpu`, of steps, accumulation, recovery, gradients and budgets
 - calibration: speeds of the card in each number format
 - outside: context, loaded kernels, workspaces of cuBLAS and cuBLASLt, and NCCL's communicators
   where there are several GPUs; against the card's device file
@@ -41,6 +40,9 @@ What is measured, in this order, with random images:
 - presets: 6 presets under the memory of their card
 - recovery, techniques, plain: time and memory of recovery, of each technique, and of Detectron2's
   own trainer
+
+In a checkout, `pytest -m gpu tests/gpu` tests whether d2_memfit is right on the GPU: steps,
+accumulation, recovery, gradients and budgets.
 
 The result is `<card>.json` with all figures, `<card>.md` and `<card>.png` that show them, and
 `<card>.yaml`, which `--device` of `d2-memfit plan` takes. To add your card to this page, put the

@@ -5,7 +5,7 @@ from .annotations import AnnotationFacts, check_boxes, check_crowd, look_at_anno
 from .coco_file import CocoFile, check_coco_file
 from .dataset_check import DatasetFacts, check_polygons, look_at_dataset, warnings_about_data
 from .dataset_settings import Setting, check_classes, fit_to_data, goes_with_data
-from .datasets import add_coco_option, check_datasets, register_coco
+from .datasets import check_datasets, register_coco
 from .remembered import Remembered, stamp_of
 from .schedule import fine_tuning_schedule
 from .sizes import shorter_sides
@@ -16,7 +16,6 @@ __all__ = [
     "DatasetFacts",
     "Remembered",
     "Setting",
-    "add_coco_option",
     "check_boxes",
     "check_classes",
     "check_coco_file",

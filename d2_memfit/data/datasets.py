@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Datasets registered by their COCO files."""
 
-import argparse
 from functools import partial
 from typing import Any
 
@@ -14,20 +13,7 @@ from ..checks import did_you_mean
 from ..errors import ConfigError, DataError
 from .coco_file import keypoint_names, read_json
 
-__all__ = ["add_coco_option", "check_datasets", "register_coco"]
-
-
-def add_coco_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--coco NAME JSON IMAGE_DIR``, whose values :func:`register_coco` takes."""
-    parser.add_argument(
-        "--coco",
-        nargs=3,
-        action="append",
-        default=[],
-        metavar=("NAME", "JSON", "IMAGE_DIR"),
-        help="register a dataset in COCO's format under this name; may be repeated. Unless "
-        "DATASETS says otherwise, the first is trained on and the others are evaluated on",
-    )
+__all__ = ["check_datasets", "register_coco"]
 
 
 def register_coco(name: str, json_file: str, image_dir: str) -> None:

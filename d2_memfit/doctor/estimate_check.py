@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """A check of a job's estimate by a training step of real images, really computed."""
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -90,14 +89,16 @@ def estimate_against_real_step(job: Job) -> RealStep:
 
 def _measure(job: Job, batch: list[object]) -> int:
     """Peak bytes of the tensors of iterations, with their batch."""
-    with ExitStack() as stack:
-        for context in (
-            *(alone(), no_information(), unchanged_random_state(), EventStorage()),
-            *(cuda_as_cpu(), compiled_operators()),  # as in a dry run
-        ):
-            stack.enter_context(context)
+    with (
+        alone(),
+        no_information(),
+        unchanged_random_state(),
+        EventStorage(),
+        cuda_as_cpu(),  # as in a dry run
+        compiled_operators(),
+        TensorMeter() as meter,
+    ):
         torch.default_generator.manual_seed(0)
-        meter = stack.enter_context(TensorMeter())
         model, optimizer = steps.build_with_values(job, "cpu")
         if PathManager.isfile(job.cfg.MODEL.WEIGHTS):  # and nothing is downloaded
             DetectionCheckpointer(model).load(job.cfg.MODEL.WEIGHTS)

@@ -18,6 +18,7 @@ from ..engine.forward_counters import numbers_of
 from ..engine.snapshot import Snapshot
 from ..errors import MemfitError
 from ..job import Job
+from ..measure.compare import relative_difference
 from ..measure.injection import Injector, seed_all
 from ..planner import steps
 from ..planner.explain import one_line_errors
@@ -62,13 +63,6 @@ def same_as_detectron2(patient: Patient) -> str:
     return f"loss {loss:.4g} and gradients are Detectron2's, to the last bit"
 
 
-def _distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    if len(one) != len(other):
-        return float("inf")
-    difference = sum(float((a - b).double().pow(2).sum()) for a, b in zip(one, other))
-    return (difference / max(sum(float(b.double().pow(2).sum()) for b in other), 1e-30)) ** 0.5
-
-
 def recovers(patient: Patient, where: float) -> str:
     """Check recovery from an error after the share ``where`` of an iteration's allocations."""
     _, _, counting = patient.step(fail_at=(10**9,), with_optimizer=True)
@@ -78,9 +72,10 @@ def recovers(patient: Patient, where: float) -> str:
     if trainer.window_sizes != (1, 1):
         raise Unwell(f"the two images were run as {trainer.window_sizes}, and not one by one")
     if not all(map(torch.equal, recovered, undisturbed)):
+        difference = relative_difference(dict(enumerate(recovered)), dict(enumerate(undisturbed)))
         raise Unwell(
-            f"weights are {_distance(recovered, undisturbed):.1e} from those of an iteration "
-            "without the error: something that a forward changes is not put back"
+            f"weights are {difference:.1e} from those of an iteration without the error: something "
+            "that a forward changes is not put back"
         )
     return "the images are run again one by one, and weights are as without the error, bit by bit"
 

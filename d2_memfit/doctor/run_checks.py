@@ -6,8 +6,8 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
@@ -171,7 +171,7 @@ def _train(
             model.register_forward_hook(_FailsOnce())
         return model
 
-    with _on_cpu():
+    with no_information(logging.WARNING), cuda_as_cpu():
         seed_all(2 if resume else 1)
         with suppress(_Ended):
             if trainer is None:
@@ -246,11 +246,3 @@ class _FailsOnce:
 def _digest(tensor: torch.Tensor) -> str:
     values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()
-
-
-@contextmanager
-def _on_cpu() -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(no_information(logging.WARNING))
-        stack.enter_context(cuda_as_cpu())
-        yield

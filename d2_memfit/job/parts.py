@@ -13,9 +13,9 @@ from detectron2.engine import DefaultTrainer
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import backbones  # noqa: F401  registers them
 from ..config import with_settings
 from ..errors import ConfigError
+from ..model_zoo import backbones  # noqa: F401  registers them
 
 __all__ = ["GivenParts", "Parts", "TrainerParts"]
 

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""One measurement that may fail, and leaves the others alone."""
+"""A measurement whose error does not end the other ones."""
 
 import traceback
 from collections.abc import Callable
@@ -15,7 +15,7 @@ __all__ = ["attempt"]
 
 
 def attempt(measure: Callable[[], Record], device: torch.device) -> Record:
-    """A record, or one that says what went wrong, with nothing left on the device."""
+    """Return the record of a measurement, or a record of its error, and release its memory."""
     record: Record = {}
     try:
         record = measure()

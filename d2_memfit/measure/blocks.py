@@ -1,24 +1,21 @@
 # Copyright (c) the d2_memfit developers.
-"""Blocks recomputed or offloaded as a plan chooses them: memory, time and gradients."""
+"""Memory, time and gradients of blocks that a plan chooses to recompute or to offload."""
 
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 
-from ..config import with_settings
 from ..errors import MemfitError
 from ..job import Job, WorstCase
 from ..planner.device_model import DeviceModel
 from ..planner.selective import BLOCKWISE, with_best_blocks
 from ..planner.trials import Choice, Trials, choice_of
 from .attempt import attempt
-from .compare import allocated_bytes
+from .compare import allocated_bytes, relative_difference
 from .peaks import median_seconds, peaks_of
-from .reproducible import deterministic_convolutions
-from .scale import MASK_RCNN, Record, Scale
+from .scale import MASK_RCNN, TINY_MODEL, Record, Scale
 from .timed_steps import NO_EVALUATION, SMALL_ACTIVATIONS, Steps
-from .tiny import relative_difference, tiny_cfg
 
 __all__ = ["measure_blocks"]
 
@@ -28,10 +25,11 @@ _REHEARSAL = WorstCase((512, 512), 5)
 
 
 def measure_blocks(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """A Mask R-CNN within a limit between what it needs with all blocks recomputed and with none.
+    """Measure a Mask R-CNN with no block, all blocks and some blocks recomputed.
 
-    Gradients are compared with those of the first side, and its own with those of another step:
-    ROIAlign adds up in any order on a GPU.
+    The limit is between the memory of the first two. Gradients are compared with those of the first
+    case. The first case is compared with another step of its own, because ROIAlign adds up in any
+    order on a GPU.
     """
     trials, num_images = _trials(device, scale)
     plain, every = choice_of((), num_images), choice_of([_CHECKPOINT], num_images)
@@ -55,13 +53,13 @@ def measure_blocks(device: torch.device, scale: Scale) -> Iterator[Record]:
 
 
 def _trials(device: torch.device, scale: Scale) -> tuple[Trials, int]:
-    """Of as many images as the card can hold, so that it computes and does not wait for the CPU."""
+    """Choose the largest number of images that fits, so that the GPU does not wait for the CPU."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2**50
     for num_images in (8, 2, 1):
         opts = ("SOLVER.IMS_PER_BATCH", num_images, *NO_EVALUATION, *SMALL_ACTIVATIONS)
         job = Job.from_cfg(scale.cfg(MASK_RCNN, device, *opts), 1)
         if scale.case is not None:  # the weights of a whole one would take more than small images
-            cfg = with_settings(tiny_cfg(device=device), {"SOLVER.IMS_PER_BATCH": num_images})
+            cfg = scale.cfg(MASK_RCNN, device, *opts, *TINY_MODEL)
             job = Job.from_cfg(cfg, 1, batch=_REHEARSAL)
         trials = Trials(job, DeviceModel.choose(None, str(device)), evaluates=False)
         trials.limit_bytes = 2**62
@@ -78,7 +76,7 @@ def _run(
     device: torch.device,
     scale: Scale,
 ) -> Record:
-    """One side; the first one leaves its gradients in ``expected``."""
+    """Measure one case; the first one stores its gradients in ``expected``."""
     dry_job, modules = trials.dry_job(choice), dict(choice.modules)
     with peaks_of(device) as peaks:
         steps = Steps(trials.job.with_settings(trials.settings(choice)), device)
@@ -93,7 +91,7 @@ def _run(
         "seconds": median_seconds(steps.step, device, scale.rounds),
         "predicted_seconds": dry_job.seconds(),
     }
-    with deterministic_convolutions():
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
         if not expected:
             expected.update(steps.gradients())
         record["gradient_difference"] = relative_difference(steps.gradients(), expected)

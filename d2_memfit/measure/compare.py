@@ -1,12 +1,13 @@
 # Copyright (c) the d2_memfit developers.
-"""Comparisons of estimates with the same jobs on the device."""
+"""Comparisons of estimates with the same jobs on the device, and of two models' tensors."""
 
-from typing import Optional
+from collections.abc import Mapping
+from typing import Any, Optional
 
 import torch
 
 from ..errors import MemfitError
-from ..memory import cuda_context_bytes, process_memory, release_memory
+from ..memory import cuda_context_bytes, release_memory
 from ..planner import DryJob
 from ..planner.device_model import DeviceUse
 from ..planner.probe import run_for_real
@@ -14,7 +15,7 @@ from ..planner.timeline import Timeline
 from .peaks import limited, load_kernels, peaks_of
 from .scale import Record, Scale
 
-__all__ = ["allocated_bytes", "compare_preset", "compare_zoo", "outside_bytes"]
+__all__ = ["allocated_bytes", "compare_preset", "compare_zoo", "relative_difference"]
 
 _GB = 2**30
 
@@ -54,7 +55,8 @@ def _compare(dry_job: DryJob, device: torch.device, limit_bytes: Optional[int] =
             if device.type == "cuda":
                 record[f"{phase}_reserved_gb"] = reserved / _GB
                 record[f"{phase}_estimated_reserved_gb"] = use.reserved_bytes / _GB
-                outside = outside_bytes(device)
+                free, total = torch.cuda.mem_get_info(device)
+                outside = total - free - torch.cuda.memory_reserved(device)
                 record[f"{phase}_device_gb"] = (reserved + outside) / _GB
                 record[f"{phase}_estimated_device_gb"] = use.total_bytes / _GB
             record[f"{phase}_gb"] = allocated / _GB
@@ -70,8 +72,10 @@ def allocated_bytes(timeline: Optional[Timeline], use: DeviceUse, device: torch.
     return use.allocated_bytes if device.type == "cuda" else sum(timeline.peak().values())
 
 
-def outside_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return process_memory().data_bytes
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
+def relative_difference(
+    actual: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]
+) -> float:
+    """Norm of the difference of tensors with the same names over the norm of ``expected``."""
+    actual_values = torch.cat([actual[name].double().flatten() for name in expected])
+    expected_values = torch.cat([value.double().flatten() for value in expected.values()])
+    return ((actual_values - expected_values).norm() / expected_values.norm()).item()

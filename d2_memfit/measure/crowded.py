@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A crowded image among ordinary ones, under a budget: micro-batches of so many, and by bytes."""
+"""Out-of-memory errors caused by one crowded image, with two ways to cut a window."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -32,8 +32,10 @@ _FEW_PROPOSALS = ("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 128)
 
 
 def measure_crowded(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """Out-of-memory errors of a Mask R-CNN that trains under a budget into which four ordinary
-    images fit, in windows of eight, of which one image is larger and crowded.
+    """Count the out-of-memory errors of a Mask R-CNN, cut by predicted bytes and by images.
+
+    Four ordinary images fit into the budget. A window has eight images, of which one is larger and
+    crowded.
     """
     short = 96 if scale.case else 384
     ordinary, crowded = _images(short, 10), _images(2 * short, 100)

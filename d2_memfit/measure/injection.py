@@ -19,7 +19,7 @@ __all__ = ["InjectedTrainer", "Injector", "iterate", "seed_all"]
 
 
 class Injector(TorchDispatchMode):
-    """Counts new tensors while open, and raises an error at some of them.
+    """A mode that counts new tensors, and raises an out-of-memory error at some of them.
 
     Args:
         fail_at: numbers of allocations, from 1.

@@ -10,14 +10,11 @@ from detectron2.engine import SimpleTrainer
 
 from .. import __version__, compat
 from ..engine import AccumulatingTrainer, RecoveryOptions
-from ..memory import release_memory
 from ..planner.calibration import calibrate
 from .attempt import attempt
 from .blocks import measure_blocks
 from .compare import compare_preset, compare_zoo
 from .crowded import measure_crowded
-from .device_checks import CHECKS
-from .gpu_checks import GPU_CHECKS
 from .outside import measure_outside
 from .plans import measure_plans
 from .scale import MASK_RCNN, Record, Scale
@@ -81,13 +78,6 @@ def describe_machine(device: torch.device, scale: Scale) -> Iterator[Record]:
     yield record
 
 
-def run_checks(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """Run the checks of the device."""
-    checks = {**GPU_CHECKS, **CHECKS} if device.type == "cuda" else CHECKS
-    for name in list(checks)[: scale.num_items]:
-        yield {"name": name, **attempt(partial(_passed, checks[name], device), device)}
-
-
 def measure_calibration(device: torch.device, scale: Scale) -> Iterator[Record]:
     """Measure speeds and the memory of libraries: the content of a device file."""
     yield calibrate(device, scale.seconds)
@@ -144,7 +134,6 @@ def measure_plain(device: torch.device, scale: Scale) -> Iterator[Record]:
 # By name, in the order of measurement: the most informative first.
 JOBS: dict[str, Callable[[torch.device, Scale], Iterator[Record]]] = {
     "machine": describe_machine,
-    "checks": run_checks,
     "calibration": measure_calibration,
     "outside": measure_outside,
     "zoo": measure_zoo,
@@ -156,9 +145,3 @@ JOBS: dict[str, Callable[[torch.device, Scale], Iterator[Record]]] = {
     "techniques": measure_techniques,
     "plain": measure_plain,
 }
-
-
-def _passed(check: Callable[[torch.device], None], device: torch.device) -> Record:
-    check(device)
-    release_memory(device)
-    return {"passed": True}

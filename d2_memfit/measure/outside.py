@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What a process takes of a GPU beside its tensors, and what the card's device file says of it."""
+"""Memory of a process on a GPU in addition to its tensors, compared with the device file."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -28,8 +28,9 @@ _CONTEXT = "the first tensor"
 
 
 def measure_outside(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """What a new process takes beside the allocator, as more of CUDA is used; workspaces within the
-    allocator; and NCCL's communicators. The last record is what the device file has for them.
+    """Measure memory outside the allocator, workspaces inside it, and NCCL's communicators.
+
+    A new process uses more and more of CUDA. The last record has the constants of the device file.
     """
     yield from _in_processes(_use_more_and_more, 1, str(device), _free_bytes(device))
     there = torch.cuda.device_count() if device.type == "cuda" else 2  # in a rehearsal over gloo
@@ -48,7 +49,7 @@ def measure_outside(device: torch.device, scale: Scale) -> Iterator[Record]:
 
 
 def constants_of(records: Iterable[Record]) -> dict[str, Any]:
-    """Those of a device file that were measured.
+    """Constants of a device file, as far as they were measured.
 
     Args:
         records: of :func:`measure_outside`.
@@ -70,7 +71,7 @@ def constants_of(records: Iterable[Record]) -> dict[str, Any]:
 
 
 def _in_processes(function: Callable[..., None], number: int, *args: Any) -> Iterator[Record]:
-    """What a function sends from new processes; an error is a record, too."""
+    """Yield the records that a function sends from new processes; an error is a record, too."""
     receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
     running = mp.spawn(function, (sender, *args), number, join=False)
     sender.close()
@@ -111,8 +112,9 @@ def _use_more_and_more(rank: int, sender: Connection, device_name: str, free_bef
 
 
 def _workspaces(device: torch.device) -> Iterator[Record]:
-    """What the allocator keeps for libraries after a forward and its backward, which run in threads
-    of their own.
+    """Measure the memory that the allocator keeps for libraries after a forward and a backward.
+
+    The backward runs in another thread, which has its own workspace.
     """
     x = torch.randn(512, 512, device=device, requires_grad=True)
     x.grad = torch.zeros_like(x)
@@ -131,8 +133,9 @@ def _workspaces(device: torch.device) -> Iterator[Record]:
 
 
 def _communicate(rank: int, sender: Connection, kind: str, num_ranks: int, store: str) -> None:
-    """Sums a tensor over the ranks; the first sends what that takes. NCCL refuses two ranks on one
-    GPU, so each has its own.
+    """Sum a tensor over the ranks; rank 0 sends the memory that this takes.
+
+    Each rank has a GPU of its own, because NCCL refuses two ranks on one GPU.
     """
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
@@ -162,8 +165,10 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _taken_bytes(device: torch.device, free_before: int) -> int:
-    """By this process since so much of the device was free, without the allocator's; other
-    processes that are there already do not count. On a CPU, all of this process.
+    """Bytes that this process takes outside the allocator; on a CPU, all its bytes.
+
+    Args:
+        free_before: free bytes of the device before this process, which leave out other processes.
     """
     if device.type != "cuda":
         return process_memory().data_bytes

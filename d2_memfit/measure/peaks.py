@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Peaks of a device's memory: PyTorch's count on a GPU, bytes of tensors on the CPU."""
+"""Peaks of a device's memory: those of PyTorch's allocator on a GPU, of tensors on the CPU."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -80,7 +80,7 @@ def limited(device: torch.device, more_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def under_budget(device: torch.device, budget_gb: float) -> Iterator[None]:
-    """While open, the whole process can take so much of the device, as with MEMFIT.BUDGET_GB."""
+    """While open, limit the whole process to ``budget_gb``, as MEMFIT.BUDGET_GB does."""
     load_kernels(device)
     enforce_budget(budget_gb, str(device))
     try:
@@ -90,7 +90,7 @@ def under_budget(device: torch.device, budget_gb: float) -> Iterator[None]:
 
 
 def load_kernels(device: torch.device) -> None:
-    """Let CUDA load cuDNN and cuBLAS, which are outside the allocator: a budget is for the rest."""
+    """Load the kernels of cuDNN and cuBLAS, whose memory is outside the allocator."""
     x = torch.ones(1, 8, 32, 32, device=device, requires_grad=True)
     torch.nn.functional.conv2d(x, x.new_ones(8, 8, 3, 3)).flatten(2).matmul(
         x.new_ones(900, 8)
@@ -104,7 +104,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def median_seconds(run: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """Median duration of calls, after one that does not count."""
+    """Median duration of ``rounds`` calls, after one call to warm up."""
     run()
     seconds = []
     for _ in range(rounds):

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What was measured of a card, as a picture."""
+"""A picture of the measurements of a card."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,9 @@ _BLUE, _ORANGE = "#0072b2", "#e69f00"  # colours that colour-blind people can te
 
 
 def draw(results: Results, path: Path) -> None:
-    """Estimates against measurements of memory and of time, and what techniques save and cost.
-    Panels of what was not measured stay empty.
+    """Draw estimates and measurements of memory and time, and the effect of techniques.
+
+    Panels without measurements stay empty.
     """
     import matplotlib
 
@@ -43,7 +44,10 @@ def _memory(axes: Any, results: Results) -> None:
 
 
 def _times(axes: Any, results: Results) -> None:
-    """Of plans also by the card's own speeds: what is left is the error of the model of time."""
+    """Draw predicted and measured seconds.
+
+    Plans are also predicted by the card's own speeds: the rest is the error of the model of time.
+    """
     for job, mark in (("techniques", "o"), ("plans", "^"), ("blocks", "v")):
         rows = _with(results, job, "seconds")
         measured = [r["seconds"] for r in rows]

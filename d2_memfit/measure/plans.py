@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Plans for a budget, trained under it: memory and time against what was predicted."""
+"""Memory and time of plans that are trained under their budget, and their predictions."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -31,10 +31,10 @@ _GB = 2**30
 
 
 def measure_plans(device: torch.device, scale: Scale) -> Iterator[Record]:
-    """A Mask R-CNN planned for a budget into which half of an iteration's images fit at once, in
-    float32 and with mixed precision, with exact techniques.
+    """Measure plans with exact techniques for a Mask R-CNN, in float32 and in mixed precision.
 
-    Times are predicted twice: by the device file that a user gets, and by this card's own speeds.
+    Half of an iteration's images fit into the budget at once. Times are predicted twice: with the
+    device file that a user gets, and with the speeds of this card.
     """
     model = DeviceModel.choose(None, str(device))
     cfg, budget_gb = _job(model, device, scale)
@@ -46,13 +46,13 @@ def measure_plans(device: torch.device, scale: Scale) -> Iterator[Record]:
 
 
 def budget_for(job: Job, device: DeviceModel) -> float:
-    """GB into which the job's micro-batches fit, and not much more."""
+    """Smallest budget, in GB, into which the job's micro-batches fit."""
     dry_job = DryJob(job, device, evaluates=False)
     return round(dry_job.total_bytes() / _GB / (1 - margin_of(job)) + 0.02, 2)
 
 
 def _job(model: DeviceModel, device: torch.device, scale: Scale) -> tuple[CfgNode, float]:
-    """The largest that the card can hold, so that it computes and does not wait for the CPU."""
+    """Choose the largest batch that fits, so that the GPU does not wait for the CPU."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2**50
     for num_images in (8, 2, 1)[-1 if scale.case else 0 :]:
         opts = ["SOLVER.IMS_PER_BATCH", 2 * num_images, *NO_EVALUATION, *SMALL_ACTIVATIONS]

@@ -12,11 +12,28 @@ from ..job import Job, WorstCase
 from ..planner import DryJob
 from ..planner.device_model import DeviceModel
 
-__all__ = ["MASK_RCNN", "Record", "Scale"]
+__all__ = ["MASK_RCNN", "TINY_MODEL", "Record", "Scale"]
 
 Record = dict[str, Any]
 
 MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
+# KEY VALUE pairs of a Mask R-CNN whose weights take little beside its activations.
+TINY_MODEL = (
+    "MODEL.BACKBONE.FREEZE_AT",
+    0,
+    "MODEL.RESNETS.STEM_OUT_CHANNELS",
+    8,
+    "MODEL.RESNETS.WIDTH_PER_GROUP",
+    4,
+    "MODEL.RESNETS.RES2_OUT_CHANNELS",
+    16,
+    "MODEL.FPN.OUT_CHANNELS",
+    16,
+    "MODEL.ROI_BOX_HEAD.FC_DIM",
+    32,
+    "MODEL.ROI_MASK_HEAD.CONV_DIM",
+    16,
+)
 
 
 @dataclass(frozen=True)

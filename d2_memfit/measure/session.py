@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""All measurements in one run. It may be interrupted: records are written at once."""
+"""All measurements in one run. Each record is written at once, so the run can be interrupted."""
 
 import json
 import os
@@ -28,8 +28,17 @@ __all__ = ["device_file", "measure_gpu"]
 
 # The first describes the card; the others come in the order of importance.
 _JOBS = (
-    *("machine", "checks", "calibration", "outside", "zoo", "plans", "blocks", "crowded"),
-    *("presets", "recovery", "techniques", "plain"),
+    "machine",
+    "calibration",
+    "outside",
+    "zoo",
+    "plans",
+    "blocks",
+    "crowded",
+    "presets",
+    "recovery",
+    "techniques",
+    "plain",
 )
 _LEAST_SECONDS = 5.0  # time that must be left to start a job
 
@@ -65,7 +74,7 @@ def measure_gpu(
         left = start + 60 * minutes - time.monotonic()
         error: Optional[str] = "there was no time left"
         if left > _LEAST_SECONDS:
-            # Not all of it, or one that hangs would leave nothing to the others.
+            # A measurement that hangs leaves time for the others.
             share = left if job == _JOBS[-1] else max(left / 2, _LEAST_SECONDS)
             error = _run(job, device, share, partial(results.take, job))
         if error is not None:
@@ -84,8 +93,10 @@ def measure_gpu(
 
 
 def device_file(results: dict[str, Any]) -> dict[str, Any]:
-    """What ``--device`` takes: the calibration, with the constants of a process of its own, which
-    tells the context from kernels that are loaded later. Empty without a calibration.
+    """Values of a device file: the calibration, with the constants that a new process measured.
+
+    Only a new process can tell the context from kernels that are loaded later. The result is empty
+    without a calibration.
     """
     values = {k: v for record in results.get("calibration", []) for k, v in record.items()}
     is_of_a_gpu = bool(values) and values["is_gpu"]
@@ -114,7 +125,7 @@ class _Results:
 
     def write(self) -> None:
         """Write the file as a whole."""
-        with whole_file(str(self.path), "w") as file:
+        with whole_file(self.path, "w") as file:
             file.write(json.dumps(self.all, indent=1))
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What was measured of a card, as tables."""
+"""Tables of the measurements of a card."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
@@ -31,7 +31,6 @@ def markdown(results: Results) -> str:
     stated = [f"{name} {machine[key]}" for name, key in versions.items() if machine.get(key)]
     lines += [f"{total}{', '.join(stated)}. {results['date']}.", ""]
     for title, table in (
-        ("Checks", _checks(results)),
         ("Estimated and measured, configs of the zoo", _comparison(results.get("zoo", []))),
         ("Plans, trained under their budget", _plans(results)),
         ("Blocks of Mask R-CNN R50-FPN, chosen one by one", _blocks(results)),
@@ -48,15 +47,6 @@ def markdown(results: Results) -> str:
     for job, error in results["errors"].items():
         lines += [f"Not measured to the end: {job} ({error}).", ""]
     return "\n".join(lines)
-
-
-def _checks(results: Results) -> str:
-    checks = results.get("checks", [])
-    failed = [[c["name"], c["error"]] for c in checks if "error" in c]
-    if not checks:
-        return ""
-    text = f"{len(checks) - len(failed)} of {len(checks)} passed."
-    return f"{text}\n\n{_table(failed, ['failed', 'why'])}" if failed else text
 
 
 def _comparison(records: Iterable[Results]) -> str:
@@ -111,8 +101,15 @@ def _plans(results: Results) -> str:
 
 def _blocks(results: Results) -> str:
     keys = [
-        *("images", "estimated_gb", "gb", "predicted_seconds", "seconds"),
-        *("predicted_time_factor", "time_factor", "gradient_difference", "error"),
+        "images",
+        "estimated_gb",
+        "gb",
+        "predicted_seconds",
+        "seconds",
+        "predicted_time_factor",
+        "time_factor",
+        "gradient_difference",
+        "error",
     ]
     rows = []
     for r in results.get("blocks", []):

@@ -12,16 +12,15 @@ from detectron2.utils.events import EventStorage
 
 from ..config import with_settings
 from ..engine import AccumulatingTrainer, RecoveryOptions
-from ..job import Job
+from ..job import Job, WorstCase
 from ..memory import release_memory
 from ..planner.steps import build_with_values
 from ..planner.worst_outputs import worst_proposals
 from ..techniques import get_technique
-from .compare import allocated_bytes
+from .compare import allocated_bytes, relative_difference
 from .injection import iterate, seed_all
 from .peaks import limited, median_seconds, peaks_of
-from .scale import MASK_RCNN, Record, Scale
-from .tiny import images, parameters, relative_difference, tiny_cfg
+from .scale import MASK_RCNN, TINY_MODEL, Record, Scale
 
 __all__ = ["NO_EVALUATION", "SMALL_ACTIVATIONS", "Steps", "recover", "step_of", "train"]
 
@@ -31,14 +30,14 @@ SMALL_ACTIVATIONS = ("MODEL.PIXEL_STD", [300.0] * 3)  # with random weights
 
 
 def recover(device: torch.device, scale: Scale) -> Record:
-    cfg = scale.cfg(MASK_RCNN, device, *SMALL_ACTIVATIONS)
-    if scale.num_items is not None:
-        cfg = tiny_cfg("mask_rcnn", device=device)
-    batch = images(8, size=512, num_instances=5)
+    of_rehearsal = TINY_MODEL if scale.case else ()
+    cfg = scale.cfg(MASK_RCNN, device, *SMALL_ACTIVATIONS, *of_rehearsal)
+    job = Job.from_cfg(cfg, 1, batch=WorstCase((512, 512), 5))
+    batch = _with_random_pixels(job.training_batch(8))
 
     def trainer(loader: Any, **options: Any) -> AccumulatingTrainer:
         seed_all()
-        model, _ = build_with_values(Job.from_cfg(cfg, 1), str(device))
+        model, _ = build_with_values(job, str(device))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
         return AccumulatingTrainer(model, loader, optimizer, **options)
 
@@ -56,7 +55,7 @@ def recover(device: torch.device, scale: Scale) -> Record:
     enough = trainer(repeat(batch), micro_batch_size=4)
     iterate(enough, 3)
     seconds = median_seconds(partial(iterate, enough), device, scale.rounds)
-    weights = {k: v.cpu() for k, v in parameters(enough.model).items()}
+    weights = {name: p.detach().cpu() for name, p in enough.model.named_parameters()}
     del enough
     release_memory(device)
     limited_trainer = trainer(repeat(batch), recovery=RecoveryOptions())
@@ -67,7 +66,7 @@ def recover(device: torch.device, scale: Scale) -> Record:
         recovered = median_seconds(partial(iterate, limited_trainer), device, scale.rounds)
     recovery = limited_trainer.recovery
     assert recovery is not None
-    after = {k: v.cpu() for k, v in parameters(limited_trainer.model).items()}
+    after = {name: p.detach().cpu() for name, p in limited_trainer.model.named_parameters()}
     return {
         "images": len(batch),
         "oom_events": recovery.oom_events,
@@ -105,8 +104,9 @@ def step_of(name: Optional[str], num_images: int, device: torch.device, scale: S
 
 
 class Steps:
-    """Steps of a trainer on images as large as a job's largest, with random pixels, and random
-    weights that stay as they are. With zeros a GPU would need less power, and be faster.
+    """Steps of a trainer with the largest images of a job, random pixels and constant weights.
+
+    Weights are random: with zeros a GPU would need less power, and be faster.
 
     Args:
         job: with ``SMALL_ACTIVATIONS``, so that nothing overflows.
@@ -129,10 +129,7 @@ class Steps:
         if precision.scaler is not None:  # the first steps must not be left out
             precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
         options = {} if precision.dtype == torch.float32 else {"precision": precision}
-        batch = [
-            {**d, "image": torch.randint(0, 256, d["image"].shape, dtype=torch.uint8)}
-            for d in job.training_batch(num_images)
-        ]
+        batch = _with_random_pixels(job.training_batch(num_images))
         self._trainer = make(model, repeat(batch), optimizer, **options)
 
     def step(self) -> None:
@@ -143,11 +140,17 @@ class Steps:
             self._trainer.run_step()
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Of a step with the same random numbers each time, on the host."""
+        """Gradients, on the host, of a step that has the same random numbers in each call."""
         seed_all()
         self.step()
         parameters = self._trainer.model.named_parameters()
         return {name: p.grad.cpu() for name, p in parameters if p.grad is not None}
+
+
+def _with_random_pixels(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {**d, "image": torch.randint(0, 256, d["image"].shape, dtype=torch.uint8)} for d in batch
+    ]
 
 
 def train(make: Callable[..., Any], num_images: int, device: torch.device, scale: Scale) -> Record:

@@ -109,7 +109,7 @@ def write_page(page: Page, path: Path) -> None:
     # "<" ends the script that holds the data, if "/script>" follows.
     text = json.dumps({**data, "owners": owners}).replace("<", "\\u003c")
     before, after = _TEMPLATE.read_text(encoding="utf-8").split("$DATA")
-    with whole_file(str(path)) as f:
+    with whole_file(path) as f:
         f.write((before.replace("$TITLE", html.escape(page.title)) + text + after).encode())
 
 

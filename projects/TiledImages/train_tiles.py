@@ -17,7 +17,8 @@ from detectron2.engine import default_argument_parser, default_setup
 from tiled_images import TiledTrainer, fit_tiled_config, load_tiled_cfg
 
 from d2_memfit import MemfitMixin
-from d2_memfit.data import add_coco_option, check_datasets, register_coco
+from d2_memfit.command_line import add_coco_option
+from d2_memfit.data import check_datasets, register_coco
 from d2_memfit.engine import MemfitCheckpointer, launch
 from d2_memfit.errors import exit_on_error
 from d2_memfit.memory import use_expandable_segments

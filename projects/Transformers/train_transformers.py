@@ -19,13 +19,13 @@ from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 
 from d2_memfit import fit_config
+from d2_memfit.command_line import add_card_and_coco_options
 from d2_memfit.config import check_config, load_cfg
 from d2_memfit.data import check_datasets, register_coco
 from d2_memfit.engine import MemfitCheckpointer, launch, usable_device, world_size
 from d2_memfit.errors import exit_on_error
 from d2_memfit.memory import use_expandable_segments
 from d2_memfit.options import (
-    add_options,
     check_opts,
     opts_of_card,
     opts_of_settings,
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
 @exit_on_error
 def run() -> None:
     parser = default_argument_parser(epilog=__doc__)
-    add_options(parser)
+    add_card_and_coco_options(parser)
     args = parser.parse_args()
     check_opts(args.opts)
     opts = [*opts_of_card(args.card, args.opts), *args.opts]

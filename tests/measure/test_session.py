@@ -73,11 +73,11 @@ def test_what_is_killed_leaves_what_was_measured(tmp_path):
         finally:
             os.killpg(process.pid, signal.SIGKILL)  # its worker too
     assert "  machine: " in lines[0]
-    assert "  checks: " in lines[1]
+    assert "  calibration: " in lines[1]
     (file,) = tmp_path.glob("*.json")
     results = json.loads(file.read_text())
     assert results["machine"][0]["rehearsal"]
-    assert results["checks"]
+    assert results["calibration"]
 
 
 def test_what_there_was_no_time_for_is_said(tmp_path, monkeypatch):

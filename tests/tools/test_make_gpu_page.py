@@ -11,7 +11,6 @@ RESULTS = {
     "minutes": 8,
     "errors": {"plain": "there was no time left"},
     "machine": [{"card": "Some Card", "rehearsal": False, "total_gb": 5.79, "pytorch": "2.14.1"}],
-    "checks": [{"name": "budget", "error": "AssertionError: 2 GB more were given"}],
     "zoo": [
         {
             **{"config": "COCO-Detection/rpn_R_50_FPN_1x", "images": 2},
@@ -38,8 +37,6 @@ def test_each_file_has_a_part_and_a_picture(tmp_path, monkeypatch):
     make_gpu_page.main()
     page = (tmp_path / "GPU.md").read_text()
     assert "## Some Card\n\n5.79 GB. PyTorch 2.14.1. 2026-11-22." in page
-    assert "0 of 1 passed." in page
-    assert "2 GB more were given" in page
     assert "+5.3%" in page
     assert "it needs 6.1 GB" in page
     assert "Not measured to the end: plain (there was no time left)." in page

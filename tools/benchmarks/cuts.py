@@ -55,6 +55,8 @@ ZOO = (
     "COCO-Keypoints/keypoint_rcnn_R_50_FPN_1x.yaml",
     "COCO-PanopticSegmentation/panoptic_fpn_R_50_1x.yaml",
 )
+SHORTEST_SIDE = 320
+IMAGES_PER_WINDOW = 8
 UNSEEN = (  # shares of the largest size, and objects of each image
     *((0.7, [7]), (0.7, [7] * 4), (1, [40] * 3), (0.9, [100, 100])),
     *((0.8, [200, 3]), (1, [250, 1, 1]), (0.5, [7] * 6)),
@@ -68,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=("crowded", "fits", "scales"))
     parser.add_argument("--iterations", type=int, default=12, help="of the crowded run")
     parser.add_argument("--rounds", type=int, default=15, help="iterations of each side of scales")
-    parser.add_argument("--size", type=int, default=320, help="the shortest side in scales")
+    parser.add_argument(
+        "--size", type=int, default=SHORTEST_SIDE, help="the shortest side in scales"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -117,7 +121,7 @@ def crowded(iterations: int) -> str:
 
 
 def train_sides(
-    folder: Path, iterations: int, grow_after: Sequence[int] = (1000,), size: int = 320
+    folder: Path, iterations: int, grow_after: Sequence[int] = (1000,)
 ) -> dict[str, dict[str, Any]]:
     """Train a plan without and with its cost model, each run in its own process.
 
@@ -131,7 +135,7 @@ def train_sides(
 
     make_dataset(folder)
     plant(folder)
-    settings = in_a_process(_plan, folder, size)
+    settings = in_a_process(_plan, folder)
     without = {k: v for k, v in settings.items() if "COST_MODEL" not in k}
     images = settings["MEMFIT.MICRO_BATCH"]
     sides = {
@@ -139,7 +143,7 @@ def train_sides(
         for n in grow_after
     }
     return {
-        name: in_a_process(_train, folder, size, iterations, of_side)
+        name: in_a_process(_train, folder, iterations, of_side)
         for name, of_side in {**sides, "by bytes": settings}.items()
     }
 
@@ -191,11 +195,11 @@ def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
         return pool.apply(function, args)
 
 
-def _cfg(folder: Path, size: int, dataset: str) -> CfgNode:
+def _cfg(folder: Path, dataset: str) -> CfgNode:
     register_coco(dataset, str(folder / f"{dataset}.json"), str(folder / "train"))
     opts = [
         *("MODEL.DEVICE", "cpu", "DATASETS.TRAIN", (dataset,), "DATASETS.TEST", ()),
-        *("INPUT.MIN_SIZE_TRAIN", (size,), "INPUT.MAX_SIZE_TRAIN", 2 * size),
+        *("INPUT.MIN_SIZE_TRAIN", (SHORTEST_SIDE,), "INPUT.MAX_SIZE_TRAIN", 2 * SHORTEST_SIDE),
         *("MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS", [[0.5, 1.0, 2.0]]),  # as most configs have them
         *("SOLVER.IMS_PER_BATCH", 16, "SOLVER.ACCUMULATION_STEPS", 1, "SEED", 1),
         *("DATALOADER.NUM_WORKERS", 0, "MEMFIT.PLAN.MARGIN", 0.1),
@@ -210,9 +214,9 @@ def _budget_gb(cfg: CfgNode, batch: Any, device: DeviceModel, images: int) -> fl
     return round(needs / 2**30 / (1 - cfg.MEMFIT.PLAN.MARGIN) + 0.02, 2)
 
 
-def _plan(folder: Path, size: int) -> dict[str, Any]:
+def _plan(folder: Path) -> dict[str, Any]:
     """Settings of a plan for a budget into which eight of the photographs fit at once."""
-    cfg = _cfg(folder, size, "train")
+    cfg = _cfg(folder, "train")
     there = DeviceModel.load("cpu")
     options: dict[str, Any] = {"device": there, "evaluates": False, "cost_model": True}
     return plan_memory(cfg, _budget_gb(cfg, None, there, 8), allow=["exact"], **options).settings
@@ -237,10 +241,10 @@ class Shapes(HookBase):
         self.last = " + ".join(map(str, self._sizes))
 
 
-def _train(folder: Path, size: int, iterations: int, settings: dict[str, Any]) -> dict[str, Any]:
+def _train(folder: Path, iterations: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Train; return the errors, the repeated images, and the last iteration's micro-batches."""
     logging.disable(logging.INFO)
-    cfg = with_settings(_cfg(folder, size, "planted"), settings)
+    cfg = with_settings(_cfg(folder, "planted"), settings)
     with tempfile.TemporaryDirectory() as output:
         cfg.OUTPUT_DIR, cfg.SOLVER.MAX_ITER, cfg.SOLVER.CHECKPOINT_PERIOD = output, iterations, 1000
         trainer = MemfitTrainer(cfg)
@@ -257,17 +261,17 @@ def _train(folder: Path, size: int, iterations: int, settings: dict[str, Any]) -
     }
 
 
-def scales(size: int, rounds: int, images_per_window: int = 8) -> str:
+def scales(size: int, rounds: int) -> str:
     """Measure the ratio of the medians of the time per iteration."""
     largest = (2 * size, round(2.67 * size))
     with coins(*largest) as (dicts, mapper):
         photographs = [mapper(d) for d in dicts[:16]]
-    windows = _windows(photographs, rounds + 1, images_per_window)
+    windows = _windows(photographs, rounds + 1, IMAGES_PER_WINDOW)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cfg = load_cfg(CONFIG, ["MODEL.DEVICE", device, "SOLVER.IMS_PER_BATCH", images_per_window])
+    cfg = load_cfg(CONFIG, ["MODEL.DEVICE", device, "SOLVER.IMS_PER_BATCH", IMAGES_PER_WINDOW])
     case = WorstCase(largest, 12)
     there = DeviceModel.choose(None, device)
-    budget_gb = _budget_gb(cfg, case, there, images_per_window // 2)
+    budget_gb = _budget_gb(cfg, case, there, IMAGES_PER_WINDOW // 2)
     options: dict[str, Any] = {
         "device": there,
         "batch": case,
@@ -291,7 +295,7 @@ def scales(size: int, rounds: int, images_per_window: int = 8) -> str:
         median = statistics.median(side.seconds)
         rows.append([name, f"{median:.3f}", f"{median / base:.3f}"])
     return (
-        f"{images_per_window} images of {size} to {2 * size} pixels, within {budget_gb:.2f} GB\n\n"
+        f"{IMAGES_PER_WINDOW} images of {size} to {2 * size} pixels, within {budget_gb:.2f} GB\n\n"
         + markdown_table(["micro-batches", "s per iteration (median)", "ratio of medians"], rows)
     )
 

@@ -177,10 +177,10 @@ def mask_losses(
 
 
 def random_outputs(
-    num_images: int, num_queries: int, size: int = 16, num_layers: int = 2, seed: int = 0
+    num_images: int, num_queries: int, size: int = 16, num_layers: int = 2
 ) -> Outputs:
     """Predictions of each layer, as leaves that require gradients."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(0)
 
     def layer() -> Outputs:
         logits = torch.randn(num_images, num_queries, NUM_CLASSES + 1, generator=rng)
@@ -192,9 +192,9 @@ def random_outputs(
     return {**layer(), "aux_outputs": [layer() for _ in range(num_layers - 1)]}
 
 
-def random_targets(counts: Sequence[int], size: int = 32, seed: int = 0) -> Targets:
+def random_targets(counts: Sequence[int], size: int = 32) -> Targets:
     """Targets with the given number of objects in each image."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(0)
     return [
         {
             "labels": torch.randint(0, NUM_CLASSES, (num,), generator=rng),

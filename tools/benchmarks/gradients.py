@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from detectron2.config import CfgNode
@@ -178,18 +178,15 @@ def count_positive_anchors(model: nn.Module, batch: list[dict[str, Any]]) -> flo
 
 
 class Samples:
-    """Makes a model reuse, for each image, the samples of the image's first forward.
-
-    Copies of a model with the same ``kept`` have the same samples.
-    """
+    """Makes a model reuse, for each image, the samples of the image's first forward."""
 
     METHODS = (
         ("proposal_generator", "label_and_sample_anchors"),  # -> (labels, boxes), lists over images
         ("roi_heads", "label_and_sample_proposals"),  # -> list over images
     )
 
-    def __init__(self, model: nn.Module, kept: Optional[dict[tuple[str, int], Any]] = None) -> None:
-        self._kept = {} if kept is None else kept  # by method and image
+    def __init__(self, model: nn.Module) -> None:
+        self._kept: dict[tuple[str, int], Any] = {}  # by method and image
         self._images: list[int] = []  # ids of the batch in the model
         self._hook = model.register_forward_pre_hook(self._look_at_batch)
         self._modules: list[tuple[nn.Module, str]] = []

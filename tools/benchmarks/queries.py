@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
+from detectron2.modeling import build_model
 
-from d2_memfit.measure.tiny import images, tiny_cfg, tiny_model
+from d2_memfit.config import load_cfg
+from d2_memfit.measure.scale import MASK_RCNN, TINY_MODEL
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.techniques import get_technique, ready_to_evaluate
@@ -84,7 +86,7 @@ def losses_of(
     outputs = random_outputs(len(counts), NUM_QUERIES, size=64 if size > 1 else 1)
     targets = random_targets(counts, size)
     if chunk_size:
-        cfg = tiny_cfg()
+        cfg = load_cfg(MASK_RCNN)
         cfg.MEMFIT.CRITERION.CHUNK_SIZE = chunk_size
         criterion = get_technique("ChunkedCriterion").apply(criterion, cfg)
         criterion(outputs, targets)  # tries chunks, once
@@ -98,7 +100,7 @@ def evaluation(size: Sequence[int], num_masks: int) -> tuple[int, float]:
     """Measure peak in bytes and seconds, with masks one at a time."""
     cfg, batch = _image(size, num_masks)
     cfg.MEMFIT.EVALUATION.ON_HOST = True
-    model = tiny_model(cfg).eval()
+    model = build_model(cfg).eval()
     start = time.perf_counter()
     with torch.no_grad(), ready_to_evaluate(model, cfg, announce=False), TensorMeter() as meter:
         (result,) = model(batch)
@@ -109,7 +111,7 @@ def evaluation(size: Sequence[int], num_masks: int) -> tuple[int, float]:
 def evaluation_planned(size: Sequence[int], num_masks: int) -> int:
     """Peak, in bytes, of a dry run without the technique."""
     cfg, batch = _image(size, num_masks)
-    model = tiny_model(cfg).eval()
+    model = build_model(cfg).eval()
     with torch.no_grad(), DryRun(model) as dry_run:
         before = dry_run.live_bytes
         model(batch)
@@ -117,9 +119,10 @@ def evaluation_planned(size: Sequence[int], num_masks: int) -> int:
 
 
 def _image(size: Sequence[int], num_masks: int) -> tuple[CfgNode, list[dict[str, Any]]]:
-    cfg = tiny_cfg()
+    cfg = load_cfg(MASK_RCNN, [*TINY_MODEL, "MODEL.DEVICE", "cpu", "MODEL.WEIGHTS", ""])
     add_detr_config(cfg)
     cfg.MODEL.META_ARCHITECTURE = "SmallDetr"
     cfg.MODEL.DETR.NUM_OBJECT_QUERIES = cfg.TEST.DETECTIONS_PER_IMAGE = num_masks
     cfg.MODEL.DETR.PANOPTIC = False
-    return cfg, [{**images(1, size=800)[0], "height": size[0], "width": size[1]}]
+    pixels = torch.randint(0, 256, (3, 800, 800), dtype=torch.uint8)
+    return cfg, [{"image": pixels, "height": size[0], "width": size[1]}]

@@ -37,6 +37,8 @@ from d2_memfit.techniques.chunked_matching import ChunkedMatcher, PairwiseQualit
 from .common import CONFIG, Side, coins, machine, markdown_table, take_turns
 
 MB = 2**20
+NUM_ANCHORS = 268_569  # of an FPN on an image of 800 x 1344 pixels
+NUM_INSTANCES = 300
 
 OTHER_TIERS = [
     "MixedPrecision",
@@ -129,7 +131,7 @@ def memory(side: Side) -> tuple[int, int]:
     return meter.peak_bytes - of_other_sides, kept[0]
 
 
-def matching(rounds: int, num_anchors: int = 268_569, num_instances: int = 300) -> str:
+def matching(rounds: int) -> str:
     generator = torch.Generator().manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -138,7 +140,7 @@ def matching(rounds: int, num_anchors: int = 268_569, num_instances: int = 300) 
         extent = torch.rand(num, 2, generator=generator) * 200 + 1
         return Boxes(torch.cat([corner, corner + extent], dim=1)).to(device)
 
-    instances, anchors = boxes(num_instances), boxes(num_anchors)
+    instances, anchors = boxes(NUM_INSTANCES), boxes(NUM_ANCHORS)
     matcher = Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True)
     chunk_size = get_technique("ChunkedMatching").enabling_settings(get_cfg())[
         "MEMFIT.MATCHING.CHUNK_SIZE"
@@ -147,7 +149,7 @@ def matching(rounds: int, num_anchors: int = 268_569, num_instances: int = 300) 
     def chunked() -> tuple[torch.Tensor, torch.Tensor]:
         quality = PairwiseQuality(
             lambda rows, columns: pairwise_iou(instances[rows], anchors[columns]),
-            (num_instances, num_anchors),
+            (NUM_INSTANCES, NUM_ANCHORS),
             chunk_size,
         )
         return ChunkedMatcher(matcher)(quality)

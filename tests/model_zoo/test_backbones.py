@@ -11,9 +11,9 @@ from torch import nn
 from torchvision import models
 
 from d2_memfit import MemfitTrainer
-from d2_memfit.backbones import LIGHT_BACKBONES
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
+from d2_memfit.model_zoo.backbones import LIGHT_BACKBONES
 
 CHANNELS = {  # of res2 to res5
     "build_mobilenet_v3_large_fpn_backbone": [24, 40, 112, 160],

@@ -16,7 +16,7 @@ from detectron2.modeling.backbone.fpn import LastLevelMaxPool
 from detectron2.modeling.backbone.regnet import RegNet, ResBottleneckBlock, SimpleStem
 from torch import nn
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = ["LIGHT_BACKBONES", "LayeredBackbone"]
 

@@ -1,0 +1,417 @@
+# Copyright (c) the d2_memfit developers.
+"""d2_memfit on a GPU: `pytest -m gpu tests/gpu`. Most of it runs on a CPU too, as `exhaustive`.
+
+Kernels of a GPU add up in any order. Results are equal to the last bit only without ROIAlign,
+whose deterministic backward in torchvision needs a compiler.
+"""
+
+import gc
+import json
+import warnings
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from detectron2.engine import AMPTrainer, SimpleTrainer
+from detectron2.utils.events import EventStorage
+from injection import InjectedTrainer, Injector, iterate, seed_all
+from tiny import (
+    every_anchor_counts,
+    images,
+    parameters,
+    relative_difference,
+    tiny_cfg,
+    tiny_model,
+)
+from torch import nn
+
+from d2_memfit import AccumulatingTrainer, estimate_memory, plan_memory
+from d2_memfit.config import with_settings
+from d2_memfit.cost_model import CostModel
+from d2_memfit.engine import (
+    LeakDetector,
+    MemoryMonitor,
+    MemorySnapshot,
+    Precision,
+    RecoveryOptions,
+    recovering_inference,
+)
+from d2_memfit.errors import ConfigError
+from d2_memfit.job import WorstCase
+from d2_memfit.measure.jobs import JOBS
+from d2_memfit.measure.peaks import limited, peaks_of
+from d2_memfit.measure.scale import Scale
+from d2_memfit.memory import OwnerMeter, enforce_budget, is_out_of_memory, release_memory
+from d2_memfit.planner.autocast import casts_of_cuda
+from d2_memfit.planner.calibration import calibrate
+from d2_memfit.techniques import TECHNIQUES, apply_techniques
+from d2_memfit.torch_private import clear_cublas_workspaces
+
+CASE = WorstCase((480, 640), 30)
+EXACT = sorted(name for name, t in TECHNIQUES if t.tier == "exact" and t.part == "model")
+
+GPU = pytest.param(
+    "cuda:0",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    ],
+)
+CPU = pytest.param("cpu", marks=pytest.mark.exhaustive)
+
+
+@pytest.fixture(params=[GPU])
+def gpu(request):
+    device = torch.device(request.param)
+    yield device
+    release_memory(device)
+
+
+@pytest.fixture(params=[GPU, CPU])
+def device(request):
+    device = torch.device(request.param)
+    yield device
+    release_memory(device)
+
+
+@pytest.fixture
+def full_float32(monkeypatch):
+    """cuDNN without TF32, which rounds one shape of a batch more than another."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@contextmanager
+def deterministic():
+    """While open, operators compute the same every time, if PyTorch has such an algorithm."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators that have no such algorithm
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+            torch.backends.cudnn.deterministic = before
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+
+
+def batches():
+    return [images(8, first=8 * i) for i in range(3)]
+
+
+def trained(trainer):
+    iterate(trainer, 3)
+    return parameters(trainer.model)
+
+
+def run_with_hooks(device, *hooks, num_iterations=4):
+    """A small training with hooks; its event storage."""
+    model = tiny_model(tiny_cfg("proposal_network", device=device))
+    trainer = AccumulatingTrainer(model, [images(1)] * num_iterations, sgd(model))
+    trainer.register_hooks(hooks)
+    trainer.train(0, num_iterations)
+    return trainer.storage
+
+
+def assert_steps_are_detectron2s(precision, device):
+    cfg = tiny_cfg("proposal_network", device=device)
+    theirs = SimpleTrainer if precision == "fp32" else AMPTrainer
+    results = []
+    with deterministic():
+        for make in (theirs, partial(AccumulatingTrainer, precision=precision)):
+            model = tiny_model(cfg)
+            seed_all()
+            results.append(trained(make(model, batches(), sgd(model))))
+    for name, expected in results[0].items():
+        assert torch.equal(results[1][name], expected), relative_difference(*results)
+
+
+def test_steps_in_float16_are_detectron2s(gpu):
+    assert_steps_are_detectron2s("fp16", gpu)
+
+
+def test_allocations_above_the_budget_fail(gpu):
+    name = str(gpu)
+    torch.zeros(1, device=gpu)
+    try:
+        enforce_budget(2, name)
+        half = torch.empty(2**29, dtype=torch.uint8, device=gpu)
+        with pytest.raises(RuntimeError) as error:
+            torch.empty(2**31, dtype=torch.uint8, device=gpu)
+        assert is_out_of_memory(error.value)
+        assert torch.cuda.memory_reserved(gpu) <= 2 * 2**30
+        del half
+        with pytest.raises(ConfigError):  # no card has as much
+            enforce_budget(10_000, name)
+    finally:
+        enforce_budget(None, name)
+    total = torch.cuda.get_device_properties(gpu).total_memory
+    torch.empty(min(total // 3, 2**32), dtype=torch.uint8, device=gpu)  # no limit is left
+
+
+def test_a_batch_that_does_not_fit_is_split_and_memory_does_not_grow(gpu):
+    model = tiny_model(tiny_cfg("mask_rcnn", device=gpu))
+    loader = [images(8, size=512)] * 4
+    trainer = AccumulatingTrainer(model, loader, sgd(model), recovery=RecoveryOptions())
+    one = AccumulatingTrainer(model, [images(1, size=512)] * 3, sgd(model))
+    iterate(one)
+    base = torch.cuda.memory_allocated(gpu)
+    with peaks_of(gpu) as peak:
+        iterate(one)
+        of_one = peak.take()[0] - base
+    one.optimizer.zero_grad(set_to_none=True)
+    with limited(gpu, 3 * of_one):
+        iterate(trainer)
+        assert trainer.recovery.oom_events >= 1
+        assert trainer.recovery.size.images in (1, 2, 4)
+        gc.collect()
+        after_first = torch.cuda.memory_allocated(gpu)
+        iterate(trainer, 3, first=1)
+    gc.collect()
+    assert torch.cuda.memory_allocated(gpu) <= after_first + 2**20
+
+
+def test_evaluation_with_too_little_memory_has_the_same_results(gpu):
+    model = tiny_model(tiny_cfg("mask_rcnn", device=gpu)).eval()
+    batch = images(8, size=512)
+    with torch.no_grad():
+        expected = [len(found["instances"]) for found in model(batch)]
+        with limited(gpu, 64 * 2**20), recovering_inference(model, RecoveryOptions()):
+            actual = [len(found["instances"]) for found in model(batch)]
+    assert actual == expected
+
+
+def test_the_bytes_of_all_owners_add_up_to_the_allocators_count(gpu):
+    before = torch.cuda.memory_allocated(gpu)
+    model = tiny_model(tiny_cfg("mask_rcnn", device=gpu))
+    with OwnerMeter(model) as meter, EventStorage():
+        losses = model(images(2, size=512))
+        on_device = torch.cuda.memory_allocated(gpu) - before
+        counted = sum(meter.live.values())
+    del losses
+    assert counted == pytest.approx(on_device, rel=0.01)
+
+
+def test_reports_have_the_allocators_values_and_do_not_reset_its_peak(gpu):
+    ballast = torch.ones(2**27, device=gpu)  # 0.5 GB
+    del ballast
+    ever = torch.cuda.max_memory_allocated(gpu)
+    latest = {k: v[0] for k, v in run_with_hooks(gpu, MemoryMonitor(2)).latest().items()}
+    assert torch.cuda.max_memory_allocated(gpu) == ever
+    assert latest["memfit/alloc_retries"] == torch.cuda.memory_stats(gpu)["num_alloc_retries"]
+    assert 0 < latest["memfit/allocated_gb"] <= latest["memfit/allocated_peak_gb"] < 0.5
+    assert latest["memfit/reserved_gb"] <= torch.cuda.max_memory_reserved(gpu) / 2**30
+
+
+def test_dry_runs_have_the_number_formats_of_autocast(gpu):
+    functions = {
+        "conv2d": (torch.ones(8, 8, 1, 1),),
+        "group_norm": (4,),
+        "interpolate": (None, 2.0),
+        "softmax": (1,),
+        "relu": (),
+        "sigmoid": (),
+        "gelu": (),
+    }
+
+    def formats(kind):
+        x = torch.ones(2, 8, 4, 4, dtype=torch.float16, device=kind)
+        found = {}
+        for name, arguments in functions.items():
+            args = [a.to(kind) if torch.is_tensor(a) else a for a in arguments]
+            with torch.autocast(kind, dtype=torch.float16):
+                found[name] = getattr(nn.functional, name)(x, *args).dtype
+        return found
+
+    with casts_of_cuda():
+        expected = formats("cpu")
+    assert formats("cuda") == expected
+
+
+def test_a_probe_leaves_nothing_behind_and_its_plan_fits(gpu):
+    cfg = tiny_cfg("mask_rcnn", device=gpu)
+    cfg.SOLVER.IMS_PER_BATCH = 8
+    torch.zeros(1, device=gpu)
+
+    def state():
+        clear_cublas_workspaces()
+        torch.cuda.empty_cache()
+        random_state = torch.cuda.get_rng_state(gpu).tolist(), torch.get_rng_state().tolist()
+        return torch.cuda.memory_allocated(gpu), *random_state
+
+    before = state()
+    measured = estimate_memory(cfg, batch=CASE, probe=True)
+    assert state() == before
+    total = sum(measured.breakdown.values())
+    assert total == pytest.approx(measured.peak_allocated_gb, rel=1e-6)
+    budget_gb = (measured.device_total_gb - 0.3 * measured.peak_allocated_gb) / 0.9
+    plan = plan_memory(cfg, budget_gb, batch=CASE, probe=True)
+    assert plan.fits
+    assert plan.estimate.device_total_gb <= 0.95 * budget_gb
+    half = torch.cuda.get_device_properties(gpu).total_memory // 2
+    torch.empty(half, dtype=torch.uint8, device=gpu)  # no limit is left
+
+
+def test_steps_in_float32_are_detectron2s(device):
+    assert_steps_are_detectron2s("fp32", device)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_micro_batches_of_3_3_and_2_images_give_the_steps_of_8(precision, device, full_float32):
+    try:
+        Precision(precision, device)
+    except ConfigError as e:
+        pytest.skip(str(e))
+    cfg = every_anchor_counts(tiny_cfg("proposal_network", device=device))
+    cut = [part for batch in batches() for part in (batch[:3], batch[3:6], batch[6:])]
+    results = []
+    for loader, steps in ((batches(), 1), (cut, 3)):
+        model = tiny_model(cfg)
+        results.append(trained(AccumulatingTrainer(model, loader, sgd(model), steps, precision)))
+    moved = relative_difference(results[0], parameters(tiny_model(cfg)))
+    tolerance = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}[precision]
+    assert relative_difference(results[1], results[0]) < tolerance * moved
+
+
+def test_a_window_cut_by_bytes_gives_the_steps_of_the_whole(device, full_float32):
+    cfg = every_anchor_counts(tiny_cfg("proposal_network", device=device))
+    by_pixels = CostModel(((0.0, 0.0, 1.0, 0.0, 0.0, 0.0),), limit_bytes=3 * 64 * 64)
+    results = []
+    for cost_model in (None, by_pixels):
+        model = tiny_model(cfg)
+        trainer = InjectedTrainer(model, batches(), sgd(model), cost_model=cost_model)
+        results.append(trained(trainer))
+    assert sorted(trainer.window_sizes) == [2, 3, 3]
+    moved = relative_difference(results[0], parameters(tiny_model(cfg)))
+    assert relative_difference(results[1], results[0]) < 1e-3 * moved
+
+
+def test_four_micro_batches_take_the_memory_of_one(device):
+    cfg = tiny_cfg("mask_rcnn", device=device)
+    peaks = {}
+    for steps in (1, 4):
+        model = tiny_model(cfg)
+        loader = [images(1, size=512)] * (3 * steps)
+        trainer = AccumulatingTrainer(model, loader, sgd(model), steps)
+        iterate(trainer)
+        with peaks_of(device) as peak:
+            iterate(trainer)
+            peaks[steps] = peak.take()[0]
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert peaks[4] <= 1.01 * peaks[1] + gradients
+
+
+@pytest.mark.parametrize("family", ["proposal_network", "mask_rcnn", "retinanet"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_failed_allocation_gives_the_step_of_two_micro_batches(
+    family, precision, device, full_float32
+):
+    def one_iteration(micro_batch, fail_at):
+        seed_all()
+        model = tiny_model(tiny_cfg(family, device=device))
+        trainer = InjectedTrainer(
+            model, [images(4)], sgd(model), 1, precision, micro_batch, RecoveryOptions()
+        )
+        trainer.injector = Injector(fail_at)
+        iterate(trainer)
+        return trainer
+
+    expected = one_iteration(2, [])
+    before = parameters(tiny_model(tiny_cfg(family, device=device)))
+    moved = relative_difference(parameters(expected.model), before)
+    points = one_iteration(None, []).injector.num_allocations
+    for point in range(5, points, max(points // 4, 1)):
+        trainer = one_iteration(None, [point])
+        assert trainer.window_sizes == (2, 2)
+        gap = relative_difference(parameters(trainer.model), parameters(expected.model))
+        assert gap < 0.01 * moved, f"{gap} of {moved} after allocation {point}"
+
+
+@pytest.mark.parametrize("names", [*([name] for name in EXACT), EXACT], ids=", ".join)
+def test_exact_techniques_keep_gradients_and_take_no_more_memory(names, device, full_float32):
+    def step(names):
+        there_already = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        cfg = tiny_cfg("mask_rcnn", device=device)
+        cfg.INPUT.MASK_FORMAT = "bitmask"
+        for name in names:
+            cfg = with_settings(cfg, dict(TECHNIQUES)[name].enabling_settings(cfg))
+        model = apply_techniques("model", tiny_model(cfg), cfg)
+        batch = images(2, size=512)
+        for _ in range(2):  # the first warms up
+            model.zero_grad(set_to_none=True)
+            seed_all()
+            with peaks_of(device) as peak, EventStorage():
+                sum(model(batch).values()).backward()
+                bytes_taken = peak.take()[0] - there_already
+        gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+        return gradients, bytes_taken
+
+    expected, plain = step([])
+    actual, less = step(names)
+    assert relative_difference(actual, expected) < 1e-4
+    # Some save nothing at this size, and workspaces of cuDNN differ with the shape of a chunk.
+    assert less <= 1.02 * plain
+    if len(names) > 1:
+        assert less < 0.8 * plain
+
+
+@pytest.mark.parametrize("family", ["proposal_network", "retinanet"])
+def test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit(family, device):
+    def gradients(settings):
+        cfg = with_settings(tiny_cfg(family, device=device), settings)
+        model = apply_techniques("model", tiny_model(cfg), cfg, announce=False)
+        for _ in range(2):  # the first warms up
+            model.zero_grad(set_to_none=True)
+            seed_all()
+            with EventStorage():
+                sum(model(images(2, size=512)).values()).backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    blocks = {"MEMFIT.CHECKPOINT.MODULES": ["backbone.bottom_up.res3", "*head"]}
+    if device.type == "cuda":
+        blocks["MEMFIT.OFFLOAD.MODULES"] = ["backbone.bottom_up.res2.*"]
+    with deterministic():
+        expected, again, actual = map(gradients, ({}, {}, blocks))
+    repeats = f"{relative_difference(again, expected)} without them"
+    assert expected.keys() == actual.keys()
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]), repeats
+
+
+def test_a_snapshot_has_owners_and_pytorchs_own_snapshot_with_it(device, tmp_path):
+    run_with_hooks(device, MemorySnapshot(str(tmp_path), iteration=1))
+    snapshot = json.loads((tmp_path / "memfit_memory_1.json").read_text())
+    assert snapshot["owners"]["parameters"] > 0
+    assert (tmp_path / "memfit_memory_1.pickle").exists() == (device.type == "cuda")
+
+
+def test_a_healthy_run_causes_no_warning_of_a_leak(device):
+    detector = LeakDetector(window=80, skip=20)
+    run_with_hooks(device, detector, num_iterations=120)
+    assert not detector._said
+
+
+def test_the_device_is_calibrated(device):
+    values = calibrate(device, seconds=0.1)
+    assert values["flops_per_s"]["float32"] > 1e9
+    assert values["bytes_per_s"] > 1e8
+    if device.type == "cuda":
+        assert values["device_name"] == torch.cuda.get_device_name(device)
+        assert 100 < values["context_mb"] < 2500
+        assert values["flops_per_s"]["float16"] > values["flops_per_s"]["float32"] / 2
+
+
+@pytest.mark.parametrize("job", ["outside", "plans", "blocks", "crowded"])
+def test_the_gpu_is_measured(job, gpu):
+    records = list(JOBS[job](gpu, Scale.of(torch.device("cpu"))))
+    assert not [record for record in records if "error" in record]
+    for record in records:
+        if "oom_events" in record and record["micro_batches"] == "by bytes":
+            assert record["oom_events"] == 0
+        if "micro_batch" in record:
+            assert record["device_gb"] <= record["budget_gb"]
