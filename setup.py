@@ -10,7 +10,7 @@ setup(
     package_data={
         "d2_memfit": ["py.typed"],
         "d2_memfit.model_zoo.configs": ["**/*.yaml"],
-        "d2_memfit.planner": ["devices/*.yaml"],
+        "d2_memfit.planner.device": ["devices/*.yaml"],
         "d2_memfit.report": ["*.html"],
     },
 )

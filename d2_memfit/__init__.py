@@ -22,10 +22,12 @@ if tuple(map(int, _torch.split(".")[:2])) < (2, 6):
 
 if TYPE_CHECKING:
     from .config import add_memfit_config, get_cfg
+    from .counts import window_count
     from .engine import AccumulatingTrainer, MemfitMixin, MemfitTrainer
     from .job import Job
-    from .planner import estimate_memory, fit_config, plan_memory
-    from .window_counts import window_count
+    from .planner import fit_config
+    from .planner.estimates import estimate_memory
+    from .planner.search import plan_memory
 
 __version__ = "0.2.0"
 
@@ -52,7 +54,7 @@ _HOMES = {
     "fit_config": "planner",
     "get_cfg": "config",
     "plan_memory": "planner",
-    "window_count": "window_counts",
+    "window_count": "counts",
 }
 
 

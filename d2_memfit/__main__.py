@@ -3,15 +3,15 @@
 
 import sys
 
-from .command_line import command_parser
-from .library_warnings import ignore_warnings_of_libraries
+from .cli.command_line import command_parser
+from .common.library_warnings import ignore_warnings_of_libraries
 
 
 def main() -> None:
     if sys.argv[1:2] != ["train"]:
         command_parser().parse_args()  # help, version and errors, before PyTorch is imported
     ignore_warnings_of_libraries()
-    from .cli import main as run
+    from .cli.commands import main as run
 
     run()
 

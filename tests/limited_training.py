@@ -20,7 +20,7 @@ from tiny import every_anchor_counts, images
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.config import load_cfg
-from d2_memfit.engine import RecoveryOptions
+from d2_memfit.job import RecoveryOptions
 from d2_memfit.memory import enforce_budget, process_memory
 
 ITERATIONS = 1

@@ -15,7 +15,7 @@ import torch
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine import LeakDetector
+from d2_memfit.engine.hooks import LeakDetector
 
 __all__ = ["batches", "cheap_trainer", "make_trainer"]
 

@@ -19,7 +19,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from PIL import Image
 from tiny import ROOT, run_process, tiny_cfg
 
-from d2_memfit import train
+from d2_memfit.cli import train
 
 NAN, INFINITY = float("nan"), float("inf")
 SIZE = 24
@@ -643,7 +643,7 @@ SCRIPT = """
 import sys
 from detectron2.data import DatasetCatalog
 from d2_memfit import MemfitTrainer
-from d2_memfit.config import load_cfg
+from d2_memfit.config.config import load_cfg
 from d2_memfit.errors import exit_on_error
 
 image = {{"file_name": "{folder}/1.jpg", "image_id": 1, "height": 24, "width": 24}}

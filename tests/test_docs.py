@@ -16,7 +16,7 @@ from tiny import ROOT
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from d2_memfit import get_cfg
-from d2_memfit.cli import main as d2_memfit_command
+from d2_memfit.cli.commands import main as d2_memfit_command
 from d2_memfit.config import load_cfg
 
 PAGES = [

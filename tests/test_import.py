@@ -11,7 +11,7 @@ import pytest
 from tiny import ROOT, run_process
 
 import d2_memfit
-from d2_memfit.command_line import COMMANDS
+from d2_memfit.cli.command_line import COMMANDS
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,7 @@ def test_what_is_installed_has_its_data(installed, tmp_path):
     python, _ = installed
     code = (
         "import d2_memfit, importlib.resources as r; from d2_memfit import model_zoo;"
-        "from d2_memfit.planner.device_model import device_names;"
+        "from d2_memfit.planner.device.device_model import device_names;"
         "print(d2_memfit.__file__); print(*device_names()); print(len(model_zoo.list_configs()));"
         "files = r.files('d2_memfit');"
         "print(all(files.joinpath(*f).is_file() for f in"

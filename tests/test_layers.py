@@ -1,67 +1,82 @@
 # Copyright (c) the d2_memfit developers.
-"""Which package may import which."""
+"""Which room of the package may import which."""
 
 import ast
+from graphlib import CycleError
 
 import pytest
+from make_map import arrows, floors, imports, modules
 from tiny import ROOT
 
 PACKAGE = ROOT / "d2_memfit"
-UPPER = {"engine", "planner"}
-DOORS = {"cli", "doctor", "job_options", "measure", "train"}
-GROUND = [
-    *("memory", "techniques", "report", "data"),
-    *("model_zoo", "config.py", "config_keys.py", "cost_model.py"),
-    *("geometry.py", "patching.py", "precision.py", "presets.py", "random_state.py", "scaling.py"),
-]
+DOORS = {"cli", "doctor", "measure"}
 
 
-def imported_modules(place):
-    """Modules and packages right under d2_memfit that a file, or the files of a folder, import."""
-    path = PACKAGE / place
-    names = set()
-    for file in path.rglob("*.py") if path.is_dir() else [path]:
-        package = file.relative_to(PACKAGE.parent).parts[:-1]
-        for node in ast.walk(ast.parse(file.read_text())):
-            modules = []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                start = package[: len(package) - node.level + 1] if node.level else ()
-                module = ".".join([*start, *([node.module] if node.module else [])])
-                modules = [f"{module}.{alias.name}" for alias in node.names]
-            parts = [module.split(".") for module in modules]
-            names |= {part[1] for part in parts if part[0] == "d2_memfit" and len(part) > 1}
-    return names
+def part(room):
+    return room.partition(".")[0]
+
+
+def below(room):
+    """All rooms that a room needs, directly or not."""
+    found, todo = set(), [room]
+    while todo:
+        for other in ARROWS[todo.pop()] - found:
+            found.add(other)
+            todo.append(other)
+    return found
+
+
+ARROWS = arrows(PACKAGE)
+
+
+def test_imports_run_down():
+    floors(PACKAGE)  # an error if there is a circle
 
 
 @pytest.mark.parametrize(("one", "other"), [("engine", "planner"), ("planner", "engine")])
 def test_neighbours_do_not_import_each_other(one, other):
-    assert other not in imported_modules(one)
+    rooms = [room for room in ARROWS if part(room) == one]
+    assert rooms
+    assert not [room for room in rooms if other in map(part, below(room))]
 
 
-@pytest.mark.parametrize("place", GROUND)
-def test_the_ground_floor_imports_nothing_above_it(place):
-    assert not {"job", *UPPER, *DOORS} & imported_modules(place)
+def test_engine_and_planner_stand_on_the_job():
+    assert "job" in below("engine") & below("planner")
+    assert not {"engine", "planner"} & set(map(part, below("job")))
 
 
-def test_the_job_stands_between_the_floors():
-    assert not (UPPER | DOORS) & imported_modules("job")
-    assert all("job" in imported_modules(place) for place in UPPER)
+def test_nothing_imports_what_people_type():
+    inner = [room for room in ARROWS if part(room) not in {*DOORS, "__main__"}]
+    assert not [room for room in inner if DOORS & below(room)]
 
 
-@pytest.mark.parametrize("place", sorted(UPPER))
-def test_nothing_but_doors_imports_doors(place):
-    assert not DOORS & imported_modules(place)
+def test_rooms_with_a_face_are_entered_through_it():
+    """What an __init__.py names is imported from there, and from nowhere deeper."""
+    files = modules(PACKAGE)
+    packages = {room: file for room, file in files.items() if file.name == "__init__.py"}
+    faces = {room: names_of_face(file) for room, file in packages.items()}
+    deep = []
+    for one in imports(PACKAGE):
+        room, _, module = one.module.rpartition(".")
+        is_outside = room not in ("", one.room) and one.module not in faces
+        if is_outside and module != one.name and one.name in faces[room]:
+            deep.append(f"{one.file.relative_to(PACKAGE)}: {one.module}.{one.name}")
+    assert not deep
 
 
-def test_imports_are_seen_relative_and_absolute(tmp_path, monkeypatch):
-    assert {"memory", "techniques", "compat"} <= imported_modules("engine")
-    package = tmp_path / "d2_memfit"
-    (package / "engine").mkdir(parents=True)
-    (package / "engine" / "a.py").write_text(
-        "import d2_memfit.planner\nfrom d2_memfit import cli\nfrom .. import job\n"
-        "from ..measure import jobs\nfrom . import own\n"
-    )
-    monkeypatch.setitem(globals(), "PACKAGE", package)
-    assert imported_modules("engine") - {"engine"} == {"planner", "cli", "job", "measure"}
+def names_of_face(file):
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def test_circles_and_imports_within_functions_are_seen(tmp_path):
+    for folder in ("", "a", "b"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "a" / "one.py").write_text("from ..b import two\n")
+    (tmp_path / "b" / "two.py").write_text("def f():\n    from ..a.one import x\n")
+    assert arrows(tmp_path) == {"__init__": set(), "a": {"b"}, "b": {"a"}}
+    with pytest.raises(CycleError):
+        floors(tmp_path)

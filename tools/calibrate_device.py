@@ -8,7 +8,7 @@
 Without a GPU it measures the CPU's speed.
 """
 
-from d2_memfit.library_warnings import ignore_warnings_of_libraries
+from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 
@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from d2_memfit.errors import exit_on_error
-from d2_memfit.planner.calibration import calibrate
+from d2_memfit.planner.device import calibrate
 
 
 @exit_on_error

@@ -22,7 +22,7 @@ import argparse
 import logging
 from typing import Any, Optional
 
-from d2_memfit.library_warnings import ignore_warnings_of_libraries
+from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 
@@ -36,22 +36,13 @@ from omegaconf import DictConfig
 
 from d2_memfit import Job, fit_config
 from d2_memfit.compat import create_ddp_model
-from d2_memfit.config import check_config
-from d2_memfit.config_files import find_config_file
-from d2_memfit.engine import (
-    MemfitCheckpointer,
-    Precision,
-    RecoveryOptions,
-    SaveOnEnding,
-    build_trainer,
-    evaluating,
-    launch,
-    usable_device,
-    world_size,
-)
+from d2_memfit.config import check_config, find_config_file
+from d2_memfit.engine import build_trainer, evaluating, launch, usable_device, world_size
+from d2_memfit.engine.resuming import MemfitCheckpointer, SaveOnEnding
 from d2_memfit.errors import exit_on_error
-from d2_memfit.evaluation import use_available_implementation
-from d2_memfit.job.lazy import cfg_of_lazy, load_lazy_config
+from d2_memfit.evaluation.evaluation import use_available_implementation
+from d2_memfit.iteration import Precision
+from d2_memfit.job import RecoveryOptions, cfg_of_lazy, load_lazy_config
 from d2_memfit.memory import enforce_budget, use_expandable_segments
 
 

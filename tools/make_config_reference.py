@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # Copyright (c) the d2_memfit developers.
-"""Write docs/CONFIG.md from the comments above the keys in d2_memfit/config.py and the techniques.
+"""Write docs/CONFIG.md from the comments above the keys in d2_memfit/config and the techniques.
 
 tools/make_config_reference.py
 """
@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from d2_memfit import config_keys, get_cfg
-from d2_memfit.checks import value_of
+from d2_memfit import get_cfg
+from d2_memfit.common.checks import value_of
 from d2_memfit.config import check_config, with_settings
+from d2_memfit.config import keys as config_keys
 from d2_memfit.errors import ConfigError
-from d2_memfit.job.lazy import overrides_of
+from d2_memfit.job import overrides_of
 from d2_memfit.techniques import TECHNIQUES
 
 CONFIG_MD = Path(__file__).resolve().parents[1] / "docs" / "CONFIG.md"
@@ -64,7 +65,7 @@ cfg.SOLVER.ACCUMULATION_STEPS = 4
   with these.
 
 `python tools/make_config_reference.py` writes this page from the comments in
-[config_keys.py](../d2_memfit/config_keys.py) and in the files of the
+[config_keys.py](../d2_memfit/config/keys.py) and in the files of the
 [techniques](../d2_memfit/techniques).
 
 ## In a LazyConfig

@@ -16,8 +16,8 @@ from tabulate import tabulate
 from d2_memfit.config import load_cfg
 from d2_memfit.job import Job
 from d2_memfit.model_zoo import get_config_file
-from d2_memfit.planner import DryJob, MemoryEstimate
-from d2_memfit.planner.device_model import DeviceModel
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import DryJob, MemoryEstimate
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RECIPE = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"

@@ -19,11 +19,10 @@ from typing import Any
 
 from tabulate import tabulate
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config import budget_of_preset, load_cfg
 from d2_memfit.job import Job
-from d2_memfit.planner import Plan, Planner
-from d2_memfit.planner.device_model import DeviceModel
-from d2_memfit.presets import budget_of_preset
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.search import Plan, Planner
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"

@@ -6,11 +6,11 @@ tools/plan_memory.py estimate --config-file FILE [--num-gpus N] [--json] [KEY VA
 tools/plan_memory.py plan --config-file FILE --card 6GB [--output plan.yaml] [KEY VALUE ...]
 """
 
-from d2_memfit.library_warnings import ignore_warnings_of_libraries
+from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 
-from d2_memfit.cli import main
+from d2_memfit.cli.commands import main
 
 if __name__ == "__main__":
     main()

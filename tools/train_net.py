@@ -6,13 +6,13 @@ tools/train_net.py --config-file FILE [--num-gpus N] [--resume] [--eval-only] [K
 torchrun --nproc-per-node N tools/train_net.py --config-file FILE
 """
 
-from d2_memfit.library_warnings import ignore_warnings_of_libraries
+from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 
+from d2_memfit.cli.train import Trainer, argument_parser, main
+from d2_memfit.cli.train import run as run_with
 from d2_memfit.errors import exit_on_error
-from d2_memfit.train import Trainer, argument_parser, main
-from d2_memfit.train import run as run_with
 
 __all__ = ["Trainer", "main", "run"]
 

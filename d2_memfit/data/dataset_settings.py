@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional
 from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
-from ..checks import value_of
+from ..common.checks import value_of
 from ..errors import ConfigError, DataError
 from .annotations import check_boxes
 from .coco_file import CocoFile

@@ -9,7 +9,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
 from detectron2.utils.file_io import PathManager
 
-from ..checks import did_you_mean
+from ..common.checks import did_you_mean
 from ..errors import ConfigError, DataError
 from .coco_file import keypoint_names, read_json
 

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from detectron2.utils.file_io import PathManager
 
-from ..files import whole_file
+from ..common.files import whole_file
 
 __all__ = ["Remembered", "stamp_of"]
 

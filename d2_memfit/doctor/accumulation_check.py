@@ -9,16 +9,9 @@ import torch
 from detectron2.structures import Boxes, Instances, Keypoints, PolygonMasks
 from torch import nn
 
-from ..collectives import Collective
-from ..engine.normalizers import (
-    RIGHT,
-    Trial,
-    Verdict,
-    adapt_criteria,
-    judged,
-    published_distance,
-)
-from ..torch_private import BatchNorm
+from ..compat.pytorch import BatchNorm
+from ..counts import Collective
+from ..engine.normalizers import RIGHT, Trial, Verdict, adapt_criteria, judged, published_distance
 from .patient import Patient, Unwell
 
 __all__ = ["accumulates", "five_images"]

@@ -8,15 +8,13 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils.events import EventStorage
 from detectron2.utils.file_io import PathManager
 
-from ..job import Job, worst_real_images
-from ..job.batches import size_of, tensors_of
+from ..common.side_work import alone, no_information, unchanged_random_state
+from ..job import Job, size_of, tensors_of, worst_real_images
 from ..memory import TensorMeter, available_host_bytes
-from ..planner import DryJob, steps
-from ..planner.compiled_operators import compiled_operators
-from ..planner.cuda_as_cpu import cuda_as_cpu
-from ..planner.device_model import DeviceModel
-from ..planner.explain import one_line_errors
-from ..side_work import alone, no_information, unchanged_random_state
+from ..planner.device import DeviceModel
+from ..planner.dry_run import one_line_errors
+from ..planner.estimates import DryJob, steps
+from ..planner.stand_ins import compiled_operators, cuda_as_cpu
 from .patient import Untested
 
 __all__ = ["RealStep", "estimate_against_real_step"]

@@ -10,7 +10,7 @@ from typing import Any, Optional
 from ..engine import MemfitMixin
 from ..errors import ConfigError, MemfitError
 from ..job import Job, readable_loader
-from ..planner.explain import one_line_errors
+from ..planner.dry_run import one_line_errors
 from . import job_checks
 from .accumulation_check import accumulates
 from .patient import Patient, Untested, Unwell

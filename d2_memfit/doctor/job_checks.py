@@ -12,16 +12,16 @@ from detectron2.engine import SimpleTrainer
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from ..collectives import Collective, PretendedRanks, noticed_collectives
-from ..engine import RecoveryOptions, recovering_inference
-from ..engine.forward_counters import numbers_of
-from ..engine.snapshot import Snapshot
+from ..counts import Collective, PretendedRanks, noticed_collectives
+from ..engine.recovery import recovering_inference
+from ..engine.state import Snapshot
+from ..engine.window import numbers_of
 from ..errors import MemfitError
-from ..job import Job
+from ..job import Job, RecoveryOptions
 from ..measure.compare import relative_difference
 from ..measure.injection import Injector, seed_all
-from ..planner import steps
-from ..planner.explain import one_line_errors
+from ..planner.dry_run import one_line_errors
+from ..planner.estimates import steps
 from ..techniques import TECHNIQUES, get_technique
 from .accumulation_check import five_images
 from .estimate_check import estimate_against_real_step

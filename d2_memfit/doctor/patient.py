@@ -12,14 +12,13 @@ from detectron2.structures import Instances
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from ..engine import AccumulatingTrainer, RecoveryOptions
-from ..job import Job
-from ..job.batches import size_of
+from ..common.side_work import alone, no_information
+from ..engine import AccumulatingTrainer
+from ..iteration import Precision
+from ..job import Job, RecoveryOptions, size_of
 from ..measure.injection import InjectedTrainer, Injector, seed_all
-from ..planner.cuda_as_cpu import cuda_as_cpu
-from ..precision import Precision
-from ..side_work import alone, no_information
-from ..techniques.resize import resize_image
+from ..planner.stand_ins import cuda_as_cpu
+from ..techniques import resize_image
 
 __all__ = ["Patient", "Untested", "Unwell", "smaller"]
 

@@ -22,14 +22,15 @@ from detectron2.utils import comm
 from torch import nn
 
 from .. import compat
+from ..common.side_work import no_information
 from ..config import with_settings
-from ..engine import GatherStates, MemfitCheckpointer, MemfitMixin, build_trainer
+from ..engine import MemfitMixin, build_trainer
+from ..engine.resuming import GatherStates, MemfitCheckpointer
 from ..errors import MemfitError
 from ..job import Job
 from ..measure.injection import seed_all
-from ..planner.cuda_as_cpu import cuda_as_cpu
-from ..planner.explain import one_line_errors
-from ..side_work import no_information
+from ..planner.dry_run import one_line_errors
+from ..planner.stand_ins import cuda_as_cpu
 from .patient import Unwell, smaller
 
 __all__ = ["Remake", "agrees_on_two_ranks", "is_plain_by_default", "resumes"]

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..checks import value_of
-from ..config_keys import default_keys
-from ..cost_model import CostModel
+from ..common.checks import value_of
+from ..config import default_keys
 from ..errors import ConfigError
+from ..iteration import CostModel
 from ..job import Job
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques, techniques_on

@@ -15,21 +15,18 @@ from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
 from .. import compat
+from ..common.logs import start_logging
 from ..config import with_memfit_keys
 from ..errors import CheckpointError
+from ..iteration import auto_scale_workers
 from ..job import Job, checked_loader
-from ..logs import start_logging
 from ..memory import enforce_budget, use_expandable_segments
-from ..scaling import auto_scale_workers
 from ..techniques import apply_techniques
 from .build import check_applied, check_run_step, trainer_options
-from .checkpoint import MemfitCheckpointer
-from .ending import SaveOnEnding
 from .evaluating import evaluating
-from .explained_hooks import explains_hooks
-from .hooks import job_hooks
+from .hooks import explains_hooks, job_hooks
 from .project_parts import project_parts
-from .resumable_trainer import Progress
+from .resuming import MemfitCheckpointer, Progress, SaveOnEnding
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["MemfitMixin", "MemfitTrainer"]

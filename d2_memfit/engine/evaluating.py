@@ -8,14 +8,12 @@ from detectron2.config import CfgNode
 from torch import nn
 
 from .. import compat
-from ..config import with_memfit_keys
-from ..evaluation import distinct_annotation_ids
-from ..evaluation_in_parts import predictions_on_disk
+from ..config import with_budget, with_memfit_keys
+from ..evaluation import distinct_annotation_ids, predictions_on_disk
 from ..job import RecoveryOptions, checked_test_loaders
 from ..memory import enforce_budget
-from ..presets import with_budget
 from ..techniques import ready_to_evaluate
-from .inference import recovering_inference
+from .recovery import recovering_inference
 
 __all__ = ["evaluating"]
 

@@ -18,7 +18,7 @@ from detectron2.utils import comm
 from .. import compat
 from ..errors import ConfigError
 from ..memory import limit_cudnn_cache
-from .signals import end_with_launcher, signals_passed_on
+from .resuming import end_with_launcher, signals_passed_on
 
 __all__ = ["launch", "usable_device", "world_size"]
 

@@ -11,10 +11,10 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.engine import AMPTrainer, SimpleTrainer
 
 from .. import compat
+from ..common.patching import replaced_functions
 from ..errors import ConfigError
-from ..patching import replaced_functions
-from ..precision import Precision
-from .checkpoint import MemfitCheckpointer
+from ..iteration import Precision
+from .resuming import MemfitCheckpointer
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["project_parts"]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..compat.pytorch import has_communication_hooks
 from ..errors import ConfigError
-from ..torch_private import has_communication_hooks
 from .rank_report import Report
 from .window import Window
 

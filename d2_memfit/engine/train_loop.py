@@ -15,28 +15,27 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
-from ..checks import check_positive_int
-from ..cost_model import CostModel
+from ..common.checks import check_positive_int
 from ..errors import OutOfMemoryError
+from ..iteration import CostModel, Precision
 from ..job import NormalizerOptions, RecoveryOptions
 from ..memory import with_room
-from ..precision import Precision
-from .byte_cut import ByteCut, cut_window
-from .columns import dataset_dicts
-from .explained_hooks import explains_hooks
-from .forward_counters import ForwardCounters
+from .hooks import explains_hooks, likely_cause
 from .normalizers import CommunicationError, Normalizers
-from .not_finite import likely_cause
-from .oom_record import observed
 from .rank_report import Report, check_finite, report, write_metrics
-from .recovery import Recovery, RecoveryReport
+from .recovery import Recovery, RecoveryReport, observed
 from .reduce import average_gradients, check_ddp, image_share
-from .resumable_trainer import Progress, ResumableTrainer
-from .signals import raising_handlers_held_back
-from .snapshot import Snapshot
-from .state_watch import watched
-from .storage import WindowStorage
-from .window import MicroBatch, Window
+from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
+from .state import Snapshot, watched
+from .window import (
+    ByteCut,
+    ForwardCounters,
+    MicroBatch,
+    Window,
+    WindowStorage,
+    cut_window,
+    dataset_dicts,
+)
 
 __all__ = ["AccumulatingTrainer"]
 

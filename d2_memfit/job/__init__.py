@@ -1,20 +1,38 @@
 # Copyright (c) the d2_memfit developers.
 """The description of a training job, from a config, a trainer class, a LazyConfig or pieces."""
 
+from .batches import GivenBatches, is_image, size_of, tensors_of
 from .checked_loader import checked_loader, checked_test_loaders
 from .job import Job
 from .largest import WorstCase
+from .largest_images import Size, boxes_anywhere, rotated
+from .lazy import cfg_of_lazy, load_lazy_config, overrides_of, with_overrides
 from .normalizer_options import NormalizerOptions
+from .projects import PROJECT, find_function, projects_of
 from .real_images import readable_loader, worst_real_images
 from .recovery_options import RecoveryOptions
 
 __all__ = [
+    "PROJECT",
+    "GivenBatches",
     "Job",
     "NormalizerOptions",
     "RecoveryOptions",
+    "Size",
     "WorstCase",
+    "boxes_anywhere",
+    "cfg_of_lazy",
     "checked_loader",
     "checked_test_loaders",
+    "find_function",
+    "is_image",
+    "load_lazy_config",
+    "overrides_of",
+    "projects_of",
     "readable_loader",
+    "rotated",
+    "size_of",
+    "tensors_of",
+    "with_overrides",
     "worst_real_images",
 ]

@@ -16,8 +16,8 @@ from detectron2.data import DatasetCatalog, build, common, detection_utils
 from detectron2.data.transforms import ResizeShortestEdge, Transform
 from detectron2.structures import BoxMode
 
-from ..patching import replaced_functions
-from ..side_work import alone, no_information, unchanged_random_state
+from ..common.patching import replaced_functions
+from ..common.side_work import alone, no_information, unchanged_random_state
 from .facts import facts_of
 from .label_images import tiles
 from .largest_images import Size, boxes_anywhere, invented_dict

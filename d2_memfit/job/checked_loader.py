@@ -11,6 +11,7 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog, build, common
 from detectron2.utils import comm
 
+from ..common.patching import replaced_functions
 from ..data import (
     AnnotationFacts,
     DatasetFacts,
@@ -25,8 +26,7 @@ from ..data import (
 )
 from ..errors import DataError
 from ..memory import is_loader_out_of_memory
-from ..patching import replaced_functions
-from ..techniques.shared_dataset import SharedDataset
+from ..techniques import SharedDataset
 from .shared_memory_check import warn_of_small_shm
 
 __all__ = ["checked_loader", "checked_test_loaders"]

@@ -10,7 +10,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils.file_io import PathManager
 from PIL import Image
 
-from ..side_work import alone, no_information, unchanged_random_state
+from ..common.side_work import alone, no_information, unchanged_random_state
 from .label_images import labels_in
 from .largest_images import Size, dict_of_size, num_instances_of, with_instances
 

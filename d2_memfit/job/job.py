@@ -15,15 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import compat
-from ..checks import check_positive_int
-from ..config import cfg_of_techniques, check_config, with_memfit_keys, with_settings
+from ..common.checks import check_positive_int
+from ..common.side_work import no_information
+from ..config import cfg_of_techniques, check_config, with_budget, with_memfit_keys, with_settings
 from ..errors import ConfigError
-from ..geometry import BatchGeometry
-from ..precision import Precision
-from ..presets import with_budget
-from ..projects import own_registry
-from ..scaling import auto_scale_workers
-from ..side_work import no_information
+from ..iteration import BatchGeometry, Precision, auto_scale_workers
 from ..techniques import apply_techniques
 from .batches import Batches
 from .checked_loader import checked_loader
@@ -32,6 +28,7 @@ from .largest_images import Size
 from .lazy import LazyParts, cfg_of_lazy
 from .normalizer_options import NormalizerOptions
 from .parts import GivenParts, Parts, TrainerParts
+from .projects import own_registry
 from .recovery_options import RecoveryOptions
 
 __all__ = ["Job"]

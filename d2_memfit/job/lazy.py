@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checks import check_positive_int
+from ..common.checks import check_positive_int
 from ..config import cfg_of_techniques
 from ..errors import ConfigError
 

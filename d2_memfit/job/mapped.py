@@ -13,13 +13,7 @@ from .batches import copy_of, need_of, padded_area, size_of
 from .capture import CapturedLoader, capture_loader, empty_images, largest_resizes, with_proposals
 from .facts import Facts, facts_of
 from .known_datasets import assumed_facts
-from .largest_images import (
-    Size,
-    any_shape,
-    dict_of_size,
-    largest_sizes,
-    with_few_annotations,
-)
+from .largest_images import Size, any_shape, dict_of_size, largest_sizes, with_few_annotations
 from .parts import Parts
 
 __all__ = ["MappedBatches"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from ..checks import check_choice
+from ..common.checks import check_choice
 from ..errors import ConfigError
 
 __all__ = ["NormalizerOptions"]

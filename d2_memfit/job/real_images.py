@@ -7,8 +7,8 @@ from typing import Any
 
 from detectron2.data import DatasetCatalog
 
+from ..common.side_work import alone, no_information, unchanged_random_state
 from ..errors import ConfigError
-from ..side_work import alone, no_information, unchanged_random_state
 from .batches import need_of
 from .capture import CapturedLoader, capture_loader, largest_resizes
 from .facts import facts_of

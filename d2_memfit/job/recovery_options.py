@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from detectron2.config import CfgNode
 
-from ..checks import check_bool, check_choice, check_positive_int, check_strings
+from ..common.checks import check_bool, check_choice, check_positive_int, check_strings
 from ..errors import ConfigError
 
 __all__ = ["RecoveryOptions"]

@@ -8,7 +8,7 @@ from detectron2.config import CfgNode
 
 from ..compat import local_world_size
 from ..data import AnnotationFacts, shorter_sides
-from ..geometry import BatchGeometry
+from ..iteration import BatchGeometry
 
 __all__ = ["shm_bytes", "warn_of_small_shm"]
 

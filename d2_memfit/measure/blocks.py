@@ -8,9 +8,8 @@ import torch
 
 from ..errors import MemfitError
 from ..job import Job, WorstCase
-from ..planner.device_model import DeviceModel
-from ..planner.selective import BLOCKWISE, with_best_blocks
-from ..planner.trials import Choice, Trials, choice_of
+from ..planner.device import DeviceModel
+from ..planner.search import BLOCKWISE, Choice, Trials, choice_of, with_best_blocks
 from .attempt import attempt
 from .compare import allocated_bytes, relative_difference
 from .peaks import median_seconds, peaks_of

@@ -8,10 +8,9 @@ import torch
 
 from ..errors import MemfitError
 from ..memory import cuda_context_bytes, release_memory
-from ..planner import DryJob
-from ..planner.device_model import DeviceUse
-from ..planner.probe import run_for_real
-from ..planner.timeline import Timeline
+from ..planner.device import DeviceUse
+from ..planner.dry_run import Timeline
+from ..planner.estimates import DryJob, run_for_real
 from .peaks import limited, load_kernels, peaks_of
 from .scale import Record, Scale
 

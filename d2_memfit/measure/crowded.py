@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ..config import with_settings
-from ..cost_model import CostModel, Padding
-from ..engine import AccumulatingTrainer, RecoveryOptions
-from ..job import Job, WorstCase
-from ..planner import steps
-from ..planner.cost_fit import CostFit
-from ..planner.device_model import DeviceModel
-from ..planner.worst_outputs import worst_proposals
+from ..engine import AccumulatingTrainer
+from ..iteration import CostModel, Padding
+from ..job import Job, RecoveryOptions, WorstCase
+from ..planner.device import DeviceModel
+from ..planner.dry_run import worst_proposals
+from ..planner.estimates import steps
+from ..planner.search import CostFit
 from .attempt import attempt
 from .injection import iterate, seed_all
 from .peaks import under_budget

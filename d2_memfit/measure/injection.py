@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from detectron2.utils.events import EventStorage
 
+from ..compat.pytorch import TorchDispatchMode, storage_id, tree_iter
 from ..engine import AccumulatingTrainer
 from ..engine.recovery import RecoveryReport
-from ..engine.storage import WindowStorage
-from ..engine.window import MicroBatch, Window
-from ..torch_private import TorchDispatchMode, storage_id, tree_iter
+from ..engine.window import MicroBatch, Window, WindowStorage
 
 __all__ = ["InjectedTrainer", "Injector", "iterate", "seed_all"]
 

@@ -9,8 +9,9 @@ import torch
 from detectron2.engine import SimpleTrainer
 
 from .. import __version__, compat
-from ..engine import AccumulatingTrainer, RecoveryOptions
-from ..planner.calibration import calibrate
+from ..engine import AccumulatingTrainer
+from ..job import RecoveryOptions
+from ..planner.device import calibrate
 from .attempt import attempt
 from .blocks import measure_blocks
 from .compare import compare_preset, compare_zoo

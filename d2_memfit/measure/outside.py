@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ..compat.pytorch import clear_cublas_workspaces
 from ..memory import process_memory
-from ..planner.device_model import DeviceModel
-from ..planner.probe import run_for_real
-from ..torch_private import clear_cublas_workspaces
+from ..planner.device import DeviceModel
+from ..planner.estimates import run_for_real
 from .peaks import wait_for
 from .scale import MASK_RCNN, Record, Scale
 

@@ -13,11 +13,10 @@ from ..engine import AccumulatingTrainer
 from ..errors import MemfitError
 from ..job import Job
 from ..memory import cuda_context_bytes
-from ..planner import DryJob, plan_memory
-from ..planner.calibration import calibrate
-from ..planner.device_model import DeviceModel
-from ..planner.dry_job import margin_of
-from ..planner.plan_file import planned_config
+from ..planner.device import DeviceModel, calibrate
+from ..planner.estimates import DryJob, margin_of
+from ..planner.search import plan_memory
+from ..planner.writing import planned_config
 from ..techniques import get_technique
 from .attempt import attempt
 from .compare import allocated_bytes

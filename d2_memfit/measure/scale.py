@@ -9,8 +9,8 @@ from detectron2.config import CfgNode
 
 from ..config import load_cfg
 from ..job import Job, WorstCase
-from ..planner import DryJob
-from ..planner.device_model import DeviceModel
+from ..planner.device import DeviceModel
+from ..planner.estimates import DryJob
 
 __all__ = ["MASK_RCNN", "TINY_MODEL", "Record", "Scale"]
 

@@ -16,9 +16,9 @@ from typing import Any, Optional
 
 import yaml
 
-from ..checks import check_positive_number
+from ..common.checks import check_positive_number
+from ..common.files import whole_file
 from ..errors import ConfigError
-from ..files import whole_file
 from .outside import constants_of
 from .picture import draw
 from .tables import markdown

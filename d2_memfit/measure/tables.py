@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 from tabulate import tabulate
 
-from ..planner.selective import BLOCKWISE
+from ..planner.search import BLOCKWISE
 from .outside import constants_of
 
 __all__ = ["markdown"]

@@ -11,11 +11,11 @@ import torch
 from detectron2.utils.events import EventStorage
 
 from ..config import with_settings
-from ..engine import AccumulatingTrainer, RecoveryOptions
-from ..job import Job, WorstCase
+from ..engine import AccumulatingTrainer
+from ..job import Job, RecoveryOptions, WorstCase
 from ..memory import release_memory
-from ..planner.steps import build_with_values
-from ..planner.worst_outputs import worst_proposals
+from ..planner.dry_run import worst_proposals
+from ..planner.estimates import build_with_values
 from ..techniques import get_technique
 from .compare import allocated_bytes, relative_difference
 from .injection import iterate, seed_all

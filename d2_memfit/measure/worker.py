@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 
-from ..library_warnings import ignore_warnings_of_libraries
+from ..common.library_warnings import ignore_warnings_of_libraries
 
 __all__ = ["MARK"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_private import storage_id
+from ..compat.pytorch import storage_id
 from .meter import storages
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..torch_private import TorchDispatchMode, storage_id
+from ..compat.pytorch import TorchDispatchMode, storage_id
 
 __all__ = [
     "TensorMeter",

@@ -7,7 +7,7 @@ from typing import Any, Optional, TypeVar
 import torch
 from torch import nn
 
-from ..torch_private import is_in_backward, storage_id
+from ..compat.pytorch import is_in_backward, storage_id
 from .census import dense_tensors, optimizer_states
 from .meter import TensorMeter, storages
 

@@ -3,9 +3,8 @@
 
 from detectron2.config import CfgNode
 
-from ..checks import did_you_mean
-from ..config import load_cfg
-from ..config_files import OUR_ZOO
+from ..common.checks import did_you_mean
+from ..config import OUR_ZOO, load_cfg
 from ..errors import ConfigError
 
 __all__ = ["get_config", "get_config_file", "list_configs"]

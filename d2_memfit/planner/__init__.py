@@ -46,11 +46,9 @@ The host (``techniques/host_budget.py``)
 """
 
 from ..job import WorstCase
-from .dry_job import DryJob, MemoryEstimate
-from .estimate import estimate_memory
-from .plan import Plan, PlanStep
+from .estimates import DryJob, MemoryEstimate, estimate_memory
 from .planned_run import fit_config
-from .search import Planner, plan_memory
+from .search import Plan, Planner, PlanStep, plan_memory
 
 __all__ = [
     "DryJob",

@@ -13,24 +13,21 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 from omegaconf import DictConfig
 
+from ..common.files import whole_file
+from ..common.logs import start_logging
 from ..config import with_memfit_keys, with_settings
 from ..errors import ConfigError, MemfitError
-from ..files import whole_file
-from ..job import Job
-from ..job.batches import size_of
-from ..job.lazy import cfg_of_lazy, with_overrides
-from ..logs import start_logging
+from ..job import Job, cfg_of_lazy, size_of, with_overrides
 from ..memory import (
     limit_onednn_cache,
     return_large_blocks,
     segments_expand,
     use_expandable_segments,
 )
-from .device_model import DeviceModel
-from .explain import one_line_errors
-from .plan_file import budget_in, planned, planned_yaml
+from .device import DeviceModel
+from .dry_run import one_line_errors
 from .search import plan_memory
-from .text import describe_plan, why_it_does_not_fit
+from .writing import budget_in, describe_plan, planned, planned_yaml, why_it_does_not_fit
 
 __all__ = ["fit_config"]
 

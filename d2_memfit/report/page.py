@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from ..files import whole_file
+from ..common.files import whole_file
 
 __all__ = ["Bar", "Chart", "Page", "Tensor", "write_page"]
 

@@ -11,8 +11,8 @@ from detectron2.structures import BitMasks, ImageList, Instances
 from torch import nn
 
 from ..errors import ConfigError
-from .modules import add_mixin
 from .registry import TECHNIQUES, BooleanTechnique
+from .support import add_mixin
 
 __all__ = ["SharedBitMaskTargets", "SharedBitMasks"]
 

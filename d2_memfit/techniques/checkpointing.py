@@ -10,12 +10,10 @@ from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
 from torch import nn
 
-from ..checks import check_strings
+from ..common.checks import check_strings
 from ..errors import ConfigError
-from .blocks import find_blocks
-from .modules import add_mixin, find_modules
-from .recomputation import recompute_in_backward
 from .registry import TECHNIQUES, Technique
+from .support import add_mixin, find_blocks, find_modules, recompute_in_backward
 
 __all__ = ["ActivationCheckpointing", "checkpointed"]
 

@@ -12,10 +12,10 @@ from detectron2.structures import Boxes, Instances
 from detectron2.utils.logger import log_first_n
 from torch import nn
 
+from ..common.patching import knows_function, replaced_functions, source_files
 from ..errors import ConfigError
-from ..patching import knows_function, replaced_functions, source_files
-from .modules import add_mixin
 from .registry import TECHNIQUES, PositiveIntTechnique
+from .support import add_mixin
 
 __all__ = ["ChunkedMatcher", "ChunkedMatching", "PairwiseQuality"]
 

@@ -18,15 +18,21 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from ..common.patching import calls_function, replaced_functions, source_files
+from ..common.random_state import RandomState
+from ..compat.pytorch import tree_iter
 from ..errors import ConfigError
 from ..memory import is_out_of_memory
-from ..patching import calls_function, replaced_functions, source_files
-from ..random_state import RandomState
-from ..torch_private import tree_iter
-from .modules import add_mixin
-from .objects import chunks_of, count_objects, device_of, is_targets, take_objects
-from .recomputation import recompute_in_backward
 from .registry import TECHNIQUES, PositiveIntTechnique
+from .support import (
+    add_mixin,
+    chunks_of,
+    count_objects,
+    device_of,
+    is_targets,
+    recompute_in_backward,
+    take_objects,
+)
 
 __all__ = ["ChunkedCriterion"]
 

@@ -14,11 +14,11 @@ from detectron2.structures import Boxes, Instances
 from numpy.typing import NDArray
 from torch import nn
 
+from ..common.patching import calls_function, knows_function, replaced_functions, source_files
 from ..errors import ConfigError
-from ..patching import calls_function, knows_function, replaced_functions, source_files
 from .lazy_rows import UpsamplesLater, WritesToLazyRows
-from .modules import add_mixin
 from .registry import TECHNIQUES, BooleanTechnique
+from .support import add_mixin
 
 __all__ = ["EvaluationOnHost", "PastedMasks", "can_have_results_on_host", "results_on_host"]
 

@@ -9,11 +9,10 @@ from detectron2.config import CfgNode
 from detectron2.modeling.roi_heads import BaseKeypointRCNNHead, BaseMaskRCNNHead
 from torch import nn
 
+from ..compat.pytorch import BatchNorm
 from ..errors import ConfigError
-from ..torch_private import BatchNorm
-from .modules import add_mixin
-from .recomputation import recompute_in_backward
 from .registry import TECHNIQUES, PositiveIntTechnique
+from .support import add_mixin, recompute_in_backward
 
 __all__ = ["ChunkedHeads"]
 

@@ -9,10 +9,10 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 from torch.utils.data import DataLoader
 
-from ..checks import check_positive_number
+from ..common.checks import check_positive_number
 from ..compat import inner_dataset
 from ..data import shorter_sides
-from ..geometry import BatchGeometry
+from ..iteration import BatchGeometry
 from ..memory import available_host_bytes
 from .registry import TECHNIQUES, PositiveIntTechnique, Technique
 

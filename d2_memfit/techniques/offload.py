@@ -12,12 +12,12 @@ from detectron2.config import CfgNode
 from detectron2.utils.logger import log_first_n
 from torch import nn
 
-from ..checks import check_strings
+from ..common.checks import check_strings
+from ..compat.pytorch import change_count
 from ..errors import HostMemoryError
 from ..memory import available_host_bytes, error_line, on_host
-from ..torch_private import change_count
-from .modules import add_mixin, find_modules
 from .registry import TECHNIQUES, Technique
+from .support import add_mixin, find_modules
 
 __all__ = ["ActivationOffload"]
 

@@ -6,7 +6,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from torch.optim import Optimizer
 
-from ..checks import check_choice
+from ..common.checks import check_choice
 from ..errors import ConfigError
 from .registry import TECHNIQUES, Technique
 

@@ -8,7 +8,7 @@ from detectron2.config import CfgNode
 from detectron2.modeling import ROI_MASK_HEAD_REGISTRY
 from detectron2.modeling.roi_heads import BaseMaskRCNNHead
 
-from ..checks import value_of
+from ..common.checks import value_of
 from ..data import shorter_sides
 from .registry import TECHNIQUES, Technique
 

@@ -10,7 +10,7 @@ from detectron2.config import CfgNode
 from fvcore.common.registry import Registry
 from torch import nn
 
-from ..checks import check_bool, check_positive_int, did_you_mean, value_of
+from ..common.checks import check_bool, check_positive_int, did_you_mean, value_of
 from ..errors import ConfigError
 
 __all__ = [

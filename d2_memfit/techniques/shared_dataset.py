@@ -15,8 +15,8 @@ from detectron2.utils import comm
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from ..common.patching import replaced_functions
 from ..errors import HostMemoryError
-from ..patching import replaced_functions
 from .registry import TECHNIQUES, BooleanTechnique
 
 __all__ = ["SharedDataset", "SharedList"]

@@ -35,7 +35,7 @@ from tiled_images import (
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.data import register_coco
-from d2_memfit.engine import MemfitCheckpointer
+from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.memory import TensorMeter
 
 CONFIG = Path(__file__).parent / "configs" / "mask_rcnn_coins_tiled.yaml"

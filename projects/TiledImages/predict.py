@@ -11,7 +11,7 @@ With --coco, images, image ids and category ids are the dataset's; annotations a
 from 0.
 """
 
-from d2_memfit.library_warnings import ignore_warnings_of_libraries
+from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 
@@ -30,11 +30,13 @@ from tiled_images import (
     warn_left_out,
 )
 
+from d2_memfit.config import with_budget
 from d2_memfit.data import check_coco_file
-from d2_memfit.engine import MemfitCheckpointer, RecoveryOptions, recovering_inference
+from d2_memfit.engine.recovery import recovering_inference
+from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import exit_on_error
+from d2_memfit.job import RecoveryOptions
 from d2_memfit.memory import enforce_budget, use_expandable_segments
-from d2_memfit.presets import with_budget
 from d2_memfit.techniques import ready_to_evaluate
 
 

@@ -6,7 +6,7 @@ projects/TiledImages/train_tiles.py --config-file FILE --coco NAME JSON IMAGE_DI
     [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
 """
 
-from d2_memfit.library_warnings import ignore_warnings_of_libraries
+from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 
@@ -17,9 +17,10 @@ from detectron2.engine import default_argument_parser, default_setup
 from tiled_images import TiledTrainer, fit_tiled_config, load_tiled_cfg
 
 from d2_memfit import MemfitMixin
-from d2_memfit.command_line import add_coco_option
+from d2_memfit.cli.command_line import add_coco_option
 from d2_memfit.data import check_datasets, register_coco
-from d2_memfit.engine import MemfitCheckpointer, launch
+from d2_memfit.engine import launch
+from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import exit_on_error
 from d2_memfit.memory import use_expandable_segments
 

@@ -6,7 +6,7 @@ projects/Transformers/train_transformers.py --config-file FILE [--coco NAME JSON
     [--card SIZE] [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
 """
 
-from d2_memfit.library_warnings import ignore_warnings_of_libraries
+from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 
@@ -19,18 +19,14 @@ from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 
 from d2_memfit import fit_config
-from d2_memfit.command_line import add_card_and_coco_options
+from d2_memfit.cli.command_line import add_card_and_coco_options
+from d2_memfit.cli.options import check_opts, opts_of_card, opts_of_settings, settings_of_data
 from d2_memfit.config import check_config, load_cfg
 from d2_memfit.data import check_datasets, register_coco
-from d2_memfit.engine import MemfitCheckpointer, launch, usable_device, world_size
+from d2_memfit.engine import launch, usable_device, world_size
+from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import exit_on_error
 from d2_memfit.memory import use_expandable_segments
-from d2_memfit.options import (
-    check_opts,
-    opts_of_card,
-    opts_of_settings,
-    settings_of_data,
-)
 
 ADD_KEYS = [add_transformers_config]
 

@@ -12,7 +12,7 @@ from tiny import tiny_cfg
 from torch import nn
 
 from d2_memfit import Job
-from d2_memfit.cli import main
+from d2_memfit.cli.commands import main
 from d2_memfit.doctor import examine
 
 

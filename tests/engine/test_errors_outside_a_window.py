@@ -12,9 +12,10 @@ from injection import iterate
 from tiny import images
 
 from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.engine import RecoveryOptions, recovering_inference
-from d2_memfit.engine.snapshot import Snapshot
+from d2_memfit.engine.recovery import recovering_inference
+from d2_memfit.engine.state import Snapshot
 from d2_memfit.errors import OutOfMemoryError
+from d2_memfit.job import RecoveryOptions
 
 
 class Model(torch.nn.Module):
@@ -102,7 +103,7 @@ def test_the_first_failure_is_on_file_when_the_restoration_fails(part, tmp_path,
     if part == "restore":
         monkeypatch.setattr(Snapshot, "restore", run_out)
     else:
-        monkeypatch.setattr("d2_memfit.engine.recovery.release_memory", run_out)
+        monkeypatch.setattr("d2_memfit.engine.recovery.recovery.release_memory", run_out)
     trainer = trainer_of(tmp_path)
     trainer.model.fits = 1
     with pytest.raises(OutOfMemoryError, match="in the restoration of iteration 0"):
@@ -121,8 +122,8 @@ def test_an_evaluator(tmp_path):
 
 
 EDGES = {
-    "start": "d2_memfit.engine.run_state.Snapshot",
-    "window": "d2_memfit.engine.forward_counters.numbers_of",
+    "start": "d2_memfit.engine.resuming.run_state.Snapshot",
+    "window": "d2_memfit.engine.window.forward_counters.numbers_of",
 }
 
 

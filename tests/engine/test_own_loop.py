@@ -8,7 +8,8 @@ from detectron2.utils.events import EventStorage
 from tiny import images, parameters, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, Job
-from d2_memfit.engine import RecoveryOptions, build_trainer
+from d2_memfit.engine import build_trainer
+from d2_memfit.job import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -18,9 +18,9 @@ from tiny import (
 )
 
 from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.engine import RecoveryOptions
-from d2_memfit.engine.micro_batch_size import MicroBatchSize
+from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import OutOfMemoryError
+from d2_memfit.job import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,9 @@ from tiny import (
 )
 
 from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.engine import NormalizerOptions, reduce
+from d2_memfit.engine import reduce
 from d2_memfit.errors import ConfigError
+from d2_memfit.job import NormalizerOptions
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,7 @@ from tiny import (
 )
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine import RecoveryOptions
+from d2_memfit.job import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

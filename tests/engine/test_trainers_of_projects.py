@@ -30,8 +30,8 @@ from d2_memfit import AccumulatingTrainer, Job, MemfitMixin, MemfitTrainer, fit_
 from d2_memfit.engine import build_trainer
 from d2_memfit.engine.project_parts import project_parts
 from d2_memfit.errors import CheckpointError, ConfigError
+from d2_memfit.evaluation.spilled_predictions import SpilledPredictions
 from d2_memfit.memory import process_memory
-from d2_memfit.spilled_predictions import SpilledPredictions
 
 ACCUMULATION = {"SOLVER.ACCUMULATION_STEPS": 2, "MEMFIT.OOM.POLICY": "split"}
 

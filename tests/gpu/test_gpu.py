@@ -27,26 +27,20 @@ from tiny import (
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer, estimate_memory, plan_memory
+from d2_memfit.compat.pytorch import clear_cublas_workspaces
 from d2_memfit.config import with_settings
-from d2_memfit.cost_model import CostModel
-from d2_memfit.engine import (
-    LeakDetector,
-    MemoryMonitor,
-    MemorySnapshot,
-    Precision,
-    RecoveryOptions,
-    recovering_inference,
-)
+from d2_memfit.engine.hooks import LeakDetector, MemoryMonitor, MemorySnapshot
+from d2_memfit.engine.recovery import recovering_inference
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import WorstCase
+from d2_memfit.iteration import CostModel, Precision
+from d2_memfit.job import RecoveryOptions, WorstCase
 from d2_memfit.measure.jobs import JOBS
 from d2_memfit.measure.peaks import limited, peaks_of
 from d2_memfit.measure.scale import Scale
 from d2_memfit.memory import OwnerMeter, enforce_budget, is_out_of_memory, release_memory
-from d2_memfit.planner.autocast import casts_of_cuda
-from d2_memfit.planner.calibration import calibrate
+from d2_memfit.planner.device import calibrate
+from d2_memfit.planner.stand_ins import casts_of_cuda
 from d2_memfit.techniques import TECHNIQUES, apply_techniques
-from d2_memfit.torch_private import clear_cublas_workspaces
 
 CASE = WorstCase((480, 640), 30)
 EXACT = sorted(name for name, t in TECHNIQUES if t.tier == "exact" and t.part == "model")

@@ -19,7 +19,7 @@ from torch import nn
 from d2_memfit import Job, MemfitMixin, estimate_memory, plan_memory
 from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
-from d2_memfit.job.lazy import cfg_of_lazy, overrides_of, with_overrides
+from d2_memfit.job import cfg_of_lazy, overrides_of, with_overrides
 
 
 class AdamWTrainer(DefaultTrainer):

@@ -22,8 +22,8 @@ from torch import nn
 from d2_memfit import Job, estimate_memory, get_cfg
 from d2_memfit.job.facts import facts_of
 from d2_memfit.job.label_images import labels_in, tiles
-from d2_memfit.planner.dry_job import margin_of
-from d2_memfit.planner.text import describe_estimate
+from d2_memfit.planner.estimates import margin_of
+from d2_memfit.planner.writing import describe_estimate
 
 IGNORED = 255
 

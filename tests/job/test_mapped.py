@@ -11,9 +11,9 @@ from detectron2.data import DatasetCatalog
 from d2_memfit import Job, get_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
-from d2_memfit.job.batches import tensors_of
+from d2_memfit.job import tensors_of
 from d2_memfit.job.known_datasets import known_dataset
-from d2_memfit.planner.dry_job import margin_of
+from d2_memfit.planner.estimates import margin_of
 
 
 def make_cfg(**keys):

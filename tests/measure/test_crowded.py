@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny import images, tiny_cfg
 
-from d2_memfit.cost_model import CostModel
+from d2_memfit.iteration import CostModel
 from d2_memfit.job import Job
 from d2_memfit.measure.crowded import _train
 from d2_memfit.memory import process_memory

@@ -5,8 +5,7 @@ import yaml
 
 from d2_memfit.measure.outside import _in_processes, constants_of
 from d2_memfit.measure.session import device_file
-from d2_memfit.planner.calibration import calibrate
-from d2_memfit.planner.device_model import DeviceModel
+from d2_memfit.planner.device import DeviceModel, calibrate
 
 RECORDS = [
     {"after": "the first tensor", "mb": 310.0},

@@ -12,9 +12,10 @@ from detectron2.engine.hooks import CallbackHook
 from monitored import cheap_trainer
 from tiny import run_process
 
-from d2_memfit.engine.budget_hook import EnforceBudget
+from d2_memfit.engine.hooks.budget import EnforceBudget
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import (
+    auto_budget_gb,
     check_budget,
     device_memory,
     enforce_budget,
@@ -22,7 +23,6 @@ from d2_memfit.memory import (
     limit_onednn_cache,
     process_memory,
 )
-from d2_memfit.memory.budget import auto_budget_gb
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ def test_the_loaders_workers_have_the_same_budget():
         """
 import torch
 from torch.utils.data import DataLoader
-from d2_memfit.engine.window import Window
+from d2_memfit.engine.window.window import Window
 from d2_memfit.errors import HostMemoryError
 from d2_memfit.memory import enforce_budget, process_memory
 

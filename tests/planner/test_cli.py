@@ -8,9 +8,8 @@ import pytest
 from tiny import ROOT, run_process, tiny_cfg
 
 from d2_memfit import __version__
-from d2_memfit.cli import main
-from d2_memfit.config import load_cfg
-from d2_memfit.config_files import find_config_file
+from d2_memfit.cli.commands import main
+from d2_memfit.config import find_config_file, load_cfg
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from lazy_configs import lazy_config
 from tiny import ROOT, tiny_cfg
 
 from d2_memfit import Job, fit_config
-from d2_memfit.cli import main
+from d2_memfit.cli.commands import main
 from d2_memfit.errors import ConfigError
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from d2_memfit.planner.dry_run import DryRun
-from d2_memfit.planner.fake_matching import fast_matching
+from d2_memfit.planner.stand_ins import fast_matching
 
 optimize = pytest.importorskip("scipy.optimize")
 linear_sum_assignment = optimize.linear_sum_assignment  # as matchers import it

@@ -6,10 +6,10 @@ import sys
 import pytest
 from tiny import tiny_cfg
 
-from d2_memfit import fit_config, presets
-from d2_memfit.config import load_cfg
-from d2_memfit.cost_model import CostModel
+from d2_memfit import fit_config
+from d2_memfit.config import load_cfg, presets
 from d2_memfit.errors import ConfigError, MemfitError
+from d2_memfit.iteration import CostModel
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import planned_run
 

@@ -10,7 +10,7 @@ from detectron2.utils.events import EventStorage
 from diffs import diffs_in, of_detectron2, undo_diff
 from tiny import ROOT, images, read_metrics, run_process, tiny_model
 
-from d2_memfit.cli import main
+from d2_memfit.cli.commands import main
 from d2_memfit.config import load_cfg
 from d2_memfit.techniques import get_technique
 

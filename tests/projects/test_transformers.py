@@ -15,13 +15,12 @@ from tiny import images, parameters, relative_difference, tiny_model
 from tiny_transformers import MODELS, NUM_QUERIES, RESOLUTION, tiny_transformers_cfg
 
 from d2_memfit import AccumulatingTrainer, Job
-from d2_memfit.engine import NormalizerOptions
 from d2_memfit.errors import ConfigError
-from d2_memfit.evaluation import build_coco_evaluator
+from d2_memfit.evaluation.evaluation import build_coco_evaluator
+from d2_memfit.job import NormalizerOptions
 from d2_memfit.memory import TensorMeter
-from d2_memfit.planner import DryJob
-from d2_memfit.planner.device_model import DeviceModel
-from d2_memfit.planner.probe import run_for_real
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import DryJob, run_for_real
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

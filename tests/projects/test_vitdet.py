@@ -13,8 +13,8 @@ from diffs import apply_diff, diffs_in, of_detectron2
 from tiny import ROOT, read_metrics, run_process
 
 from d2_memfit import Job, estimate_memory
-from d2_memfit.cli import main
-from d2_memfit.config_files import find_config_file
+from d2_memfit.cli.commands import main
+from d2_memfit.config import find_config_file
 
 pytestmark = pytest.mark.slow
 

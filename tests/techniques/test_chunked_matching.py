@@ -11,8 +11,7 @@ from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques import apply_techniques, get_technique
-from d2_memfit.techniques.chunked_matching import ChunkedMatcher, PairwiseQuality
+from d2_memfit.techniques import ChunkedMatcher, PairwiseQuality, apply_techniques, get_technique
 
 
 def boxes(num, seed, size=100):

@@ -6,8 +6,7 @@ import torch
 import yaml
 from tiny import ROOT, run_process
 
-from d2_memfit.planner.calibration import calibrate
-from d2_memfit.planner.device_model import DeviceModel
+from d2_memfit.planner.device import DeviceModel, calibrate
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from detectron2.config import get_cfg as get_detectron2_cfg
 from omegaconf import OmegaConf
 
 from d2_memfit import get_cfg
-from d2_memfit.job.lazy import cfg_of_lazy
+from d2_memfit.job import cfg_of_lazy
 
 KEYS = {key.name: key for key in reference.documented_keys()}
 

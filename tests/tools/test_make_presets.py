@@ -4,9 +4,8 @@ import pytest
 from tiny import ROOT
 
 from d2_memfit import estimate_memory, model_zoo
-from d2_memfit.config import check_config, load_cfg
-from d2_memfit.config_files import detectron2_zoo
-from d2_memfit.presets import PRESETS
+from d2_memfit.config import PRESETS, check_config, load_cfg
+from d2_memfit.config.files import detectron2_zoo
 
 NAMES = [n for n in model_zoo.list_configs() if n.endswith(("GB.yaml", "GB_amp.yaml"))]
 

@@ -7,8 +7,8 @@ from benchmarks.old_software import V100, OldDevice, pytorch_before_1_11
 from torch import nn
 from torch.nn import functional
 
-from d2_memfit.planner.device_model import DeviceModel
-from d2_memfit.planner.timeline import Allocate, Allocation, Convolution, Free, Timeline
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.dry_run import Allocate, Allocation, Convolution, Free, Timeline
 
 MB = 2**20
 

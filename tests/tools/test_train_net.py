@@ -14,7 +14,7 @@ import train_net
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from tiny import ROOT, read_metrics, run_process, tiny_cfg
 
-from d2_memfit import options, train
+from d2_memfit.cli import options, train
 from d2_memfit.config import load_cfg
 from d2_memfit.data import Remembered
 

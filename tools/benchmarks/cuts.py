@@ -36,14 +36,13 @@ from detectron2.engine import HookBase
 
 from d2_memfit import AccumulatingTrainer, Job, MemfitTrainer, plan_memory
 from d2_memfit.config import load_cfg, with_settings
-from d2_memfit.cost_model import CostModel, Padding
 from d2_memfit.data import register_coco
+from d2_memfit.iteration import CostModel, Padding
 from d2_memfit.job import WorstCase
-from d2_memfit.planner import steps
-from d2_memfit.planner.cost_fit import CostFit
-from d2_memfit.planner.cost_sums import least_squares, predicted
-from d2_memfit.planner.device_model import DeviceModel
-from d2_memfit.planner.dry_job import DryJob
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import DryJob, steps
+from d2_memfit.planner.search import CostFit
+from d2_memfit.planner.search.cost_sums import least_squares, predicted
 from d2_memfit.techniques import resize_image
 
 from .common import CONFIG, Side, coins, machine, markdown_table, take_turns

@@ -12,10 +12,10 @@ import statistics
 import time
 
 from d2_memfit.config import load_cfg
-from d2_memfit.config_files import detectron2_zoo
+from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import process_memory
-from d2_memfit.planner import steps
+from d2_memfit.planner.estimates import steps
 
 from .common import machine, markdown_table
 

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from d2_memfit.config import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import TensorMeter, process_memory, return_large_blocks
-from d2_memfit.planner import DryJob
-from d2_memfit.planner.device_model import DeviceModel
-from d2_memfit.planner.probe import run_for_real
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import DryJob, run_for_real
 
 from .common import machine, markdown_table
 

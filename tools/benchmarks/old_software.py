@@ -12,9 +12,9 @@ import torch
 from torch.autograd import Function
 from torch.nn import functional
 
-from d2_memfit.patching import replaced_functions
-from d2_memfit.planner.device_model import DeviceModel
-from d2_memfit.planner.timeline import Allocate, Convolution, Free, Timeline
+from d2_memfit.common.patching import replaced_functions
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.dry_run import Allocate, Convolution, Free, Timeline
 
 __all__ = ["V100", "OldDevice", "pytorch_before_1_11"]
 

@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Optional
 
-from d2_memfit.config import load_cfg
-from d2_memfit.config_files import find_config_file
+from d2_memfit.config import find_config_file, load_cfg
 from d2_memfit.job import Job
-from d2_memfit.planner import Plan, Planner
-from d2_memfit.planner.device_model import DeviceModel
-from d2_memfit.planner.trials import Choice, Trials, choice_of
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.search import Choice, Plan, Planner, Trials, choice_of
 
 from .common import machine, markdown_table
 

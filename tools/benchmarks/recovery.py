@@ -30,10 +30,10 @@ from torch import nn
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
-from d2_memfit.engine import RecoveryOptions, launch
-from d2_memfit.engine.micro_batch_size import MicroBatchSize
-from d2_memfit.engine.window import MicroBatch
-from d2_memfit.techniques import ModuleState
+from d2_memfit.engine import launch
+from d2_memfit.engine.window import MicroBatch, MicroBatchSize
+from d2_memfit.job import RecoveryOptions
+from d2_memfit.techniques.support import ModuleState
 
 from .common import Side, coins, machine, markdown_table, take_turns
 

@@ -17,11 +17,9 @@ from detectron2.utils.events import EventStorage
 
 from d2_memfit.config import load_cfg
 from d2_memfit.job import Job, WorstCase
-from d2_memfit.planner import steps
-from d2_memfit.planner.device_model import DeviceModel
-from d2_memfit.planner.dry_job import DryJob
-from d2_memfit.planner.selective import with_best_blocks
-from d2_memfit.planner.trials import Choice, Trials, choice_of
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import DryJob, steps
+from d2_memfit.planner.search import Choice, Trials, choice_of, with_best_blocks
 
 from .common import CONFIG, machine, markdown_table, take_turns
 

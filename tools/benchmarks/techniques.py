@@ -31,8 +31,7 @@ from detectron2.utils.events import EventStorage
 from d2_memfit import AccumulatingTrainer, get_cfg
 from d2_memfit.config import load_cfg
 from d2_memfit.memory import OwnerMeter, TensorMeter
-from d2_memfit.techniques import TECHNIQUES, get_technique
-from d2_memfit.techniques.chunked_matching import ChunkedMatcher, PairwiseQuality
+from d2_memfit.techniques import TECHNIQUES, ChunkedMatcher, PairwiseQuality, get_technique
 
 from .common import CONFIG, Side, coins, machine, markdown_table, take_turns
 

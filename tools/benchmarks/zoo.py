@@ -24,8 +24,8 @@ from detectron2.config import LazyConfig
 
 from d2_memfit.config import load_cfg
 from d2_memfit.job import Job
-from d2_memfit.planner import DryJob
-from d2_memfit.planner.device_model import DeviceModel
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import DryJob
 
 from .common import markdown_table
 from .old_software import V100, OldDevice, pytorch_before_1_11

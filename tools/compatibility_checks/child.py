@@ -18,8 +18,9 @@ import torch
 
 from d2_memfit import Job
 from d2_memfit.doctor import Finding, examine, examine_runs
-from d2_memfit.planner import DryJob, plan_memory
-from d2_memfit.planner.device_model import DeviceModel
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import DryJob
+from d2_memfit.planner.search import plan_memory
 
 from .projects import PROJECTS, made
 

@@ -12,7 +12,7 @@ from typing import Any, Optional
 from detectron2.config import CfgNode, LazyConfig
 
 from d2_memfit import Job
-from d2_memfit.planner.cuda_as_cpu import cuda_as_cpu
+from d2_memfit.planner.stand_ins import cuda_as_cpu
 
 from .stubs import install_stubs
 

@@ -8,9 +8,8 @@ import matplotlib
 from matplotlib import pyplot
 
 from d2_memfit import estimate_memory, plan_memory
-from d2_memfit.config import load_cfg
+from d2_memfit.config import budget_of_preset, load_cfg
 from d2_memfit.model_zoo import get_config_file
-from d2_memfit.presets import budget_of_preset
 
 from .owners import GROUPS, RECIPE, REST, grouped
 

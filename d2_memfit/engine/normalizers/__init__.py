@@ -2,7 +2,7 @@
 """What losses are divided by: declared by the model, an adapter or the user, and tested."""
 
 from .adapters import adapt_criteria
-from .communication import CommunicationError
+from .communication import Communication, CommunicationError
 from .normalizers import CountReport, Normalizers
 from .trial import RIGHT, Trial
 from .trial_forwards import SameDraws, without_dropout
@@ -10,6 +10,7 @@ from .verdict import Verdict, judged, published_distance
 
 __all__ = [
     "RIGHT",
+    "Communication",
     "CommunicationError",
     "CountReport",
     "Normalizers",

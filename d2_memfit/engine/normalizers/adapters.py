@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
-from ...techniques.modules import add_mixin
-from ...window_counts import mean_factor, window_share
+from ...counts import mean_factor, window_share
+from ...techniques.support import add_mixin
 
 __all__ = ["adapt_criteria"]
 

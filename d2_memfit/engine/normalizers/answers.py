@@ -9,16 +9,16 @@ from typing import Any, NamedTuple, Optional, TypeVar, Union
 
 import torch
 
-from ...collectives import (
+from ...compat.pytorch import replaced_cross_entropy
+from ...counts import (
     Collective,
     Handler,
     Place,
     PretendedRanks,
+    counts_answered_by,
     noticed_collectives,
     place_of_caller,
 )
-from ...torch_private import replaced_cross_entropy
-from ...window_counts import counts_answered_by
 from ..window import MicroBatch, count_objects
 
 __all__ = ["DECLARED", "IN_FULL", "OBJECTS", "SUM", "WEIGHTS", "Answers", "Noted", "Site", "Totals"]
@@ -158,7 +158,7 @@ class Answers:
         return 1.0 if self._totals is None else self._forward.images / self._totals.own_images
 
     def answer(self, count: Number, minimum: float, of_rank: bool) -> Number:
-        """Answer a call of :func:`~d2_memfit.window_counts.window_count`."""
+        """Answer a call of :func:`~d2_memfit.counts.window_counts.window_count`."""
         site = self._note(DECLARED, torch.as_tensor(count).detach(), of_rank)
         own = count.detach().float() if isinstance(count, torch.Tensor) else count
         if self._totals is None or site not in self._totals.counts:

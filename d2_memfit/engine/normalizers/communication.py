@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from detectron2.utils import comm
 
-from ...collectives import Collective
+from ...counts import Collective
 from ...errors import ConfigError
 
 __all__ = ["Communication", "CommunicationError"]
@@ -44,7 +44,7 @@ class Communication:
         return not self._is_alone and self.known != ""
 
     def handle(self, call: Collective) -> bool:
-        """Handle a collective for :func:`~d2_memfit.collectives.noticed_collectives`.
+        """Handle a collective for :func:`~d2_memfit.counts.collectives.noticed_collectives`.
 
         Raises:
             CommunicationError: it is the first collective that is found.

@@ -14,9 +14,9 @@ import torch
 from detectron2.utils import comm
 from torch import nn
 
-from ...collectives import PretendedRanks
+from ...counts import PretendedRanks
 from ...errors import ConfigError
-from ...job.normalizer_options import NormalizerOptions
+from ...job import NormalizerOptions
 from ...memory import is_out_of_memory, release_memory
 from ..window import MicroBatch, Window, count_objects, may_have_objects
 from .adapters import adapt_criteria

@@ -22,10 +22,9 @@ import torch
 from detectron2.structures import Instances
 from torch import nn
 
-from ...collectives import Handler, PretendedRanks
-from ...job.batches import size_of
-from ..columns import Row
-from ..window import MicroBatch, count_objects
+from ...counts import Handler, PretendedRanks
+from ...job import size_of
+from ..window import MicroBatch, Row, count_objects
 from .answers import DECLARED, IN_FULL, OBJECTS, SUM, WEIGHTS, Answers, Site, Totals
 from .totals import Rule
 from .trial_forwards import SameDraws, without_dropout, without_traces

@@ -13,8 +13,8 @@ from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...torch_private import BatchNorm, Dropout
-from ..snapshot import Snapshot
+from ...compat.pytorch import BatchNorm, Dropout
+from ..state import Snapshot
 
 __all__ = ["SameDraws", "without_dropout", "without_traces"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from d2_memfit.checks import check_bool, check_int, check_positive_int
+from d2_memfit.common.checks import check_bool, check_int, check_positive_int
 from d2_memfit.config import check_config, load_cfg
 from d2_memfit.engine import usable_device
 from d2_memfit.errors import ConfigError

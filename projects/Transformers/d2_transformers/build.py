@@ -9,7 +9,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from torch import nn
 
-from d2_memfit.checks import did_you_mean
+from d2_memfit.common.checks import did_you_mean
 from d2_memfit.errors import ConfigError
 
 from .families import FAMILIES

@@ -5,12 +5,7 @@ from collections.abc import Sequence
 
 from detectron2.config import CfgNode
 
-from d2_memfit.checks import (
-    check_choice,
-    check_int,
-    check_positive_number,
-    check_strings,
-)
+from d2_memfit.common.checks import check_choice, check_int, check_positive_number, check_strings
 from d2_memfit.errors import ConfigError
 
 from .families import FAMILIES

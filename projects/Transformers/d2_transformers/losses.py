@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from d2_memfit.patching import replaced_functions
+from d2_memfit.common.patching import replaced_functions
 
 __all__ = ["collected_losses", "divided_by", "losses_of_images", "weighted_losses"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from d2_memfit import window_count
 from d2_memfit.errors import ConfigError
-from d2_memfit.techniques.modules import find_modules
+from d2_memfit.techniques.support import find_modules
 
 from .batch import Labels, images_of, labels_of
 from .build import build_transformers_model, load_pretrained

@@ -20,8 +20,8 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer, compat, window_count
-from d2_memfit.engine import NormalizerOptions, RecoveryOptions
 from d2_memfit.errors import ConfigError
+from d2_memfit.job import NormalizerOptions, RecoveryOptions
 
 WINDOWS = [(10, 3, 0, 5), (1, 0, 0, 0), (0, 4, 4, 4), (2, 2, 7, 2)]
 WRONG = "Micro-batches have other losses than the full batch"

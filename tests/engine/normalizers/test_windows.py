@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from d2_memfit import AccumulatingTrainer, compat, window_count
-from d2_memfit.engine import NormalizerOptions, RecoveryOptions
-from d2_memfit.engine.micro_batch_size import MicroBatchSize
+from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import ConfigError
+from d2_memfit.job import NormalizerOptions, RecoveryOptions
 
 WINDOWS = [(10, 3, 0, 5), (1, 0, 0, 0), (0, 4, 4, 4), (2, 2, 7, 2)]  # objects in each image
 NORMALIZERS = {policy: NormalizerOptions(policy) for policy in ("window", "exact", "off")}

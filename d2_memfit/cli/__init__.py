@@ -1,0 +1,2 @@
+# Copyright (c) the d2_memfit developers.
+"""The commands that people type."""

@@ -1,0 +1,232 @@
+# Copyright (c) the d2_memfit developers.
+"""The command line of d2-memfit: commands and options, without PyTorch and Detectron2."""
+
+import argparse
+from pathlib import Path
+from typing import Optional
+
+from .. import __version__
+
+__all__ = ["COMMANDS", "add_card_and_coco_options", "add_coco_option", "command_parser"]
+
+_DESCRIPTION = (
+    "Train Detectron2 models within the memory that there is. Before training, and without a GPU: "
+    "estimate what a job needs, and plan how it fits."
+)
+COMMANDS = {
+    "estimate": "estimate the memory that a job needs",
+    "plan": "make a job fit a budget",
+    "doctor": "test what works with a job, in small iterations on the CPU with injected errors",
+    "draw": "draw what a trained model detects",
+    "measure-gpu": "measure this machine's GPU, and compare it with what estimates expect",
+    "train": "train or evaluate",
+}
+
+
+def command_parser(
+    training: Optional[argparse.ArgumentParser] = None,
+) -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        training: the parser of the command ``train``, which needs Detectron2; None leaves its
+            options out.
+    """
+    parser = argparse.ArgumentParser(prog="d2-memfit", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"d2_memfit {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    asking = _parser_of_asking()
+    estimate = commands.add_parser("estimate", parents=[asking], help=COMMANDS["estimate"])
+    estimate.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="write all allocations of a training step, as CSV",
+    )
+    plan = commands.add_parser("plan", parents=[asking], help=COMMANDS["plan"])
+    plan.add_argument(
+        "--budget",
+        metavar="GB",
+        help="device memory that the job may use, such as 5.2; auto is what is free on this "
+        "machine",
+    )
+    plan.add_argument(
+        "--allow",
+        metavar="TIERS",
+        help="tiers of techniques that the plan may use: exact, precision, recipe, separated by "
+        "commas (default: MEMFIT.PLAN.ALLOW, which is exact,precision)",
+    )
+    plan.add_argument(
+        "--cost-model", action="store_true", help="cut windows by predicted bytes, not by images"
+    )
+    plan.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")
+    doctor = commands.add_parser("doctor", help=COMMANDS["doctor"])
+    _add_job_options(doctor)
+    draw = commands.add_parser("draw", help=COMMANDS["draw"])
+    _add_draw_options(draw)
+    measure = commands.add_parser("measure-gpu", help=COMMANDS["measure-gpu"])
+    _add_measure_options(measure)
+    if training is None:
+        commands.add_parser("train", help=COMMANDS["train"])
+    else:
+        commands.add_parser(
+            "train",
+            parents=[training],
+            add_help=False,  # it has one
+            help=COMMANDS["train"],
+            epilog=training.epilog,
+            formatter_class=training.formatter_class,
+        )
+    return parser
+
+
+def _parser_of_asking() -> argparse.ArgumentParser:
+    """The options that estimate and plan share."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--device",
+        help="the device that the job runs on: a card (rtx_3060, t4, a100, ...), cuda, cpu, "
+        "or a device file (default: this machine's GPU, or cuda if there "
+        "is none)",
+    )
+    parser.add_argument(
+        "--probe", action="store_true", help="measure on this machine's GPU, instead of a dry run"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "--training-only", action="store_true", help="leave out the memory of evaluation"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="draw the memory of a step, as an HTML page"
+    )
+    parser.add_argument(
+        "--snapshot",
+        type=Path,
+        metavar="FILE",
+        help="write the memory of a step as a PyTorch memory snapshot, for pytorch.org/memory_viz",
+    )
+    _add_job_options(parser)
+    return parser
+
+
+def _add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a job and its largest batch."""
+    parser.add_argument(
+        "--config-file",
+        default="",
+        metavar="FILE",
+        help="a file, or the name of a config in Detectron2's model zoo or ours; a LazyConfig ends "
+        "in .py",
+    )
+    parser.add_argument(
+        "--num-gpus", type=int, default=1, help="number of GPUs that train together (default: 1)"
+    )
+    add_card_and_coco_options(parser)
+    parser.add_argument(
+        "--project",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="a function that adds a project's keys to a config, or returns a config with them, "
+        "such as detectron2.projects.point_rend:add_pointrend_config; may be repeated",
+    )
+    parser.add_argument(
+        "--trainer",
+        metavar="MODULE:CLASS",
+        help="the class that trains, with build_model, build_optimizer, ... as in DefaultTrainer; "
+        "for a script train_net.py in this folder it is train_net:Trainer",
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="MODULE:FUNCTION",
+        help="a function that takes the config and returns the largest batch: a list of dataset "
+        "dicts as the model gets them",
+    )
+    parser.add_argument(
+        "--image-size",
+        metavar="HEIGHT,WIDTH",
+        help="size of the largest image file in pixels (default: that of the dataset)",
+    )
+    parser.add_argument(
+        "--instances",
+        type=int,
+        metavar="N",
+        help="annotated objects of the most crowded image (default: those of the dataset)",
+    )
+    parser.add_argument(
+        "opts", nargs="*", metavar="KEY VALUE", help="config keys and values; key=value for .py"
+    )
+
+
+def _add_draw_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config-file",
+        default="",
+        metavar="FILE",
+        help="the config of the trained model: OUTPUT_DIR/config.yaml",
+    )
+    add_coco_option(parser)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the picture (default: OUTPUT_DIR/predictions.png)",
+    )
+    parser.add_argument(
+        "--num-images",
+        type=int,
+        default=6,
+        help="number of images, from the start of the dataset (default: 6)",
+    )
+    parser.add_argument(
+        "--min-score",
+        type=float,
+        default=0.5,
+        help="lowest score of a detection that is drawn (default: 0.5)",
+    )
+    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
+
+
+def _add_measure_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8,
+        help="time limit; measurements left over are skipped (default: 8)",
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda:0",
+        help="the GPU, or cpu for a small rehearsal (default: cuda:0)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(),
+        metavar="FOLDER",
+        help="folder for the results (default: the current folder)",
+    )
+
+
+def add_card_and_coco_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--card`` and ``--coco``."""
+    parser.add_argument(
+        "--card",
+        metavar="SIZE",
+        help="the budget of a card that is sold with this memory, such as 6GB; the same as "
+        "MEMFIT.PRESET",
+    )
+    add_coco_option(parser)
+
+
+def add_coco_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--coco NAME JSON IMAGE_DIR``, whose values ``register_coco`` takes."""
+    parser.add_argument(
+        "--coco",
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("NAME", "JSON", "IMAGE_DIR"),
+        help="register a dataset in COCO's format under this name; may be repeated. Unless "
+        "DATASETS says otherwise, the first is trained on and the others are evaluated on",
+    )

@@ -1,0 +1,206 @@
+# Copyright (c) the d2_memfit developers.
+"""The command d2-memfit.
+
+It trains within the available memory. It also tells, without a GPU, what a job needs and how it
+fits.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Optional
+
+from torch import nn
+
+from ..common.checks import check_positive_int
+from ..common.files import whole_file
+from ..config import find_config_file, load_cfg
+from ..data import check_classes, check_coco_file, register_coco
+from ..doctor import examine
+from ..engine import usable_device
+from ..engine.resuming import MemfitCheckpointer
+from ..errors import ConfigError, exit_on_error
+from ..job import Job, find_function
+from ..measure.session import measure_gpu
+from ..memory import use_expandable_segments
+from ..planner.estimates import DryJob, run_dry
+from ..planner.search import Plan, plan_memory
+from ..planner.writing import (
+    describe_estimate,
+    describe_plan,
+    draw_estimate,
+    draw_plan,
+    lazy_file,
+    planned_yaml,
+    write_memory_snapshot,
+)
+from . import train
+from .command_line import command_parser
+from .draw import draw_predictions
+from .job_options import job_of, load_any_config
+from .options import check_opts, opts_of_card
+
+__all__ = ["main"]
+
+_DOES_NOT_FIT = 3  # exit status
+_UNWELL = 3
+_PICTURES = (".png", ".jpg", ".jpeg")  # formats that OpenCV always writes
+
+
+@exit_on_error
+def main(argv: Optional[Sequence[str]] = None) -> None:
+    args = command_parser(train.argument_parser()).parse_args(argv)
+    if args.command == "train":
+        train.run(args)
+        return
+    if args.command == "measure-gpu":
+        print(measure_gpu(args.device, args.minutes, args.output, progress=_say))
+        return
+    for name in ("output", "timeline", "html", "snapshot"):
+        _check_folder(f"--{name}", getattr(args, name, None))
+    if args.command == "draw":
+        check_opts(args.opts)
+        _draw(args)
+        return
+    if args.command == "doctor":
+        _examine(args)
+        return
+    _ask(args)
+
+
+def _examine(args: argparse.Namespace) -> None:
+    args.json = False
+    job, trainer = _job_and_trainer(args)
+    remake = partial(_job_and_trainer, args) if job.ranks > 1 else None
+    is_well = True
+    for finding in examine(job, trainer, remake):
+        print(finding, flush=True)
+        is_well &= finding.is_well is not False
+    if not is_well:
+        sys.exit(_UNWELL)
+
+
+def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
+    cfg = load_any_config(args, opts_of_card(args.card, args.opts), _say)
+    trainer = find_function(args.trainer, "--trainer") if args.trainer else None
+    return job_of(args, cfg), trainer
+
+
+def _ask(args: argparse.Namespace) -> None:
+    """Run the command estimate or plan."""
+    cfg = load_any_config(args, _opts_of_budget(args), _say)
+    if args.probe:
+        use_expandable_segments()  # as in training under a budget, and before CUDA is started
+    job = job_of(args, cfg)
+    evaluates = not args.training_only
+    if args.command == "estimate":
+        dry_job = run_dry(job, args.device, args.probe, evaluates)
+        estimate = dry_job.estimate(dry_job.limit_bytes)
+        if args.timeline is not None:
+            dry_job.training.write_csv(args.timeline)
+        if args.html is not None:
+            draw_estimate(dry_job, args.html, _say)
+        _write_snapshot(dry_job, args.snapshot)
+        print(_json(estimate) if args.json else describe_estimate(estimate))
+        return
+    if job.budget_gb is None:
+        raise ConfigError(
+            "--budget: name one in GB, such as 5.2, or auto for what is free on this machine; or "
+            "name a card that is sold with so much, such as --card 6GB"
+        )
+    plan = plan_memory(
+        job,
+        job.budget_gb,
+        allow=args.allow.split(",") if args.allow else job.cfg.MEMFIT.PLAN.ALLOW,
+        device=args.device,
+        progress=_say,
+        probe=args.probe,
+        evaluates=evaluates,
+        cost_model=args.cost_model or job.cfg.MEMFIT.PLAN.COST_MODEL,
+    )
+    # Files first: who reads what is printed may end early.
+    if args.html is not None or args.snapshot is not None:
+        _draw_plan(args, job, plan)
+    if args.output is not None and plan.fits:
+        is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
+        text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
+        with whole_file(args.output, "w") as file:
+            file.write(text or planned_yaml(cfg, plan))
+    print(_json(plan) if args.json else describe_plan(plan))
+    if not plan.fits:
+        sys.exit(_DOES_NOT_FIT)
+
+
+def _draw_plan(args: argparse.Namespace, job: Job, plan: Plan) -> None:
+    after = run_dry(job.with_settings(plan.settings), args.device, evaluates=False)
+    if args.html is not None:
+        before = run_dry(job, args.device, evaluates=False)
+        draw_plan(plan, before, after, args.html, _say)
+    _write_snapshot(after, args.snapshot)
+
+
+def _write_snapshot(dry_job: DryJob, path: Optional[Path]) -> None:
+    if path is not None:
+        write_memory_snapshot(dry_job.device.events(dry_job.training), path)
+
+
+def _draw(args: argparse.Namespace) -> None:
+    find_config_file(args.config_file)
+    if not args.coco:
+        raise ConfigError("--coco: name the images to be drawn, --coco NAME JSON IMAGE_DIR")
+    check_positive_int("--num-images", args.num_images)
+    name, json_file, image_dir = args.coco[0]
+    register_coco(name, json_file, image_dir)
+    file = check_coco_file(name, json_file, image_dir, for_training=False)
+    folder = Path(load_cfg(args.config_file, args.opts).OUTPUT_DIR)
+    weights = ["MODEL.WEIGHTS", str(folder / "model_final.pth")]
+    cfg = load_cfg(args.config_file, [*weights, *args.opts])
+    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
+    MemfitCheckpointer(nn.Module(), str(folder)).check(cfg.MODEL.WEIGHTS, resume=False)
+    output = args.output or folder / "predictions.png"
+    if output.suffix.lower() not in _PICTURES:
+        raise ConfigError(f"--output {output} must end in {', '.join(_PICTURES)}")
+    check_classes(cfg, file)
+    draw_predictions(cfg, name, output, args.num_images, args.min_score)
+    print(output)
+
+
+def _opts_of_budget(args: argparse.Namespace) -> list[str]:
+    card, budget = args.card, getattr(args, "budget", None)
+    if budget is None:
+        return opts_of_card(card, args.opts)
+    others = [key for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET") if key in args.opts[::2]]
+    if card is not None or others:
+        other = f"--card {card}" if card is not None else others[0]
+        raise ConfigError(f"--budget {budget} and {other} are two budgets: name one")
+    if budget != "auto" and not _is_number(budget):
+        raise ConfigError(
+            f"--budget must be a number of GB, such as 6, got {budget!r}. A card is --card 6GB"
+        )
+    here = ["MODEL.DEVICE", "cpu"] if budget == "auto" and args.device == "cpu" else []
+    return ["MEMFIT.BUDGET_GB", budget, *here]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_folder(option: str, file: Optional[Path]) -> None:
+    if file is not None and not file.parent.is_dir():
+        raise ConfigError(f"{option} {file}: there is no folder {file.parent}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _json(result: Any) -> str:
+    return json.dumps(asdict(result), indent=2)

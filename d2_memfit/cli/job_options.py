@@ -1,0 +1,105 @@
+# Copyright (c) the d2_memfit developers.
+"""The job and its largest batch, from the options of the command line."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Optional, Union
+
+from detectron2.config import CfgNode
+from omegaconf import DictConfig
+
+from ..common.checks import check_positive_int, value_of
+from ..config import find_config_file, load_cfg
+from ..errors import ConfigError, UnknownKeyError
+from ..job import (
+    PROJECT,
+    GivenBatches,
+    Job,
+    find_function,
+    load_lazy_config,
+    overrides_of,
+    projects_of,
+    with_overrides,
+)
+from .options import check_opts, opts_of_settings, settings_of_data
+
+__all__ = ["job_of", "load_any_config"]
+
+Config = Union[CfgNode, DictConfig]
+
+
+def load_any_config(
+    args: argparse.Namespace, opts: Sequence[str], say: Callable[[str], None]
+) -> Config:
+    """Load the config of the command line, with the settings that follow from ``--coco``.
+
+    Args:
+        opts: KEY VALUE pairs placed before the user's.
+        say: called with lines about progress.
+    """
+    if args.config_file.endswith(".py"):
+        return _load_lazy(args, opts)
+    check_opts(args.opts)
+    if not args.project:  # a project may set everything in its keys
+        find_config_file(args.config_file)
+    output = sys.stderr if args.json else sys.stdout
+    # Importing the trainer also registers what the config names.
+    guessed = projects_of(args.trainer) if args.trainer else []
+    if guessed and not args.project:
+        print(f"Keys of the project: --project {' --project '.join(guessed)}", file=output)
+    add_keys = [find_function(name) for name in args.project or guessed]
+    opts = [*opts, *args.opts]
+    try:
+        settings = settings_of_data(args.coco, args.config_file, opts, add_keys, progress=say)
+        for setting in settings:
+            print(f"From the data: {setting}", file=output)
+        return load_cfg(args.config_file, [*opts_of_settings(settings), *opts], add_keys)
+    except UnknownKeyError as e:
+        raise ConfigError(
+            f"{e}. If it is a project's, name the function that adds it: --project "
+            f"MODULE:FUNCTION, such as {PROJECT}; or the script that trains: --trainer"
+        ) from e
+
+
+def _load_lazy(args: argparse.Namespace, opts: Sequence[str]) -> DictConfig:
+    if args.coco or args.trainer:
+        option = "--coco" if args.coco else "--trainer"
+        raise ConfigError(f"{option} is for yaml configs: a LazyConfig says itself what is built")
+    for name in args.project:
+        find_function(name)
+    args.config_file = find_config_file(args.config_file, ".py")
+    cfg = load_lazy_config(args.config_file, args.opts)
+    pairs = load_cfg("", opts)
+    return with_overrides(cfg, overrides_of({key: value_of(pairs, key) for key in opts[::2]}))
+
+
+def job_of(args: argparse.Namespace, cfg: Config) -> Job:
+    """Make the job of a config, with the trainer and the largest batch of the command line."""
+    trainer = find_function(args.trainer, "--trainer") if args.trainer else None
+    batch = None
+    if args.batch:
+        batch = find_function(args.batch, "--batch")(cfg)
+        GivenBatches(batch)  # raises if it is not a batch
+    if args.instances is not None:
+        check_positive_int("--instances", args.instances)
+    return Job.of(
+        cfg,
+        trainer,
+        args.num_gpus,
+        batch=batch,
+        image_size=_image_size(args.image_size),
+        num_instances=args.instances,
+    )
+
+
+def _image_size(text: Optional[str]) -> Optional[tuple[int, int]]:
+    if text is None:
+        return None
+    try:
+        height, width = (int(part) for part in text.lower().replace("x", ",").split(","))
+    except ValueError:
+        raise ConfigError(f"--image-size must be HEIGHT,WIDTH in pixels, got {text!r}") from None
+    check_positive_int("--image-size", height)
+    check_positive_int("--image-size", width)
+    return height, width

@@ -1,0 +1,135 @@
+# Copyright (c) the d2_memfit developers.
+"""Config keys and values from the options --card and --coco."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Optional
+
+from detectron2.config import CfgNode
+
+from ..config import budget_of_preset, check_config, find_config_file, keys_in_own_files, load_cfg
+from ..data import (
+    CocoFile,
+    Remembered,
+    Setting,
+    check_coco_file,
+    fit_to_data,
+    goes_with_data,
+    register_coco,
+    stamp_of,
+)
+from ..errors import ConfigError
+
+__all__ = ["check_opts", "opts_of_card", "opts_of_settings", "settings_of_data"]
+
+
+def check_opts(opts: Sequence[str]) -> None:
+    """Raise :class:`ConfigError` unless ``opts`` are KEY VALUE pairs."""
+    for key in opts[::2]:
+        if key.startswith("--"):
+            raise ConfigError(f"{key}: options stand before the KEY VALUE pairs")
+        name, sign, value = key.partition("=")
+        if sign:
+            raise ConfigError(f"{key}: write it with a space, {name} {value or 'VALUE'}")
+    if len(opts) % 2:
+        raise ConfigError(f"KEY VALUE pairs: a value is missing after {opts[-1]}")
+
+
+def opts_of_card(card: Optional[str], opts: Sequence[str]) -> list[str]:
+    """KEY VALUE pairs for ``--card``, which may be written as 6GB, 6 or "6 GB".
+
+    Raises:
+        ConfigError: there is no such card, or ``opts`` contain a budget, too.
+    """
+    if card is None:
+        return []
+    size = re.fullmatch(r"(\d+) *(G|GB|GIB)?", card.strip().upper())
+    card = f"{size[1]}GB" if size else card
+    budget_of_preset(card)
+    for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET"):
+        if key in opts[::2]:
+            raise ConfigError(f"--card {card} and {key} are two budgets: name one")
+    return ["MEMFIT.PRESET", card, "MEMFIT.BUDGET_GB", "None"]
+
+
+def settings_of_data(
+    coco: Sequence[Sequence[str]],
+    config_file: str,
+    opts: Sequence[str],
+    add_keys: Sequence[Callable[[CfgNode], Any]] = (),
+    *,
+    eval_only: bool = False,
+    reads_images: bool = False,
+    checked: Optional[dict[str, Any]] = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Setting]:
+    """Register and check the datasets of ``--coco``, and find the settings that follow from them.
+
+    Only keys that the user has not given are set. Values in a file for other datasets do not apply
+    to these. A plan made for COCO also applies to your own data, except for its schedule and
+    classes.
+
+    Args:
+        coco: values of ``--coco``.
+        config_file, opts, add_keys: as for :func:`~d2_memfit.config.config.load_cfg`.
+        eval_only: whether nothing is trained.
+        reads_images: whether images must exist, or only the annotations.
+        checked: gets the findings in the files, for :class:`~d2_memfit.data.Remembered`. Unchanged
+            files with findings in OUTPUT_DIR are not read again.
+        progress: as for :func:`~d2_memfit.data.check_coco_file`.
+    """
+    names = [name for name, _, _ in coco]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--coco {name} is there more than once: give each dataset its name")
+    for dataset in coco:
+        register_coco(*dataset)
+    if not coco:
+        return []
+    given = set(opts[::2])
+    if config_file:
+        datasets = load_cfg(config_file, [], add_keys).DATASETS
+        of_file = keys_in_own_files(find_config_file(config_file))
+        names_others = bool({"DATASETS.TRAIN", "DATASETS.TEST"} & of_file)
+        if names_others and not {*datasets.TRAIN, *datasets.TEST} & set(names):
+            of_file = {key for key in of_file if not goes_with_data(key)}
+        given |= of_file
+    settings = _roles(names, given, eval_only)
+    cfg = load_cfg(config_file, [*opts_of_settings(settings), *opts], add_keys)
+    if not eval_only:
+        check_config(cfg)
+    remembered = Remembered(cfg.OUTPUT_DIR)
+    train: list[CocoFile] = []
+    test: list[CocoFile] = []
+    for name, json_file, image_dir in coco:
+        trains = name in cfg.DATASETS.TRAIN and not eval_only
+        if trains or name in cfg.DATASETS.TEST:
+            folder = image_dir if reads_images else None
+            needs_objects = trains and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
+            paths = [json_file, *([folder] if folder else [])]
+            stamp = stamp_of(*paths, name=name, needs_objects=needs_objects)
+            found = None if checked is None else remembered.get(stamp)
+            if found is None:
+                file = check_coco_file(name, json_file, folder, needs_objects, progress)
+            else:
+                file = CocoFile.from_json(found)
+            if checked is not None and stamp is not None:
+                checked[stamp] = asdict(file)
+            train += [file] if trains else []
+            test += [file] if name in cfg.DATASETS.TEST else []
+    return [*settings, *fit_to_data(cfg, train, test, given)]
+
+
+def opts_of_settings(settings: Sequence[Setting]) -> list[str]:
+    """KEY VALUE pairs of settings, to be placed before the user's."""
+    return [text for s in settings if s.key for text in (s.key, str(s.value))]
+
+
+def _roles(names: Sequence[str], given: set[str], eval_only: bool) -> list[Setting]:
+    """Settings that choose the datasets for training and evaluation, unless DATASETS is given."""
+    others = names[1:] if len(names) > 1 or not eval_only else names
+    train = Setting("DATASETS.TRAIN", (names[0],), "the first")
+    test = Setting("DATASETS.TEST", tuple(others), "what --coco names, but for the first")
+    roles = [test] if eval_only else [train, test]
+    return [role for role in roles if role.key not in given]

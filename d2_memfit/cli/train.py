@@ -1,0 +1,291 @@
+# Copyright (c) the d2_memfit developers.
+"""Train or evaluate a detector: Detectron2's tools/train_net.py, with the keys of d2_memfit.
+
+Each of these is the command ``d2-memfit train``, and ``tools/train_net.py`` in a checkout:
+
+    d2-memfit train --config-file FILE --fit --coco NAME JSON IMAGE_DIR ...
+    d2-memfit train --config-file FILE [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
+    torchrun --nproc-per-node N tools/train_net.py --config-file FILE
+
+FILE is a file, or the name of a config in Detectron2's model zoo or ours. Without a GPU it trains
+on the CPU, on N processes with --num-gpus N.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, Optional
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine import default_argument_parser, default_setup, hooks
+from detectron2.evaluation import DatasetEvaluator, verify_results
+from detectron2.modeling import GeneralizedRCNNWithTTA
+from detectron2.utils import comm
+from detectron2.utils.file_io import PathManager
+from detectron2.utils.logger import setup_logger
+from torch import nn
+
+from ..common.checks import check_int, check_positive_int
+from ..common.files import FolderLock, whole_file
+from ..config import (
+    check_config,
+    check_data_keys,
+    check_model_keys,
+    check_plan,
+    check_solver_keys,
+    find_config_file,
+    load_cfg,
+    with_settings,
+)
+from ..data import Remembered, check_datasets, register_coco
+from ..engine import MemfitTrainer, launch, usable_device, world_size
+from ..engine.resuming import MemfitCheckpointer
+from ..errors import CheckpointError, ConfigError, exit_on_error
+from ..evaluation import build_evaluator
+from ..iteration import Precision
+from ..job import RecoveryOptions
+from ..memory import use_expandable_segments
+from ..planner import fit_config
+from .command_line import add_card_and_coco_options
+from .options import check_opts, opts_of_card, opts_of_settings, settings_of_data
+
+__all__ = ["Trainer", "argument_parser", "run"]
+
+
+class Trainer(MemfitTrainer):
+    @classmethod
+    def build_evaluator(
+        cls, cfg: CfgNode, dataset_name: str, output_folder: Optional[str] = None
+    ) -> DatasetEvaluator:
+        return build_evaluator(cfg, dataset_name, output_folder)
+
+    @classmethod
+    def test_with_TTA(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]:
+        """Evaluate with test-time augmentation, which R-CNNs support."""
+        folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
+        evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
+        results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
+        return OrderedDict((k + "_TTA", v) for k, v in results.items())
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = default_argument_parser(epilog=__doc__)
+    parser.add_argument(
+        "--fit",
+        action="store_true",
+        help="make the job fit this machine: sets MEMFIT.BUDGET_GB auto, unless a budget is named, "
+        "MEMFIT.PLAN.ENABLED True and MEMFIT.OOM.POLICY split",
+    )
+    add_card_and_coco_options(parser)
+    return parser
+
+
+def make_cfg(args: argparse.Namespace) -> CfgNode:
+    for dataset in args.coco:
+        register_coco(*dataset)
+    cfg = load_cfg(args.config_file, args.opts)
+    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
+    cfg.freeze()
+    return cfg
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Check all that can be checked before a process starts, and complete the arguments.
+
+    OUTPUT_DIR is not touched. ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data,
+    before the user's. ``args.notes`` gets lines about the settings from the data, and
+    ``args.checked`` the findings in it.
+    """
+    check_opts(args.opts)
+    opts = [*opts_of_card(args.card, args.opts), *args.opts]
+    args.checked = {}
+    settings = settings_of_data(
+        args.coco,
+        args.config_file,
+        opts,
+        eval_only=args.eval_only,
+        reads_images=True,
+        checked=args.checked,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    args.notes = [str(setting) for setting in settings]
+    args.opts = [*opts_of_settings(settings), *opts]
+    if args.fit:
+        args.opts = [*_opts_of_fit(make_cfg(args), args.eval_only), *args.opts]
+    _check(args)
+
+
+def _opts_of_fit(cfg: CfgNode, eval_only: bool) -> list[str]:
+    # A plan turns on "split", where the model can be split.
+    opts = ["MEMFIT.OOM.POLICY", "split"] if eval_only else ["MEMFIT.PLAN.ENABLED", "True"]
+    if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
+        opts += ["MEMFIT.BUDGET_GB", "auto"]
+    return opts
+
+
+def _check(args: argparse.Namespace) -> None:
+    cfg = make_cfg(args)
+    if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
+        use_expandable_segments()  # before anything queries the GPU
+    check_int("--num-gpus", args.num_gpus, at_least=0)
+    check_positive_int("--num-machines", args.num_machines)
+    if not 0 <= args.machine_rank < args.num_machines:
+        raise ConfigError(
+            f"--machine-rank must be 0 to {args.num_machines - 1}, for there are --num-machines "
+            f"{args.num_machines}, got {args.machine_rank}"
+        )
+    ranks = world_size(args.num_gpus, args.num_machines)
+    device = load_cfg("", args.opts).MODEL.DEVICE
+    if "MODEL.DEVICE" in args.opts[::2] and device != cfg.MODEL.DEVICE:
+        raise ConfigError(f"MODEL.DEVICE {device}: no GPU is visible")
+    check_model_keys(cfg)
+    _check_model(cfg)
+    check_data_keys(cfg)
+    if not args.eval_only:
+        check_config(Trainer.auto_scale_workers(cfg, ranks), ranks)
+        check_solver_keys(cfg)
+    args.config_file = find_config_file(args.config_file)  # which is logged
+    Precision.from_cfg(cfg)
+    RecoveryOptions.from_cfg(cfg)
+    check_plan(cfg)
+    check_datasets(cfg, args.eval_only)
+    _check_output_dir(cfg.OUTPUT_DIR)
+    if not args.eval_only and (Path(cfg.OUTPUT_DIR) / FolderLock.FILE_NAME).exists():
+        FolderLock(cfg.OUTPUT_DIR).release()  # before anything of the other run is changed
+    if os.path.isdir(cfg.MODEL.WEIGHTS):
+        raise CheckpointError(f"MODEL.WEIGHTS {cfg.MODEL.WEIGHTS} is a folder: name a file in it")
+    checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR)
+    checkpointer.check(cfg.MODEL.WEIGHTS, resume=args.resume)
+    if not (args.resume and checkpointer.has_checkpoint()):
+        _fetch(cfg.MODEL.WEIGHTS)
+
+
+def _check_model(cfg: CfgNode) -> None:
+    """Build the model without memory for its weights, which takes a tenth of a second."""
+    try:
+        with torch.device("meta"):
+            Trainer.build_model(with_settings(cfg, {"MODEL.DEVICE": "meta"}))
+    except Exception as e:
+        frames = list(walk_tb(e.__traceback__))
+        place = f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}"
+        raise ConfigError(f"the model cannot be built from this config ({e!r}, in {place})") from e
+
+
+def _fetch(weights: str) -> None:
+    """Download weights to the cache, where the ranks look for them."""
+    if "://" not in weights:
+        return
+    try:
+        file = PathManager.get_local_path(weights.partition("?")[0])  # main takes options there
+        problem = None if os.path.isfile(file) else f"{file} is no file"
+    except Exception as e:  # each handler has its own
+        problem = f"{type(e).__name__}: {e}"
+    if problem is not None:
+        raise CheckpointError(
+            f"MODEL.WEIGHTS {weights} cannot be fetched ({problem}). Name a file that is here, or "
+            '"" for random weights'
+        )
+
+
+def _check_output_dir(output_dir: str) -> None:
+    """Check the folder without making it: other checks may still fail."""
+    if not output_dir:
+        raise ConfigError("OUTPUT_DIR is empty: name a folder")
+    if os.path.exists(output_dir) and not os.path.isdir(output_dir):
+        raise ConfigError(f"OUTPUT_DIR must be a folder, and {output_dir} is a file")
+    there = Path(output_dir).absolute()
+    while not there.exists():
+        there = there.parent
+    if "://" not in output_dir and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        why = "you may not write to it" if there.is_dir() else "it is no folder"
+        raise ConfigError(f"OUTPUT_DIR {output_dir} cannot be written in {there}: {why}")
+
+
+@exit_on_error
+def main(args: argparse.Namespace) -> None:
+    """Run one rank, with the arguments completed by :func:`prepare`."""
+    cfg = make_cfg(args)
+    logging.raiseExceptions = False  # on a full disk, each line of the log would have a traceback
+    try:
+        default_setup(cfg, args)
+    except OSError as e:  # such as a full disk
+        raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR} cannot be written ({e.strerror})") from e
+    logger = setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
+    if cfg.MODEL.DEVICE == "cpu" and not torch.cuda.is_available():
+        logger.warning("No GPU is visible: running on the CPU")
+    for note in args.notes:
+        logger.info("From the data: %s", note)
+    if comm.is_main_process():
+        remembered = Remembered(cfg.OUTPUT_DIR)
+        for stamp, found in args.checked.items():
+            remembered.put(stamp, found)
+        remembered.save()
+
+    if args.eval_only:
+        model = Trainer.build_model(cfg)
+        checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
+        if not cfg.MODEL.WEIGHTS and not (args.resume and checkpointer.has_checkpoint()):
+            logger.warning(
+                "--eval-only evaluates random weights, for MODEL.WEIGHTS is empty. Set it, or add "
+                "--resume for the last checkpoint of OUTPUT_DIR"
+            )
+        checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
+        results = Trainer.test(cfg, model)
+        if cfg.TEST.AUG.ENABLED:
+            results.update(Trainer.test_with_TTA(cfg, model))
+        if comm.is_main_process():
+            verify_results(cfg, results)
+        return
+
+    _warn_of_batch(args, cfg)
+    cfg = _fitted(cfg)
+    trainer = Trainer(cfg)
+    trainer.resume_or_load(resume=args.resume)
+    if cfg.TEST.AUG.ENABLED:
+        trainer.register_hooks(
+            [hooks.EvalHook(0, lambda: trainer.test_with_TTA(cfg, trainer.model))]
+        )
+    trainer.train()
+
+
+def _warn_of_batch(args: argparse.Namespace, cfg: CfgNode) -> None:
+    """Warn if the command changes the config file's effective batch and not its learning rate."""
+    recipe, solver = load_cfg(args.config_file).SOLVER, cfg.SOLVER
+    factor = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS
+    factor /= recipe.IMS_PER_BATCH * recipe.ACCUMULATION_STEPS
+    if factor == 1 or solver.REFERENCE_WORLD_SIZE or "SOLVER.BASE_LR" in args.opts[::2]:
+        return
+    logging.getLogger(__name__).warning(
+        "SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d is %.3g times the batch of the "
+        "config file, and SOLVER.BASE_LR %g is the same. Scaled with the batch (arXiv:1706.02677): "
+        "SOLVER.BASE_LR %g. For the same batch: SOLVER.ACCUMULATION_STEPS",
+        solver.IMS_PER_BATCH,
+        solver.ACCUMULATION_STEPS,
+        factor,
+        solver.BASE_LR,
+        solver.BASE_LR * factor,
+    )
+
+
+def _fitted(cfg: CfgNode) -> CfgNode:
+    """The config with its plan.
+
+    OUTPUT_DIR/config.yaml has the plan too, for later evaluations, but not the measured budget.
+    """
+    planned = fit_config(cfg, Trainer)
+    if planned is not cfg and comm.is_main_process():
+        kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
+        with whole_file(Path(cfg.OUTPUT_DIR) / "config.yaml", "w") as file:
+            file.write(kept.dump())
+    return planned
+
+
+def run(args: argparse.Namespace) -> None:
+    """Check the arguments, then start the ranks, or join those that torchrun started."""
+    prepare(args)
+    launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))

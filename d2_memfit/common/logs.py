@@ -1,0 +1,59 @@
+# Copyright (c) the d2_memfit developers.
+"""Logging in scripts that set up only Detectron2's loggers."""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from detectron2.engine.train_loop import TrainerBase
+from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
+
+from ..errors import mark_as_logged
+
+__all__ = ["start_logging", "tracebacks_only_in_files", "write_traceback"]
+
+
+def start_logging(output_dir: str) -> None:
+    """Write the log of d2_memfit to Detectron2's, unless it is set up already."""
+    if not logging.getLogger("d2_memfit").isEnabledFor(logging.INFO):
+        setup_logger(output_dir, distributed_rank=comm.get_rank(), name="d2_memfit")
+
+
+def write_traceback(error: BaseException) -> str:
+    """Write an error's traceback to the file of the log alone; return its name, "" if it has none.
+
+    A command then shows the error as one line (:func:`~d2_memfit.errors.exit_on_error`).
+    """
+    handlers = _file_handlers()
+    if not handlers:
+        return ""
+    mark_as_logged(error)
+    of_error = type(error), error, error.__traceback__
+    record = logging.LogRecord("d2_memfit", logging.ERROR, "", 0, "The traceback:", (), of_error)
+    handlers[0].handle(record)
+    return str(handlers[0].stream.name)
+
+
+def tracebacks_only_in_files() -> Callable[[], None]:
+    """Let Detectron2's training loop log no traceback where :func:`write_traceback` can write it.
+
+    Returns:
+        A function that undoes this.
+    """
+    source = logging.getLogger(TrainerBase.__module__)
+
+    def has_no_traceback(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and _file_handlers())
+
+    source.addFilter(has_no_traceback)
+    return lambda: source.removeFilter(has_no_traceback)
+
+
+def _file_handlers() -> "list[logging.StreamHandler[Any]]":
+    """The handlers of ``setup_logger`` that write to a file, those of d2_memfit first."""
+    loggers = logging.getLogger("d2_memfit"), logging.getLogger("detectron2")
+    handlers = [handler for logger in loggers for handler in logger.handlers]
+    streams = [h for h in handlers if isinstance(h, logging.StreamHandler)]
+    return [h for h in streams if os.path.isfile(str(getattr(h.stream, "name", "")))]

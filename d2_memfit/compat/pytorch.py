@@ -1,0 +1,173 @@
+# Copyright (c) the d2_memfit developers.
+"""Private names of PyTorch that d2_memfit uses. No other module uses private names of PyTorch.
+
+PyTorch may rename them in any release. ``tests/compat/test_pytorch.py`` tests each name.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.nn.modules.utils import _pair as pair
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+
+__all__ = [
+    "BatchNorm",
+    "Convolution",
+    "DeviceContext",
+    "Dropout",
+    "TorchDispatchMode",
+    "autograd_node_number",
+    "buffers_by_name",
+    "change_count",
+    "clear_cublas_workspaces",
+    "constructors",
+    "default_store",
+    "dump_memory_snapshot",
+    "has_communication_hooks",
+    "is_in_backward",
+    "is_loader_worker",
+    "know_as_builtin",
+    "make_wrapper",
+    "next_autograd_node_number",
+    "pair",
+    "parameters_by_name",
+    "record_memory_history",
+    "replaced_cross_entropy",
+    "schema",
+    "storage_id",
+    "tree_flatten",
+    "tree_iter",
+    "tree_map",
+    "tree_unflatten",
+    "without_torch_function",
+    "workers_of",
+]
+
+# A ``__torch_function__`` for subclasses of tensors: their results are plain tensors.
+without_torch_function = torch._C._disabled_torch_function_impl
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Address of a storage's C++ object; all tensors of the storage have the same one."""
+    return storage._cdata
+
+
+def change_count(tensor: torch.Tensor) -> int:
+    """Number of in-place changes of a tensor and of views of its storage."""
+    return tensor._version
+
+
+def make_wrapper(cls: type, shape: Any, **options: Any) -> Any:
+    """Make a tensor of a subclass that has no memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+
+
+def schema(operator: Any) -> Any:
+    """Names, aliases and types of an operator's arguments and results."""
+    return operator._schema
+
+
+def buffers_by_name(module: nn.Module) -> dict[str, Any]:
+    """The dict in which a module keeps its own buffers: tensors or None."""
+    return module._buffers
+
+
+def parameters_by_name(module: nn.Module) -> dict[str, Optional[nn.Parameter]]:
+    """The dict in which a module keeps its own parameters."""
+    return module._parameters
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward of autograd."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def next_autograd_node_number() -> int:
+    """Sequence number of the next node that autograd records in this thread."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def autograd_node_number() -> Optional[int]:
+    """Sequence number of the node whose backward runs in this thread; None without one."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def constructors() -> set[Any]:
+    """Functions of PyTorch that make tensors, with an argument ``device``."""
+    return set(torch.utils._device._device_constructors())
+
+
+def know_as_builtin(function: Any, original: Any) -> None:
+    """Register a function with TorchScript as a replacement of one of its builtins."""
+    builtins = torch.jit._builtins
+    name = builtins._find_builtin(original)
+    if name is not None:
+        builtins._register_builtin(function, name)
+
+
+@contextmanager
+def replaced_cross_entropy(
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Iterator[None]:
+    """While open, replace the operator that ``F.cross_entropy`` calls.
+
+    Args:
+        make: takes the operator and returns its replacement. Both take logits, target, weight,
+            reduction (1 is the mean, 2 the sum), ignore_index and label_smoothing.
+    """
+    owner = torch._C._nn
+    original = owner.cross_entropy_loss
+    owner.cross_entropy_loss = make(original)
+    try:
+        yield
+    finally:
+        owner.cross_entropy_loss = original
+
+
+def has_communication_hooks(model: DistributedDataParallel) -> bool:
+    """Whether the user has registered communication hooks, such as fp16_compression."""
+    return bool(model._comm_hooks)
+
+
+def default_store() -> "dist.Store":
+    """The key-value store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_loader_worker(process: Any) -> bool:
+    """Whether a process of multiprocessing is a worker of a ``DataLoader``."""
+    return getattr(process, "_target", None) is torch.utils.data._utils.worker._worker_loop
+
+
+def workers_of(iterator: Any) -> list[Any]:
+    """Worker processes of a ``DataLoader``'s iterator."""
+    return getattr(iterator, "_workers", [])
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces of cuBLAS. PyTorch without CUDA does not have this function."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def record_memory_history(max_entries: Optional[int]) -> None:
+    """Start to record events of the CUDA allocator, at most ``max_entries``; None stops it."""
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory_snapshot(file: str) -> None:
+    """Write the allocator's segments and recorded events, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(file)

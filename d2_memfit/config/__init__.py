@@ -1,0 +1,39 @@
+# Copyright (c) the d2_memfit developers.
+"""Config keys, config files and presets."""
+
+from .config import (
+    add_memfit_config,
+    cfg_of_techniques,
+    check_config,
+    check_plan,
+    get_cfg,
+    load_cfg,
+    with_memfit_keys,
+    with_settings,
+)
+from .detectron2_keys import check_data_keys, check_model_keys, check_solver_keys
+from .files import OUR_ZOO, find_config_file, keys_in_own_files
+from .keys import default_keys
+from .presets import PRESETS, budget_of_preset, why_no_card_has, with_budget
+
+__all__ = [
+    "OUR_ZOO",
+    "PRESETS",
+    "add_memfit_config",
+    "budget_of_preset",
+    "cfg_of_techniques",
+    "check_config",
+    "check_data_keys",
+    "check_model_keys",
+    "check_plan",
+    "check_solver_keys",
+    "default_keys",
+    "find_config_file",
+    "get_cfg",
+    "keys_in_own_files",
+    "load_cfg",
+    "why_no_card_has",
+    "with_budget",
+    "with_memfit_keys",
+    "with_settings",
+]

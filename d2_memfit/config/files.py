@@ -1,0 +1,107 @@
+# Copyright (c) the d2_memfit developers.
+"""Config files by path, or by name in Detectron2's model zoo and ours."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.utils.file_io import PathManager
+
+from ..common.checks import did_you_mean, suggestion
+from ..errors import ConfigError
+from .yaml_arithmetic import arithmetic_in_yaml
+
+__all__ = [
+    "OUR_ZOO",
+    "config_names",
+    "detectron2_zoo",
+    "find_config_file",
+    "keys_in_own_files",
+]
+
+_EXAMPLE = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
+
+_INSTALLED = Path(__file__).parents[1] / "model_zoo" / "configs"
+_CHECKOUT = Path(__file__).parents[2] / "configs"
+OUR_ZOO = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+
+
+def find_config_file(name: str, suffix: str = ".yaml") -> str:
+    """Find the path of a config file.
+
+    Args:
+        name: a path, or the name of a config in our zoo or Detectron2's, with or without suffix.
+        suffix: ".yaml", or ".py" for a LazyConfig.
+
+    Raises:
+        ConfigError: there is no such file, or the name is empty.
+    """
+    if not name:
+        raise ConfigError(f"--config-file: name a config of the zoo, such as {_EXAMPLE}, or a file")
+    if name.endswith(".py") and suffix == ".yaml":
+        raise ConfigError(f"{name} is a LazyConfig, which tools/lazyconfig_train_net.py trains")
+    if PathManager.isfile(name):
+        return name
+    for folder in _zoos():
+        for file in (folder / name, folder / f"{name}{suffix}"):
+            if file.is_file():
+                return str(file)
+    names = config_names(suffix)
+    same = [n for n in names if Path(n).stem == Path(name).stem]  # in any folder of the zoo
+    hint = suggestion(same) or did_you_mean(name, names, cutoff=0.5)
+    raise ConfigError(
+        f"--config-file {name!r} does not exist, as a file or as a config of the zoo{hint}. An "
+        f"example is {_EXAMPLE}"
+    )
+
+
+def config_names(suffix: str) -> list[str]:
+    """Names of the configs in both zoos."""
+    names = {
+        file.relative_to(folder).as_posix()
+        for folder in _zoos()
+        for file in folder.glob(f"*/**/*{suffix}")
+    }
+    return sorted(name for name in names if not Path(name).name.startswith(("Base-", "__init__")))
+
+
+def keys_in_own_files(config_file: str) -> set[str]:
+    """Keys that a config file and its bases set, without the zoos' files.
+
+    A recipe of the zoo is for the zoo's dataset; a user's own file is for the user's dataset.
+    """
+    with arithmetic_in_yaml():
+        return set(_flat(_OwnFiles.load_yaml_with_base(config_file)))
+
+
+class _OwnFiles(CfgNode):
+    @classmethod
+    def load_yaml_with_base(cls, filename: str, allow_unsafe: bool = False) -> dict[str, Any]:
+        path = Path(filename).resolve()
+        if any(path.is_relative_to(folder.resolve()) for folder in _zoos()):
+            return {}
+        return super().load_yaml_with_base(filename, allow_unsafe=allow_unsafe)
+
+
+def _flat(node: dict[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for key, value in node.items():
+        nested = isinstance(value, dict)
+        keys += _flat(value, f"{prefix}{key}.") if nested else [prefix + key]
+    return keys
+
+
+def detectron2_zoo() -> Path:
+    """The folder with the configs of Detectron2's model zoo.
+
+    ``detectron2.model_zoo`` fails with setuptools after 80, because it needs pkg_resources.
+    """
+    spec = importlib.util.find_spec("detectron2")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "model_zoo" / "configs"
+
+
+def _zoos() -> list[Path]:
+    return [OUR_ZOO, detectron2_zoo()]

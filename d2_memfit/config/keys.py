@@ -1,0 +1,128 @@
+# Copyright (c) the d2_memfit developers.
+"""The config keys of d2_memfit, with their defaults, which leave Detectron2's behaviour unchanged.
+
+Those of the techniques stand in their files, in :mod:`d2_memfit.techniques`.
+"""
+
+from collections.abc import Iterator
+
+from detectron2.config import CfgNode as CN
+
+from ..techniques import TECHNIQUES
+
+__all__ = ["default_keys", "keys_of"]
+
+_C = CN()
+
+_C.SOLVER = CN()
+# Batches from the data loader for one optimizer step. The effective batch has IMS_PER_BATCH x
+# ACCUMULATION_STEPS images. MAX_ITER, STEPS and all periods count optimizer steps.
+_C.SOLVER.ACCUMULATION_STEPS = 1
+
+_C.MEMFIT = CN()
+# Images of each rank that go through the model in one forward and backward. None means the loader's
+# batch, IMS_PER_BATCH / number of ranks. A smaller number needs less memory. The effective batch
+# stays the same.
+_C.MEMFIT.MICRO_BATCH = None
+# Number format of mixed precision, which SOLVER.AMP.ENABLED turns on. "float16" has a gradient
+# scaler, as in Detectron2. "bfloat16" has none, and runs on CPUs and on GPUs from Ampere on.
+_C.MEMFIT.AMP_DTYPE = "float16"
+# Device memory that the job may use on each rank, in GB (2^30 bytes), the CUDA context included.
+# The budget is enforced. On a GPU, PyTorch's allocator is limited. On a Linux CPU, the kernel
+# limits the process and each of the loader's workers. "auto" is what is free when the job starts,
+# less a margin: of the GPU's memory, or of the RAM for a CPU. None is no limit.
+_C.MEMFIT.BUDGET_GB = None
+
+# A budget by the size that is printed on a card, such as "6GB", instead of BUDGET_GB. "" is none.
+# presets.py lists the sizes, and how much of each a process can use. --card 6GB sets the same.
+_C.MEMFIT.PRESET = ""
+# Whether SIGTERM, SIGINT, SIGUSR2 and SIGHUP end the run after the current iteration, with a
+# checkpoint.
+_C.MEMFIT.STOP_ON_SIGNALS = True
+
+_C.MEMFIT.COST_MODEL = CN()
+# Lists of numbers that give the bytes that a rank needs for a micro-batch. Each list gives a sum,
+# and the largest sum counts. The numbers are the bytes of the process, and the bytes for each
+# image, padded pixel, object, padded pixel x object, and padded pixel x object of the most crowded
+# image. If the key is not empty, windows are cut so that each micro-batch fits into BUDGET_GB less
+# PLAN.MARGIN and ERROR_GB. Images of similar size are put together. MICRO_BATCH is then the number
+# of largest images that fit, for estimates. d2-memfit plan --cost-model finds the numbers.
+_C.MEMFIT.COST_MODEL.BYTES = []
+# GB that a micro-batch may need in addition to the prediction.
+_C.MEMFIT.COST_MODEL.ERROR_GB = 0.0
+# Time of a micro-batch in addition to that of its images, as the number of padded pixels that take
+# as long.
+_C.MEMFIT.COST_MODEL.OVERHEAD_PIXELS = 0.0
+
+_C.MEMFIT.OOM = CN()
+# What happens at an out-of-memory error. "raise" ends the run, as in Detectron2. "split" undoes the
+# begun work, and runs the same images again in smaller micro-batches, in training and in
+# evaluation.
+_C.MEMFIT.OOM.POLICY = "raise"
+# Iterations without an out-of-memory error after which a halved micro-batch is doubled again.
+_C.MEMFIT.OOM.GROW_AFTER = 1000
+# Whether an image that does not fit alone may be trained on at 0.7, 0.49 or 0.34 of its size.
+_C.MEMFIT.OOM.ALLOW_RESIZE = False
+# What happens to an image that does not fit in any way: "raise" an error that names it, or "skip"
+# it.
+_C.MEMFIT.OOM.LAST_RESORT = "raise"
+# Share of all images seen that may be skipped, rounded up to a whole image. If more are skipped,
+# the run ends with an error.
+_C.MEMFIT.OOM.MAX_SKIPPED = 0.001
+# Not used any more. Communication in a forward is noticed when it happens.
+_C.MEMFIT.OOM.COMMUNICATING_MODULES = []
+
+_C.MEMFIT.NORMALIZERS = CN()
+# Which counts in losses come from the whole effective batch, if it goes through the model in
+# several micro-batches. "window": those that the model adds up over ranks, that an adapter or
+# window_count declares, and the weights of weighted means; each is tested first. "exact": the means
+# of R-CNN's heads too, at the cost of one more forward. "off": none.
+_C.MEMFIT.NORMALIZERS.POLICY = "window"
+# Losses that a model divides by the number of annotated objects in its batch, without adding it up
+# over ranks. Each entry is a pair of a pattern of their names and "objects", such as
+# [["loss_mask*", "objects"]].
+_C.MEMFIT.NORMALIZERS.LOSSES = []
+
+_C.MEMFIT.MONITOR = CN()
+# Iterations between reports of all ranks' memory, as scalars memfit/... and in the console's line.
+# None is no reports.
+_C.MEMFIT.MONITOR.PERIOD = None
+# Iterations over which memory must grow steadily for a warning about a leak. None is no warning.
+_C.MEMFIT.MONITOR.LEAK_WINDOW = None
+# Iteration for which OUTPUT_DIR/memfit_memory_<iteration>.json shows the owners of the memory at
+# its peak. With this key or the next one, the signal SIGUSR1 requests another file.
+_C.MEMFIT.MONITOR.SNAPSHOT_ITER = None
+# Whether OUTPUT_DIR/memfit_oom_<number>.json shows the same at the first out-of-memory errors.
+_C.MEMFIT.MONITOR.SNAPSHOT_ON_OOM = False
+
+_C.MEMFIT.EVALUATION = CN()
+# Whether Detectron2's COCOEvaluator keeps its predictions in a file. The official COCO API then
+# evaluates them in parts of 200 images. The results are those of the whole.
+_C.MEMFIT.EVALUATION.ON_DISK = False
+
+_C.MEMFIT.PLAN = CN()
+# Whether fit_config, which tools/train_net.py calls, plans before training so that the job fits
+# BUDGET_GB.
+_C.MEMFIT.PLAN.ENABLED = False
+# Share of the budget that a plan leaves free for what an estimate does not know.
+_C.MEMFIT.PLAN.MARGIN = 0.1
+# Tiers of techniques that a plan may use: "exact", "precision", "recipe".
+_C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
+# Whether a plan also finds MEMFIT.COST_MODEL. This takes about ten more dry runs.
+_C.MEMFIT.PLAN.COST_MODEL = False
+
+
+def default_keys() -> CN:
+    """All keys of d2_memfit."""
+    cfg = _C.clone()
+    for _, technique in TECHNIQUES:
+        technique.add_config(cfg)
+    return cfg
+
+
+def keys_of(cfg: CN, prefix: str = "") -> Iterator[str]:
+    """Whole names of all keys and nodes."""
+    for key, value in cfg.items():
+        yield prefix + key
+        if isinstance(value, CN):
+            yield from keys_of(value, f"{prefix}{key}.")

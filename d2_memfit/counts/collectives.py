@@ -1,0 +1,307 @@
+# Copyright (c) the d2_memfit developers.
+"""Detection of calls that communicate with other ranks, whatever library makes them."""
+
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..common.patching import replaced_functions
+
+__all__ = [
+    "Collective",
+    "Place",
+    "PretendedRanks",
+    "noticed_collectives",
+    "place_of_caller",
+]
+
+if dist.is_available():
+    import torch.distributed.nn  # its functions' default group is the group at import
+
+# The methods behind torch.distributed's functions, and the names by which users know some.
+_METHOD = re.compile(r"_?(all|barrier|broadcast|gather|monitored_barrier|recv|reduce|scatter|send)")
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+}
+# Functional collectives are operators, which find their group without Python.
+_OPERATORS = (
+    "all_reduce",
+    "all_reduce_",
+    "all_reduce_coalesced",
+    "all_reduce_coalesced_",
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+)
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+# Files of helper functions: a collective's place is the code that calls them.
+_PASSED_ON = (
+    str(Path(torch.__file__).parent),
+    _PACKAGE,
+    "/detectron2/utils/comm.py",
+)
+
+_MOST_COUNTS = 16  # numbers in a tensor; a larger one is not a count
+_FUNCTION = torch.autograd.function.__file__
+
+Place = tuple[tuple[str, int], ...]  # file and line of the call and its callers, innermost first
+
+
+@dataclass
+class Collective:
+    """One call of a collective.
+
+    Attributes:
+        name: as in ``torch.distributed``.
+        place: where the model's code calls it.
+        module: class of the innermost module that calls it.
+        tensors: the tensors that the call changes in place.
+        sent: the tensors that it sends, if they are others, as in an all_gather.
+        num_ranks: ranks of its group.
+        is_sum: True for a sum over ranks, False for a mean; None for others.
+        is_differentiable: whether gradients flow through it.
+    """
+
+    name: str
+    place: Place
+    module: str
+    tensors: Sequence[torch.Tensor]
+    sent: Sequence[torch.Tensor]
+    num_ranks: int
+    is_sum: Optional[bool]
+    is_differentiable: bool
+
+    @property
+    def is_count(self) -> bool:
+        """Whether it may sum numbers that losses are divided by."""
+        return (
+            self.is_sum is not None
+            and self.name == "all_reduce"
+            and not self.is_differentiable
+            and self.tensors[0].numel() <= _MOST_COUNTS
+            and self.tensors[0].dtype != torch.bool
+        )
+
+    def run_alone(self) -> bool:
+        """Answer as if all ranks had sent what this one sends; return whether that is possible."""
+        if self.name in ("all_gather", "all_gather_into_tensor") and len(self.sent) == 1:
+            for received in self.tensors:
+                received.view(-1, *self.sent[0].shape).copy_(self.sent[0])
+        elif self.name in ("all_reduce", "all_reduce_coalesced", "reduce"):
+            for tensor in self.tensors if self.is_sum else ():
+                tensor.mul_(self.num_ranks)
+        else:
+            return self.name in ("barrier", "broadcast", "monitored_barrier")
+        return True
+
+    def __str__(self) -> str:
+        file, line = self.place[0] if self.place else ("a file that is not known", 0)
+        return f"{self.name} in {file}:{line} ({self.module})"
+
+
+# Called with a collective; returns whether it was handled. If not, the collective runs.
+Handler = Callable[[Collective], bool]
+
+
+@contextmanager
+def noticed_collectives(handle: Handler) -> Iterator[None]:
+    """While open, pass all collectives of this process that Python knows to ``handle``.
+
+    They are seen where PyTorch passes them to a process group, or to the operator of a functional
+    collective. The name or library of the call does not matter. DistributedDataParallel's own are
+    not seen.
+    """
+    if not dist.is_available():
+        yield
+        return
+    functional = torch.ops._c10d_functional
+    methods = {
+        name: _method(_NAMES.get(name, name), handle)
+        for name in filter(_METHOD.match, dir(dist.ProcessGroup))
+    }
+    operators = {name: _operator(name, handle) for name in _OPERATORS if hasattr(functional, name)}
+    with (
+        replaced_functions([dist.ProcessGroup], methods),
+        replaced_functions([functional], operators),
+    ):
+        yield
+
+
+class PretendedRanks:
+    """Tells code on one rank that there are two, so that it adds up its counts over ranks.
+
+    A function that cannot work so is told the truth: see :meth:`spare`. While it is told
+    otherwise, open :func:`noticed_collectives` too, because there is no group to run collectives.
+
+    Attributes:
+        was_asked: whether code has asked for ranks.
+    """
+
+    NUM_RANKS = 2
+
+    def __init__(self) -> None:
+        self._asked: set[CodeType] = set()
+        self._spared: set[CodeType] = set()
+
+    @property
+    def was_asked(self) -> bool:
+        return len(self._asked) > 0
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """While open, code that asks is told that there are two ranks, and that it is rank 0."""
+        pretended = dist.ProcessGroup(0, self.NUM_RANKS)  # type: ignore[call-arg, arg-type]
+
+        def told(original: Any) -> property:
+            def get(group_member: Any) -> Any:
+                # Often a helper, is_dist_avail_and_initialized(), and the code that calls it.
+                askers = {frame.f_code for frame in islice(_callers(), 2)}
+                self._asked |= askers
+                return original.fget(group_member) if askers & self._spared else pretended
+
+            return property(get, original.fset)
+
+        # All questions to torch.distributed end at the attribute WORLD of this class.
+        with replaced_functions([type(dist.GroupMember)], {"WORLD": told}):
+            yield
+
+    def spare(self, error: BaseException) -> bool:
+        """Tell the innermost function that asked for ranks, and led to an error, the truth.
+
+        Returns:
+            bool: whether there is one. If not, the error has another cause.
+        """
+        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+            code = frame.f_code
+            if code in self._asked and code not in self._spared:
+                self._spared.add(code)
+                return True
+        return False
+
+
+def place_of_caller(depth: int = 3) -> Place:
+    """File and line of the innermost code that is neither PyTorch's nor ours.
+
+    The result is the same on all machines, wherever the code is installed.
+    """
+    place: list[tuple[str, int]] = []
+    for frame in islice(_callers(), depth):
+        place.append(("/".join(Path(frame.f_code.co_filename).parts[-2:]), frame.f_lineno))
+    return tuple(place)
+
+
+def _callers() -> Iterator[FrameType]:
+    """Frames of the model's code, innermost first, up to the trainer that calls the model."""
+    is_in_model = False
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if not any(part in file for part in _PASSED_ON):
+            is_in_model = True
+            yield frame
+        elif is_in_model and file.startswith(_PACKAGE):
+            return
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: Optional[FrameType] = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _collective(name: str, args: Sequence[Any], num_ranks: int) -> Collective:
+    module = "no module"
+    is_differentiable = False
+    for frame in _frames():
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            module = type(owner).__name__
+            break
+        # The forward of a function with its own backward.
+        is_differentiable |= frame.f_code.co_filename == _FUNCTION
+    tensors = _flat(args[:1])
+    sent = _flat(args[1:2])
+    op = getattr(args[1], "reduceOp", args[1]) if len(args) > 1 else None
+    return Collective(
+        name,
+        place_of_caller(),
+        module,
+        tensors,
+        sent,
+        num_ranks,
+        _is_sum(op) if "reduce" in name and not sent else None,
+        is_differentiable or any(t.requires_grad for t in tensors),
+    )
+
+
+def _method(name: str, handle: Handler) -> Callable[..., Any]:
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            call = _collective(name, args, group.size())
+            return _Done() if handle(call) else original(group, *args, **kwargs)
+
+        return method
+
+    return replacement
+
+
+def _operator(name: str, handle: Handler) -> Callable[..., Any]:
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        def operator(*args: Any, **kwargs: Any) -> Any:
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            call = _collective(name, args, ranks)
+            if name == "all_reduce":  # not in place, and may be a count
+                call.tensors = [call.tensors[0].detach().clone()]
+            if not handle(call):
+                return original(*args, **kwargs)
+            return call.tensors[0] if name == "all_reduce" else args[0]
+
+        return operator
+
+    return replacement
+
+
+def _is_sum(op: Any) -> Optional[bool]:
+    """True for a sum, False for a mean, None for another reduction."""
+    if op == dist.ReduceOp.SUM or op == "sum":
+        return True
+    return False if op == getattr(dist.ReduceOp, "AVG", None) or op == "avg" else None
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [t for part in value for t in _flat(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+class _Done:
+    """The handle of a finished collective."""
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True

@@ -1,0 +1,19 @@
+# Copyright (c) the d2_memfit developers.
+"""Hooks that watch a run."""
+
+from .explained_hooks import explains_hooks
+from .leak_detector import LeakDetector
+from .memory_monitor import MemoryMonitor
+from .memory_snapshot import MemorySnapshot
+from .monitors import MONITORS, job_hooks
+from .not_finite import likely_cause
+
+__all__ = [
+    "MONITORS",
+    "LeakDetector",
+    "MemoryMonitor",
+    "MemorySnapshot",
+    "explains_hooks",
+    "job_hooks",
+    "likely_cause",
+]

@@ -1,0 +1,191 @@
+# Copyright (c) the d2_memfit developers.
+"""A hook that detects memory leaks and names their owners."""
+
+import logging
+import multiprocessing
+import sys
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from detectron2.engine import HookBase
+from torch import nn
+
+from ... import compat
+from ...compat.pytorch import tree_iter
+from ...memory import (
+    GrowingContainers,
+    TensorCensus,
+    bytes_by_kind,
+    holders,
+    steady_growth,
+    used_bytes,
+)
+
+__all__ = ["LeakDetector"]
+
+logger = logging.getLogger(__name__)
+
+_HOST = torch.device("cpu")
+# What counts as a leak. A leak of 1 MiB in 100 iterations adds 10 KiB in each. Small objects leak
+# as at least 20 objects per iteration: the largest that Python's own allocator serves has 512 B.
+_BYTES_PER_ITERATION = 8 * 2**10
+_OBJECTS_PER_ITERATION = 18
+_LOOK_AGAIN_AFTER = 8  # iterations, for containers that grow
+
+
+class LeakDetector(HookBase):
+    """Warns once for each kind of memory whose use after iterations grows steadily.
+
+    It measures GPU tensors, host memory, small Python objects (which have their own allocator) and
+    the loader's workers.
+
+    The warning gives the growth per 1000 iterations and the kinds of the new tensors. It names the
+    modules or hooks that hold them, and the containers that grow. Memory that Python cannot see
+    counts in the growth, but not among the tensors: the graph behind a kept loss, for example.
+
+    Register it on each rank to watch.
+
+    Args:
+        window: iterations over which memory must grow.
+        skip: iterations at the beginning, which fill caches.
+        at_least_bytes: smallest growth over the window that counts; None is 8 KiB per iteration.
+    """
+
+    def __init__(
+        self, window: int = 400, skip: int = 50, at_least_bytes: Optional[int] = None
+    ) -> None:
+        self._window = window
+        self._skip = skip
+        self._at_least_bytes = at_least_bytes or _BYTES_PER_ITERATION * window
+        self._used: dict[str, deque[float]] = {}
+        self._largest = 0  # numbers in the largest tensor of a batch
+        self._growing: dict[str, float] = {}  # by kind; not warned of yet
+        self._said: set[str] = set()
+        self._look_again = 0
+        self._forward_hook: Any = None
+        self._census: Optional[TensorCensus] = None
+        self._containers: Optional[GrowingContainers] = None
+
+    def before_train(self) -> None:
+        model = compat.without_ddp(self.trainer.model)
+        self._forward_hook = model.register_forward_pre_hook(self._look_at_sizes)
+
+    def after_train(self) -> None:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+
+    def _look_at_sizes(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """Begin the window anew: larger images than all before may take more, and leak nothing."""
+        tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, torch.Tensor)]
+        largest = max((tensor.numel() for tensor in tensors), default=0)
+        if largest > self._largest:
+            self._largest = largest
+            self._used.clear()
+
+    def after_step(self) -> None:
+        done = self.trainer.iter + 1 - self.trainer.start_iter - self._skip
+        if done <= 0:
+            return
+        for kind, used in self._measure().items():
+            self._used.setdefault(kind, deque(maxlen=self._window)).append(used)
+        if self._growing:
+            if done >= self._look_again:
+                self._warn()
+        elif done % self._window == 1:
+            self._census = TensorCensus()
+        elif self._census is not None and done >= self._window and done % (self._window // 8) == 0:
+            self._growing = self._growth()
+            if self._growing:
+                self._look_again = done + _LOOK_AGAIN_AFTER
+                self._containers = GrowingContainers(
+                    self._window // 4, compat.histories(self.trainer.storage)
+                )
+
+    def _measure(self) -> dict[str, float]:
+        used: dict[str, float] = {"host": used_bytes(_HOST)}
+        device = next(self.trainer.model.parameters()).device
+        if device.type != "cpu":
+            used["device"] = used_bytes(device)
+        # Each entry of a history is a tuple and a number, and stays as long as the run.
+        entries = sum(map(len, compat.histories(self.trainer.storage)))
+        used["objects"] = sys.getallocatedblocks() - 2 * entries
+        workers = multiprocessing.active_children()
+        if workers:
+            used["workers"] = sum(_anonymous_bytes(w.pid) for w in workers)
+        return used
+
+    def _growth(self) -> dict[str, float]:
+        """Growth per iteration by kind, without the kinds that do not grow."""
+        growth = {}
+        for kind, used in self._used.items():
+            at_least = self._at_least_bytes
+            if kind == "objects":
+                at_least = _OBJECTS_PER_ITERATION * self._window
+            if kind not in self._said and len(used) == self._window:
+                growth[kind] = steady_growth(list(used), at_least)
+        return {kind: per_iteration for kind, per_iteration in growth.items() if per_iteration}
+
+    def _warn(self) -> None:
+        assert self._census is not None
+        assert self._containers is not None
+        growing = self._growing
+        self._growing = {}
+        self._said.update(growing)
+        grown = self._containers.grown(_LOOK_AGAIN_AFTER // 2)
+        self._containers = None
+        containers = _most(Counter(grown)) if grown else "none that Python can see"
+        if "workers" in growing:
+            logger.warning(
+                "The memory of the data loader's workers grows by %.1f MB per 1000 iterations, and "
+                "has for the last %d. Look at what the dataset and its mapper keep",
+                growing.pop("workers") * 1000 / 2**20,
+                self._window,
+            )
+        objects = growing.pop("objects", 0)
+        if growing:
+            new = self._census.newcomers()
+            logger.warning(
+                "Memory in use grows by %.1f MB per 1000 iterations, and has for the last %d%s. "
+                "Tensors that have come: %s. They are held by: %s. Containers that grow: %s",
+                sum(growing.get(kind, 0) for kind in ("host", "device")) * 1000 / 2**20,
+                self._window,
+                f"; Python objects by {objects:.0f} per iteration" if objects else "",
+                _most(bytes_by_kind(new)),
+                _most(holders(new, self._owners())),
+                containers,
+            )
+        elif objects:
+            logger.warning(
+                "Python objects grow by %.0f per iteration, and have for the last %d. Containers "
+                "that grow: %s",
+                objects,
+                self._window,
+                containers,
+            )
+
+    def _owners(self) -> list[tuple[str, Any]]:
+        hooks = [hook for hook in compat.hooks_of(self.trainer) if hook is not self]
+        owners = [(type(hook).__name__, hook) for hook in hooks]
+        model = compat.without_ddp(self.trainer.model)
+        owners += [(name or type(model).__name__, module) for name, module in model.named_modules()]
+        inner: Any = compat.inner_trainer(self.trainer)
+        owners += [("the data loader", inner.data_loader), ("the optimizer", inner.optimizer)]
+        owners += [("the event storage", self.trainer.storage), ("the trainer", inner)]
+        return owners + ([("the trainer", self.trainer)] if inner is not self.trainer else [])
+
+
+def _anonymous_bytes(pid: Optional[int]) -> int:
+    """A process's RAM without file pages, in bytes; pages shared with its parent count."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has ended, or this is not Linux
+        return 0
+    values = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
+    return int(values[0]) * 2**10 if values else 0
+
+
+def _most(counts: Counter[str], num: int = 3) -> str:
+    items = [f"{name} ({size / 2**20:.1f} MB)" for name, size in counts.most_common(num)]
+    return ", ".join(items) or "none that Python can see"

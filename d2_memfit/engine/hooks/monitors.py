@@ -1,0 +1,39 @@
+# Copyright (c) the d2_memfit developers.
+"""The hooks that a job's config keys turn on."""
+
+from detectron2.engine import HookBase
+from detectron2.utils import comm
+
+from ...job import Job
+from ..resuming import GatherStates
+from .budget import EnforceBudget
+from .leak_detector import LeakDetector
+from .memory_monitor import MemoryMonitor
+from .memory_snapshot import MemorySnapshot
+from .shared_device import MakeRoom
+
+__all__ = ["MONITORS", "job_hooks"]
+
+MONITORS = (LeakDetector, MemoryMonitor, MemorySnapshot)  # of MEMFIT.MONITOR
+
+
+def job_hooks(job: Job) -> list[HookBase]:
+    """The hooks of MEMFIT.MONITOR, BUDGET_GB and OOM, and the one that checkpoints need.
+
+    Register them on all ranks, before the hooks that write and save.
+    """
+    monitor = job.cfg.MEMFIT.MONITOR
+    folder = job.cfg.OUTPUT_DIR
+    made: list[HookBase] = [GatherStates()]
+    if monitor.SNAPSHOT_ITER is not None or monitor.SNAPSHOT_ON_OOM:
+        folder = folder if comm.is_main_process() else f"{folder}/rank{comm.get_rank()}"
+        made.append(MemorySnapshot(folder, monitor.SNAPSHOT_ITER, monitor.SNAPSHOT_ON_OOM))
+    if monitor.PERIOD is not None:
+        made.append(MemoryMonitor(monitor.PERIOD, job.budget_gb))
+    if monitor.LEAK_WINDOW is not None:
+        made.append(LeakDetector(monitor.LEAK_WINDOW))
+    if job.budget_gb is not None:
+        made.append(EnforceBudget(job.budget_gb, job.cfg.MODEL.DEVICE))
+    if job.recovery is not None:
+        made.append(MakeRoom())
+    return made

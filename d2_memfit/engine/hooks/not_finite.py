@@ -1,0 +1,70 @@
+# Copyright (c) the d2_memfit developers.
+"""The likely cause of a loss that is infinite or NaN: the data, mixed precision, or the step."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Optional
+
+import torch
+from detectron2.utils.events import get_event_storage
+from torch import nn
+
+from ..window import dataset_dicts
+
+__all__ = ["likely_cause"]
+
+_GROWN = 10  # times the smallest of the last losses
+
+
+def likely_cause(
+    parameters: Iterable[nn.Parameter],
+    data: Any,
+    in_float32: Optional[Callable[[], Mapping[str, torch.Tensor]]],
+) -> str:
+    """What to look at, after a micro-batch whose losses are not finite.
+
+    Args:
+        parameters: those of the model.
+        data: a micro-batch's.
+        in_float32: computes its losses again in float32; None if that is not possible, or if they
+            were in float32.
+    """
+    if not all(p.isfinite().all() for p in parameters):
+        return "the learning rate, for the weights are not finite: lower SOLVER.BASE_LR"
+    for image in dataset_dicts(data):
+        if fault := _fault(image):
+            return f"the data, for {image.get('file_name', 'an image')} has {fault}"
+    if in_float32 is not None:
+        with torch.no_grad():
+            losses = in_float32()
+        if math.isfinite(sum(loss.item() for loss in losses.values())):
+            return (
+                "mixed precision, for in float32 the losses are finite: MEMFIT.AMP_DTYPE bfloat16, "
+                "or SOLVER.AMP.ENABLED False"
+            )
+    if _has_grown():
+        return (
+            "the learning rate, for the losses have grown: lower SOLVER.BASE_LR, lengthen "
+            "SOLVER.WARMUP_ITERS, or set SOLVER.CLIP_GRADIENTS.ENABLED True"
+        )
+    return "the data, for weights and earlier losses are good: look at these annotations"
+
+
+def _fault(image: Mapping[str, Any]) -> str:
+    instances: Any = image.get("instances")
+    fields = instances.get_fields() if hasattr(instances, "get_fields") else {}
+    for name, value in [("image", image.get("image")), *fields.items()]:
+        tensor = getattr(value, "tensor", value)  # of Boxes
+        if isinstance(tensor, torch.Tensor) and not tensor.isfinite().all():
+            return f"values in {name} that are not finite"
+        if name == "gt_boxes" and (tensor[:, 2:] <= tensor[:, :2]).any():
+            return "a box without width or height"
+    return ""
+
+
+def _has_grown() -> bool:
+    histories = get_event_storage().histories()
+    if "total_loss" not in histories:
+        return False
+    last = [value for value, _ in histories["total_loss"].values()[-20:]]
+    return last[-1] > _GROWN * min(last)

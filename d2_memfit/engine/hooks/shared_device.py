@@ -1,0 +1,113 @@
+# Copyright (c) the d2_memfit developers.
+"""A hook that makes room when other processes take memory of the device."""
+
+import logging
+import math
+from typing import Any, Optional
+
+import torch
+from detectron2.engine import HookBase
+from torch import nn
+
+from ... import compat
+from ...memory import available_host_bytes, device_memory, release_memory
+from ..window import ByteCut, count_images
+
+__all__ = ["MakeRoom"]
+
+logger = logging.getLogger(__name__)
+
+_PERIOD = 5  # iterations between looks at the device
+_FIRST_ITERATIONS = 10  # these load kernels and libraries
+_MARGIN = 1.1  # of what a micro-batch has needed
+_NOTICEABLE_BYTES = 2**27  # taken by others
+_GB = 2**30
+
+
+class MakeRoom(HookBase):
+    """Halves the micro-batch before an error, if other processes leave less than it needs.
+
+    On a GPU that a desktop shares, other programs take memory while training runs. Every few
+    iterations the device's free memory plus this process's is compared with the most that the
+    process has taken with micro-batches of this size. The driver's counter is read, so nothing
+    waits for the device. The micro-batch grows back as after an out-of-memory error, after
+    MEMFIT.OOM.GROW_AFTER iterations. On the CPU it is the RAM, with the limits of cgroups.
+
+    Register it on each rank. It needs an ``AccumulatingTrainer`` with recovery.
+    """
+
+    def __init__(self) -> None:
+        self._needs: dict[Optional[float], int] = {}  # bytes, by the limit of micro-batches
+        self._last = math.inf
+        self._most_room = 0
+        self._largest: Any = None  # the forward's batch with the most images, of one iteration
+        self._most_images = 0
+        self._forward_hook: Any = None
+
+    def before_train(self) -> None:
+        self._trainer = compat.inner_trainer(self.trainer)
+        model = compat.without_ddp(self._trainer.model)
+        self._device = next(model.parameters()).device
+        self._forward_hook = model.register_forward_hook(self._after_forward)
+
+    def after_train(self) -> None:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+
+    def after_step(self) -> None:
+        largest = self._largest
+        self._largest = None
+        done = self.trainer.iter + 1 - self.trainer.start_iter
+        limit = self._limit or math.inf
+        has_grown = limit > self._last
+        self._last = limit
+        if done >= _FIRST_ITERATIONS and (done % _PERIOD == 0 or has_grown):
+            self._look(largest)
+
+    @property
+    def _limit(self) -> Optional[float]:
+        """What limits a micro-batch now, in images or GB; None is the loader's batch."""
+        size = self._trainer.recovery.size
+        return size.limit_gb if isinstance(size, ByteCut) else size.images
+
+    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], _: Any) -> None:
+        if not model.training:
+            return
+        self._needs[self._limit] = max(self._needs.get(self._limit, 0), self._taken())
+        images = count_images(args[0]) if args else 0
+        if self._largest is None or images > count_images(self._largest):
+            self._largest = args[0] if args else None
+        self._most_images = max(self._most_images, images)
+
+    def _taken(self) -> int:
+        memory = device_memory(self._device)
+        is_gpu = self._device.type == "cuda"
+        return memory.reserved_bytes if is_gpu else memory.allocated_bytes
+
+    def _look(self, largest: Any) -> None:
+        is_gpu = self._device.type == "cuda"
+        free = torch.cuda.mem_get_info(self._device)[0] if is_gpu else available_host_bytes()
+        room = free + self._taken()
+        need = self._needs.get(self._limit, 0)
+        self._most_room = max(self._most_room, room)
+        taken = self._most_room - room
+        size = self._trainer.recovery.size
+        images = self._limit or self._most_images
+        # If ranks communicate in the forward, their micro-batches must stay equal.
+        may_shrink = images > 1 and not self._trainer.normalizers.communication.known
+        if room >= _MARGIN * need or taken < _NOTICEABLE_BYTES or not may_shrink:
+            return
+        if isinstance(size, ByteCut):
+            size.halve(largest)
+        else:
+            size.halve(int(images))
+        logger.warning(
+            "Iteration %d: other processes have taken %.2f GB of the device %s and left %.2f GB, "
+            "and %.2f GB were needed. The micro-batch is halved before it fails",
+            self.trainer.iter,
+            taken / _GB,
+            self._device,
+            room / _GB,
+            need / _GB,
+        )
+        release_memory(self._device, thorough=False)

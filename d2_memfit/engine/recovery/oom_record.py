@@ -1,0 +1,242 @@
+# Copyright (c) the d2_memfit developers.
+"""Facts about an out-of-memory error, for the log, the final error and a file."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional
+
+import torch
+from detectron2.utils import comm
+from detectron2.utils.file_io import PathManager
+from torch import nn
+
+from ... import compat
+from ...errors import OutOfMemoryError
+from ...iteration import Padding
+from ...job import RecoveryOptions
+from ...memory import device_memory, error_line, is_out_of_memory
+from ..window import count_images, dataset_dicts
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "RAISE",
+    "Failure",
+    "OomEvent",
+    "OomRecord",
+    "explained_memory_error",
+    "final_error",
+    "observed",
+    "padded_size",
+]
+
+RAISE = "training stops"
+
+_GB = 2**30
+
+
+class Failure:
+    """Facts about an out-of-memory error that are known only while it is handled.
+
+    It holds no reference to the error, whose traceback would keep tensors alive.
+    """
+
+    def __init__(self, error: BaseException, phase: str, device: torch.device) -> None:
+        self.error = error_line(error)
+        self.phase = phase
+        self.memory = device_memory(device)
+
+
+@dataclass
+class OomEvent:
+    """One out-of-memory error. Sizes are in pixels, memory is in GB (2^30 bytes)."""
+
+    iteration: int
+    # start, window, forward, backward, restoration, vote, reduction, optimizer, evaluation,
+    # allocator, or "hook " and its class
+    phase: str
+    micro_batch: int  # images in it
+    images: list[dict[str, Any]]  # file_name, image_id, height, width, num_instances of each
+    padded_size: Optional[tuple[int, int]]  # height and width of the batch that they make
+    allocated_gb: float
+    reserved_gb: float
+    budget_gb: Optional[float]
+    error: str
+    action: str = ""  # what was done about it
+    rank: int = field(default_factory=comm.get_rank)
+    time: float = field(default_factory=time.time)  # seconds since 1970
+
+    @classmethod
+    def of(
+        cls,
+        failure: "Failure",
+        data: Any,
+        model: nn.Module,
+        budget_gb: Optional[float],
+    ) -> "OomEvent":
+        """The event of a failure in a micro-batch (``data``). The model has no DDP around it."""
+        memory = failure.memory
+        return cls(
+            iteration=compat.current_iteration(),
+            phase=failure.phase,
+            micro_batch=count_images(data),
+            images=[_describe(image) for image in _images(data)],
+            padded_size=padded_size(data, model),
+            allocated_gb=round(memory.allocated_bytes / _GB, 3),
+            reserved_gb=round(memory.reserved_bytes / _GB, 3),
+            budget_gb=budget_gb,
+            error=failure.error,
+        )
+
+    def __str__(self) -> str:
+        names = ", ".join(
+            f"{i['file_name']} (image_id {i['image_id']}, {i['height']} x {i['width']} pixels, "
+            f"{i['num_instances']} instances)"
+            for i in self.images
+        )
+        size = " x ".join(map(str, self.padded_size)) if self.padded_size else "unknown size"
+        budget = "no budget" if self.budget_gb is None else f"a budget of {self.budget_gb:g} GB"
+        return (
+            f"Out of memory in the {self.phase} of iteration {self.iteration} on rank {self.rank}, "
+            f"with a micro-batch of {self.micro_batch}, padded to {size}: {names or 'no images'}. "
+            f"{self.allocated_gb:.2f} GB allocated, {self.reserved_gb:.2f} GB reserved, {budget}. "
+            f"The error was: {self.error}"
+        )
+
+
+class OomRecord:
+    """Appends events to ``memfit_oom.jsonl``, one JSON object per line.
+
+    Each event is one write of one line. The file can be parsed whenever the process ends, and
+    several ranks can share it.
+
+    Args:
+        output_dir: its folder; "" for no file.
+    """
+
+    FILE_NAME = "memfit_oom.jsonl"
+
+    def __init__(self, output_dir: str = "") -> None:
+        self._path = os.path.join(output_dir, self.FILE_NAME) if output_dir else None
+
+    def append(self, event: OomEvent) -> None:
+        if self._path is None:
+            return
+        line = json.dumps(asdict(event), default=_plain) + "\n"
+        try:
+            PathManager.mkdirs(os.path.dirname(self._path))
+            with PathManager.open(self._path, "a") as f:
+                f.write(line)
+        except (OSError, MemoryError) as e:  # a full disk must not end a run that just recovered
+            logger.warning("Cannot write %s (%s). The event was %s", self._path, e, line.strip())
+
+
+@contextmanager
+def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
+    """While open, call the observers when memory runs out, before anything is freed."""
+    try:
+        yield
+    except Exception as e:
+        if is_out_of_memory(e):
+            for observe in observers:
+                _call(observe)
+        raise
+
+
+def _call(observe: Callable[[], None]) -> None:
+    try:
+        observe()
+    except Exception as e:  # the run may still continue
+        logger.warning("What was to be seen of the memory is lost: %s", e)
+
+
+@contextmanager
+def explained_memory_error(
+    phase: str,
+    data: Any,
+    model: nn.Module,
+    options: RecoveryOptions,
+    mixed_precision: bool,
+) -> Iterator[None]:
+    """Record and explain an out-of-memory error where nothing can be run again.
+
+    Raises:
+        OutOfMemoryError: in place of the original error.
+    """
+    try:
+        yield
+    except Exception as e:
+        if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # already explained
+            raise
+        failure = Failure(e, phase, next(model.parameters()).device)
+        event = OomEvent.of(failure, data, model, options.budget_gb)
+        event.action = RAISE
+        OomRecord(options.output_dir).append(event)
+        raise OutOfMemoryError(final_error(event, options, mixed_precision)) from e
+
+
+def final_error(event: OomEvent, options: RecoveryOptions, mixed_precision: bool) -> str:
+    """Message of the error that ends a run: what happened, and three things to try next."""
+    if event.phase in ("evaluation", "hook EvalHook"):
+        steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
+    elif event.phase.startswith("hook "):
+        steps = ["less in this hook, or on the host", "a smaller MEMFIT.MICRO_BATCH"]
+    elif event.phase in ("start", "window", "restoration", "vote", "reduction", "optimizer"):
+        steps = [
+            "a smaller MEMFIT.MICRO_BATCH",
+            "a higher MODEL.BACKBONE.FREEZE_AT: frozen weights need no gradients",
+        ]
+    else:
+        steps = ["a smaller MEMFIT.MICRO_BATCH"] if event.micro_batch > 1 else []
+        steps += [] if mixed_precision else ["SOLVER.AMP.ENABLED True"]
+        steps += ["a smaller INPUT.MAX_SIZE_TRAIN"]
+        steps += [] if options.allow_resize else ["MEMFIT.OOM.ALLOW_RESIZE True"]
+        steps += [] if options.last_resort == "skip" else ["MEMFIT.OOM.LAST_RESORT skip"]
+    if options.budget_gb is None:
+        steps += ["another process may be using the device: look there", "a smaller backbone"]
+    else:
+        steps += ["a larger MEMFIT.BUDGET_GB", "a smaller backbone"]
+    tries = "; ".join(f"({i}) {step}" for i, step in enumerate(steps[:3], 1))
+    return f"{event}. Next things to try: {tries}"
+
+
+def padded_size(data: Any, model: nn.Module) -> Optional[tuple[int, int]]:
+    """Height and width, in pixels, to which the model pads a micro-batch's images."""
+    sizes = [image["image"].shape[-2:] for image in _images(data)]
+    if not sizes:
+        return None
+    height, width = (max(sides) for sides in zip(*sizes))
+    return Padding.of(model).size(height, width)
+
+
+def _describe(image: dict[str, Any]) -> dict[str, Any]:
+    height, width = image["image"].shape[-2:]
+    return {
+        "file_name": image.get("file_name"),
+        "image_id": image.get("image_id"),
+        "height": height,
+        "width": width,
+        "num_instances": _num_instances(image),
+    }
+
+
+def _num_instances(image: dict[str, Any]) -> Optional[int]:
+    instances = image.get("instances")
+    if instances is None:
+        return None
+    return len(instances) if instances.get_fields() else 0  # without fields they have no length
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold, from an image_id of any type."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _images(data: Any) -> list[dict[str, Any]]:
+    """The dataset dicts of a micro-batch that have pixels."""
+    return [d for d in dataset_dicts(data) if isinstance(d.get("image"), torch.Tensor)]

@@ -1,0 +1,289 @@
+# Copyright (c) the d2_memfit developers.
+"""Recovery: undo a micro-batch that does not fit, and run its images with less memory."""
+
+import contextlib
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Callable, Optional, Union
+
+import torch
+from detectron2.utils import comm
+from detectron2.utils.events import get_event_storage
+from torch import nn
+
+from ...errors import OutOfMemoryError
+from ...job import RecoveryOptions
+from ...memory import RisingRetries, is_out_of_memory, release_memory
+from ..normalizers import Communication
+from ..state import Snapshot
+from ..window import ByteCut, MicroBatch, MicroBatchSize, Window, WindowStorage, halve
+from .escalation import SKIP, Escalation, low_memory_step
+from .oom_record import RAISE, Failure, OomEvent, OomRecord, explained_memory_error, final_error
+
+__all__ = ["Recovery", "RecoveryReport"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RecoveryReport:
+    """One rank's report about the memory of its window."""
+
+    micro_batch: int = 0  # images in the largest one
+    oom_events: int = 0
+    retried_images: int = 0
+    seen_images: int = 0  # including skipped images
+    skipped_images: int = 0
+    final_error: str = ""
+    size: dict[str, Any] = field(default_factory=dict)  # state of the MicroBatchSize
+
+
+class Recovery:
+    """Runs windows to their end, whatever fits. Make one per trainer.
+
+    Args:
+        options: what recovery may do.
+        model: without DDP around it.
+        micro_batch_size: as for the trainer.
+        mixed_precision: whether it is on, for the advice in the final error.
+        communication: the model's communication in its forward.
+        cut: cuts windows by bytes; None cuts by number of images.
+
+    Attributes:
+        size: the current limit of a micro-batch, in images or bytes.
+        oom_events, retried_images, skipped_images: totals over all ranks and iterations.
+    """
+
+    def __init__(
+        self,
+        options: RecoveryOptions,
+        model: nn.Module,
+        micro_batch_size: Optional[int],
+        mixed_precision: bool,
+        communication: Communication,
+        cut: Optional[ByteCut] = None,
+    ) -> None:
+        self.size: Union[MicroBatchSize, ByteCut]
+        self.size = cut or MicroBatchSize(micro_batch_size, options.grow_after)
+        self.oom_events = 0
+        self.retried_images = 0
+        self.skipped_images = 0
+        self._seen_images = 0
+        self._options = options
+        self._communication = communication
+        self._model = model
+        self._mixed_precision = mixed_precision
+        self._device = next(model.parameters()).device
+        self._record = OomRecord(options.output_dir)
+        self._micro_batch_size = micro_batch_size
+        self._sizes = [self.size.state_dict()]  # one of each rank
+        self._retries = RisingRetries()
+        self._escalation = Escalation(options)
+        self._report = RecoveryReport()
+        self._window: Optional[Window] = None
+
+    def run(
+        self,
+        window: Window,
+        storage: WindowStorage,
+        forward: Callable[[MicroBatch], torch.Tensor],
+        backward: Callable[[torch.Tensor, MicroBatch], None],
+        begin_anew: Callable[[], None],
+    ) -> RecoveryReport:
+        """Accumulate the gradients of a window.
+
+        After an error in a forward, which has touched no gradient, only its micro-batch runs again.
+        After an error in a backward, which may have, the window starts over. No image is lost or
+        counted twice.
+
+        Raises:
+            OutOfMemoryError: at once, if ranks communicate in the forward. In all other cases the
+                ranks must agree first, see :meth:`end_iteration`.
+        """
+        if window is not self._window:  # if all ranks run a window again, its report is kept
+            self._report = RecoveryReport()
+        self._window = window
+        self._escalation = Escalation(self._options)
+        at_start: Optional[Snapshot] = None
+        while micro_batch := window.take(self.micro_batch_size, self._micro_batch_size is not None):
+            storage.next_micro_batch(micro_batch.num_images)
+            before, failure = self._attempt(micro_batch, storage, forward, backward)
+            at_start = at_start or before
+            if failure is None:
+                continue
+            # No exception is being handled here, so nothing holds the tensors of the attempt.
+            if failure.phase == "forward":  # it has touched no gradient
+                self._report.retried_images += micro_batch.num_images
+                window.put_back()
+            else:
+                self._report.retried_images += window.num_images
+                window.start_over()
+                before = at_start
+            self._react(failure, micro_batch, window)  # which records it first
+            self._undo(before, failure, micro_batch)
+            if self._report.final_error:
+                self._model.zero_grad(set_to_none=True)
+                if not self._may_retry:
+                    raise OutOfMemoryError(self._report.final_error)
+                break
+            begin_anew()
+        self._end_window(window)
+        return self._report
+
+    def _end_window(self, window: Window) -> None:
+        """Complete the report of a window, and let the micro-batch grow after a while."""
+        self._report.seen_images = window.num_images + self._report.skipped_images
+        self._report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
+        self._watch_allocator(window)
+        if self.size.end_iteration(clean=not self._report.oom_events):
+            logger.info(
+                "Iteration %d: memory was enough for a while, the micro-batch grows to %s images",
+                get_event_storage().iter,
+                self.size.images or "the loader's batch of",
+            )
+        self._report.size = self.size.state_dict()
+
+    @property
+    def micro_batch_size(self) -> Optional[int]:
+        """Current number of images per micro-batch; None is the loader's batch."""
+        return self.size.images if self._may_retry else self._micro_batch_size
+
+    @property
+    def _may_retry(self) -> bool:
+        """Whether this rank can run its images again without the other ranks."""
+        return not self._communication.known
+
+    def end_iteration(self, reports: Sequence[RecoveryReport]) -> None:
+        """Count the events of all ranks, and log them.
+
+        Raises:
+            OutOfMemoryError: on every rank, if an image of any rank does not fit at all, or too
+                many were skipped.
+        """
+        errors = [r.final_error for r in reports if r.final_error]
+        if errors:
+            raise OutOfMemoryError("\n".join(errors))
+        self._window = None
+        self._sizes = [r.size for r in reports]
+        self.oom_events += sum(r.oom_events for r in reports)
+        self.retried_images += sum(r.retried_images for r in reports)
+        self.skipped_images += sum(r.skipped_images for r in reports)
+        self._seen_images += sum(r.seen_images for r in reports)
+        get_event_storage().put_scalars(
+            smoothing_hint=False,
+            **{
+                "memfit/micro_batch": min(r.micro_batch for r in reports),
+                "memfit/oom_events": self.oom_events,
+                "memfit/retried_images": self.retried_images,
+            },
+        )
+        if self.skipped_images > math.ceil(self._options.max_skipped * self._seen_images):
+            raise OutOfMemoryError(
+                f"{self.skipped_images} of {self._seen_images} images did not fit and were "
+                f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self._options.max_skipped} allows"
+            )
+
+    def with_final_error(self, phase: str, data: Any) -> AbstractContextManager[None]:
+        """Explain an out-of-memory error where nothing can be run again."""
+        return explained_memory_error(
+            phase, data, self._model, self._options, self._mixed_precision
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sizes": self._sizes,
+            "oom_events": self.oom_events,
+            "retried_images": self.retried_images,
+            "skipped_images": self.skipped_images,
+            "seen_images": self._seen_images,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        sizes = state["sizes"]
+        rank = comm.get_rank()
+        same_ranks = len(sizes) == comm.get_world_size()
+        own = sizes[rank] if same_ranks else min(sizes, key=lambda s: s["images"] or math.inf)
+        if self._may_retry:  # otherwise all ranks must keep the same size
+            self.size.load_state_dict(own)
+        self._sizes = sizes if same_ranks else [own] * comm.get_world_size()
+        self.oom_events = state["oom_events"]
+        self.retried_images = state["retried_images"]
+        self.skipped_images = state["skipped_images"]
+        self._seen_images = state["seen_images"]
+
+    def _attempt(
+        self,
+        micro_batch: MicroBatch,
+        storage: WindowStorage,
+        forward: Callable[[MicroBatch], torch.Tensor],
+        backward: Callable[[torch.Tensor, MicroBatch], None],
+    ) -> tuple[Optional[Snapshot], Optional[Failure]]:
+        """The state before a micro-batch (None if there was no memory for it), and its failure."""
+        low_memory = self._escalation.needs_low_memory(micro_batch.data)
+        before = None
+        phase = "forward"
+        try:
+            before = Snapshot(self._model, storage)
+            with low_memory_step(self._model) if low_memory else contextlib.nullcontext():
+                loss = forward(micro_batch)
+                phase = "backward"
+                backward(loss, micro_batch)
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
+            return before, Failure(e, phase, self._device)
+        return before, None
+
+    def _react(self, failure: Failure, micro_batch: MicroBatch, window: Window) -> None:
+        """Decide how the images run again, and log it."""
+        self._report.oom_events += 1
+        event = self._event(failure, micro_batch.data)
+        if not self._may_retry:
+            event.action = RAISE
+        elif micro_batch.can_be_split:
+            event.action = f"{halve(self.size, micro_batch, window)} and its images are run again"
+        else:
+            event.action = self._escalation.next_action(micro_batch.data, window)
+        self._record.append(event)
+        logger.warning("%s. Now %s", event, event.action)
+        if event.action == SKIP:
+            self._report.skipped_images += micro_batch.num_images
+        elif event.action == RAISE:
+            self._report.final_error = final_error(event, self._options, self._mixed_precision)
+
+    def _undo(self, before: Optional[Snapshot], failure: Failure, micro_batch: MicroBatch) -> None:
+        """Restore a state, if it could be saved, and free memory.
+
+        If memory runs out here too, that is the window's final error, on all ranks.
+        """
+        is_thorough = self._report.oom_events > 1
+        try:
+            with self.with_final_error("restoration", micro_batch.data):
+                if failure.phase != "forward":
+                    self._model.zero_grad(set_to_none=True)
+                if before is not None:
+                    before.restore()
+                release_memory(self._device, thorough=is_thorough)
+        except OutOfMemoryError as e:
+            self._report.final_error = str(e)
+
+    def _watch_allocator(self, window: Window) -> None:
+        """Halve the size before a crash: an allocator that retries again and again is near it."""
+        if self._device.type != "cuda" or not self._may_retry:
+            return
+        retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
+        if not self._retries.too_close(retries) or self._report.micro_batch < 2:
+            return
+        largest = max(window.micro_batches, key=lambda m: m.num_images)
+        error = torch.OutOfMemoryError(f"num_alloc_retries rises again and again, to {retries}")
+        event = self._event(Failure(error, "allocator", self._device), largest.data)
+        event.action = f"{halve(self.size, largest, window)} before it fails"
+        self._report.oom_events += 1
+        self._record.append(event)
+        logger.warning("%s. Now %s", event, event.action)
+
+    def _event(self, failure: Failure, data: Any) -> OomEvent:
+        return OomEvent.of(failure, data, self._model, self._options.budget_gb)

@@ -1,0 +1,18 @@
+# Copyright (c) the d2_memfit developers.
+"""Checkpoints, exact resume, and endings that save."""
+
+from .checkpoint import MemfitCheckpointer
+from .ending import SaveOnEnding
+from .resumable_trainer import GatherStates, Progress, ResumableTrainer
+from .signals import end_with_launcher, raising_handlers_held_back, signals_passed_on
+
+__all__ = [
+    "GatherStates",
+    "MemfitCheckpointer",
+    "Progress",
+    "ResumableTrainer",
+    "SaveOnEnding",
+    "end_with_launcher",
+    "raising_handlers_held_back",
+    "signals_passed_on",
+]

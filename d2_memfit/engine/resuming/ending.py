@@ -1,0 +1,286 @@
+# Copyright (c) the d2_memfit developers.
+"""A hook that saves a checkpoint when a run ends early: by a signal, an error or a dead rank."""
+
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Optional
+
+from detectron2.engine import HookBase
+from detectron2.engine.hooks import LRScheduler
+from detectron2.utils import comm
+from fvcore.common.checkpoint import Checkpointer
+from torch import nn
+
+from ... import compat
+from ...common.logs import tracebacks_only_in_files, write_traceback
+from ...compat.pytorch import default_store
+from ...errors import MemfitError, RankError, one_line
+from ...memory import is_killed_worker, is_lost_rank
+from ...techniques import ShardedOptimizer
+from ..window import host_memory_error
+from .signals import SIGNALS, is_free, raising_handlers_held_back
+
+__all__ = ["SaveOnEnding"]
+
+logger = logging.getLogger(__name__)
+
+_training_numbers = itertools.count()  # the same on all ranks, which train together
+
+
+class SaveOnEnding(HookBase):
+    """Saves a checkpoint of the last completed step when a run ends early, whatever ends it.
+
+    - SIGTERM, SIGINT, SIGUSR2 or SIGHUP to any rank: all ranks end after the iteration, with the
+      status that a shell gives to the signal (128 + its number). They agree by the vote at the end
+      of each iteration. In an evaluation of an ``EvalHook`` they agree through the process group's
+      store, and leave before their next batch. If a rank has already finished its images, the
+      evaluation runs to its end. A second SIGINT ends at once, without the rest of the iteration.
+    - An error on any rank, such as one of the loader, or another rank's death: rank 0 puts back
+      what the unfinished iteration has changed, and saves alone. The error goes on. Its traceback
+      is only in the log's file.
+
+    A step that the optimizer has not finished is never saved, and neither are weights that are not
+    finite. One line says what is saved, or why it is not.
+
+    Register it on all ranks, after all other hooks, in a trainer that is an ``AccumulatingTrainer``
+    or has one. Only the main thread of a process receives signals.
+
+    Args:
+        checkpointer: writes ``model_<iteration>.pth`` on rank 0. Other ranks need none.
+        stops_on_signals: whether it handles signals. A signal that has a handler keeps it.
+    """
+
+    def __init__(self, checkpointer: Optional[Checkpointer], stops_on_signals: bool = True) -> None:
+        self._checkpointer = checkpointer
+        self._stops_on_signals = stops_on_signals
+        self._status = 0
+        self._is_training = False
+        self._is_in_step = False
+        self._is_interrupted = False
+        self._is_saving = False
+        self._former: dict[int, Any] = {}
+        self._training = ""
+        self._evaluation_key = ""
+        self._inner: Any = None  # the trainer that runs the steps
+        self._show_tracebacks: Callable[[], None] = lambda: None
+
+    def before_train(self) -> None:
+        self._inner = compat.inner_trainer(self.trainer)
+        self._inner.stop_signal = 0
+        self._inner.progress = None
+        self._status = 0
+        self._is_training = True
+        self._is_in_step = False
+        self._is_interrupted = False
+        self._training = f"d2_memfit/training {next(_training_numbers)}"
+        if self._stops_on_signals and threading.current_thread() is threading.main_thread():
+            self._former = {n: signal.signal(n, self._note) for n in SIGNALS if is_free(n)}
+        self._show_tracebacks = tracebacks_only_in_files()
+        compat.replace_evaluations(self.trainer, lambda run: partial(self._evaluate, run))
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self._is_saving:
+            return
+        if number == signal.SIGINT:
+            if self._is_interrupted:
+                raise KeyboardInterrupt
+            self._is_interrupted = True  # a logger might be in use
+            os.write(2, b"\nEnding after this iteration. Ctrl-C again ends now, and saves too\n")
+        self._inner.stop_signal = self._inner.stop_signal or number
+
+    def before_step(self) -> None:
+        self._is_in_step = True
+
+    def after_step(self) -> None:
+        self._is_in_step = False
+        number = self._inner.agreed_stop_signal
+        if number is None:  # a project's run_step took no vote
+            number = max(comm.all_gather(self._inner.stop_signal))
+        elif comm.get_world_size() == 1:
+            number = self._inner.stop_signal
+        if number and self.trainer.iter + 1 < self.trainer.max_iter:
+            self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        self._inner.stop_signal = number
+        self._status = 128 + number
+        name = signal.Signals(number).name
+        logger.warning("%s: ending after iteration %d", name, self.trainer.iter)
+        raise SystemExit(self._status)
+
+    def after_train(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Save what is not saved yet, and take the handlers back. Call it in an ``except`` or
+        ``finally`` if a loop does not call ``after_train`` after an error.
+
+        Contexts of an evaluation, such as averaged weights, are closed by now.
+        """
+        if not self._is_training:
+            return
+        self._is_training = False
+        error = sys.exc_info()[1]
+        self._is_saving = True
+        try:
+            with raising_handlers_held_back() as came:
+                if self.trainer.iter >= self.trainer.max_iter:
+                    pass  # all is saved
+                elif self._status:
+                    self._save_with_all_ranks()
+                elif error is not None:
+                    self._save_alone(error)
+                came.clear()
+        finally:
+            self._is_saving = False
+            self._show_tracebacks()
+            for number, handler in self._former.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+            self._former = {}
+
+    def _save_with_all_ranks(self) -> None:
+        try:
+            self._inner.gather_states()
+        except RuntimeError as e:  # another rank has died
+            self._save_alone(e)
+        try:
+            self._save(self.trainer.iter)
+        finally:
+            with contextlib.suppress(RuntimeError):  # another rank may have died
+                comm.synchronize()  # a launcher ends all ranks when the first has ended
+
+    def _save_alone(self, error: BaseException) -> None:
+        """Save what this rank knows of the last completed step, and say so in one line."""
+        iteration = self.trainer.iter
+        number = self._inner.stop_signal
+        if comm.is_main_process():
+            try:
+                kept = self._save_last_completed()
+            except Exception as e:  # a device may be lost, or memory be short
+                kept = f"The state could not be saved: {type(e).__name__}: {one_line(e)}"
+        else:
+            kept = "The first rank saves the state for all"
+        said = self._error_to_raise(error)
+        ended_by = signal.Signals(number).name if number else type(said).__name__
+        file = write_traceback(error)
+        traceback = f". The traceback is in {file}" if file else ""
+        logger.error("%s ended the run in iteration %d. %s%s", ended_by, iteration, kept, traceback)
+        if number and isinstance(error, Exception):  # such as that of a worker that got it too
+            raise SystemExit(128 + number)
+        if said is not error:
+            raise said from error
+
+    def _error_to_raise(self, error: BaseException) -> BaseException:
+        """The error itself, or the one that names the other process that is its cause."""
+        if isinstance(error, MemfitError) or not isinstance(error, Exception):
+            return error
+        # PyTorch raises it wherever this process is; or the connection to the worker breaks first.
+        if is_killed_worker(error) or self._inner.run_state.has_killed_worker():
+            return host_memory_error("a worker was killed, which the kernel does if RAM is full")
+        if comm.get_world_size() > 1 and is_lost_rank(error):
+            return RankError(
+                "the connection to another rank is lost, for it has ended: its last line, or the "
+                "launcher's, says why"
+            )
+        return error
+
+    def _save_last_completed(self) -> str:
+        """Save, and return what was saved, or why nothing was."""
+        last, reason = self._last_completed()
+        if reason:
+            return f"Its state is not saved: {reason}"
+        if last < 0:
+            return "No step was completed"
+        if self._checkpointer is None:
+            return "Its state is not saved: there is no checkpointer"
+        sharded = isinstance(self._inner.optimizer, ShardedOptimizer)
+        if sharded and comm.get_world_size() > 1:
+            return "Its state is not saved: that of the optimizer is on all ranks"
+        if not all(p.isfinite().all() for p in self._inner.model.parameters()):
+            return "Its state is not saved: the weights are not finite"
+        now = self.trainer.iter
+        self.trainer.iter = self._inner.iter = last
+        try:
+            file = self._save(last)
+        finally:
+            self.trainer.iter = self._inner.iter = now
+        return f"The state after iteration {last} is in {file}, and --resume goes on there"
+
+    def _last_completed(self) -> tuple[int, str]:
+        """The last iteration whose step is whole, after what came later is put back; or why the
+        state is of none.
+        """
+        iteration = self.trainer.iter
+        progress = self._inner.progress
+        if progress is None or progress.iteration != iteration:
+            if self._is_in_step:
+                return -1, "how far this trainer's own run_step was is not known"
+            return iteration - 1, ""
+        if progress.has_stepped:
+            for hook in compat.hooks_of(self.trainer):  # an error may have come before this one
+                if isinstance(hook, LRScheduler) and hook.scheduler.last_epoch == iteration:
+                    hook.scheduler.step()
+            return iteration, ""
+        if progress.is_stepping:
+            return -1, "the optimizer had not finished its step"
+        progress.put_back()
+        return iteration - 1, ""
+
+    def _save(self, iteration: int) -> str:
+        """The file that has the state after an iteration."""
+        if self._checkpointer is None:
+            return ""
+        name = f"model_{iteration:07d}"
+        last = os.path.basename(self._checkpointer.get_checkpoint_file())
+        is_final = last == "model_final.pth" and iteration + 1 == self.trainer.max_iter
+        if last != f"{name}.pth" and not is_final:
+            getattr(self._checkpointer, "save_or_raise", self._checkpointer.save)(
+                name, iteration=iteration
+            )
+        return self._checkpointer.get_checkpoint_file()
+
+    def _evaluate(self, evaluate: Callable[[], Any]) -> Any:
+        """Run an evaluation that can stop before each batch."""
+        model = compat.without_ddp(self._inner.model)
+        original = type(model)
+        self._evaluation_key = f"{self._training}/evaluation {self.trainer.iter}"
+
+        def train(model: nn.Module, mode: bool = True) -> nn.Module:
+            if mode:  # inference_on_dataset has finished its batches
+                self._agree_in_evaluation(is_through=True)
+                self._evaluation_key += "/next"
+            return original.train(model, mode)
+
+        model.__class__ = type(original.__name__, (original,), {"train": train})
+        before_batch = model.register_forward_pre_hook(lambda *_: self._agree_in_evaluation())
+        try:
+            return evaluate()
+        except SystemExit:
+            if self.trainer.iter >= self.trainer.max_iter:  # all is saved, no hook comes after
+                self.end()
+            raise
+        finally:
+            before_batch.remove()
+            model.__class__ = original
+
+    def _agree_in_evaluation(self, is_through: bool = False) -> None:
+        """Leave if a rank received a signal before any rank finished its images.
+
+        A rank that has finished waits for the others' results.
+        """
+        number = self._inner.stop_signal
+        if comm.get_world_size() > 1:
+            store = default_store()
+            if not (number or is_through or store.check([self._evaluation_key])):
+                return
+            # The first rank's word counts.
+            number = int(store.compare_set(self._evaluation_key, "", str(number)))
+        if number:
+            self._leave(number)

@@ -1,0 +1,330 @@
+# Copyright (c) the d2_memfit developers.
+"""Batches of Detectron2's training loader, whose order can be saved and resumed."""
+
+import copy
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any, Optional
+
+import torch
+from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset
+from torch.utils.data import DataLoader
+
+from ... import compat
+from ...common.random_state import RandomState
+from ...compat.pytorch import workers_of
+from .data_layout import Layout, Rest
+from .loader_worker import Images, RestOfStream, WithStates
+from .signals import signals_held_back
+
+__all__ = ["ResumableBatches", "UnknownLoader"]
+
+
+_DIGESTED = 1000  # images
+
+
+class UnknownLoader(TypeError):
+    """The order of a loader's batches is not known. The message names the loader."""
+
+
+class ResumableBatches(Iterator[Any]):
+    """The batches of a ``build_detection_train_loader`` loader, to the last bit, with a state.
+
+    The state holds the number of batches taken from the sampler's endless stream. It holds the
+    random states of the loader's workers after the last batch. It also says how to reload images
+    that still wait for others of their aspect ratio. It leaves out what the workers loaded ahead.
+
+    With the same numbers of ranks, workers and images per batch, a resumed stream continues to the
+    last bit. With other numbers, the remaining images are dealt again in their order. None is lost
+    and none comes twice.
+
+    Args:
+        loader: made by ``build_detection_train_loader``. It is not changed.
+
+    Raises:
+        UnknownLoader: it is of another kind.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._group_size = 0
+        self._collate, loader = compat.mapped(loader)  # of groups
+        if type(loader) is AspectRatioGroupedDataset:
+            self._group_size = loader.batch_size
+            loader = loader.dataset
+        dataset: Any = getattr(loader, "dataset", None)
+        is_known = type(loader) is DataLoader and type(dataset) is ToIterableDataset
+        if not is_known or loader.batch_size is None:
+            raise UnknownLoader(f"a {type(loader).__name__}")
+        sampler = dataset.sampler
+        if not dataset.shard_sampler or not compat.deals_its_indices(sampler):
+            raise UnknownLoader(f"one with a {type(sampler).__name__}")
+        self._loader = loader
+        self._images = dataset.dataset
+        self._digest_of_images: Optional[str] = None
+        self._sampler = sampler
+        self._layout = Layout(
+            ranks=compat.num_ranks_of(sampler),
+            workers=max(1, loader.num_workers),
+            chunk=getattr(dataset, "shard_chunk_size", 1),
+            batch=loader.batch_size,
+        )
+        self._start_at(Rest(0, torch.tensor([], dtype=torch.int64)), _Taken(loader.num_workers))
+
+    def _start_at(self, rest: Rest, taken: "_Taken") -> None:
+        self._rest = rest
+        sampler = RestOfStream(self._sampler, rest)
+        is_grouped = self._group_size > 0
+        self._received = _Received(self._loader, sampler, self._layout, is_grouped, taken)
+        self._batches: Optional[Iterator[Any]] = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Start when Detectron2 does, because the workers' seeds are drawn then."""
+        if self._batches is None and self._group_size:
+            self._batches = _grouped(self._received, self._group_size)
+            if self._collate is not None:
+                self._batches = filter(_is_there, map(self._collate, self._batches))
+        elif self._batches is None:
+            self._batches = self._received
+            self._received.start()
+        return self
+
+    def __next__(self) -> Any:
+        iter(self)
+        assert self._batches is not None
+        return next(self._batches)
+
+    @property
+    def num_workers(self) -> int:
+        return self._loader.num_workers
+
+    def has_killed_worker(self) -> bool:
+        """Whether a worker was ended with SIGKILL, as by the kernel when RAM is full."""
+        return -9 in [worker.exitcode for worker in workers_of(self._received.source)]
+
+    def _digest(self) -> str:
+        """A digest of names and sizes of images, spread over the dataset; "" if they have none."""
+        if self._digest_of_images is None:
+            images = compat.inner_dataset(self._images)
+            size = len(self._images)
+            try:
+                facts = [_facts(images[i]) for i in range(0, size, 1 + size // _DIGESTED)]
+                self._digest_of_images = hashlib.sha256(repr(facts).encode()).hexdigest()
+            except (AttributeError, LookupError, TypeError):
+                self._digest_of_images = ""
+        return self._digest_of_images
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank, in plain types and tensors."""
+        return self.unpacked(self.packed())
+
+    def mark(self) -> Callable[[], None]:
+        """A function that puts the state back, for a :meth:`state_dict` of this moment.
+
+        The batches themselves do not come again.
+        """
+        taken = self._received.taken.copy()
+
+        def put_back() -> None:
+            self._received.taken = taken
+
+        return put_back
+
+    def packed(self) -> bytes:
+        """The state of this rank, quick to make and to send."""
+        return self._received.taken.packed()
+
+    @staticmethod
+    def unpacked(state: bytes) -> dict[str, Any]:
+        """The :meth:`state_dict` of a :meth:`packed` state."""
+        batches, workers, seeds, waiting = pickle.loads(state)
+        return {
+            "batches": batches,
+            "workers": [states and pickle.loads(states) for states in workers],
+            "seeds": seeds,
+            "waiting": [(number, index, pickle.loads(states)) for number, index, states in waiting],
+        }
+
+    def stream(self) -> dict[str, Any]:
+        """The state that all ranks share, in plain types and tensors."""
+        drawn = {k: v for k, v in vars(self._sampler).items() if k in compat.DRAWN_BY_SAMPLERS}
+        return {
+            "layout": {**asdict(self._layout), "group": self._group_size},
+            "rest": {"first": self._rest.first, "without": self._rest.without},
+            "dataset_size": len(self._images),
+            "dataset_digest": self._digest(),
+            "sampler": {"type": type(self._sampler).__name__, **drawn},
+        }
+
+    def load_state_dict(self, stream: dict[str, Any], ranks: list[dict[str, Any]]) -> bool:
+        """Continue a run from its :meth:`stream` and the states of all its ranks.
+
+        The random states of this process do not change.
+
+        Returns:
+            bool: whether the numbers of ranks, workers and images per batch are the same as before.
+
+        Raises:
+            ValueError: the dataset or the sampler is not the same.
+        """
+        drawn = dict(stream["sampler"])
+        size = len(self._images)
+        then = f"{stream['dataset_size']} images by a {drawn.pop('type')}"
+        now = f"{size} images by a {type(self._sampler).__name__}"
+        if then != now:
+            raise ValueError(f"{then} then, {now} now")
+        digest = stream.get("dataset_digest", "")
+        if digest and self._digest() and digest != self._digest():
+            raise ValueError(f"{then} then and now, of other names or sizes")
+        self._sampler = copy.copy(self._sampler)
+        vars(self._sampler).update(drawn)
+        options = dict(stream["layout"])
+        group_size = options.pop("group")
+        layout = Layout(**options)
+        rest = Rest(**stream["rest"])
+        is_same = (layout, group_size) == (self._layout, self._group_size)
+        rank = compat.rank_of(self._sampler)
+        is_same = is_same and len(ranks[rank]["workers"]) == self.num_workers
+        if is_same:
+            taken = _Taken(self.num_workers)
+            taken.load_state_dict(ranks[rank], self._images)
+            self._start_at(rest, taken)
+        else:
+            self._start_at(rest.after(_places(layout, ranks)), _Taken(self.num_workers))
+        iter(self)
+        self._received.start()  # draws the seeds now: later, other numbers are due
+        return is_same
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """An image that waits for others of its aspect ratio, with what reloads it."""
+
+    image: Any
+    number: int  # among the rank's images
+    index: int  # in the dataset
+    random_states: bytes  # before it was loaded, pickled
+
+
+class _Taken:
+    """The part of a rank's loader that it took since the rest of the stream began.
+
+    Attributes:
+        batches: batches of the loader; single images if they are grouped.
+        workers: pickled random states of each worker after its last batch; None before the first.
+        seeds: the state of the generator that the workers' seeds were drawn from.
+        waiting: images without a group yet.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.batches = 0
+        self.workers: list[Optional[bytes]] = [None] * num_workers
+        self.seeds: Optional[torch.Tensor] = None
+        self.waiting: list[_Waiting] = []
+
+    def copy(self) -> "_Taken":
+        other = copy.copy(self)
+        other.workers = list(self.workers)
+        other.waiting = list(self.waiting)
+        return other
+
+    def packed(self) -> bytes:
+        waiting = [(w.number, int(w.index), w.random_states) for w in self.waiting]
+        return pickle.dumps((self.batches, self.workers, self.seeds, waiting))
+
+    def load_state_dict(self, state: dict[str, Any], images: Any) -> None:
+        """Restore a state, and reload the images that waited."""
+        self.batches = state["batches"]
+        self.workers = [states and pickle.dumps(states) for states in state["workers"]]
+        self.seeds = state["seeds"]
+        own = RandomState()
+        for number, index, states in state["waiting"]:
+            RandomState.from_state_dict(states).restore()
+            self.waiting.append(_Waiting(images[index], number, index, pickle.dumps(states)))
+        own.restore()
+
+
+class _Received(Iterator[Any]):
+    """A loader's batches, or its images if they are grouped, without random states.
+
+    Args:
+        loader, sampler, layout: their source.
+        is_grouped: whether they are grouped by aspect ratio afterwards.
+        taken: what was taken before; it is kept up to date.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        sampler: RestOfStream,
+        layout: Layout,
+        is_grouped: bool,
+        taken: _Taken,
+    ) -> None:
+        self.taken = taken
+        self._loader = copy.copy(loader)
+        vars(self._loader)["dataset"] = Images(
+            loader.dataset, sampler, layout, taken.batches, taken.workers, is_grouped
+        )
+        self._loader.collate_fn = WithStates(loader.collate_fn)
+        self._is_grouped = is_grouped
+        self.source: Optional[Iterator[Any]] = None
+
+    def start(self) -> None:
+        """Seed and start the workers."""
+        if self.taken.seeds is not None:
+            self._loader.generator = torch.Generator()
+            self._loader.generator.set_state(self.taken.seeds)
+        self.taken.seeds = (self._loader.generator or torch.default_generator).get_state()
+        with signals_held_back():  # until the workers can leave them to this process
+            self.source = iter(self._loader)
+
+    def __next__(self) -> Any:
+        if self.source is None:
+            self.start()
+        assert self.source is not None
+        states = None
+        while states is None:
+            batch, states = next(self.source)
+        index, before, after = states
+        taken = self.taken
+        if after is not None:
+            taken.workers[taken.batches % len(taken.workers)] = after
+        if self._is_grouped:
+            taken.waiting.append(_Waiting(batch, taken.batches, index, before))
+        taken.batches += 1
+        return batch
+
+
+def _grouped(received: _Received, size: int) -> Iterator[Any]:
+    """Groups of images of one aspect ratio, made as in Detectron2."""
+    reloaded = [waiting.image for waiting in received.taken.waiting]
+    for group in AspectRatioGroupedDataset(chain(reloaded, received), size):
+        gone = set(map(id, group))
+        received.taken.waiting = [w for w in received.taken.waiting if id(w.image) not in gone]
+        yield group
+
+
+def _facts(image: dict[str, Any]) -> tuple[Any, ...]:
+    """What an image is known by, wherever its folder is."""
+    name = image.get("file_name", image.get("image_id"))
+    return os.path.basename(str(name)), image.get("height"), image.get("width")
+
+
+def _is_there(batch: Any) -> bool:
+    """Whether a collate function gave a batch; Detectron2 drops None."""
+    return batch is not None
+
+
+def _places(layout: Layout, ranks: list[dict[str, Any]]) -> torch.Tensor:
+    """Places in the stream of all taken batches, without images that still wait."""
+    places = []
+    for rank, state in enumerate(ranks):
+        of_rank = layout.places(rank, state["batches"])
+        keep = torch.ones(len(of_rank), dtype=torch.bool)
+        keep[[number for number, _, _ in state["waiting"]]] = False
+        places.append(of_rank[keep].flatten())
+    return torch.cat(places)

@@ -1,0 +1,180 @@
+# Copyright (c) the d2_memfit developers.
+"""Signals that end a run, passed on to ranks and kept away from loader workers."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.util import register_after_fork
+from typing import Any
+
+from torch.multiprocessing import ProcessExitedException
+
+from ...compat.pytorch import is_loader_worker
+
+__all__ = [
+    "SIGNALS",
+    "end_with_launcher",
+    "is_free",
+    "leave_signals_to_parent",
+    "raising_handlers_held_back",
+    "signals_held_back",
+    "signals_passed_on",
+]
+
+logger = logging.getLogger(__name__)
+
+_NAMES = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
+SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+
+_RAISING = [getattr(signal, name) for name in ("SIGCHLD", "SIGINT") if hasattr(signal, name)]
+
+_ON_LINUX = hasattr(signal, "sigtimedwait")
+_LOOK_FOR_PARENT_S = 2
+
+
+def is_free(number: int) -> bool:
+    """Whether nobody handles a signal. submitit, for example, has its own handler.
+
+    A SIGHUP that is ignored stays so: ``nohup`` asks for it.
+    """
+    handler = signal.getsignal(number)
+    if handler == signal.SIG_IGN and signal.Signals(number).name == "SIGHUP":
+        return False
+    if handler in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
+        return True
+    name = signal.Signals(number).name
+    logger.warning("%s has a handler already, which is left alone: it does not end the run", name)
+    return False
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """While open, no signal comes, and processes that start are born deaf to them.
+
+    Workers of a loader hear again once they leave signals to their parent.
+    """
+    if not _ON_LINUX:
+        yield
+        return
+    if multiprocessing.get_start_method(allow_none=True) == "spawn":
+        resource_tracker.ensure_running()  # it lets signals through
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+@contextmanager
+def raising_handlers_held_back() -> Iterator[list[int]]:
+    """While open, the handlers that may raise wait: PyTorch's for dead workers, and of SIGINT.
+
+    Yields:
+        The numbers of the signals that came. Their handlers are called at the end.
+    """
+    came: list[int] = []
+    former: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [number for number in _RAISING if callable(signal.getsignal(number))]
+        former = {n: signal.signal(n, lambda number, _: came.append(number)) for n in numbers}
+    try:
+        yield came
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    for number in came:
+        former[number](number, None)
+
+
+@contextmanager
+def signals_passed_on() -> Iterator[None]:
+    """While open, pass signals on to the processes started here. A third SIGINT kills all.
+
+    Raises:
+        SystemExit: the processes ended because of a signal. The status is 128 + the first one's
+            number.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        received.append(number)
+        times = received.count(signal.SIGINT)
+        # A terminal's first Ctrl-C has reached the processes already, and a second is another word.
+        passed = signal.SIGTERM if number == signal.SIGINT and times == 1 else number
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                os.kill(child.pid, signal.SIGKILL if times > 2 else passed)
+
+    with signals_held_back():  # Python's tracker of semaphores ignores SIGTERM and SIGINT only
+        resource_tracker.ensure_running()
+    former = {n: signal.signal(n, pass_on) for n in SIGNALS if is_free(n)}
+    try:
+        yield
+    except ProcessExitedException:
+        if received:
+            sys.exit(128 + received[0])
+        raise
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def end_with_launcher() -> None:
+    """In a rank: get a SIGTERM when the process that started it is gone, as after ``kill -9``.
+
+    Otherwise it would train on, unseen.
+    """
+
+    def watch(parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_FOR_PARENT_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    launcher = multiprocessing.parent_process()  # None under torchrun
+    parent = launcher.pid if launcher is not None and launcher.pid else os.getppid()
+    threading.Thread(target=watch, args=(parent,), daemon=True).start()
+
+
+def leave_signals_to_parent(_: Any = None) -> None:
+    """In a loader's worker: take no notice of signals that all processes of a job get. It ends when
+    the process that started it asks, or is gone.
+
+    Workers that are forked call this themselves, whoever starts them; spawned ones in ``Images``.
+    """
+    if not is_loader_worker(multiprocessing.current_process()) or not _ON_LINUX:
+        return
+    if signal.getsignal(signal.SIGUSR2) is _take_no_notice:
+        return
+    for number in set(SIGNALS) - {signal.SIGTERM}:
+        signal.signal(number, _take_no_notice)  # which a program that it runs does not inherit
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_SETMASK, (mask - set(SIGNALS)) | {signal.SIGTERM})
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+register_after_fork(leave_signals_to_parent, leave_signals_to_parent)
+
+
+def _take_no_notice(number: int, frame: Any) -> None:
+    pass
+
+
+def _end_with(parent: int) -> None:
+    """PyTorch's workers end without their parent, too, but for those whose last batches no one has
+    taken: each waits for a reader, and its siblings hold the pipe open.
+    """
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_FOR_PARENT_S)
+        if received is not None and received.si_pid == parent:
+            break
+    os._exit(0)

@@ -1,0 +1,10 @@
+# Copyright (c) the d2_memfit developers.
+"""What a window changes, and how it is put back."""
+
+from .snapshot import Snapshot
+from .state_watch import watched
+
+__all__ = [
+    "Snapshot",
+    "watched",
+]

@@ -1,0 +1,38 @@
+# Copyright (c) the d2_memfit developers.
+"""The images of one optimizer step, and how they are cut into micro-batches."""
+
+from .byte_cut import ByteCut, cut_window, halve
+from .columns import Row, dataset_dicts
+from .forward_counters import ForwardCounters, numbers_of
+from .micro_batch_size import MicroBatchSize
+from .storage import WindowStorage
+from .window import (
+    MicroBatch,
+    Window,
+    count_images,
+    count_objects,
+    host_memory_error,
+    image_names,
+    is_list_of_images,
+    may_have_objects,
+)
+
+__all__ = [
+    "ByteCut",
+    "ForwardCounters",
+    "MicroBatch",
+    "MicroBatchSize",
+    "Row",
+    "Window",
+    "WindowStorage",
+    "count_images",
+    "count_objects",
+    "cut_window",
+    "dataset_dicts",
+    "halve",
+    "host_memory_error",
+    "image_names",
+    "is_list_of_images",
+    "may_have_objects",
+    "numbers_of",
+]

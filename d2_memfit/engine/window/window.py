@@ -1,0 +1,279 @@
+# Copyright (c) the d2_memfit developers.
+"""A window, one rank's share of an iteration, taken from the loader and cut into micro-batches."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional
+
+import torch
+
+from ...errors import ConfigError, DataError, HostMemoryError
+from ...memory import error_line, is_loader_out_of_memory
+from .columns import Row, as_given, columns_of, dataset_dicts, rows_of
+
+__all__ = [
+    "MicroBatch",
+    "Window",
+    "count_images",
+    "count_objects",
+    "host_memory_error",
+    "image_names",
+    "is_list_of_images",
+    "may_have_objects",
+]
+
+
+@dataclass
+class MicroBatch:
+    """The data of one forward and backward.
+
+    ``data`` is a batch as the loader gave it, or a list of images: dataset dicts, or rows of a
+    batch in columns.
+    """
+
+    data: Any
+    losses: dict[str, torch.Tensor] = field(default_factory=dict)  # detached, set by the trainer
+
+    @property
+    def batch(self) -> Any:
+        """The data in the form that the loader gives and the model takes."""
+        return as_given(self.data)
+
+    @property
+    def num_images(self) -> int:
+        return count_images(self.data)
+
+    @property
+    def can_be_split(self) -> bool:
+        return _images_of(self.data) is not None and self.num_images > 1
+
+    def keep_names_only(self) -> None:
+        """Free the images and keep their names."""
+        images = _images_of(self.data)
+        if images is not None:
+            self.data = [_names_only(image) for image in images]
+
+
+class Window:
+    """The micro-batches of one iteration, taken from the loader one after another.
+
+    The loader's workers thus prepare the next batch while the model computes. Images that did not
+    fit can be put back and taken again in smaller pieces.
+
+    Args:
+        batches: the loader's iterator.
+        accumulation_steps: number of its batches in a window.
+
+    Attributes:
+        micro_batches: those taken so far.
+        data_time: seconds spent waiting for the loader so far.
+        expected_images: ``accumulation_steps`` times the images of the first batch, known once that
+            batch was taken. With batches of one size it is the window's number of images.
+    """
+
+    def __init__(self, batches: Iterator[Any], accumulation_steps: int) -> None:
+        self.micro_batches: list[MicroBatch] = []
+        self.data_time = 0.0
+        self.expected_images = 0
+        self._batches = batches
+        self._accumulation_steps = accumulation_steps
+        self._steps_taken = 0
+        self._waiting: deque[Any] = deque()  # loaded or put back; taken before new batches
+
+    def load(self) -> None:
+        """Load the whole window now. Micro-batches do not change."""
+        loaded = []
+        while (data := self._next_batch()) is not None:
+            loaded.append(data)
+        self._waiting = deque(loaded)
+
+    def cut(self, into: Callable[[list[Any]], list[list[Any]]]) -> None:
+        """Load the rest of the window, and take it in the micro-batches that ``into`` makes.
+
+        Raises:
+            ConfigError: the loader's batches cannot be cut.
+        """
+        self.load()
+        images = [image for data in self._waiting for image in _cuttable(data)]
+        self._waiting = deque(into(images) if images else [])
+
+    @property
+    def images_waiting(self) -> list[Any]:
+        """Images that are loaded and not yet taken; none if the batches cannot be cut."""
+        parts = [_images_of(data) for data in self._waiting]
+        return [] if None in parts else [image for part in parts for image in part or ()]
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of micro-batches that are cut and not yet taken."""
+        return len(self._waiting)
+
+    @property
+    def num_images_waiting(self) -> int:
+        return sum(map(count_images, self._waiting))
+
+    def take(
+        self, num_images: Optional[int] = None, across_batches: bool = True
+    ) -> Optional[MicroBatch]:
+        """Take the next micro-batch; None at the window's end.
+
+        Args:
+            num_images: images to take; None takes one of the loader's batches.
+            across_batches: whether to fill up with images of the next batches; the last micro-batch
+                may have fewer. Otherwise, batches are only cut.
+
+        Raises:
+            DataError: the loader ended within the window.
+            HostMemoryError: the loader ran out of memory.
+            ConfigError: its batches are neither lists of dataset dicts nor in columns, so they
+                cannot be cut.
+        """
+        data = self._next_batch()
+        if data is None:
+            return None
+        if num_images is not None:
+            data = self._regroup(data, num_images, across_batches)
+        self.micro_batches.append(MicroBatch(data))
+        return self.micro_batches[-1]
+
+    def put_back(self) -> None:
+        """Undo the last :meth:`take`."""
+        self._waiting.appendleft(self.micro_batches.pop().data)
+
+    def start_over(self) -> None:
+        """Undo every :meth:`take`. The images come again in the same order."""
+        while self.micro_batches:
+            self.put_back()
+
+    def replace(self, old: Any, new: Any) -> None:
+        """Take ``new`` in place of ``old``, an image or batch that was put back.
+
+        Args:
+            new: None drops ``old``.
+        """
+        for i, data in enumerate(self._waiting):
+            if data is old:
+                self._waiting[i] = new
+            elif is_list_of_images(data):
+                images = [new if image is old else image for image in data]
+                self._waiting[i] = [image for image in images if image is not None] or None
+        self._waiting = deque(data for data in self._waiting if data is not None)
+
+    @property
+    def num_images(self) -> int:
+        """Number of images taken so far."""
+        return sum(m.num_images for m in self.micro_batches)
+
+    def _next_batch(self) -> Any:
+        if self._waiting:
+            return self._waiting.popleft()
+        if self._steps_taken == self._accumulation_steps:
+            return None
+        start = time.perf_counter()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise DataError(
+                f"the data loader ended after {self._steps_taken} of the "
+                f"{self._accumulation_steps} batches that an iteration takes. Train with an "
+                "endless loader, such as build_detection_train_loader makes, or lower "
+                "SOLVER.MAX_ITER or SOLVER.ACCUMULATION_STEPS"
+            ) from None
+        except Exception as e:
+            if not is_loader_out_of_memory(e):
+                raise
+            raise host_memory_error(error_line(e)) from e
+        self.data_time += time.perf_counter() - start
+        if self._steps_taken == 0:
+            self.expected_images = self._accumulation_steps * count_images(batch)
+        self._steps_taken += 1
+        return batch
+
+    def _regroup(self, data: Any, num_images: int, across_batches: bool) -> list[Any]:
+        images: list[Any] = []
+        while data is not None:
+            images += _cuttable(data)
+            if len(images) >= num_images or not across_batches:
+                break
+            data = self._next_batch()
+        if len(images) > num_images:
+            self._waiting.appendleft(images[num_images:])
+        return images[:num_images]
+
+
+def host_memory_error(what: str) -> HostMemoryError:
+    """The error to raise after a loader ran out of memory."""
+    return HostMemoryError(
+        f"the data loader ran out of the host's memory ({what}). Lower "
+        "DATALOADER.NUM_WORKERS: each worker has images, and memory, of its own"
+    )
+
+
+def image_names(data: Any) -> str:
+    """Names of a micro-batch's images, for messages."""
+    if not is_list_of_images(data) and columns_of(data) is None:
+        return f"of a {type(data).__name__}, which has no names"
+    names = [
+        f"{image.get('file_name', 'without file_name')} (image_id {image.get('image_id')})"
+        for image in dataset_dicts(data)
+    ]
+    return ", ".join(names) or "without names"
+
+
+def is_list_of_images(data: Any) -> bool:
+    """Whether the data is a list of dataset dicts, or of rows of a batch in columns."""
+    return isinstance(data, list) and all(isinstance(image, (dict, Row)) for image in data)
+
+
+def count_images(data: Any) -> int:
+    """Number of images of a batch: rows if it is in columns, or the length of a tensor.
+
+    Data of any other kind counts as one.
+    """
+    columns = columns_of(data)
+    if columns is not None:
+        return len(columns[0])
+    return len(data) if is_list_of_images(data) or isinstance(data, torch.Tensor) else 1
+
+
+def count_objects(data: Any) -> int:
+    """Number of annotated objects of a batch: its instances, or targets of another kind."""
+    return sum(len(t) if hasattr(t, "__len__") else 0 for t in _targets_of(data))
+
+
+def may_have_objects(data: Any) -> bool:
+    """Whether a batch has a place for annotated objects, be there any or not."""
+    return any(True for _ in _targets_of(data))
+
+
+def _targets_of(data: Any) -> Iterator[Any]:
+    for image in dataset_dicts(data):
+        keys = [k for k in ("instances", "labels", "class_labels", "boxes") if k in image]
+        if keys:
+            yield image[keys[0]]
+
+
+def _images_of(data: Any) -> Optional[list[Any]]:
+    """The images of data that can be cut; None if it cannot be cut."""
+    if is_list_of_images(data):
+        return data
+    columns = columns_of(data)
+    return None if columns is None else rows_of(columns)
+
+
+def _cuttable(data: Any) -> list[Any]:
+    images = _images_of(data)
+    if images is None:
+        raise ConfigError(
+            "MEMFIT.MICRO_BATCH and MEMFIT.COST_MODEL need a data loader that gives lists of "
+            f"dataset dicts, and this one gives a {type(data).__name__}"
+        )
+    return images
+
+
+def _names_only(image: Any) -> Any:
+    if isinstance(image, Row):
+        return replace(image, parts=tuple(map(_names_only, dataset_dicts(image))))
+    return {k: image[k] for k in ("file_name", "image_id") if k in image}

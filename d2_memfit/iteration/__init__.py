@@ -1,0 +1,18 @@
+# Copyright (c) the d2_memfit developers.
+"""An iteration in numbers: sizes of batches, workers, bytes by image, number formats."""
+
+from .cost_model import FEATURES, CostModel, Images, Padding, check_cost_model
+from .geometry import BatchGeometry
+from .precision import Precision
+from .scaling import auto_scale_workers
+
+__all__ = [
+    "FEATURES",
+    "BatchGeometry",
+    "CostModel",
+    "Images",
+    "Padding",
+    "Precision",
+    "auto_scale_workers",
+    "check_cost_model",
+]

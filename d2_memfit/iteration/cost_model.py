@@ -1,0 +1,160 @@
+# Copyright (c) the d2_memfit developers.
+"""The bytes that a micro-batch needs, predicted from its images' sizes and objects."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from detectron2.config import CfgNode
+from torch import nn
+
+from ..errors import ConfigError
+
+__all__ = ["FEATURES", "CostModel", "Images", "Padding", "check_cost_model"]
+
+_GB = 2**30
+
+# The features of a sum in MEMFIT.COST_MODEL.BYTES, in order.
+FEATURES = (
+    "the process",
+    "image",
+    "padded pixel",
+    "object",
+    "padded pixel x object",
+    "padded pixel x object of the most crowded",
+)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """A model's padding of the images of a batch to one size.
+
+    Args:
+        divisor: height and width are rounded up to multiples of it.
+        square: fixed height and width of all batches, in pixels; 0 for none.
+    """
+
+    divisor: int = 1
+    square: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Padding":
+        """The padding of a model, from Detectron2's attributes."""
+        divisors, squares = [1], [0]
+        for module in model.modules():
+            constraints = getattr(module, "padding_constraints", None) or {}
+            divisors.append(getattr(module, "size_divisibility", 0))
+            squares.append(constraints.get("square_size", 0))
+        return cls(max(divisors), max(squares))
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Padded height and width of a batch with this largest height and width, in pixels."""
+        if self.square:
+            return self.square, self.square
+        d = self.divisor
+        return -(-height // d) * d, -(-width // d) * d
+
+    def pixels(self, height: int, width: int) -> int:
+        """Padded pixels of one image in such a batch."""
+        return math.prod(self.size(height, width))
+
+
+@dataclass(frozen=True)
+class Images:
+    """The facts about a micro-batch's images that determine its memory.
+
+    Args:
+        num: number of images.
+        height, width: the largest of each, in pixels.
+        objects: annotated objects in all images.
+        most_objects: annotated objects in the most crowded image.
+    """
+
+    num: int = 0
+    height: int = 0
+    width: int = 0
+    objects: int = 0
+    most_objects: int = 0
+
+    @classmethod
+    def one(cls, height: int, width: int, objects: int) -> "Images":
+        return cls(1, height, width, objects, objects)
+
+    def __add__(self, other: "Images") -> "Images":
+        """Combine the images of two micro-batches in one."""
+        return Images(
+            self.num + other.num,
+            max(self.height, other.height),
+            max(self.width, other.width),
+            self.objects + other.objects,
+            max(self.most_objects, other.most_objects),
+        )
+
+    def features(self, padding: Padding) -> tuple[float, ...]:
+        """One number for each of ``FEATURES``."""
+        pixels = padding.pixels(self.height, self.width)
+        per_object = (self.objects, pixels * self.objects, pixels * self.most_objects)
+        return (1, self.num, self.num * pixels, *per_object)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The predicted memory of micro-batches, and its limit.
+
+    The peak of a micro-batch is in its forward or in its backward, and each grows in its own way.
+    So there are several sums; the largest counts.
+
+    Args:
+        sums: bytes for each of ``FEATURES``.
+        limit_bytes: memory of the process that a micro-batch may need.
+        overhead_pixels: time of a micro-batch besides its images' time, expressed in padded pixels.
+    """
+
+    sums: tuple[tuple[float, ...], ...]
+    limit_bytes: int
+    overhead_pixels: float = 0.0
+
+    @classmethod
+    def from_cfg(cls, cfg: CfgNode) -> Optional["CostModel"]:
+        """The cost model of MEMFIT.COST_MODEL under MEMFIT.BUDGET_GB; None without sums."""
+        node = cfg.MEMFIT.COST_MODEL
+        if not node.BYTES:
+            return None
+        sums = tuple(tuple(map(float, numbers)) for numbers in node.BYTES)
+        limit_gb = cfg.MEMFIT.BUDGET_GB * (1 - cfg.MEMFIT.PLAN.MARGIN) - node.ERROR_GB
+        return cls(sums, int(limit_gb * _GB), node.OVERHEAD_PIXELS)
+
+    def bytes_of(self, images: Images, padding: Padding) -> float:
+        features = images.features(padding)
+        return max(sum(b * x for b, x in zip(numbers, features)) for numbers in self.sums)
+
+    @property
+    def bytes_before_images(self) -> float:
+        """Bytes that the process needs before the first image."""
+        return max(numbers[0] for numbers in self.sums)
+
+
+def check_cost_model(cfg: CfgNode) -> None:
+    """Raise :class:`ConfigError` on the first invalid value of MEMFIT.COST_MODEL."""
+    node = cfg.MEMFIT.COST_MODEL
+    is_list = isinstance(node.BYTES, Sequence) and not isinstance(node.BYTES, str)
+    if not is_list or not all(map(_is_sum, node.BYTES)):
+        raise ConfigError(
+            f"MEMFIT.COST_MODEL.BYTES must be lists of {len(FEATURES)} numbers from 0, as "
+            f"d2-memfit plan --cost-model finds them, got {node.BYTES!r}"
+        )
+    for key in ("ERROR_GB", "OVERHEAD_PIXELS"):
+        if not _is_amount(node[key]):
+            raise ConfigError(f"MEMFIT.COST_MODEL.{key} must be a number from 0, got {node[key]!r}")
+    if node.BYTES and cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
+        raise ConfigError("MEMFIT.COST_MODEL.BYTES needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
+
+
+def _is_sum(numbers: Any) -> bool:
+    is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str)
+    return is_list and len(numbers) == len(FEATURES) and all(map(_is_amount, numbers))
+
+
+def _is_amount(number: Any) -> bool:
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and number >= 0

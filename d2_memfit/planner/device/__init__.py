@@ -1,0 +1,15 @@
+# Copyright (c) the d2_memfit developers.
+"""Devices as data: allocator, workspaces, context."""
+
+from .allocators import Block, CachingAllocator, DoesNotFit
+from .calibration import calibrate
+from .device_model import DeviceModel, DeviceUse
+
+__all__ = [
+    "Block",
+    "CachingAllocator",
+    "DeviceModel",
+    "DeviceUse",
+    "DoesNotFit",
+    "calibrate",
+]

@@ -1,0 +1,173 @@
+# Copyright (c) the d2_memfit developers.
+"""Measurements of a device, for a device file of its own."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.functional import conv2d
+
+from ...compat.pytorch import clear_cublas_workspaces
+from ..dry_run import Convolution
+from .device_model import WORKSPACES, DeviceModel
+
+__all__ = ["calibrate"]
+
+_MB = 2**20
+
+# Convolutions of Detectron2's models: images, channels, channels of the result, height, width, and
+# the size of the filter. They are from FPN's largest level, backbones and mask heads.
+_CONVOLUTIONS = (
+    (2, 256, 256, 200, 336, 3),
+    (2, 64, 64, 200, 336, 3),
+    (2, 256, 64, 200, 336, 1),
+    (2, 128, 128, 100, 168, 3),
+    (2, 512, 512, 25, 42, 3),
+    (128, 256, 256, 14, 14, 3),
+    (128, 256, 80, 28, 28, 1),
+)
+
+
+def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
+    """Measure the values of a device file, as far as possible.
+
+    Nothing else should run on the GPU meanwhile. Values that cannot be measured are the family's:
+    on a CPU all but the speeds.
+
+    Args:
+        seconds: duration of the measurement of each of six speeds.
+    """
+    family = DeviceModel.load("cpu" if device.type == "cpu" else "cuda")
+    values = {
+        "description": f"this {device.type.upper()}",
+        "is_gpu": family.is_gpu,
+        "convolution_workspace": family.convolution_workspace,
+        "foreach": family.foreach,
+        "cublas_workspace_mb": family.cublas_workspace_mb,
+        "other_tensors_mb": family.other_tensors_mb,
+        "context_mb": None,
+        "flops_per_s": {
+            name: _flops_per_s(name, device, seconds) if _computes_in(name, device) else value
+            for name, value in family.flops_per_s.items()
+        },
+        "bytes_per_s": _bytes_per_s(device, seconds),
+        "host_bytes_per_s": _host_bytes_per_s(device, seconds),
+        "seconds_per_operator": _seconds_per_operator(device, seconds),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        values.update(
+            description=properties.name,
+            device_name=properties.name,
+            compute_capability=f"{properties.major}.{properties.minor}",
+            memory_gb=round(properties.total_memory / 2**30, 2),
+            convolution_workspace=_convolution_workspace(device),
+            cublas_workspace_mb=_cublas_workspace_mb(device),
+            context_mb=_context_mb(device),
+        )
+    return values
+
+
+def _computes_in(dtype_name: str, device: torch.device) -> bool:
+    """Whether the device computes in a dtype; cuDNN has bfloat16 convolutions from Ampere on."""
+    if dtype_name != "bfloat16" or device.type == "cpu":
+        return True
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _flops_per_s(dtype_name: str, device: torch.device, seconds: float) -> float:
+    """Speed of a convolution of FPN, forward and backward."""
+    uses_tf32 = dtype_name == "tf32"
+    dtype = torch.float32 if uses_tf32 else getattr(torch, dtype_name)
+    num_images, size = (4, 96) if device.type == "cuda" else (1, 24)
+    shape = (num_images, 256, size, size)
+    x = torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(256, 256, 3, 3, device=device, dtype=dtype, requires_grad=True)
+
+    def run() -> None:
+        conv2d(x, weight, padding=1).sum().backward()
+
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=uses_tf32):
+        return 3 * 2 * x.numel() * 256 * 9 / _seconds(run, device, seconds)
+
+
+def _bytes_per_s(device: torch.device, seconds: float) -> float:
+    x = torch.empty(64 * _MB, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / _seconds(lambda: y.copy_(x), device, seconds)
+
+
+def _host_bytes_per_s(device: torch.device, seconds: float) -> float:
+    x = torch.empty(64 * _MB, dtype=torch.uint8, device=device)
+    host = torch.empty(64 * _MB, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return x.nbytes / _seconds(lambda: host.copy_(x, non_blocking=True), device, seconds)
+
+
+def _seconds_per_operator(device: torch.device, seconds: float) -> float:
+    x = torch.zeros(1, device=device)
+
+    def run() -> None:
+        for _ in range(100):
+            x.add_(1)
+
+    return _seconds(run, device, seconds) / 100
+
+
+def _seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """Median duration of a call, from ``seconds`` of calls."""
+    measured: list[float] = []
+    run()
+    end = time.perf_counter() + seconds
+    while not measured or time.perf_counter() < end:
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        measured.append(time.perf_counter() - start)
+    return statistics.median(measured)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _convolution_workspace(device: torch.device) -> str:
+    """The name in ``WORKSPACES`` of the model nearest to the measured workspaces."""
+    models = {
+        name: replace(DeviceModel.load("cuda"), convolution_workspace=name) for name in WORKSPACES
+    }
+    errors = dict.fromkeys(WORKSPACES, 0)
+    for num_images, channels, channels_out, height, width, kernel in _CONVOLUTIONS:
+        x = torch.randn(num_images, channels, height, width, device=device)
+        weight = torch.randn(channels_out, channels, kernel, kernel, device=device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        y = conv2d(x, weight, padding=kernel // 2)
+        _wait(device)
+        taken = torch.cuda.max_memory_allocated(device) - before - y.nbytes
+        convolution = Convolution(
+            "forward", x.shape, weight.shape, y.shape, (1, 1), 1, x.dtype, "forward"
+        )
+        for name, model in models.items():
+            errors[name] += abs(model.workspace_bytes(convolution) - taken)
+    return min(errors, key=errors.__getitem__)
+
+
+def _cublas_workspace_mb(device: torch.device) -> float:
+    """Workspaces of the threads that run forwards and backwards, in MB."""
+    x = torch.randn(512, 512, device=device, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+    clear_cublas_workspaces()
+    before = torch.cuda.memory_allocated(device)
+    (x @ x).sum().backward()  # its tensors are freed at once, and the workspaces stay
+    _wait(device)
+    return (torch.cuda.memory_allocated(device) - before) / _MB
+
+
+def _context_mb(device: torch.device) -> float:
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free - torch.cuda.memory_reserved(device)) / _MB

@@ -1,0 +1,298 @@
+# Copyright (c) the d2_memfit developers.
+"""The memory and time that a timeline needs on a device."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch
+import yaml
+
+from ...common.checks import did_you_mean
+from ...errors import ConfigError
+from ...memory import process_memory
+from ..dry_run import Allocate, Allocation, Convolution, Free, Timeline, Work
+from .allocators import CachingAllocator, PageAllocator
+
+__all__ = ["WORKSPACES", "DeviceModel", "DeviceUse", "device_names"]
+
+# What convolutions need in addition to input, weight and result: nothing, or copies of these in
+# another memory layout. Kernels for tensor cores and oneDNN need channels-last or blocked layouts.
+WORKSPACES = ("none", "layout")
+
+_FOLDER = Path(__file__).parent / "devices"
+_MB = 2**20
+_GB = 2**30
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """The memory of a device that a timeline needs.
+
+    Attributes:
+        allocated_bytes: peak of what ``torch.cuda.memory_allocated`` counts.
+        reserved_bytes: peak of what the allocator takes, including memory between blocks.
+        total_bytes: ``reserved_bytes`` plus memory outside the allocator.
+        breakdown: ``allocated_bytes`` by owner.
+        outside: the rest of ``total_bytes`` by owner: memory between the allocator's blocks,
+            context, loaded kernels and NCCL.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    total_bytes: int
+    breakdown: Counter[str]
+    outside: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """A device and its software, as data; the files in ``devices/`` name the sources.
+
+    Attributes:
+        name: name of its file.
+        description: text for messages.
+        is_gpu: whether PyTorch's caching allocator manages its memory.
+        convolution_workspace: a name in ``WORKSPACES``.
+        foreach: whether the optimizer steps on all parameters at once, unless told otherwise.
+        cublas_workspace_mb: workspaces of matrix products, kept by the allocator.
+        other_tensors_mb: tensors that no dry run sees.
+        context_mb: memory of the process before its first tensor; null is that of this process.
+        flops_per_s: speed by number format. "tf32" applies to float32 convolutions if the card has
+            it: PyTorch's ``cudnn.allow_tf32`` is on, and that of matrix products is off.
+        bytes_per_s: memory bandwidth.
+        host_bytes_per_s: bandwidth of copies to or from the host.
+        seconds_per_operator: time in which the CPU launches an operator.
+        kernels_mb: code of PyTorch, cuDNN and cuBLAS that CUDA loads at first use.
+        nccl_mb: buffers of a communicator of 2 ranks, and of more.
+        device_name: a pattern for ``torch.cuda.get_device_name()``.
+        compute_capability: such as "8.6".
+        memory_gb: nominal memory of the card.
+    """
+
+    name: str
+    description: str
+    is_gpu: bool
+    convolution_workspace: str
+    foreach: bool
+    cublas_workspace_mb: float
+    other_tensors_mb: float
+    context_mb: float
+    flops_per_s: dict[str, float]
+    bytes_per_s: float
+    host_bytes_per_s: float
+    seconds_per_operator: float
+    kernels_mb: float = 0.0
+    # NVIDIA/nccl#964, for 4 A100 with NVLink. A guess for others: reports say 1.0 to 1.6 GB
+    # (nccl#864, #1685); cards without NVLink have fewer channels and should need less (nccl#986).
+    nccl_mb: tuple[float, float] = (544.0, 688.0)
+    device_name: Optional[str] = None
+    compute_capability: Optional[str] = None
+    memory_gb: Optional[float] = None
+
+    @classmethod
+    def load(cls, name: Union[str, Path]) -> "DeviceModel":
+        """Load a device file by name.
+
+        Args:
+            name: a family in ``devices/``, or a path of a file of ``tools/calibrate_device.py``.
+
+        Raises:
+            ConfigError: the file does not exist, or is not a device file.
+        """
+        path = Path(name)
+        if path.suffix not in (".yaml", ".yml"):
+            path = _FOLDER / f"{name}.yaml"
+            if not path.is_file():
+                hint = did_you_mean(str(name), device_names())
+                raise ConfigError(
+                    f"there is no device {str(name)!r}{hint}. There are "
+                    f"{', '.join(device_names())}, and files of tools/calibrate_device.py"
+                )
+        try:
+            values = yaml.safe_load(path.read_text())
+            device = cls(name=path.stem, **values)
+        except (OSError, TypeError, yaml.YAMLError) as e:
+            raise ConfigError(f"{path} is not a device file: {e}") from e
+        device._check_numbers(path)
+        if device.convolution_workspace not in WORKSPACES:
+            raise ConfigError(
+                f"{path}: convolution_workspace must be one of {', '.join(WORKSPACES)}, got "
+                f"{device.convolution_workspace!r}"
+            )
+        if device.context_mb is None:
+            device = replace(device, context_mb=process_memory().data_bytes / _MB)
+        return device
+
+    def _check_numbers(self, path: Path) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            is_number = isinstance(value, (int, float)) or (
+                value is None and f.name == "context_mb"
+            )
+            if f.type is float and not is_number:
+                raise ConfigError(f"{path}: {f.name} must be a number, got {value!r}")
+        if not isinstance(self.flops_per_s, dict) or "float32" not in self.flops_per_s:
+            raise ConfigError(
+                f"{path}: flops_per_s must have a number for float32, got {self.flops_per_s!r}"
+            )
+        for name, value in self.flops_per_s.items():
+            if not isinstance(value, (int, float)):
+                raise ConfigError(f"{path}: flops_per_s of {name} must be a number, got {value!r}")
+        nccl = self.nccl_mb
+        is_list = isinstance(nccl, (list, tuple))
+        if not is_list or len(nccl) != 2 or any(type(mb) not in (int, float) for mb in nccl):
+            raise ConfigError(
+                f"{path}: nccl_mb must be two numbers, for 2 ranks and for more, got {nccl!r}"
+            )
+
+    @classmethod
+    def choose(cls, name: Optional[Union[str, Path]], torch_device: str) -> "DeviceModel":
+        """Choose the device file of a name; None or "auto" chooses by the GPU of this machine.
+
+        That is the GPU's own file, or the nearest of its compute capability. Otherwise it is
+        ``cuda`` or ``cpu``.
+
+        Args:
+            torch_device: as in MODEL.DEVICE.
+        """
+        if name is not None and name != "auto":
+            return cls.load(name)
+        try:
+            kind = torch.device(torch_device).type
+        except RuntimeError as e:
+            raise ConfigError(f"MODEL.DEVICE {torch_device!r} is no device of PyTorch: {e}") from e
+        if kind == "cpu":
+            return cls.load("cpu")
+        return cls._of_this_gpu() if torch.cuda.is_available() else cls.load("cuda")
+
+    @classmethod
+    def _of_this_gpu(cls) -> "DeviceModel":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu, capability = properties.name, f"{properties.major}.{properties.minor}"
+        devices = [cls.load(name) for name in device_names()]
+        for device in devices:
+            if device.device_name is not None and fnmatchcase(gpu, device.device_name):
+                return device
+        alike = [d for d in devices if d.compute_capability == capability and d.memory_gb]
+        gigabytes = properties.total_memory / _GB
+        nearest = min(alike, key=lambda d: abs((d.memory_gb or 0) - gigabytes), default=None)
+        if nearest is None:
+            nearest = cls.load("cuda")
+        return replace(nearest, description=f"{gpu}, taken for {nearest.description}")
+
+    def use(
+        self,
+        timeline: Timeline,
+        limit_bytes: Optional[int] = None,
+        expandable_segments: bool = False,
+        ranks: int = 1,
+    ) -> DeviceUse:
+        """Compute the memory that a timeline needs.
+
+        Args:
+            limit_bytes: limit of the whole process, context included.
+            ranks: processes that train together.
+
+        Raises:
+            DoesNotFit: the timeline needs more than the limit.
+        """
+        outside = self._outside_bytes(ranks)
+        limit = None if limit_bytes is None else limit_bytes - sum(outside.values())
+        allocator = (
+            CachingAllocator(limit, expandable_segments) if self.is_gpu else PageAllocator(limit)
+        )
+        account = _Account(allocator)
+        for event in self.events(timeline):
+            if isinstance(event, Allocate):
+                account.allocate(event.allocation)
+            else:
+                account.free(event.allocation)
+        between = allocator.peak_reserved_bytes - allocator.peak_allocated_bytes
+        return DeviceUse(
+            allocator.peak_allocated_bytes,
+            allocator.peak_reserved_bytes,
+            allocator.peak_reserved_bytes + sum(outside.values()),
+            account.peak,
+            +Counter({"between blocks": between}) + outside,
+        )
+
+    def events(self, timeline: Timeline) -> Iterator[Union[Allocate, Free]]:
+        """The device's allocations and frees for a timeline, including library workspaces."""
+        for megabytes, owner in (
+            (self.cublas_workspace_mb, "cuBLAS workspaces"),
+            (self.other_tensors_mb, "other"),
+        ):
+            yield Allocate(Allocation(int(megabytes * _MB), owner, "setup"))
+        for event in timeline.events:
+            if isinstance(event, Convolution):
+                size = self.workspace_bytes(event)
+                workspace = Allocation(size, "workspace", event.phase, "", "convolution")
+                yield Allocate(workspace)
+                yield Free(workspace)
+            else:
+                yield event
+
+    def workspace_bytes(self, c: Convolution) -> int:
+        """Bytes that a convolution takes while it runs, in addition to its tensors."""
+        if self.convolution_workspace == "none":
+            return 0
+        return c.dtype.itemsize * sum(math.prod(shape) for shape in (c.input, c.weight, c.output))
+
+    def _outside_bytes(self, ranks: int) -> Counter[str]:
+        """Memory outside the allocator, by owner.
+
+        DDP has one communicator. Detectron2's other groups use gloo, or share it.
+        """
+        nccl_mb = 0.0 if ranks == 1 else self.nccl_mb[ranks > 2]
+        names = {"context": self.context_mb, "loaded kernels": self.kernels_mb, "NCCL": nccl_mb}
+        return +Counter({name: int(megabytes * _MB) for name, megabytes in names.items()})
+
+    def seconds(self, work: Work) -> float:
+        """Lower bound of the seconds that work takes.
+
+        For each operator, the card computes or moves memory, whichever takes longer. In parallel,
+        the CPU launches operators, and copies to or from the host run.
+        """
+        on_device = sum(
+            times * max(flops / self._flops_per_s(number_format), num_bytes / self.bytes_per_s)
+            for (number_format, flops, num_bytes), times in work.operators.items()
+        )
+        starting = work.num_operators * self.seconds_per_operator
+        return max(on_device, starting, work.host_bytes / self.host_bytes_per_s)
+
+    def _flops_per_s(self, number_format: str) -> float:
+        return self.flops_per_s.get(number_format, self.flops_per_s["float32"])
+
+
+class _Account:
+    """Bytes of an allocator's memory by owner."""
+
+    def __init__(self, allocator: Union[CachingAllocator, PageAllocator]) -> None:
+        self._allocator = allocator
+        self._blocks: dict[Allocation, Any] = {}
+        self._live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+
+    def allocate(self, allocation: Allocation) -> None:
+        if not allocation.num_bytes:
+            return
+        before, peak = self._allocator.allocated_bytes, self._allocator.peak_allocated_bytes
+        self._blocks[allocation] = self._allocator.allocate(allocation.num_bytes)
+        self._live[allocation.owner] += self._allocator.allocated_bytes - before
+        if self._allocator.peak_allocated_bytes > peak:
+            self.peak = +self._live
+
+    def free(self, allocation: Allocation) -> None:
+        if allocation in self._blocks:
+            before = self._allocator.allocated_bytes
+            self._allocator.free(self._blocks.pop(allocation))
+            self._live[allocation.owner] += self._allocator.allocated_bytes - before
+
+
+def device_names() -> list[str]:
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))

@@ -1,0 +1,310 @@
+# Copyright (c) the d2_memfit developers.
+"""Dry runs: operators at full size that allocate memory and compute nothing large."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from mmap import mmap
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+
+from ...compat.pytorch import TorchDispatchMode, schema, storage_id, tree_map
+from ...job import is_image
+from ...memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
+from .fake import is_fake, make_fake
+from .meta_kernels import on_meta
+from .timeline import Allocate, Allocation, Convolution, Free, Timeline
+
+__all__ = ["DryRun", "WithoutValues"]
+
+_Args = tuple[Any, ...]  # arguments of an operator
+_Kwargs = dict[str, Any]
+_Tensors = list[torch.Tensor]  # among the arguments, or in the result
+
+aten = torch.ops.aten
+_empty_strided = torch.empty_strided  # cuda_as_cpu would replace it, which takes time
+
+_LARGE_BYTES = 2**20  # smaller results are cheap to compute
+_DENSE_BYTES = 2**26  # masks converted to so many floats are the targets of a loss
+_STEP = 5e-7  # float32 has it at -4.6, the bias of a focal loss
+_RANDOM_FILLS = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
+_FILLS = {
+    *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default),
+    *(aten.ones.default, aten.ones_like.default, aten.new_ones.default),
+    *(aten.full.default, aten.full_like.default, aten.new_full.default),
+}
+_EMPTY = {
+    *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+}
+_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
+# They make large results from small inputs (such as a keypoint's heatmap), and nothing depends on
+# the values.
+_UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
+# Operators that add a bias: its position among the arguments, and its dimension in the result.
+_BIASES = {
+    aten.addmm.default: (0, -1),
+    aten.convolution.default: (2, 1),
+    aten.native_batch_norm.default: (2, 1),
+    aten.native_group_norm.default: (2, 1),
+    aten.native_layer_norm.default: (3, -1),
+}
+# Views by another name, and the operator that resizes its argument.
+_LIKE_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.resize_.default}
+
+
+class WithoutValues(TorchDispatchMode):
+    """While open, results of fake tensors are fake too.
+
+    Fake tensors have values that do not matter, such as a model's weights. Results from them are
+    not computed: PyTorch's meta kernels give the size. A large result gets memory that is never
+    written to, so it takes addresses and no RAM. A small one is zeros. All the rest is computed, so
+    labels are assigned and proposals sampled as usual.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in TensorMeter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
+    ) -> Any:
+        if have_operators(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        return _run(func, args, kwargs, tensors_in((args, kwargs)))
+
+
+class DryRun(OwnerMeter):
+    """An :class:`OwnerMeter` with :class:`WithoutValues`, which records a timeline.
+
+    Args:
+        model, optimizer: as for :class:`OwnerMeter`. The model's parameters become fake.
+        inputs: tensors that are on the device before the model runs. Large images become fake;
+            labels and masks keep their values.
+
+    Attributes:
+        phase: current phase of the job, set by the caller.
+        timeline: the recorded events.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optional[torch.optim.Optimizer] = None,
+        inputs: Sequence[torch.Tensor] = (),
+    ) -> None:
+        super().__init__(model, optimizer)
+        make_fake([p for p in model.parameters() if p.dim() > 1 or p.nbytes >= _LARGE_BYTES])
+        make_fake([t for t in inputs if t.nbytes >= _LARGE_BYTES and is_image(t)])
+        self.phase = "setup"
+        self.timeline = Timeline()
+        self._inputs = inputs
+        self._is_paused = False
+        self._allocations: dict[int, Allocation] = {}  # by the address of a storage
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While open, operators compute, and nothing is recorded."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def allocations_of(self, tensors: Any) -> set[Allocation]:
+        """The recorded allocations of tensors, in any containers."""
+        addresses = {storage_id(storage) for storage in storages(tensors)}
+        return {self._allocations[a] for a in addresses if a in self._allocations}
+
+    def _own_others(self) -> None:
+        self.own("inputs", self._inputs)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
+    ) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _call(self, func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
+        return _run(func, args, kwargs, given)
+
+    def _note(
+        self,
+        func: Any,
+        args: _Args,
+        kwargs: _Kwargs,
+        result: Any,
+        given: _Tensors,
+        made: _Tensors,
+    ) -> None:
+        if _moves_nothing(func):
+            return
+        work = self.timeline.work[self.phase]
+        if is_on_host():
+            work.host_bytes += sum(t.nbytes for t in made)
+            return
+        tensors = given + made
+        num_bytes = (
+            0 if func in _EMPTY else sum(t.nbytes for t in {id(t): t for t in tensors}.values())
+        )
+        number_format, flops = "", 0
+        count_flops = flop_registry.get(func.overloadpacket)
+        if count_flops is not None:
+            number_format = str(tensors[0].dtype).replace("torch.", "")
+            flops = count_flops(*args, **kwargs, out_val=result)
+            if number_format == "float32" and func in _CONVOLUTIONS:
+                number_format = "tf32"
+        work.operators[number_format, flops, num_bytes] += 1
+        if func is aten.convolution.default:
+            self._note_convolution("forward", args[0], args[1], result, args)
+        elif func is aten.convolution_backward.default:
+            for direction, gradient in zip(("data", "filter"), result):
+                if gradient is not None:
+                    self._note_convolution(direction, args[1], args[2], args[0], args[1:])
+
+    def _note_convolution(
+        self, direction: str, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, args: _Args
+    ) -> None:
+        stride, groups = tuple(args[3]), args[8]
+        convolution = Convolution(
+            direction, x.shape, weight.shape, y.shape, stride, groups, x.dtype, self.phase
+        )
+        self.timeline.events.append(convolution)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        super()._count(storage)
+        address = storage_id(storage)
+        if address in self._counted and address not in self._allocations:
+            allocation = Allocation(storage.nbytes(), self._owners[address], self.phase)
+            self._allocations[address] = allocation
+            self.timeline.events.append(Allocate(allocation))
+
+    def _uncount(self, address: int) -> None:
+        super()._uncount(address)
+        self.timeline.events.append(Free(self._allocations.pop(address)))
+
+    def _move(self, address: int, owner: str) -> None:
+        super()._move(address, owner)
+        self._allocations[address].owner = owner
+
+
+@cache
+def _moves_nothing(func: Any) -> bool:
+    return func.is_view or torch.Tag.inplace_view in func.tags or func in _LIKE_VIEWS
+
+
+def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
+    if func is aten.resize_.default and is_fake(args[0]):
+        resized = _from_meta(torch.empty(args[1], dtype=args[0].dtype, device="meta"))
+        return args[0].set_(resized)
+    if _moves_nothing(func):
+        return func(*args, **kwargs)
+    if func in _RANDOM_FILLS and args[0].nbytes >= _LARGE_BYTES:
+        return make_fake(args[0])
+    if func in _FILLS:
+        filled = on_meta(func, args, {**kwargs, "device": torch.device("meta")})
+        is_real = filled.nbytes < _LARGE_BYTES or not filled.is_floating_point()
+        return func(*args, **kwargs) if is_real else _from_meta(filled)
+    if not _makes_much(func, args, kwargs) and not is_fake(given):
+        return func(*args, **kwargs)
+    try:
+        return _without_computing(func, args, kwargs)
+    except RuntimeError:  # no meta kernel, or the size of the result depends on values
+        if func is aten.nonzero.default:  # zeros have no indices; skips making the large tensor
+            return func(torch.zeros([0] * args[0].dim(), dtype=torch.bool))
+        for tensor in given:
+            if is_fake(tensor):
+                tensor.zero_()
+        return func(*args, **kwargs)
+
+
+def _makes_much(func: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    """Whether an operator makes a large result of labels, and nothing depends on its values."""
+    if func is aten._to_copy.default:
+        dtype = kwargs.get("dtype") or args[0].dtype
+        num_bytes = args[0].numel() * dtype.itemsize
+        is_target = dtype.is_floating_point and not args[0].is_floating_point()
+        return is_target and num_bytes >= _DENSE_BYTES
+    return func.overloadpacket in _UPSAMPLING and not args[0].is_meta
+
+
+def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    changed = _changed_arguments(func, args, kwargs)
+    make_fake([t for t in changed if t.nbytes >= _LARGE_BYTES])
+    returns = schema(func).returns
+    if all(r.alias_info and r.alias_info.is_write for r in returns):
+        return (changed[0] if len(returns) == 1 else tuple(changed)) if returns else None
+    if func is aten.index.Tensor:
+        args = (args[0], _without_masks(args[1]))
+    fill = int(_asks_if_finite(func, args) or func.overloadpacket is aten.all)
+    result = tree_map(lambda t: _from_meta(t, fill), on_meta(func, args, kwargs))
+    if func in _BIASES:
+        _add_bias(func, args, result)
+    # Small weights in 16 bits are still weights.
+    return make_fake(result) if func is aten._to_copy.default else result
+
+
+def _add_bias(func: Any, args: _Args, result: Any) -> None:
+    """Fill a small result as if all weights were 0, so that scores stay at their biases.
+
+    No two values are equal, so that a top-k keeps k of them and not all ties.
+    """
+    position, dim = _BIASES[func]
+    bias, y = args[position], result[0] if isinstance(result, tuple) else result
+    if bias is not None and bias.dim() == 1 and not is_fake((bias, y)):
+        y.movedim(dim, -1).copy_(bias)
+        y.sub_((torch.arange(y.numel()) * _STEP).view(y.shape))  # in 16 bits alone it would be inf
+
+
+def _asks_if_finite(func: Any, args: _Args) -> bool:
+    """Whether an operator is part of ``isfinite``: ``x == x`` or ``x.abs() != inf``."""
+    if func is aten.eq.Tensor:
+        return args[0] is args[1]
+    return func is aten.ne.Scalar and args[1] == math.inf
+
+
+def _changed_arguments(func: Any, args: _Args, kwargs: _Kwargs) -> _Tensors:
+    changed = [
+        args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)
+    ]
+    return tensors_in(changed)
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Positions and names of the arguments that an operator writes to."""
+    arguments = enumerate(schema(func).arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
+
+
+def _without_masks(indices: list[Any]) -> list[Any]:
+    """Replace masks by the indices of their true elements, as indexing does."""
+    result = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            result.append(index)
+        elif is_fake(index):
+            raise RuntimeError("the size of the result depends on values")
+        else:
+            result += index.nonzero().unbind(1)
+    return result
+
+
+def _from_meta(value: Any, fill: int = 0) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    num_bytes = value.untyped_storage().nbytes()
+    if num_bytes < _LARGE_BYTES:
+        result = _empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        return result.fill_(fill)
+    # Shared memory, shared with nobody: a limit on private memory, such as ulimit -d, does not
+    # count it.
+    storage = torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
+    result = torch.empty(0, dtype=value.dtype)
+    return make_fake(result.set_(storage, 0, value.shape, value.stride()))

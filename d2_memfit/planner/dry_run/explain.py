@@ -1,0 +1,91 @@
+# Copyright (c) the d2_memfit developers.
+"""One-line explanations of errors in a model: what, where, and what to do."""
+
+import errno
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+from ...errors import ConfigError, MemfitError
+
+__all__ = ["one_line_errors"]
+
+_NOT_THE_USERS = {
+    *("d2_memfit", "detectron2", "fvcore", "iopath", "numpy", "omegaconf", "scipy"),
+    *("torch", "torchvision", *getattr(sys, "stdlib_module_names", ())),  # from Python 3.10 on
+}
+
+# Errors about what a training mapper adds to a batch: fields of Instances, keys, other masks.
+_LACKS_LABELS = r"Cannot find field|'(PolygonMasks|BitMasks)' object has no attribute"
+_NEEDS_GPU = r"(?i:cuda|nvidia|not compiled|not implemented (on|for) .*cpu)|(?<!\w)_C(?!\w)"
+
+
+@contextmanager
+def one_line_errors(assume: Callable[[], Iterable[str]] = tuple) -> Iterator[None]:
+    """While open, turn an error in a model into one line.
+
+    Args:
+        assume: gives lines about assumptions, which may be the cause.
+
+    Raises:
+        ConfigError: a model cannot be built, or does not run. The text names the error, the last
+            place in the user's own code, and what to do.
+    """
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as e:
+        text = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
+        error = f"{type(e).__name__}: {text}" if text else type(e).__name__
+        raise ConfigError(
+            f"the model of this job does not run ({error}, in {_place(e)}). {_advice(e)}"
+            + "".join(f". Assumed: {line}" for line in _lines(assume))
+        ) from e
+
+
+def _lines(assume: Callable[[], Iterable[str]]) -> list[str]:
+    try:
+        return list(assume())
+    except Exception:  # it may be the call that failed
+        return []
+
+
+def _place(error: Exception) -> str:
+    """The last frame in code that is not PyTorch's, Detectron2's or ours; else the last frame."""
+    frames = list(walk_tb(error.__traceback__))
+    own = [frame for frame in frames if _is_the_users(frame[0].f_globals)]
+    frame, line = (own or frames)[-1]
+    file = "/".join(Path(frame.f_code.co_filename).parts[-3:])
+    return f"{file}:{line} in {frame.f_code.co_name}"
+
+
+def _is_the_users(names: dict[str, Any]) -> bool:
+    name = names.get("__name__") or ""
+    return name.partition(".")[0] not in _NOT_THE_USERS or name.startswith("detectron2.projects.")
+
+
+def _advice(error: Exception) -> str:
+    lacks_key = isinstance(error, KeyError) and error.args and isinstance(error.args[0], str)
+    if lacks_key or re.search(_LACKS_LABELS, str(error)):
+        return (
+            "If that is what the project's training mapper adds to a batch, name the trainer that "
+            "uses it, with --trainer MODULE:CLASS, or give a batch, with --batch MODULE:FUNCTION"
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return "A dry run takes addresses and little RAM: lift the limit on them, ulimit -v"
+    if isinstance(error, ModuleNotFoundError):
+        return "Install what is missing"
+    if re.search(_NEEDS_GPU, str(error)):
+        return (
+            "It needs a GPU or an operator that is not compiled here: build the project's "
+            "operators, or measure on a GPU, with --probe"
+        )
+    return (
+        "If the batch is not what the model takes, give one, with --batch MODULE:FUNCTION; or else "
+        "measure on a GPU, with --probe"
+    )

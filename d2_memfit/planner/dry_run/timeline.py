@@ -1,0 +1,190 @@
+# Copyright (c) the d2_memfit developers.
+"""A timeline of what a job allocates and frees."""
+
+import csv
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Optional, Union
+
+import torch
+
+__all__ = [
+    "Allocate",
+    "Allocation",
+    "BlockCall",
+    "Convolution",
+    "Event",
+    "Free",
+    "Timeline",
+    "Work",
+]
+
+
+@dataclass(eq=False)
+class Allocation:
+    """Memory from one allocation.
+
+    Attributes:
+        owner: as in :class:`~d2_memfit.memory.OwnerMeter`.
+        phase: phase of the job in which it was allocated, such as "forward".
+        module: full name of the module whose forward or backward allocated it, or of its parameter;
+            "" if neither is known.
+        operator: the operator that allocated it; "" if none did.
+        dtype, shape: those of its tensor; None and () without one.
+    """
+
+    num_bytes: int
+    owner: str
+    phase: str
+    module: str = ""
+    operator: str = ""
+    dtype: Optional[torch.dtype] = None
+    shape: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """Short text about the tensor, such as "convolution float32 [2, 64, 400, 672]"."""
+        dtype = str(self.dtype).replace("torch.", "") if self.dtype else ""
+        shape = str(list(self.shape)) if self.dtype else ""
+        return " ".join(filter(None, (self.operator, dtype, shape)))
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution, with the facts on which a library's choice of algorithm depends.
+
+    Attributes:
+        direction: "forward", or in the backward the gradient of the "data" or the "filter".
+        input: [N, channels, H, W].
+        weight: [output channels, input channels / groups, height, width].
+    """
+
+    direction: str
+    input: torch.Size
+    weight: torch.Size
+    output: torch.Size
+    stride: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype
+    phase: str
+
+
+@dataclass(frozen=True)
+class Allocate:
+    allocation: Allocation
+
+
+@dataclass(frozen=True)
+class Free:
+    allocation: Allocation
+
+
+Event = Union[Allocate, Free, Convolution]
+
+
+@dataclass
+class Work:
+    """The work of operators.
+
+    Attributes:
+        operators: numbers of calls, by number format, floating-point operations (of convolutions
+            and matrix products, else 0), and bytes read and written. "tf32" is a convolution in
+            float32.
+        host_bytes: bytes copied to the host.
+    """
+
+    operators: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    host_bytes: int = 0
+
+    @property
+    def num_operators(self) -> int:
+        return sum(self.operators.values())
+
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(self.operators - other.operators, self.host_bytes - other.host_bytes)
+
+
+@dataclass
+class BlockCall:
+    """The forward of a block of the model, one of ``techniques.support.find_blocks``.
+
+    Attributes:
+        name: name of the module.
+        begin, end: positions in the timeline's events between which it runs.
+        work: work of its operators.
+        inputs, outputs: memory of its input and output tensors.
+    """
+
+    name: str
+    begin: int
+    end: int
+    work: Work
+    inputs: set[Allocation]
+    outputs: set[Allocation]
+
+
+@dataclass
+class Timeline:
+    """The events of a dry run, with their work.
+
+    Attributes:
+        events: in the order in which they happen. A convolution comes after what it allocates.
+        work: by phase.
+        calls: forwards of the model's blocks in training, in the order in which they end.
+        notes: lines about parts that may be larger in a real batch.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    work: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
+    calls: list[BlockCall] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def forget_what_is_gone(self) -> None:
+        """Drop allocations that are freed already, such as temporaries of the setup."""
+        gone = {id(event.allocation) for event in self.events if isinstance(event, Free)}
+        self.events = [e for e in self.events if id(getattr(e, "allocation", None)) not in gone]
+
+    def sizes(self) -> list[int]:
+        """Bytes of each allocation, and their negative when it is freed."""
+        return [_signed_bytes(e) for e in self.events if not isinstance(e, Convolution)]
+
+    def peak(self) -> Counter[str]:
+        """Bytes by owner at the peak."""
+        owners: Counter[str] = Counter()
+        for allocation in self.alive_at_peak():
+            owners[allocation.owner] += allocation.num_bytes
+        return owners
+
+    def alive_at_peak(self) -> set[Allocation]:
+        most, total, end = 0, 0, 0
+        for i, event in enumerate(self.events):
+            if isinstance(event, Convolution):
+                continue
+            total += _signed_bytes(event)
+            if total > most:
+                most, end = total, i + 1
+        alive = set()
+        for event in self.events[:end]:
+            if isinstance(event, Allocate):
+                alive.add(event.allocation)
+            elif isinstance(event, Free):
+                alive.discard(event.allocation)
+        return alive
+
+    def write_csv(self, path: Path) -> None:
+        """Write one line per allocation. Times are numbers of events; a live one has no end."""
+        ends = {e.allocation: i for i, e in enumerate(self.events) if isinstance(e, Free)}
+        at_peak = self.alive_at_peak()
+        with path.open("w", newline="") as f:
+            writer = csv.writer(f)
+            writer.writerow(["begin", "end", "bytes", "owner", "phase", "at_peak"])
+            for i, event in enumerate(self.events):
+                if isinstance(event, Allocate):
+                    a = event.allocation
+                    end = ends.get(a, "")
+                    writer.writerow([i, end, a.num_bytes, a.owner, a.phase, int(a in at_peak)])
+
+
+def _signed_bytes(event: Union[Allocate, Free]) -> int:
+    num_bytes = event.allocation.num_bytes
+    return num_bytes if isinstance(event, Allocate) else -num_bytes

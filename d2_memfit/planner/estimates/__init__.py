@@ -1,0 +1,19 @@
+# Copyright (c) the d2_memfit developers.
+"""The memory of one job: its step run dry, and what that takes of a device."""
+
+from .dry_job import DryJob, MemoryEstimate, margin_of, usable_bytes
+from .estimate import estimate_memory, run_dry
+from .probe import job_class, run_for_real
+from .steps import build_with_values
+
+__all__ = [
+    "DryJob",
+    "MemoryEstimate",
+    "build_with_values",
+    "estimate_memory",
+    "job_class",
+    "margin_of",
+    "run_dry",
+    "run_for_real",
+    "usable_bytes",
+]

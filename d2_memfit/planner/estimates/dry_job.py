@@ -1,0 +1,253 @@
+# Copyright (c) the d2_memfit developers.
+"""A job with dry runs of its training and evaluation."""
+
+from dataclasses import dataclass, replace
+from typing import Optional
+
+from ...job import Job, size_of
+from ...memory import segments_expand
+from ...techniques import loader_bytes
+from ..device import DeviceModel, DeviceUse, DoesNotFit
+from ..dry_run import Timeline, one_line_errors
+from . import steps
+
+__all__ = ["DryJob", "MemoryEstimate", "margin_of", "usable_bytes"]
+
+_GB = 2**30
+_RESOLUTION = 2**24
+
+# The effect of a wrong number of objects depends on the model. From 100 to 300 objects, Mask R-CNN
+# R50-FPN grows by 69% with images of Cityscapes, where labels of anchors decide, and not at all
+# with those of LVIS, where classes do. Half of the usual margin is a guess.
+_OF_A_GUESS = 0.05
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of each GPU in a job's largest iteration, in GB of 2^30 bytes.
+
+    Attributes:
+        device: description of the device.
+        num_gpus: ranks that train together.
+        images_per_gpu: images in a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
+        micro_batch_size: images in one forward.
+        accumulation_steps: batches of the loader in one iteration.
+        image_size: height and width in pixels to which the largest micro-batch is padded.
+        num_instances: annotated objects in each image; classes, with label images alone.
+        assumptions: unknown facts, each with the value assumed for it.
+        at_least: parts of the job whose largest size is not known. If there are any, the job may
+            need more than these numbers say.
+        peak_allocated_gb: ``torch.cuda.max_memory_allocated`` after training.
+        peak_reserved_gb: ``torch.cuda.max_memory_reserved`` after training. If the job has a budget
+            and fits, it is what the allocator takes within the budget less its margin.
+        device_total_gb: device memory of the process, context included, in training and in the
+            evaluations between.
+        evaluation_gb: peak allocated in evaluation; None without evaluation.
+        typical_gb: ``peak_allocated_gb`` with the mean number of objects in each image, if
+            ``num_instances`` is a guess and the mean is known; else None.
+        typical_instances: that number; None without it.
+        breakdown: ``peak_allocated_gb`` by owner, the largest first.
+        outside: the process's other memory in training, by owner: context, loaded kernels, NCCL,
+            and memory between the allocator's blocks.
+        seconds_per_iteration: a lower bound, for comparisons on the same device.
+        expandable_segments: whether PyTorch's allocator grows its segments; None for a CPU.
+        num_workers: workers of the loader on each rank.
+        host_gb: approximate RAM of each rank and its workers, without the dataset.
+    """
+
+    device: str
+    num_gpus: int
+    images_per_gpu: int
+    micro_batch_size: int
+    accumulation_steps: int
+    image_size: tuple[int, int]
+    num_instances: int
+    assumptions: tuple[str, ...]
+    at_least: tuple[str, ...]
+    peak_allocated_gb: float
+    peak_reserved_gb: float
+    device_total_gb: float
+    evaluation_gb: Optional[float]
+    typical_gb: Optional[float]
+    typical_instances: Optional[int]
+    breakdown: dict[str, float]
+    outside: dict[str, float]
+    seconds_per_iteration: float
+    expandable_segments: Optional[bool]
+    num_workers: int
+    host_gb: float
+
+
+class DryJob:
+    """Dry runs of a job on a device, and the memory that they need.
+
+    Args:
+        job: the job.
+        device: the device to predict for.
+        evaluation: its timeline, if it is known.
+        evaluates: whether evaluation counts, or training alone.
+        with_typical: whether a job whose number of objects is a guess runs with their mean, too.
+
+    Attributes:
+        training: timeline of the largest micro-batch and an optimizer step. If an iteration has
+            more micro-batches, it includes the gradients of earlier ones.
+        evaluation: timeline of one image, or None.
+        typical: like ``training``, with the mean number of objects, or None.
+        assumptions: one line per unknown fact, with the value assumed for it.
+        at_least: one line per part whose largest size is not known.
+        limit_bytes: MEMFIT.BUDGET_GB less the margin, or None.
+        expandable_segments: whether the allocator of a GPU grows its segments, as under a budget.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        device: DeviceModel,
+        evaluation: Optional[Timeline] = None,
+        evaluates: bool = True,
+        with_typical: bool = False,
+    ) -> None:
+        self.job = job
+        self.device = device
+        with one_line_errors():
+            margin = margin_of(job)
+        budget_gb = job.budget_gb
+        self.limit_bytes = None if budget_gb is None else usable_bytes(budget_gb, margin)
+        self.expandable_segments = segments_expand(under_budget=budget_gb is not None)
+        self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
+        accumulates = len(job.geometry.micro_batch_sizes()) > 1
+        like = device.is_gpu, device.foreach
+        batches = job.batches
+        with one_line_errors(lambda: batches.assumptions):
+            batch = job.training_batch()
+            self.image_size = size_of(batch)
+            self.num_instances = batches.num_instances
+            self.training = steps.train(job, [batch], *like, accumulates)
+            self.evaluation = evaluation
+            if evaluation is None and evaluates and job.evaluates:
+                self.evaluation = steps.evaluate(job, job.evaluation_batch(), *like)
+            self.typical, self.typical_instances = None, None
+            if with_typical and batches.typical is not None:
+                typical = job.training_batch(of=batches.typical)
+                self.typical = steps.train(job, [typical], *like, accumulates)
+                self.typical_instances = batches.typical.num_instances
+        timelines = [t for t in (self.training, self.evaluation) if t is not None]
+        notes = [note for timeline in timelines for note in timeline.notes]
+        assumed = [*batches.assumptions]
+        if self.evaluation is not None:
+            assumed += batches.evaluation_assumptions
+        self.assumptions = tuple(dict.fromkeys(assumed))
+        self.at_least = tuple(dict.fromkeys(notes))
+
+    def trace(self) -> tuple[list[int], ...]:
+        """Sizes of allocations and frees, equal for jobs that do the same."""
+        return tuple(t.sizes() for t in (self.training, self.evaluation) if t is not None)
+
+    def fits(self, limit_bytes: int) -> bool:
+        """Whether the job runs within a limit of the process, context included."""
+        return self._uses_within(limit_bytes) is not None
+
+    def least_bytes(self) -> int:
+        """The smallest limit in which the job fits, to 16 MiB."""
+        low, high = self.training_bytes(), self.total_bytes()
+        while high - low > _RESOLUTION:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.fits(middle) else (middle, high)
+        return high
+
+    def training_bytes(self) -> int:
+        """Bytes that the process needs in training, context included.
+
+        Memory that the allocator cannot use does not count.
+        """
+        use = self._uses()[0]
+        return use.total_bytes - use.reserved_bytes + use.allocated_bytes
+
+    def total_bytes(self, limit_bytes: Optional[int] = None) -> int:
+        """Bytes that the process takes in training and in evaluations between, context included.
+
+        With a limit, they are within the limit if possible.
+        """
+        return max(use.total_bytes for use in self._uses(limit_bytes))
+
+    def training_use(self, limit_bytes: Optional[int] = None) -> DeviceUse:
+        """Device memory of training; within the limit if possible."""
+        return self._uses(limit_bytes)[0]
+
+    def evaluation_decides(self, limit_bytes: Optional[int] = None) -> bool:
+        """Whether evaluation takes more device memory than training."""
+        uses = self._uses(limit_bytes)
+        return len(uses) > 1 and uses[1].allocated_bytes > uses[0].allocated_bytes
+
+    def seconds(self) -> float:
+        """Lower bound of the seconds per iteration, for comparisons on the same device."""
+        sizes = self.job.geometry.micro_batch_sizes()
+        work = self.training.work
+        fetching = replace(work["backward"], host_bytes=work["forward"].host_bytes)
+        of_largest = self.device.seconds(work["forward"]) + self.device.seconds(fetching)
+        return of_largest * sum(sizes) / sizes[0] + self.device.seconds(work["optimizer"])
+
+    def estimate(self, limit_bytes: Optional[int] = None) -> MemoryEstimate:
+        uses = self._uses(limit_bytes)
+        geometry = self.job.geometry
+        typical_gb = None
+        if self.typical is not None:
+            use = self.device.use(self.typical, None, self.expandable_segments, geometry.ranks)
+            typical_gb = use.allocated_bytes / _GB
+        return MemoryEstimate(
+            device=self.device.description,
+            num_gpus=geometry.ranks,
+            images_per_gpu=geometry.images_per_batch,
+            micro_batch_size=geometry.micro_batch_sizes()[0],
+            accumulation_steps=geometry.accumulation_steps,
+            image_size=self.image_size,
+            num_instances=self.num_instances,
+            assumptions=self.assumptions,
+            at_least=self.at_least,
+            peak_allocated_gb=uses[0].allocated_bytes / _GB,
+            peak_reserved_gb=uses[0].reserved_bytes / _GB,
+            device_total_gb=self.total_bytes(limit_bytes) / _GB,
+            evaluation_gb=uses[1].allocated_bytes / _GB if uses[1:] else None,
+            typical_gb=typical_gb,
+            typical_instances=self.typical_instances,
+            breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
+            outside={owner: size / _GB for owner, size in uses[0].outside.most_common()},
+            seconds_per_iteration=self.seconds(),
+            expandable_segments=self.expandable_segments if self.device.is_gpu else None,
+            num_workers=self.job.cfg.DATALOADER.NUM_WORKERS,
+            host_gb=loader_bytes(self.job.cfg, geometry.ranks) / _GB,
+        )
+
+    def _uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
+        """Device memory of training and evaluation; without the limit if that is too low."""
+        uses = self._uses_within(limit_bytes) or self._uses_within(None)
+        assert uses is not None  # without a limit, everything fits
+        return uses
+
+    def _uses_within(self, limit_bytes: Optional[int]) -> Optional[list[DeviceUse]]:
+        """Device memory of training and evaluation; None if they do not fit."""
+        if limit_bytes not in self._known:
+            try:
+                self._known[limit_bytes] = self._find_uses(limit_bytes)
+            except DoesNotFit:
+                self._known[limit_bytes] = None
+        return self._known[limit_bytes]
+
+    def _find_uses(self, limit_bytes: Optional[int]) -> list[DeviceUse]:
+        timelines = [t for t in (self.training, self.evaluation) if t is not None]
+        expands, ranks = self.expandable_segments, self.job.ranks
+        return [self.device.use(t, limit_bytes, expands, ranks) for t in timelines]
+
+
+def margin_of(job: Job) -> float:
+    """Share of a budget that a plan leaves free.
+
+    It is MEMFIT.PLAN.MARGIN, plus 0.05 if the number of objects in an image is a guess.
+    """
+    margin: float = job.cfg.MEMFIT.PLAN.MARGIN
+    return min(margin + _OF_A_GUESS, 1.0) if job.batches.is_guess else margin
+
+
+def usable_bytes(budget_gb: float, margin: float) -> int:
+    """Bytes of a budget without its margin."""
+    return int(budget_gb * (1 - margin) * _GB)

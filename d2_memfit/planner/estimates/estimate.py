@@ -1,0 +1,67 @@
+# Copyright (c) the d2_memfit developers.
+"""The memory estimate of a job."""
+
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from detectron2.config import CfgNode
+from omegaconf import DictConfig
+
+from ...job import Job, Size
+from ..device import DeviceModel
+from .dry_job import DryJob, MemoryEstimate
+from .probe import job_class
+
+__all__ = ["estimate_memory", "run_dry"]
+
+
+def estimate_memory(
+    cfg: Union[CfgNode, DictConfig, Job],
+    num_gpus: int = 1,
+    device: Optional[Union[str, Path]] = None,
+    probe: bool = False,
+    *,
+    trainer: Any = None,
+    batch: Any = None,
+    image_size: Optional[Size] = None,
+    num_instances: Optional[int] = None,
+    evaluates: bool = True,
+) -> MemoryEstimate:
+    """Estimate the memory of a job without a GPU, by a dry run of its largest iteration.
+
+    Args:
+        cfg: a config of yacs, a LazyConfig, or a :class:`~d2_memfit.Job`, which has the arguments
+            from ``trainer`` to ``num_instances``, and ``num_gpus``, already.
+        num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH counts all of them.
+        device: the name of a family in ``d2_memfit/planner/device/devices``, or the path of a file
+            of ``tools/calibrate_device.py``. None is the CPU with MODEL.DEVICE cpu, else this
+            machine's GPU, else a current CUDA card.
+        probe: run the iteration on this machine's GPU, and measure.
+        trainer: the class that trains, with the ``build_*`` methods of ``DefaultTrainer``.
+        batch: images of the largest batch, see :class:`~d2_memfit.job.batches.GivenBatches`; or the
+            sizes that the model gets, as a :class:`WorstCase`. None lets the job's own mapper make
+            it from the largest images of its datasets.
+        image_size: height and width in pixels of the largest image file.
+        num_instances: annotated objects of the most crowded image.
+        evaluates: whether evaluation counts, or training alone.
+
+    Raises:
+        ConfigError: a value in the config cannot work, its model cannot be built, or there is no
+            GPU to probe.
+    """
+    facts = {"image_size": image_size, "num_instances": num_instances}
+    job = Job.of(cfg, trainer, num_gpus, batch=batch, **facts)
+    dry_job = run_dry(job, device, probe, evaluates)
+    return dry_job.estimate(dry_job.limit_bytes)
+
+
+def run_dry(
+    job: Job,
+    device: Optional[Union[str, Path]] = None,
+    probe: bool = False,
+    evaluates: bool = True,
+) -> DryJob:
+    """Make the dry runs of :func:`estimate_memory`, with their timelines."""
+    model = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
+    kind = job_class(probe, model)
+    return kind(job, model, evaluates=evaluates, with_typical=True)

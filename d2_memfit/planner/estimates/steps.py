@@ -1,0 +1,249 @@
+# Copyright (c) the d2_memfit developers.
+"""Dry runs of a training step and of an image's evaluation."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Callable
+
+import torch
+from detectron2 import layers
+from detectron2.layers import mask_ops
+from detectron2.structures import Boxes
+from detectron2.utils.events import EventStorage
+from torch import nn
+from torch.optim import Optimizer
+
+from ... import compat
+from ...common.patching import replaced_functions
+from ...common.side_work import alone, no_information, unchanged_random_state
+from ...iteration import Precision
+from ...job import Job, tensors_of
+from ...techniques import ready_to_evaluate
+from ..dry_run import (
+    DryRun,
+    NamedDryRun,
+    Timeline,
+    WithoutValues,
+    detect_most,
+    make_fake,
+    noted_calls,
+    worst_proposals,
+)
+from ..stand_ins import casts_of_cuda, compiled_operators, cuda_as_cpu, fast_matching
+
+__all__ = [
+    "build",
+    "build_with_values",
+    "evaluate",
+    "infer",
+    "iterate",
+    "keep_gradients_in",
+    "train",
+]
+
+
+def train(
+    job: Job,
+    micro_batches: Sequence[Any],
+    like_gpu: bool = True,
+    foreach: bool = True,
+    accumulates: bool = False,
+) -> Timeline:
+    """Make a dry run of an iteration in which optimizer states and DDP's buckets exist.
+
+    Args:
+        micro_batches: the micro-batches of one iteration.
+        like_gpu: whether device-dependent code runs as on a GPU, or as on a CPU.
+        foreach: whether the optimizer steps on all parameters at once, unless the job tells.
+        accumulates: whether gradients of earlier micro-batches exist.
+    """
+    precision = job.precision("cpu")
+    with _started(job, micro_batches, foreach) as (run, model, optimizer):
+        if not accumulates:
+            optimizer.zero_grad(set_to_none=True)
+        with noted_calls(model, run), casts_of_cuda() if like_gpu else nullcontext():
+            note = run.timeline.notes.append
+            for phase in iterate(model, optimizer, precision, micro_batches, note):
+                run.phase = phase
+    return run.timeline
+
+
+def iterate(
+    model: nn.Module,
+    optimizer: Optimizer,
+    precision: Precision,
+    micro_batches: Sequence[Any],
+    note: Callable[[str], None] = lambda line: None,
+) -> Iterator[str]:
+    """Run an iteration with the most proposals possible; yield each phase before it begins.
+
+    Args:
+        note: called with a line about each part that is not the largest possible.
+    """
+    for batch in micro_batches:
+        yield "forward"
+        with worst_proposals(model, note), precision.autocast():
+            losses = model(batch)
+            loss = losses if isinstance(losses, torch.Tensor) else sum(losses.values())
+        del losses
+        yield "backward"
+        precision.backward(loss * (1 / len(micro_batches)))
+        del loss
+    yield "optimizer"
+    precision.step(optimizer)
+
+
+def evaluate(job: Job, batch: Any, like_gpu: bool = True, foreach: bool = True) -> Timeline:
+    """Make a dry run of an evaluation between two training iterations."""
+    paste = {"paste_masks_in_image": _paste_like_gpu} if like_gpu else {}
+    with _started(job, [batch], foreach) as (run, model, _):
+        run.timeline.forget_what_is_gone()  # the optimizer's step is not part of it
+        run.phase = "evaluation"
+        with replaced_functions([layers, mask_ops], paste):
+            infer(model, job, batch, run.timeline.notes.append)
+    return run.timeline
+
+
+def infer(
+    model: nn.Module, job: Job, batch: Any, note: Callable[[str], None] = lambda line: None
+) -> None:
+    """Run an evaluation's forward with the most proposals and detections possible."""
+    model.eval()
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(ready_to_evaluate(model, job.cfg, announce=False))
+        stack.enter_context(worst_proposals(model, note))
+        detect_most(model, batch, note)
+
+
+def build(job: Job) -> tuple[nn.Module, Optimizer]:
+    """Build model and optimizer with the job's techniques, on the CPU and without values.
+
+    Raises:
+        ConfigError: a technique does not work with them.
+    """
+    with (
+        alone(),
+        cuda_as_cpu(),
+        compiled_operators(),
+        _one_thread(),
+        unchanged_random_state(),
+        WithoutValues(),
+    ):
+        model, optimizer = build_with_values(job, "cpu")
+        with ready_to_evaluate(model, job.cfg, announce=False):
+            return model, optimizer
+
+
+def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:
+    """Build model and optimizer on a device, the optimizer with one rank's share."""
+    model = job.build_model(device, announce=False)
+    without_zero = job.with_settings({"MEMFIT.OPTIMIZER.ZERO": False})  # it needs other ranks
+    optimizer = without_zero.build_optimizer(model, announce=False)
+    if job.cfg.MEMFIT.OPTIMIZER.ZERO:
+        _keep_share(optimizer, job.ranks)
+    return model, optimizer
+
+
+@contextmanager
+def _started(
+    job: Job, micro_batches: Sequence[Any], foreach: bool
+) -> Iterator[tuple[DryRun, nn.Module, Optimizer]]:
+    """A job after its first iteration, gradients included."""
+    with ExitStack() as stack:
+        for context in (
+            *(alone(), no_information(), _one_thread(), cuda_as_cpu()),
+            *(compiled_operators(), unchanged_random_state(), EventStorage()),
+        ):
+            stack.enter_context(context)
+        torch.default_generator.manual_seed(0)  # and no generator of a GPU
+        with WithoutValues():
+            model, optimizer = build_with_values(job, "cpu")
+        if foreach:
+            _use_foreach(optimizer)
+        run = stack.enter_context(NamedDryRun(model, optimizer, tensors_of(micro_batches)))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if job.ranks > 1:
+            buckets = make_fake(torch.empty(sum(map(torch.numel, trained))))
+            run.own("DDP buckets", buckets)
+            if job.cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW:
+                keep_gradients_in(buckets, trained)
+        for p in trained:
+            if p.grad is None:
+                p.grad = make_fake(torch.zeros_like(p))
+                run.own("gradients", p.grad)
+        optimizer.step()
+        stack.enter_context(fast_matching(model, run))
+        yield run, model, optimizer
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Use one thread: little is computed, and threads would mostly wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:
+    """Keep only one rank's parameters, dealt as by ``ZeroRedundancyOptimizer``.
+
+    The largest come first, each to the rank that has the least.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    shares: list[list[nn.Parameter]] = [[] for _ in range(num_ranks)]
+    for p in sorted(parameters, key=torch.numel, reverse=True):
+        min(shares, key=lambda share: sum(map(torch.numel, share))).append(p)
+    kept = {id(p) for p in max(shares, key=lambda share: sum(map(torch.numel, share)))}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in kept]
+
+
+def _use_foreach(optimizer: Optimizer) -> None:
+    """Step on all parameters at once, as PyTorch does for parameters on a GPU."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def keep_gradients_in(buckets: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+    """Keep gradients in buckets, as DDP does with ``gradient_as_bucket_view``."""
+    for p, view in zip(parameters, buckets.split([p.numel() for p in parameters])):
+        p.grad = view.view_as(p)
+        p.register_post_accumulate_grad_hook(partial(_move_gradient, view=p.grad))
+
+
+def _move_gradient(parameter: nn.Parameter, view: torch.Tensor) -> None:
+    if parameter.grad is not None and parameter.grad is not view:
+        parameter.grad = view.copy_(parameter.grad)
+
+
+def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement of Detectron2's ``paste_masks_in_image``, whose path depends on the device."""
+
+    def paste_masks_in_image(
+        masks: torch.Tensor, boxes: Any, image_shape: tuple[int, int], threshold: float = 0.5
+    ) -> torch.Tensor:
+        boxes = boxes.tensor if isinstance(boxes, Boxes) else boxes
+        num, (height, width) = len(masks), image_shape
+        result = make_fake(torch.empty(num, height, width, dtype=torch.bool))
+        bytes_of_all = num * height * width * mask_ops.BYTES_PER_FLOAT
+        num_chunks = math.ceil(bytes_of_all / mask_ops.GPU_MEM_LIMIT)
+        for chunk in torch.arange(num).chunk(max(num_chunks, 1)):
+            with replaced_functions([torch], {"stack": _without_values}):  # for its large grid
+                pasted, _ = compat.paste_masks_on_grid(
+                    masks[chunk, None], boxes[chunk], height, width, skip_empty=False
+                )
+            result[chunk] = pasted >= threshold
+        return result
+
+    return paste_masks_in_image
+
+
+def _without_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tensors, *args, **kwargs: function(make_fake(tensors), *args, **kwargs)

@@ -1,0 +1,222 @@
+# Copyright (c) the d2_memfit developers.
+"""A cost model of a job's micro-batches, fitted to dry runs of the job."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...compat.pytorch import BatchNorm
+from ...errors import ConfigError
+from ...iteration import FEATURES, Images, Padding
+from ...job import Job, size_of
+from ...techniques import resize_image
+from ..device import DeviceModel
+from ..dry_run import Convolution, Event, Free, one_line_errors
+from ..estimates import DryJob, steps
+from .cost_sums import Run, fitted, fitted_to_two, least_squares, predicted
+from .plan import Plan
+
+__all__ = ["CostFit", "with_cost_model"]
+
+_GB, _MB = 2**30, 2**20
+
+_SMALLER = 0.6  # scale of the largest image
+_BETWEEN = 0.8
+_MORE_CROWDED = 1.5
+_CROWDED = 1000  # objects in images that a dataset may have besides the known ones
+# What is needed, divided by what is predicted without regard to objects: where objects decide, and
+# where they clearly do, so that runs with more of them tell how much each object needs.
+_IS_CROWDED, _IS_CLEARLY_CROWDED = 1.02, 1.1
+_FEW = 8  # objects that are resized; others are copies
+
+
+def with_cost_model(
+    plan: Plan,
+    job: Job,
+    device: DeviceModel,
+    allow: Sequence[str],
+    progress: Callable[[str], None] = lambda line: None,
+) -> Plan:
+    """Add MEMFIT.COST_MODEL to a plan, by which the trainer cuts windows.
+
+    The plan is returned unchanged if no window is cut.
+
+    Args:
+        job: the job of the plan.
+        allow: tiers that may be used. With trained BatchNorm, other micro-batches are another
+            recipe.
+        progress: called with a line for each dry run.
+
+    Raises:
+        ConfigError: the job's batches are not lists of dataset dicts with an "image".
+    """
+    planned = job.with_settings(plan.settings)
+    if not plan.fits or len(planned.geometry.micro_batch_sizes()) == 1:
+        progress("No cost model: no window is cut")
+        return plan
+    with one_line_errors():
+        model = steps.build(planned)[0]
+    trains_batch_norm = any(isinstance(m, BatchNorm) and m.training for m in model.modules())
+    if trains_batch_norm and "recipe" not in allow:
+        progress("No cost model: BatchNorm's statistics are of the images of a micro-batch")
+        return plan
+    fit = CostFit(planned, device, Padding.of(model), progress)
+    fit.run()
+    return replace(plan, settings={**plan.settings, **fit.settings()}, cost_model=fit.description())
+
+
+class CostFit:
+    """Fits the cost model: sums over features of images that predict their memory in dry runs.
+
+    Ordinary images peak at the beginning of the backward, in proportion to their pixels. With many
+    objects, the peak can be where objects are compared with anchors, or in their masks. So there
+    are two sums, for ordinary and for crowded images. One is enough if objects hardly count.
+
+    Args:
+        job: gives techniques, precision and budget of the micro-batches.
+        device: the device to predict for.
+        padding: padding of the job's model.
+        progress: called with a line for each dry run.
+
+    Attributes:
+        runs: the dry runs so far.
+        sums: the sums that predict them.
+
+    Raises:
+        ConfigError: as :func:`with_cost_model`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        device: DeviceModel,
+        padding: Padding,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._job = job
+        self._device = device
+        self._padding = padding
+        self._progress = progress
+        self.runs: list[Run] = []
+        self.sums: list[tuple[float, ...]] = []
+        with one_line_errors(lambda: job.batches.assumptions):
+            largest = job.training_batch(1)
+        has_image = isinstance(largest, list) and isinstance(largest[0], dict)
+        if not has_image or not isinstance(largest[0].get("image"), torch.Tensor):
+            raise ConfigError(
+                'a cost model is of dataset dicts with an "image", and this job\'s batches are '
+                f"of another kind, {type(largest).__name__}"
+            )
+        self._largest = largest[0]
+        self._most_objects = len(self._largest.get("instances", ()))
+
+    def run(self) -> None:
+        few = min(1, self._most_objects)
+        for scale, num in ((1, 1), (1, 2), (_SMALLER, 1), (_SMALLER, 4)):
+            self.dry_run(scale, [few] * num)
+        self.sums = [fitted(self.runs)]
+        most = self._most_objects
+        while few < most <= max(_CROWDED, self._most_objects):
+            if self.dry_run(1, [most]) > _IS_CLEARLY_CROWDED:
+                more = int(_MORE_CROWDED * most)
+                for scale, objects in (
+                    *((1, [more]), (_SMALLER, [more])),
+                    *((1, [more, few]), (1, [more, more])),
+                ):
+                    self.dry_run(scale, objects)
+                self.sums = fitted_to_two(self.runs, self.sums[0], _IS_CROWDED)
+                break
+            most *= 3
+        self.dry_run(_BETWEEN, [self._most_objects, few, few])  # a new mixture
+
+    def settings(self) -> dict[str, Any]:
+        """The config keys of the cost model and their values."""
+        too_low = [run.needs - predicted(self.sums, run) for run in self.runs]
+        keys = {
+            "BYTES": [[float(f"{b:.6g}") for b in numbers] for numbers in self.sums],
+            "ERROR_GB": round(max(0.0, *too_low) / _GB, 3),
+            "OVERHEAD_PIXELS": float(round(self._overhead_pixels())),
+        }
+        return {f"MEMFIT.COST_MODEL.{key}": value for key, value in keys.items()}
+
+    def description(self) -> str:
+        errors = [predicted(self.sums, r) / r.needs - 1 for r in self.runs]
+        return (
+            f"Windows are cut by predicted bytes: {', or '.join(map(_described, self.sums))}. "
+            f"{len(errors)} dry runs are predicted with errors of {min(errors):+.1%} to "
+            f"{max(errors):+.1%}"
+        )
+
+    def dry_run(self, scale: float, objects: Sequence[int]) -> float:
+        """Run one micro-batch of the largest image, scaled by ``scale``.
+
+        Args:
+            objects: number of objects of each image.
+
+        Returns:
+            float: needed bytes over the bytes predicted so far.
+        """
+        images = [_image(self._largest, scale, n) for n in objects]
+        geometry = self._job.geometry
+        settings = {
+            "MEMFIT.MICRO_BATCH": len(images),
+            # Gradients of another micro-batch exist already.
+            "SOLVER.ACCUMULATION_STEPS": geometry.accumulation_steps + len(images),
+        }
+        job = self._job.with_settings(settings).with_batch(images)
+        dry_job = DryJob(job, self._device, evaluates=False)
+        training = dry_job.training
+        dry_job.training = replace(training, events=_of_micro_batch(training.events))
+        run = Run(
+            sum(map(_facts_of, images), Images()).features(self._padding),
+            dry_job.least_bytes(),
+            sum(self._device.seconds(training.work[phase]) for phase in ("forward", "backward")),
+        )
+        self.runs.append(run)
+        height, width = size_of(images)
+        self._progress(f"{run.needs / _GB:.2f} GB: {height} x {width} pixels, objects {[*objects]}")
+        return run.needs / predicted(self.sums, run) if self.sums else 1.0
+
+    def _overhead_pixels(self) -> float:
+        """Time of ordinary micro-batches that does not grow with pixels, in pixels."""
+        rows = np.array([run.features[:3] for run in self.runs[:4]])
+        seconds = np.array([run.seconds for run in self.runs[:4]])
+        start, _, per_pixel = least_squares(rows, seconds)
+        return start / per_pixel if per_pixel else 0.0
+
+
+def _described(numbers: tuple[float, ...]) -> str:
+    terms = [f"{numbers[0] / _GB:.3g} GB"]
+    for number, name in zip(numbers[1:], FEATURES[1:]):
+        if number:
+            in_millions = "pixel" in name
+            megabytes = number * (10**6 if in_millions else 1) / _MB
+            terms.append(f"{megabytes:.3g} MB per {'million ' * in_millions}{name}")
+    return " + ".join(terms)
+
+
+def _image(largest: dict[str, Any], scale: float, num_objects: int) -> dict[str, Any]:
+    """Resize an image, and repeat or drop its objects."""
+    instances = largest.get("instances")
+    if instances is None:
+        return resize_image(largest, scale)
+    image = resize_image({**largest, "instances": instances[:_FEW]}, scale)
+    few = image["instances"]
+    return {**image, "instances": few[torch.arange(num_objects) % max(len(few), 1)]}
+
+
+def _facts_of(image: dict[str, Any]) -> Images:
+    return Images.one(*size_of(image), len(image.get("instances", ())))
+
+
+def _of_micro_batch(events: list[Event]) -> list[Event]:
+    """Drop the optimizer's steps before and after, which no cut changes."""
+    phases = [e.phase if isinstance(e, Convolution) else e.allocation.phase for e in events]
+    begin = phases.index("forward")
+    end = phases.index("optimizer") if "optimizer" in phases else len(events)
+    gone = {id(e.allocation) for e in events[:begin] if isinstance(e, Free)}
+    before = [e for e in events[:begin] if id(getattr(e, "allocation", None)) not in gone]
+    return [*before, *events[begin:end]]

@@ -1,0 +1,208 @@
+# Copyright (c) the d2_memfit developers.
+"""The search for the fastest choice that fits, with few dry runs."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Optional
+
+from ...techniques import get_technique
+from ..estimates import DryJob
+from .selective import BLOCKWISE, with_best_blocks
+from .trials import Choice, Trials, choice_of
+
+__all__ = ["Fastest"]
+
+_WORTH_IT = 0.98  # a larger change must take less than this share of the time
+_DEAR = 0.95  # techniques that save memory per image take about the rest of the time
+_LITTLE = 0.1  # share of an image's memory; smaller savings make no room for another
+
+_Names = tuple[str, ...]
+
+
+class Fastest:
+    """Finds the fastest choice within a limit of memory.
+
+    A rival is tried only if it can win. Times are interpolated between micro-batch sizes, exact to
+    0.3%. Memory always comes from a dry run.
+
+    Args:
+        trials: its ``limit_bytes`` must be set.
+    """
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
+        self._window = trials.job.geometry.window
+        self._images = trials.job.geometry.largest_micro_batch
+
+    def choice(self, tiers: Sequence[str]) -> Optional[Choice]:
+        """Find the fastest choice that fits; None if none does.
+
+        The tiers "exact" and "precision" compete in time. Recipes change what is trained: they are
+        used only if nothing else fits, as many as needed, in the order of harm.
+        """
+        exact = self._trials.names("exact") if "exact" in tiers else ()
+        precision = self._trials.names("precision") if "precision" in tiers else ()
+        least = self._least_images([tier for tier in tiers if tier != "recipe"])
+        start = choice_of((), self._images)
+        found = start if self._trials.fits(start) else self._with_some((), exact, least)
+        if precision:
+            faster = tuple(name for name in precision if self._is_faster(name))
+            others = [name for name in precision if name not in faster]
+            rival = self._with_some(faster, (*exact, *others), least)
+            if found is None or (rival is not None and self._is_worth_it(rival, found)):
+                found = rival
+        if found is None and "recipe" in tiers:
+            least = self._least_images(tiers)
+            found = self._with_recipes((*exact, *precision), least)
+        if found is None:
+            return None
+        blockwise = [name for name in BLOCKWISE if name in exact]
+        sizes = [n for n in self._sizes() if n >= least]
+        return with_best_blocks(self._trials, found, sizes, blockwise)
+
+    def smallest(self, tiers: Sequence[str]) -> Choice:
+        """The choice with all techniques of these tiers."""
+        names = [name for tier in tiers for name in self._trials.names(tier)]
+        return choice_of(self._that_run((), self._helpful(names)), self._least_images(tiers))
+
+    def _helpful(self, names: Iterable[str]) -> list[str]:
+        """The techniques that change what the job does."""
+        return [name for name in names if self._trials.helps(name)]
+
+    def _is_worth_it(self, rival: Choice, found: Choice) -> bool:
+        return self._seconds(rival) < _WORTH_IT * self._seconds(found)
+
+    def _least_images(self, tiers: Sequence[str]) -> int:
+        return 1 if self._trials.micro_batch_tier in tiers else self._images
+
+    def _is_faster(self, name: str) -> bool:
+        """Whether a technique makes an iteration faster.
+
+        On a CPU this depends on its instructions, which the device model does not know.
+        """
+        can_be = self._trials.device.is_gpu and not get_technique(name).never_faster
+        if not can_be or not self._trials.helps(name):
+            return False
+        return self._added_seconds(name) < (_WORTH_IT - 1) * self._dry_job((), 1).seconds()
+
+    def _with_some(self, lead: _Names, more: Iterable[str], least: int) -> Optional[Choice]:
+        """The fastest choice with all of ``lead``, and with some of ``more`` if they pay off."""
+        if not self._trials.runs(choice_of(lead, least)):
+            return None
+        names: Optional[_Names] = lead
+        if not self._trials.fits(choice_of(lead, least)):
+            names = self._cheapest(lead, more, least)
+        if names is None:
+            return None
+        best = choice_of(names, self._most_images(names, least))
+        if best.num_images == self._images:
+            return best
+        for rival in self._rivals(best, more):
+            num_images = self._most_images(rival, best.num_images)
+            with_more = choice_of(rival, num_images)
+            if num_images > best.num_images and self._is_worth_it(with_more, best):
+                best = self._without_what_is_not_needed(with_more, names)
+        return best
+
+    def _rivals(self, best: Choice, more: Iterable[str]) -> Iterator[_Names]:
+        """Techniques that may allow larger micro-batches, and be faster for it."""
+        at_once_s, best_s = self._seconds_with(best.names, self._images), self._seconds(best)
+        if at_once_s > _DEAR * best_s:
+            return
+        one, two = (self._dry_job((), n).training_bytes() for n in (1, 2))
+        others = (n for n in more if n not in best.names and not get_technique(n).never_faster)
+        for name in self._helpful(others):
+            saved = one - self._dry_job((name,), 1).training_bytes()
+            may_win = at_once_s + self._added_seconds(name) < _WORTH_IT * best_s
+            if may_win and saved > _LITTLE * (two - one):
+                yield (*best.names, name)
+
+    def _cheapest(self, lead: _Names, more: Iterable[str], num_images: int) -> Optional[_Names]:
+        """``lead`` plus the techniques of ``more`` that make it fit in the least time."""
+        helpful = self._helpful(more)
+        helpful.sort(key=self._added_seconds)
+        names = self._that_run(lead, helpful)
+        if not self._trials.fits(choice_of(names, num_images)):
+            return None
+        for name in reversed(helpful):
+            without = tuple(n for n in names if n != name)
+            if name in names and self._trials.fits(choice_of(without, num_images)):
+                names = without
+        added = sum(self._added_seconds(name) for name in names if name not in lead)
+        for name in helpful:  # a slow one can cost less than several fast ones
+            alone = choice_of((*lead, name), num_images)
+            if 0 < self._added_seconds(name) < added and self._trials.fits(alone):
+                return alone.names
+        return names
+
+    def _with_recipes(self, more: Sequence[str], least: int) -> Optional[Choice]:
+        recipes, helpful = self._helpful(self._trials.names("recipe")), self._helpful(more)
+        for i in range(len(recipes) + 1):
+            names = self._that_run(tuple(recipes[:i]), helpful)
+            if self._trials.fits(choice_of(names, least)):
+                found = choice_of(names, self._most_images(names, least))
+                return self._without_what_is_not_needed(found, ())
+        return None
+
+    def _without_what_is_not_needed(self, choice: Choice, lead: _Names) -> Choice:
+        """Drop techniques outside ``lead`` that are not needed, most harmful first."""
+        for name in [n for n in reversed(choice.names) if n not in lead]:
+            without = choice_of((n for n in choice.names if n != name), choice.num_images)
+            if self._trials.fits(without):
+                choice = without
+        return choice
+
+    def _that_run(self, lead: _Names, more: Sequence[str]) -> _Names:
+        """All of ``lead``, and the techniques of ``more`` with which the job runs together."""
+        names = lead
+        if self._trials.runs(choice_of((*lead, *more), 1)):
+            return (*lead, *more)
+        for name in more:
+            if self._trials.runs(choice_of((*names, name), 1)):
+                names = (*names, name)
+        return names
+
+    def _most_images(self, names: _Names, least: int) -> int:
+        """The largest micro-batch that fits, given that ``least`` fits."""
+        sizes = [n for n in self._sizes() if n >= least]
+        most, too_many = least, self._images + 1
+        while True:
+            likely = [n for n in sizes if most < n < too_many and self._may_fit(names, n)]
+            if not likely:
+                return most
+            if self._trials.fits(choice_of(names, likely[-1])):
+                most = likely[-1]
+            else:
+                too_many = likely[-1]
+
+    def _may_fit(self, names: _Names, num_images: int) -> bool:
+        return self._bytes_with(names, num_images) <= self._trials.limit_bytes
+
+    def _sizes(self) -> list[int]:
+        """The smallest micro-batch for each number of micro-batches in an iteration, sorted."""
+        sizes = {-(-self._window // number) for number in range(1, self._window + 1)}
+        return sorted({min(size, self._images) for size in sizes})
+
+    def _bytes_with(self, names: _Names, num_images: int) -> float:
+        """Predicted bytes, on a line through the two largest micro-batches that were tried."""
+        tried = self._trials.tried(names)
+        two = sorted({1, 2, *tried})[-2:]
+        (x1, y1), (x2, y2) = ((n, self._dry_job(names, n).training_bytes()) for n in two)
+        return y2 + (y1 - y2) / (x1 - x2) * (num_images - x2)
+
+    def _seconds_with(self, names: _Names, num_images: int) -> float:
+        for size in (1, 2):
+            self._dry_job(names, size)
+        seconds = self._trials.interpolated_seconds(names, num_images)
+        assert seconds is not None
+        return seconds
+
+    def _added_seconds(self, name: str) -> float:
+        """Seconds that a technique alone adds to an iteration."""
+        without = self._dry_job((), 1).seconds()
+        return self._dry_job((name,), 1).seconds() - without
+
+    def _seconds(self, choice: Choice) -> float:
+        return self._trials.dry_job(choice).seconds()
+
+    def _dry_job(self, names: _Names, num_images: int) -> DryJob:
+        return self._trials.dry_job(choice_of(names, num_images))

@@ -1,0 +1,82 @@
+# Copyright (c) the d2_memfit developers.
+"""The content of a plan: changes to a config, and the memory that the job then needs."""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from ..estimates import MemoryEstimate
+
+__all__ = ["OtherPlan", "Plan", "PlanStep"]
+
+
+@dataclass(frozen=True)
+class PlanStep:
+    """One change of a plan.
+
+    Attributes:
+        name: a technique, or "smaller micro-batches".
+        tier: "exact", "precision" or "recipe".
+        settings: config keys and their new values.
+        what: what it changes in training, for tiers other than exact.
+        gb_before, gb_after: device memory of the process without and with this step; later steps
+            are not applied.
+        time_factor: seconds per iteration with this step over those without.
+    """
+
+    name: str
+    tier: str
+    settings: dict[str, Any]
+    what: str
+    gb_before: float
+    gb_after: float
+    time_factor: float
+
+
+@dataclass(frozen=True)
+class OtherPlan:
+    """An alternative plan that fits.
+
+    Attributes:
+        settings: settings of all its steps.
+        device_total_gb, time_factor: as for a :class:`Plan`.
+    """
+
+    settings: dict[str, Any]
+    device_total_gb: float
+    time_factor: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Changes that make a job fit, and the memory that it then needs.
+
+    Attributes:
+        budget_gb: device memory for the whole process.
+        margin: share of the budget that is left free.
+        fits: whether the job fits. If not, the rest describes the smallest allowed plan.
+        steps: steps in the order of the search.
+        settings: settings of all steps.
+        before, estimate: estimates without and with the plan.
+        time_factor: seconds per iteration with the plan over those without.
+        smallest_budget_gb: smallest sufficient budget if the job does not fit.
+        must_allow: tiers that would have to be allowed for this budget; empty if none would help.
+        evaluation_decides: whether evaluation takes more of the device than training.
+        left_out: techniques with which the job does not run, and why; a line each.
+        exact: the fastest plan of the exact tier, if that fits and this one is faster.
+        cost_model: one line about the cost model that cuts windows; "" without one.
+    """
+
+    budget_gb: float
+    margin: float
+    fits: bool
+    steps: tuple[PlanStep, ...]
+    settings: dict[str, Any]
+    before: MemoryEstimate
+    estimate: MemoryEstimate
+    time_factor: float
+    smallest_budget_gb: Optional[float] = None
+    must_allow: tuple[str, ...] = ()
+    evaluation_decides: bool = False
+    left_out: tuple[str, ...] = ()
+    exact: Optional[OtherPlan] = None
+    cost_model: str = ""

@@ -1,0 +1,211 @@
+# Copyright (c) the d2_memfit developers.
+"""The search for changes that make a job fit a budget."""
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch
+from detectron2.config import CfgNode
+from omegaconf import DictConfig
+
+from ...config import why_no_card_has
+from ...errors import ConfigError
+from ...job import Job, Size
+from ...memory import check_budget
+from ...techniques import TIERS, get_technique
+from ..device import DeviceModel
+from ..estimates import DryJob, job_class, margin_of, usable_bytes
+from .cost_fit import with_cost_model
+from .fastest import Fastest
+from .plan import OtherPlan, Plan, PlanStep
+from .trials import Choice, Trials, choice_of
+
+__all__ = ["Planner", "plan_memory"]
+
+logger = logging.getLogger(__name__)
+
+_GB = 2**30
+
+_MICRO_BATCH = "smaller micro-batches"
+_OF_BATCH_NORM = "the images that BatchNorm's statistics are of."
+
+
+def plan_memory(
+    cfg: Union[CfgNode, DictConfig, Job],
+    budget_gb: float,
+    num_gpus: int = 1,
+    allow: Sequence[str] = ("exact", "precision"),
+    device: Optional[Union[str, Path, DeviceModel]] = None,
+    progress: Callable[[str], None] = lambda line: None,
+    probe: bool = False,
+    *,
+    trainer: Any = None,
+    batch: Any = None,
+    image_size: Optional[Size] = None,
+    num_instances: Optional[int] = None,
+    evaluates: bool = True,
+    cost_model: bool = False,
+) -> Plan:
+    """Find the fastest changes with which a job fits a budget.
+
+    The tiers "exact" and "precision" compete; a recipe is used only if nothing else fits. Effective
+    batch, learning rate and iterations do not change.
+
+    Args:
+        budget_gb: device memory for the whole process, in GB of 2^30 bytes.
+        allow: tiers that may be used, of "exact", "precision" and "recipe".
+        progress: called with a line for each dry run.
+        cfg, num_gpus, device, probe, trainer, batch, image_size, num_instances, evaluates: as for
+            :func:`~d2_memfit.planner.estimate_memory`.
+        cost_model: whether windows that must be cut are cut by predicted bytes.
+
+    Raises:
+        ConfigError: a value cannot work, or the config's model cannot be built.
+    """
+    check_budget(budget_gb)
+    if budget_gb is None or isinstance(budget_gb, str):
+        raise ConfigError("a plan needs a budget in GB, such as 6")
+    unknown = set(allow) - set(TIERS)
+    if unknown or isinstance(allow, str):
+        raise ConfigError(f"allow must be some of {', '.join(TIERS)}, got {allow!r}")
+    facts = {"image_size": image_size, "num_instances": num_instances}
+    job = Job.of(cfg, trainer, num_gpus, batch=batch, **facts)
+    if not isinstance(device, DeviceModel):
+        device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
+    warning = why_no_card_has(budget_gb) if device.is_gpu else None
+    if warning and not _has_card_of(budget_gb):
+        logger.warning(warning)
+    planner = Planner(job, device, job_class(probe, device), evaluates, progress)
+    plan = planner.plan(budget_gb, [tier for tier in TIERS if tier in allow])
+    return with_cost_model(plan, job, device, allow, progress) if cost_model else plan
+
+
+def _has_card_of(budget_gb: float) -> bool:
+    """Whether this machine has a GPU with this much memory."""
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_properties(0).total_memory >= budget_gb * _GB
+
+
+class Planner:
+    """Finds plans, and caches their dry runs.
+
+    Args:
+        job, device, run_job, evaluates, progress: as for :class:`~.trials.Trials`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        device: DeviceModel,
+        run_job: type[DryJob] = DryJob,
+        evaluates: bool = True,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._trials = Trials(job, device, run_job, evaluates, progress)
+        self._images = job.geometry.largest_micro_batch
+
+    @property
+    def num_dry_runs(self) -> int:
+        """Number of dry runs so far."""
+        return self._trials.num_dry_runs
+
+    def plan(self, budget_gb: float, tiers: Sequence[str]) -> Plan:
+        """Find a plan.
+
+        Args:
+            budget_gb: device memory for the whole process.
+            tiers: tiers that may be used, in the order of harm.
+        """
+        trials = self._trials
+        margin = margin_of(trials.job)
+        trials.limit_bytes = usable_bytes(budget_gb, margin)
+        start = choice_of((), self._images)
+        fastest = Fastest(trials)
+        choice = fastest.choice(tiers)
+        fits = choice is not None
+        smallest_gb: Optional[float] = None
+        must_allow: Sequence[str] = ()
+        if choice is None:
+            choice = fastest.smallest(tiers)
+            smallest_gb = trials.dry_job(choice).least_bytes() / (1 - margin) / _GB
+            more = _more(tiers)
+            must_allow = next((t for t in more if trials.fits(fastest.smallest(t))), ())
+        before, after = trials.dry_job(start), trials.dry_job(choice)
+        return Plan(
+            budget_gb=budget_gb,
+            margin=margin,
+            fits=fits,
+            steps=self._steps(choice),
+            settings={**trials.settings(choice), **self._safety(budget_gb)},
+            before=before.estimate(trials.limit_bytes),
+            estimate=after.estimate(trials.limit_bytes),
+            time_factor=after.seconds() / before.seconds(),
+            smallest_budget_gb=smallest_gb,
+            must_allow=tuple(must_allow),
+            evaluation_decides=after.evaluation_decides(trials.limit_bytes),
+            left_out=tuple(trials.left_out),
+            exact=self._exact(choice, fastest, tiers) if fits else None,
+        )
+
+    def _exact(self, choice: Choice, fastest: Fastest, tiers: Sequence[str]) -> Optional[OtherPlan]:
+        """The plan of the exact tier alone, if it fits and differs."""
+        exact = fastest.choice(["exact"]) if "exact" in tiers else None
+        if exact is None or exact == choice:
+            return None
+        start, dry_job = (self._trials.dry_job(c) for c in (choice_of((), self._images), exact))
+        return OtherPlan(
+            self._trials.settings(exact),
+            dry_job.total_bytes(self._trials.limit_bytes) / _GB,
+            dry_job.seconds() / start.seconds(),
+        )
+
+    def _steps(self, choice: Choice) -> tuple[PlanStep, ...]:
+        steps = []
+        before = choice_of((), self._images)
+        if choice.num_images < self._images:
+            after = choice_of((), choice.num_images)
+            steps.append(self._step(_MICRO_BATCH, self._trials.micro_batch_tier, before, after))
+            before = after
+        for name in choice.names:
+            after = choice_of((*before.names, name), choice.num_images, choice.modules)
+            steps.append(self._step(name, get_technique(name).tier, before, after))
+            before = after
+        return tuple(steps)
+
+    def _step(self, name: str, tier: str, before: Choice, after: Choice) -> PlanStep:
+        settings, there = self._trials.settings(after), self._trials.settings(before)
+        one, other = self._trials.dry_job(before), self._trials.dry_job(after)
+        return PlanStep(
+            name=name,
+            tier=tier,
+            settings={k: v for k, v in settings.items() if k not in there or there[k] != v},
+            what=_what_changes(name) if tier != "exact" else "",
+            gb_before=one.total_bytes(self._trials.limit_bytes) / _GB,
+            gb_after=other.total_bytes(self._trials.limit_bytes) / _GB,
+            time_factor=other.seconds() / one.seconds(),
+        )
+
+    def _safety(self, budget_gb: float) -> dict[str, Any]:
+        """Settings that keep the job in its budget if an image is larger than expected."""
+        job = self._trials.job
+        settings: dict[str, Any] = {"MEMFIT.BUDGET_GB": budget_gb}
+        if job.ranks == 1 or not self._trials.synchronizes:  # recovery cannot have both
+            settings["MEMFIT.OOM.POLICY"] = "split"
+        return settings
+
+
+def _more(tiers: Sequence[str]) -> list[list[str]]:
+    """Further tiers that could be allowed, in the order of harm."""
+    return [[*TIERS[:i]] for i in range(1, len(TIERS) + 1) if not set(TIERS[:i]) <= set(tiers)]
+
+
+def _what_changes(name: str) -> str:
+    """Text after "Changes:" in a technique's docstring."""
+    if name == _MICRO_BATCH:
+        return _OF_BATCH_NORM
+    found = re.search(r"Changes: (.*?)(\n\n|$)", get_technique(name).__doc__ or "", re.DOTALL)
+    return " ".join(found[1].split()) if found else ""

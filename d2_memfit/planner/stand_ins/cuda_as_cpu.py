@@ -1,0 +1,185 @@
+# Copyright (c) the d2_memfit developers.
+"""CUDA calls of a model's own code, done on the CPU, where a dry run has its tensors."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache, wraps
+from typing import Any, Optional
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ...common.patching import replaced_functions
+from ...compat.pytorch import DeviceContext, constructors, know_as_builtin
+
+__all__ = ["cuda_as_cpu"]
+
+
+@contextmanager
+def cuda_as_cpu() -> Iterator[None]:
+    """While open, CUDA is the CPU for code in Python.
+
+    ``.cuda()``, ``.to("cuda")``, ``device="cuda"``, autocast for CUDA, streams and the like do on
+    the CPU what they would do on a GPU. Without a dtype, such an autocast uses float16.
+
+    A machine with a GPU behaves the same, because a dry run has its model on the CPU there too.
+    ``torch.cuda.is_available()`` still tells the truth, as do queries of a GPU's properties. An
+    autocast made earlier, as a decorator, counts if it disables. One that enables cannot be told
+    apart: without a GPU, PyTorch makes it one that disables.
+
+    Functions are replaced. A TorchFunctionMode would cost time in every call of PyTorch, and
+    PyTorch closes it in a backward.
+    """
+    with ExitStack() as stack:
+        for place, replacements in _replacements():
+            known = {name: new for name, new in replacements.items() if hasattr(place, name)}
+            stack.enter_context(replaced_functions([place], known))
+        yield
+
+
+def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
+    """Places, and for each name there a function that makes the replacement from the original."""
+    autocast, cuda = torch.amp.autocast_mode, torch.cuda
+    return [
+        (torch.Tensor, dict.fromkeys(_METHODS, _on_cpu)),
+        (torch.Tensor, {"cuda": _keep, "pin_memory": _keep, "record_stream": _answer(None)}),
+        (torch, dict.fromkeys(_FUNCTIONS, _on_cpu)),
+        (torch.fft, dict.fromkeys(("fftfreq", "rfftfreq"), _on_cpu)),
+        (torch.nested, {"nested_tensor": _on_cpu}),
+        (DeviceContext, {"__init__": _on_cpu}),  # with torch.device("cuda")
+        (torch, {"is_autocast_enabled": _asked_of_cpu, "get_autocast_dtype": _on_cpu}),
+        (torch, {"get_autocast_gpu_dtype": lambda _: lambda: torch.get_autocast_dtype("cpu")}),
+        (autocast, {"_cast": _on_cpu}),  # for custom_fwd
+        (
+            autocast.autocast,
+            {"__init__": _init_autocast, "__enter__": _enter_autocast, "__exit__": _exit_autocast},
+        ),
+        (cuda, dict.fromkeys(_ACTIONS, _answer(None))),
+        (cuda, dict.fromkeys(_NUMBERS, _answer(0))),
+        (cuda, dict.fromkeys(("current_stream", "default_stream"), _answer(_Stream()))),
+        (cuda, dict.fromkeys(("Stream", "Event"), _other(_Stream))),
+        (cuda, dict.fromkeys(("device", "device_of", "stream"), _answer(nullcontext()))),
+        (cuda.nvtx, dict.fromkeys(("mark", "range_pop", "range_push"), _answer(None))),
+        (cuda.nvtx, {"range": _answer(nullcontext())}),
+        (cuda, {name: _other(getattr(torch, name)) for name in _TENSOR_TYPES}),
+        (DistributedDataParallel, {"__init__": _without_devices}),
+    ]
+
+
+# Asked at import: PyTorch keeps the answer, which must not contain our functions.
+_CONSTRUCTORS = {f.__name__ for f in constructors()}
+_LIKE = {f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")}
+_FUNCTIONS = _CONSTRUCTORS | _LIKE | {"load", "normal"}
+_METHODS = ("to", "new", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+_ACTIONS = (
+    *("empty_cache", "init", "ipc_collect", "reset_max_memory_allocated"),
+    *("reset_max_memory_cached", "reset_peak_memory_stats", "set_device", "set_stream"),
+    "synchronize",
+)
+_NUMBERS = (
+    *("current_device", "max_memory_allocated", "max_memory_cached", "max_memory_reserved"),
+    *("memory_allocated", "memory_cached", "memory_reserved"),
+)
+_TYPES = ("Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short", "BFloat16")
+_TENSOR_TYPES = [f"{name}Tensor" for name in _TYPES]
+
+
+@cache
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that every GPU among its arguments becomes the CPU."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("device"), int):  # a GPU's number
+            kwargs["device"] = "cpu"
+        if function is _TENSOR_TO and len(args) > 1 and type(args[1]) is int:
+            args = args[0], "cpu", *args[2:]
+        return function(*map(_as_cpu, args), **{k: _as_cpu(v) for k, v in kwargs.items()})
+
+    know_as_builtin(run, function)
+    return run
+
+
+_TENSOR_TO = torch.Tensor.to
+
+
+def _as_cpu(value: Any) -> Any:
+    if isinstance(value, str):
+        return "cpu" if value.partition(":")[0] == "cuda" else value
+    is_gpu = isinstance(value, torch.device) and value.type == "cuda"
+    return torch.device("cpu") if is_gpu else value
+
+
+def _other(value: Any) -> Callable[[Any], Any]:
+    """A factory that ignores the original and returns ``value``."""
+    return lambda _: value
+
+
+def _answer(value: Any) -> Callable[[Any], Any]:
+    # Each name gets a function of its own: PyTorch's compiler, if it is imported, asks for that.
+    return lambda _: lambda *args, **kwargs: value
+
+
+def _keep(_: Any) -> Callable[..., torch.Tensor]:
+    return lambda tensor, *args, **kwargs: tensor
+
+
+def _without_devices(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def init_on_cpu(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, module, **{**kwargs, "device_ids": None, "output_device": None})
+
+    return init_on_cpu
+
+
+def _asked_of_cpu(function: Callable[[str], bool]) -> Callable[..., bool]:
+    return lambda device_type="cpu": function(_as_cpu(device_type))
+
+
+def _init_autocast(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def init_on_cpu(
+        self: Any, device_type: str, dtype: Optional[torch.dtype] = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if _as_cpu(device_type) != device_type:
+            device_type, dtype = "cpu", dtype or torch.float16
+        init(self, device_type, dtype, *args, **kwargs)
+
+    return init_on_cpu
+
+
+def _enter_autocast(enter: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(enter)
+    def enter_on_cpu(self: Any) -> Any:
+        self.device_outside, self.device = self.device, _as_cpu(self.device)
+        return enter(self)
+
+    return enter_on_cpu
+
+
+def _exit_autocast(leave: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(leave)
+    def exit_on_cpu(self: Any, *error: Any) -> Any:
+        result = leave(self, *error)
+        self.device = self.__dict__.pop("device_outside", self.device)
+        return result
+
+    return exit_on_cpu
+
+
+class _Stream:
+    """A stream or an event that nobody waits for."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., "_Stream"]:
+        return lambda *args, **kwargs: self
+
+    def elapsed_time(self, _: "_Stream") -> float:
+        return 0.0
+
+    def query(self) -> bool:
+        return True

@@ -1,0 +1,169 @@
+# Copyright (c) the d2_memfit developers.
+"""The content of pages about dry runs and plans."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from ...config import PRESETS
+from ...errors import MemfitError
+from ...report import Bar, Chart, Page, Tensor, write_page
+from ...techniques import TECHNIQUES, get_technique
+from ..dry_run import Allocate, Allocation, Free
+from ..estimates import DryJob
+from ..search import Plan, preference
+from .text import describe_batch, describe_plan, describe_settings
+
+__all__ = ["draw_estimate", "draw_plan"]
+
+_GB = 2**30
+_TOO_SMALL = 1e-4  # share of the peak; smaller tensors are not drawn
+
+
+def draw_estimate(
+    dry_job: DryJob, path: Path, progress: Callable[[str], None] = lambda line: None
+) -> None:
+    """Write a page about a job without changes.
+
+    Args:
+        progress: called with a line for each knob that is tried.
+    """
+    page = Page(
+        title=f"What a job needs of {dry_job.device.description}",
+        facts=_facts(dry_job),
+        charts=[_chart(dry_job, "training")],
+        limits_gb=_limits(dry_job, dry_job.job.budget_gb),
+        bars=_bars(dry_job, progress),
+    )
+    write_page(page, path)
+
+
+def draw_plan(
+    plan: Plan,
+    before: DryJob,
+    after: DryJob,
+    path: Path,
+    progress: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Write a page about a plan.
+
+    Args:
+        before, after: the job without and with the plan.
+        progress: called with a line for each knob that is tried.
+    """
+    charts = [_chart(after, "with the plan")]
+    if plan.steps:
+        charts.insert(0, _chart(before, "without the plan"))
+    header = ["step", "tier", "GB before", "GB after", "time x", "settings", "what it changes"]
+    rows = [
+        [
+            *(s.name, s.tier, f"{s.gb_before:.2f}", f"{s.gb_after:.2f}", f"{s.time_factor:.2f}"),
+            *(describe_settings(s.settings), s.what),
+        ]
+        for s in plan.steps
+    ]
+    page = Page(
+        title=f"A plan for {plan.budget_gb:.4g} GB of {before.device.description}",
+        facts=[describe_plan(plan).splitlines()[0], *_facts(after)],
+        charts=charts,
+        limits_gb=_limits(after, plan.budget_gb),
+        bars=_bars(before, progress),
+        steps=[header, *rows] if rows else None,
+    )
+    write_page(page, path)
+
+
+def _facts(dry_job: DryJob) -> list[str]:
+    e = dry_job.estimate(dry_job.limit_bytes)
+    return [f"{e.num_gpus} GPU{'s' * (e.num_gpus > 1)}", *describe_batch(e)]
+
+
+def _limits(dry_job: DryJob, budget_gb: Optional[float]) -> dict[str, float]:
+    """The budget, and the smallest card that has this much memory."""
+    limits = {} if budget_gb is None else {"budget": budget_gb}
+    needed = dry_job.total_bytes(dry_job.limit_bytes) / _GB if budget_gb is None else budget_gb
+    cards = [name for name, size in PRESETS.items() if size >= needed]
+    if dry_job.device.is_gpu and cards:
+        card = cards[0]
+        limits[f"{card} card, of which a process gets {PRESETS[card]:g} GB"] = float(card[:-2])
+    return limits
+
+
+def _chart(dry_job: DryJob, name: str) -> Chart:
+    device, limit = dry_job.device, dry_job.limit_bytes
+    tensors, phases, num_steps, left_out = _tensors(device.events(dry_job.training))
+    use = dry_job.training_use(limit)
+    context = use.total_bytes - use.reserved_bytes
+    return Chart(name, tensors, num_steps, phases, context, use.total_bytes, left_out)
+
+
+def _tensors(
+    events: Iterable[Union[Allocate, Free]],
+) -> tuple[list[Tensor], list[tuple[str, int]], int, int]:
+    """Tensors, first steps of phases, last step, and peak bytes of tensors not drawn.
+
+    Tensors that the setup leaves begin at step 0.
+    """
+    events = list(events)
+    start = next((i for i, e in enumerate(events) if e.allocation.phase != "setup"), len(events))
+    begins = {e.allocation: max(i, start) for i, e in enumerate(events) if isinstance(e, Allocate)}
+    ends = {e.allocation: i for i, e in enumerate(events) if isinstance(e, Free)}
+    there = [a for a in begins if ends.get(a, start) >= start]
+    limit = _TOO_SMALL * _most(events, there)
+    drawn = [a for a in there if a.num_bytes > limit]
+    times = sorted({start, *(begins[a] for a in drawn), *(ends[a] for a in drawn if a in ends)})
+    steps = {time: step for step, time in enumerate(times)}
+    last = len(times)
+    tensors = [_tensor(a, steps[begins[a]], steps[ends[a]] if a in ends else last) for a in drawn]
+    phases: dict[str, int] = {}
+    for a in drawn:
+        if a.phase != "setup":
+            phases.setdefault(a.phase, steps[begins[a]])
+    return tensors, list(phases.items()), last, _most(events, set(there) - set(drawn))
+
+
+def _tensor(a: Allocation, begin: int, end: int) -> Tensor:
+    return Tensor(begin, end, a.num_bytes, a.owner, a.module, str(a), a.phase)
+
+
+def _most(events: list[Union[Allocate, Free]], of: Iterable[Allocation]) -> int:
+    """Peak bytes of these allocations."""
+    allocations = set(of)
+    live = most = 0
+    for event in events:
+        if event.allocation in allocations:
+            size = event.allocation.num_bytes
+            live += size if isinstance(event, Allocate) else -size
+            most = max(most, live)
+    return most
+
+
+def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:
+    """Bars of the job without changes, with one image at a time, and with single knobs.
+
+    A knob is an exact technique or change of precision that has an effect on the job.
+    """
+    job = before.job
+    knobs: dict[str, tuple[str, dict[str, Any]]] = {}
+    if job.geometry.micro_batch_sizes()[0] > 1:
+        knobs["1 image at a time"] = ("", {"MEMFIT.MICRO_BATCH": 1})
+    for name in sorted((n for n, t in TECHNIQUES if t.tier != "recipe"), key=preference):
+        technique = get_technique(name)
+        if not technique.planned or (technique.gpu_only and not before.device.is_gpu):
+            continue
+        settings = technique.enabling_settings(job.cfg)
+        if settings and job.with_settings(settings).cfg != job.cfg:
+            knobs[name] = (technique.tier, settings)
+    bars = [Bar("as it is", "", before.training_use(None).total_bytes / _GB, 1.0, "")]
+    for name, (tier, settings) in knobs.items():
+        try:
+            dry_job = DryJob(job.with_settings(settings), before.device, evaluates=False)
+        except MemfitError as e:
+            progress(f"{name} is left out: {e}")
+            continue
+        gb = dry_job.training_use(None).total_bytes / _GB
+        progress(f"{gb:.2f} GB: {name}")
+        if dry_job.training.sizes() != before.training.sizes():
+            time_factor = dry_job.seconds() / before.seconds()
+            bars.append(Bar(name, tier, gb, time_factor, describe_settings(settings)))
+    return bars

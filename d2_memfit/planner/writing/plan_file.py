@@ -1,0 +1,97 @@
+# Copyright (c) the d2_memfit developers.
+"""Plans as text: a yacs config file, a LazyConfig file, or overrides, and the way back."""
+
+from pathlib import Path
+from typing import Any, Union
+
+import yaml
+from detectron2.config import CfgNode
+from omegaconf import DictConfig
+
+from ...config import get_cfg, with_memfit_keys, with_settings
+from ...job import overrides_of, with_overrides
+from ..search import Plan
+from .text import describe_plan
+
+__all__ = ["budget_in", "lazy_file", "planned", "planned_config", "planned_yaml"]
+
+
+def planned_config(cfg: Union[CfgNode, DictConfig], plan: Plan) -> Union[CfgNode, DictConfig]:
+    """The config with the plan's settings, and without planning again."""
+    settings = {**plan.settings, "MEMFIT.PLAN.ENABLED": False}
+    if isinstance(cfg, DictConfig):
+        return with_overrides(cfg, overrides_of(settings))
+    return with_settings(with_memfit_keys(cfg), settings)
+
+
+def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
+    """Write a plan as YAML, with its description as a comment.
+
+    For a yacs config it is a complete config file for ``tools/train_net.py --config-file``, with
+    all differences from the defaults. For a LazyConfig it holds overrides.
+    """
+    comment = _comment(plan)
+    if isinstance(cfg, DictConfig):
+        settings = {**plan.settings, "MEMFIT.PLAN.ENABLED": False}
+        return comment + yaml.safe_dump(overrides_of(settings), sort_keys=False)
+    of_plan = {"VERSION", "MEMFIT.PLAN.ENABLED", *plan.settings}
+    return comment + CfgNode(_differences(planned_config(cfg, plan), get_cfg(), of_plan)).dump()
+
+
+def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictConfig]:
+    """The config with a plan that :func:`planned_yaml` wrote."""
+    keys = yaml.safe_load(text)
+    if isinstance(cfg, DictConfig):
+        return with_overrides(cfg, keys)
+    complete = with_memfit_keys(cfg)
+    complete.defrost()
+    complete.MEMFIT.BUDGET_GB = None  # "auto" is not a number
+    complete.merge_from_other_cfg(type(complete)(keys))
+    complete.OUTPUT_DIR = cfg.OUTPUT_DIR  # a plan may be copied from another folder
+    if cfg.is_frozen():
+        complete.freeze()
+    return complete
+
+
+def budget_in(text: str) -> float:
+    """Budget, in GB, of a plan that :func:`planned_yaml` wrote."""
+    keys = yaml.safe_load(text)
+    return keys["MEMFIT"]["BUDGET_GB"] if "MEMFIT" in keys else keys["train.budget_gb"]
+
+
+def lazy_file(config_file: str, opts: list[str], plan: Plan) -> str:
+    """Make a LazyConfig file that applies a plan to another file.
+
+    Args:
+        config_file: path of the other file.
+        opts: its overrides on the command line, such as ``train.max_iter=10``.
+    """
+    overrides = overrides_of({**plan.settings, "MEMFIT.PLAN.ENABLED": False})
+    return (
+        f"{_comment(plan)}\n"
+        "from detectron2.config import LazyConfig\n\n"
+        "from d2_memfit.job.lazy import with_overrides\n\n"
+        f"_planned = LazyConfig.load({str(Path(config_file).resolve())!r})\n"
+        f"_planned = LazyConfig.apply_overrides(_planned, {list(opts)!r})\n"
+        f"_planned = with_overrides(_planned, {overrides!r})\n"
+        "globals().update({name: _planned[name] for name in _planned})\n"
+    )
+
+
+def _comment(plan: Plan) -> str:
+    return "".join(f"# {line}".rstrip() + "\n" for line in describe_plan(plan).splitlines())
+
+
+def _differences(
+    cfg: CfgNode, defaults: CfgNode, always: set[str], prefix: str = ""
+) -> dict[str, Any]:
+    """Values that differ from the defaults, and values of the keys in ``always``."""
+    differences: dict[str, Any] = {}
+    for key, value in cfg.items():
+        if isinstance(value, CfgNode):
+            nested = _differences(value, defaults.get(key, CfgNode()), always, f"{prefix}{key}.")
+            if nested:
+                differences[key] = CfgNode(nested)
+        elif key not in defaults or defaults[key] != value or prefix + key in always:
+            differences[key] = value
+    return differences

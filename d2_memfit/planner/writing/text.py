@@ -1,0 +1,154 @@
+# Copyright (c) the d2_memfit developers.
+"""Estimates and plans as tables for users."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from ..estimates import MemoryEstimate
+from ..search import OtherPlan, Plan
+
+_EVALUATION_DECIDES = (
+    "Evaluation takes more memory than training here. To plan for training alone: --training-only, "
+    "or DATASETS.TEST ()"
+)
+
+__all__ = [
+    "describe_batch",
+    "describe_estimate",
+    "describe_plan",
+    "describe_settings",
+    "why_it_does_not_fit",
+]
+
+
+def describe_batch(estimate: MemoryEstimate) -> list[str]:
+    """Lines about the largest batch, and about what is not known of it."""
+    e = estimate
+    height, width = e.image_size
+    lines = [
+        f"Each iteration: {e.images_per_gpu} images per GPU x {e.accumulation_steps} steps, "
+        f"{e.micro_batch_size} at a time",
+        f"The largest images: {height} x {width} pixels, {e.num_instances} instances",
+        *(f"Assumed: {line}" for line in e.assumptions),
+        *(f"At least: {line}" for line in e.at_least),
+    ]
+    if e.typical_gb is not None:
+        lines.append(
+            f"Range: {e.peak_allocated_gb:.2f} GB with {e.num_instances} instances in each image, "
+            f"a guess; {e.typical_gb:.2f} GB with {e.typical_instances}, a mean"
+        )
+    return lines
+
+
+def describe_estimate(estimate: MemoryEstimate) -> str:
+    e = estimate
+    lines = [
+        f"{e.device}, {e.num_gpus} GPU{'s' * (e.num_gpus > 1)}",
+        *describe_batch(e),
+        *_allocator(e),
+        "",
+        _table(
+            [
+                ["peak allocated", e.peak_allocated_gb],
+                ["peak reserved", e.peak_reserved_gb],
+                ["evaluation, peak allocated", e.evaluation_gb],
+                ["of the device, with its context", e.device_total_gb],
+            ],
+            ["", "GB, at least" if e.at_least else "GB"],
+        ),
+        "",
+        _table(list(e.breakdown.items()), ["at the peak in training", "GB"]),
+        "",
+        _table(list(e.outside.items()), ["beside what is allocated", "GB"]),
+    ]
+    return "\n".join(lines)
+
+
+def describe_plan(plan: Plan) -> str:
+    free = f"{plan.margin:.0%} of it left free"
+    lines = [f"Budget: {plan.budget_gb:.4g} GB, {free}. It needs {_needs(plan)}."]
+    if plan.steps:
+        rows = [
+            [s.name, s.tier, s.gb_before, s.gb_after, s.time_factor, describe_settings(s.settings)]
+            for s in plan.steps
+        ]
+        header = ["step", "tier", "GB before", "GB after", "time x", "settings"]
+        lines += ["", _table(rows, header)]
+        lines += [f"{s.name} changes {s.what}" for s in plan.steps if s.what]
+    if plan.exact is not None:
+        lines += ["", _exact(plan.exact)]
+    if plan.left_out:
+        lines += ["", *plan.left_out]
+    if plan.cost_model:
+        lines += ["", plan.cost_model]
+    e = plan.estimate
+    lines += [
+        "",
+        f"Time of an iteration, predicted: x {plan.time_factor:.2f}",
+        f"SOLVER.IMS_PER_BATCH {e.images_per_gpu * e.num_gpus} x SOLVER.ACCUMULATION_STEPS "
+        f"{e.accumulation_steps}, as before",
+        f"Host: {e.num_workers} workers of the loader on each rank, about {e.host_gb:.1f} GB",
+        "",
+        describe_estimate(e),
+    ]
+    if plan.evaluation_decides:
+        lines += ["", _EVALUATION_DECIDES]
+    if not plan.fits:
+        lines += ["", why_it_does_not_fit(plan)]
+    elif e.at_least:
+        lines += ["", _no_room(plan)]
+    return "\n".join(lines)
+
+
+def why_it_does_not_fit(plan: Plan) -> str:
+    decides = f". {_EVALUATION_DECIDES}" if plan.evaluation_decides else ""
+    at_least = "at least " if plan.estimate.at_least else ""
+    smallest_gb = math.ceil(100 * (plan.smallest_budget_gb or 0)) / 100  # which is enough
+    how = f"The smallest budget is {at_least}{smallest_gb:.2f} GB"
+    if plan.must_allow:
+        how += f", unless MEMFIT.PLAN.ALLOW is {', '.join(plan.must_allow)}"
+    return f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}: the job does not fit. {how}{decides}"
+
+
+def _needs(plan: Plan) -> str:
+    before, after = plan.before.device_total_gb, plan.estimate.device_total_gb
+    at_least = "at least " if plan.estimate.at_least else ""
+    without = f", without the plan {before:.2f} GB" if plan.steps else ""
+    return f"{at_least}{after:.2f} GB{without}"
+
+
+def _no_room(plan: Plan) -> str:
+    recovers = plan.settings.get("MEMFIT.OOM.POLICY") == "split"
+    what = "images that need more run again in smaller parts" if recovers else "the run then ends"
+    return (
+        "The plan leaves no room for what is not known, in the lines At least. If that does not "
+        f"fit, {what}"
+    )
+
+
+def _exact(other: OtherPlan) -> str:
+    """A line about the exact plan, which a user may prefer to a faster plan."""
+    settings = describe_settings(other.settings) or "no change"
+    return (
+        f"With the same gradients (--allow exact): time x {other.time_factor:.2f}, "
+        f"{other.device_total_gb:.2f} GB, {settings}"
+    )
+
+
+def _allocator(estimate: MemoryEstimate) -> list[str]:
+    if estimate.expandable_segments is None:
+        return []
+    kind = "expandable" if estimate.expandable_segments else "of PyTorch's default"
+    return [f"Segments of the allocator: {kind}"]
+
+
+def describe_settings(settings: dict[str, Any]) -> str:
+    """Config keys and values in a line."""
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
+
+
+def _table(rows: Iterable[Sequence[Any]], header: list[str]) -> str:
+    return tabulate(rows, header, tablefmt="pipe", floatfmt=".2f")

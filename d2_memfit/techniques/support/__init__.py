@@ -1,0 +1,24 @@
+# Copyright (c) the d2_memfit developers.
+"""What techniques share: blocks, modules, objects, state, recomputation."""
+
+from .blocks import find_blocks
+from .module_state import LARGE_BYTES, MOST_BYTES, ModuleState, plain_attributes
+from .modules import add_mixin, find_modules
+from .objects import chunks_of, count_objects, device_of, is_targets, take_objects
+from .recomputation import recompute_in_backward
+
+__all__ = [
+    "LARGE_BYTES",
+    "MOST_BYTES",
+    "ModuleState",
+    "add_mixin",
+    "chunks_of",
+    "count_objects",
+    "device_of",
+    "find_blocks",
+    "find_modules",
+    "is_targets",
+    "plain_attributes",
+    "recompute_in_backward",
+    "take_objects",
+]

@@ -1,0 +1,40 @@
+# Copyright (c) the d2_memfit developers.
+"""Saved random states."""
+
+import io
+import random
+
+import numpy as np
+import torch
+
+from d2_memfit.common.random_state import RandomState
+
+
+def draw():
+    return random.random(), float(np.random.rand()), np.random.randn(), float(torch.rand(()))
+
+
+def test_the_same_numbers_are_drawn_again_and_again():
+    state = RandomState()
+    drawn = draw()
+    for _ in range(2):
+        state.restore()
+        assert draw() == drawn
+
+
+def test_a_checkpoint_can_hold_it():
+    np.random.randn()  # the second of a pair waits
+    file = io.BytesIO()
+    torch.save(RandomState().state_dict(), file)
+    drawn = draw()
+    file.seek(0)
+    RandomState.from_state_dict(torch.load(file, weights_only=True)).restore()
+    assert draw() == drawn
+
+
+def test_states_of_pytorch_are_compared():
+    state = RandomState()
+    random.random()
+    assert state.draws_the_same_tensors(RandomState())
+    torch.rand(())
+    assert not state.draws_the_same_tensors(RandomState())

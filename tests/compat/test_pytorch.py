@@ -1,0 +1,205 @@
+# Copyright (c) the d2_memfit developers.
+"""Each private name of PyTorch that d2_memfit uses: it is there, and does what it is used for."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from private_names import last_seen, missing, moved, names_in, private_names
+from tiny import ROOT
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from d2_memfit.compat import pytorch as torch_private
+
+PACKAGE = ROOT / "d2_memfit"
+
+# Names of PyTorch, each with the arguments that it is called with; None where it is not called, or
+# is of C++ and says no signature. The tests below call those.
+NAMES = {
+    "torch.nn.modules.batchnorm._BatchNorm": None,
+    "torch.nn.modules.conv._ConvNd": None,
+    "torch.nn.modules.dropout._DropoutNd": None,
+    "torch.nn.modules.utils._pair": (1,),
+    "torch.utils._device.DeviceContext.__init__": ("self", "device"),
+    "torch.utils._device._device_constructors": (),
+    "torch.utils._python_dispatch.TorchDispatchMode": None,
+    "torch.utils._pytree.tree_flatten": ("tree",),
+    "torch.utils._pytree.tree_iter": ("tree",),
+    "torch.utils._pytree.tree_map": ("function", "tree"),
+    "torch.utils._pytree.tree_unflatten": ("leaves", "specification"),
+    "torch.utils.data._utils.worker._worker_loop": None,
+    "torch.jit._builtins._find_builtin": ("function",),
+    "torch.jit._builtins._register_builtin": ("function", "name"),
+    "torch.distributed.distributed_c10d._get_default_store": (),
+    "torch.cuda.memory._record_memory_history": ("enabled",),
+    "torch.cuda.memory._dump_snapshot": ("file",),
+    "torch.Tensor._make_wrapper_subclass": None,
+    "torch._C._autograd._get_sequence_nr": None,
+    "torch._C._nn.cross_entropy_loss": None,
+    "torch._C._current_autograd_node": None,
+    "torch._C._current_graph_task_id": None,
+    "torch._C._disabled_torch_function_impl": None,
+    # planner/cuda_as_cpu.py replaces it where it is
+    "torch.amp.autocast_mode._cast": ("value", "device", "dtype"),
+    # collectives.py replaces them where they are
+    "torch.ops._c10d_functional.all_reduce": None,
+    "torch.distributed.ProcessGroup._allgather_base": None,
+    "torch.distributed.ProcessGroup._reduce_scatter_base": None,
+    # library_warnings.py has its name only
+    "torch.fx._symbolic_trace": None,
+    # operators of ATen and torchvision
+    "torch.ops.aten._reshape_alias.default": None,
+    "torch.ops.aten._to_copy.default": None,
+    "torch.ops.aten._unsafe_view.default": None,
+    "torch.ops.torchvision._deform_conv2d_backward": None,
+}
+if torch.version.cuda is not None:
+    NAMES["torch._C._cuda_clearCublasWorkspaces"] = None
+if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):  # 2.8 does not ask
+    # memory/meter.py overrides it
+    NAMES["torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo"] = None
+
+
+# Attributes that classes have, or that their objects get from them.
+ATTRIBUTES = {
+    "torch.UntypedStorage": ["_cdata"],
+    "torch.Tensor": ["_version"],
+    "torch._ops.OpOverload": ["_schema"],
+    "torch.nn.Module": ["_buffers", "_parameters"],
+    "torch.nn.parallel.DistributedDataParallel": ["_comm_hooks"],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_private_name_is_there_and_takes_what_it_is_given(name):
+    text = moved(name, NAMES[name])
+    assert not text, text
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_private_attributes_are_there(name):
+    text = missing(name, ATTRIBUTES[name])
+    assert not text, text
+
+
+def test_every_private_name_is_tested():
+    used = private_names(PACKAGE / "compat/pytorch.py", "torch")
+    elsewhere = {"_sequence_nr"}  # by a backward, below
+    if torch.version.cuda is None:
+        elsewhere.add("_cuda_clearCublasWorkspaces")
+    assert used - names_in(NAMES, ATTRIBUTES) == elsewhere
+
+
+def test_a_name_that_moved_is_named_with_the_release_that_had_it():
+    where = f"PyTorch {torch.__version__}", f"It was last seen in PyTorch {last_seen('torch')}"
+    for text in (
+        moved("torch.utils._pytree.tree_moved", ("tree",)),
+        moved("torch.moved.name", None),
+        missing("torch.nn.Module", ["_buffers", "_moved"]),
+    ):
+        assert "moved" in text
+        assert all(part in text for part in where)
+    pair = "torch.nn.modules.utils._pair"
+    assert "takes no ('one', 'two', 'three')" in moved(pair, ("one", "two", "three"))
+    assert not moved(pair, ("one",))
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda *a: nn.CrossEntropyLoss(a[2])(*a[:2])])
+def test_cross_entropies_end_in_one_operator(loss):
+    logits, target, weight = torch.randn(4, 3), torch.tensor([0, 1, 2, 0]), torch.ones(3)
+    calls = []
+
+    def note(original):
+        return lambda *args: calls.append(args) or original(*args)
+
+    with torch_private.replaced_cross_entropy(note):
+        loss(logits, target, weight)
+    [(_, _, given, reduction, ignore_index, label_smoothing)] = calls
+    assert given is weight
+    assert (reduction, ignore_index, label_smoothing) == (1, -100, 0.0)
+
+
+def test_tensors_of_a_storage_share_its_id():
+    tensor = torch.zeros(4)
+    one = torch_private.storage_id(tensor.untyped_storage())
+    assert one == torch_private.storage_id(tensor[2:].untyped_storage())
+    assert one != torch_private.storage_id(torch.zeros(4).untyped_storage())
+
+
+def test_changes_in_place_are_counted():
+    tensor = torch.zeros(4)
+    before = torch_private.change_count(tensor)
+    tensor[:2].add_(1)
+    assert torch_private.change_count(tensor) == before + 1
+
+
+def test_a_wrapper_has_a_shape_and_no_memory():
+    class Wrapper(torch.Tensor):
+        __torch_function__ = torch_private.without_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError(func)
+
+    wrapper = torch_private.make_wrapper(Wrapper, (2, 3), dtype=torch.float16, device="cpu")
+    assert wrapper.shape == (2, 3)
+    assert wrapper.dtype == torch.float16
+
+
+def test_a_schema_says_what_an_operator_changes():
+    assert torch_private.schema(torch.ops.aten.add_.Tensor).is_mutable
+    arguments = torch_private.schema(torch.ops.aten.add.Tensor).arguments
+    assert [a.name for a in arguments] == ["self", "other", "alpha"]
+    assert arguments[0].alias_info is None
+
+
+def test_a_module_has_its_own_buffers_and_parameters():
+    norm = nn.BatchNorm2d(3)
+    assert set(torch_private.buffers_by_name(norm)) >= {"running_mean", "running_var"}
+    assert set(torch_private.parameters_by_name(norm)) == {"weight", "bias"}
+    assert isinstance(norm, torch_private.BatchNorm)
+    assert isinstance(nn.Conv2d(1, 1, 1), torch_private.Convolution)
+    assert isinstance(nn.Dropout2d(), torch_private.Dropout)
+
+
+def test_a_backward_is_told_by_its_nodes_number():
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    number = torch_private.next_autograd_node_number()
+    y = x.sin()
+
+    class Look(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((torch_private.is_in_backward(), torch_private.autograd_node_number()))
+            return func(*args, **(kwargs or {}))
+
+    assert not torch_private.is_in_backward()
+    assert torch_private.autograd_node_number() is None
+    with Look():
+        y.backward(torch.ones(3))
+    assert (True, number) in seen
+
+
+def test_constructors_are_known_and_torchscript_takes_a_function_for_another():
+    assert {torch.zeros, torch.arange} <= torch_private.constructors()
+
+    def zeros(*args, **kwargs):
+        return torch.zeros(*args, **kwargs)
+
+    torch_private.know_as_builtin(zeros, torch.zeros)
+    assert torch.jit._builtins._find_builtin(zeros) == "aten::zeros"
+
+
+def test_ranks_have_a_store_and_hooks_of_communication(two_ranks):
+    two_ranks.run(store_and_hooks)
+
+
+def store_and_hooks(rank):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    store = torch_private.default_store()
+    assert int(store.add("d2_memfit/test", 1)) in (1, 2)
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    assert not torch_private.has_communication_hooks(model)
+    model.register_comm_hook(None, fp16_compress_hook)
+    assert torch_private.has_communication_hooks(model)

@@ -1,0 +1,153 @@
+# Copyright (c) the d2_memfit developers.
+import pytest
+import yaml
+from detectron2.config import CfgNode
+from detectron2.config import get_cfg as get_detectron2_cfg
+
+from d2_memfit import add_memfit_config, get_cfg
+from d2_memfit.config import check_config, load_cfg, with_memfit_keys
+from d2_memfit.config.files import detectron2_zoo
+from d2_memfit.errors import ConfigError
+
+
+def test_get_cfg_is_detectron2s_plus_our_keys():
+    cfg = get_cfg()
+    assert cfg.SOLVER.ACCUMULATION_STEPS == 1
+    del cfg.SOLVER["ACCUMULATION_STEPS"]
+    del cfg["MEMFIT"]
+    assert cfg == get_detectron2_cfg()
+
+
+def test_keys_that_are_there_keep_their_values():
+    cfg = get_cfg()
+    cfg.SOLVER.ACCUMULATION_STEPS = 4
+    cfg.MEMFIT.MICRO_BATCH = 2
+    add_memfit_config(cfg)
+    assert cfg.SOLVER.ACCUMULATION_STEPS == 4
+    assert cfg.MEMFIT.MICRO_BATCH == 2
+
+
+def test_configs_do_not_share_nodes():
+    get_cfg().MEMFIT.MICRO_BATCH = 7
+    assert get_cfg().MEMFIT.MICRO_BATCH is None
+
+
+def test_a_frozen_config_is_not_changed():
+    cfg = get_detectron2_cfg()
+    cfg.freeze()
+    with pytest.raises(AttributeError, match="immutable"):
+        add_memfit_config(cfg)
+
+
+def test_a_dumped_config_is_loaded_again(tmp_path):
+    file = tmp_path / "config.yaml"
+    cfg = load_cfg("", ["SOLVER.ACCUMULATION_STEPS", "4", "MEMFIT.AMP_DTYPE", "bfloat16"])
+    file.write_text(cfg.dump())
+    again = load_cfg(str(file))
+    assert (again.SOLVER, again.MEMFIT) == (cfg.SOLVER, cfg.MEMFIT)
+
+
+@pytest.mark.parametrize(
+    ("opts", "message"),
+    [
+        (
+            ["MEMFIT.MICROBATCH", "2"],
+            r"no config key MEMFIT\.MICROBATCH \(did you mean MEMFIT\.MICRO_BATCH",
+        ),
+        (["MEMFIT.NO.SUCH", "2"], r"no config key MEMFIT\.NO"),
+        (
+            ["SOLVER.ACCUMULATION_STEPS", "2.5"],
+            r"SOLVER\.ACCUMULATION_STEPS must be of type int, got 2\.5",
+        ),
+        (["SOLVER.ACCUMULATION_STEPS"], r"odd length.*SOLVER\.ACCUMULATION_STEPS"),
+    ],
+)
+def test_a_wrong_override_is_named(opts, message):
+    with pytest.raises(ConfigError, match=message):
+        load_cfg("", opts)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("MEMFIT:\n  MICROBATCH: 2\n", r"no config key MEMFIT\.MICROBATCH"),
+        ("SOLVER: [1, 2\n", r"while parsing"),
+        ("", r"not a config"),
+        ("just text", r"not a config"),
+        ("OUTPUT_DIR: !!python/object/apply:os.getcwd []\n", r"could not determine a constructor"),
+        ('OUTPUT_DIR: !!python/object/apply:eval ["open(1)"]\n', r"only arithmetic is computed"),
+        ('OUTPUT_DIR: !!python/object/apply:eval ["[].__class__"]\n', r"only arithmetic"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path, text, message):
+    file = tmp_path / "wrong.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as e:
+        load_cfg(str(file))
+    assert "wrong.yaml" in str(e.value)
+
+
+def test_every_config_of_detectron2s_zoo_loads_without_running_code():
+    folder = detectron2_zoo()
+    files = sorted(folder.rglob("*.yaml"))
+    assert len(files) > 80
+    for file in files:
+        expected = get_detectron2_cfg()
+        expected.merge_from_file(str(file))
+        cfg = load_cfg(str(file))
+        del cfg.SOLVER["ACCUMULATION_STEPS"]
+        del cfg["MEMFIT"]
+        assert cfg == expected, file
+    with pytest.raises(yaml.constructor.ConstructorError):
+        yaml.safe_load('!!python/object/apply:eval ["1 + 1"]')  # elsewhere it stays an error
+
+
+def test_a_file_that_does_not_exist_is_named():
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load_cfg("nowhere.yaml")
+
+
+@pytest.mark.parametrize("value", [0, -3, 1.0, True, None, "4"])
+def test_accumulation_steps_are_a_positive_integer(value):
+    cfg = get_cfg()
+    cfg.SOLVER.ACCUMULATION_STEPS = value
+    with pytest.raises(ConfigError) as e:
+        check_config(cfg)
+    assert str(e.value) == f"SOLVER.ACCUMULATION_STEPS must be a positive integer, got {value!r}"
+
+
+def test_unknown_keys_are_found_that_no_merge_has_seen():
+    cfg = get_cfg()
+    cfg.MEMFIT = CfgNode({"MICROBATCH": 1, "MICRO_BATCH": None, "AMP_DTYPE": "float16"})
+    with pytest.raises(
+        ConfigError, match=r"no config key MEMFIT\.MICROBATCH \(did you mean MEMFIT\.MICRO"
+    ):
+        check_config(cfg)
+
+
+def test_images_are_shared_equally_among_ranks():
+    cfg = get_cfg()
+    check_config(cfg, world_size=8)
+    with pytest.raises(ConfigError, match="divisible by the number of ranks, 3, got 16"):
+        check_config(cfg, world_size=3)
+
+
+@pytest.mark.parametrize("value", [5.5, "auto", None, 7])
+def test_a_budget_on_the_command_line_may_be_of_another_type_than_in_the_file(tmp_path, value):
+    file = tmp_path / "config.yaml"
+    file.write_text("MEMFIT: {BUDGET_GB: 6, MICRO_BATCH: 2}\n")
+    cfg = load_cfg(str(file), ["MEMFIT.BUDGET_GB", str(value), "MEMFIT.MICRO_BATCH", "None"])
+    assert value == cfg.MEMFIT.BUDGET_GB
+    assert cfg.MEMFIT.MICRO_BATCH is None
+    check_config(cfg)
+
+
+def test_a_config_of_a_projects_own_class_gets_nodes_of_that_class():
+    class OwnNode(CfgNode):
+        """As d2go's, which does not merge with others."""
+
+    own = OwnNode(get_detectron2_cfg())
+    add_memfit_config(own)
+    assert type(own.MEMFIT.OOM) is OwnNode
+    own.merge_from_other_cfg(OwnNode({"MEMFIT": {"OOM": {"POLICY": "split"}}}))
+    assert with_memfit_keys(own).MEMFIT.OOM.POLICY == "split"

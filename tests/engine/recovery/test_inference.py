@@ -1,0 +1,181 @@
+# Copyright (c) the d2_memfit developers.
+import json
+
+import pytest
+import torch
+from detectron2.evaluation import inference_on_dataset
+from detectron2.modeling import GeneralizedRCNNWithTTA
+from detectron2.utils import comm
+from injection import Injector
+from tiny import images, tiny_cfg, tiny_model
+
+from d2_memfit import compat
+from d2_memfit.engine.recovery import recovering_inference
+from d2_memfit.errors import OutOfMemoryError
+from d2_memfit.job import RecoveryOptions
+
+pytestmark = pytest.mark.slow
+
+FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
+
+
+class Collector:
+    def reset(self):
+        self.outputs = []
+
+    def process(self, inputs, outputs):
+        self.outputs += [{"image_id": i["image_id"], **o} for i, o in zip(inputs, outputs)]
+
+    def evaluate(self):
+        return {"outputs": self.outputs}
+
+
+def evaluate(model, options=None, batch_size=3):
+    loader = [images(batch_size, first=10 * i) for i in range(2)]
+    with recovering_inference(model, options):
+        return inference_on_dataset(model, loader, Collector())["outputs"]
+
+
+def assert_same_outputs(actual, expected):
+    assert [o["image_id"] for o in actual] == [o["image_id"] for o in expected]
+    for a, e in zip(actual, expected):
+        for kind in e.keys() - {"image_id"}:
+            fields = e[kind].get_fields()
+            for name, field in fields.items():
+                x, y = (getattr(f, "tensor", f) for f in (a[kind].get(name), field))
+                torch.testing.assert_close(x, y)
+
+
+def actions(folder):
+    return [json.loads(line)["action"] for line in (folder / "memfit_oom.jsonl").open()]
+
+
+class FailsOn:
+    """In place of a model's forward: fails where it is told to, before it computes."""
+
+    def __init__(self, model, condition):
+        self.forward, self.condition = model.forward, condition
+
+    def __call__(self, batch):
+        if self.condition(batch):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.forward(batch)
+
+
+class Injected:
+    """In place of a model's forward: allocations in it go through an injector."""
+
+    def __init__(self, model):
+        self.forward, self.injector = model.forward, Injector()
+
+    def __call__(self, batch):
+        with self.injector:
+            return self.forward(batch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_are_the_same_one_image_at_a_time(family, tmp_path):
+    model = tiny_model(tiny_cfg(family))
+    expected = evaluate(model)
+    model.forward = FailsOn(model, lambda batch: len(batch) > 1)
+    actual = evaluate(model, RecoveryOptions(output_dir=str(tmp_path)))
+    assert_same_outputs(actual, expected)
+    assert actions(tmp_path) == [
+        "results are post-processed on the host",
+        "the images are run one at a time",
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_failure_anywhere_changes_no_result(family):
+    model = tiny_model(tiny_cfg(family))
+    model.forward = Injected(model)
+    expected = evaluate(model)
+    num_allocations = model.forward.injector.num_allocations
+    for point in range(1, num_allocations, num_allocations // 5):
+        model.forward.injector = Injector([point])
+        assert_same_outputs(evaluate(model, RecoveryOptions()), expected)
+        assert model.forward.injector.num_allocations > num_allocations
+
+
+def test_results_are_on_the_host_before_they_grow():
+    from detectron2.modeling.meta_arch import rcnn
+
+    from d2_memfit.techniques import results_on_host
+
+    moved = []
+
+    class Results:
+        def to(self, device):
+            moved.append(device)
+            raise StopIteration
+
+    original = rcnn.detector_postprocess
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    with results_on_host(model), pytest.raises(StopIteration):
+        rcnn.detector_postprocess(Results(), 10, 10)
+    assert moved == ["cpu"]
+    assert rcnn.detector_postprocess is original
+
+
+def test_an_image_that_fits_in_no_way_is_named():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    model.forward = FailsOn(model, lambda batch: True)
+    with pytest.raises(OutOfMemoryError, match=r"in the evaluation .*image_0.png.*MAX_SIZE_TEST"):
+        evaluate(model, RecoveryOptions())
+
+
+def test_without_options_and_afterwards_the_model_is_as_it_was():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    original = type(model)
+    with recovering_inference(model, None):
+        assert type(model) is original
+    with recovering_inference(model, RecoveryOptions()):
+        assert type(model) is not original
+        assert isinstance(model, original)
+    assert type(model) is original
+
+
+def test_test_time_augmentation_is_recovered_too(tmp_path):
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.TEST.AUG.MIN_SIZES = (48, 64)
+    cfg.TEST.AUG.MAX_SIZE = 128
+    model = tiny_model(cfg).eval()
+    with_tta = GeneralizedRCNNWithTTA(cfg, model)
+    inference, failures = model.inference, []
+
+    def failing_once(*args, **kwargs):
+        if failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inference(*args, **kwargs)
+
+    with torch.no_grad(), recovering_inference(with_tta, RecoveryOptions(output_dir=str(tmp_path))):
+        expected = with_tta(images(1))
+        failures.append(1)
+        model.inference = failing_once
+        actual = with_tta(images(1))
+    assert not failures
+    assert len(actual[0]["instances"]) == len(expected[0]["instances"])
+    assert actions(tmp_path) == ["results are post-processed on the host"]
+
+
+def evaluate_on_a_rank(rank):
+    model = compat.create_ddp_model(tiny_model(tiny_cfg("mask_rcnn")), broadcast_buffers=False)
+    expected = evaluate(model)
+    if rank == 1:
+        model.module.forward = FailsOn(model.module, lambda batch: len(batch) > 1)
+    assert_same_outputs(evaluate(model, RecoveryOptions()), expected)
+    # The evaluators' collective, which no rank may miss.
+    return comm.all_gather([o["image_id"] for o in expected])
+
+
+def test_one_rank_that_fails_keeps_the_others_waiting_and_no_more(two_ranks):
+    image_ids = [0, 1, 2, 10, 11, 12]
+    assert two_ranks.run(evaluate_on_a_rank) == [[image_ids, image_ids]] * 2
+
+
+def test_other_errors_pass():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    with recovering_inference(model, RecoveryOptions()), pytest.raises(TypeError):
+        model.eval()(None)

@@ -1,0 +1,508 @@
+# Copyright (c) the d2_memfit developers.
+"""Recovery from out-of-memory errors: at every point, in every order, without a trace."""
+
+import gc
+import json
+
+import pytest
+import torch
+from detector_parts import Detector
+from detectron2.modeling.meta_arch import retinanet
+from fvcore.nn import sigmoid_focal_loss
+from injection import (
+    FailingTrainer,
+    InjectedTrainer,
+    Injector,
+    ScriptedSize,
+    everything,
+    iterate,
+    scalars,
+    seed_all,
+)
+from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
+
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.engine.window import MicroBatchSize
+from d2_memfit.errors import ConfigError, OutOfMemoryError
+from d2_memfit.job import RecoveryOptions
+from d2_memfit.memory import TensorMeter
+
+pytestmark = pytest.mark.slow
+
+FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
+NUM_POINTS = 200
+NUM_SAMPLED = 4
+
+
+@pytest.fixture(autouse=True)
+def no_torchscript(monkeypatch):
+    """TorchScript drops the text of errors that Python raises within it, as the injector does; that
+    of PyTorch's own errors it keeps (tests/memory/test_oom.py).
+    """
+    monkeypatch.setattr(retinanet, "sigmoid_focal_loss_jit", sigmoid_focal_loss)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def batches(num=100):
+    return [images(2, first=2 * i) for i in range(num)]
+
+
+def read_record(folder):
+    return [json.loads(line) for line in (folder / "memfit_oom.jsonl").open()]
+
+
+def model_with_trainable_bn(family):
+    cfg = tiny_cfg(family)
+    cfg.MODEL.RESNETS.NORM = "BN"
+    return tiny_model(cfg)
+
+
+def one_iteration(family, precision, fail_at=(), sizes=None):
+    """An iteration of 2 x 2 images after one that was clean.
+
+    Args:
+        fail_at: allocations that fail.
+        sizes: of the micro-batches, instead of those that recovery finds.
+    """
+    seed_all()
+    model = model_with_trainable_bn(family)
+    trainer = InjectedTrainer(
+        model, batches(), sgd(model), 2, precision, recovery=RecoveryOptions()
+    )
+    iterate(trainer)
+    trainer.injector = Injector(fail_at)
+    if sizes:
+        trainer.recovery.size = ScriptedSize(sizes)
+    storage = iterate(trainer, first=1)
+    return trainer, everything(trainer, storage)
+
+
+def check_recovery_at(family, precision, points):
+    clean = {}
+    for point in points:
+        trainer, recovered = one_iteration(family, precision, fail_at=[point])
+        assert trainer.recovery.oom_events == 1, f"nothing failed at {point}"
+        sizes = tuple(trainer.window_sizes)
+        assert sum(sizes) == 4
+        if sizes not in clean:
+            _, clean[sizes] = one_iteration(family, precision, sizes=sizes)
+        assert_same(recovered, clean[sizes])
+    return clean
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def points_of(family, precision, num):
+    """So many allocations, evenly spread over the first window."""
+    trainer, _ = one_iteration(family, precision)
+    last = trainer.injector.num_allocations
+    return sorted({round(1 + i * (last - 1) / (num - 1)) for i in range(num)})
+
+
+@pytest.mark.parametrize(
+    ("family", "precision"), [*((family, "fp32") for family in FAMILIES), ("mask_rcnn", "fp16")]
+)
+def test_a_window_that_failed_somewhere_ends_as_one_that_did_not(family, precision):
+    one_iteration(family, precision)  # a process's first backward may round otherwise
+    splits = check_recovery_at(family, precision, points_of(family, precision, NUM_SAMPLED))
+    assert set(splits) == {(1, 1, 1, 1), (2, 1, 1)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_window_that_failed_anywhere_ends_as_one_that_did_not(family, precision):
+    one_iteration(family, precision)
+    points = points_of(family, precision, NUM_POINTS)
+    assert len(points) == NUM_POINTS
+    check_recovery_at(family, precision, points)
+
+
+def test_without_an_error_split_computes_what_accumulation_computes():
+    results = []
+    for recovery in (None, None, RecoveryOptions()):  # the first warms up
+        seed_all()
+        model = model_with_trainable_bn("mask_rcnn")
+        trainer = AccumulatingTrainer(model, batches(), sgd(model), 2, recovery=recovery)
+        results.append(everything(trainer, iterate(trainer, 3)))
+    assert_same(results[2], results[1])
+
+
+class CountingModel(torch.nn.Module):
+    """The gradient of its weight counts each image."""
+
+    def __init__(self, num_images):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(num_images))
+
+    def forward(self, batch):
+        ids = torch.tensor([image["image_id"] for image in batch])
+        return {"loss": -self.weight[ids].mean()}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_image_counts_once(phase, seed):
+    rng = torch.Generator().manual_seed(seed)
+
+    def fails(names):
+        return len(names) > 1 and torch.rand((), generator=rng) < 0.5
+
+    model = CountingModel(48)
+    trainer = FailingTrainer(
+        model,
+        [[{"image_id": 6 * b + i} for i in range(6)] for b in range(8)],
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        accumulation_steps=4,
+        recovery=RecoveryOptions(grow_after=1),
+        fails=fails,
+    )
+    trainer.phase = phase
+    iterate(trainer, 2)
+    torch.testing.assert_close(model.weight.data, torch.full((48,), 1 / 24))
+
+
+def failing(fails, steps=1, model=None, num_batches=1, **kwargs):
+    model = model or model_with_trainable_bn("mask_rcnn")
+    output_dir = kwargs.pop("output_dir", "")
+    return FailingTrainer(
+        model,
+        batches(num_batches),
+        sgd(model),
+        steps,
+        recovery=RecoveryOptions(output_dir=str(output_dir), **kwargs),
+        fails=fails,
+    )
+
+
+class FailsTimes:
+    """Image ``index`` alone fails so many times, and any batch with more images."""
+
+    def __init__(self, index, times):
+        self.index, self.left = index, times
+
+    def __call__(self, names):
+        if len(names) > 1:
+            return True
+        if names != [self.index] or not self.left:
+            return False
+        self.left -= 1
+        return True
+
+
+ACTIONS = [
+    "the micro-batch is halved to 1 and its images are run again",
+    "caches are freed and it is run again",
+    "it is run again with checkpointed activations, kept on the host",
+    "it is run again at 0.7 of its size, 0.70 of the original",
+    "it is run again at 0.7 of its size, 0.49 of the original",
+    "it is run again at 0.7 of its size, 0.34 of the original",
+]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_image_that_does_not_fit_alone_is_eased_without_changing_what_is_computed(
+    phase, times, tmp_path
+):
+    states = []
+    for fails in (FailsTimes(1, 0), FailsTimes(1, 0), FailsTimes(1, times)):
+        seed_all()
+        trainer = failing(fails, output_dir=tmp_path / str(len(states)))
+        trainer.phase = phase
+        states.append(everything(trainer, iterate(trainer)))
+    actions = [e["action"] for e in read_record(tmp_path / "2")]
+    assert actions == ACTIONS[: times + 1]
+    assert states[2].pop("scalars") == states[1].pop("scalars")
+    assert_same(states[2], states[1])
+
+
+class OfTokens(Detector):
+    def forward(self, batch):
+        tokens = [x["image"][:, ::8, ::4].reshape(-1, 16) / 255 for x in batch]
+        return super().forward(torch.stack(tokens))
+
+
+def test_an_image_that_does_not_fit_alone_in_a_model_with_attention(tmp_path):
+    """Saved on the host, a query, key and value that were one tensor would be three."""
+    states = []
+    for times in (0, 0, 2):
+        seed_all()
+        trainer = failing(FailsTimes(1, times), model=OfTokens(), output_dir=tmp_path / str(times))
+        trainer.phase = "backward"
+        states.append(everything(trainer, iterate(trainer)))
+    assert [e["action"] for e in read_record(tmp_path / "2")] == ACTIONS[:3]
+    assert states[2].pop("scalars") == states[1].pop("scalars")
+    assert_same(states[2], states[1])
+
+
+@pytest.mark.parametrize("times", [3, 4, 5])
+def test_it_is_made_smaller_only_if_that_is_allowed(times, tmp_path):
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    fails = FailsTimes(1, times)
+    trainer = failing(fails, model=model, allow_resize=True, output_dir=tmp_path)
+    iterate(trainer)
+    events = read_record(tmp_path)
+    assert [e["action"] for e in events] == ACTIONS[: times + 1]
+    heights = [e["images"][0]["height"] for e in events[1:]]
+    assert heights == [64, 64, 64, 45, 31][:times]
+
+
+def test_the_last_resort_is_an_error_that_says_all(tmp_path):
+    trainer = failing(FailsTimes(1, 99), output_dir=tmp_path, budget_gb=6)
+    before = parameters(trainer.model)
+    with pytest.raises(OutOfMemoryError) as e:
+        iterate(trainer)
+    text = str(e.value)
+    for part in (
+        "in the forward of iteration 0 on rank 0",
+        "a micro-batch of 1, padded to 64 x 64",
+        "image_1.png (image_id 1, 64 x 64 pixels, 3 instances)",
+        "GB allocated",
+        "GB reserved, a budget of 6 GB",
+        "(1) SOLVER.AMP.ENABLED True; (2) a smaller INPUT.MAX_SIZE_TRAIN; "
+        "(3) MEMFIT.OOM.ALLOW_RESIZE True",
+    ):
+        assert part in text
+    assert read_record(tmp_path)[-1]["action"] == "training stops"
+    assert relative_difference(parameters(trainer.model), before) == 0
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_image_that_is_skipped_leaves_the_mean_over_the_others(phase, log):
+    alone = model_with_trainable_bn("proposal_network")
+    seed_all()
+    iterate(
+        AccumulatingTrainer(
+            alone, [images(1), images(1, first=2), images(1, first=3)], sgd(alone), 3
+        )
+    )
+    trainer = failing(
+        FailsTimes(1, 99), 2, model_with_trainable_bn("proposal_network"), 2, last_resort="skip"
+    )
+    trainer.phase = phase
+    seed_all()
+    storage = iterate(trainer)
+    assert relative_difference(parameters(trainer.model), parameters(alone)) < 1e-6
+    assert trainer.recovery.skipped_images == 1
+    assert storage.latest()["effective_batch"][0] == 3
+    assert "image_1.png" in log.text
+    assert "it is skipped" in log.text
+
+
+def test_an_iteration_of_skipped_images_makes_no_step(log):
+    model = CountingModel(2)
+    trainer = FailingTrainer(
+        model,
+        [[{"image_id": 0}], [{"image_id": 1}]],
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        recovery=RecoveryOptions(last_resort="skip", max_skipped=0.5),
+        fails=FailsTimes(0, 99),
+    )
+    iterate(trainer, 2)
+    assert model.weight.tolist() == [0.0, 1.0]
+    assert "all images were skipped" in log.text
+
+
+def test_too_many_skipped_images_end_the_run():
+    trainer = failing(
+        lambda names: True, 1, model_with_trainable_bn("proposal_network"), 3, last_resort="skip"
+    )
+    with pytest.raises(OutOfMemoryError, match=r"2 of 2 images.*MAX_SKIPPED 0.001"):
+        iterate(trainer, 3)
+
+
+def test_the_size_grows_back_and_is_kept_in_checkpoints():
+    fails_at = {2, 4}
+
+    def fails(names):
+        return trainer.iter in fails_at and len(names) > 1
+
+    trainer = failing(fails, 1, CountingModel(100), 20, grow_after=2)
+    sizes = iterate(trainer, 10).history("memfit/micro_batch").values()
+    # Halved in iterations 2 and 4; after two clean iterations each it is 2 again.
+    assert [int(v) for v, _ in sizes] == [2, 2, 1, 1, 1, 2, 2, 2, 2, 2]
+
+    fails_at.add(10)
+    iterate(trainer, 1, first=10)
+    resumed = failing(lambda names: False, 1, CountingModel(100), 20, grow_after=2)
+    resumed.load_state_dict(trainer.state_dict())
+    storage = iterate(resumed, 3, first=11)
+    assert [int(v) for v, _ in storage.history("memfit/micro_batch").values()] == [1, 1, 2]
+    assert storage.latest()["memfit/oom_events"][0] == trainer.recovery.oom_events
+
+
+def test_what_happened_is_logged_and_counted(log):
+    trainer = failing(lambda names: len(names) > 1, 2, num_batches=2)
+    storage = iterate(trainer)
+    latest = {name: value for name, (value, _) in storage.latest().items()}
+    assert latest["memfit/micro_batch"] == 1
+    assert latest["memfit/oom_events"] == 1
+    assert latest["memfit/retried_images"] == 2
+    assert len({r.message for r in log.records if "Out of memory" in r.message}) == 1
+
+
+def test_an_error_within_a_name_scope_leaves_the_scope():
+    class Scoped(CountingModel):
+        def forward(self, batch):
+            from detectron2.utils.events import get_event_storage
+
+            with get_event_storage().name_scope("scope"):
+                get_event_storage().put_scalar("inner", len(batch))
+                if len(batch) > 1:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+            get_event_storage().put_scalar("outer", len(batch))
+            return super().forward(batch)
+
+    model = Scoped(2)
+    trainer = AccumulatingTrainer(model, batches(1), sgd(model), recovery=RecoveryOptions())
+    assert {"scope/inner", "outer"} <= scalars(iterate(trainer)).keys()
+
+
+def test_a_batch_that_cannot_be_split_is_eased_as_a_whole(tmp_path):
+    failures = [1, 2]
+
+    class TensorModel(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, batch):
+            if failures:
+                failures.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return {"loss": self.weight * batch.mean()}
+
+    model = TensorModel()
+    options = RecoveryOptions(output_dir=str(tmp_path))
+    iterate(AccumulatingTrainer(model, [torch.ones(4)], sgd(model), recovery=options))
+    assert [e["action"] for e in read_record(tmp_path)] == ACTIONS[1:3]
+
+
+def test_a_batch_of_an_unknown_kind_can_be_skipped():
+    class NeverFits(CountingModel):
+        def forward(self, batch):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = NeverFits(2)
+    options = RecoveryOptions(last_resort="skip", max_skipped=1.0)
+    trainer = AccumulatingTrainer(model, [[torch.ones(4)]], sgd(model), recovery=options)
+    iterate(trainer)
+    assert trainer.recovery.skipped_images == 1
+
+
+def test_an_attribute_that_became_a_number_is_nothing_again():
+    seen = []
+
+    class Lazy(CountingModel):
+        def __init__(self):
+            super().__init__(2)
+            self.normalizer = None
+
+        def forward(self, batch):
+            seen.append(self.normalizer)
+            self.normalizer = 0.5
+            if len(batch) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(batch)
+
+    model = Lazy()
+    iterate(AccumulatingTrainer(model, batches(1), sgd(model), recovery=RecoveryOptions()))
+    assert seen[0] is None
+    assert seen[-2:] == [None, 0.5]
+
+
+def test_a_learned_size_does_not_put_batches_together():
+    model = CountingModel(16)
+    trainer = AccumulatingTrainer(model, batches(4), sgd(model), 4, recovery=RecoveryOptions())
+    learned = {"sizes": [{"images": 4, "_full": 8}]}
+    trainer.recovery.load_state_dict({**trainer.recovery.state_dict(), **learned})
+    assert iterate(trainer).latest()["memfit/micro_batch"][0] == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), AssertionError("no")])
+def test_other_errors_are_not_tried_again(error):
+    calls = []
+
+    class Broken(CountingModel):
+        def forward(self, batch):
+            calls.append(batch)
+            raise error
+
+    trainer = AccumulatingTrainer(Broken(2), batches(1), sgd(Broken(2)), recovery=RecoveryOptions())
+    with pytest.raises(type(error)):
+        iterate(trainer)
+    assert len(calls) == 1
+
+
+def test_out_of_memory_in_the_optimizer_is_explained(tmp_path):
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure=None):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = CountingModel(2)
+    options = RecoveryOptions(output_dir=str(tmp_path))
+    trainer = AccumulatingTrainer(
+        model, batches(1), Optimizer(model.parameters()), recovery=options
+    )
+    with pytest.raises(OutOfMemoryError, match=r"in the optimizer .*FREEZE_AT"):
+        iterate(trainer)
+    assert read_record(tmp_path)[0]["phase"] == "optimizer"
+
+
+class Layers(torch.nn.Sequential):
+    """A model with a graph deep enough that a backward can fail in its middle."""
+
+    def __init__(self):
+        super().__init__(*[torch.nn.Linear(64, 64) for _ in range(20)])
+
+    def forward(self, batch):
+        x = torch.stack([image["image"][0].float() for image in batch]) / 255
+        return {"loss": super().forward(x).mean()}
+
+
+@pytest.fixture
+def few_objects():
+    """Makes garbage collection fast: it looks only at what the test makes."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_recoveries_leave_no_memory_behind(few_objects):
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    trainer = InjectedTrainer(model, batches(101), optimizer, recovery=RecoveryOptions())
+    with TensorMeter() as meter:
+        for i in range(101):
+            trainer.injector = Injector(fail_at=[10 + i % 60])  # in forward and backward
+            trainer.recovery.size = MicroBatchSize(None, grow_after=1)
+            iterate(trainer, first=i)
+            if i == 0:
+                at_first = meter.live_bytes
+    assert trainer.recovery.oom_events == 101
+    assert meter.live_bytes - at_first < 2**20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grow_after": 0}, "MEMFIT.OOM.GROW_AFTER must be a positive integer, got 0"),
+        ({"last_resort": "ignore"}, "LAST_RESORT must be 'raise' or 'skip', got 'ignore'"),
+        ({"max_skipped": 2}, "MAX_SKIPPED must be 0 to 1, got 2"),
+        ({"allow_resize": "no"}, "ALLOW_RESIZE must be True or False, got 'no'"),
+        ({"communicating_modules": "Foo"}, "COMMUNICATING_MODULES must be a list of names"),
+        ({"output_dir": "x"}, "there is no config key MEMFIT.OOM.OUTPUT_DIR"),
+        ({"policy": ["split"]}, "MEMFIT.OOM.POLICY must be"),
+        ("split", "MEMFIT.OOM must be a node with keys, got 'split'"),
+    ],
+)
+def test_options_that_cannot_work_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        RecoveryOptions.from_keys(options, output_dir="", budget_gb=None)

@@ -1,0 +1,405 @@
+# Copyright (c) the d2_memfit developers.
+"""Checkpoints: kills, full disks, damaged and foreign files, earlier runs in the same folder."""
+
+import errno
+import os
+import random
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from detectron2.utils.file_io import PathManager
+from iopath.common.file_io import NativePathHandler
+from saving import resumed, trainer_of
+from tiny import ROOT, run_process
+
+from d2_memfit.common.files import LEFTOVERS, FolderLock, temporary_name, whole_file
+from d2_memfit.engine.resuming import MemfitCheckpointer
+from d2_memfit.errors import CheckpointError, ConfigError
+
+
+def saved_run(folder, iterations=3, **kwargs):
+    trainer, checkpointer = trainer_of(folder, size=50, **kwargs)
+    trainer.train(0, iterations)
+    return trainer, checkpointer
+
+
+def names(folder):
+    return sorted(f.name for f in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_runs"),
+    [
+        ("kill", 6),
+        ("full", 4),
+        pytest.param("kill", 200, marks=pytest.mark.exhaustive),
+        pytest.param("full", 50, marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.slow
+def test_kills_and_full_disks_lose_no_save_that_was_completed(tmp_path, kind, num_runs):
+    script = [sys.executable, "-W", "ignore", ROOT / "tests" / "saving.py"]
+    result = run_process([*script, kind, num_runs, 0, tmp_path], timeout_s=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    completed, failed, within = map(int, result.stdout.split()[-3:])
+    assert completed > 0
+    assert failed > 0 or kind == "kill"
+    assert within >= num_runs * (0.4 if kind == "kill" else 0.1)
+
+
+def damage(file, rng):
+    """Zero 4 KiB, or one byte, or end the file, somewhere."""
+    size = file.stat().st_size
+    start, length = rng.randrange(size), rng.choice([1, 4096])
+    with file.open("rb+") as f:
+        if rng.random() < 0.2:
+            f.truncate(start)
+            return
+        f.seek(start)
+        old = f.read(length)
+        f.seek(start)
+        f.write(bytes(b ^ 255 for b in old) if length == 1 else bytes(len(old)))
+
+
+def test_a_checkpoint_that_is_damaged_anywhere_is_noticed_and_the_one_before_is_taken(tmp_path):
+    (tmp_path / "good").mkdir()
+    saved_run(tmp_path / "good")
+    rng = random.Random(0)
+    taken = []
+    for number in range(50):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "good", folder)
+        damage(folder / "model_0000002.pth", rng)
+        _, iteration = resumed(folder, size=50)  # which looks at weights
+        taken.append(iteration)
+    assert set(taken) <= {1, 2}  # 2 where the bytes that changed are nobody's, such as padding
+    assert taken.count(1) >= 40
+
+
+def test_zeros_within_a_tensor_are_noticed_and_both_files_are_named(tmp_path, log):
+    saved_run(tmp_path)
+    file = tmp_path / "model_0000002.pth"
+    with zipfile.ZipFile(file) as f:
+        largest = max(f.infolist(), key=lambda info: info.file_size)
+    content = bytearray(file.read_bytes())
+    start = largest.header_offset + 2048
+    content[start : start + 4096] = bytes(4096)
+    file.write_bytes(content)
+    torch.load(file, weights_only=True)  # says nothing
+    _, iteration = resumed(tmp_path, size=50)
+    assert iteration == 1
+    assert f"cannot read the checkpoint {file}, it is damaged" in log.text
+    assert f"Resuming from {tmp_path / 'model_0000001.pth'} instead" in log.text
+    with pytest.raises(CheckpointError, match="it is damaged"):
+        MemfitCheckpointer(torch.nn.Module()).load(str(file))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\x00\xfe", b"model_\x00.pth", b"gone.pth"])
+def test_a_lost_or_damaged_last_checkpoint_is_no_fresh_start(tmp_path, log, content):
+    saved_run(tmp_path)
+    (tmp_path / "last_checkpoint").unlink()
+    if content is not None:
+        (tmp_path / "last_checkpoint").write_bytes(content)
+    _, iteration = resumed(tmp_path, size=50)
+    assert iteration == 2
+    assert "last_checkpoint is missing or damaged" in log.text
+    assert "model_0000002.pth instead" in log.text
+
+
+def test_where_no_checkpoint_is_good_one_error_says_so_and_they_are_kept(tmp_path):
+    saved_run(tmp_path)
+    for file in tmp_path.glob("*.pth"):
+        file.write_bytes(b"not a checkpoint")
+    before = names(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"nothing in .* can be resumed: .*; .*; .*\. Without"
+    ):
+        resumed(tmp_path, size=50)
+    assert names(tmp_path) == before
+
+
+def test_the_file_that_last_checkpoint_names_goes_before_newer_ones(tmp_path):
+    saved_run(tmp_path)
+    (tmp_path / "last_checkpoint").write_text("model_0000000.pth")
+    assert resumed(tmp_path, size=50)[1] == 0
+
+
+def changed_checkpoint(folder, change):
+    checkpoint = torch.load(folder / "model_0000002.pth", weights_only=True)
+    change(checkpoint)
+    torch.save(checkpoint, folder / "model_0000002.pth")
+
+
+def momentum(checkpoint):
+    return checkpoint["trainer"]["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda c: c["model"].clear(), "it has no weight"),
+        (
+            lambda c: c["model"].update(weight=torch.ones(3, 50)),
+            r"weight is \(3, 50\) there and \(50, 50\) in this model",
+        ),
+        (
+            lambda c: momentum(c)["param_groups"].append({"params": [1]}),
+            r"optimizer has groups of \[1, 1\] parameters, and that of this run of \[1\]",
+        ),
+        (
+            lambda c: momentum(c)["state"][0].update(momentum_buffer=torch.ones(9)),
+            r"momentum_buffer of the optimizer's parameter 0 is \(9,\) there",
+        ),
+        (lambda c: [c.pop(k) for k in ("trainer", "iteration")], "it has weights at most"),
+    ],
+)
+def test_a_checkpoint_of_another_job_is_refused_before_anything_changes(tmp_path, change, reason):
+    saved_run(tmp_path, iterations=3)
+    changed_checkpoint(tmp_path, change)
+    for name in ("model_0000000.pth", "model_0000001.pth"):
+        (tmp_path / name).unlink()
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    with pytest.raises(CheckpointError, match=reason):
+        checkpointer.resume_or_load("", resume=True)
+    if "weights at most" not in reason:
+        with pytest.raises(CheckpointError, match=reason):
+            checkpointer.load(str(tmp_path / "model_0000002.pth"))
+    assert torch.equal(trainer.model.weight, torch.ones(50, 50))
+    assert not trainer.optimizer.state
+
+
+def test_files_from_before_pytorch_1_6_are_resumed(tmp_path):
+    saved_run(tmp_path)
+    file = tmp_path / "model_0000002.pth"
+    checkpoint = torch.load(file, weights_only=True)
+    torch.save(checkpoint, file, _use_new_zipfile_serialization=False)
+    assert resumed(tmp_path, size=50)[1] == 2
+
+
+class FullDisk(MemfitCheckpointer):
+    """No file can be written from some iteration on: there is a folder in its place."""
+
+    def save(self, name, **kwargs):
+        if kwargs["iteration"] >= 2:
+            Path(temporary_name(str(self.folder / f"{name}.pth"))).mkdir(exist_ok=True)
+        super().save(name, **kwargs)
+
+
+@pytest.mark.parametrize("max_to_keep", [1, 2])
+def test_a_failed_save_removes_no_older_checkpoint_and_training_goes_on(tmp_path, log, max_to_keep):
+    FullDisk.folder = tmp_path
+    trainer, _ = saved_run(tmp_path, 5, checkpointer_class=FullDisk, max_to_keep=max_to_keep)
+    assert trainer.iter == 5
+    expected = ["model_0000000.pth", "model_0000001.pth"][-max_to_keep:]
+    assert [n for n in names(tmp_path) if n.endswith(".pth")] == expected
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
+    file = tmp_path / "model_0000002.pth"
+    assert f"cannot save the checkpoint {file} ([Errno 21] Is a directory" in log.text
+    assert "Training goes on; the last checkpoint is" in log.text
+
+
+def test_the_last_save_of_a_run_must_not_fail(tmp_path):
+    _, checkpointer = saved_run(tmp_path)
+    Path(temporary_name(str(tmp_path / "model_final.pth"))).mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot save the checkpoint .*model_final\.pth"):
+        checkpointer.save("model_final", iteration=3)
+
+
+def test_a_run_that_does_not_resume_moves_the_earlier_ones_checkpoints_aside(tmp_path, log):
+    saved_run(tmp_path)
+    (tmp_path / f"model_0000009.pth{LEFTOVERS[1:]}").touch()  # of a run that was killed
+    (tmp_path / "R-50.pth").touch()
+    earlier = (tmp_path / "model_0000002.pth").read_bytes()
+    for number in (1, 2):
+        trainer, checkpointer = trainer_of(tmp_path, size=50)
+        checkpointer.resume_or_load("", resume=False)
+        assert (tmp_path / "model_0000002.pth").exists()  # to evaluate changes nothing
+        trainer.train(0, 3)
+        folder = tmp_path / f"earlier_{number}"
+        assert "model_0000002.pth" in names(folder)
+        assert (folder / "last_checkpoint").read_text() == "model_0000002.pth"
+        assert f"are moved to {folder}" in log.text
+    assert (tmp_path / "earlier_1" / "model_0000002.pth").read_bytes() == earlier
+    assert "R-50.pth" in names(tmp_path)
+    assert not list(tmp_path.glob(LEFTOVERS))
+    assert resumed(tmp_path, size=50)[1] == 2
+    trainer, _ = resumed(tmp_path, size=50)
+    trainer.train(3, 5)
+    assert not (tmp_path / "earlier_3").exists()
+
+
+def test_a_run_that_goes_on_by_a_load_of_its_own_moves_nothing(tmp_path):
+    saved_run(tmp_path)
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    start_iter = checkpointer.load(str(tmp_path / "model_0000002.pth"))["iteration"] + 1
+    trainer.train(start_iter, start_iter + 1)
+    assert "model_0000003.pth" in names(tmp_path)
+    assert not (tmp_path / "earlier_1").exists()
+
+
+def test_the_best_of_an_earlier_run_is_moved_too(tmp_path):
+    _, checkpointer = saved_run(tmp_path)
+    checkpointer.save("model_best", iteration=1)
+    (tmp_path / "last_checkpoint").write_text("model_0000002.pth")
+    trainer, _ = trainer_of(tmp_path, size=50)
+    trainer.train(0, 1)
+    assert "model_best.pth" in names(tmp_path / "earlier_1")
+
+
+def test_a_foreign_file_in_front_does_not_hide_the_good_ones(tmp_path, log):
+    saved_run(tmp_path)
+    file = tmp_path / "model_0000002.pth"
+    checkpoint = torch.load(file, weights_only=True)
+    checkpoint["trainer"]["optimizer"] = {"state": {}}
+    torch.save(checkpoint, file)
+    assert resumed(tmp_path, size=50)[1] == 1
+    assert "its parts are not what they are here (KeyError: 'param_groups')" in log.text
+
+
+class Elsewhere(NativePathHandler):
+    """A store that is not this machine's: elsewhere://x is the file x of a folder."""
+
+    folder = None
+
+    def _get_supported_prefixes(self):
+        return ["elsewhere://"]
+
+    def _get_path_with_cwd(self, path):
+        return path.replace("elsewhere://", f"{self.folder}/")
+
+    def _get_local_path(self, path, force=False, **kwargs):
+        return self._get_path_with_cwd(path)
+
+
+def test_paths_of_other_handlers_are_saved_to_and_resumed(tmp_path):
+    Elsewhere.folder = tmp_path
+    PathManager.register_handler(Elsewhere(), allow_override=True)
+    (tmp_path / "run").mkdir()
+    saved_run("elsewhere://run")
+    assert "model_0000002.pth" in names(tmp_path / "run")
+    assert resumed("elsewhere://run", size=50)[1] == 2
+    (tmp_path / "run" / "model_0000002.pth").write_bytes(b"truncated")
+    assert resumed("elsewhere://run", size=50)[1] == 1
+
+
+def resume_on_a_rank(rank, folder):
+    return resumed(folder, size=50)[1]
+
+
+def test_ranks_take_the_file_that_the_first_one_found(two_ranks, tmp_path):
+    saved_run(tmp_path)
+    (tmp_path / "model_0000002.pth").write_bytes(b"truncated")
+    assert two_ranks.run(resume_on_a_rank, tmp_path) == [1, 1]
+
+
+def error_on_a_rank(rank, folder):
+    with pytest.raises(CheckpointError) as e:
+        resumed(folder, size=50)
+    return str(e.value)
+
+
+def test_where_none_is_good_all_ranks_say_so(two_ranks, tmp_path):
+    saved_run(tmp_path, iterations=1)
+    (tmp_path / "model_0000000.pth").write_bytes(b"truncated")
+    one, other = two_ranks.run(error_on_a_rank, tmp_path)
+    assert one == other
+    assert "nothing in" in one
+
+
+def age(file, seconds):
+    """Let a file be so much older than it is."""
+    times = file.stat()
+    os.utime(file, (times.st_atime - seconds, times.st_mtime - seconds))
+
+
+def test_the_latest_iteration_is_resumed_whatever_the_times_of_the_files(tmp_path):
+    saved_run(tmp_path)
+    (tmp_path / "last_checkpoint").unlink()
+    age(tmp_path / "model_0000002.pth", 3600)
+    assert resumed(tmp_path, size=50)[1] == 2
+
+
+@pytest.mark.parametrize(("is_stale", "iteration"), [(True, 2), (False, 1)])
+def test_an_older_last_checkpoint_is_said_and_taken_only_if_it_was_written_later(
+    tmp_path, log, is_stale, iteration
+):
+    saved_run(tmp_path)
+    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    age(tmp_path / ("last_checkpoint" if is_stale else "model_0000002.pth"), 3600)
+    assert resumed(tmp_path, size=50)[1] == iteration
+    assert "model_0000002.pth is of a later iteration" in log.text
+    assert f"Resuming from {tmp_path}/model_000000{iteration}.pth instead" in log.text
+
+
+HOLD = """
+import sys
+from d2_memfit.common.files import FolderLock
+lock = FolderLock(sys.argv[1])
+input()
+"""
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """Another process that trains in the folder."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    path = os.pathsep.join(sys.path)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    lock = tmp_path / FolderLock.FILE_NAME
+    while not (lock.exists() and lock.read_text()):
+        assert process.poll() is None
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_second_run_in_a_folder_is_told_of_the_first_and_changes_nothing(tmp_path, owner):
+    (tmp_path / "model_0000009.pth").touch()
+    before = names(tmp_path)
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    with pytest.raises(ConfigError, match=f"is in use by process {owner.pid} on "):
+        checkpointer.begin_run()
+    assert names(tmp_path) == before
+    owner.kill()
+    owner.wait()
+    trainer.train(0, 1)  # the lock of a process that is gone is taken over
+    assert "model_0000000.pth" in names(tmp_path)
+
+
+def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_after(tmp_path, monkeypatch):
+    events = []
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")))
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append("rename"), replace(a, b)))
+    file = str(tmp_path / "file")
+    with whole_file(file, "w") as f:
+        f.write("text")
+    assert events == [temporary_name(file), "rename", str(tmp_path)]
+
+
+def test_a_file_system_that_refuses_fsync_is_said_once(tmp_path, monkeypatch, log):
+    def refuse(descriptor):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr("d2_memfit.common.files._said", set())
+    saved_run(tmp_path)
+    assert resumed(tmp_path, size=50)[1] == 2
+    assert log.text.count("refuses fsync") == 1
+
+
+def test_fsync_that_fails_for_another_reason_is_an_error(tmp_path, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output"), whole_file(str(tmp_path / "f"), "w"):
+        pass
+    assert not names(tmp_path)

@@ -1,0 +1,515 @@
+# Copyright (c) the d2_memfit developers.
+"""Signals that ask a run to end: in training, in evaluation, on one rank and on two."""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from detectron2.engine import hooks
+from detectron2.evaluation import DatasetEvaluator, inference_on_dataset
+from detectron2.utils import comm
+from detectron2.utils.env import seed_all_rng
+from detectron2.utils.logger import setup_logger
+from resumed import Trainer, coins_cfg, is_there
+from saving import Toy, resumed, trainer_of
+from tiny import ROOT, parameters, tiny_cfg
+
+from d2_memfit.common.files import temporary_name
+from d2_memfit.compat import create_ddp_model
+from d2_memfit.engine import AccumulatingTrainer
+from d2_memfit.engine.resuming import MemfitCheckpointer, SaveOnEnding
+from d2_memfit.engine.resuming.signals import SIGNALS
+from d2_memfit.errors import CheckpointError
+
+
+def at(iteration, *numbers):
+    """A hook that sends signals to its own process within an iteration."""
+
+    def send(trainer):
+        if trainer.iter == iteration:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+
+    return hooks.CallbackHook(before_step=send)
+
+
+def handlers():
+    return [signal.getsignal(number) for number in SIGNALS]
+
+
+def stopped_run(folder, *own_hooks, max_iter=10):
+    """A run that saves nothing but when it is asked to end; the status it ends with."""
+    trainer, checkpointer = trainer_of(folder, size=50)
+    trainer._hooks.clear()
+    trainer.register_hooks([*own_hooks, SaveOnEnding(checkpointer)])
+    before = handlers()
+    with pytest.raises(SystemExit) as e:
+        trainer.train(0, max_iter)
+    assert handlers() == before
+    return e.value.code
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR2, 140)]
+)
+def test_a_signal_ends_the_run_after_the_iteration_with_a_checkpoint(tmp_path, number, status):
+    assert stopped_run(tmp_path, at(3, number)) == status
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000003.pth"
+    assert resumed(tmp_path, size=50)[1] == 3  # which looks at the weights
+
+
+def test_a_second_sigint_ends_at_once_with_a_checkpoint_of_the_last_step(tmp_path):
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    trainer._hooks.clear()
+    trainer.register_hooks([at(3, signal.SIGINT, signal.SIGINT), SaveOnEnding(checkpointer)])
+    before = handlers()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(0, 10)
+    assert trainer.iter == 3
+    assert handlers() == before
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
+    assert resumed(tmp_path, size=50)[1] == 2
+
+
+def test_ctrl_c_ends_at_once_the_second_time_also_after_another_signal(tmp_path):
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    trainer._hooks.clear()
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGINT)
+    trainer.register_hooks([at(3, *numbers), SaveOnEnding(checkpointer)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(0, 10)
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
+
+
+class Injected(Exception):
+    pass
+
+
+def fail(*args):
+    raise Injected("injected")
+
+
+def in_forward(trainer, now):
+    calls = []
+
+    def count(module, args):
+        calls.append(1) if now() else calls.clear()
+        if len(calls) == 2:  # within the window
+            fail()
+
+    trainer.model.register_forward_pre_hook(count)
+
+
+def in_backward(trainer, now):
+    weight = next(p for p in trainer.model.parameters() if p.requires_grad)
+    weight.register_hook(lambda gradient: fail() if now() else None)
+
+
+def with_nan(trainer, now):
+    def spoil(module, args, losses):
+        return {k: v * float("nan") for k, v in losses.items()} if now() else losses
+
+    trainer.model.register_forward_hook(spoil)
+
+
+def in_the_loader(trainer, now):
+    dataset = trainer._trainer.run_state.batches._received._loader.dataset
+    images = dataset._images
+
+    class Images:
+        def __getitem__(self, index):
+            return fail() if now() else images[index]
+
+    dataset._images = Images()
+
+
+def in_hooks(before_step=None, after_step=None, place=None):
+    def add(trainer, now):
+        hook = hooks.CallbackHook(
+            before_step=before_step and (lambda _: now() and fail()),
+            after_step=after_step and (lambda _: now() and fail()),
+        )
+        trainer.register_hooks([hook])
+        if place is not None:
+            trainer._hooks.insert(place, trainer._hooks.pop())
+
+    return add
+
+
+def in_the_step(trainer, now):
+    step = trainer.optimizer.step
+
+    def half(*args, **kwargs):
+        if now():
+            trainer.optimizer.param_groups[0]["params"][0].data.add_(1)
+            fail()
+        return step(*args, **kwargs)
+
+    trainer.optimizer.step = half
+
+
+ERRORS = {
+    "forward": (in_forward, Injected, 1),
+    "backward": (in_backward, Injected, 1),
+    "NaN": (with_nan, FloatingPointError, 1),
+    "loader": (in_the_loader, Injected, 1),
+    "hook before a step": (in_hooks(before_step=True), Injected, 1),
+    "first hook after a step": (in_hooks(after_step=True, place=0), Injected, 0),
+    "last hook after a step": (in_hooks(after_step=True), Injected, 0),
+}
+
+
+def run_until(cfg, iteration, add_error=None, error=None):
+    """A run that an error ends in an iteration, if it is not the last; its weights."""
+    is_fresh = not (Path(cfg.OUTPUT_DIR) / "last_checkpoint").exists()
+    seed_all_rng(0 if is_fresh else iteration)
+    trainer = Trainer(cfg)
+    trainer.resume_or_load(resume=True)
+    if add_error is None:
+        trainer.train()
+    else:
+        add_error(trainer, lambda: trainer.iter == iteration)
+        with pytest.raises(error):
+            trainer.train()
+    return parameters(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("place", "keys"),
+    [
+        *((place, {"MEMFIT.OOM.POLICY": "split"}) for place in ERRORS),
+        *(pytest.param(place, {}, marks=pytest.mark.slow) for place in ERRORS),
+        *(
+            pytest.param(place, {"DATALOADER.NUM_WORKERS": 2}, marks=pytest.mark.slow)
+            for place in ("forward", "backward", "NaN")  # they do not know of the iteration
+        ),
+    ],
+)
+def test_an_error_loses_nothing_in_fresh_and_resumed_runs(coins, tmp_path, place, keys):
+    """Batch statistics, RetinaNet's running normaliser, random numbers: all go on to the bit."""
+    keys = {
+        **keys,
+        "SOLVER.CHECKPOINT_PERIOD": 100,
+        "SOLVER.MAX_ITER": 8,
+        "MODEL.RESNETS.NORM": "BN",
+        "MODEL.BACKBONE.FREEZE_AT": 0,
+    }
+    straight = run_until(coins_cfg(tmp_path / "straight", "retinanet", **keys), 8)
+    add_error, error, before = ERRORS[place]
+    cfg = coins_cfg(tmp_path / "ended", "retinanet", **keys)
+    last = tmp_path / "ended" / "last_checkpoint"
+    for iteration in (3, 6):
+        run_until(cfg, iteration, add_error, error)
+        assert last.read_text() == f"model_{iteration - before:07d}.pth"
+    weights = run_until(cfg, 8)
+    torch.testing.assert_close(weights, straight, rtol=0, atol=0)
+
+
+def test_a_half_done_step_is_not_saved(coins, tmp_path, log):
+    cfg = coins_cfg(tmp_path, "retinanet", **{"SOLVER.CHECKPOINT_PERIOD": 2})
+    run_until(cfg, 3, in_the_step, Injected)
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
+    assert "Injected ended the run in iteration 3. Its state is not saved: the opt" in log.text
+
+
+def test_weights_that_are_not_finite_are_not_saved(coins, tmp_path, log):
+    def spoil(trainer, now):
+        weight = next(p for p in trainer.model.parameters() if p.requires_grad)
+        hook = hooks.CallbackHook(before_step=lambda _: now() and weight.data.fill_(float("inf")))
+        trainer.register_hooks([hook])
+
+    cfg = coins_cfg(tmp_path, "retinanet", **{"SOLVER.CHECKPOINT_PERIOD": 2})
+    run_until(cfg, 3, spoil, FloatingPointError)
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
+    assert "Its state is not saved: the weights are not finite" in log.text
+
+
+def test_the_traceback_is_in_the_file_alone(coins, tmp_path, capfd):
+    cfg = coins_cfg(tmp_path, "retinanet")
+    names = ("d2_memfit", "detectron2")
+    former = [logging.getLogger(name).handlers for name in names]
+    for name in names:
+        logging.getLogger(name).handlers = []
+        setup_logger(str(tmp_path), name=name)
+    try:
+        run_until(cfg, 1, in_backward, Injected)
+    finally:
+        for name, handlers_of_name in zip(names, former):
+            logging.getLogger(name).handlers = handlers_of_name
+    out, err = capfd.readouterr()
+    assert "Traceback" not in out + err
+    assert (tmp_path / "log.txt").read_text().count("Traceback") == 1
+
+
+def test_a_handler_that_is_there_is_left_alone(tmp_path, log):
+    came = []
+    former = signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
+    try:
+        trainer, checkpointer = trainer_of(tmp_path, size=50)
+        trainer.register_hooks([at(3, signal.SIGUSR2), SaveOnEnding(checkpointer)])
+        trainer.train(0, 10)
+    finally:
+        signal.signal(signal.SIGUSR2, former)
+    assert came == [signal.SIGUSR2]
+    assert trainer.iter == 10
+    assert "SIGUSR2 has a handler already, which is left alone" in log.text
+
+
+def test_in_the_last_iteration_the_run_ends_as_always(tmp_path):
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    trainer.register_hooks([at(9, signal.SIGTERM), SaveOnEnding(checkpointer)])
+    trainer.train(0, 10)
+    assert trainer.iter == 10
+
+
+def test_a_checkpoint_that_cannot_be_saved_then_is_an_error(tmp_path):
+    (Path(temporary_name(str(tmp_path / "model_0000003.pth"))) / "full").mkdir(parents=True)
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    checkpointer._has_begun = True
+    trainer._hooks.clear()
+    trainer.register_hooks([at(3, signal.SIGTERM), SaveOnEnding(checkpointer)])
+    with pytest.raises(CheckpointError, match="cannot save the checkpoint"):
+        trainer.train(0, 10)
+
+
+class Batches(DatasetEvaluator):
+    """An evaluation of some batches, with a signal before one of them and a collective at its end.
+
+    ``batches``, ``signalled`` and ``wait_s`` are of this rank: how many, before which, and how long
+    each takes.
+    """
+
+    def __init__(self, model, batches, signalled=None, wait_s=0.0):
+        self._model, self._batches, self._signalled = model, batches, signalled
+        self._wait_s = wait_s
+        self.seen = self.ended = 0
+
+    def __call__(self):
+        inference_on_dataset(self._model, [[{}]] * self._batches, self)
+
+    def process(self, inputs, outputs):
+        self.seen += 1
+        time.sleep(self._wait_s)
+        if self.seen == self._signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def evaluate(self):
+        comm.synchronize()
+        self.ended += 1
+        return {}
+
+
+@pytest.mark.parametrize("period", [2, 0], ids=["between", "at the end"])
+def test_an_evaluation_is_left_before_the_next_batch(tmp_path, period):
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    evaluation = Batches(trainer.model, batches=10, signalled=4)
+    trainer.register_hooks([hooks.EvalHook(period, evaluation), SaveOnEnding(checkpointer)])
+    before = handlers()
+    with pytest.raises(SystemExit) as e:
+        trainer.train(0, 6)
+    assert e.value.code == 143
+    assert (evaluation.seen, evaluation.ended) == (4, 0)
+    assert type(trainer.model) is Toy
+    assert handlers() == before
+    assert resumed(tmp_path, size=50)[1] == (1 if period else 5)
+
+
+def stop_on_ranks(rank, folder, signalled_rank, evaluation_options, max_iter):
+    """The status, the last iteration, and the batches of an evaluation after iteration 1."""
+    model = create_ddp_model(Toy(50))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
+    trainer = AccumulatingTrainer(model, iter(lambda: [{}], None), optimizer, accumulation_steps=2)
+    checkpointer = MemfitCheckpointer(model, str(folder), trainer=trainer)
+    own, evaluation = [], None
+    if evaluation_options:
+        evaluation = Batches(model, **evaluation_options[rank])
+        own = [hooks.EvalHook(2, evaluation)]
+    elif rank == signalled_rank:
+        own = [at(2, signal.SIGTERM)]
+    trainer.register_hooks([*own, SaveOnEnding(checkpointer)])
+    try:
+        trainer.train(0, max_iter)
+    except SystemExit as e:
+        return e.code, trainer.iter, evaluation and (evaluation.seen, evaluation.ended)
+    return 0, trainer.iter, None
+
+
+@pytest.mark.parametrize("signalled_rank", [0, 1])
+def test_one_rank_that_is_asked_ends_all_after_the_same_iteration(
+    two_ranks, tmp_path, signalled_rank
+):
+    ends = two_ranks.run(stop_on_ranks, tmp_path, signalled_rank, None, 10)
+    assert ends == [(143, 2, None)] * 2
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
+
+
+@pytest.mark.parametrize("signalled_rank", [0, 1])
+def test_all_ranks_leave_an_evaluation_when_one_is_asked(two_ranks, tmp_path, signalled_rank):
+    options = [{"batches": 200, "wait_s": 0.01}, {"batches": 200, "wait_s": 0.01}]
+    options[signalled_rank]["signalled"] = 3
+    ends = two_ranks.run(stop_on_ranks, tmp_path, None, options, 10)
+    assert [(status, iteration) for status, iteration, _ in ends] == [(143, 1)] * 2
+    assert all(seen < 100 and not ended for _, _, (seen, ended) in ends)
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
+
+
+@pytest.mark.parametrize("signalled_rank", [0, 1])
+def test_a_rank_that_waits_for_the_others_results_gets_them(two_ranks, tmp_path, signalled_rank):
+    options = [{"batches": 1}, {"batches": 1}]
+    options[signalled_rank] = {"batches": 60, "wait_s": 0.01, "signalled": 40}
+    ends = two_ranks.run(stop_on_ranks, tmp_path, None, options, 10)
+    assert [(status, iteration) for status, iteration, _ in ends] == [(143, 2)] * 2
+    assert all(ended == 1 for _, _, (_, ended) in ends)
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
+
+
+TRAIN_NET = ROOT / "tools" / "train_net.py"
+RANKS = ["--num-gpus", 2, "--dist-url", "auto"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+slow = pytest.mark.slow
+exhaustive = pytest.mark.exhaustive
+
+
+def ranks_of(job):
+    """The processes of a command that train; itself if it started none."""
+    children = job.children()
+    ranks = [c for c in children if re.search("spawn_main|train_net", " ".join(c.cmdline()))]
+    return ranks if "--num-gpus" in job.cmdline() or "--standalone" in job.cmdline() else [job]
+
+
+def send(number, target, job):
+    process = psutil.Process(job.pid)
+    if target == "all":
+        os.killpg(job.pid, number)
+    elif target == "rank 1":
+        ranks_of(process)[1].send_signal(number)
+    elif target == "worker":
+        ranks_of(process)[-1].children()[-1].send_signal(number)
+    else:
+        process.send_signal(number)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
+@pytest.mark.parametrize(
+    ("launcher", "options", "number", "target", "statuses"),
+    [
+        pytest.param([], [], signal.SIGTERM, "all", {143}, marks=slow),
+        pytest.param([], [], signal.SIGINT, "all", {130}, marks=exhaustive),
+        pytest.param([], [], signal.SIGUSR2, "all", {140}, marks=exhaustive),
+        pytest.param([], [], signal.SIGHUP, "all", {129}, marks=exhaustive),
+        pytest.param([], [], signal.SIGKILL, "worker", {2}, marks=slow),
+        pytest.param([], RANKS, signal.SIGTERM, "job", {143}, marks=exhaustive),
+        pytest.param([], RANKS, signal.SIGINT, "all", {130}, marks=exhaustive),
+        pytest.param([], RANKS, signal.SIGINT, "job", {130}, marks=exhaustive),
+        pytest.param([], RANKS, signal.SIGUSR2, "all", {140}, marks=exhaustive),
+        pytest.param([], RANKS, signal.SIGHUP, "all", {129}, marks=exhaustive),
+        pytest.param([], RANKS, signal.SIGTERM, "rank 1", {143}, marks=exhaustive),
+        pytest.param([], RANKS, signal.SIGKILL, "rank 1", {137}, marks=slow),
+        pytest.param([], RANKS, signal.SIGKILL, "job", {-9}, marks=exhaustive),
+        pytest.param([], RANKS, signal.SIGKILL, "worker", {2}, marks=exhaustive),
+        pytest.param(TORCHRUN, [], signal.SIGTERM, "job", {1, 143}, marks=exhaustive),
+        pytest.param(TORCHRUN, [], signal.SIGTERM, "all", {1, 143}, marks=exhaustive),
+        pytest.param(TORCHRUN, [], signal.SIGKILL, "rank 1", {1}, marks=exhaustive),
+        pytest.param(TORCHRUN, [], signal.SIGKILL, "worker", {1}, marks=exhaustive),
+    ],
+)
+def test_fresh_and_resumed_commands_end_with_a_checkpoint_and_leave_no_process(
+    coins, tmp_path, launcher, options, number, target, statuses
+):
+    """With workers of the loader. A terminal, or Slurm, signals all processes of a job."""
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("cli_train",), ()
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER = 2, 5000
+    cfg.DATALOADER.NUM_WORKERS = 2
+    cfg.OUTPUT_DIR = str(tmp_path / "output")
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    command = [sys.executable, "-W", "ignore", *launcher, TRAIN_NET, *options, "--resume"]
+    command += ["--config-file", tmp_path / "config.yaml"]
+    command += ["--coco", "cli_train", coins / "train.json", coins / "train"]
+    reached = []
+    for _ in range(2):  # fresh, then resumed
+        shown = ended_command(command, tmp_path, partial(send, number, target), statuses)
+        saved = (tmp_path / "output" / "last_checkpoint").read_text()
+        reached.append(int(re.fullmatch(r"model_(\d{7})\.pth", saved)[1]))
+        if not launcher:  # which has a traceback and a line of its own
+            assert "Traceback" not in shown
+            assert "error:" not in shown or number == signal.SIGKILL
+            if number == signal.SIGKILL:
+                what = {
+                    "rank 1": "rank 1 of this machine was ended with SIGKILL",
+                    "worker": "a worker was killed|killed by signal: Killed",
+                    "job": "SIG(INT|TERM): ending after iteration",  # its ranks have noticed
+                }[target]
+                assert re.search(what, shown)
+    first, second = reached
+    assert second >= first + 19
+
+
+@pytest.mark.slow
+def test_an_image_that_cannot_be_read_ends_a_command_with_one_line_and_a_checkpoint(
+    coins, tmp_path
+):
+    """While it trains, as on a disk that fails; then it is resumed, and again."""
+    shutil.copytree(coins, tmp_path / "coins")
+    cfg = coins_cfg(tmp_path / "output", "retinanet", **{"SOLVER.MAX_ITER": 5000})
+    cfg.DATASETS.TRAIN, cfg.DATALOADER.NUM_WORKERS = ("cli_train",), 2
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    command = [sys.executable, "-W", "ignore", TRAIN_NET, "--resume"]
+    command += ["--config-file", tmp_path / "config.yaml"]
+    command += ["--coco", "cli_train", tmp_path / "coins/train.json", tmp_path / "coins/train"]
+    pictures = list((tmp_path / "coins" / "train").iterdir())
+    for start in (0, 20):
+
+        def spoil(job):
+            for picture in pictures:
+                picture.write_bytes(b"no picture")
+
+        shown = ended_command(command, tmp_path, spoil, {1, 2})
+        assert "Traceback" not in shown
+        assert "cannot" in shown.splitlines()[-1]
+        assert shown.splitlines()[-1].startswith("error: ")
+        saved = (tmp_path / "output" / "last_checkpoint").read_text()
+        assert int(re.fullmatch(r"model_(\d{7})\.pth", saved)[1]) >= start
+        for picture in pictures:
+            shutil.copy(coins / "train" / picture.name, picture)
+
+
+def ended_command(command, folder, end_it, statuses):
+    """What a command printed that was ended within its iterations, and left no process."""
+    with (folder / "printed").open("w") as printed:
+        job = subprocess.Popen(
+            [str(c) for c in command],
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    try:
+        end = time.monotonic() + 120
+        while (folder / "printed").read_text().count("  iter: ") < 2:
+            assert job.poll() is None, (folder / "printed").read_text()
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        end_it(job)
+        status = job.wait(60)
+        shown = (folder / "printed").read_text()
+        assert status in statuses, shown
+        end = time.monotonic() + 10
+        while is_there(job.pid):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        return (folder / "printed").read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)

@@ -1,0 +1,267 @@
+# Copyright (c) the d2_memfit developers.
+"""The order of the data, without a model."""
+
+import io
+import itertools
+import multiprocessing
+import random
+from contextlib import nullcontext
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data import build_detection_train_loader
+from detectron2.data.samplers import (
+    RandomSubsetTrainingSampler,
+    RepeatFactorTrainingSampler,
+    TrainingSampler,
+)
+from detectron2.utils.env import seed_all_rng
+
+from d2_memfit.common.random_state import RandomState
+from d2_memfit.engine.resuming.data_layout import Layout, Rest
+from d2_memfit.engine.resuming.resumable_batches import ResumableBatches, UnknownLoader
+
+SIZE = 23
+DICTS = [{"image_id": i, "width": 4 + i % 3, "height": 5} for i in range(SIZE)]
+
+
+class Mapper:
+    """Adds numbers of all generators, as augmentations draw them."""
+
+    def __call__(self, image):
+        drawn = (random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1))
+        return {**image, "drawn": drawn}
+
+
+def first_of(batch):
+    return batch[0]
+
+
+def sampler_of(name, rank=0, ranks=1):
+    sampler = {
+        "TrainingSampler": lambda: TrainingSampler(SIZE),
+        "RepeatFactorTrainingSampler": lambda: RepeatFactorTrainingSampler(
+            1 + torch.arange(SIZE) / SIZE
+        ),
+        "RandomSubsetTrainingSampler": lambda: RandomSubsetTrainingSampler(SIZE, 0.7),
+    }[name]()
+    sampler._rank, sampler._world_size = rank, ranks
+    return sampler
+
+
+def loader_of(sampler="TrainingSampler", rank=0, ranks=1, batch=3, **options):
+    options = {"num_workers": 0, "aspect_ratio_grouping": False, **options}
+    sampler = sampler_of(sampler, rank, ranks)
+    return build_detection_train_loader(
+        DICTS, mapper=Mapper(), sampler=sampler, total_batch_size=batch, **options
+    )
+
+
+OPTIONS = {
+    f"{sampler}, {workers} workers, {'grouped' if grouped else 'not grouped'}": {
+        "sampler": sampler,
+        "num_workers": workers,
+        "aspect_ratio_grouping": grouped,
+    }
+    for sampler in (
+        "TrainingSampler",
+        "RepeatFactorTrainingSampler",
+        "RandomSubsetTrainingSampler",
+    )
+    for workers in (0, 2)
+    for grouped in (False, True)
+}
+OPTIONS["collated"] = {"num_workers": 2, "collate_fn": first_of}
+OPTIONS["collated groups"] = {"aspect_ratio_grouping": True, "collate_fn": first_of}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_batches_are_those_of_the_loader_to_the_last_bit(options):
+    seed_all_rng(0)
+    expected = list(islice(loader_of(**options), 8)), torch.rand(1)
+    seed_all_rng(0)
+    assert (list(islice(ResumableBatches(loader_of(**options)), 8)), torch.rand(1)) == expected
+
+
+@pytest.mark.parametrize("taken", [1, 2, 11])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_resumed_stream_goes_on_to_the_last_bit(options, taken):
+    seed_all_rng(0)
+    batches = ResumableBatches(loader_of(**options))
+    for _ in range(taken):
+        next(batches)
+    stream, state, own = in_a_checkpoint(
+        batches.stream(), batches.state_dict(), RandomState().state_dict()
+    )
+    expected = [next(batches) for _ in range(8)]
+
+    seed_all_rng(7)
+    resumed = ResumableBatches(loader_of(**options))
+    iter(resumed)  # as Detectron2 v0.6 does before a checkpoint is loaded
+    assert resumed.load_state_dict(stream, [state])
+    RandomState.from_state_dict(own).restore()
+    assert [next(resumed) for _ in range(8)] == expected
+
+
+def in_a_checkpoint(*state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def ids(batches):
+    return [image["image_id"] for batch in batches for image in batch]
+
+
+pytestmark = pytest.mark.slow
+
+
+LAYOUTS = {  # ranks, workers, images of all ranks in a batch
+    "as before": (2, 2, 4),
+    "more workers": (2, 3, 4),
+    "no workers": (2, 0, 4),
+    "one rank": (1, 2, 2),
+    "three ranks": (3, 2, 9),
+    "larger batches": (2, 2, 8),
+}
+
+
+def all_ranks(ranks, workers, batch, grouped):
+    """Batches of each rank, with the sampler's seed that they share."""
+    made = []
+    for rank in range(ranks):
+        loader = loader_of(
+            rank=rank,
+            ranks=ranks,
+            batch=batch // ranks,
+            num_workers=workers,
+            aspect_ratio_grouping=grouped,
+        )
+        loader_with_sampler = loader.dataset if grouped else loader
+        loader_with_sampler.dataset.sampler._seed = 5
+        made.append(ResumableBatches(loader))
+    return made
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["not grouped", "grouped"])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pair if "as before" in pair[:1] else pytest.param(pair, marks=pytest.mark.exhaustive)
+        for pair in itertools.permutations(LAYOUTS, 2)
+    ],
+    ids=" to ".join,
+)
+def test_nothing_is_lost_or_seen_twice_when_ranks_workers_or_batches_change(layouts, grouped):
+    """Three times in a row; what was taken is the stream's beginning but for what was ahead."""
+    seen, states = [], None
+    for name, taken in zip([*layouts, layouts[0]], (5, 4, 3)):
+        ranks = all_ranks(*LAYOUTS[name], grouped)
+        if states is not None:
+            for batches in ranks:
+                batches.load_state_dict(*states)
+        seen += [i for batches in ranks for i in ids(next(batches) for _ in range(taken))]
+        states = in_a_checkpoint(ranks[0].stream(), [b.state_dict() for b in ranks])
+    (one,) = all_ranks(1, 0, 1, False)
+    one.load_state_dict(*states)
+    rest = ids(next(one) for _ in range(4 * SIZE))
+    sampler = sampler_of("TrainingSampler")
+    sampler._seed = 5
+    assert sorted(seen + rest) == sorted(islice(sampler, len(seen + rest)))
+
+
+def test_the_rest_of_a_rest():
+    """Taken at random, again and again, against a list."""
+    rest = Rest(0, torch.tensor([], dtype=torch.int64))
+    left, random_places = list(range(100)), random.Random(0)
+    for _ in range(8):
+        places = random_places.sample(range(12), 5)
+        rest = rest.after(torch.tensor(places))
+        left = [place for i, place in enumerate(left) if i not in places]
+        without = set(rest.without.tolist())
+        assert [p for p in range(rest.first, 100) if p not in without] == left
+        assert rest.after(torch.tensor([], dtype=torch.int64)).first == rest.first
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1, 1, 1), Layout(2, 3, 1, 4), Layout(3, 2, 4, 4)])
+def test_places_of_all_ranks_and_workers_are_the_stream(layout):
+    places = [layout.places(rank, 12).flatten() for rank in range(layout.ranks)]
+    assert torch.cat(places).sort().values.tolist() == list(range(12 * layout.ranks * layout.batch))
+
+
+def test_what_is_not_known_is_named():
+    loader = loader_of()
+    for unknown, text in (
+        ([1, 2], "a list"),
+        (iter(loader), "a _SingleProcessDataLoaderIter"),
+        (torch.utils.data.DataLoader(DICTS), "a DataLoader"),
+    ):
+        with pytest.raises(UnknownLoader, match=text):
+            ResumableBatches(unknown)
+    loader.dataset.sampler = Repeated(SIZE)  # which has all the attributes of known ones
+    with pytest.raises(UnknownLoader, match="one with a Repeated"):
+        ResumableBatches(loader)
+    loader.dataset.sampler = torch.utils.data.SequentialSampler(DICTS)
+    with pytest.raises(UnknownLoader, match="one with a SequentialSampler"):
+        ResumableBatches(loader)
+
+
+def test_another_dataset_is_refused():
+    state = ResumableBatches(loader_of())
+    loader = loader_of("RepeatFactorTrainingSampler")
+    with pytest.raises(ValueError, match="23 images by a TrainingSampler then, 23 images by a Rep"):
+        ResumableBatches(loader).load_state_dict(state.stream(), [state.state_dict()])
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [({"width": 99}, False), ({"file_name": "b.jpg"}, False), ({"file_name": "here/a.jpg"}, True)],
+)
+def test_another_dataset_of_the_same_length_is_refused_and_a_moved_one_is_not(change, is_same):
+    def batches(**facts):
+        dicts = [{"file_name": "a/a.jpg", **d, **facts} for d in DICTS]
+        return ResumableBatches(
+            build_detection_train_loader(dicts, mapper=dict, total_batch_size=3)
+        )
+
+    state, now = batches(), batches(**change)
+    with nullcontext() if is_same else pytest.raises(ValueError, match="of other names or sizes"):
+        now.load_state_dict(state.stream(), [state.state_dict()])
+
+
+def test_an_error_of_the_loader_ends_nothing():
+    """As with Detectron2's own, who catches the error can go on."""
+    loader = loader_of()
+    loader.dataset.dataset._map_func = fails_once = FailsOnce()
+    batches = ResumableBatches(loader)
+    with pytest.raises(OSError, match="unreadable"):
+        [next(batches) for _ in range(9)]
+    assert fails_once.calls == 7
+
+
+class Repeated(TrainingSampler):
+    def __iter__(self):
+        for index in super().__iter__():
+            yield from [index] * 3
+
+
+class FailsOnce:
+    calls = 0
+
+    def __call__(self, image):
+        self.calls += 1
+        if self.calls == 7:
+            raise OSError("unreadable")
+        return image
+
+
+def test_workers_end_with_the_batches():
+    before = set(multiprocessing.active_children())
+    batches = ResumableBatches(loader_of(num_workers=2))
+    next(batches)
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    del batches
+    assert set(multiprocessing.active_children()) == before

@@ -1,0 +1,190 @@
+# Copyright (c) the d2_memfit developers.
+"""Batches in columns, such as (images, targets), are cut image by image."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from injection import FailingTrainer, iterate
+
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.engine.recovery.oom_record import OomEvent
+from d2_memfit.engine.window import Window, count_images, image_names
+from d2_memfit.engine.window.columns import as_given
+from d2_memfit.errors import ConfigError
+from d2_memfit.job import RecoveryOptions
+
+
+class Pair(NamedTuple):
+    images: Any
+    targets: Any
+
+
+def dicts(*numbers):
+    return [{"image_id": n, "file_name": f"{n}.png"} for n in numbers]
+
+
+def columns(kind, *numbers):
+    """A batch of images with targets."""
+    if kind == "tensors":
+        return torch.tensor([[float(n)] for n in numbers]), torch.tensor(numbers) * 10
+    if kind == "tuples":
+        return tuple(torch.tensor([float(n)]) for n in numbers), tuple(dicts(*numbers))
+    pair = [torch.tensor([float(n)]) for n in numbers], dicts(*numbers)
+    return {"lists": pair, "a named tuple": Pair(*pair)}[kind]
+
+
+KINDS = ["lists", "tuples", "tensors", "a named tuple"]
+
+
+def assert_same(actual, expected):
+    assert repr(actual) == repr(expected)  # values, and types at each level
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_are_cut_and_joined_across_batches(kind):
+    window = Window(iter([columns(kind, 0, 1, 2), columns(kind, 3, 4, 5)]), 2)
+    for numbers in ((0, 1), (2, 3), (4, 5)):
+        micro_batch = window.take(2)
+        assert micro_batch.num_images == 2
+        assert_same(micro_batch.batch, columns(kind, *numbers))
+    assert window.take(2) is None
+    assert window.num_images == window.expected_images == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_come_again_after_a_failure(kind):
+    window = Window(iter([columns(kind, 0, 1, 2)]), 1)
+    assert window.take().can_be_split
+    window.put_back()
+    assert_same(window.take(2).batch, columns(kind, 0, 1))
+    window.take(2)
+    window.start_over()
+    single = window.take(1)
+    assert_same(single.batch, columns(kind, 0))
+    assert not single.can_be_split
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_uncut_they_come_as_they_are(kind):
+    batch = columns(kind, 0, 1)
+    given = Window(iter([batch]), 1).take().batch
+    assert_same(given, batch)
+    assert all(a is b for a, b in zip(given[0], batch[0])) or given[0] is batch[0]
+
+
+def test_a_model_that_appends_to_a_list_changes_nothing():
+    window = Window(iter([(dicts(0, 1), dicts(2, 3))]), 1)
+    strong, weak = window.take().batch
+    strong.extend(weak)
+    window.put_back()
+    assert window.take().num_images == 2
+    assert window.micro_batches[0].batch == (dicts(0, 1), dicts(2, 3))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (dicts(0, 1), dicts(2)),
+        ([], []),
+        (),
+        (torch.ones(()), torch.ones(())),
+        (dicts(0, 1), "ab"),
+        [torch.ones(3, 4, 4), torch.ones(3, 4, 4)],
+        [(torch.ones(3), {}), (torch.ones(3), {})],
+    ],
+)
+def test_other_kinds_count_as_one_and_cannot_be_cut(batch):
+    assert count_images(batch) == 1
+    assert as_given(batch) is batch
+    with pytest.raises(ConfigError, match="need a data loader that gives lists of dataset dicts"):
+        Window(iter([batch]), 1).take(1)
+
+
+def test_their_images_have_names_also_when_they_were_let_go():
+    window = Window(iter([columns("lists", 0, 1)]), 1)
+    micro_batch = window.take(1)
+    names = image_names(micro_batch.data)
+    micro_batch.keep_names_only()
+    assert image_names(micro_batch.data) == names == "0.png (image_id 0)"
+    assert micro_batch.num_images == 1
+    assert image_names(columns("tensors", 0)) == "without names"
+
+
+class Products(torch.nn.Module):
+    """The gradient of its weight is the mean product of image and target."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch):
+        xs, targets = batch
+        products = [x.sum() * t["image_id"] for x, t in zip(xs, targets)]
+        return {"loss": self.weight * torch.stack(products).mean()}
+
+
+@pytest.mark.parametrize(("micro_batch", "steps"), [(None, 2), (1, 2), (3, 2), (2, 1)])
+def test_each_image_counts_once(micro_batch, steps):
+    model = Products()
+    loader = [columns("lists", *range(4 * i, 4 * i + 4)) for i in range(steps)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = AccumulatingTrainer(model, loader, optimizer, steps, micro_batch_size=micro_batch)
+    storage = iterate(trainer)
+    num = 4 * steps
+    assert model.weight.item() == pytest.approx(-sum(i * i for i in range(num)) / num)
+    assert storage.latest()["effective_batch"][0] == num
+
+
+class FailingColumns(FailingTrainer):
+    def _maybe_fail(self):
+        if self.fails(image_names(self._current).count("image_id")):
+            raise torch.OutOfMemoryError("CUDA out of memory. injected")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_recovery_splits_them(phase):
+    model = Products()
+    trainer = FailingColumns(
+        model,
+        [columns("lists", 0, 1, 2, 3)],
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        recovery=RecoveryOptions(),
+        fails=lambda num_images: num_images > 1,
+    )
+    trainer.phase = phase
+    storage = iterate(trainer)
+    assert storage.latest()["memfit/micro_batch"][0] == 1
+    assert model.weight.item() == -(0 + 1 + 4 + 9) / 4
+
+
+def test_recovery_skips_one_image_of_them():
+    class OneNeverFits(Products):
+        def forward(self, batch):
+            if any(target["image_id"] == 2 for target in batch[1]):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(batch)
+
+    model = OneNeverFits()
+    options = RecoveryOptions(last_resort="skip", max_skipped=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = AccumulatingTrainer(
+        model, [columns("lists", 0, 1, 2, 3)], optimizer, recovery=options
+    )
+    iterate(trainer)
+    assert trainer.recovery.skipped_images == 1
+    assert model.weight.item() == pytest.approx(-(0 + 1 + 9) / 3)
+
+
+def test_an_out_of_memory_error_names_them():
+    class Failure:
+        error, phase = "CUDA out of memory", "forward"
+
+        class memory:
+            allocated_bytes = reserved_bytes = 0
+
+    image = {"image": torch.zeros(3, 4, 6), "image_id": 7, "file_name": "7.png"}
+    event = OomEvent.of(Failure, ([image, image], [image, image]), torch.nn.Module(), None)
+    assert event.micro_batch == 2
+    assert [i["image_id"] for i in event.images] == [7] * 4
+    assert event.padded_size == (4, 6)

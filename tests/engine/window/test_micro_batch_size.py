@@ -1,0 +1,88 @@
+# Copyright (c) the d2_memfit developers.
+from d2_memfit.engine.window import MicroBatchSize
+
+
+def clean(size, num):
+    """So many clean iterations; those after which the size grew."""
+    return [i for i in range(1, num + 1) if size.end_iteration(clean=True)]
+
+
+def fail(size, num_images):
+    size.halve(num_images)
+    size.end_iteration(clean=False)
+
+
+def test_it_is_halved_down_to_one():
+    size = MicroBatchSize(None, grow_after=10)
+    assert size.images is None
+    assert [size.halve(n) for n in (8, 4, 2)] == [4, 2, 1]
+    assert MicroBatchSize(7, 10).halve(7) == 3
+
+
+def test_it_grows_back_to_what_is_configured_and_not_beyond():
+    size = MicroBatchSize(6, grow_after=3)
+    fail(size, 6)
+    fail(size, 3)
+    assert clean(size, 20) == [3, 6, 9]
+    assert size.images == 6
+
+
+def test_without_a_configured_size_it_grows_back_to_the_loaders_batch():
+    size = MicroBatchSize(None, grow_after=2)
+    fail(size, 4)
+    assert clean(size, 10) == [2]
+    assert size.images is None
+
+
+def test_a_size_that_fails_again_and_again_waits_twice_as_long_each_time():
+    size = MicroBatchSize(2, grow_after=3)
+    waits = []
+    for _ in range(5):
+        fail(size, 2)
+        waits.append(next(i for i in range(1, 100) if size.end_iteration(clean=True)))
+    assert waits == [3, 3, 6, 12, 24]
+
+
+def test_a_size_that_has_held_is_trusted_again():
+    size = MicroBatchSize(2, grow_after=3)
+    for _ in range(3):
+        fail(size, 2)
+        next(i for i in range(1, 100) if size.end_iteration(clean=True))
+    assert clean(size, 6) == []  # it holds
+    fail(size, 2)
+    assert clean(size, 100) == [3]
+
+
+def test_a_failure_starts_the_wait_anew():
+    size = MicroBatchSize(4, grow_after=5)
+    fail(size, 4)
+    clean(size, 4)
+    fail(size, 2)
+    assert clean(size, 5) == [5]
+    assert size.images == 2
+
+
+def test_its_state_goes_on_where_it_was():
+    size = MicroBatchSize(8, grow_after=5)
+    fail(size, 8)
+    clean(size, 2)
+    resumed = MicroBatchSize(8, grow_after=5)
+    resumed.load_state_dict(size.state_dict())
+    assert clean(resumed, 3) == [3]
+    assert resumed.images == 8
+
+
+def test_what_was_configured_then_is_not_taken_for_learned():
+    for configured in (8, None):
+        resumed = MicroBatchSize(configured, grow_after=5)
+        resumed.load_state_dict(MicroBatchSize(2, grow_after=5).state_dict())
+        assert resumed.images == configured
+
+
+def test_a_smaller_size_that_is_configured_since_counts():
+    size = MicroBatchSize(8, grow_after=5)
+    fail(size, 8)
+    resumed = MicroBatchSize(2, grow_after=5)
+    resumed.load_state_dict(size.state_dict())
+    assert resumed.images == 2
+    assert clean(resumed, 20) == []

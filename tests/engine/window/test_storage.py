@@ -1,0 +1,73 @@
+# Copyright (c) the d2_memfit developers.
+import inspect
+
+import pytest
+import torch
+from detectron2.utils.events import EventStorage, get_event_storage
+
+from d2_memfit.engine.window import WindowStorage
+
+
+@pytest.fixture
+def storage():
+    with EventStorage(7) as storage:
+        storage.put_scalar("x", 1.0)
+        storage.put_scalar("old", 5.0)
+        yield storage
+
+
+def test_scalars_become_one_mean_weighted_by_images(storage):
+    storage.iter = 8
+    with WindowStorage(storage) as window:
+        for num_images, value in ((3, 1.0), (1, 5.0)):
+            window.next_micro_batch(num_images)
+            get_event_storage().put_scalar("x", value)
+            with get_event_storage().name_scope("inner"):
+                get_event_storage().put_scalar("y", value, False)
+    window.write()
+    assert storage.history("x").values() == [(1.0, 7), (2.0, 8)]
+    assert storage.history("inner/y").values() == [(2.0, 8)]
+    assert storage.smoothing_hints()["inner/y"] is False
+
+
+def test_what_was_put_can_be_read_at_once(storage):
+    with WindowStorage(storage):
+        inner = get_event_storage()
+        assert inner.iter == 7
+        assert inner.history("old").latest() == 5.0
+        inner.put_scalar("x", 3.0)
+        assert inner.history("x").latest() == 3.0
+        assert inner.latest()["x"] == (3.0, 7)
+        assert inner.latest()["old"] == (5.0, 7)
+        assert set(inner.histories()) == {"x", "old"}
+    assert storage.history("x").latest() == 1.0  # until it is written
+
+
+def test_images_and_histograms_are_those_of_the_first_micro_batch_that_has_some(storage):
+    with WindowStorage(storage) as window:
+        for i in range(3):
+            window.next_micro_batch(1)
+            window.put_image("picture", torch.full((3, 2, 2), i))
+            window.put_image("picture", torch.full((3, 2, 2), 10 + i))
+            window.put_histogram("picture", torch.arange(3.0) + i)
+            if i:
+                window.put_image("late", torch.full((3, 2, 2), i))
+    window.write()
+    assert [(name, t.max().item()) for name, t, _ in storage._vis_data] == [
+        ("picture", 0),
+        ("picture", 10),
+        ("late", 1),
+    ]
+    assert [h["min"] for h in storage._histograms] == [0.0]
+
+
+@pytest.mark.skipif(
+    "cur_iter" not in inspect.signature(EventStorage.put_scalar).parameters,
+    reason="Detectron2 v0.6 has no cur_iter",
+)
+def test_an_explicit_iteration_is_kept(storage):
+    with WindowStorage(storage) as window:
+        window.next_micro_batch(1)
+        window.put_scalar("x", 2.0, cur_iter=100)
+    window.write()
+    assert storage.history("x").values() == [(1.0, 7), (2.0, 100)]

@@ -1,0 +1,175 @@
+# Copyright (c) the d2_memfit developers.
+"""Devices as data, against figures that nobody here made."""
+
+import statistics
+from collections import Counter
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+from benchmarks import zoo
+from tiny import ROOT
+
+from d2_memfit.errors import ConfigError
+from d2_memfit.planner.device import DeviceModel, DoesNotFit
+from d2_memfit.planner.device.device_model import device_names
+from d2_memfit.planner.dry_run import Allocate, Allocation, Convolution, Free, Timeline, Work
+
+pytestmark = pytest.mark.slow
+
+MB = 2**20
+FOLDER = ROOT / "d2_memfit" / "planner" / "devices"
+
+
+def timeline(*events):
+    return Timeline(events=list(events))
+
+
+def convolution(channels, size, num_images=2, kernel=3, dtype=torch.float32):
+    data = torch.Size((num_images, channels, *size))
+    weight = torch.Size((channels, channels, kernel, kernel))
+    return Convolution("forward", data, weight, data, (1, 1), 1, dtype, "forward")
+
+
+def test_an_estimate_is_what_detectron2s_zoo_took():
+    config = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
+    assert zoo.estimate(config) == pytest.approx(zoo.published_memory()[config], rel=0.08)
+
+
+@pytest.mark.exhaustive
+def test_estimates_are_what_detectron2s_whole_zoo_took():
+    published = zoo.published_memory()
+    pairs = [(gb, zoo.estimate(config)) for config, gb in published.items()]
+    errors = sorted(abs(estimate - gb) / gb for gb, estimate in pairs)
+    assert statistics.median(errors) <= 0.03
+    assert errors[int(0.9 * len(errors))] <= 0.12
+    assert zoo.rank_correlation(pairs) >= 0.95
+
+
+def test_the_breakdown_adds_up_and_workspaces_count_while_they_are_needed():
+    activation = Allocation(100 * MB, "activations: backbone", "forward")
+    run = timeline(Allocate(activation), convolution(256, (200, 336)), Free(activation))
+    use = DeviceModel.load("cuda").use(run)
+    assert sum(use.breakdown.values()) == use.allocated_bytes
+    assert use.breakdown["activations: backbone"] == 100 * MB
+    # Copies of input and result of 2 images, and of the filters.
+    copies = 4 * (2 * 2 * 256 * 200 * 336 + 256 * 256 * 9)
+    assert use.breakdown["workspace"] == pytest.approx(copies, rel=0.01)
+    assert use.total_bytes == use.reserved_bytes + 600 * MB
+
+
+def test_workspaces_depend_on_what_is_convolved():
+    device = DeviceModel.load("cuda")
+    small = convolution(256, (25, 42))
+    assert device.workspace_bytes(small) == 4 * (2 * 2 * 256 * 25 * 42 + 256 * 256 * 9)
+    half = convolution(256, (25, 42), dtype=torch.float16)
+    assert device.workspace_bytes(half) == device.workspace_bytes(small) // 2
+    without = replace(device, convolution_workspace="none")
+    assert without.workspace_bytes(small) == 0
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_each_device_has_all_that_is_needed(name):
+    device = DeviceModel.load(name)
+    assert device.flops_per_s.keys() - {"tf32"} == {"float32", "float16", "bfloat16"}
+    assert device.context_mb > 0
+    assert name in ("cpu", "cuda") or (device.device_name and device.compute_capability)
+
+
+def test_only_cards_from_ampere_on_have_tf32():
+    with_it = {name for name in device_names() if "tf32" in DeviceModel.load(name).flops_per_s}
+    without = {"cpu", "v100", "gtx_1650", "t4", "rtx_2060"}
+    assert with_it == set(device_names()) - without
+
+
+class Gpu:
+    """As torch.cuda.get_device_properties() gives it."""
+
+    def __init__(self, name, capability, gigabytes):
+        self.name, self.total_memory = name, int(gigabytes * 2**30)
+        self.major, self.minor = capability
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        (Gpu("Tesla T4", (7, 5), 14.56), "t4"),
+        (Gpu("Tesla V100-SXM2-32GB", (7, 0), 31.73), "v100"),
+        (Gpu("NVIDIA GeForce RTX 3060", (8, 6), 11.62), "rtx_3060"),
+        (Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 39.38), "a100"),
+        (Gpu("NVIDIA H100 80GB HBM3", (9, 0), 79.1), "h100"),
+        (Gpu("NVIDIA GeForce RTX 3060 Laptop GPU", (8, 6), 5.8), "rtx_3070"),  # the smallest
+        (Gpu("NVIDIA L4", (8, 9), 22), "rtx_4090"),
+        (Gpu("NVIDIA GeForce RTX 5090", (12, 0), 31.3), "cuda"),
+    ],
+)
+@pytest.mark.parametrize("name", [None, "auto"])
+def test_the_card_that_is_there_is_taken(gpu, expected, name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    device = DeviceModel.choose(name, "cuda")
+    assert device.name == expected
+    is_own = fnmatchcase(gpu.name, device.device_name or "")
+    assert device.description.startswith(gpu.name) or is_own
+    assert DeviceModel.choose("v100", "cuda").name == "v100"
+    assert DeviceModel.choose(name, "cpu").name == "cpu"
+
+
+def test_time_is_a_lower_bound_operator_by_operator():
+    device = DeviceModel.load("rtx_3060")
+    convolution = ("tf32", 12_700_000_000, 1000)  # a millisecond of computing
+    copy = ("", 0, 360_000_000)  # a millisecond of moving
+    work = Work(Counter({convolution: 2, copy: 3}))
+    assert device.seconds(work) == pytest.approx(5e-3)
+    assert device.seconds(Work(work.operators, host_bytes=31_500_000_000)) == pytest.approx(1.0)
+    starting = Work(Counter({("", 0, 4): 1000}))  # beside what the card does
+    assert device.seconds(starting) == pytest.approx(1000 * device.seconds_per_operator)
+    half = Work(Counter({("float16", 12_700_000_000, 1000): 2}))
+    assert device.seconds(half) == pytest.approx(1e-3, rel=0.01)
+    turing = DeviceModel.load("t4")
+    assert turing.seconds(work) == turing.seconds(
+        Work(Counter({("float32", *convolution[1:]): 2, copy: 3}))
+    )
+
+
+def test_what_is_outside_the_allocator_has_names():
+    activation = Allocation(300 * MB, "activations: backbone", "forward")
+    events = timeline(Allocate(activation), Free(activation))
+    device = DeviceModel.load("h100")
+    one, two, eight = (device.use(events, ranks=ranks) for ranks in (1, 2, 8))
+    assert one.outside["context"] == 500 * MB
+    assert one.outside["loaded kernels"] == 200 * MB
+    assert one.breakdown["cuBLAS workspaces"] == 64 * MB
+    assert "NCCL" not in one.outside
+    assert (two.outside["NCCL"], eight.outside["NCCL"]) == (544 * MB, 688 * MB)
+    for use in (one, two, eight):
+        assert use.total_bytes == sum(use.breakdown.values()) + sum(use.outside.values())
+    with pytest.raises(DoesNotFit):
+        device.use(events, limit_bytes=one.total_bytes + 100 * MB, ranks=2)
+
+
+def test_a_file_of_ones_own(tmp_path):
+    file = tmp_path / "mine.yaml"
+    with pytest.raises(ConfigError, match=r"mine.yaml is not a device file"):
+        DeviceModel.load(file)
+    file.write_text("description: mine")
+    with pytest.raises(ConfigError, match=r"mine.yaml is not a device file: .*missing"):
+        DeviceModel.load(file)
+    text = (FOLDER / "cuda.yaml").read_text()
+    file.write_text(text.replace("context_mb: 400", "context_mb: 123"))
+    assert DeviceModel.load(str(file)).context_mb == 123
+    file.write_text(text.replace("bytes_per_s: 360.0e+9", "bytes_per_s: 360e9"))  # text in YAML
+    with pytest.raises(ConfigError, match="bytes_per_s must be a number, got '360e9'"):
+        DeviceModel.load(file)
+    file.write_text(text.replace("flops_per_s: {float32", "flops_per_s: {float64"))
+    with pytest.raises(ConfigError, match="flops_per_s must have a number for float32"):
+        DeviceModel.load(file)
+    file.write_text(text.replace("_workspace: layout", "_workspace: magic"))
+    with pytest.raises(ConfigError, match="must be one of none, layout, got 'm"):
+        DeviceModel.load(file)
+    for numbers in ("500", "[500]", "[true, 500]"):
+        file.write_text(text + f"nccl_mb: {numbers}\n")
+        with pytest.raises(ConfigError, match="nccl_mb must be two numbers, for 2 ranks and for"):
+            DeviceModel.load(file)

@@ -1,0 +1,315 @@
+# Copyright (c) the d2_memfit developers.
+"""A dry run against the same step really computed."""
+
+import json
+import re
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.detr_like import add_detr_config
+from detectron2.config import LazyConfig, instantiate
+from detectron2.modeling import META_ARCH_REGISTRY
+from detectron2.projects.point_rend import add_pointrend_config
+from tiny import run_process
+from torch import nn
+
+from d2_memfit.config import find_config_file, load_cfg
+from d2_memfit.job import Job, WorstCase
+from d2_memfit.memory import TensorMeter, process_memory
+from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_fake, make_fake
+from d2_memfit.planner.estimates import steps
+from d2_memfit.planner.stand_ins import casts_of_cuda
+from d2_memfit.planner.stand_ins.autocast import _TO_FLOAT32
+
+pytestmark = pytest.mark.slow
+
+CASE = WorstCase((160, 224), 7)
+
+# Real models at their full width, with images and numbers of proposals that can be computed.
+SMALL = [
+    *("MODEL.DEVICE", "cpu", "MODEL.PIXEL_STD", [300.0, 300.0, 300.0]),
+    *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 24, "TEST.DETECTIONS_PER_IMAGE", 5),
+    *("MODEL.RPN.POST_NMS_TOPK_TRAIN", 60, "MODEL.RPN.POST_NMS_TOPK_TEST", 20),
+]
+AMP = ["SOLVER.AMP.ENABLED", True, "MEMFIT.AMP_DTYPE", "bfloat16"]
+MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
+
+# Narrow layers and many points, so that the peak is in the mask head.
+POINTREND = [
+    *("INPUT.MASK_FORMAT", "bitmask", "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES", True),
+    *("MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead", "MODEL.ROI_MASK_HEAD.POOLER_TYPE", ""),
+    *("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", True, "MODEL.POINT_HEAD.TRAIN_NUM_POINTS", 600),
+    *("MODEL.ROI_MASK_HEAD.FC_DIM", 16, "MODEL.ROI_BOX_HEAD.FC_DIM", 16),
+    *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 64, "TEST.DETECTIONS_PER_IMAGE", 30),
+]
+
+DETR = [
+    *("MODEL.META_ARCHITECTURE", "SmallDetr", "INPUT.MASK_FORMAT", "bitmask"),
+    *("MODEL.DETR.NUM_POINTS", 2000, "MODEL.DETR.NUM_OBJECT_QUERIES", 100),
+]
+
+JOBS = {
+    "faster C4": ("COCO-Detection/faster_rcnn_R_50_C4_1x.yaml", []),
+    "faster DC5": ("COCO-Detection/faster_rcnn_R_50_DC5_1x.yaml", []),
+    "faster FPN": ("COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml", []),
+    "mask FPN": (MASK, []),
+    "mask FPN, bit masks": (MASK, ["INPUT.MASK_FORMAT", "bitmask"]),
+    "keypoint": ("COCO-Keypoints/keypoint_rcnn_R_50_FPN_1x.yaml", []),
+    "cascade": ("Misc/cascade_mask_rcnn_R_50_FPN_1x.yaml", []),
+    "retinanet": ("COCO-Detection/retinanet_R_50_FPN_1x.yaml", []),
+    "rpn": ("COCO-Detection/rpn_R_50_FPN_1x.yaml", []),
+    "fast, proposals given": ("COCO-Detection/fast_rcnn_R_50_FPN_1x.yaml", []),
+    "panoptic": ("COCO-PanopticSegmentation/panoptic_fpn_R_50_1x.yaml", []),
+    "semantic": (
+        "COCO-PanopticSegmentation/panoptic_fpn_R_50_1x.yaml",
+        ["MODEL.META_ARCHITECTURE", "SemanticSegmentor"],
+    ),
+    "PointRend": (MASK, POINTREND),
+    "GN": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", []),
+    "BN": (MASK, ["MODEL.RESNETS.NORM", "BN", "MODEL.BACKBONE.FREEZE_AT", 0]),
+    "SyncBN": (MASK, ["MODEL.RESNETS.NORM", "SyncBN", "MODEL.FPN.NORM", "SyncBN"]),
+    "deformable": ("Misc/mask_rcnn_R_50_FPN_1x_dconv_c3-c5.yaml", []),
+    "clipping": (MASK, ["SOLVER.CLIP_GRADIENTS.ENABLED", True]),
+    "bfloat16": (MASK, AMP),
+    "GN, float16": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", ["SOLVER.AMP.ENABLED", True]),
+    "GN, bfloat16, checkpointing": (
+        "Misc/mask_rcnn_R_50_FPN_3x_gn.yaml",
+        [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["all"]],
+    ),
+    "micro-batches": (MASK, ["MEMFIT.MICRO_BATCH", 1]),
+    "checkpointing": (MASK, ["MEMFIT.CHECKPOINT.MODULES", ["all"]]),
+    "offload": (MASK, ["MEMFIT.OFFLOAD.MODULES", ["backbone"]]),
+    "chunked heads": (MASK, ["MEMFIT.HEADS.CHUNK_SIZE", 4]),
+    "chunked matching": (MASK, ["MEMFIT.MATCHING.CHUNK_SIZE", 64]),
+    "queries": (MASK, DETR),
+    "queries, chunked criterion": (MASK, [*DETR, "MEMFIT.CRITERION.CHUNK_SIZE", 4]),
+    "queries, masks one at a time": (MASK, [*DETR, "MEMFIT.EVALUATION.ON_HOST", True]),
+    "FCOS": (MASK, ["MODEL.META_ARCHITECTURE", "FcosOfTests"]),
+    "a user's own": (
+        MASK,
+        [
+            *("MODEL.META_ARCHITECTURE", "SegmenterOfTests"),
+            *(
+                "DATASETS.TRAIN",
+                ("ade20k_sem_seg_train",),
+                "DATASETS.TEST",
+                ("ade20k_sem_seg_val",),
+            ),
+        ],
+    ),
+    "all together": (
+        MASK,
+        [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["all"], "MEMFIT.HEADS.CHUNK_SIZE", 4],
+    ),
+}
+
+
+@META_ARCH_REGISTRY.register()
+def FcosOfTests(cfg):
+    """How a LazyConfig's model can be named in a config."""
+    file = find_config_file("COCO-Detection/fcos_R_50_FPN_1x", ".py")
+    model = LazyConfig.load(file).model
+    model.pixel_std = cfg.MODEL.PIXEL_STD
+    model.head.norm = "BN"  # v0.6 makes a GroupNorm that current PyTorch refuses
+    return instantiate(model)
+
+
+@META_ARCH_REGISTRY.register()
+class SegmenterOfTests(nn.Module):
+    """A user's own model, with nothing of Detectron2's in it."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        layers = [nn.Conv2d(3, 64, 3, stride=2, padding=1), nn.BatchNorm2d(64), nn.ReLU()]
+        self.features = nn.Sequential(*layers, nn.Conv2d(64, 64, 3, padding=1), nn.ReLU())
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, batch):
+        images = torch.stack([d["image"][:, :160, :160] for d in batch])
+        scores = self.head(self.features(images.float()).permute(0, 2, 3, 1))
+        if not self.training:
+            return [{"sem_seg": s.argmax(dim=-1)} for s in scores]
+        labels = torch.stack([d["sem_seg"][:160:2, :160:2] for d in batch])
+        return {"loss": nn.functional.cross_entropy(scores.permute(0, 3, 1, 2), labels)}
+
+
+def make_cfg(name):
+    file, opts = JOBS[name]
+    return load_cfg(file, [*SMALL, *opts], [add_pointrend_config, add_detr_config])
+
+
+def train(cfg):
+    job = Job.from_cfg(cfg, 2, batch=CASE)
+    batches = [job.training_batch(1)] * 2 if cfg.MEMFIT.MICRO_BATCH else [job.training_batch(2)]
+    return steps.train(job, batches)
+
+
+@pytest.fixture
+def computing(monkeypatch):
+    """Makes a job compute all that it does not, without changing what is counted."""
+
+    def compute():
+        monkeypatch.setattr(steps, "WithoutValues", nullcontext)
+        monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
+
+    return compute
+
+
+def owners_of(timeline):
+    return {owner: size for owner, size in timeline.peak().items() if size}
+
+
+# The others take a minute or two, and are run before a release: pytest -m exhaustive.
+_QUICK = (
+    *("mask FPN", "retinanet", "panoptic"),
+    *("FCOS", "a user's own", "all together"),
+)
+
+
+def flops_of(timeline):
+    """Floating-point operations by phase and number format."""
+    flops = Counter()
+    for phase, work in timeline.work.items():
+        for (number_format, number, _), times in work.operators.items():
+            flops[phase, number_format] += times * number
+    return flops
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in _QUICK else pytest.param(n, marks=pytest.mark.exhaustive) for n in JOBS]
+)
+def test_a_step_has_the_memory_of_one_that_is_computed(name, computing):
+    cfg = make_cfg(name)
+    dry = train(cfg)
+    computing()
+    computed = train(cfg)
+    peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
+    assert peak == pytest.approx(expected, rel=0.001)
+    assert flops_of(dry) == flops_of(computed)
+    for owner, size in owners_of(computed).items():
+        assert owners_of(dry).get(owner, 0) == pytest.approx(size, rel=0.01, abs=2**16)
+
+
+def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
+    job = Job.from_cfg(make_cfg("mask FPN"), 1, batch=CASE)
+    batch = job.training_batch(1)
+    whole = steps.train(job, [batch] * 3)
+    last = steps.train(job, [batch], accumulates=True)
+    assert sum(last.peak().values()) == sum(whole.peak().values())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mask FPN", "panoptic", "PointRend", "FCOS", "a user's own", "queries"),
+        "queries, masks one at a time",
+    ],
+)
+def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
+    job = Job.from_cfg(make_cfg(name), 1, batch=CASE)
+    batch = job.evaluation_batch()
+    dry = steps.evaluate(job, batch)
+    computing()
+    computed = steps.evaluate(job, batch)
+    assert sum(dry.peak().values()) == pytest.approx(sum(computed.peak().values()), rel=0.001)
+
+
+def test_nothing_large_is_computed_or_touched():
+    case = WorstCase((800, 1333), 20)
+    job = Job.from_cfg(load_cfg(MASK), 1, batch=case)
+    before = process_memory().peak_resident_bytes
+    timeline = steps.train(job, [job.training_batch(4)])
+    assert sum(timeline.peak().values()) > 4 * 2**30
+    assert process_memory().peak_resident_bytes < before + 1.5 * 2**30
+
+
+def test_a_fake_tensor_can_be_resized():
+    with WithoutValues():
+        x = make_fake(torch.ones(1000, 1000)) * 2
+        x.resize_(2000, 1000)
+        assert x.shape == (2000, 1000)
+        assert x.untyped_storage().nbytes() == 8 * 10**6
+        assert is_fake(x)
+
+
+def test_what_is_made_of_fake_tensors_is_fake_if_it_is_large():
+    weight = make_fake(torch.ones(1000, 1000))
+    with WithoutValues():
+        product = torch.ones(1000, 1000) @ weight
+        assert is_fake(product)
+        assert product.shape == (1000, 1000)
+        assert torch.equal(product[:2].clone(), torch.zeros(2, 1000))  # small: zeros
+        assert is_fake(product.t())
+        assert is_fake(product.relu_())
+        assert product.isfinite().all()
+        assert product[torch.ones(1000, dtype=torch.bool)].shape == (1000, 1000)
+        assert not is_fake(torch.arange(10**6).float() * 2)  # nothing fake went in
+        assert len(product.gt(0).nonzero()) == 0  # of unknown values, none counts
+
+
+def test_mixed_precision_has_the_formats_of_a_gpu():
+    x = torch.ones(2, 8, 4, 4, dtype=torch.bfloat16)
+    weight = torch.ones(8, 8, 1, 1)
+
+    def formats():
+        results = nn.functional.group_norm(x, 4), x.softmax(dim=1), x**2, x.relu()
+        return [result.dtype for result in results]
+
+    in_32, in_16 = torch.float32, torch.bfloat16
+    with casts_of_cuda():
+        assert formats() == [in_16] * 4  # without autocast nothing changes
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert formats() == [in_32, in_32, in_32, in_16]
+            assert nn.functional.conv2d(x, weight).dtype == in_16
+
+
+_PYTORCHS_LISTS = """
+import json
+import torch
+from torch.testing._internal.autocast_test_lists import AutocastTestLists
+lists = AutocastTestLists(torch.device("cpu"))
+in_32 = lists.torch_fp32, lists.nn_fp32, lists.methods_fp32
+others = lists.torch_fp16, lists.nn_fp16, lists.torch_need_autocast_promote
+print(json.dumps([[entry[0] for l in group for entry in l] for group in (in_32, others)]))
+"""
+
+
+def test_the_functions_in_float32_are_those_of_pytorchs_own_tests():
+    """Whose import changes PyTorch's settings, so another process has it."""
+    result = run_process([sys.executable, "-c", _PYTORCHS_LISTS])
+    if "ModuleNotFoundError" in result.stderr:
+        pytest.skip(result.stderr.splitlines()[-1])
+    theirs, others = map(set, json.loads(result.stdout))
+    names = theirs - {"nll_loss2d"}  # nll_loss calls it
+    assert len(names) > 40
+    assert names <= _TO_FLOAT32
+    assert not others & _TO_FLOAT32
+
+
+def test_the_functions_in_float32_are_those_of_pytorchs_header():
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    macros = re.findall(
+        r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)((?:.*\\\n)*.*\n)", header.read_text()
+    )
+    assert len(macros) == 2
+    names = {name for macro in macros for name in re.findall(r"_\((\w+)", macro)}
+    names = {re.sub(r"^_?upsample_.*", "interpolate", name) for name in names}
+    names = {name.replace("linalg_", "") for name in names - {"nll_loss2d"}}
+    made_of_them = {"cross_entropy", "norm", "normalize", "softmin"}
+    methods = {"__pow__", "__rdiv__", "__rpow__", "__rtruediv__"}
+    assert names <= _TO_FLOAT32
+    newer = {"rms_norm"}  # than the oldest PyTorch
+    assert not _TO_FLOAT32 - names - made_of_them - methods - newer
+
+
+def test_an_operator_without_a_meta_kernel_computes_with_zeros():
+    @torch.library.custom_op("d2_memfit_test::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with WithoutValues():
+        assert torch.equal(double(make_fake(torch.ones(2**20))), torch.zeros(2**20))

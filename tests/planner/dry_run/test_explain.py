@@ -1,0 +1,88 @@
+# Copyright (c) the d2_memfit developers.
+"""Errors of models as one line."""
+
+import pytest
+from detectron2.structures import Instances
+
+from d2_memfit.errors import ConfigError, DataError
+from d2_memfit.planner.dry_run import one_line_errors
+
+
+def line_of(run, *args):
+    with pytest.raises(ConfigError) as info, one_line_errors():
+        run(*args)
+    assert info.value.__cause__ is not None
+    assert "\n" not in str(info.value)
+    return str(info.value)
+
+
+def from_file(tmp_path, source, module="users_model"):
+    """A function of a module that lies somewhere else."""
+    file = tmp_path / "users" / "modeling" / "head.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    names = {"__name__": module}
+    exec(compile(source, str(file), "exec"), names)
+    return names["forward"]
+
+
+def test_the_place_is_the_last_in_the_users_code(tmp_path):
+    forward = from_file(
+        tmp_path, "import torch\ndef forward():\n    torch.ones(4, 5) @ torch.ones(4)"
+    )
+    line = line_of(forward)
+    assert "RuntimeError: size mismatch" in line
+    assert "in users/modeling/head.py:3 in forward)" in line
+    assert "--batch MODULE:FUNCTION" in line
+    assert "--probe" in line
+
+
+def test_detectron2s_projects_are_the_users_code(tmp_path):
+    source = "def forward():\n    next(iter([]))"
+    line = line_of(from_file(tmp_path, source, "detectron2.projects.point_rend.mask_head"))
+    assert line.startswith("the model of this job does not run (StopIteration, in users/modeling")
+
+
+def test_without_the_users_code_it_is_the_last_place(tmp_path):
+    source = """
+from d2_memfit.planner.dry_run.explain import one_line_errors
+from detectron2.structures import Instances
+def forward():
+    with one_line_errors():
+        Instances((2, 2)).gt_boxes
+"""
+    with pytest.raises(ConfigError, match=r"structures/instances.py:\d+ in __getattr__\)"):
+        from_file(tmp_path, source, "d2_memfit.planner.estimates.dry_job")()
+
+
+@pytest.mark.parametrize(
+    "run", [lambda: {}["sem_seg"], lambda: Instances((2, 2)).gt_ids], ids=["key", "field"]
+)
+def test_what_the_mapper_did_not_make(run):
+    line = line_of(run)
+    assert "--trainer MODULE:CLASS" in line
+    assert "--batch MODULE:FUNCTION" in line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Found no NVIDIA driver on your system."),
+        AssertionError("Torch not compiled with CUDA enabled"),
+        NameError("name '_C' is not defined"),
+        ImportError("cannot import name '_C' from 'adet' (/adet/__init__.py)"),
+        RuntimeError("Not compiled with GPU support"),
+        RuntimeError("Not implemented on the CPU"),
+    ],
+    ids=str,
+)
+def test_what_needs_a_gpu_or_a_compiled_operator(error):
+    def run():
+        raise error
+
+    assert "build the project's operators, or measure on a GPU, with --probe" in line_of(run)
+
+
+def test_errors_of_d2_memfit_stay_as_they_are():
+    with pytest.raises(DataError, match=r"^as it is$"), one_line_errors():
+        raise DataError("as it is")

@@ -1,0 +1,103 @@
+# Copyright (c) the d2_memfit developers.
+"""Cost models: how near they come to dry runs that they have not seen, and plans that have one."""
+
+import pytest
+
+from d2_memfit import Job, plan_memory
+from d2_memfit.config import load_cfg
+from d2_memfit.errors import ConfigError
+from d2_memfit.iteration import CostModel, Images, Padding
+from d2_memfit.job import WorstCase
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.search import CostFit
+from d2_memfit.planner.search.cost_sums import Run, fitted, fitted_to_two, predicted
+from d2_memfit.planner.writing import describe_plan, planned, planned_yaml
+
+CASE = WorstCase((320, 480), 40)
+BUDGET_GB = 2.4
+
+
+def cfg_of(config="COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml", *opts):
+    """With a ResNet-18, and an effective batch of 8."""
+    resnet = ["MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64]
+    return load_cfg(config, ["SOLVER.IMS_PER_BATCH", 8, *resnet, *opts])
+
+
+def run(features, sums):
+    return Run(features, predicted(sums, Run(features, 0, 0)), 0)
+
+
+def test_the_larger_of_two_sums_is_found_again():
+    sums = [(1e9, 5e8, 700.0, 0, 0, 0), (1.1e9, 0, 500.0, 0, 0, 6.0)]
+    sizes = [(1, 1), (1, 100), (1, 300), (2, 1), (2, 300), (1, 450), (2, 450)]
+    runs = [
+        run((1, n, n * pixels, n * objects, n * objects * pixels, objects * pixels), sums)
+        for n, objects in sizes
+        for pixels in (3e5, 1e6)
+    ]
+    first = fitted([r for r in runs if r.features[3] <= r.features[1]])
+    found = fitted_to_two(runs, first, 1.02)
+    assert [predicted(found, r) for r in runs] == pytest.approx([r.needs for r in runs], rel=1e-6)
+    unseen = run((1, 4, 4 * 8e5, 4 * 200, 4 * 200 * 8e5, 200 * 8e5), sums)
+    assert predicted(found, unseen) == pytest.approx(unseen.needs, rel=1e-6)
+
+
+def test_no_term_is_below_zero():
+    runs = [Run((1, n, n * 1e6, n, n * 1e6, 1e6), 1e9 - 1e7 * n, 0) for n in range(1, 5)]
+    assert min(fitted(runs, has_objects=True)) >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml",
+        "COCO-Detection/retinanet_R_50_FPN_1x.yaml",
+        "COCO-Keypoints/keypoint_rcnn_R_50_FPN_1x.yaml",
+    ],
+)
+def test_dry_runs_that_were_not_seen_are_predicted(config):
+    settings = {"MEMFIT.BUDGET_GB": BUDGET_GB, "MEMFIT.MICRO_BATCH": 2}
+    job = Job.from_cfg(cfg_of(config), batch=CASE).with_settings(settings)
+    fit = CostFit(job, DeviceModel.load("cuda"), Padding(32))
+    fit.run()
+    for scale, objects in ((0.7, [7]), (0.9, [20, 3]), (0.8, [5] * 5), (1, [80, 1, 1])):
+        assert fit.dry_run(scale, objects) == pytest.approx(1, abs=0.03)
+
+
+def plan_of(cfg, lines=None, **kwargs):
+    kwargs = {"budget_gb": BUDGET_GB, "allow": ["exact"], "cost_model": True, **kwargs}
+    progress = [].append if lines is None else lines.append
+    return plan_memory(cfg, device="cuda", batch=CASE, progress=progress, evaluates=False, **kwargs)
+
+
+@pytest.mark.slow
+def test_a_plan_has_a_cost_model_on_request_and_its_config_cuts_by_it():
+    cfg = cfg_of()
+    plan = plan_of(cfg)
+    assert "MEMFIT.MICRO_BATCH" in plan.settings  # how many of the largest images, for estimates
+    assert "Windows are cut by predicted bytes" in describe_plan(plan)
+    cost_model = CostModel.from_cfg(planned(cfg, planned_yaml(cfg, plan)))
+    assert 1 <= len(cost_model.sums) <= 2
+    assert 0 < cost_model.limit_bytes <= BUDGET_GB * 0.9 * 2**30
+    assert cost_model.overhead_pixels >= 0
+    largest = plan.settings["MEMFIT.MICRO_BATCH"] * [Images.one(320, 480, 40)]
+    assert cost_model.bytes_of(sum(largest, Images()), Padding(32)) < cost_model.limit_bytes * 1.02
+
+
+@pytest.mark.slow
+def test_there_is_none_where_nothing_is_cut_or_batch_norm_would_change():
+    lines = []
+    assert plan_of(cfg_of(), lines, budget_gb=24).cost_model == ""
+    assert "No cost model: no window is cut" in lines
+    trains = cfg_of("COCO-Detection/retinanet_R_50_FPN_1x.yaml", "MODEL.RESNETS.NORM", "BN")
+    trains.MEMFIT.MICRO_BATCH = 1
+    assert plan_of(trains, lines, allow=["exact", "precision"]).cost_model == ""
+    assert "No cost model: BatchNorm's statistics are of the images of a micro-batch" in lines
+
+
+def test_a_batch_that_is_no_list_of_dataset_dicts_is_an_error():
+    settings = {"MEMFIT.BUDGET_GB": BUDGET_GB}
+    job = Job.from_cfg(cfg_of(), batch=(["pixels"], ["targets"])).with_settings(settings)
+    with pytest.raises(ConfigError, match="a cost model is of dataset dicts"):
+        CostFit(job, DeviceModel.load("cuda"), Padding(32))

@@ -1,0 +1,288 @@
+# Copyright (c) the d2_memfit developers.
+import re
+
+import pytest
+import torch
+from tiny import tiny_cfg
+
+from d2_memfit import estimate_memory, plan_memory
+from d2_memfit.config import load_cfg
+from d2_memfit.errors import ConfigError
+from d2_memfit.job import WorstCase
+from d2_memfit.planner.estimates import steps
+from d2_memfit.planner.writing import describe_plan, planned_config, why_it_does_not_fit
+
+pytestmark = pytest.mark.slow
+
+MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
+
+
+# The smallest image sizes with which the planner's choices are those of larger ones.
+CASE = WorstCase((320, 480), 10)
+
+
+@pytest.fixture(scope="module")
+def mask():
+    """Mask R-CNN R18-FPN with an effective batch of 8."""
+    resnet = ["MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64]
+    return load_cfg(MASK, ["SOLVER.IMS_PER_BATCH", 8, *resnet])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_dry_runs():
+    """A dry run that one test has made is there for the others: it does not depend on budgets."""
+    known = {}
+
+    def shared(function):
+        def run(job, batch, *args):
+            of_run = job.with_settings({"MEMFIT.BUDGET_GB": None}).cfg
+            images = batch[0] if isinstance(batch[0], list) else batch
+            sizes = [(i["image"].shape, len(i.get("instances", ()))) for i in images]
+            key = f"{function.__name__} {job.ranks} {of_run} {sizes} {args}"
+            if key not in known:
+                known[key] = function(job, batch, *args)
+            return known[key]
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for function in (steps.train, steps.evaluate):
+            patch.setattr(steps, function.__name__, shared(function))
+        yield
+
+
+def plan(cfg, budget_gb, **kwargs):
+    return plan_memory(cfg, budget_gb, **{"device": "cuda", "batch": CASE, **kwargs})
+
+
+def test_what_fits_is_left_alone(mask):
+    p = plan(mask, 24, allow=["exact"])
+    assert p.fits
+    assert p.steps == ()
+    assert p.settings == {"MEMFIT.BUDGET_GB": 24, "MEMFIT.OOM.POLICY": "split"}
+    assert p.time_factor == 1
+
+
+def test_what_is_faster_in_16_bits_is_so_planned_and_the_exact_plan_is_shown_beside_it(mask):
+    p, exact = plan(mask, 3.5), plan(mask, 3.5, allow=["exact"])
+    assert [s.name for s in p.steps][-1] == "MixedPrecision"
+    assert p.steps[-1].what.startswith("the rounding of activations")
+    assert p.time_factor < 0.7 * exact.time_factor
+    assert p.exact.time_factor == exact.time_factor
+    assert p.exact.device_total_gb == exact.estimate.device_total_gb
+    assert p.exact.settings.items() <= exact.settings.items()
+    assert exact.exact is None
+    text = describe_plan(p)
+    assert "MixedPrecision changes the rounding of activations" in text
+    assert f"--allow exact): time x {exact.time_factor:.2f}" in text
+
+
+def test_on_a_cpu_16_bits_are_for_what_does_not_fit_otherwise(mask):
+    p = plan(mask, 24, device="cpu")
+    assert p.steps == ()
+
+
+def test_micro_batches_come_first_and_the_effective_batch_stays(mask, log):
+    p = plan(mask, 3.5, allow=["exact"])
+    assert p.fits
+    assert [s.name for s in p.steps] == ["smaller micro-batches"]
+    assert p.settings["MEMFIT.MICRO_BATCH"] == 3  # 3, 3 and 2 are the 8
+    assert p.estimate.device_total_gb <= 3.5 * 0.9 < p.before.device_total_gb
+    planned = planned_config(mask, p)
+    assert planned.SOLVER == mask.SOLVER  # batch, learning rate, schedule
+    again = estimate_memory(planned, device="cuda", batch=CASE)
+    assert again.device_total_gb == p.estimate.device_total_gb
+    assert "is on" not in log.text  # what is tried is not the user's job
+
+
+def test_a_users_micro_batch_is_not_made_larger(mask):
+    cfg = mask.clone()
+    cfg.MEMFIT.MICRO_BATCH = 2
+    p = plan(cfg, 24, allow=["exact"])
+    assert p.steps == ()
+    assert p.before.micro_batch_size == p.estimate.micro_batch_size == 2
+    p = plan(cfg, 2, allow=["exact"])
+    assert p.settings["MEMFIT.MICRO_BATCH"] == 1
+
+
+def test_a_recipe_of_other_gpus_is_scaled_as_the_trainer_does_it(mask):
+    cfg = mask.clone()
+    cfg.SOLVER.REFERENCE_WORLD_SIZE = 8
+    assert plan(cfg, 10).before.images_per_gpu == 1
+    cfg.SOLVER.ACCUMULATION_STEPS = 4
+    before = plan(cfg, 10).before
+    assert (before.images_per_gpu, before.accumulation_steps) == (1, 4)
+
+
+def test_what_the_allocator_can_give_back_does_not_count_in_a_budget(mask):
+    without = estimate_memory(mask, device="cuda", batch=CASE)
+    limited = mask.clone()
+    limited.MEMFIT.BUDGET_GB = (without.device_total_gb - 0.02) / 0.9
+    within = estimate_memory(limited, device="cuda", batch=CASE)
+    assert within.peak_allocated_gb == pytest.approx(without.peak_allocated_gb, rel=0.01)
+    assert within.device_total_gb <= without.device_total_gb - 0.02
+
+
+def test_techniques_are_taken_as_far_as_they_are_needed(mask):
+    all_of_them = plan(mask, 1, allow=["exact"])
+    assert not all_of_them.fits
+    names = [s.name for s in all_of_them.steps]
+    assert names.index("ChunkedHeads") < names.index("ActivationCheckpointing")
+    for step in all_of_them.steps:
+        if step.name == "ActivationCheckpointing":
+            assert 1.15 < step.time_factor < 1.4  # a forward more
+            assert step.settings == {"MEMFIT.CHECKPOINT.MODULES": ["all"]}
+    said = re.search(r"The smallest budget is ([\d.]+) GB", why_it_does_not_fit(all_of_them))
+    assert float(said[1]) - 0.01 <= all_of_them.smallest_budget_gb <= float(said[1])
+    enough = plan(mask, float(said[1]), allow=["exact"])
+    assert enough.fits
+    assert len(enough.steps) < len(all_of_them.steps)
+    assert all(step.gb_after < step.gb_before for step in enough.steps)
+
+
+def test_micro_batches_are_of_the_exact_tier(mask):
+    without = plan(mask, 3.5, allow=["precision"])
+    assert "smaller micro-batches" not in [s.name for s in without.steps]
+    assert "MEMFIT.MICRO_BATCH" not in without.settings
+    assert without.estimate.micro_batch_size == 8
+
+
+def test_what_does_not_fit_says_what_would_have_to_be_allowed(mask):
+    p = plan(mask, 1.3, allow=["exact"])
+    assert not p.fits
+    assert 1.3 < p.smallest_budget_gb < 2
+    assert p.must_allow[:2] == ("exact", "precision")  # with 8-bit states that may be enough
+
+
+def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay(mask):
+    p = plan(mask, 4.5, allow=["recipe"])
+    assert p.fits
+    (step,) = p.steps
+    assert (step.name, step.tier) == ("SmallerRoiBatch", "recipe")
+    assert step.settings == {"MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE": 256}
+    assert step.what == "the sampling; small objects are seen less often."
+
+
+def test_with_batch_norm_smaller_micro_batches_are_another_recipe(mask):
+    cfg = mask.clone()
+    cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT = "BN", 0
+    p = plan(cfg, 9, allow=["exact"])
+    assert "smaller micro-batches" not in [s.name for s in p.steps]
+    p = plan(cfg, 5, allow=["recipe"])
+    assert (p.steps[0].name, p.steps[0].tier) == ("smaller micro-batches", "recipe")
+    assert p.steps[0].what == "the images that BatchNorm's statistics are of."
+
+
+def test_ranks_share_optimizer_states_and_batches(mask):
+    alone, eight = plan(mask, 10), plan(mask, 10, num_gpus=8)
+    assert eight.before.images_per_gpu == 1
+    assert eight.before.device_total_gb < alone.before.device_total_gb
+
+
+def test_a_users_case_is_what_is_planned_for(mask):
+    small = WorstCase((224, 224), 5)
+    assert plan(mask, 9, batch=small).before.device_total_gb < plan(mask, 9).before.device_total_gb
+
+
+@pytest.mark.parametrize(
+    ("budget", "kwargs", "message"),
+    [
+        (0, {}, "MEMFIT.BUDGET_GB must be a number of GB above 0"),
+        (-1, {}, "MEMFIT.BUDGET_GB must be a number of GB above 0"),
+        ("6 gigs", {}, "MEMFIT.BUDGET_GB must be a number of GB above 0"),
+        (None, {}, "a plan needs a budget"),
+        (6, {"num_gpus": 0}, "num_gpus must be a positive integer, got 0"),
+        (6, {"num_gpus": 3}, "SOLVER.IMS_PER_BATCH must be divisible by the number of ranks, 3"),
+        (6, {"allow": ["lossy"]}, "allow must be some of exact, precision, recipe, got"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(mask, budget, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(mask, budget, **kwargs)
+
+
+def test_an_unknown_device_is_refused(mask):
+    with pytest.raises(ConfigError, match=r"there is no device 'v10' \(did you mean v100\?\)"):
+        estimate_memory(mask, device="v10")
+
+
+def test_a_model_that_cannot_be_built_is_one_line():
+    cfg = tiny_cfg()
+    cfg.MODEL.BACKBONE.NAME = "no_such_backbone"
+    with pytest.raises(ConfigError, match=r"does not run .*no_such_backbone"):
+        estimate_memory(cfg)
+
+
+def test_planning_draws_no_random_numbers():
+    cfg = tiny_cfg()
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    plan_memory(cfg, 20)
+    assert torch.rand(1) == expected
+
+
+def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(monkeypatch):
+    from d2_memfit.techniques.heads import ChunkedHeads
+
+    def broken(model, cfg):
+        model.roi_heads.forward = None
+        return model
+
+    monkeypatch.setattr(ChunkedHeads, "apply", broken)
+    lines = []
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    before = estimate_memory(cfg, device="cuda", batch=CASE)
+    p = plan(cfg, before.device_total_gb, progress=lines.append)
+    assert "ChunkedHeads" not in [s.name for s in p.steps]
+    assert any("ChunkedHeads: left out, the model of this job does not run" in x for x in lines)
+    assert any("ChunkedHeads: left out" in line for line in p.left_out)
+
+
+def with_seed(cfg, seed):
+    """A job whose dry runs no other test has made."""
+    cfg = cfg.clone()
+    cfg.SEED = seed
+    return cfg
+
+
+def test_techniques_that_only_run_alone_do_not_end_a_plan(mask, monkeypatch):
+    from d2_memfit.techniques.checkpointing import ActivationCheckpointing
+
+    apply = ActivationCheckpointing.apply
+
+    def with_chunks_it_is_broken(model, cfg):
+        if cfg.MEMFIT.HEADS.CHUNK_SIZE is not None or cfg.SOLVER.AMP.ENABLED:
+            raise RuntimeError("not both")
+        return apply(model, cfg)
+
+    monkeypatch.setattr(ActivationCheckpointing, "apply", with_chunks_it_is_broken)
+    p = plan(with_seed(mask, 1), 1, allow=["exact", "precision"])
+    assert not p.fits  # the smallest one is known all the same
+    assert "ChunkedHeads" in [s.name for s in p.steps]
+    assert "ActivationCheckpointing" not in [s.name for s in p.steps]
+    pairs = [line.partition(": left out, ") for line in p.left_out]
+    assert any("ChunkedHeads, ActivationCheckpointing" in names for names, _, _ in pairs)
+    assert all("RuntimeError: not both" in why for _, _, why in pairs)
+    assert p.left_out[0] in describe_plan(p)
+
+
+def test_a_technique_that_changes_nothing_is_in_no_plan(mask, monkeypatch):
+    from d2_memfit.techniques.heads import ChunkedHeads
+
+    monkeypatch.setattr(ChunkedHeads, "apply", lambda model, cfg: model)
+    p = plan(with_seed(mask, 2), 1, allow=["exact"])
+    assert "ChunkedHeads" not in [s.name for s in p.steps]
+    assert p.left_out == ()
+
+
+@pytest.mark.parametrize(
+    ("budget_gb", "tiers", "most"),
+    [(24, "exact", 1), (3.5, "exact", 5), (3.5, "exact,precision", 11), (1.6, "exact", 16)],
+)
+def test_a_plan_takes_no_more_dry_runs_than_recorded(mask, budget_gb, tiers, most):
+    lines = []
+    plan(mask, budget_gb, allow=tiers.split(","), progress=lines.append)
+    tried = [line for line in lines if " GB: " in line]
+    assert len(tried) == len(set(tried)) <= most

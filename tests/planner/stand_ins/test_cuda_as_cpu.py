@@ -1,0 +1,155 @@
+# Copyright (c) the d2_memfit developers.
+"""What a model asks of CUDA on a machine without a GPU, and on one with it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.cuda.amp import autocast as autocast_of_old
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from d2_memfit.planner.stand_ins import casts_of_cuda, cuda_as_cpu
+
+X = torch.ones(2, 2)
+MADE_BEFORE = torch.autocast("cuda", enabled=False)
+
+MOVES = {
+    "cuda": lambda: X.cuda(),
+    "cuda, with an index": lambda: X.cuda(0, non_blocking=True),
+    "to": lambda: X.to("cuda"),
+    "to, with a dtype": lambda: X.to("cuda:0", torch.float16),
+    "to, a device": lambda: X.to(torch.device("cuda", 1)),
+    "to, by keyword": lambda: X.to(device="cuda", dtype=torch.float16),
+    "to, with an index": lambda: X.to(0),
+    "a module's cuda": lambda: nn.Linear(2, 2).cuda().weight,
+    "a module's to": lambda: nn.Linear(2, 2).to("cuda").weight,
+    "a module made there": lambda: nn.Linear(2, 2, device="cuda").weight,
+    "zeros": lambda: torch.zeros(2, device="cuda"),
+    "tensor": lambda: torch.tensor([1], device=0),
+    "arange": lambda: torch.arange(3, device=torch.device("cuda")),
+    "ones_like": lambda: torch.ones_like(X, device="cuda"),
+    "new_zeros": lambda: X.new_zeros(2, device="cuda"),
+    "fftfreq": lambda: torch.fft.fftfreq(3, device="cuda"),
+    "a type": lambda: torch.cuda.FloatTensor([1.0]),
+    "pin_memory": lambda: X.pin_memory(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_tensors_stay_on_the_cpu(move):
+    with cuda_as_cpu():
+        assert move().device.type == "cpu"
+
+
+def test_a_device_as_a_context_is_the_cpu():
+    with cuda_as_cpu(), torch.device("cuda"):
+        assert torch.zeros(2).device.type == "cpu"
+
+
+def test_a_file_is_loaded_to_the_cpu(tmp_path):
+    torch.save(X, tmp_path / "x.pth")
+    with cuda_as_cpu():
+        assert torch.load(tmp_path / "x.pth", map_location="cuda").equal(X)
+
+
+def test_streams_events_and_numbers_have_nothing_to_say():
+    with cuda_as_cpu():
+        stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.cuda.device(X.device):
+            X.record_stream(stream)
+            event.record()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        assert event.query()
+        assert event.elapsed_time(event) == 0
+        assert torch.cuda.max_memory_allocated() == torch.cuda.current_device() == 0
+
+
+def test_autocast_is_that_of_the_cpu_with_the_format_of_cuda():
+    with cuda_as_cpu():
+        with torch.autocast("cuda"):
+            assert (X @ X).dtype == torch.float16
+            assert torch.is_autocast_enabled()
+            assert torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_gpu_dtype() == torch.float16
+        with torch.amp.autocast(device_type="cuda", dtype=torch.bfloat16):
+            assert (X @ X).dtype == torch.bfloat16
+        with autocast_of_old(), casts_of_cuda():
+            assert (X @ X).dtype == torch.float16
+            assert X.half().softmax(dim=0).dtype == torch.float32
+        assert (X @ X).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: autocast_of_old(enabled=False),
+        lambda: torch.autocast("cuda", enabled=False),
+        lambda: MADE_BEFORE,
+    ],
+)
+def test_an_autocast_can_be_disabled_within_another(make):
+    with cuda_as_cpu(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with make():
+            assert (X @ X).dtype == torch.float32
+        assert make()(lambda: X @ X)().dtype == torch.float32
+        assert (X @ X).dtype == torch.bfloat16
+    assert MADE_BEFORE.device == "cuda"
+
+
+class _Doubled(torch.autograd.Function):
+    """As operators are written that mix formats, and move tensors in their backward."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        assert x.dtype == torch.float32
+        assert not torch.is_autocast_enabled("cuda")
+        return x * 2
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, gradient):
+        return gradient.cuda() * torch.full((1,), 2.0, device="cuda")
+
+
+def test_a_backward_and_what_it_computes_again_have_it_too():
+    x = torch.ones(2, 2, requires_grad=True)
+    with cuda_as_cpu():
+        with torch.autocast("cuda"):
+            y = checkpoint(
+                lambda x: _Doubled.apply((x @ X.cuda()).to("cuda")), x, use_reentrant=False
+            )
+        y.sum().backward()
+    assert x.grad.equal(torch.full((2, 2), 4.0))
+
+
+def test_code_can_be_scripted():
+    def script(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(2, device=x.device) + torch.ones_like(x)
+
+    with cuda_as_cpu():
+        scripted = torch.jit.script(script)
+    assert scripted(torch.ones(2)).equal(torch.ones(2))
+
+
+def gradient_of_ddp(rank):
+    with cuda_as_cpu():
+        model = DistributedDataParallel(nn.Linear(2, 1).cuda(), device_ids=[rank])
+        model(X.cuda() * (rank + 1)).sum().backward()
+    return model.module.weight.grad
+
+
+def test_data_parallel_models_of_a_gpu_are_of_the_cpu(two_ranks):
+    for gradient in two_ranks.run(gradient_of_ddp):
+        assert gradient.equal(torch.full((1, 2), 3.0))
+
+
+def test_all_is_as_before_behind_it():
+    names = ("to", "cuda"), ("zeros", "is_autocast_enabled"), ("synchronize", "FloatTensor")
+    places = torch.Tensor, torch, torch.cuda
+    before = [getattr(place, n) for place, group in zip(places, names) for n in group]
+    with pytest.raises(ZeroDivisionError), cuda_as_cpu():
+        1 / 0  # noqa: B018
+    assert [getattr(place, n) for place, group in zip(places, names) for n in group] == before

@@ -1,0 +1,159 @@
+# Copyright (c) the d2_memfit developers.
+"""Pages and snapshots of dry runs, as the command writes them."""
+
+import json
+import pickle
+import re
+
+import pytest
+import torch
+from browser import CHROMIUM, browser
+from tiny import tiny_cfg
+from torch.cuda import _memory_viz
+
+from d2_memfit.cli.commands import main
+from d2_memfit.job import Job
+from d2_memfit.planner.dry_run import Allocate
+from d2_memfit.planner.estimates import run_dry
+from d2_memfit.planner.writing.memory_viz import memory_snapshot
+
+pytestmark = pytest.mark.slow
+
+GB = 2**30
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.SOLVER.IMS_PER_BATCH = 8
+    file = tmp_path / "tiny.yaml"
+    file.write_text(cfg.dump())
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def dry_job():
+    return run_dry(Job.from_cfg(tiny_cfg("mask_rcnn")), "cuda", evaluates=False)
+
+
+def allocations(dry_job):
+    return [e.allocation for e in dry_job.training.events if isinstance(e, Allocate)]
+
+
+def data_of(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
+
+
+def sum_at(chart, step):
+    return chart["context_bytes"] + sum(
+        size
+        for begin, end, size, *_ in chart["tensors"]
+        if begin <= step and (step < end or end == chart["num_steps"])
+    )
+
+
+def test_a_tensor_has_the_module_of_its_forward_and_of_its_backward(dry_job):
+    of = {
+        phase: {a.module for a in allocations(dry_job) if a.phase == phase}
+        for phase in ("setup", "forward", "backward")
+    }
+    for module in ("backbone.bottom_up.stem.conv1", "roi_heads.box_predictor.cls_score"):
+        assert f"{module}.weight" in of["setup"]  # its weights
+        assert module in of["forward"]
+    assert "roi_heads.box_predictor.cls_score" in of["backward"]
+    (first,) = [
+        a
+        for a in allocations(dry_job)
+        if a.module == "backbone.bottom_up.stem.conv1" and a.operator == "convolution"
+    ]
+    assert first.num_bytes == 4 * torch.Size(first.shape).numel()
+    assert str(first) == f"convolution float32 {list(first.shape)}"
+
+
+def test_little_of_the_memory_has_no_name(dry_job):
+    at_peak = dry_job.training.alive_at_peak()
+    unnamed = sum(a.num_bytes for a in at_peak if not a.module and a.owner != "inputs")
+    assert unnamed < 0.05 * sum(a.num_bytes for a in at_peak)
+
+
+def test_an_estimate_is_drawn(config_file, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    common = ["--config-file", config_file, "--device", "cuda", "--json", "--training-only"]
+    main(["estimate", *common, "--html", str(page)])
+    estimate = json.loads(capsys.readouterr().out)
+    data = data_of(page)
+    (chart,) = data["charts"]
+    peak = max(sum_at(chart, step) for step in range(chart["num_steps"]))
+    beside = estimate["device_total_gb"] - estimate["peak_reserved_gb"]
+    assert peak / GB == pytest.approx(beside + estimate["peak_allocated_gb"], rel=0.02)
+    assert [name for name, _ in chart["phases"]] == ["forward", "backward", "optimizer"]
+    assert {"parameters", "workspace", "activations: roi_heads"} < set(data["owners"])
+    names = [bar["name"] for bar in data["bars"]]
+    assert names[:2] == ["as it is", "1 image at a time"]
+    assert "MixedPrecision" in names
+    assert "4GB card, of which a process gets 3.5 GB" in data["limits_gb"]
+
+
+@pytest.mark.exhaustive  # a search, and then all knobs
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to look at the page with")
+def test_a_plan_is_drawn_before_and_after(config_file, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    opts = ["INPUT.MIN_SIZE_TRAIN", "(640,)", "INPUT.MAX_SIZE_TRAIN", "640"]
+    args = ["--config-file", config_file, "--device", "cuda", "--training-only", "--json"]
+    main(["plan", "--budget", "1", "--allow", "exact", *args, "--html", str(page), *opts])
+    plan = json.loads(capsys.readouterr().out)
+    before, after = data_of(page)["charts"]
+    assert [before["name"], after["name"]] == ["without the plan", "with the plan"]
+    assert after["total_bytes"] / GB == pytest.approx(plan["estimate"]["device_total_gb"])
+    assert after["total_bytes"] < plan["budget_gb"] * GB < before["total_bytes"]
+    assert data_of(page)["limits_gb"]["budget"] == plan["budget_gb"]
+    with browser(tmp_path / "profile") as b:
+        b.open(page)
+        assert b.evaluate("document.querySelectorAll('svg.chart').length") == 2
+        rows = b.evaluate("document.querySelector('#steps').textContent")
+        assert all(step["name"] in rows for step in plan["steps"])
+        b.click("svg.chart", 0.5, 0.8)
+        assert "without the plan" in b.evaluate("document.querySelector('#alive-title').innerText")
+        assert b.errors == []
+
+
+def test_a_snapshot_is_what_pytorch_reads(config_file, tmp_path, capsys):
+    file = tmp_path / "snapshot.pickle"
+    common = ["--config-file", config_file, "--device", "cuda", "--training-only"]
+    main(["estimate", *common, "--snapshot", str(file)])
+    snapshot = pickle.loads(file.read_bytes())
+    assert "total_allocated" in _memory_viz.segsum(snapshot)  # which checks that sizes add up
+    trace = _memory_viz.trace(snapshot)
+    assert "cudaMalloc" in trace
+    flames = _memory_viz.memory(snapshot, format_flamegraph=str)
+    assert re.search(
+        r"owner:0:parameters;module:0:backbone\.bottom_up\.stem\.conv1\.weight", flames
+    )
+    assert "seg_0;active_allocated" in _memory_viz.segments(snapshot, format_flamegraph=str)
+    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
+        assert "add_local_files" in plot(snapshot)
+    assert _memory_viz.trace_plot(snapshot, plot_segments=True)
+
+
+def test_a_snapshot_has_the_peak_of_the_timeline(dry_job):
+    snapshot = memory_snapshot(dry_job.device.events(dry_job.training))
+    live = most = reserved = 0
+    there = {}  # end by address
+    for event in snapshot["device_traces"][0]:
+        begin, size = event["addr"], event["size"]
+        if event["action"] == "alloc":
+            assert begin + size <= reserved
+            assert begin not in there
+            there[begin] = size
+            live += size
+        elif event["action"] == "free_completed":
+            assert there.pop(begin) == size
+            live -= size
+        elif event["action"] == "segment_alloc":
+            reserved += size
+        most = max(most, live)
+    use = dry_job.training_use()
+    assert most == pytest.approx(use.allocated_bytes, rel=0.02)
+    assert reserved == use.reserved_bytes
+    at_end = [b for s in snapshot["segments"] for b in s["blocks"] if b["state"][0] == "a"]
+    assert sorted(there.items()) == sorted((b["address"], b["requested_size"]) for b in at_end)

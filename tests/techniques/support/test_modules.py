@@ -1,0 +1,103 @@
+# Copyright (c) the d2_memfit developers.
+import copy
+import importlib.util
+import io
+
+import pytest
+import torch
+
+from d2_memfit.common.patching import replaced_functions, source_files
+from d2_memfit.techniques.support import add_mixin
+
+
+class Multiplying:
+    factor: int
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+class Adding:
+    summand: int
+
+    def forward(self, x):
+        return super().forward(x) + self.summand
+
+
+def extended():
+    """A module with two extensions."""
+    module = torch.nn.Linear(3, 2)
+    add_mixin(module, Multiplying, factor=10)
+    add_mixin(module, Adding, summand=1)
+    return module
+
+
+def test_it_is_an_instance_of_its_own_class_with_its_own_names():
+    module, x = extended(), torch.rand(4, 3)
+    assert isinstance(module, torch.nn.Linear)
+    assert type(module).__name__ == "Linear"
+    assert list(module.state_dict()) == ["weight", "bias"]
+    assert torch.equal(
+        module(x), torch.nn.functional.linear(x, module.weight, module.bias) * 10 + 1
+    )
+
+
+def test_copies_and_pickles_are_extended_and_have_weights_of_their_own():
+    module, x = extended(), torch.rand(4, 3)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), module(x))
+        with torch.no_grad():
+            other.weight.zero_()
+            other.bias.zero_()
+        assert (other(x) == 1).all()
+        assert (module(x) != 1).any()
+
+
+FILE = """
+import torch
+
+def double(x):
+    return 2 * x
+
+class Doubling(torch.nn.Module):
+    def forward(self, x):
+        return double(x)
+"""
+
+
+def test_functions_are_replaced_in_a_file_that_was_loaded_by_its_path(tmp_path):
+    file = tmp_path / "model_of_a_user.py"
+    file.write_text(FILE)
+    spec = importlib.util.spec_from_file_location("model_of_a_user", file)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)  # and not put into sys.modules
+    module, original = loaded.Doubling(), loaded.double
+    with replaced_functions(
+        source_files(module.modules()), {"double": lambda double: lambda x: double(x) + 1}
+    ):
+        assert module(3) == 7
+    assert module(3) == 6
+    assert loaded.double is original
+
+
+def test_a_class_method_is_one_again():
+    class Named:
+        @classmethod
+        def name(cls):
+            return cls.__name__
+
+    class Derived(Named):
+        pass
+
+    with replaced_functions([Named], {"name": lambda name: lambda: "replaced"}):
+        assert Named.name() == "replaced"
+    assert Derived.name() == "Derived"
+
+
+def test_a_name_that_replaces_nothing_is_an_error():
+    files = source_files([torch.nn.Linear(1, 1)])
+    with pytest.raises(LookupError, match="no function no_such_function to be replaced"):
+        replaced_functions(files, {"no_such_function": lambda f: f}).__enter__()
