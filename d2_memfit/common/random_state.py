@@ -55,8 +55,7 @@ class RandomState:
     @classmethod
     def from_state_dict(cls, states: dict[str, Any], device: torch.device = _CPU) -> "RandomState":
         """The states of :meth:`state_dict`, of this or another process."""
-        loaded = cls.__new__(cls)
+        loaded = cls(device)
         keys, *rest = states["numpy"]
-        loaded._device = device
         loaded._states = {**states, "numpy": ("MT19937", keys.numpy().astype(np.uint32), *rest)}
         return loaded

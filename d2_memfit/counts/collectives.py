@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..common.patching import replaced_functions
+from ..compat.pytorch import functional_collectives
 
 __all__ = [
     "Collective",
@@ -137,15 +138,18 @@ def noticed_collectives(handle: Handler) -> Iterator[None]:
     if not dist.is_available():
         yield
         return
-    functional = torch.ops._c10d_functional
     methods = {
         name: _method(_NAMES.get(name, name), handle)
         for name in filter(_METHOD.match, dir(dist.ProcessGroup))
     }
-    operators = {name: _operator(name, handle) for name in _OPERATORS if hasattr(functional, name)}
+    operators = {
+        name: _operator(name, handle)
+        for name in _OPERATORS
+        if hasattr(functional_collectives, name)
+    }
     with (
         replaced_functions([dist.ProcessGroup], methods),
-        replaced_functions([functional], operators),
+        replaced_functions([functional_collectives], operators),
     ):
         yield
 
