@@ -77,6 +77,9 @@ class OwnerMeter(TensorMeter):
         if self._optimizer is not None:
             self._own_states(self._optimizer)
             self._hooks.append(self._optimizer.register_step_post_hook(self._own_states))
+        self._own_others()
+
+    def _own_others(self) -> None:
         for tensor in dense_tensors():  # such as another copy of the model
             if storage_id(tensor.untyped_storage()) not in self._owners:
                 self.own("other", tensor)
