@@ -19,7 +19,7 @@ from d2_memfit.planner.dry_run import Allocate, Allocation, Convolution, Free, T
 pytestmark = pytest.mark.slow
 
 MB = 2**20
-FOLDER = ROOT / "d2_memfit" / "planner" / "devices"
+FOLDER = ROOT / "d2_memfit" / "planner" / "device" / "devices"
 
 
 def timeline(*events):
