@@ -93,7 +93,8 @@ def test_what_is_installed_has_its_data(installed, tmp_path):
         "print(d2_memfit.__file__); print(*device_names()); print(len(model_zoo.list_configs()));"
         "files = r.files('d2_memfit');"
         "print(all(files.joinpath(*f).is_file() for f in"
-        " [['py.typed'], ['report', 'page.html'], ['planner', 'device', 'devices', 'rtx_3060.yaml']]))"
+        " [['py.typed'], ['report', 'page.html'],"
+        " ['planner', 'device', 'devices', 'rtx_3060.yaml']]))"
     )
     run = run_process([python, "-W", "ignore", "-c", code], env={}, cwd=tmp_path)
     package, devices, configs, has_files = run.stdout.splitlines()
