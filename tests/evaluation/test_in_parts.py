@@ -356,7 +356,7 @@ def growth_mb(folder, num_images, on_disk):
 def measure(folder, num_images):
     """In a process of its own, whose RAM nothing else uses."""
     script = (
-        "import sys; from pathlib import Path; from test_evaluation_in_parts import growth_mb;"
+        "import sys; from pathlib import Path; from test_in_parts import growth_mb;"
         f"print('growth', growth_mb(Path({str(folder)!r}), {num_images}, True))"
     )
     start = time.perf_counter()
