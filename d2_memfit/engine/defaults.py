@@ -8,7 +8,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Optional
 
 from detectron2.config import CfgNode
-from detectron2.engine import DefaultTrainer, HookBase
+from detectron2.engine import DefaultTrainer, HookBase, TrainerBase
 from detectron2.solver import LRMultiplier
 from detectron2.utils import comm
 from fvcore.common.checkpoint import Checkpointer
@@ -260,18 +260,18 @@ class MemfitMixin(_Trainer):
         if self._inner is self:  # its state has the optimizer
             super().load_state_dict(state_dict)
             return
-        has_optimizer = "_trainer" in state_dict
-        if not has_optimizer:
-            logger.warning(
-                "The checkpoint has no optimizer state (Detectron2 v0.6 saves none). Iteration and "
-                "learning rate are resumed, momentum starts at zero"
-            )
-            inner = {k: v for k, v in self._trainer.state_dict().items() if k != "run"}
-            state_dict = {**state_dict, "_trainer": inner}
-        super().load_state_dict(state_dict)
-        if not compat.SAVES_INNER_TRAINER:
-            self._trainer.load_state_dict(state_dict["_trainer"])
-        if not has_optimizer and isinstance(self.scheduler, LRMultiplier):
+        if "_trainer" in state_dict:
+            super().load_state_dict(state_dict)
+            if not compat.SAVES_INNER_TRAINER:
+                self._trainer.load_state_dict(state_dict["_trainer"])
+            return
+        logger.warning(
+            "The checkpoint has no optimizer state (Detectron2 v0.6 saves none). Iteration and "
+            "learning rate are resumed, momentum starts at zero"
+        )
+        TrainerBase.load_state_dict(self, state_dict)
+        self._trainer.run_state.load_state_dict(None)
+        if isinstance(self.scheduler, LRMultiplier):
             # It is in the optimizer's state. The scheduler sets it only when it steps.
             for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_lr()):
                 group["lr"] = lr

@@ -75,7 +75,8 @@ class AccumulatingTrainer(ResumableTrainer):
         normalizers: how counts are taken over all micro-batches and ranks; None is the default.
         loss_fn: called as ``loss_fn(model, batch)`` in place of ``model(batch)``. On several ranks
             the model is wrapped in DDP.
-        clip_gradients: called once per iteration with the parameters that have gradients, such as
+        clip_gradients: called once per iteration with the optimizer's parameters that have
+            gradients, such as
             ``partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1)``. The gradients are those of
             the whole effective batch, without a loss scale.
         gather_metric_period: iterations between metrics. Losses are checked in every iteration.
@@ -342,7 +343,8 @@ class AccumulatingTrainer(ResumableTrainer):
             return
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_(self.optimizer)  # the step knows that it was done
-        self.clip_gradients([p for p in self.model.parameters() if p.grad is not None])
+        groups = self.optimizer.param_groups
+        self.clip_gradients([p for g in groups for p in g["params"] if p.grad is not None])
 
     def _final_error(self, phase: str, window: Window) -> AbstractContextManager[None]:
         """Explain an out-of-memory error where nothing can be run again."""

@@ -480,3 +480,17 @@ def test_coins_can_be_trained_and_evaluated(cfg):
     train(Trainer, cfg)
     metrics = read_metrics(cfg.OUTPUT_DIR)
     assert any("bbox/AP50" in line and "segm/AP50" in line for line in metrics)
+
+
+def resume_without_optimizer(rank, output_dir):
+    cfg = tiny_cfg()
+    cfg.OUTPUT_DIR = output_dir
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.MEMFIT.OPTIMIZER.ZERO = True
+    trainer = FixedTrainer(cfg)
+    trainer.load_state_dict({"iteration": 1, "hooks": {}})
+    return trainer.iter
+
+
+def test_shared_states_are_resumed_from_a_checkpoint_without_them(two_ranks, tmp_path):
+    assert two_ranks.run(resume_without_optimizer, str(tmp_path)) == [1, 1]

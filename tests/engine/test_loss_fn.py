@@ -2,6 +2,7 @@
 """What a project does in an iteration of its own: its losses, its clipping."""
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -148,6 +149,20 @@ def test_clipping_sees_the_complete_gradient(clip, cut, micro_batch):
     assert relative_difference(actual, full) < 1e-4 * effect
     with_gradients = [p for p in trainer.model.parameters() if p.grad is not None]
     assert calls == [len(with_gradients)] * 3
+
+
+def test_what_the_optimizer_does_not_train_is_not_clipped():
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+    seen = []
+    trainer = AccumulatingTrainer(
+        model,
+        itertools.repeat(torch.ones(1, 1)),
+        sgd(model[0]),
+        loss_fn=lambda model, batch: (model[0](batch) + 1e3 * model[1](batch)).sum(),
+        clip_gradients=seen.append,
+    )
+    iterate(trainer)
+    assert [id(p) for p in seen[0]] == [id(p) for p in model[0].parameters()]
 
 
 def test_float16_clips_gradients_without_the_loss_scale():

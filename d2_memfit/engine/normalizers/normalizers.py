@@ -15,9 +15,9 @@ from detectron2.utils import comm
 from torch import nn
 
 from ...counts import PretendedRanks
-from ...errors import ConfigError
+from ...errors import ConfigError, OutOfMemoryError
 from ...job import NormalizerOptions
-from ...memory import is_out_of_memory, release_memory
+from ...memory import error_line, is_out_of_memory, release_memory
 from ..window import MicroBatch, Window, count_objects, may_have_objects
 from .adapters import adapt_criteria
 from .answers import DECLARED, IN_FULL, OBJECTS, SUM, Answers, Noted, Site, Totals
@@ -157,7 +157,8 @@ class Normalizers:
         self._check(found)
         if not found and not self._errors:
             return
-        self.verdict = judged([*self._findings, *found])
+        if found:
+            self.verdict = judged([*self._findings, *found])
         for f in found:
             self._sites.update(f.sites)
             rules = {s: r for s, r in f.rules.items() if s not in self._without_rule}
@@ -277,6 +278,11 @@ class Normalizers:
         is_contradicted = bool(found or unknown or wrong or is_untested)
         again = is_contradicted and self.may_run_again and self._runs < _MOST_RUNS
         self._runs = self._runs + 1 if again else 1
+        if found and not again:
+            raise ConfigError(
+                f"the model communicates in its forward, {found[0]}, and its window still ended "
+                f"there in run {_MOST_RUNS}. Train without it, or set MEMFIT.NORMALIZERS.POLICY off"
+            )
         if not again and self._has_to_warn:
             self._warn()
         return again
@@ -288,7 +294,7 @@ class Normalizers:
         return {
             "needs_trial": self._needs_trial,
             "findings": [f.state_dict() for f in self._findings],
-            "may_pretend": self._may_pretend,
+            "may_pretend": self._may_pretend or self._ranks > 1,  # several ranks do not know
             "answers": self.verdict.answers,
             "weights": {name: tuple(site) for name, site in self.verdict.weights.items()},
             "seen": sorted(self.verdict.seen),
@@ -309,7 +315,7 @@ class Normalizers:
         self._trials_left = state["trials_left"]
         self._needs_trial = state["needs_trial"]
         self._findings = [Findings.from_state_dict(f) for f in state["findings"]]
-        self._may_pretend = state["may_pretend"]
+        self._may_pretend = state["may_pretend"] and self._ranks == 1
         self._has_to_ask = self.verdict.answers and self._ranks == 1
 
     def described(self) -> list[str]:
@@ -382,6 +388,7 @@ class Normalizers:
             self.communication.allow(found)
             return
         self._may_pretend = False
+        self._pretended = None  # an error that comes again is the model's own
         self._trials_left = max(self._trials_left, 1)
         self._test_again()
 
@@ -410,14 +417,29 @@ class Normalizers:
         """Counts that no rule tells, by a forward of all images without gradients.
 
         If a rank finds a collective that is not expected, all have it in ``communication.found``.
+
+        Raises:
+            OutOfMemoryError: on all ranks, if one has no memory even to begin.
         """
         answers = self._new_answers(None)
         self._answers = answers
         recovers = self._recovers and not self.communication.known
-        with suppress(CommunicationError):  # all ranks hear of it
-            run_for_counts(self._model, window, (images, self._is_cut), forward, recovers)
+        error = ""
+        try:
+            with suppress(CommunicationError):  # all ranks hear of it
+                run_for_counts(self._model, window, (images, self._is_cut), forward, recovers)
+        except Exception as e:
+            if not (recovers and is_out_of_memory(e)):
+                raise
+            error = error_line(e)
         own = {site: sum(n.count(site) for n in answers.noted) for site in sites}
-        found, of_ranks = zip(*comm.all_gather((self.communication.found, own)))
+        found, of_ranks, errors = zip(*comm.all_gather((self.communication.found, own, error)))
+        if any(errors):
+            error = next(filter(None, errors))
+            raise OutOfMemoryError(
+                f"there was no memory to count what losses are divided by ({error}). Lower "
+                "MEMFIT.MICRO_BATCH, or set MEMFIT.NORMALIZERS.POLICY off"
+            )
         self.communication.found = next(filter(None, found), "")
         of_all = {site: sum(of_rank[site] for of_rank in of_ranks) for site in sites}
         return {s: (own if s.of_rank and self._is_whole else of_all)[s] for s in sites}

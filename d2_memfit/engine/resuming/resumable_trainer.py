@@ -49,9 +49,6 @@ class ResumableTrainer(SimpleTrainer):
         self.stop_signal = 0
         self.agreed_stop_signal: Optional[int] = None  # before a step
         self.progress: Optional[Progress] = None
-        self._iterate(data_loader)
-
-    def _iterate(self, data_loader: Iterable[Any]) -> None:
         self.data_loader = data_loader
         compat.keep_iterator(self, self.run_state.batches)
 
@@ -60,7 +57,8 @@ class ResumableTrainer(SimpleTrainer):
         del self.data_loader
         data_loader = data_loader_builder()
         self.run_state = RunState(compat.without_ddp(self.model), data_loader)
-        self._iterate(data_loader)
+        self.data_loader = data_loader
+        compat.iterate_anew(self, self.run_state.batches)
 
     @property
     def loads_in_this_process(self) -> bool:

@@ -363,6 +363,39 @@ def test_an_error_of_what_a_model_is_told_does_not_end_the_run():
     assert "loss_bbox" not in trainer.normalizers.verdict.weights
 
 
+class Fails(Detr):
+    """Has an error of its own in the second window, which has no object."""
+
+    def forward(self, batch):
+        if get_iteration() == 1:
+            raise ValueError("its own")
+        return super().forward(batch)
+
+
+def test_an_error_of_the_models_own_ends_the_run():
+    with pytest.raises(ValueError, match="its own"):
+        train(Fails, windows_of([(10, 3, 0, 5), (0, 0, 0, 0)]), steps=4)
+
+
+class NewLossWithoutMemory(Detr):
+    """Has a loss more in the second window, and no memory to test it."""
+
+    def forward(self, batch):
+        is_first = get_iteration() == 0
+        if not is_first and len(batch) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. injected")
+        losses = super().forward(batch)
+        return {**losses, "loss_more": losses["loss_ce"] * (0.0 if is_first else 0.5)}
+
+
+def test_a_test_without_memory_leaves_what_is_known():
+    windows = windows_of([(10, 3, 0, 5), (1, 0, 2, 0)])
+    full, _ = train(Detr, windows)
+    cut, trainer = train(NewLossWithoutMemory, windows, steps=4)
+    assert "loss_bbox" in trainer.normalizers.verdict.weights
+    assert float((cut[0] - full[0]).norm() / full[0].norm()) < 2e-7
+
+
 def test_windows_that_begin_without_objects_are_tested_when_there_are_some(log):
     distance, trainer = worst(Detr, [(0, 0, 0, 0), (0, 0, 0, 0), (10, 3, 0, 5), (1, 0, 2, 4)])
     assert distance < 2e-7
@@ -372,19 +405,23 @@ def test_windows_that_begin_without_objects_are_tested_when_there_are_some(log):
 # Ranks
 
 
-def on_ranks(rank, num_ranks, kind, windows, recovery):
+def make_on_ranks(rank, num_ranks, kind, windows, recovery):
     torch.manual_seed(0)
     model = compat.create_ddp_model(kind().double(), broadcast_buffers=False)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     parts = [w[rank * len(w) // num_ranks : (rank + 1) * len(w) // num_ranks] for w in windows]
     loader = [[image] for part in parts for image in part]
-    steps = len(parts[0])
-    trainer = AccumulatingTrainer(model, loader, sgd, steps, recovery=recovery)
+    return AccumulatingTrainer(model, loader, sgd, len(parts[0]), recovery=recovery)
+
+
+def on_ranks(rank, num_ranks, kind, windows, recovery):
+    trainer = make_on_ranks(rank, num_ranks, kind, windows, recovery)
     gradients = []
     with EventStorage() as storage:
         for storage.iter in range(len(windows)):
             trainer.run_step()
-            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            parameters = trainer.model.parameters()
+            gradients.append(torch.cat([p.grad.flatten() for p in parameters]))
     return gradients, dict(trainer.normalizers.verdict.weights)
 
 
@@ -395,6 +432,28 @@ class RaisesOnOneRank(Detr):
         if not torch.is_grad_enabled() and is_initialized() and dist.get_rank() == 1:
             raise ValueError("only here")
         return super().forward(batch)
+
+
+def state_of_ranks(rank, num_ranks, windows):
+    trainer = make_on_ranks(rank, num_ranks, Detr, windows, None)
+    with EventStorage():
+        trainer.run_step()
+    return trainer.normalizers.state_dict()
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_is_resumed_on_one(two_ranks):
+    windows = windows_of([(4, 3, 0, 0), (1, 0, 0, 2)])
+    state, _ = two_ranks.run(state_of_ranks, 2, windows)
+
+    class Resumed(AccumulatingTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.normalizers.load_state_dict(state)
+
+    full, _ = train(Detr, windows)
+    cut, _ = train(Detr, windows, steps=4, trainer=Resumed)
+    assert max(float((c - f).norm() / f.norm()) for c, f in zip(cut, full)) < 2e-7
 
 
 @pytest.mark.slow
