@@ -5,7 +5,7 @@ import ast
 from graphlib import CycleError
 
 import pytest
-from make_map import arrows, floors, imports, modules
+from make_map import PAGE, arrows, floors, imports, modules, page
 from tiny import ROOT
 
 PACKAGE = ROOT / "d2_memfit"
@@ -31,6 +31,10 @@ ARROWS = arrows(PACKAGE)
 
 def test_imports_run_down():
     floors(PACKAGE)  # an error if there is a circle
+
+
+def test_the_map_is_up_to_date():
+    assert PAGE.read_text() == page(PAGE.read_text()), "run python tools/make_map.py"
 
 
 @pytest.mark.parametrize(("one", "other"), [("engine", "planner"), ("planner", "engine")])

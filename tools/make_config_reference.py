@@ -65,7 +65,7 @@ cfg.SOLVER.ACCUMULATION_STEPS = 4
   with these.
 
 `python tools/make_config_reference.py` writes this page from the comments in
-[config_keys.py](../d2_memfit/config/keys.py) and in the files of the
+[keys.py](../d2_memfit/config/keys.py) and in the files of the
 [techniques](../d2_memfit/techniques).
 
 ## In a LazyConfig

@@ -59,7 +59,7 @@ ATTRIBUTES = {
     "fvcore.common.history_buffer.HistoryBuffer": ["_data"],
     "fvcore.common.registry.Registry": ["_name"],
 }
-# Main only, which compat.py looks for.
+# Main only, which compat/detectron2.py looks for.
 ONE_RELEASE = {"_data_loader_iter_obj"}
 
 

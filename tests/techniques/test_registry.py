@@ -9,6 +9,7 @@ from tiny import ROOT, tiny_cfg
 from d2_memfit import estimate_memory, get_cfg, plan_memory
 from d2_memfit.config import check_config
 from d2_memfit.errors import ConfigError
+from d2_memfit.planner.search.trials import _ORDER
 from d2_memfit.techniques import TECHNIQUES, TIERS, Technique, apply_techniques, get_technique
 from d2_memfit.techniques.registry import PARTS
 
@@ -24,7 +25,19 @@ def test_each_says_what_it_saves_and_costs_and_where_it_is_from(name):
     assert technique.part in PARTS
     says = ["Saves", "Source:", "Changes:" if technique.tier == "recipe" else "Costs"]
     if name != "MixedPrecision":  # which is faster
-        assert all(word in technique.__doc__ for word in says)
+        missing = [word for word in says if word not in (technique.__doc__ or "")]
+        assert not missing, f"the docstring of {name} does not say {missing}"
+
+
+def test_each_has_a_row_and_a_place_in_the_order_of_plans():
+    page = (ROOT / "docs" / "TECHNIQUES.md").read_text()
+    ordered = {name for names in _ORDER.values() for name in names}
+    for name, technique in ALL.items():
+        assert f"`{name}`" in page, f"docs/TECHNIQUES.md has no row for {name}"
+        assert name in ordered or not technique.planned, (
+            f"{name} has no place in _ORDER of planner/search/trials.py, and is not planned = False"
+        )
+    assert ordered <= ALL.keys(), "_ORDER of planner/search/trials.py has names of no technique"
 
 
 @pytest.mark.parametrize("name", ALL)

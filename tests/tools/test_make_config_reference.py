@@ -20,6 +20,12 @@ def leaves(cfg, prefix=""):
             yield prefix + name
 
 
+def test_every_node_has_a_purpose():
+    nodes = {name.rpartition(".")[0] for name in KEYS}
+    missing = nodes - set(reference._PURPOSES)
+    assert not missing, f"_PURPOSES of tools/make_config_reference.py has no line for {missing}"
+
+
 def test_the_reference_is_up_to_date():
     assert reference.CONFIG_MD.read_text() == reference.reference(), (
         "docs/CONFIG.md is not what the comments say: run python tools/make_config_reference.py"
@@ -31,7 +37,9 @@ def test_every_key_has_a_comment_and_a_row():
     assert ours - set(KEYS) == set(), "write a comment above these keys"
     assert set(KEYS) - ours == set()
     rows = [r for r in reference.CONFIG_MD.read_text().splitlines() if r.startswith("| `")]
-    assert sorted(row.split("`")[1] for row in rows) == sorted(ours)
+    assert sorted(row.split("`")[1] for row in rows) == sorted(ours), (
+        "run python tools/make_config_reference.py"
+    )
 
 
 def test_types_are_those_that_the_keys_take():
