@@ -111,7 +111,7 @@ def _verdict(patient: Patient, images: Sequence[Any], policy: str, freezes: bool
         model = patient.model()
         adapt_criteria(model, is_exact=policy == "exact")
         trial = Trial(model, _losses_of, _refuse, True, freezes=freezes, same_rows=same_rows)
-        verdicts.append(judged([trial.run(images, [1] * len(images))]))
+        verdicts.append(judged([trial.run(images)]))
         if max(verdicts[-1].distances.values()) <= RIGHT:
             break
     return min(verdicts, key=lambda v: sum(v.distances.values()))

@@ -20,7 +20,7 @@ __all__ = ["Report", "check_finite", "report", "write_metrics"]
 
 @dataclass
 class Report:
-    """One rank's report of its window. It is pickled, and small."""
+    """One rank's report of its window, pickled for the others."""
 
     num_images: int = 0
     loss_sums: dict[str, float] = field(default_factory=dict)  # each loss, summed over images

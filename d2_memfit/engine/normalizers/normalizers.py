@@ -340,7 +340,7 @@ class Normalizers:
             chosen = trial_images(images, with_empty)[:number]
             trial = self._trial()
             try:
-                findings = trial.run(chosen, [1] * number)
+                findings = trial.run(chosen)
             except Exception as e:  # of the model's code
                 error = _one_line(e)
             else:

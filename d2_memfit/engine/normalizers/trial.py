@@ -14,7 +14,6 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import accumulate
 from math import isclose, nan
 from typing import Any, Optional
 
@@ -116,9 +115,9 @@ class Trial:
         self.pretended = PretendedRanks() if is_alone else None
         self.refuses = False
 
-    def run(self, images: Sequence[Any], parts: Sequence[int]) -> Findings:
-        """Test images, cut into parts of so many images."""
-        groups = [images[end - n : end] for n, end in zip(parts, accumulate(parts))]
+    def run(self, images: Sequence[Any]) -> Findings:
+        """Test images together against one at a time."""
+        groups = [[image] for image in images]
         [whole], together = self.ask(images)
         counts = {site: together.noted[0].count(site) for site in together.noted[0].counts}
         found = Findings(whole, sites=tuple(counts))

@@ -36,7 +36,7 @@ _PUBLISHED = {
     "OneFormer": {"loss_contrastive": 2.0, "loss_ce*": 0.05},
     # DiffusionDet's matching has near ties, which the rounding of float32 decides.
     "SetCriterionDynamicK": {"*": 0.3},
-    # DINO, MaskDINO, RT-DETR: denoising queries follow the most crowded image of a batch.
+    # Of every module. DINO, MaskDINO, RT-DETR: denoising queries follow the most crowded image.
     "Module": {"*_dn*": 1.0},
 }
 
