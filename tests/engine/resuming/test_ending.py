@@ -216,6 +216,16 @@ def test_an_error_loses_nothing_in_fresh_and_resumed_runs(coins, tmp_path, place
     torch.testing.assert_close(weights, straight, rtol=0, atol=0)
 
 
+def test_an_iteration_that_cannot_begin_loses_no_step(coins, tmp_path, log):
+    def at_the_start(trainer, now):
+        mark = trainer._trainer.run_state.mark
+        trainer._trainer.run_state.mark = lambda **kw: fail() if now() else mark(**kw)
+
+    run_until(coins_cfg(tmp_path, "retinanet"), 3, at_the_start, Injected)
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
+    assert "The state after iteration 2 is in" in log.text
+
+
 def test_a_half_done_step_is_not_saved(coins, tmp_path, log):
     cfg = coins_cfg(tmp_path, "retinanet", **{"SOLVER.CHECKPOINT_PERIOD": 2})
     run_until(cfg, 3, in_the_step, Injected)
