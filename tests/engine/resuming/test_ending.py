@@ -69,6 +69,16 @@ def test_a_signal_ends_the_run_after_the_iteration_with_a_checkpoint(tmp_path, n
     assert resumed(tmp_path, size=50)[1] == 3  # which looks at the weights
 
 
+def test_a_signal_saves_no_weights_that_are_not_finite(tmp_path, log):
+    def spoil(trainer):
+        if trainer.iter == 3:
+            trainer.model.weight.data.fill_(float("nan"))
+
+    assert stopped_run(tmp_path, at(3, signal.SIGTERM), hooks.CallbackHook(after_step=spoil)) == 143
+    assert not list(tmp_path.glob("*.pth"))
+    assert "The state after iteration 3 is not saved: the weights are not finite" in log.text
+
+
 def test_a_second_sigint_ends_at_once_with_a_checkpoint_of_the_last_step(tmp_path):
     trainer, checkpointer = trainer_of(tmp_path, size=50)
     trainer._hooks.clear()
