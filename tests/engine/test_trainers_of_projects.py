@@ -136,6 +136,13 @@ def test_whoever_makes_it_the_inner_trainer_has_the_options_of_the_config(shape,
     assert inner.precision.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_an_amp_trainer_in_float32_is_said(is_enabled, tmp_path, log):
+    cfg = cfg_of(tmp_path, **{"SOLVER.AMP.ENABLED": is_enabled, "MEMFIT.AMP_DTYPE": "bfloat16"})
+    class_of("own AMPTrainer")(cfg)
+    assert ("AMPTrainer is made, and SOLVER.AMP.ENABLED is False" in log.text) is not is_enabled
+
+
 class AsksForOtherOptions(Parts, DefaultTrainer):
     options: dict[str, object]
 
