@@ -121,5 +121,9 @@ def build_trainer(
         logger.info("MEMFIT.EVALUATION is for what runs within d2_memfit.engine.evaluating")
     hooks = job_hooks(job)
     trainer.register_hooks(hooks)
+    logger.info(
+        "These hooks run in trainer.train(start_iter, max_iter), not in a loop of run_step(): %s",
+        ", ".join(type(hook).__name__ for hook in hooks),
+    )
     trainer.needs_train = any(isinstance(hook, MONITORS) for hook in hooks)
     return trainer

@@ -17,7 +17,7 @@ from torch import nn
 from .. import compat
 from ..common.logs import start_logging
 from ..config import with_memfit_keys
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RankError, one_line
 from ..iteration import auto_scale_workers
 from ..job import Job, checked_loader
 from ..memory import enforce_budget, use_expandable_segments
@@ -102,6 +102,7 @@ class MemfitMixin(_Trainer):
             config first, or makes no ``SimpleTrainer``.
     """
 
+    _has_begun = False
     _hooks: list[HookBase]
     _job: Job
     _trainers: list[AccumulatingTrainer]
@@ -206,23 +207,38 @@ class MemfitMixin(_Trainer):
         return compat.inner_trainer(self)
 
     def before_train(self) -> None:
+        self._has_begun = False
         self._check_inner()
         starts = comm.all_gather(self.start_iter)  # all ranks have read their weights
         if len(set(starts)) > 1:
-            self._hooks = []  # some evaluate after training, if this rank has nothing left to train
             raise CheckpointError(
                 f"the ranks would go on from different iterations, {starts}: OUTPUT_DIR "
                 f"{self._job.cfg.OUTPUT_DIR} must be one folder that all of them see"
             )
         own = getattr(self, "checkpointer", None)
-        for checkpointer in self._checkpointers:
-            checkpointer.begin_run(is_new=checkpointer is own and self.start_iter == 0)
+        self._begin_checkpoints(own)
         if self._ending is None:  # after all other hooks
             own = own if isinstance(own, Checkpointer) else None
             self._ending = SaveOnEnding(own, self._job.cfg.MEMFIT.STOP_ON_SIGNALS)
             self.register_hooks([self._ending])
+        self._has_begun = True
         super().before_train()
         self._inner.run_state.begin_run(self.start_iter)
+
+    def _begin_checkpoints(self, own: Any) -> None:
+        """Begin the run of all checkpointers, on all ranks or on none."""
+        error: Optional[Exception] = None
+        try:
+            for checkpointer in self._checkpointers:
+                checkpointer.begin_run(is_new=checkpointer is own and self.start_iter == 0)
+        except Exception as e:
+            error = e
+        texts = comm.all_gather(error and one_line(error))
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise RankError(f"rank {rank} cannot begin the run: {text}")
 
     def before_step(self) -> None:
         self._inner.agreed_stop_signal = None
@@ -235,6 +251,8 @@ class MemfitMixin(_Trainer):
         super().after_step()
 
     def after_train(self) -> None:
+        if not self._has_begun:  # no hook has; some evaluate after training
+            return
         try:
             if self._ending is not None and sys.exc_info()[1] is not None:
                 self._ending.end()  # before other hooks, which may fail too

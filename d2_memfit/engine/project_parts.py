@@ -1,12 +1,14 @@
 # Copyright (c) the d2_memfit developers.
 """The parts that a project's trainer makes itself, of Detectron2's classes."""
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
+import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.engine import AMPTrainer, SimpleTrainer
 
@@ -18,6 +20,8 @@ from .resuming import MemfitCheckpointer
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["project_parts"]
+
+logger = logging.getLogger(__name__)
 
 _Init = Callable[..., None]
 
@@ -64,6 +68,11 @@ def project_parts(
                 raise ConfigError(
                     "async_write_metrics=True cannot be used: all ranks look at the losses before "
                     "the step, so that one that is not finite changes nothing. Leave it False"
+                )
+            if type(self) is AMPTrainer and options["precision"].dtype == torch.float32:
+                logger.warning(
+                    "AMPTrainer is made, and SOLVER.AMP.ENABLED is False: this run trains in "
+                    "float32. Set it True for mixed precision, or make a SimpleTrainer"
                 )
             self.__class__ = _accumulating(type(self))
             AccumulatingTrainer.__init__(self, **{k: v for k, v in given.items() if k in _KEPT})

@@ -11,6 +11,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 
 from .. import compat
+from ..errors import one_line
 from .normalizers import CountReport
 from .recovery import RecoveryReport
 from .window import MicroBatch, Window, image_names
@@ -43,7 +44,8 @@ def report(
 
     Args:
         parameters: those of the model.
-        likely_cause: the text for a micro-batch whose losses are not finite.
+        likely_cause: the text for a micro-batch whose losses are not finite. An error in it is said
+            in the text, and goes no further.
     """
     made = Report(window.num_images, data_time=window.data_time)
     made.has_gradient = [p.grad is not None for p in parameters]
@@ -54,8 +56,13 @@ def report(
         if not math.isfinite(sum(losses.values())):
             bad = ", ".join(f"{k} {v:g}" for k, v in losses.items() if not math.isfinite(v))
             names = image_names(m.data)
-            cause = likely_cause(m)
-            made.not_finite.append(f"{bad} on the images {names}. Likely {cause}")
+            try:
+                cause = f"Likely {likely_cause(m)}"
+            except Exception as e:  # the other ranks wait in the vote
+                cause = (
+                    f"Cause not known: the search for it failed, {type(e).__name__}: {one_line(e)}"
+                )
+            made.not_finite.append(f"{bad} on the images {names}. {cause}")
     return made
 
 

@@ -156,13 +156,13 @@ class AccumulatingTrainer(ResumableTrainer):
         self.check_train()
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
         self.iter = get_event_storage().iter
+        self.progress = progress = Progress(self.iter)
         window = Window(self._data_loader_iter, self.accumulation_steps)
         self._has_old_gradients = True
         if self.zero_grad_before_forward:  # frees their memory for the forward
             self._free_old_gradients()
         with self._final_error("start", window):
-            put_back = self.run_state.mark(is_watched=self.recovery is not None)
-        self.progress = progress = Progress(self.iter, put_back)
+            progress.put_back = self.run_state.mark(is_watched=self.recovery is not None)
 
         run = self._run_batch if self._reduces_in_backward else self._run_window
         reports = run(window)

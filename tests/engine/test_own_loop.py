@@ -90,7 +90,7 @@ def test_without_a_storage_the_error_says_what_is_missing():
         AccumulatingTrainer(model, [images(1)], optimizer).run_step()
 
 
-def test_one_call_makes_the_trainer_of_a_config(tmp_path):
+def test_one_call_makes_the_trainer_of_a_config(tmp_path, log):
     """Techniques, budget, precision and recovery are the config's; parts may be the project's."""
     cfg = tiny_cfg("faster_rcnn")
     cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS, cfg.MEMFIT.MICRO_BATCH = 2, 2, 1
@@ -99,6 +99,7 @@ def test_one_call_makes_the_trainer_of_a_config(tmp_path):
     job = Job.from_cfg(cfg)
     model = tiny_model(cfg)
     trainer = build_trainer(job, model=model, data_loader=[images(2)] * 4)
+    assert "not in a loop of run_step(): GatherStates, MakeRoom" in log.text
     assert trainer.model is model
     assert trainer.micro_batch_size == 1
     assert trainer.recovery is not None

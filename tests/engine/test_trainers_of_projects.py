@@ -9,6 +9,7 @@ import pytest
 import torch
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase, hooks
 from detectron2.evaluation import COCOEvaluator
+from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 from fvcore.common.checkpoint import Checkpointer
 from lazy_configs import lazy_config
@@ -27,9 +28,10 @@ from trainer_shapes import (
 )
 
 from d2_memfit import AccumulatingTrainer, Job, MemfitMixin, MemfitTrainer, fit_config
+from d2_memfit.common.files import FolderLock
 from d2_memfit.engine import build_trainer
 from d2_memfit.engine.project_parts import project_parts
-from d2_memfit.errors import CheckpointError, ConfigError
+from d2_memfit.errors import CheckpointError, ConfigError, MemfitError
 from d2_memfit.evaluation.spilled_predictions import SpilledPredictions
 from d2_memfit.memory import process_memory
 
@@ -132,6 +134,13 @@ def test_whoever_makes_it_the_inner_trainer_has_the_options_of_the_config(shape,
     assert inner.accumulation_steps == 2
     assert inner.recovery is not None
     assert inner.precision.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_an_amp_trainer_in_float32_is_said(is_enabled, tmp_path, log):
+    cfg = cfg_of(tmp_path, **{"SOLVER.AMP.ENABLED": is_enabled, "MEMFIT.AMP_DTYPE": "bfloat16"})
+    class_of("own AMPTrainer")(cfg)
+    assert ("AMPTrainer is made, and SOLVER.AMP.ENABLED is False" in log.text) is not is_enabled
 
 
 class AsksForOtherOptions(Parts, DefaultTrainer):
@@ -410,6 +419,31 @@ def test_ranks_that_resume_from_different_iterations_are_told(two_ranks, tmp_pat
     one, other = two_ranks.run(resume_where_one_rank_sees_nothing, tmp_path)
     assert "the ranks would go on from different iterations, [4, 0]" in one
     assert "[4, 0]" in other
+
+
+def train_in_a_folder_in_use(rank, folder):
+    """The errors of a first run, and the iteration that a second one ends at."""
+    cfg = cfg_of(folder, **{"MEMFIT.MONITOR.SNAPSHOT_ITER": 0})
+    trainer, evaluated = class_of("DefaultTrainer")(cfg), []
+    trainer.register_hooks([hooks.CallbackHook(after_train=evaluated.append)])
+    lock = FolderLock(str(folder)) if rank == 1 else None  # the first rank is another process
+    comm.synchronize()
+    with pytest.raises(MemfitError) as e:
+        trainer.train()
+    assert not evaluated
+    if lock is not None:
+        lock.release()
+    comm.synchronize()
+    trainer.train()
+    assert evaluated
+    return str(e.value), trainer.iter
+
+
+def test_a_folder_in_use_ends_all_ranks_before_any_hook(two_ranks, tmp_path):
+    one, other = two_ranks.run(train_in_a_folder_in_use, tmp_path)
+    assert one[0].startswith("OUTPUT_DIR")
+    assert f"rank 0 cannot begin the run: {one[0]}" == other[0]
+    assert one[1] == other[1] == 4
 
 
 def test_build_trainer_refuses_what_would_do_nothing(tmp_path):

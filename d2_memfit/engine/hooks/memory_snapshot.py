@@ -87,6 +87,8 @@ class MemorySnapshot(HookBase):
             self._record_history(self._on_oom)
 
     def after_train(self) -> None:
+        if self._inner is None:  # an error came before this hook's before_train
+            return
         if self._meter is not None:  # the iteration has failed
             self._meter.__exit__(None, None, None)
         if self._previous_handler is not None:

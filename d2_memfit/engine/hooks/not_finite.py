@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Optional
 
 import torch
+from detectron2.structures import Boxes, RotatedBoxes
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
@@ -57,7 +58,7 @@ def _fault(image: Mapping[str, Any]) -> str:
         tensor = getattr(value, "tensor", value)  # of Boxes
         if isinstance(tensor, torch.Tensor) and not tensor.isfinite().all():
             return f"values in {name} that are not finite"
-        if name == "gt_boxes" and (tensor[:, 2:] <= tensor[:, :2]).any():
+        if isinstance(value, (Boxes, RotatedBoxes)) and not value.nonempty().all():
             return "a box without width or height"
     return ""
 

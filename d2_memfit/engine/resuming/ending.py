@@ -151,7 +151,13 @@ class SaveOnEnding(HookBase):
         except RuntimeError as e:  # another rank has died
             self._save_alone(e)
         try:
-            self._save(self.trainer.iter)
+            if self._is_finite():  # the weights are the same on all ranks
+                self._save(self.trainer.iter)
+            else:
+                logger.error(
+                    "The state after iteration %d is not saved: the weights are not finite",
+                    self.trainer.iter,
+                )
         finally:
             with contextlib.suppress(RuntimeError):  # another rank may have died
                 comm.synchronize()  # a launcher ends all ranks when the first has ended
@@ -203,7 +209,7 @@ class SaveOnEnding(HookBase):
         sharded = isinstance(self._inner.optimizer, ShardedOptimizer)
         if sharded and comm.get_world_size() > 1:
             return "Its state is not saved: that of the optimizer is on all ranks"
-        if not all(p.isfinite().all() for p in self._inner.model.parameters()):
+        if not self._is_finite():
             return "Its state is not saved: the weights are not finite"
         now = self.trainer.iter
         self.trainer.iter = self._inner.iter = last
@@ -212,6 +218,9 @@ class SaveOnEnding(HookBase):
         finally:
             self.trainer.iter = self._inner.iter = now
         return f"The state after iteration {last} is in {file}, and --resume goes on there"
+
+    def _is_finite(self) -> bool:
+        return all(bool(p.isfinite().all()) for p in self._inner.model.parameters())
 
     def _last_completed(self) -> tuple[int, str]:
         """The last iteration whose step is whole, after what came later is put back; or why the

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from detectron2.engine import HookBase, SimpleTrainer
+from detectron2.engine import HookBase, SimpleTrainer, hooks
 from injection import Injector
 from monitored import batches, make_trainer
 from tiny import tiny_cfg, tiny_model
@@ -77,6 +77,16 @@ def test_a_trainer_that_cannot_be_observed_is_an_error(tmp_path):
     trainer = SimpleTrainer(model, batches(), torch.optim.SGD(model.parameters(), lr=0.1))
     trainer.register_hooks([MemorySnapshot(str(tmp_path), on_oom=True)])
     with pytest.raises(ConfigError, match="needs an AccumulatingTrainer, and this is a SimpleT"):
+        trainer.train(0, 1)
+
+
+def test_an_error_before_it_begins_is_not_hidden(tmp_path):
+    def fail(trainer):
+        raise ZeroDivisionError
+
+    trainer = make_trainer(batches())
+    trainer.register_hooks([hooks.CallbackHook(before_train=fail), MemorySnapshot(str(tmp_path))])
+    with pytest.raises(ZeroDivisionError):
         trainer.train(0, 1)
 
 

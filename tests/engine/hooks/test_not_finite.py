@@ -4,7 +4,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Boxes, Instances, RotatedBoxes
 from detectron2.utils.events import EventStorage
 
 from d2_memfit import AccumulatingTrainer
@@ -23,7 +23,8 @@ class Model(torch.nn.Module):
 
 
 def image(value=1.0, box=(1.0, 1.0, 5.0, 5.0)):
-    instances = Instances((8, 8), gt_boxes=Boxes(torch.tensor([box])))
+    kind = Boxes if len(box) == 4 else RotatedBoxes
+    instances = Instances((8, 8), gt_boxes=kind(torch.tensor([box])))
     pixels = torch.full((3, 8, 8), value)
     return {"image": pixels, "file_name": "a.jpg", "image_id": 7, "instances": instances}
 
@@ -53,6 +54,13 @@ def test_a_box_without_width():
     assert "Likely the data, for a.jpg has a box without width or height" in text
 
 
+def test_rotated_boxes():
+    text = message(Model(3e38), [[image(1e3, box=(5.0, 5.0, 0.0, 2.0, 30.0))]])
+    assert "Likely the data, for a.jpg has a box without width or height" in text
+    text = message(Model(1e3), [[image(1e38, box=(5.0, 5.0, 2.0, 2.0, 30.0))]])
+    assert "Likely the data, for weights and earlier" in text
+
+
 def test_weights_that_are_not_finite():
     assert "Likely the learning rate, for the weights" in message(Model(float("inf")), [[image()]])
 
@@ -69,3 +77,16 @@ def test_mixed_precision():
 
 def test_nothing_of_these():
     assert "Likely the data, for weights and earlier" in message(Model(1e3), [[image(1e38)]])
+
+
+def test_a_search_that_fails_does_not_hide_the_loss():
+    class Full(Model):
+        """There is no memory for one more forward, in float32."""
+
+        def forward(self, batch):
+            if not torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(batch)
+
+    text = message(Full(1e3), [[image(1e3)]], precision="fp16")
+    assert "Cause not known: the search for it failed, OutOfMemoryError: CUDA out of" in text

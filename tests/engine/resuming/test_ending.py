@@ -69,6 +69,16 @@ def test_a_signal_ends_the_run_after_the_iteration_with_a_checkpoint(tmp_path, n
     assert resumed(tmp_path, size=50)[1] == 3  # which looks at the weights
 
 
+def test_a_signal_saves_no_weights_that_are_not_finite(tmp_path, log):
+    def spoil(trainer):
+        if trainer.iter == 3:
+            trainer.model.weight.data.fill_(float("nan"))
+
+    assert stopped_run(tmp_path, at(3, signal.SIGTERM), hooks.CallbackHook(after_step=spoil)) == 143
+    assert not list(tmp_path.glob("*.pth"))
+    assert "The state after iteration 3 is not saved: the weights are not finite" in log.text
+
+
 def test_a_second_sigint_ends_at_once_with_a_checkpoint_of_the_last_step(tmp_path):
     trainer, checkpointer = trainer_of(tmp_path, size=50)
     trainer._hooks.clear()
@@ -214,6 +224,16 @@ def test_an_error_loses_nothing_in_fresh_and_resumed_runs(coins, tmp_path, place
         assert last.read_text() == f"model_{iteration - before:07d}.pth"
     weights = run_until(cfg, 8)
     torch.testing.assert_close(weights, straight, rtol=0, atol=0)
+
+
+def test_an_iteration_that_cannot_begin_loses_no_step(coins, tmp_path, log):
+    def at_the_start(trainer, now):
+        mark = trainer._trainer.run_state.mark
+        trainer._trainer.run_state.mark = lambda **kw: fail() if now() else mark(**kw)
+
+    run_until(coins_cfg(tmp_path, "retinanet"), 3, at_the_start, Injected)
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
+    assert "The state after iteration 2 is in" in log.text
 
 
 def test_a_half_done_step_is_not_saved(coins, tmp_path, log):
