@@ -84,6 +84,7 @@ class Recovery:
         self._escalation = Escalation(options)
         self._report = RecoveryReport()
         self._window: Optional[Window] = None
+        self._is_counted = False  # its iteration, after its first run
 
     def run(
         self,
@@ -103,10 +104,11 @@ class Recovery:
             OutOfMemoryError: at once, if ranks communicate in the forward. In all other cases the
                 ranks must agree first, see :meth:`end_iteration`.
         """
-        if window is not self._window:  # if all ranks run a window again, its report is kept
+        if window is not self._window:  # if all ranks run it again, what it has learned is kept
             self._report = RecoveryReport()
+            self._escalation = Escalation(self._options)
+            self._is_counted = False
         self._window = window
-        self._escalation = Escalation(self._options)
         at_start: Optional[Snapshot] = None
         while micro_batch := window.take(self.micro_batch_size, self._micro_batch_size is not None):
             storage.next_micro_batch(micro_batch.num_images)
@@ -137,6 +139,13 @@ class Recovery:
         """Complete the report of a window, and let the micro-batch grow after a while."""
         self._report.seen_images = window.num_images + self._report.skipped_images
         self._report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
+        if not self._is_counted:
+            self._is_counted = True
+            self._count_iteration(window)
+        self._report.size = self.size.state_dict()  # as it is after the vote
+
+    def _count_iteration(self, window: Window) -> None:
+        """Count an iteration once. A later error in another run of it starts the wait anew."""
         self._watch_allocator(window)
         if self.size.end_iteration(clean=not self._report.oom_events):
             logger.info(
@@ -144,7 +153,6 @@ class Recovery:
                 get_event_storage().iter,
                 self.size.images or "the loader's batch of",
             )
-        self._report.size = self.size.state_dict()
 
     @property
     def micro_batch_size(self) -> Optional[int]:

@@ -338,6 +338,46 @@ def test_the_size_grows_back_and_is_kept_in_checkpoints():
     assert storage.latest()["memfit/oom_events"][0] == trainer.recovery.oom_events
 
 
+class RunAgain:
+    """In place of Normalizers.must_run_again: each window runs so many times."""
+
+    def __init__(self, trainer, num_runs, monkeypatch):
+        self._num_runs, self._done = num_runs, 0
+        monkeypatch.setattr(trainer.normalizers, "must_run_again", self)
+        monkeypatch.setattr(type(trainer.normalizers), "may_run_again", True)
+
+    def __call__(self, reports):
+        self._done += 1
+        return self._done % self._num_runs != 0
+
+
+def test_an_iteration_that_all_ranks_run_again_counts_once(monkeypatch):
+    fails_at = {0}
+
+    def fails(names):
+        return trainer.iter in fails_at and len(names) > 1
+
+    trainer = failing(fails, 1, CountingModel(100), 20, grow_after=4)
+    RunAgain(trainer, 3, monkeypatch)
+    sizes = iterate(trainer, 7).history("memfit/micro_batch").values()
+    assert [int(v) for v, _ in sizes] == [1, 1, 1, 1, 1, 2, 2]
+
+
+def test_a_resized_image_stays_one_when_all_ranks_run_its_window_again(tmp_path, monkeypatch):
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    trainer = failing(FailsTimes(1, 99), model=model, allow_resize=True, output_dir=tmp_path)
+    trainer.fails.left = 3  # until it is resized
+    again = RunAgain(trainer, 2, monkeypatch)
+
+    def run_again(reports):
+        trainer.fails.left = 1
+        return again(reports)
+
+    monkeypatch.setattr(trainer.normalizers, "must_run_again", run_again)
+    iterate(trainer)
+    assert [e["action"] for e in read_record(tmp_path)] == ACTIONS[:5]
+
+
 def test_what_happened_is_logged_and_counted(log):
     trainer = failing(lambda names: len(names) > 1, 2, num_batches=2)
     storage = iterate(trainer)
