@@ -283,9 +283,11 @@ class Recovery:
         if self._device.type != "cuda" or not self._may_retry:
             return
         retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
-        if not self._retries.too_close(retries) or self._report.micro_batch < 2:
+        if not self._retries.too_close(retries) or not window.micro_batches:
             return
         largest = max(window.micro_batches, key=lambda m: m.num_images)
+        if not largest.can_be_split:
+            return
         error = torch.OutOfMemoryError(f"num_alloc_retries rises again and again, to {retries}")
         event = self._event(Failure(error, "allocator", self._device), largest.data)
         event.action = f"{halve(self.size, largest, window)} before it fails"

@@ -25,7 +25,7 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import ConfigError, OutOfMemoryError
 from d2_memfit.job import RecoveryOptions
-from d2_memfit.memory import TensorMeter
+from d2_memfit.memory import TensorMeter, device_memory
 
 pytestmark = pytest.mark.slow
 
@@ -423,6 +423,55 @@ def test_a_batch_that_cannot_be_split_is_eased_as_a_whole(tmp_path):
     options = RecoveryOptions(output_dir=str(tmp_path))
     iterate(AccumulatingTrainer(model, [torch.ones(4)], sgd(model), recovery=options))
     assert [e["action"] for e in read_record(tmp_path)] == ACTIONS[1:3]
+
+
+class PretendsCuda:
+    """In place of a device: the CPU, whose allocator is asked like that of a GPU."""
+
+    type = "cuda"
+
+
+class RisingAllocator:
+    def __init__(self, monkeypatch):
+        self.retries = 0
+        monkeypatch.setattr(torch.cuda, "memory_stats", self)
+        memory = device_memory(torch.device("cpu"))
+        monkeypatch.setattr("d2_memfit.engine.recovery.oom_record.device_memory", lambda _: memory)
+        monkeypatch.setattr("d2_memfit.engine.recovery.recovery.release_memory", lambda *_, **__: 0)
+
+    def __call__(self, device):
+        self.retries += 1
+        return {"num_alloc_retries": self.retries}
+
+
+class Mean(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, batch):
+        return self.weight.sum() * len(batch)
+
+
+def micro_batches_with_retries(batch, monkeypatch):
+    """Sizes that recovery finds for four iterations whose allocator retries in each."""
+    RisingAllocator(monkeypatch)
+    model = Mean()
+    trainer = AccumulatingTrainer(model, [batch] * 5, sgd(model), recovery=RecoveryOptions())
+    trainer.recovery._device = PretendsCuda()
+    iterate(trainer, 5)
+    return trainer.recovery
+
+
+def test_an_allocator_that_retries_again_and_again_halves_what_can_be_cut(monkeypatch):
+    recovery = micro_batches_with_retries(images(4), monkeypatch)
+    assert recovery.size.images == 2
+    assert recovery.oom_events == 1
+
+
+def test_a_batch_that_cannot_be_cut_is_not_halved_for_the_allocator(monkeypatch):
+    recovery = micro_batches_with_retries(torch.ones(4, 3), monkeypatch)
+    assert recovery.size.images is None
+    assert recovery.oom_events == 0
 
 
 def test_a_batch_of_an_unknown_kind_can_be_skipped():
