@@ -48,7 +48,7 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     )
     bare = compat.without_ddp(model)
     try:
-        with explained_memory_error("evaluation", [], bare, options, mixed_precision=False):
+        with explained_memory_error("evaluation", list, bare, options, mixed_precision=False):
             yield
     finally:
         model.__class__ = original

@@ -197,8 +197,14 @@ class Recovery:
                 f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self._options.max_skipped} allows"
             )
 
-    def with_final_error(self, phase: str, data: Any) -> AbstractContextManager[None]:
-        """Explain an out-of-memory error where nothing can be run again."""
+    def with_final_error(
+        self, phase: str, data: Callable[[], Any] = list
+    ) -> AbstractContextManager[None]:
+        """Explain an out-of-memory error where nothing can be run again.
+
+        Args:
+            data: as for :func:`explained_memory_error`.
+        """
         return explained_memory_error(
             phase, data, self._model, self._options, self._mixed_precision
         )
@@ -272,7 +278,7 @@ class Recovery:
         """
         is_thorough = self._report.oom_events > 1
         try:
-            with self.with_final_error("restoration", micro_batch.data):
+            with self.with_final_error("restoration", lambda: micro_batch.data):
                 if failure.phase != "forward":
                     self._model.zero_grad(set_to_none=True)
                 if before is not None:
