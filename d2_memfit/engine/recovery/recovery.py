@@ -223,8 +223,7 @@ class Recovery:
         rank = comm.get_rank()
         same_ranks = len(sizes) == comm.get_world_size()
         own = sizes[rank] if same_ranks else min(sizes, key=lambda s: s["images"] or math.inf)
-        if self._may_retry:  # otherwise all ranks must keep the same size
-            self.size.load_state_dict(own)
+        self.size.load_state_dict(own)
         self._sizes = sizes if same_ranks else [own] * comm.get_world_size()
         self.oom_events = state["oom_events"]
         self.retried_images = state["retried_images"]
