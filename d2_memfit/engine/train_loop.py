@@ -350,8 +350,11 @@ class AccumulatingTrainer(ResumableTrainer):
         """Explain an out-of-memory error where nothing can be run again."""
         if self.recovery is None:
             return contextlib.nullcontext()
-        last = window.micro_batches[-1:]
-        return self.recovery.with_final_error(phase, last[0].data if last else [])
+
+        def last() -> Any:
+            return window.micro_batches[-1].data if window.micro_batches else []
+
+        return self.recovery.with_final_error(phase, last)
 
     def _no_sync(self) -> AbstractContextManager[None]:
         """Keep DDP from reducing gradients; must be open in forward and backward."""

@@ -12,7 +12,7 @@ from injection import iterate
 from tiny import images
 
 from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.engine.recovery import recovering_inference
+from d2_memfit.engine.recovery import Recovery, recovering_inference
 from d2_memfit.engine.state import Snapshot
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.job import RecoveryOptions
@@ -156,6 +156,12 @@ def test_counts_that_find_no_memory(part, phase, tmp_path, monkeypatch):
     with pytest.raises(OutOfMemoryError, match=f"in the {phase} of iteration 0"):
         iterate(trainer)
     assert phases(tmp_path) == [phase]
+
+
+def test_an_error_at_the_end_of_a_window_names_its_last_images(tmp_path, monkeypatch):
+    monkeypatch.setattr(Recovery, "_end_window", run_out)
+    with pytest.raises(OutOfMemoryError, match=r"in the window .*micro-batch of 2.*image_0.png"):
+        iterate(trainer_of(tmp_path))
 
 
 def fail_at_the_start(rank, output_dir):

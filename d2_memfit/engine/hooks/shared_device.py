@@ -3,7 +3,7 @@
 
 import logging
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from detectron2.engine import HookBase
@@ -11,7 +11,7 @@ from torch import nn
 
 from ... import compat
 from ...memory import available_host_bytes, device_memory, release_memory
-from ..window import ByteCut, count_images
+from ..window import SizeLimit
 
 __all__ = ["MakeRoom"]
 
@@ -37,11 +37,9 @@ class MakeRoom(HookBase):
     """
 
     def __init__(self) -> None:
-        self._needs: dict[Optional[float], int] = {}  # bytes, by the limit of micro-batches
+        self._needs: dict[float, int] = {}  # bytes, by the limit of micro-batches
         self._last = math.inf
         self._most_room = 0
-        self._largest: Any = None  # the forward's batch with the most images, of one iteration
-        self._most_images = 0
         self._forward_hook: Any = None
 
     def before_train(self) -> None:
@@ -55,52 +53,46 @@ class MakeRoom(HookBase):
             self._forward_hook.remove()
 
     def after_step(self) -> None:
-        largest = self._largest
-        self._largest = None
         done = self.trainer.iter + 1 - self.trainer.start_iter
-        limit = self._limit or math.inf
+        limit = self._size.limit
         has_grown = limit > self._last
         self._last = limit
         if done >= _FIRST_ITERATIONS and (done % _PERIOD == 0 or has_grown):
-            self._look(largest)
+            self._look(has_grown)
 
     @property
-    def _limit(self) -> Optional[float]:
-        """What limits a micro-batch now, in images or GB; None is the loader's batch."""
-        size = self._trainer.recovery.size
-        return size.limit_gb if isinstance(size, ByteCut) else size.images
+    def _size(self) -> SizeLimit:
+        size: SizeLimit = self._trainer.recovery.size
+        return size
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], _: Any) -> None:
-        if not model.training:
-            return
-        self._needs[self._limit] = max(self._needs.get(self._limit, 0), self._taken())
-        images = count_images(args[0]) if args else 0
-        if self._largest is None or images > count_images(self._largest):
-            self._largest = args[0] if args else None
-        self._most_images = max(self._most_images, images)
+        if model.training:
+            limit = self._size.limit
+            self._needs[limit] = max(self._needs.get(limit, 0), self._taken())
 
     def _taken(self) -> int:
         memory = device_memory(self._device)
         is_gpu = self._device.type == "cuda"
         return memory.reserved_bytes if is_gpu else memory.allocated_bytes
 
-    def _look(self, largest: Any) -> None:
+    def _look(self, has_grown: bool) -> None:
         is_gpu = self._device.type == "cuda"
         free = torch.cuda.mem_get_info(self._device)[0] if is_gpu else available_host_bytes()
         room = free + self._taken()
-        need = self._needs.get(self._limit, 0)
+        need = self._needs.get(self._size.limit, 0)
         self._most_room = max(self._most_room, room)
         taken = self._most_room - room
-        size = self._trainer.recovery.size
-        images = self._limit or self._most_images
+        largest = self._trainer.recovery.largest
         # If ranks communicate in the forward, their micro-batches must stay equal.
-        may_shrink = images > 1 and not self._trainer.normalizers.communication.known
+        may_shrink = not self._trainer.normalizers.communication.known
         if room >= _MARGIN * need or taken < _NOTICEABLE_BYTES or not may_shrink:
             return
-        if isinstance(size, ByteCut):
-            size.halve(largest)
+        if has_grown:  # no window was cut by this limit yet
+            self._size.lower(None)
+        elif largest is not None and largest.can_be_split:
+            self._size.lower(largest)
         else:
-            size.halve(int(images))
+            return
         logger.warning(
             "Iteration %d: other processes have taken %.2f GB of the device %s and left %.2f GB, "
             "and %.2f GB were needed. The micro-batch is halved before it fails",

@@ -48,7 +48,7 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     )
     bare = compat.without_ddp(model)
     try:
-        with explained_memory_error("evaluation", [], bare, options, mixed_precision=False):
+        with explained_memory_error("evaluation", list, bare, options, mixed_precision=False):
             yield
     finally:
         model.__class__ = original
@@ -67,16 +67,18 @@ class _RecoveringCall:
     def __call__(self, batch: Any) -> Any:
         if self._one_by_one and _is_list_of_many(batch):
             return [result for image in batch for result in self([image])]
-        # Detectron2's test-time augmentation turns heads off, and an error leaves them so.
-        before = Snapshot(self._model)
+        before = None
         try:
+            # Detectron2's test-time augmentation turns heads off, and an error leaves them so.
+            before = Snapshot(self._model, is_watched=False)
             with results_on_host(self._model) if self._on_host else nullcontext():
                 return self._call(batch)
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
             failure = Failure(e, "evaluation", self._device)
-        before.restore()
+        if before is not None:
+            before.restore()
         release_memory(self._device)
         self._ease(failure, batch)
         return self(batch)

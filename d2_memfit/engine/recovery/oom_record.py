@@ -158,12 +158,15 @@ def _call(observe: Callable[[], None]) -> None:
 @contextmanager
 def explained_memory_error(
     phase: str,
-    data: Any,
+    data: Callable[[], Any],
     model: nn.Module,
     options: RecoveryOptions,
     mixed_precision: bool,
 ) -> Iterator[None]:
     """Record and explain an out-of-memory error where nothing can be run again.
+
+    Args:
+        data: asked for the micro-batch when the error comes.
 
     Raises:
         OutOfMemoryError: in place of the original error.
@@ -174,7 +177,7 @@ def explained_memory_error(
         if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # already explained
             raise
         failure = Failure(e, phase, next(model.parameters()).device)
-        event = OomEvent.of(failure, data, model, options.budget_gb)
+        event = OomEvent.of(failure, data(), model, options.budget_gb)
         event.action = RAISE
         OomRecord(options.output_dir).append(event)
         raise OutOfMemoryError(final_error(event, options, mixed_precision)) from e

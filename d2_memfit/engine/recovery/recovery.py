@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, Optional
 
 import torch
 from detectron2.utils import comm
@@ -19,7 +19,7 @@ from ...job import RecoveryOptions
 from ...memory import RisingRetries, is_out_of_memory, release_memory
 from ..normalizers import Communication
 from ..state import Snapshot
-from ..window import ByteCut, MicroBatch, MicroBatchSize, Window, WindowStorage, halve
+from ..window import ByteCut, MicroBatch, MicroBatchSize, SizeLimit, Window, WindowStorage
 from .escalation import SKIP, Escalation, low_memory_step
 from .oom_record import RAISE, Failure, OomEvent, OomRecord, explained_memory_error, final_error
 
@@ -54,6 +54,7 @@ class Recovery:
 
     Attributes:
         size: the current limit of a micro-batch, in images or bytes.
+        largest: the last window's micro-batch with the most images, until the next window runs.
         oom_events, retried_images, skipped_images: totals over all ranks and iterations.
     """
 
@@ -66,8 +67,8 @@ class Recovery:
         communication: Communication,
         cut: Optional[ByteCut] = None,
     ) -> None:
-        self.size: Union[MicroBatchSize, ByteCut]
-        self.size = cut or MicroBatchSize(micro_batch_size, options.grow_after)
+        self.size: SizeLimit = cut or MicroBatchSize(micro_batch_size, options.grow_after)
+        self.largest: Optional[MicroBatch] = None
         self.oom_events = 0
         self.retried_images = 0
         self.skipped_images = 0
@@ -84,6 +85,7 @@ class Recovery:
         self._escalation = Escalation(options)
         self._report = RecoveryReport()
         self._window: Optional[Window] = None
+        self._is_counted = False  # its iteration, after its first run
 
     def run(
         self,
@@ -103,10 +105,12 @@ class Recovery:
             OutOfMemoryError: at once, if ranks communicate in the forward. In all other cases the
                 ranks must agree first, see :meth:`end_iteration`.
         """
-        if window is not self._window:  # if all ranks run a window again, its report is kept
+        if window is not self._window:  # if all ranks run it again, what it has learned is kept
             self._report = RecoveryReport()
+            self._escalation = Escalation(self._options)
+            self._is_counted = False
+            self.largest = None
         self._window = window
-        self._escalation = Escalation(self._options)
         at_start: Optional[Snapshot] = None
         while micro_batch := window.take(self.micro_batch_size, self._micro_batch_size is not None):
             storage.next_micro_batch(micro_batch.num_images)
@@ -136,15 +140,22 @@ class Recovery:
     def _end_window(self, window: Window) -> None:
         """Complete the report of a window, and let the micro-batch grow after a while."""
         self._report.seen_images = window.num_images + self._report.skipped_images
-        self._report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
-        self._watch_allocator(window)
+        self.largest = max(window.micro_batches, key=lambda m: m.num_images, default=None)
+        self._report.micro_batch = self.largest.num_images if self.largest else 0
+        if not self._is_counted:
+            self._is_counted = True
+            self._count_iteration()
+        self._report.size = self.size.state_dict()  # as it is after the vote
+
+    def _count_iteration(self) -> None:
+        """Count an iteration once. A later error in another run of it starts the wait anew."""
+        self._watch_allocator()
         if self.size.end_iteration(clean=not self._report.oom_events):
             logger.info(
-                "Iteration %d: memory was enough for a while, the micro-batch grows to %s images",
+                "Iteration %d: memory was enough for a while, the micro-batch grows to %s",
                 get_event_storage().iter,
-                self.size.images or "the loader's batch of",
+                self.size.described(),
             )
-        self._report.size = self.size.state_dict()
 
     @property
     def micro_batch_size(self) -> Optional[int]:
@@ -186,8 +197,14 @@ class Recovery:
                 f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self._options.max_skipped} allows"
             )
 
-    def with_final_error(self, phase: str, data: Any) -> AbstractContextManager[None]:
-        """Explain an out-of-memory error where nothing can be run again."""
+    def with_final_error(
+        self, phase: str, data: Callable[[], Any] = list
+    ) -> AbstractContextManager[None]:
+        """Explain an out-of-memory error where nothing can be run again.
+
+        Args:
+            data: as for :func:`explained_memory_error`.
+        """
         return explained_memory_error(
             phase, data, self._model, self._options, self._mixed_precision
         )
@@ -206,8 +223,7 @@ class Recovery:
         rank = comm.get_rank()
         same_ranks = len(sizes) == comm.get_world_size()
         own = sizes[rank] if same_ranks else min(sizes, key=lambda s: s["images"] or math.inf)
-        if self._may_retry:  # otherwise all ranks must keep the same size
-            self.size.load_state_dict(own)
+        self.size.load_state_dict(own)
         self._sizes = sizes if same_ranks else [own] * comm.get_world_size()
         self.oom_events = state["oom_events"]
         self.retried_images = state["retried_images"]
@@ -244,7 +260,7 @@ class Recovery:
         if not self._may_retry:
             event.action = RAISE
         elif micro_batch.can_be_split:
-            event.action = f"{halve(self.size, micro_batch, window)} and its images are run again"
+            event.action = f"{self.size.lower(micro_batch, window)} and its images are run again"
         else:
             event.action = self._escalation.next_action(micro_batch.data, window)
         self._record.append(event)
@@ -261,7 +277,7 @@ class Recovery:
         """
         is_thorough = self._report.oom_events > 1
         try:
-            with self.with_final_error("restoration", micro_batch.data):
+            with self.with_final_error("restoration", lambda: micro_batch.data):
                 if failure.phase != "forward":
                     self._model.zero_grad(set_to_none=True)
                 if before is not None:
@@ -270,17 +286,18 @@ class Recovery:
         except OutOfMemoryError as e:
             self._report.final_error = str(e)
 
-    def _watch_allocator(self, window: Window) -> None:
+    def _watch_allocator(self) -> None:
         """Halve the size before a crash: an allocator that retries again and again is near it."""
         if self._device.type != "cuda" or not self._may_retry:
             return
         retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
-        if not self._retries.too_close(retries) or self._report.micro_batch < 2:
+        largest = self.largest
+        is_close = self._retries.too_close(retries)
+        if not is_close or largest is None or not largest.can_be_split:
             return
-        largest = max(window.micro_batches, key=lambda m: m.num_images)
         error = torch.OutOfMemoryError(f"num_alloc_retries rises again and again, to {retries}")
         event = self._event(Failure(error, "allocator", self._device), largest.data)
-        event.action = f"{halve(self.size, largest, window)} before it fails"
+        event.action = f"{self.size.lower(largest)} before it fails"
         self._report.oom_events += 1
         self._record.append(event)
         logger.warning("%s. Now %s", event, event.action)

@@ -1,10 +1,10 @@
 # Copyright (c) the d2_memfit developers.
 """The images of one optimizer step, and how they are cut into micro-batches."""
 
-from .byte_cut import ByteCut, cut_window, halve
+from .byte_cut import ByteCut, cut_window
 from .columns import Row, dataset_dicts
 from .forward_counters import ForwardCounters, numbers_of
-from .micro_batch_size import MicroBatchSize
+from .micro_batch_size import MicroBatchSize, SizeLimit
 from .storage import WindowStorage
 from .window import (
     MicroBatch,
@@ -23,13 +23,13 @@ __all__ = [
     "MicroBatch",
     "MicroBatchSize",
     "Row",
+    "SizeLimit",
     "Window",
     "WindowStorage",
     "count_images",
     "count_objects",
     "cut_window",
     "dataset_dicts",
-    "halve",
     "host_memory_error",
     "image_names",
     "is_list_of_images",

@@ -4,7 +4,7 @@
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 from detectron2.utils import comm
 from torch import nn
@@ -16,7 +16,7 @@ from .columns import Row
 from .micro_batch_size import MicroBatchSize
 from .window import MicroBatch, Window, count_objects
 
-__all__ = ["ByteCut", "cut_window", "halve"]
+__all__ = ["ByteCut", "cut_window"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class ByteCut:
         grow_after: as for :class:`MicroBatchSize`.
 
     Attributes:
-        images: always None. Micro-batches are taken as they were cut.
+        images: None, as micro-batches are taken as they were cut.
     """
 
     images: Optional[int] = None
@@ -114,15 +114,25 @@ class ByteCut:
     def _bytes_of(self, images: Images) -> float:
         return self._cost_model.bytes_of(images, self._padding)
 
-    def halve(self, data: Sequence[Any]) -> None:
-        """Halve the limit after a micro-batch of several images did not fit.
+    @property
+    def limit(self) -> float:
+        return self.limit_gb
 
-        From now on, no micro-batch may need more than half of the bytes predicted for these images.
-        """
-        needs = self._bytes_of(_together(map(_facts_of, data))) - self._base
-        share = needs / self._room if self._room > 0 else 0
-        # Rounded up: of images of one size, half as many must fit.
-        self._share.halve(max(2, min(_PARTS, math.ceil(_PARTS * share) + 1)))
+    def described(self) -> str:
+        return f"{self.limit_gb:.2f} GB"
+
+    def lower(self, largest: Optional[MicroBatch], window: Optional[Window] = None) -> str:
+        """Halve the limit, or let no micro-batch need more than half of the largest's bytes."""
+        parts = self._share.images or _PARTS
+        if largest is not None:
+            needs = self._bytes_of(_together(map(_facts_of, largest.data))) - self._base
+            share = needs / self._room if self._room > 0 else 0
+            # Rounded up: of images of one size, half as many must fit.
+            parts = min(_PARTS, math.ceil(_PARTS * share) + 1)
+        self._share.halve(max(2, parts))
+        if window is not None:
+            window.cut(self.cut)
+        return f"micro-batches of several images are limited to {self.described()}"
 
     def end_iteration(self, clean: bool) -> bool:
         return self._share.end_iteration(clean)
@@ -158,19 +168,6 @@ def cut_window(window: Window, cut: ByteCut, in_step: bool) -> None:
             "Give all ranks as many images, or train without MEMFIT.COST_MODEL.BYTES"
         )
     window.cut(lambda images: cut.cut(images, most))
-
-
-def halve(size: Union[MicroBatchSize, ByteCut], micro_batch: MicroBatch, window: Window) -> str:
-    """Lower the size of micro-batches after one did not fit, and cut the rest of the window again.
-
-    Returns:
-        str: what was done, for the log.
-    """
-    if not isinstance(size, ByteCut):
-        return f"the micro-batch is halved to {size.halve(micro_batch.num_images)}"
-    size.halve(micro_batch.data)
-    window.cut(size.cut)
-    return f"micro-batches of several images are limited to {size.limit_gb:.2f} GB"
 
 
 def _facts_of(image: Any) -> Images:

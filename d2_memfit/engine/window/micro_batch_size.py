@@ -1,9 +1,53 @@
 # Copyright (c) the d2_memfit developers.
 """The number of images per micro-batch, learned from what did not fit."""
 
-from typing import Any, Optional
+import math
+from typing import Any, Optional, Protocol
 
-__all__ = ["MicroBatchSize"]
+from .window import MicroBatch, Window
+
+__all__ = ["MicroBatchSize", "SizeLimit"]
+
+
+class SizeLimit(Protocol):
+    """What limits micro-batches, in images (:class:`MicroBatchSize`) or bytes (``ByteCut``).
+
+    Attributes:
+        images: the limit in images, as for :meth:`Window.take`; None takes what is there.
+    """
+
+    images: Optional[int]
+
+    @property
+    def limit(self) -> float:
+        """The limit, in its unit. It orders limits of one kind; infinity is none."""
+
+    def described(self) -> str:
+        """The limit with its unit, for the log."""
+
+    def lower(self, largest: Optional[MicroBatch], window: Optional[Window] = None) -> str:
+        """Halve the limit.
+
+        Args:
+            largest: can be split, and is not taken whole again; None halves a limit that has grown.
+            window: its rest is cut again.
+
+        Returns:
+            str: what was done, for the log.
+        """
+
+    def end_iteration(self, clean: bool) -> bool:
+        """Count an iteration, with (``clean``) or without enough memory.
+
+        Returns:
+            bool: whether the limit has grown.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what was learned. The state of the other kind of limit is ignored."""
 
 
 class MicroBatchSize:
@@ -28,6 +72,17 @@ class MicroBatchSize:
         self._failed_growths = 0  # in a row
         self._has_just_grown = False
         self.images = configured
+
+    @property
+    def limit(self) -> float:
+        return math.inf if self.images is None else self.images
+
+    def described(self) -> str:
+        return "the loader's batch" if self.images is None else f"{self.images} images"
+
+    def lower(self, largest: Optional[MicroBatch], window: Optional[Window] = None) -> str:
+        images = largest.num_images if largest is not None else self.images or self._full
+        return f"the micro-batch is halved to {self.halve(images)}"
 
     def halve(self, num_images: int) -> int:
         """Halve the size after a micro-batch of this many images, at least two, did not fit.

@@ -11,8 +11,10 @@ from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit import compat
 from d2_memfit.engine.recovery import recovering_inference
+from d2_memfit.engine.state import Snapshot
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.job import RecoveryOptions
+from d2_memfit.memory import TensorMeter
 
 pytestmark = pytest.mark.slow
 
@@ -134,6 +136,39 @@ def test_without_options_and_afterwards_the_model_is_as_it_was():
         assert type(model) is not original
         assert isinstance(model, original)
     assert type(model) is original
+
+
+def test_frozen_parameters_are_not_copied():
+    taken = []
+
+    class Frozen(torch.nn.Linear):
+        def forward(self, batch):
+            taken.append(meter.live_bytes)
+            return super().forward(batch)
+
+    model = Frozen(512, 512).requires_grad_(False)
+    with recovering_inference(model, RecoveryOptions()), TensorMeter() as meter:
+        before = meter.live_bytes
+        model(torch.zeros(1, 512))
+    assert taken[0] - before < model.weight.nbytes
+
+
+def test_a_copy_of_the_state_that_does_not_fit_is_recovered_from(tmp_path, monkeypatch):
+    made = []
+
+    class FailsOnce(Snapshot):
+        def __init__(self, *args, **kwargs):
+            made.append(self)
+            if len(made) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr("d2_memfit.engine.recovery.inference.Snapshot", FailsOnce)
+    model = torch.nn.Linear(2, 2)
+    model.forward = lambda batch: batch
+    with recovering_inference(model, RecoveryOptions(output_dir=str(tmp_path))):
+        assert len(model(images(2))) == 2
+    assert actions(tmp_path) == ["the images are run one at a time"]
 
 
 def test_test_time_augmentation_is_recovered_too(tmp_path):

@@ -25,7 +25,7 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import ConfigError, OutOfMemoryError
 from d2_memfit.job import RecoveryOptions
-from d2_memfit.memory import TensorMeter
+from d2_memfit.memory import TensorMeter, device_memory
 
 pytestmark = pytest.mark.slow
 
@@ -338,6 +338,46 @@ def test_the_size_grows_back_and_is_kept_in_checkpoints():
     assert storage.latest()["memfit/oom_events"][0] == trainer.recovery.oom_events
 
 
+class RunAgain:
+    """In place of Normalizers.must_run_again: each window runs so many times."""
+
+    def __init__(self, trainer, num_runs, monkeypatch):
+        self._num_runs, self._done = num_runs, 0
+        monkeypatch.setattr(trainer.normalizers, "must_run_again", self)
+        monkeypatch.setattr(type(trainer.normalizers), "may_run_again", True)
+
+    def __call__(self, reports):
+        self._done += 1
+        return self._done % self._num_runs != 0
+
+
+def test_an_iteration_that_all_ranks_run_again_counts_once(monkeypatch):
+    fails_at = {0}
+
+    def fails(names):
+        return trainer.iter in fails_at and len(names) > 1
+
+    trainer = failing(fails, 1, CountingModel(100), 20, grow_after=4)
+    RunAgain(trainer, 3, monkeypatch)
+    sizes = iterate(trainer, 7).history("memfit/micro_batch").values()
+    assert [int(v) for v, _ in sizes] == [1, 1, 1, 1, 1, 2, 2]
+
+
+def test_a_resized_image_stays_one_when_all_ranks_run_its_window_again(tmp_path, monkeypatch):
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    trainer = failing(FailsTimes(1, 99), model=model, allow_resize=True, output_dir=tmp_path)
+    trainer.fails.left = 3  # until it is resized
+    again = RunAgain(trainer, 2, monkeypatch)
+
+    def run_again(reports):
+        trainer.fails.left = 1
+        return again(reports)
+
+    monkeypatch.setattr(trainer.normalizers, "must_run_again", run_again)
+    iterate(trainer)
+    assert [e["action"] for e in read_record(tmp_path)] == ACTIONS[:5]
+
+
 def test_what_happened_is_logged_and_counted(log):
     trainer = failing(lambda names: len(names) > 1, 2, num_batches=2)
     storage = iterate(trainer)
@@ -383,6 +423,55 @@ def test_a_batch_that_cannot_be_split_is_eased_as_a_whole(tmp_path):
     options = RecoveryOptions(output_dir=str(tmp_path))
     iterate(AccumulatingTrainer(model, [torch.ones(4)], sgd(model), recovery=options))
     assert [e["action"] for e in read_record(tmp_path)] == ACTIONS[1:3]
+
+
+class PretendsCuda:
+    """In place of a device: the CPU, whose allocator is asked like that of a GPU."""
+
+    type = "cuda"
+
+
+class RisingAllocator:
+    def __init__(self, monkeypatch):
+        self.retries = 0
+        monkeypatch.setattr(torch.cuda, "memory_stats", self)
+        memory = device_memory(torch.device("cpu"))
+        monkeypatch.setattr("d2_memfit.engine.recovery.oom_record.device_memory", lambda _: memory)
+        monkeypatch.setattr("d2_memfit.engine.recovery.recovery.release_memory", lambda *_, **__: 0)
+
+    def __call__(self, device):
+        self.retries += 1
+        return {"num_alloc_retries": self.retries}
+
+
+class Mean(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, batch):
+        return self.weight.sum() * len(batch)
+
+
+def micro_batches_with_retries(batch, monkeypatch):
+    """Sizes that recovery finds for four iterations whose allocator retries in each."""
+    RisingAllocator(monkeypatch)
+    model = Mean()
+    trainer = AccumulatingTrainer(model, [batch] * 5, sgd(model), recovery=RecoveryOptions())
+    trainer.recovery._device = PretendsCuda()
+    iterate(trainer, 5)
+    return trainer.recovery
+
+
+def test_an_allocator_that_retries_again_and_again_halves_what_can_be_cut(monkeypatch):
+    recovery = micro_batches_with_retries(images(4), monkeypatch)
+    assert recovery.size.images == 2
+    assert recovery.oom_events == 1
+
+
+def test_a_batch_that_cannot_be_cut_is_not_halved_for_the_allocator(monkeypatch):
+    recovery = micro_batches_with_retries(torch.ones(4, 3), monkeypatch)
+    assert recovery.size.images is None
+    assert recovery.oom_events == 0
 
 
 def test_a_batch_of_an_unknown_kind_can_be_skipped():
