@@ -21,8 +21,10 @@ from d2_memfit.techniques import TECHNIQUES
 
 CONFIG_MD = Path(__file__).resolve().parents[1] / "docs" / "CONFIG.md"
 
-# One or more lines of comment, and the assignment under them.
-_COMMENTED_KEY = re.compile(r"((?: *#.*\n)+) *(?:_C|cfg)\.([A-Z0-9_.]+) = ")
+# One or more lines of comment, and what stands under them: a key's default, or a technique's key.
+_COMMENTED_KEY = re.compile(
+    r"((?:^ *#.*\n)+) *(?:(?:_C|cfg)\.([A-Z0-9_.]+) = |key = \"(.+)\")", re.MULTILINE
+)
 
 INTRODUCTION = """# Config keys
 
@@ -105,11 +107,12 @@ class Key(NamedTuple):
 
 def documented_keys() -> Iterator[Key]:
     """All keys of d2_memfit that have a comment, in source order."""
-    for comment, name in _COMMENTED_KEY.findall(inspect.getsource(config_keys)):
-        yield Key(name, _one_line(comment), "")
-    for technique_name, technique in sorted(TECHNIQUES, key=lambda item: item[1].__module__):
-        for comment, name in _COMMENTED_KEY.findall(inspect.getsource(technique.add_config)):
-            yield Key(name, _one_line(comment), f"{technique_name} ({technique.tier})")
+    sources = [("", config_keys)]
+    for name, technique in sorted(TECHNIQUES, key=lambda item: item[1].__module__):
+        sources.append((f"{name} ({technique.tier})", technique))
+    for of, source in sources:
+        for comment, assigned, key in _COMMENTED_KEY.findall(inspect.getsource(source)):
+            yield Key(assigned or key, _one_line(comment), of)
 
 
 def lazy_name(key: str) -> str:

@@ -32,13 +32,8 @@ class SharedBitMaskTargets(BooleanTechnique):
 
     tier = "exact"
     part = "model"
+    # Whether proposals share the bit masks of an image's instances, instead of copying them.
     key = "MEMFIT.HEADS.SHARED_BITMASKS"
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("HEADS", CfgNode())
-        # Whether proposals share the bit masks of an image's instances, instead of copying them.
-        cfg.MEMFIT.HEADS.SHARED_BITMASKS = False
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:

@@ -24,13 +24,8 @@ class GradientBucketView(BooleanTechnique):
     tier = "exact"
     part = "ddp"
     planned = False
+    # Whether gradients are views into DDP's buffers, instead of additional copies.
     key = "MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW"
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
-        # Whether gradients are views into DDP's buffers, instead of additional copies.
-        cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW = False
 
     @classmethod
     def apply(cls, kwargs: dict[str, Any], cfg: CfgNode) -> dict[str, Any]:

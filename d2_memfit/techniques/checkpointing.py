@@ -10,9 +10,8 @@ from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
 from torch import nn
 
-from ..common.checks import check_strings
 from ..errors import ConfigError
-from .registry import TECHNIQUES, Technique
+from .registry import TECHNIQUES, ModulesTechnique
 from .support import add_mixin, find_blocks, find_modules, recompute_in_backward
 
 __all__ = ["ActivationCheckpointing", "checkpointed"]
@@ -21,7 +20,7 @@ _READY_MADE = ("backbone", "all", "backbone+heads")
 
 
 @TECHNIQUES.register()
-class ActivationCheckpointing(Technique):
+class ActivationCheckpointing(ModulesTechnique):
     """Makes modules keep only their inputs for the backward, which recomputes the rest.
 
     Saves the activations within these modules. Costs a second forward of them, a quarter to a third
@@ -35,30 +34,21 @@ class ActivationCheckpointing(Technique):
     tier = "exact"
     part = "model"
     order = 1  # recomputation must include what other techniques do in a forward
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("CHECKPOINT", CfgNode())
-        # The modules that keep only their inputs for the backward. Give patterns of their names,
-        # such as "backbone.bottom_up.res4.*" or "transformer.encoder.layers.*", or one of two
-        # ready-made choices. "backbone" is the blocks of the backbone. "all" is every block of the
-        # model: residual stages, encoder and decoder layers, necks, heads. "backbone+heads" is
-        # another name of "all". [] is none.
-        cfg.MEMFIT.CHECKPOINT.MODULES = []
+    # The modules that keep only their inputs for the backward. Give patterns of their names,
+    # such as "backbone.bottom_up.res4.*" or "transformer.encoder.layers.*", or one of two
+    # ready-made choices. "backbone" is the blocks of the backbone. "all" is every block of the
+    # model: residual stages, encoder and decoder layers, necks, heads. "backbone+heads" is
+    # another name of "all". [] is none.
+    key = "MEMFIT.CHECKPOINT.MODULES"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return {"MEMFIT.CHECKPOINT.MODULES": ["all"]}
 
     @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        check_strings("MEMFIT.CHECKPOINT.MODULES", cfg.MEMFIT.CHECKPOINT.MODULES)
-        return len(cfg.MEMFIT.CHECKPOINT.MODULES) > 0
-
-    @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
         patterns = _patterns(model, cfg.MEMFIT.CHECKPOINT.MODULES)
-        for module in find_modules(model, "MEMFIT.CHECKPOINT.MODULES", patterns):
+        for module in find_modules(model, cls.key, patterns):
             add_mixin(module, _Checkpointed if _is_called_by_forward(module) else _CheckpointedCall)
         return model
 

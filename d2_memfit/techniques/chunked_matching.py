@@ -33,13 +33,8 @@ class ChunkedMatching(PositiveIntTechnique):
 
     tier = "exact"
     part = "model"
+    # Anchors that are matched to an image's instances at a time. None is all, as in Detectron2.
     key = "MEMFIT.MATCHING.CHUNK_SIZE"
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("MATCHING", CfgNode())
-        # Anchors that are matched to an image's instances at a time. None is all, as in Detectron2.
-        cfg.MEMFIT.MATCHING.CHUNK_SIZE = None
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:

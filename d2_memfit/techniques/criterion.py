@@ -68,14 +68,9 @@ class ChunkedCriterion(PositiveIntTechnique):
 
     tier = "exact"
     part = "model"
+    # Objects of the batch that a DETR-like's matcher and criterion handle at a time. The
+    # matcher computes costs, the criterion the losses of boxes and masks. None is all.
     key = "MEMFIT.CRITERION.CHUNK_SIZE"
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("CRITERION", CfgNode())
-        # Objects of the batch that a DETR-like's matcher and criterion handle at a time. The
-        # matcher computes costs, the criterion the losses of boxes and masks. None is all.
-        cfg.MEMFIT.CRITERION.CHUNK_SIZE = None
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:

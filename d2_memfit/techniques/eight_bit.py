@@ -31,13 +31,8 @@ class EightBitOptimizerStates(BooleanTechnique):
     part = "optimizer"
     in_evaluation = True
     never_faster = True
+    # Whether the optimizer's states are kept in 8 bits.
     key = "MEMFIT.OPTIMIZER.STATES_8BIT"
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
-        # Whether the optimizer's states are kept in 8 bits.
-        cfg.MEMFIT.OPTIMIZER.STATES_8BIT = False
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:

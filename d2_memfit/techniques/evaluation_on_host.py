@@ -44,13 +44,8 @@ class EvaluationOnHost(BooleanTechnique):
     tier = "exact"
     part = "evaluation"
     in_evaluation = True
+    # Whether results are upsampled to the size of the image on the host, one mask at a time.
     key = "MEMFIT.EVALUATION.ON_HOST"
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("EVALUATION", CfgNode())
-        # Whether results are upsampled to the size of the image on the host, one mask at a time.
-        cfg.MEMFIT.EVALUATION.ON_HOST = False
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:

@@ -29,14 +29,9 @@ class ChunkedHeads(PositiveIntTechnique):
 
     tier = "exact"
     part = "model"
+    # Proposals that go through the layers of a mask or keypoint head at a time. None is all, as
+    # in Detectron2.
     key = "MEMFIT.HEADS.CHUNK_SIZE"
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("HEADS", CfgNode())
-        # Proposals that go through the layers of a mask or keypoint head at a time. None is all, as
-        # in Detectron2.
-        cfg.MEMFIT.HEADS.CHUNK_SIZE = None
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..compat import inner_dataset
 from ..data import shorter_sides
 from ..iteration import BatchGeometry
 from ..memory import available_host_bytes
-from .registry import TECHNIQUES, PositiveIntTechnique, Technique
+from .registry import TECHNIQUES, KeyTechnique, PositiveIntTechnique
 
 __all__ = ["HostBudget", "LoaderPrefetch"]
 
@@ -30,7 +30,7 @@ _DEFAULT_PREFETCH = 2  # PyTorch's
 
 
 @TECHNIQUES.register()
-class HostBudget(Technique):
+class HostBudget(KeyTechnique):
     """Lowers DATALOADER.NUM_WORKERS to what fits into the host's RAM.
 
     Saves the memory of the omitted workers, and of their prefetched images. Costs time if the
@@ -42,14 +42,11 @@ class HostBudget(Technique):
     tier = "exact"
     part = "config"
     planned = False
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("HOST", CfgNode())
-        # RAM of this machine that training may use, in GB (2^30 bytes), for all ranks and their
-        # workers together. If they need more, DATALOADER.NUM_WORKERS and MEMFIT.HOST.PREFETCH are
-        # lowered. None is no limit.
-        cfg.MEMFIT.HOST.BUDGET_GB = None
+    # RAM of this machine that training may use, in GB (2^30 bytes), for all ranks and their
+    # workers together. If they need more, DATALOADER.NUM_WORKERS and MEMFIT.HOST.PREFETCH are
+    # lowered. None is no limit.
+    key = "MEMFIT.HOST.BUDGET_GB"
+    off = None
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -57,9 +54,10 @@ class HostBudget(Technique):
 
     @classmethod
     def is_on(cls, cfg: CfgNode) -> bool:
-        if cfg.MEMFIT.HOST.BUDGET_GB is not None:
-            check_positive_number("MEMFIT.HOST.BUDGET_GB", cfg.MEMFIT.HOST.BUDGET_GB)
-        return cfg.MEMFIT.HOST.BUDGET_GB is not None
+        budget_gb = cfg.MEMFIT.HOST.BUDGET_GB
+        if budget_gb is not None:
+            check_positive_number(cls.key, budget_gb)
+        return budget_gb is not None
 
     @classmethod
     def apply(cls, part: CfgNode, cfg: CfgNode) -> CfgNode:
@@ -105,14 +103,9 @@ class LoaderPrefetch(PositiveIntTechnique):
     tier = "exact"
     part = "loader"
     planned = False
+    # Images that each worker of the loader loads ahead; batches without
+    # DATALOADER.ASPECT_RATIO_GROUPING. None is PyTorch's 2.
     key = "MEMFIT.HOST.PREFETCH"
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("HOST", CfgNode())
-        # Images that each worker of the loader loads ahead; batches without
-        # DATALOADER.ASPECT_RATIO_GROUPING. None is PyTorch's 2.
-        cfg.MEMFIT.HOST.PREFETCH = None
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:

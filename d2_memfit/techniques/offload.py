@@ -12,11 +12,10 @@ from detectron2.config import CfgNode
 from detectron2.utils.logger import log_first_n
 from torch import nn
 
-from ..common.checks import check_strings
 from ..compat.pytorch import change_count
 from ..errors import HostMemoryError
 from ..memory import available_host_bytes, error_line, on_host
-from .registry import TECHNIQUES, Technique
+from .registry import TECHNIQUES, ModulesTechnique
 from .support import add_mixin, find_modules
 
 __all__ = ["ActivationOffload"]
@@ -29,7 +28,7 @@ _WARN_BELOW_BYTES = 2**31
 
 
 @TECHNIQUES.register()
-class ActivationOffload(Technique):
+class ActivationOffload(ModulesTechnique):
     """Copies the tensors that modules save for the backward to the host, and back when needed.
 
     Saves these modules' activations on the device or, with checkpointing inside them, the kept
@@ -43,22 +42,13 @@ class ActivationOffload(Technique):
     part = "model"
     gpu_only = True
     order = 2  # kept inputs of checkpoints are offloaded, too
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("OFFLOAD", CfgNode())
-        # The modules whose saved activations are kept on the host. Give patterns of their names,
-        # such as "backbone.bottom_up.res2" or "roi_heads". [] is none.
-        cfg.MEMFIT.OFFLOAD.MODULES = []
+    # The modules whose saved activations are kept on the host. Give patterns of their names,
+    # such as "backbone.bottom_up.res2" or "roi_heads". [] is none.
+    key = "MEMFIT.OFFLOAD.MODULES"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return {"MEMFIT.OFFLOAD.MODULES": ["backbone"]}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        check_strings("MEMFIT.OFFLOAD.MODULES", cfg.MEMFIT.OFFLOAD.MODULES)
-        return len(cfg.MEMFIT.OFFLOAD.MODULES) > 0
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
@@ -69,7 +59,7 @@ class ActivationOffload(Technique):
                 "with MODEL.DEVICE cpu: it saves nothing here"
             )
         offload = _Offload(device)
-        for module in find_modules(model, "MEMFIT.OFFLOAD.MODULES", cfg.MEMFIT.OFFLOAD.MODULES):
+        for module in find_modules(model, cls.key, cfg.MEMFIT.OFFLOAD.MODULES):
             add_mixin(module, _Offloaded, offload=offload)
         return model
 

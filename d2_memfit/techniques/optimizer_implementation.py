@@ -8,13 +8,13 @@ from torch.optim import Optimizer
 
 from ..common.checks import check_choice
 from ..errors import ConfigError
-from .registry import TECHNIQUES, Technique
+from .registry import TECHNIQUES, KeyTechnique
 
 __all__ = ["OptimizerImplementation"]
 
 
 @TECHNIQUES.register()
-class OptimizerImplementation(Technique):
+class OptimizerImplementation(KeyTechnique):
     """Makes the optimizer update parameters one by one ("for-loop") or in one kernel ("fused").
 
     Saves the copy of all gradients that PyTorch's choice on a GPU, "foreach", makes for weight
@@ -26,12 +26,9 @@ class OptimizerImplementation(Technique):
     tier = "exact"
     part = "optimizer"
     gpu_only = True
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
-        # "for-loop", "foreach" or "fused". "default" is PyTorch's choice for the device.
-        cfg.MEMFIT.OPTIMIZER.IMPLEMENTATION = "default"
+    # "for-loop", "foreach" or "fused". "default" is PyTorch's choice for the device.
+    key = "MEMFIT.OPTIMIZER.IMPLEMENTATION"
+    off = "default"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -41,8 +38,8 @@ class OptimizerImplementation(Technique):
     def is_on(cls, cfg: CfgNode) -> bool:
         name = cfg.MEMFIT.OPTIMIZER.IMPLEMENTATION
         choices = ("default", "for-loop", "foreach", "fused")
-        check_choice("MEMFIT.OPTIMIZER.IMPLEMENTATION", name, choices)
-        return name != "default"
+        check_choice(cls.key, name, choices)
+        return name != cls.off
 
     @classmethod
     def apply(cls, optimizer: Optimizer, cfg: CfgNode) -> Optimizer:

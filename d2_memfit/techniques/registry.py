@@ -4,13 +4,20 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from copy import copy
+from typing import Any, ClassVar
 
 from detectron2.config import CfgNode
 from fvcore.common.registry import Registry
 from torch import nn
 
-from ..common.checks import check_bool, check_positive_int, did_you_mean, value_of
+from ..common.checks import (
+    check_bool,
+    check_positive_int,
+    check_strings,
+    did_you_mean,
+    value_of,
+)
 from ..errors import ConfigError
 
 __all__ = [
@@ -18,6 +25,8 @@ __all__ = [
     "TECHNIQUES",
     "TIERS",
     "BooleanTechnique",
+    "KeyTechnique",
+    "ModulesTechnique",
     "PositiveIntTechnique",
     "Technique",
     "apply_techniques",
@@ -100,14 +109,29 @@ class Technique:
         return part
 
 
-class BooleanTechnique(Technique):
-    """A technique that one boolean config key turns on.
+class KeyTechnique(Technique):
+    """A technique that one config key turns on.
 
     Attributes:
-        key: its name.
+        key: the key's whole name. The comment above it is its documentation.
+        off: the key's default, which turns the technique off.
     """
 
     key: str
+    off: ClassVar[Any]
+
+    @classmethod
+    def add_config(cls, cfg: CfgNode) -> None:
+        *parents, name = cls.key.split(".")
+        for parent in parents:
+            cfg = cfg.setdefault(parent, CfgNode())
+        cfg[name] = copy(cls.off)
+
+
+class BooleanTechnique(KeyTechnique):
+    """A technique that one boolean config key turns on."""
+
+    off = False
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -120,14 +144,10 @@ class BooleanTechnique(Technique):
         return value
 
 
-class PositiveIntTechnique(Technique):
-    """A technique that one config key turns on, by a positive integer; None turns it off.
+class PositiveIntTechnique(KeyTechnique):
+    """A technique that one config key turns on, by a positive integer; None turns it off."""
 
-    Attributes:
-        key: its name.
-    """
-
-    key: str
+    off = None
 
     @classmethod
     def is_on(cls, cfg: CfgNode) -> bool:
@@ -135,6 +155,18 @@ class PositiveIntTechnique(Technique):
         if value is not None:
             check_positive_int(cls.key, value)
         return value is not None
+
+
+class ModulesTechnique(KeyTechnique):
+    """A technique for the modules whose name patterns one config key lists."""
+
+    off: ClassVar[list[str]] = []
+
+    @classmethod
+    def is_on(cls, cfg: CfgNode) -> bool:
+        patterns = value_of(cfg, cls.key)
+        check_strings(cls.key, patterns)
+        return len(patterns) > 0
 
 
 TECHNIQUES: Registry = Registry("TECHNIQUE")  # of subclasses of Technique

@@ -36,13 +36,8 @@ class SharedDataset(BooleanTechnique):
     tier = "exact"
     part = "loader"
     planned = False
+    # Whether the ranks of a machine share one copy of the dataset's annotations.
     key = "MEMFIT.HOST.SHARED_DATASET"
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("HOST", CfgNode())
-        # Whether the ranks of a machine share one copy of the dataset's annotations.
-        cfg.MEMFIT.HOST.SHARED_DATASET = False
 
     @classmethod
     def apply(cls, build_loader: Callable[..., Any], cfg: CfgNode) -> Callable[..., Any]:

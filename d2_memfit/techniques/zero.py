@@ -30,14 +30,9 @@ class ShardedOptimizerStates(BooleanTechnique):
     tier = "exact"
     part = "optimizer"
     in_evaluation = True
+    # Whether each rank keeps only its share of the optimizer's states. Needs at least two
+    # ranks.
     key = "MEMFIT.OPTIMIZER.ZERO"
-
-    @classmethod
-    def add_config(cls, cfg: CfgNode) -> None:
-        cfg.MEMFIT.setdefault("OPTIMIZER", CfgNode())
-        # Whether each rank keeps only its share of the optimizer's states. Needs at least two
-        # ranks.
-        cfg.MEMFIT.OPTIMIZER.ZERO = False
 
     @classmethod
     def check(cls, cfg: CfgNode, num_ranks: int) -> None:
