@@ -2,25 +2,23 @@
 """Evaluation results that are post-processed on the host, one mask at a time."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, Optional
 
-import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.layers import paste_masks_in_image
 from detectron2.structures import Boxes, Instances
-from numpy.typing import NDArray
 from torch import nn
 
 from ..common.patching import calls_function, knows_function, replaced_functions, source_files
 from ..errors import ConfigError
-from .lazy_rows import UpsamplesLater, WritesToLazyRows
+from .lazy_rows import LazyRows, RememberedRows, UpsamplesLater, WritesToLazyRows
 from .registry import TECHNIQUES, BooleanTechnique
 from .support import add_mixin
 
-__all__ = ["EvaluationOnHost", "PastedMasks", "can_have_results_on_host", "results_on_host"]
+__all__ = ["EvaluationOnHost", "can_have_results_on_host", "results_on_host"]
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +104,10 @@ def _on_host(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     return postprocess_on_host
 
 
-class PastedMasks:
-    """The masks [N, height, width] of an image's objects, of which one exists at a time.
-
-    It replaces Detectron2's tensor. It can be iterated and indexed like one, and ``np.asarray``
-    makes all masks.
+def _pasted(
+    masks: torch.Tensor, boxes: Boxes, image_size: tuple[int, int], threshold: float
+) -> LazyRows:
+    """The masks [N, height, width] of an image's objects, pasted when they are needed.
 
     Args:
         masks: the scores of each object's mask within its box [N, size, size].
@@ -119,39 +116,12 @@ class PastedMasks:
         threshold: the score from which on a pixel belongs to the object.
     """
 
-    def __init__(
-        self, masks: torch.Tensor, boxes: Boxes, image_size: tuple[int, int], threshold: float
-    ) -> None:
-        self._masks = masks
-        self._boxes = boxes
-        self._image_size = image_size
-        self._threshold = threshold
+    def rows(numbers: Sequence[int]) -> torch.Tensor:
+        chosen = list(numbers)
+        return paste_masks_in_image(masks[chosen], boxes[chosen], image_size, threshold)
 
-    def __len__(self) -> int:
-        return len(self._masks)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self._paste(i) for i in range(len(self)))
-
-    def __getitem__(self, index: Any) -> Union[torch.Tensor, "PastedMasks"]:
-        """One mask [height, width] by its number, or several, indexed like a tensor."""
-        if isinstance(index, (int, np.integer)) or (np.ndim(index) == 0 and torch.is_tensor(index)):
-            return self._paste(int(index))
-        masks = self._masks[index]
-        return PastedMasks(masks, self._boxes[index], self._image_size, self._threshold)
-
-    def _paste(self, index: int) -> torch.Tensor:
-        mask = self._masks[index][None]
-        box = self._boxes[index]
-        return paste_masks_in_image(mask, box, self._image_size, self._threshold)[0]
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
-        masks = [mask.numpy() for mask in self]
-        return np.stack(masks).astype(dtype or bool) if masks else np.zeros((0, *self._image_size))
-
-    def to(self, *args: Any, **kwargs: Any) -> "PastedMasks":
-        """Return the masks unchanged: they stay on the host."""
-        return self
+    like = torch.empty(1, *image_size, dtype=torch.bool, device="meta")
+    return LazyRows(RememberedRows(rows), (len(masks),), like, 0, masks.device)
 
 
 def _detector_postprocess_lazily(postprocess: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,7 +139,7 @@ def _detector_postprocess_lazily(postprocess: Callable[..., Any]) -> Callable[..
         results.remove("roi_masks")
         masks = masks[:, 0] if isinstance(masks, torch.Tensor) else masks.tensor
         size = (int(output_height), int(output_width))
-        results.pred_masks = PastedMasks(masks, results.pred_boxes, size, mask_threshold)
+        results.pred_masks = _pasted(masks, results.pred_boxes, size, mask_threshold)
         return results
 
     return postprocess_on_host

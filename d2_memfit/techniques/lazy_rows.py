@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat.pytorch import make_wrapper, schema, tree_iter, tree_map, without_torch_function
 
-__all__ = ["LazyRows", "UpsamplesLater", "WritesToLazyRows"]
+__all__ = ["LazyRows", "RememberedRows", "UpsamplesLater", "WritesToLazyRows"]
 
 aten = torch.ops.aten
 _CHUNK_BYTES = 2**26  # bytes of rows computed at a time; smaller tensors are computed as a whole
@@ -250,7 +250,7 @@ def _of_rows(
     like = function(*(like for _, like in parts), **without_device)
     device = kwargs.get("device") or lazy.device
     made = LazyRows(
-        _Remembering(rows) if remembers else rows, lazy.leading, like, lazy.row_bytes, device
+        RememberedRows(rows) if remembers else rows, lazy.leading, like, lazy.row_bytes, device
     )
     return made.compute() if made.numel() * made.element_size() <= _CHUNK_BYTES else made
 
@@ -273,8 +273,8 @@ def _part(value: Any, lazy: LazyRows) -> tuple[Callable[[Sequence[int]], Any], A
     return (lambda numbers: flat[list(numbers)]), _on_meta(flat[:1])
 
 
-class _Remembering:
-    """Computes rows once that are needed twice in a row, as by both sides of a product."""
+class RememberedRows:
+    """Rows that are computed once if they are needed twice in a row, as in a product."""
 
     def __init__(self, rows: _Rows) -> None:
         self._rows = rows

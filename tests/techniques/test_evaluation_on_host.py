@@ -15,7 +15,6 @@ from tiny import images, tiny_cfg, tiny_model
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques import get_technique, lazy_rows, ready_to_evaluate
-from d2_memfit.techniques.evaluation_on_host import PastedMasks
 from d2_memfit.techniques.lazy_rows import LazyRows
 
 
@@ -38,7 +37,7 @@ def test_the_evaluators_json_is_the_same():
     lazy = outputs(apply(tiny_model(tiny_cfg("mask_rcnn"))), batch_of(100))
     for p, x in zip(plain, lazy):
         assert len(p["instances"]) > 0
-        assert isinstance(x["instances"].pred_masks, PastedMasks)
+        assert isinstance(x["instances"].pred_masks, LazyRows)
         expected = instances_to_coco_json(p["instances"], 1)
         assert instances_to_coco_json(x["instances"].to("cpu"), 1) == expected
 
@@ -123,7 +122,7 @@ def test_the_model_is_left_as_it_was():
     model = tiny_model(cfg)
     original = type(model)
     with ready_to_evaluate(model, cfg):
-        assert isinstance(outputs(model, batch_of(100))[0]["instances"].pred_masks, PastedMasks)
+        assert isinstance(outputs(model, batch_of(100))[0]["instances"].pred_masks, LazyRows)
         with EventStorage():
             assert "loss_mask" in model.train()(images(1))
     assert type(model) is original
