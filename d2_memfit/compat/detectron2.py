@@ -36,6 +36,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..common.patching import replaced_functions
 
+__all__ = [
+    "DRAWN_BY_SAMPLERS",
+    "SAVES_INNER_TRAINER",
+    "after_backward",
+    "create_ddp_model",
+    "create_local_process_group",
+    "current_iteration",
+    "ddp_made_with",
+    "deals_its_indices",
+    "endless_indices",
+    "has_compiled_ops",
+    "histories",
+    "hooks_of",
+    "inner_dataset",
+    "inner_trainer",
+    "iterate_anew",
+    "keep_iterator",
+    "local_world_size",
+    "mapped",
+    "num_ranks_of",
+    "paste_masks_on_grid",
+    "pretended_compiled_ops",
+    "put_rank_data_time",
+    "rank_of",
+    "registry_name",
+    "replace_evaluations",
+    "saving_periods",
+    "without_ddp",
+    "writers_of",
+]
+
 # On main, DefaultTrainer's state includes optimizer and scaler; on v0.6 only iteration and hooks.
 SAVES_INNER_TRAINER = "state_dict" in vars(DefaultTrainer)
 
