@@ -3,15 +3,13 @@
 
 import os
 import tempfile
-from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from detectron2.engine import launch as _detectron2_launch
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
 
@@ -59,13 +57,14 @@ def launch(
         rank = _variable("RANK", 0, num_ranks)
         local_rank = _variable("LOCAL_RANK", 0, ranks_here)
         _variable("MASTER_PORT", 1, 2**16)
-        _run_rank(main_func, args, "env://", rank, num_ranks, local_rank, ranks_here, timeout)
-    elif torch.cuda.is_available() or num_ranks <= 1:
-        with signals_passed_on() if num_ranks > 1 else nullcontext():
-            main = partial(_main_of_rank, main_func) if num_ranks > 1 else main_func
-            _detectron2_launch(
-                main, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout
-            )
+        ranks = _Ranks("env://", num_ranks, ranks_here, rank - local_rank, timeout)
+        ranks.run(local_rank, main_func, args)
+    elif num_ranks <= 1:
+        main_func(*args)
+    elif torch.cuda.is_available() and num_gpus_per_machine > torch.cuda.device_count():
+        raise ConfigError(
+            f"--num-gpus {num_gpus_per_machine}: there are {torch.cuda.device_count()} GPUs here"
+        )
     elif dist_url == "auto" and num_machines > 1:
         raise ConfigError("--dist-url auto works on one machine; name the first one's address")
     else:
@@ -73,12 +72,8 @@ def launch(
         with signals_passed_on(), tempfile.TemporaryDirectory() as folder:
             url = f"file://{folder}/rendezvous" if dist_url == "auto" else dist_url
             ranks_here = num_gpus_per_machine
-            mp.start_processes(
-                _run_cpu_rank,
-                args=(main_func, args, url, machine_rank, num_ranks, ranks_here, timeout),
-                nprocs=ranks_here,
-                start_method="spawn",
-            )
+            ranks = _Ranks(url, num_ranks, ranks_here, machine_rank * ranks_here, timeout)
+            mp.spawn(_run_spawned, args=(ranks, main_func, args), nprocs=ranks_here)
 
 
 def world_size(num_gpus_per_machine: int, num_machines: int = 1) -> int:
@@ -118,54 +113,45 @@ def _variable(name: str, at_least: int, below: Optional[int] = None) -> int:
     return int(text)
 
 
-def _run_cpu_rank(
-    local_rank: int,
-    main_func: Callable[..., Any],
-    args: tuple[Any, ...],
-    url: Optional[str],
-    machine_rank: int,
-    num_ranks: int,
-    ranks_here: int,
-    timeout: timedelta,
+@dataclass
+class _Ranks:
+    """How the ranks of this machine find the others."""
+
+    url: Optional[str]
+    num_ranks: int
+    ranks_here: int
+    first: int  # rank of the first one here
+    timeout: timedelta
+
+    def run(self, local_rank: int, main_func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Join the other ranks, and call the function."""
+        has_gpu = torch.cuda.is_available()
+        if has_gpu:
+            torch.cuda.set_device(local_rank)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        is_one_machine = self.ranks_here == self.num_ranks
+        is_counted = self.url == "env://" and restarts is not None and is_one_machine
+        dist.init_process_group(
+            "nccl" if has_gpu else "gloo",
+            init_method=None if is_counted else self.url,
+            store=_store_of_attempt(self.timeout, str(restarts)) if is_counted else None,
+            world_size=self.num_ranks,
+            rank=self.first + local_rank,
+            timeout=self.timeout,
+        )
+        compat.create_local_process_group(self.ranks_here)
+        comm.synchronize()
+        end_with_launcher()
+        main_func(*args)
+        dist.destroy_process_group()
+
+
+def _run_spawned(
+    local_rank: int, ranks: _Ranks, main_func: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
-    rank = machine_rank * ranks_here + local_rank
-    _run_rank(main_func, args, url, rank, num_ranks, local_rank, ranks_here, timeout)
-
-
-def _main_of_rank(main_func: Callable[..., Any], *args: Any) -> None:
-    end_with_launcher()
-    main_func(*args)
-
-
-def _run_rank(
-    main_func: Callable[..., Any],
-    args: tuple[Any, ...],
-    url: Optional[str],
-    rank: int,
-    num_ranks: int,
-    local_rank: int,
-    ranks_here: int,
-    timeout: timedelta,
-) -> None:
-    has_gpu = torch.cuda.is_available()
-    if has_gpu:
-        torch.cuda.set_device(local_rank)
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    is_counted = url == "env://" and restarts is not None and ranks_here == num_ranks
-    store = _store_of_attempt(timeout, str(restarts)) if is_counted else None
-    dist.init_process_group(
-        "nccl" if has_gpu else "gloo",
-        init_method=None if is_counted else url,
-        store=store,
-        world_size=num_ranks,
-        rank=rank,
-        timeout=timeout,
-    )
-    compat.create_local_process_group(ranks_here)
-    comm.synchronize()
-    _main_of_rank(main_func, *args)
-    dist.destroy_process_group()
+    if not torch.cuda.is_available():
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.ranks_here))
+    ranks.run(local_rank, main_func, args)
 
 
 def _store_of_attempt(timeout: timedelta, attempt: str) -> dist.Store:

@@ -50,7 +50,13 @@ def test_variables_of_a_launcher_that_cannot_be_are_named(monkeypatch, name, val
         launch(print, 1)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs, Detectron2's launch decides")
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="--num-gpus 2: there are 1 GPUs here"):
+        launch(print, 2, dist_url="auto")
+
+
 def test_several_machines_need_an_address():
     with pytest.raises(ConfigError, match="--dist-url auto works on one machine"):
         launch(print, 1, num_machines=2, dist_url="auto")

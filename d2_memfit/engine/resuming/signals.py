@@ -8,8 +8,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.util import register_after_fork
 from typing import Any
@@ -159,6 +160,7 @@ def leave_signals_to_parent(_: Any = None) -> None:
         signal.signal(number, _take_no_notice)  # which a program that it runs does not inherit
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.pthread_sigmask(signal.SIG_SETMASK, (mask - set(SIGNALS)) | {signal.SIGTERM})
+    sys.excepthook = partial(_ignore_lost_reader, sys.excepthook)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
@@ -167,6 +169,14 @@ register_after_fork(leave_signals_to_parent, leave_signals_to_parent)
 
 def _take_no_notice(number: int, frame: Any) -> None:
     pass
+
+
+def _ignore_lost_reader(former: Callable[..., Any], kind: type[BaseException], *error: Any) -> None:
+    """Of multiprocessing's threads, the one that hands file descriptors over comes here. It loses
+    its reader if the process that started this worker is killed.
+    """
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        former(kind, *error)
 
 
 def _end_with(parent: int) -> None:

@@ -1,0 +1,37 @@
+# Copyright (c) the d2_memfit developers.
+"""Workers of a loader, whoever starts them, and signals."""
+
+import os
+import socket
+import sys
+from multiprocessing import resource_sharer
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from d2_memfit.engine.resuming import signals
+
+pytestmark = pytest.mark.skipif(not signals._ON_LINUX, reason="workers hear all signals elsewhere")
+
+
+class LosesReaders(Dataset):
+    """In its worker, two readers of a file descriptor are killed before they have it."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        with open(os.devnull) as file:
+            passed = resource_sharer.DupFd(file.fileno())
+        for said in (b"", b"\0\0\0\7partly"):
+            with socket.socket(socket.AF_UNIX) as reader:
+                reader.connect(passed._id[0])
+                reader.send(said)
+        os.close(passed.detach())  # readers are served one after another
+        sys.excepthook(ValueError, ValueError("another error"), None)
+        return index
+
+
+def test_a_worker_says_nothing_of_a_reader_that_was_killed(capfd):
+    assert len(list(DataLoader(LosesReaders(), num_workers=1))) == 1
+    assert capfd.readouterr().err == "ValueError: another error\n"
