@@ -27,9 +27,9 @@ from .registry import TECHNIQUES, PositiveIntTechnique
 from .support import (
     add_mixin,
     chunks_of,
-    count_objects,
     device_of,
     is_targets,
+    objects_per_image,
     recompute_in_backward,
     take_objects,
 )
@@ -217,7 +217,7 @@ class _MatcherCall:
         self._kwargs = kwargs
         self.device = device_of((args, kwargs))
         targets = [value for value in (*args, *kwargs.values()) if is_targets(value)]
-        counts = [count_objects(target) for target in targets]
+        counts = [objects_per_image(target) for target in targets]
         is_known = bool(counts) and all(count == counts[0] for count in counts)
         self.counts: Optional[list[int]] = counts[0] if is_known else None
 
@@ -318,7 +318,7 @@ class _LossCall:
         self._position = list(signature(loss).parameters).index("indices") - 1
         targets, self._indices = self._arguments[self._position - 1 : self._position + 1]
         self.counts: Optional[list[int]] = None
-        if is_targets(targets) and count_objects(targets) and _are_pairs(self._indices):
+        if is_targets(targets) and objects_per_image(targets) and _are_pairs(self._indices):
             self.counts = [len(queries) for queries, _ in self._indices]
         self.device = device_of(self._arguments)
 
