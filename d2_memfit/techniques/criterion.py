@@ -157,7 +157,7 @@ def _in_chunks(
 def _problem_of_chunks(call: _Call) -> Optional[str]:
     """The problem with chunks, found with a few of the objects; None if results are the same."""
     if call.counts is None:
-        return "as its arguments have no targets of the common shape"
+        return "because its arguments have no targets of a known form"
     counts = call.counts
     state = RandomState(call.device)
     num_objects = min(_SAMPLE, sum(counts))
@@ -173,14 +173,14 @@ def _problem_of_chunks(call: _Call) -> Optional[str]:
         if is_out_of_memory(e):
             raise
         message = (str(e).splitlines() or [""])[0]
-        return f"as it cannot run for some of them ({type(e).__name__}: {message})"
+        return f"because it cannot run for some of them ({type(e).__name__}: {message})"
     finally:
         state.restore()
     (whole, state_of_whole), (parts, state_of_parts) = found
     if not state_of_parts.draws_the_same_tensors(state_of_whole):
-        return "as it draws other random numbers for some of them"
+        return "because it draws other random numbers for some of them"
     is_same = len(whole) == len(parts) and all(map(_are_close, whole, parts))
-    return None if is_same else "as what it computes for one depends on the others"
+    return None if is_same else "because one result depends on the other objects"
 
 
 def _are_close(a: Any, b: Any) -> bool:
