@@ -109,8 +109,8 @@ def _ask(args: argparse.Namespace) -> None:
         return
     if job.budget_gb is None:
         raise ConfigError(
-            "--budget: name one in GB, such as 5.2, or auto for what is free on this machine; or "
-            "name a card that is sold with so much, such as --card 6GB"
+            "--budget: name a number of GB, such as 5.2, or auto for the free memory of this "
+            "machine. For a card, name its size: --card 6GB"
         )
     plan = plan_memory(
         job,

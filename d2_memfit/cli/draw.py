@@ -39,7 +39,7 @@ def draw_predictions(
         from detectron2.utils.visualizer import Visualizer
     except ImportError as e:
         raise ConfigError(
-            f"Detectron2 draws with OpenCV, which is not there ({e}): pip install "
+            f"Detectron2 draws with OpenCV, which is not installed ({e}): pip install "
             "opencv-python-headless"
         ) from e
     dicts = DatasetCatalog.get(dataset_name)[:num_images]

@@ -82,7 +82,7 @@ def settings_of_data(
     names = [name for name, _, _ in coco]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"--coco {name} is there more than once: give each dataset its name")
+            raise ConfigError(f"--coco {name} is given twice: give each dataset its own name")
     for dataset in coco:
         register_coco(*dataset)
     if not coco:

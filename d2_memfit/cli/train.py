@@ -136,8 +136,8 @@ def _check(args: argparse.Namespace) -> None:
     check_positive_int("--num-machines", args.num_machines)
     if not 0 <= args.machine_rank < args.num_machines:
         raise ConfigError(
-            f"--machine-rank must be 0 to {args.num_machines - 1}, for there are --num-machines "
-            f"{args.num_machines}, got {args.machine_rank}"
+            f"--machine-rank must be 0 to {args.num_machines - 1}, because there are "
+            f"--num-machines {args.num_machines}, got {args.machine_rank}"
         )
     ranks = world_size(args.num_gpus, args.num_machines)
     device = load_cfg("", args.opts).MODEL.DEVICE
@@ -182,7 +182,7 @@ def _fetch(weights: str) -> None:
         return
     try:
         file = PathManager.get_local_path(weights.partition("?")[0])  # main takes options there
-        problem = None if os.path.isfile(file) else f"{file} is no file"
+        problem = None if os.path.isfile(file) else f"{file} is not a file"
     except Exception as e:  # each handler has its own
         problem = f"{type(e).__name__}: {e}"
     if problem is not None:
@@ -202,7 +202,7 @@ def _check_output_dir(output_dir: str) -> None:
     while not there.exists():
         there = there.parent
     if "://" not in output_dir and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        why = "you may not write to it" if there.is_dir() else "it is no folder"
+        why = "you may not write to it" if there.is_dir() else "it is not a folder"
         raise ConfigError(f"OUTPUT_DIR {output_dir} cannot be written in {there}: {why}")
 
 
@@ -231,8 +231,8 @@ def main(args: argparse.Namespace) -> None:
         checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
         if not cfg.MODEL.WEIGHTS and not (args.resume and checkpointer.has_checkpoint()):
             logger.warning(
-                "--eval-only evaluates random weights, for MODEL.WEIGHTS is empty. Set it, or add "
-                "--resume for the last checkpoint of OUTPUT_DIR"
+                "--eval-only evaluates random weights, because MODEL.WEIGHTS is empty. Set it, or "
+                "add --resume for the last checkpoint of OUTPUT_DIR"
             )
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
         results = Trainer.test(cfg, model)

@@ -70,10 +70,10 @@ def check_strings(name: str, value: Any) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Text for an error about an unknown name: " (did you mean ...?)", or nothing."""
+    """Suggest known names that are close to an unknown one, as :func:`suggestion`."""
     return suggestion(difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff))
 
 
 def suggestion(names: Sequence[str]) -> str:
-    """The same text, with these names."""
+    """Text " (did you mean ...?)" with these names, or nothing."""
     return f" (did you mean {' or '.join(names)}?)" if names else ""

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Files that are written as a whole, and folders that one run has to itself."""
+"""Atomic writing of files, and a lock on a folder."""
 
 import contextlib
 import errno
@@ -35,8 +35,8 @@ def is_local(path: str) -> bool:
 def whole_file(path: Union[str, os.PathLike[str]], mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a local file for writing; it replaces an older one once it is completely on disk.
 
-    Until then it has a name of its own, :data:`LEFTOVERS`. After an error it is removed, and the
-    older file stays.
+    Until then it has another name, which matches :data:`LEFTOVERS`. After an error it is removed,
+    and the older file stays.
 
     Raises:
         OSError: it could not be written, for example on a full disk.
@@ -75,8 +75,8 @@ def _flush_to_disk(descriptor: int) -> None:
         if e.errno not in _said:
             _said.add(e.errno)
             logger.warning(
-                "The file system refuses fsync (%s): what is written is safe from the end of this "
-                "process, and not from that of the machine",
+                "The file system refuses fsync (%s): files survive the end of this process, but "
+                "may be lost if the machine stops",
                 e,
             )
 
@@ -84,14 +84,14 @@ def _flush_to_disk(descriptor: int) -> None:
 class FolderLock:
     """A lock on a folder, by a file in it that names host and process.
 
-    The operating system frees it when the process ends, however that is. Within one process it can
-    be taken again. On file systems without locks it does nothing.
+    The operating system frees it when the process ends, in any way. The same process can take it
+    again. On file systems without locks it does nothing.
 
     Args:
-        folder: a local one, which exists.
+        folder: an existing local folder.
 
     Raises:
-        ConfigError: another process has it. The message names that one.
+        ConfigError: another process has the lock. The message names that process.
     """
 
     FILE_NAME = "run.lock"

@@ -22,7 +22,7 @@ def start_logging(output_dir: str) -> None:
 
 
 def write_traceback(error: BaseException) -> str:
-    """Write an error's traceback to the file of the log alone; return its name, "" if it has none.
+    """Write an error's traceback to the log's file only; return the file's name, or "".
 
     A command then shows the error as one line (:func:`~d2_memfit.errors.exit_on_error`).
     """
@@ -37,7 +37,7 @@ def write_traceback(error: BaseException) -> str:
 
 
 def tracebacks_only_in_files() -> Callable[[], None]:
-    """Let Detectron2's training loop log no traceback where :func:`write_traceback` can write it.
+    """Keep Detectron2's training loop from logging a traceback that :func:`write_traceback` writes.
 
     Returns:
         A function that undoes this.

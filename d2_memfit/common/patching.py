@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Functions of other packages that are replaced where files know them by name, for a while."""
+"""Temporary replacement of functions in the files that know them by name."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,8 +14,9 @@ __all__ = ["calls_function", "knows_function", "replaced_functions", "source_fil
 
 
 def source_files(modules: Iterable[nn.Module]) -> list[Any]:
-    """The files that the modules' classes and their bases are from. What is known in one by a name
-    is its attribute, as of a Python module.
+    """The files that define the classes of modules, and the bases of these classes.
+
+    The attributes of each are the names that the file knows, as for a Python module.
     """
     classes = {c for module in modules for c in type(module).__mro__}
     files = [file for file in map(_file_of, classes) if file is not None]
@@ -36,7 +37,7 @@ class _File:
 
 
 def calls_function(cls: type, name: str) -> bool:
-    """Whether a method of the class, or of its bases, uses something of this name."""
+    """Whether a method of the class, or of its bases, uses this name."""
     methods = [method for base in cls.__mro__ for method in vars(base).values()]
     return any(
         isinstance(method, FunctionType) and _has_name(unwrap(method).__code__, name)
@@ -54,14 +55,14 @@ def replaced_functions(
     files: Iterable[Any],
     replacements: Mapping[str, Callable[[Any], Any]],
 ) -> Iterator[None]:
-    """While open, functions that are known in some files by a name are others there.
+    """While open, replace functions in the files that know them by name.
 
     Args:
-        files: Python modules, classes, or what :func:`source_files` gives.
-        replacements: for each name what makes the new function out of the original.
+        files: Python modules, classes, or the result of :func:`source_files`.
+        replacements: by name, a function that makes the new function from the original.
 
     Raises:
-        LookupError: a name is known in none of the files, so nothing would be replaced.
+        LookupError: no file knows a name, so nothing would be replaced.
     """
     files = list(files)
     for name in replacements:

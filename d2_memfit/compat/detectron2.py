@@ -47,14 +47,12 @@ __all__ = [
     "deals_its_indices",
     "endless_indices",
     "has_compiled_ops",
-    "histories",
     "hooks_of",
     "inner_dataset",
     "inner_trainer",
     "iterate_anew",
     "keep_iterator",
     "local_world_size",
-    "mapped",
     "num_ranks_of",
     "paste_masks_on_grid",
     "pretended_compiled_ops",
@@ -63,6 +61,8 @@ __all__ = [
     "registry_name",
     "replace_evaluations",
     "saving_periods",
+    "scalar_histories",
+    "split_map",
     "without_ddp",
     "writers_of",
 ]
@@ -154,12 +154,12 @@ def replace_evaluations(trainer: TrainerBase, wrap: Callable[[Any], Any]) -> Non
             hook._func = wrap(hook._func)
 
 
-def histories(storage: EventStorage) -> list[list[Any]]:
+def scalar_histories(storage: EventStorage) -> list[list[Any]]:
     """History of each scalar of a storage: its values with their iterations."""
     return [history._data for history in storage._history.values()]
 
 
-def mapped(loader: Any) -> tuple[Optional[Callable[[Any], Any]], Any]:
+def split_map(loader: Any) -> tuple[Optional[Callable[[Any], Any]], Any]:
     """Split a loader into the function that Detectron2 maps over its batches and the loader inside.
 
     Without such a function, return None and the loader.

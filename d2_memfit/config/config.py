@@ -41,7 +41,7 @@ __all__ = [
 
 
 def add_memfit_config(cfg: CN) -> None:
-    """Add the keys of d2_memfit to a Detectron2 config. Those it has already keep their values."""
+    """Add the keys of d2_memfit to a Detectron2 config. Existing keys keep their values."""
     _add_missing(cfg, default_keys())
 
 
@@ -121,7 +121,7 @@ def load_cfg(
 
 
 def _takes_nothing(function: Callable[..., Any]) -> bool:
-    """Whether it can only be called without arguments, as a project's own ``get_cfg``."""
+    """Whether a function takes no arguments, as a project's own ``get_cfg``."""
     try:
         return not inspect.signature(function).parameters
     except ValueError:  # built-in ones
@@ -129,8 +129,9 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 
 
 def _merge_opts(cfg: CN, opts: Sequence[Any]) -> None:
-    """``merge_from_list``, where a key of ours that may be None takes a value of any type, whatever
-    a file has there: MEMFIT.BUDGET_GB is 6, 5.5 or "auto".
+    """Merge ``KEY VALUE`` pairs; a key whose default is None takes a value of any type.
+
+    A file may have set such a key to another type: MEMFIT.BUDGET_GB is 6, 5.5 or "auto".
     """
     defaults = default_keys()
     known = set(keys_of(defaults))
@@ -243,7 +244,7 @@ def _check_techniques(cfg: CN) -> None:
 
 @contextmanager
 def _explained(cfg: CN, where: str = "") -> Iterator[None]:
-    """Make one line out of what merging raises, with the key and what is wrong with it.
+    """While open, turn an error of a merge into one line that names the key and the problem.
 
     yacs says "Non-existent config key: MEMFIT.X", and "Type mismatch (<class 'int'> vs. <class
     'float'>) with values (1 vs. 2.5) for config key: SOLVER.X".

@@ -66,7 +66,9 @@ def check_model_keys(cfg: CfgNode) -> None:
         raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT must be 0 to {_STAGES}, got {stages}")
     for key in ("PIXEL_MEAN", "PIXEL_STD"):
         if not _are_finite(model[key]) or len(model[key]) != len(model.PIXEL_MEAN):
-            raise ConfigError(f"MODEL.{key} must be a finite number a channel, got {model[key]}")
+            raise ConfigError(
+                f"MODEL.{key} must be one finite number per channel, got {model[key]}"
+            )
     for key in _SHARES:
         if not 0 <= value_of(cfg, key) <= 1:
             raise ConfigError(f"{key} must be 0 to 1, got {value_of(cfg, key)}")
@@ -143,13 +145,13 @@ def check_solver_keys(cfg: CfgNode) -> None:
     check_choice("SOLVER.LR_SCHEDULER_NAME", solver.LR_SCHEDULER_NAME, _SCHEDULES)
     steps = solver.STEPS
     if not _are_finite(steps) or sorted(set(steps)) != list(steps) or any(s < 1 for s in steps):
-        raise ConfigError(f"SOLVER.STEPS must be iterations from 1 on that increase, got {steps}")
+        raise ConfigError(f"SOLVER.STEPS must be increasing iterations from 1 on, got {steps}")
     clips = solver.CLIP_GRADIENTS
     if clips.ENABLED:
         check_choice("SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clips.CLIP_TYPE, ("value", "norm"))
         check_positive_number("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", clips.CLIP_VALUE)
     if not 0 <= solver.MOMENTUM < 1:
-        raise ConfigError(f"SOLVER.MOMENTUM must be from 0 on and below 1, got {solver.MOMENTUM}")
+        raise ConfigError(f"SOLVER.MOMENTUM must be at least 0 and below 1, got {solver.MOMENTUM}")
 
 
 def _check_registered(prefix: str, node: CfgNode, key: str, registry: Registry) -> None:
@@ -158,8 +160,8 @@ def _check_registered(prefix: str, node: CfgNode, key: str, registry: Registry) 
         known = [registered for registered, _ in registry]
         hint = did_you_mean(str(name), known, cutoff=0.4)
         raise ConfigError(
-            f"{prefix}.{key} {name!r} is not registered{hint}. This "
-            "command knows those of Detectron2; a project's own are known to its own script"
+            f"{prefix}.{key} {name!r} is not registered{hint}. This command knows the names of "
+            "Detectron2. A project's own names are known to its own script"
         )
 
 

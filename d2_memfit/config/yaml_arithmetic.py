@@ -85,4 +85,4 @@ def _value(node: ast.expr, names: Mapping[str, Any], steps: Iterator[int]) -> An
         if len(items) == len(numbers):
             return items
         raise ValueError(f"it takes more than {_MOST_STEPS:,} steps")
-    raise ValueError(f"{ast.unparse(node)[:100]!r} is something else")
+    raise ValueError(f"{ast.unparse(node)[:100]!r} is not arithmetic")

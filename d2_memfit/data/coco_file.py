@@ -230,9 +230,9 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
         types = {type(entry[field]) for entry in entries}
         if not types <= {int, str}:
             odd = next(e[field] for e in entries if type(e[field]) not in (int, str))
-            raise DataError(f"{where} has the {field} {odd!r}, which is no integer and no text")
+            raise DataError(f"{where} has the {field} {odd!r}, which is not an integer or a text")
         if len(types) > 1:
-            raise DataError(f"{where} has numbers and texts as {field}: take one of them for all")
+            raise DataError(f"{where} has numbers and texts as {field}: use one type for all")
     for field, (is_good, what) in _VALUES[key].items():
         odd = next((e for e in entries if field in e and not is_good(e[field])), None)
         if odd is not None:
@@ -245,7 +245,7 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
         if odd is not None:
             raise DataError(
                 f"{where} has the height {odd['height']!r} and width {odd['width']!r} with the id "
-                f"{odd['id']}, which are no numbers of pixels"
+                f"{odd['id']}, which are not numbers of pixels"
             )
     twice = _first_twice([entry["id"] for entry in entries])
     if twice is not None:

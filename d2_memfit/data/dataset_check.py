@@ -39,16 +39,15 @@ _KEYPOINTS = {
 _MISSING = {"missing": "{number} of {total} images do not exist, the first is {first}"}
 # The total is that of the opened images.
 _IMAGES = {
-    "unreadable": "{number} of {total} images that were looked into cannot be decoded. Training "
-    "ends where one is loaded: {first}",
-    "size": "{number} of {total} images that were looked into have another size than their dict "
-    "says. Detectron2 turns photographs as their EXIF data say. Training ends where one is loaded: "
+    "unreadable": "{number} of {total} opened images cannot be decoded. Training ends where one is "
+    "loaded: {first}",
+    "size": "{number} of {total} opened images have another size than their dict says. Detectron2 "
+    "turns photographs as their EXIF data say. Training ends where one is loaded: {first}",
+    "turned": "{number} of {total} opened images are turned or mirrored as their EXIF data say. "
+    "Were their annotations drawn on the turned image? The first is {first}",
+    "deep": "{number} of {total} opened images have more than 8 bits in a channel. Detectron2 "
+    "reads all brighter pixels as 255, so these images are nearly white: convert them to 8 bits: "
     "{first}",
-    "turned": "{number} of {total} images that were looked into are turned or mirrored as their "
-    "EXIF data say. Were their annotations drawn on what is seen then? The first is {first}",
-    "deep": "{number} of {total} images that were looked into have more than 8 bits in a channel. "
-    "Detectron2 reads them as 255 wherever they are brighter than that, so nearly all white: "
-    "convert them to 8 bits: {first}",
 }
 
 

@@ -137,7 +137,7 @@ def check_classes(cfg: CfgNode, file: CocoFile) -> None:
     """Raise :class:`ConfigError` unless a trained model predicts the classes of the data."""
     key = _CLASS_KEYS.get(cfg.MODEL.META_ARCHITECTURE)
     if key == "":
-        raise ConfigError(f"a {cfg.MODEL.META_ARCHITECTURE} finds no objects of classes")
+        raise ConfigError(f"a {cfg.MODEL.META_ARCHITECTURE} does not predict classes")
     if key is not None:
         list(_classes(cfg, file, {key}))
 

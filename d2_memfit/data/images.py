@@ -47,12 +47,12 @@ def check_images(name: str, images: Sequence[dict[str, Any]], folder: str) -> No
     if unreadable := cases.get("unreadable"):
         raise DataError(
             f"dataset {name}: the image {unreadable.first} cannot be read; {unreadable.number} of "
-            f"{cases['opened'].number} that were looked into cannot"
+            f"{cases['opened'].number} opened images cannot"
         )
     if other := cases.get("size"):
         raise DataError(
             f"dataset {name}: {other.first}. Detectron2 turns photographs as their EXIF data say; "
-            f"{other.number} of {cases['opened'].number} that were looked into have another size"
+            f"{other.number} of {cases['opened'].number} opened images have another size"
         )
 
 

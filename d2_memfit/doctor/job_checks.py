@@ -199,7 +199,7 @@ def usable_techniques(patient: Patient) -> str:
     left_out: list[str] = []
     plain = _kinds(patient.job)
     for name, technique in sorted(TECHNIQUES):
-        if technique.tier == "recipe" or not technique.planned:
+        if technique.tier == "recipe" or not technique.in_plans:
             continue
         try:
             settings = get_technique(name).enabling_settings(patient.job.cfg)

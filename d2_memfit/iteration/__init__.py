@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """An iteration in numbers: sizes of batches, workers, bytes by image, number formats."""
 
-from .cost_model import FEATURES, CostModel, Images, Padding, check_cost_model
+from .cost_model import FEATURES, CostModel, ImageFacts, Padding, check_cost_model
 from .geometry import BatchGeometry
 from .precision import Precision
 from .scaling import auto_scale_workers
@@ -10,7 +10,7 @@ __all__ = [
     "FEATURES",
     "BatchGeometry",
     "CostModel",
-    "Images",
+    "ImageFacts",
     "Padding",
     "Precision",
     "auto_scale_workers",

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["FEATURES", "CostModel", "Images", "Padding", "check_cost_model"]
+__all__ = ["FEATURES", "CostModel", "ImageFacts", "Padding", "check_cost_model"]
 
 _GB = 2**30
 
@@ -61,7 +61,7 @@ class Padding:
 
 
 @dataclass(frozen=True)
-class Images:
+class ImageFacts:
     """The facts about a micro-batch's images that determine its memory.
 
     Args:
@@ -78,12 +78,12 @@ class Images:
     most_objects: int = 0
 
     @classmethod
-    def one(cls, height: int, width: int, objects: int) -> "Images":
+    def one(cls, height: int, width: int, objects: int) -> "ImageFacts":
         return cls(1, height, width, objects, objects)
 
-    def __add__(self, other: "Images") -> "Images":
+    def __add__(self, other: "ImageFacts") -> "ImageFacts":
         """Combine the images of two micro-batches in one."""
-        return Images(
+        return ImageFacts(
             self.num + other.num,
             max(self.height, other.height),
             max(self.width, other.width),
@@ -125,7 +125,7 @@ class CostModel:
         limit_gb = cfg.MEMFIT.BUDGET_GB * (1 - cfg.MEMFIT.PLAN.MARGIN) - node.ERROR_GB
         return cls(sums, int(limit_gb * _GB), node.OVERHEAD_PIXELS)
 
-    def bytes_of(self, images: Images, padding: Padding) -> float:
+    def bytes_of(self, images: ImageFacts, padding: Padding) -> float:
         features = images.features(padding)
         return max(sum(b * x for b, x in zip(numbers, features)) for numbers in self.sums)
 

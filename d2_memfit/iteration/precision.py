@@ -44,7 +44,7 @@ class Precision:
         try:
             device = torch.device(device)
         except RuntimeError as e:
-            raise ConfigError(f"MODEL.DEVICE {device!r} is no device of PyTorch: {e}") from e
+            raise ConfigError(f"MODEL.DEVICE {device!r} is not a device of PyTorch: {e}") from e
         self.dtype = _DTYPES[name]
         self.device_type = device.type
         self.scaler: Optional[torch.amp.GradScaler] = None

@@ -49,7 +49,7 @@ _M_MMAP_THRESHOLD = -3  # <malloc.h>
 _SAME_SHARE = 0.002
 
 # By device, the limit that a budget has replaced, and the one that was set in its place.
-_replaced: dict[str, tuple[Any, Any]] = {}
+_limits: dict[str, tuple[Any, Any]] = {}
 
 
 def check_budget(budget_gb: Any) -> None:
@@ -132,7 +132,7 @@ def enforce_budget(budget_gb: Optional[float], device: str) -> None:
     if isinstance(budget_gb, str):
         raise ConfigError("enforce_budget needs a number of GB; auto_budget_gb measures one")
     kind = torch.device(device).type
-    if kind == "cuda" and (budget_gb is not None or _replaced):
+    if kind == "cuda" and (budget_gb is not None or _limits):
         _limit_cuda(budget_gb, _index(device))
     elif kind == "cpu" and sys.platform == "linux":
         _limit_process(budget_gb)
@@ -261,12 +261,12 @@ def _limit_process(budget_gb: Optional[float]) -> None:
 
 def _before(device: str, now: Any) -> Any:
     """The limit without a budget: the replaced one, unless somebody has set another."""
-    before, ours = _replaced.get(device, (now, now))
+    before, ours = _limits.get(device, (now, now))
     return before if math.isclose(now, ours, rel_tol=1e-6) else now
 
 
 def _remember(device: str, before: Any, limit: Any, budget_gb: Optional[float]) -> None:
     if budget_gb is None:
-        _replaced.pop(device, None)
+        _limits.pop(device, None)
     else:
-        _replaced[device] = before, limit
+        _limits[device] = before, limit

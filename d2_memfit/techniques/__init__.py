@@ -4,7 +4,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from .checkpointing import checkpointed
+from .activation_checkpointing import checkpointed
 from .chunked_matching import ChunkedMatcher, PairwiseQuality
 from .evaluation_on_host import can_have_results_on_host, results_on_host
 from .host_budget import loader_bytes, workers_bytes

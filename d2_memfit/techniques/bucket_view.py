@@ -23,7 +23,7 @@ class GradientBucketView(BooleanTechnique):
 
     tier = "exact"
     part = "ddp"
-    planned = False
+    in_plans = False
     # Whether gradients are views into DDP's buffers, instead of additional copies.
     key = "MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW"
 

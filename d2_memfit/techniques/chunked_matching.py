@@ -129,7 +129,7 @@ class ChunkedMatcher(Matcher):
         if not isinstance(quality, PairwiseQuality):
             log_first_n(
                 logging.WARNING,
-                "MEMFIT.MATCHING.CHUNK_SIZE: code that is not Detectron2's for upright boxes has "
+                "MEMFIT.MATCHING.CHUNK_SIZE: a project's code, or matching of rotated boxes, has "
                 "made the whole matrix of pairs",
                 key="message",
             )

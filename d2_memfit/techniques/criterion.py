@@ -27,9 +27,9 @@ from .registry import TECHNIQUES, PositiveIntTechnique
 from .support import (
     add_mixin,
     chunks_of,
-    count_objects,
     device_of,
     is_targets,
+    objects_per_image,
     recompute_in_backward,
     take_objects,
 )
@@ -157,7 +157,7 @@ def _in_chunks(
 def _problem_of_chunks(call: _Call) -> Optional[str]:
     """The problem with chunks, found with a few of the objects; None if results are the same."""
     if call.counts is None:
-        return "as its arguments have no targets of the common shape"
+        return "because its arguments have no targets of a known form"
     counts = call.counts
     state = RandomState(call.device)
     num_objects = min(_SAMPLE, sum(counts))
@@ -173,14 +173,14 @@ def _problem_of_chunks(call: _Call) -> Optional[str]:
         if is_out_of_memory(e):
             raise
         message = (str(e).splitlines() or [""])[0]
-        return f"as it cannot run for some of them ({type(e).__name__}: {message})"
+        return f"because it cannot run for some of them ({type(e).__name__}: {message})"
     finally:
         state.restore()
     (whole, state_of_whole), (parts, state_of_parts) = found
     if not state_of_parts.draws_the_same_tensors(state_of_whole):
-        return "as it draws other random numbers for some of them"
+        return "because it draws other random numbers for some of them"
     is_same = len(whole) == len(parts) and all(map(_are_close, whole, parts))
-    return None if is_same else "as what it computes for one depends on the others"
+    return None if is_same else "because one result depends on the other objects"
 
 
 def _are_close(a: Any, b: Any) -> bool:
@@ -217,7 +217,7 @@ class _MatcherCall:
         self._kwargs = kwargs
         self.device = device_of((args, kwargs))
         targets = [value for value in (*args, *kwargs.values()) if is_targets(value)]
-        counts = [count_objects(target) for target in targets]
+        counts = [objects_per_image(target) for target in targets]
         is_known = bool(counts) and all(count == counts[0] for count in counts)
         self.counts: Optional[list[int]] = counts[0] if is_known else None
 
@@ -318,7 +318,7 @@ class _LossCall:
         self._position = list(signature(loss).parameters).index("indices") - 1
         targets, self._indices = self._arguments[self._position - 1 : self._position + 1]
         self.counts: Optional[list[int]] = None
-        if is_targets(targets) and count_objects(targets) and _are_pairs(self._indices):
+        if is_targets(targets) and objects_per_image(targets) and _are_pairs(self._indices):
             self.counts = [len(queries) for queries, _ in self._indices]
         self.device = device_of(self._arguments)
 

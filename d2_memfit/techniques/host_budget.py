@@ -41,7 +41,7 @@ class HostBudget(KeyTechnique):
 
     tier = "exact"
     part = "config"
-    planned = False
+    in_plans = False
     # RAM of this machine that training may use, in GB (2^30 bytes), for all ranks and their
     # workers together. If they need more, DATALOADER.NUM_WORKERS and MEMFIT.HOST.PREFETCH are
     # lowered. None is no limit.
@@ -102,7 +102,7 @@ class LoaderPrefetch(PositiveIntTechnique):
 
     tier = "exact"
     part = "loader"
-    planned = False
+    in_plans = False
     # Images that each worker of the loader loads ahead; batches without
     # DATALOADER.ASPECT_RATIO_GROUPING. None is PyTorch's 2.
     key = "MEMFIT.HOST.PREFETCH"

@@ -83,7 +83,7 @@ class LazyRows(torch.Tensor):
     def of(cls, tensor: torch.Tensor, num_leading: int) -> "LazyRows":
         """The rows of an existing tensor."""
         flat = tensor.flatten(0, num_leading - 1)
-        like = _on_meta(flat[:1])
+        like = _meta_like(flat[:1])
         leading = tensor.shape[:num_leading]
         return cls(lambda numbers: flat[list(numbers)], leading, like, 0, tensor.device)
 
@@ -133,7 +133,7 @@ class LazyRows(torch.Tensor):
         return f"LazyRows(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape and dtype on the device "meta"."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
@@ -265,12 +265,12 @@ def _part(value: Any, lazy: LazyRows) -> tuple[Callable[[Sequence[int]], Any], A
         return (lambda numbers: value), value
     num_of_row = lazy.dim() - len(lazy.leading)
     if value.dim() <= num_of_row:
-        return (lambda numbers: value), _on_meta(value)
+        return (lambda numbers: value), _meta_like(value)
     if value.dim() > lazy.dim():
         raise _NeedsAllRows
     of_row = value.shape[value.dim() - num_of_row :]
     flat = value.expand(*lazy.leading, *of_row).reshape(-1, *of_row)
-    return (lambda numbers: flat[list(numbers)]), _on_meta(flat[:1])
+    return (lambda numbers: flat[list(numbers)]), _meta_like(flat[:1])
 
 
 class RememberedRows:
@@ -322,7 +322,7 @@ class UpsamplesLater(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _interpolate and self._least and args and _has_rows(args[0]):
-            like = func(_on_meta(args[0]), *args[1:], **kwargs)
+            like = func(_meta_like(args[0]), *args[1:], **kwargs)
             if all(a >= b for a, b in zip(like.shape[-2:], self._least)):
                 return func(LazyRows.of(args[0], 2), *args[1:], **kwargs)
         return func(*args, **kwargs)

@@ -55,8 +55,8 @@ class ActivationOffload(ModulesTechnique):
         device = next(model.parameters()).device
         if torch.device(cfg.MODEL.DEVICE).type == "cpu":
             logger.warning(
-                "MEMFIT.OFFLOAD.MODULES copies activations to the host, where they are already "
-                "with MODEL.DEVICE cpu: it saves nothing here"
+                "MEMFIT.OFFLOAD.MODULES saves nothing with MODEL.DEVICE cpu, where activations are "
+                "on the host already"
             )
         offload = _Offload(device)
         for module in find_modules(model, cls.key, cfg.MEMFIT.OFFLOAD.MODULES):

@@ -60,7 +60,7 @@ class Technique:
             - "loader": the function that makes the training loader of a config
             - "evaluation": the model, before it is evaluated; its class is put back afterwards
         order: techniques with a higher one are applied later, around the others.
-        planned: whether plans may use it.
+        in_plans: whether plans may use it.
         gpu_only: whether it saves memory on GPUs only.
         in_evaluation: whether an evaluation needs other memory with it.
         never_faster: of the tier "precision": whether no GPU is faster with it.
@@ -69,7 +69,7 @@ class Technique:
     tier: str
     part: str = "config"
     order: int = 0
-    planned: bool = True
+    in_plans: bool = True
     gpu_only: bool = False
     in_evaluation: bool = False
     never_faster: bool = False

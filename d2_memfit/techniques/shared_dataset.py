@@ -35,7 +35,7 @@ class SharedDataset(BooleanTechnique):
 
     tier = "exact"
     part = "loader"
-    planned = False
+    in_plans = False
     # Whether the ranks of a machine share one copy of the dataset's annotations.
     key = "MEMFIT.HOST.SHARED_DATASET"
 

@@ -135,9 +135,9 @@ class Images(IterableDataset):
 def test_a_loader_is_taken_from_what_is_mapped_over_it():
     loader = Images()
     over = MapDataset(loader, str)
-    function, without = compat.mapped(over)
+    function, without = compat.split_map(over)
     assert (function(1), without) == ("1", loader)
-    assert compat.mapped(loader) == (None, loader)
+    assert compat.split_map(loader) == (None, loader)
     assert compat.inner_dataset(over) is loader
     assert compat.inner_dataset(DatasetFromList([1])) is None
 
@@ -180,5 +180,5 @@ def test_histories_of_a_storage_have_its_scalars():
         storage.put_scalar("loss", 2.0)
         storage.step()
         storage.put_scalar("loss", 1.0)
-        ((first, second),) = compat.histories(storage)
+        ((first, second),) = compat.scalar_histories(storage)
     assert (first[0], second[0]) == (2.0, 1.0)

@@ -126,7 +126,7 @@ def drop_from_first(key, field):
         (drop_from_first("annotations", "bbox"), "'annotations' .* has an entry without bbox"),
         (set_in_first("annotations", "category_id", 9), "category_id 9, and there is nothing"),
         (set_in_first("annotations", "image_id", 999), "image_id 999, and there is nothing"),
-        (set_in_first("annotations", "category_id", [1]), r"category_id \[1\], which is no int"),
+        (set_in_first("annotations", "category_id", [1]), r"category_id \[1\], which is not an"),
         (set_in_first("images", "id", {"a": 1}), r"'images' .* has the id {'a': 1}, which is no"),
         (set_in_first("annotations", "id", 2), "'annotations' .* has the id 2 more than once"),
         (
@@ -137,13 +137,13 @@ def drop_from_first(key, field):
             set_in_first("images", "height", 5),
             r"has \(\d+, \d+\) pixels of .* entry says \(\d+, 5\)",
         ),
-        (set_in_first("images", "width", None), r"width None with the id 0, which are no numbers"),
+        (set_in_first("images", "width", None), r"width None with the id 0, which are not numbers"),
         (set_in_first("annotations", "bbox", None), r"the bbox None with the id 1, which is not"),
         (set_in_first("annotations", "bbox", [1, 2, 3]), r"the bbox \[1, 2, 3\] with the id 1,"),
         (set_in_first("annotations", "bbox", [1, 2, 3, float("nan")]), r"nan\] with the id 1,"),
         (
             lambda coco: coco["categories"].append({"id": "x", "name": "note"}),
-            "has numbers and texts as id: take one of them for all",
+            "has numbers and texts as id: use one type for all",
         ),
     ],
 )

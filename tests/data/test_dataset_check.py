@@ -236,7 +236,7 @@ def save_deep(image, file):
     ("suffix", "save", "message"),
     [
         ("png", lambda image, file: None, "1 of 2 images do not exist, the first is"),
-        ("png", lambda image, file: file.write_bytes(b""), "1 of 2 images that were looked into"),
+        ("png", lambda image, file: file.write_bytes(b""), "1 of 2 opened images"),
         ("jpg", lambda image, file: file.write_text("no image"), "cannot be decoded"),
         ("jpg", save_truncated, "cannot be decoded. Training ends where one is loaded"),
         ("png", save_truncated, "cannot be decoded. Training ends where one is loaded"),

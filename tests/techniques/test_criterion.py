@@ -151,22 +151,22 @@ class NeedsAllImages(SetCriterion):
         (
             lambda: SetCriterion(CostsOfMeans(), ["boxes"]),
             "CostsOfMeans.forward",
-            "as what it computes for one depends on the others",
+            "because one result depends on the other objects",
         ),
         (
             lambda: LossesOfMeans(HungarianMatcher(), ["boxes"]),
             "LossesOfMeans.loss_boxes",
-            "as what it computes for one depends on the others",
+            "because one result depends on the other objects",
         ),
         (
             lambda: DrawsForEachObject(HungarianMatcher(), ["boxes"]),
             "DrawsForEachObject.loss_boxes",
-            "as it draws other random numbers for some of them",
+            "because it draws other random numbers for some of them",
         ),
         (
             lambda: NeedsAllImages(HungarianMatcher(), ["boxes"]),
             "NeedsAllImages.loss_boxes",
-            "as it cannot run for some of them (ValueError: too few objects)",
+            "because it cannot run for some of them (ValueError: too few objects)",
         ),
     ],
 )

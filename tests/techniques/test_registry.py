@@ -34,8 +34,8 @@ def test_each_has_a_row_and_a_place_in_the_order_of_plans():
     ordered = {name for names in _ORDER.values() for name in names}
     for name, technique in ALL.items():
         assert f"`{name}`" in page, f"docs/TECHNIQUES.md has no row for {name}"
-        assert name in ordered or not technique.planned, (
-            f"{name} has no place in _ORDER of planner/search/trials.py, and is not planned = False"
+        assert name in ordered or not technique.in_plans, (
+            f"{name} has no place in _ORDER of planner/search/trials.py, and not in_plans = False"
         )
     assert ordered <= ALL.keys(), "_ORDER of planner/search/trials.py has names of no technique"
 

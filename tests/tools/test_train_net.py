@@ -243,7 +243,7 @@ def test_evaluation_needs_nothing_of_what_training_needs(arguments, tmp_path, ca
     assert call(capsys, *options, "DATASETS.TRAIN", "()")[0] == 0
     assert (tmp_path / "output" / "inference" / "coco_instances_results.json").exists()
     log = (tmp_path / "output" / "log.txt").read_text()
-    assert "--eval-only evaluates random weights, for MODEL.WEIGHTS is empty" in log
+    assert "--eval-only evaluates random weights, because MODEL.WEIGHTS is empty" in log
 
 
 def test_a_pattern_that_matches_nothing_is_one_line(arguments, capsys):
@@ -297,7 +297,7 @@ FILES = {
         (["DATASETS.TRAIN", "('cli_trian',)"], "did you mean cli_train"),
         (["--num-gpus", 3], "divisible by the number of ranks, 3, got 2"),
         (["SOLVER.REFERENCE_WORLD_SIZE", 3], "divisible by SOLVER.REFERENCE_WORLD_SIZE, 3, got 2"),
-        (["MODEL.DEVICE", "nosuch"], "MODEL.DEVICE 'nosuch' is no device of PyTorch"),
+        (["MODEL.DEVICE", "nosuch"], "MODEL.DEVICE 'nosuch' is not a device of PyTorch"),
         (["MODEL.WEIGHTS", "no/such.pth"], "the checkpoint no/such.pth does not exist"),
         (["MODEL.WEIGHTS", "BROKEN.pth"], "cannot read the checkpoint"),
         (["OUTPUT_DIR", "BROKEN.pth"], "OUTPUT_DIR must be a folder"),

@@ -100,7 +100,7 @@ class LeakDetector(HookBase):
             if self._growing:
                 self._look_again = done + _LOOK_AGAIN_AFTER
                 self._containers = GrowingContainers(
-                    self._window // 4, compat.histories(self.trainer.storage)
+                    self._window // 4, compat.scalar_histories(self.trainer.storage)
                 )
 
     def _measure(self) -> dict[str, float]:
@@ -109,7 +109,7 @@ class LeakDetector(HookBase):
         if device.type != "cpu":
             used["device"] = used_bytes(device)
         # Each entry of a history is a tuple and a number, and stays as long as the run.
-        entries = sum(map(len, compat.histories(self.trainer.storage)))
+        entries = sum(map(len, compat.scalar_histories(self.trainer.storage)))
         used["objects"] = sys.getallocatedblocks() - 2 * entries
         workers = multiprocessing.active_children()
         if workers:

@@ -51,7 +51,7 @@ class ResumableBatches(Iterator[Any]):
 
     def __init__(self, loader: Any) -> None:
         self._group_size = 0
-        self._collate, loader = compat.mapped(loader)  # of groups
+        self._collate, loader = compat.split_map(loader)  # of groups
         if type(loader) is AspectRatioGroupedDataset:
             self._group_size = loader.batch_size
             loader = loader.dataset

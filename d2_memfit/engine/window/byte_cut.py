@@ -10,7 +10,7 @@ from detectron2.utils import comm
 from torch import nn
 
 from ...errors import ConfigError
-from ...iteration import CostModel, Images, Padding
+from ...iteration import CostModel, ImageFacts, Padding
 from ...job import size_of
 from .columns import Row
 from .micro_batch_size import MicroBatchSize
@@ -88,13 +88,15 @@ class ByteCut:
         parts.sort(key=lambda part: -self._bytes_of(_together(facts[i] for i in part)))
         return [[images[i] for i in part] for part in parts]
 
-    def _cheapest(self, order: Sequence[int], facts: Sequence[Images]) -> tuple[float, list[Any]]:
+    def _cheapest(
+        self, order: Sequence[int], facts: Sequence[ImageFacts]
+    ) -> tuple[float, list[Any]]:
         """The quickest way to cut images in this order, and its time in padded pixels."""
         # For each number of first images: time, micro-batches, start of the last one.
         best: list[tuple[float, int, int]] = [(0.0, 0, 0)]
         for end in range(1, len(order) + 1):
             found = (float("inf"), 0, 0)
-            together = Images()
+            together = ImageFacts()
             for start in range(end - 1, -1, -1):
                 together += facts[order[start]]
                 if together.num > 1 and self._bytes_of(together) > self.limit_gb * _GB:
@@ -111,7 +113,7 @@ class ByteCut:
             end = start
         return best[-1][0], parts
 
-    def _bytes_of(self, images: Images) -> float:
+    def _bytes_of(self, images: ImageFacts) -> float:
         return self._cost_model.bytes_of(images, self._padding)
 
     @property
@@ -170,15 +172,15 @@ def cut_window(window: Window, cut: ByteCut, in_step: bool) -> None:
     window.cut(lambda images: cut.cut(images, most))
 
 
-def _facts_of(image: Any) -> Images:
+def _facts_of(image: Any) -> ImageFacts:
     height, width = size_of(list(image.parts) if isinstance(image, Row) else image)
     if not height:
         raise ConfigError(
             "MEMFIT.COST_MODEL.BYTES needs images whose size is known, in dataset dicts with an "
             f'"image" or as tensors in columns, got a {type(image).__name__}'
         )
-    return Images.one(height, width, count_objects(image))
+    return ImageFacts.one(height, width, count_objects(image))
 
 
-def _together(images: Iterable[Images]) -> Images:
-    return sum(images, Images())
+def _together(images: Iterable[ImageFacts]) -> ImageFacts:
+    return sum(images, ImageFacts())

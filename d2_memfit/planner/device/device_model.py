@@ -165,7 +165,9 @@ class DeviceModel:
         try:
             kind = torch.device(torch_device).type
         except RuntimeError as e:
-            raise ConfigError(f"MODEL.DEVICE {torch_device!r} is no device of PyTorch: {e}") from e
+            raise ConfigError(
+                f"MODEL.DEVICE {torch_device!r} is not a device of PyTorch: {e}"
+            ) from e
         if kind == "cpu":
             return cls.load("cpu")
         return cls._of_this_gpu() if torch.cuda.is_available() else cls.load("cuda")

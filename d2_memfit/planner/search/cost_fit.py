@@ -10,7 +10,7 @@ import torch
 
 from ...compat.pytorch import BatchNorm
 from ...errors import ConfigError
-from ...iteration import FEATURES, Images, Padding
+from ...iteration import FEATURES, ImageFacts, Padding
 from ...job import Job, size_of
 from ...techniques import resize_image
 from ..device import DeviceModel
@@ -171,7 +171,7 @@ class CostFit:
         training = dry_job.training
         dry_job.training = replace(training, events=_of_micro_batch(training.events))
         run = Run(
-            sum(map(_facts_of, images), Images()).features(self._padding),
+            sum(map(_facts_of, images), ImageFacts()).features(self._padding),
             dry_job.least_bytes(),
             sum(self._device.seconds(training.work[phase]) for phase in ("forward", "backward")),
         )
@@ -208,8 +208,8 @@ def _image(largest: dict[str, Any], scale: float, num_objects: int) -> dict[str,
     return {**image, "instances": few[torch.arange(num_objects) % max(len(few), 1)]}
 
 
-def _facts_of(image: dict[str, Any]) -> Images:
-    return Images.one(*size_of(image), len(image.get("instances", ())))
+def _facts_of(image: dict[str, Any]) -> ImageFacts:
+    return ImageFacts.one(*size_of(image), len(image.get("instances", ())))
 
 
 def _of_micro_batch(events: list[Event]) -> list[Event]:

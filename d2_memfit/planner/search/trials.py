@@ -195,7 +195,7 @@ class Trials:
 
     def names(self, tier: str) -> tuple[str, ...]:
         """Techniques of a tier that a dry run can try, in the order of harm."""
-        names = [n for n, t in TECHNIQUES if t.tier == tier and t.planned]
+        names = [n for n, t in TECHNIQUES if t.tier == tier and t.in_plans]
         return tuple(sorted(names, key=preference))
 
     @property

@@ -149,7 +149,7 @@ def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:
         knobs["1 image at a time"] = ("", {"MEMFIT.MICRO_BATCH": 1})
     for name in sorted((n for n, t in TECHNIQUES if t.tier != "recipe"), key=preference):
         technique = get_technique(name)
-        if not technique.planned or (technique.gpu_only and not before.device.is_gpu):
+        if not technique.in_plans or (technique.gpu_only and not before.device.is_gpu):
             continue
         settings = technique.enabling_settings(job.cfg)
         if settings and job.with_settings(settings).cfg != job.cfg:

@@ -9,7 +9,7 @@ import torch
 
 from ...compat.pytorch import tree_iter
 
-__all__ = ["chunks_of", "count_objects", "device_of", "is_targets", "take_objects"]
+__all__ = ["chunks_of", "device_of", "is_targets", "objects_per_image", "take_objects"]
 
 _LABELS = ("labels", "class_labels")  # DETR and its successors; the transformers library
 
@@ -29,7 +29,7 @@ def is_targets(value: Any) -> bool:
     )
 
 
-def count_objects(targets: Sequence[Any]) -> Optional[list[int]]:
+def objects_per_image(targets: Sequence[Any]) -> Optional[list[int]]:
     """Number of objects of each image; None if a target does not tell it."""
     counts = []
     for target in targets:
@@ -48,7 +48,7 @@ def take_objects(targets: Sequence[Any], chosen: Sequence[Union[slice, torch.Ten
     Args:
         chosen: selection for each image.
     """
-    counts = count_objects(targets)
+    counts = objects_per_image(targets)
     assert counts is not None
     if not isinstance(targets[0], dict):
         return [target[part] for target, part in zip(targets, chosen)]

@@ -16,7 +16,7 @@ from d2_memfit import AccumulatingTrainer, Job, compat, window_count
 from d2_memfit.config import check_config
 from d2_memfit.engine.window import ByteCut, Window, count_objects
 from d2_memfit.errors import ConfigError
-from d2_memfit.iteration import CostModel, Images, Padding
+from d2_memfit.iteration import CostModel, ImageFacts, Padding
 from d2_memfit.job import NormalizerOptions, RecoveryOptions
 
 # 100 bytes, one for each pixel, and ten for each object.
@@ -73,8 +73,8 @@ def test_each_image_is_in_one_micro_batch_that_fits_or_alone():
 
 def test_the_largest_of_the_sums_counts():
     sums = ((100.0, 0, 1.0, 0, 0, 0), (0.0, 0, 0, 0, 0, 2.0))  # the other is of the most crowded
-    pair = Images.one(10, 10, 3) + Images.one(5, 20, 1)
-    assert pair == Images(2, 10, 20, 4, 3)
+    pair = ImageFacts.one(10, 10, 3) + ImageFacts.one(5, 20, 1)
+    assert pair == ImageFacts(2, 10, 20, 4, 3)
     assert CostModel(sums, 0).bytes_of(pair, Padding()) == max(100 + 400, 2 * 200 * 3)
 
 

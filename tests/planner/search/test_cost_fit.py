@@ -6,7 +6,7 @@ import pytest
 from d2_memfit import Job, plan_memory
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
-from d2_memfit.iteration import CostModel, Images, Padding
+from d2_memfit.iteration import CostModel, ImageFacts, Padding
 from d2_memfit.job import WorstCase
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.search import CostFit
@@ -81,8 +81,10 @@ def test_a_plan_has_a_cost_model_on_request_and_its_config_cuts_by_it():
     assert 1 <= len(cost_model.sums) <= 2
     assert 0 < cost_model.limit_bytes <= BUDGET_GB * 0.9 * 2**30
     assert cost_model.overhead_pixels >= 0
-    largest = plan.settings["MEMFIT.MICRO_BATCH"] * [Images.one(320, 480, 40)]
-    assert cost_model.bytes_of(sum(largest, Images()), Padding(32)) < cost_model.limit_bytes * 1.02
+    largest = plan.settings["MEMFIT.MICRO_BATCH"] * [ImageFacts.one(320, 480, 40)]
+    assert (
+        cost_model.bytes_of(sum(largest, ImageFacts()), Padding(32)) < cost_model.limit_bytes * 1.02
+    )
 
 
 @pytest.mark.slow

@@ -248,7 +248,7 @@ def with_seed(cfg, seed):
 
 
 def test_techniques_that_only_run_alone_do_not_end_a_plan(mask, monkeypatch):
-    from d2_memfit.techniques.checkpointing import ActivationCheckpointing
+    from d2_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 
     apply = ActivationCheckpointing.apply
 
