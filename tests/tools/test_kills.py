@@ -252,7 +252,7 @@ def test_whole_runs_on_two_ranks_that_end_at_random_moments_have_the_same_weight
         for _ in range(rng.randint(1, 8)):
             starts = log.read_text().count("Starting training")
             done.append(end_at_random(start_run(folder.name), log, starts, rng))
-            print(done[-1])
+            print(done[-1], flush=True)
         if not (folder / "model_final.pth").exists():
             finish(start_run(folder.name), log)
         actual = final_weights(folder)
