@@ -4,12 +4,10 @@
 
 tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
 tools/benchmark.py crowded          memory over iterations, with crowded images under a limit
-tools/benchmark.py cuts             windows cut by predicted bytes, against a number of images
 tools/benchmark.py dry_runs         time and RAM of dry runs
 tools/benchmark.py estimates        estimates against the same jobs run on the CPU
 tools/benchmark.py gradients        distance of accumulated gradients from the full batch's
 tools/benchmark.py plans            plans against all subsets of techniques, and their cost
-tools/benchmark.py queries          chunks of objects, and masks one at a time, in DETR-like models
 tools/benchmark.py recovery         cost of recovery from out-of-memory errors
 tools/benchmark.py selective        blocks chosen one by one against checkpoints of all blocks
 tools/benchmark.py techniques       savings and costs of each technique
@@ -21,12 +19,10 @@ import argparse
 from benchmarks import (
     accumulation,
     crowded,
-    cuts,
     dry_runs,
     estimates,
     gradients,
     plans,
-    queries,
     recovery,
     selective,
     techniques,
@@ -36,12 +32,10 @@ from benchmarks import (
 BENCHMARKS = {
     "accumulation": accumulation,
     "crowded": crowded,
-    "cuts": cuts,
     "dry_runs": dry_runs,
     "estimates": estimates,
     "gradients": gradients,
     "plans": plans,
-    "queries": queries,
     "recovery": recovery,
     "selective": selective,
     "techniques": techniques,

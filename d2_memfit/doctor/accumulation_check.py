@@ -32,7 +32,8 @@ def accumulates(patient: Patient) -> str:
     model, distances = patient.model(), verdicts["window"].distances
     text = f"losses of {len(images)} images, one by one against one forward, {_table(verdicts)}"
     off = [name for name, distance in distances.items() if distance > RIGHT]
-    unknown = [name for name in off if distances[name] > published_distance(model, name)]
+    published = {name: published_distance(model, name) for name in off}
+    unknown = [name for name in off if distances[name] > published[name].distance]
     if unknown:
         raise Unwell(
             f"{text}. {', '.join(unknown)}: divided by a count of its own batch that is not "
@@ -47,7 +48,10 @@ def accumulates(patient: Patient) -> str:
                 f"{text}. With the statistics of each micro-batch, batch normalisation makes "
                 f"{worst} {live[worst]:.0e} from one forward's. Use MODEL.*.NORM FrozenBN or GN"
             )
-    return f"{text}. {', '.join(off)}: as stated in ACCUMULATION.md" if off else text
+    if not off:
+        return text
+    stated = [f"{name} up to {p.distance:g} ({p.kind})" for name, p in published.items()]
+    return f"{text}. ACCUMULATION.md states {', '.join(stated)}"
 
 
 def five_images(batch: Any, with_empty: bool = True) -> Any:

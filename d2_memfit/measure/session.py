@@ -4,10 +4,7 @@
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +19,7 @@ from ..errors import ConfigError
 from .outside import constants_of
 from .picture import draw
 from .tables import markdown
-from .worker import MARK
+from .worker import run_worker
 
 __all__ = ["device_file", "measure_gpu"]
 
@@ -137,34 +134,7 @@ def _run(
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if device == "cpu":  # freed memory goes back, so that a limit applies to memory in use
         environment["MALLOC_MMAP_THRESHOLD_"] = str(2**17)
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-        ) as process,
-    ):
-        is_over = threading.Event()
-
-        def end() -> None:
-            is_over.set()
-            process.kill()
-
-        timer = threading.Timer(seconds, end)
-        timer.start()
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(MARK):
-                    take(json.loads(line[len(MARK) :]))
-        finally:
-            timer.cancel()
-            process.kill()
-            process.wait()
-        if is_over.is_set():
-            return "the time was over"
-        errors.seek(0)
-        last = [line.strip() for line in errors.read().splitlines() if line.strip()][-1:]
-        return f"status {process.returncode}: {''.join(last)[:500]}" if process.returncode else None
+    return run_worker(command, environment, seconds, take)
 
 
 def _short(record: dict[str, Any]) -> str:

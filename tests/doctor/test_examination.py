@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from detectron2.engine import DefaultTrainer
-from tiny import tiny_cfg
+from tiny import ROOT, tiny_cfg
 from torch import nn
 
 from d2_memfit import Job
 from d2_memfit.cli.commands import main
 from d2_memfit.doctor import examine
+from d2_memfit.engine.normalizers.verdict import PUBLISHED
 
 
 class Model(nn.Module):
@@ -141,13 +142,41 @@ def test_counts_that_losses_are_divided_by_are_named(images):
     assert found["communication in the forward"].text == "none but of counts"
 
 
+def test_a_loss_of_denoising_queries_is_accepted_in_published_families_only(images):
+    class DINO(Model):
+        def forward(self, batch):
+            counts = torch.tensor([1.0 + len(d["instances"]) for d in batch])
+            losses = torch.stack([self.layer(d["image"] / 255).abs().mean() for d in batch])
+            return {"loss_class_dn": (losses * counts**2).sum() / counts.sum()}
+
+    published = findings(DINO, images)["accumulation"]
+    assert published.is_well
+    assert "ACCUMULATION.md states loss_class_dn up to 1 (DINO)" in published.text
+    DINO.__name__ = "AnotherDetector"
+    assert not findings(DINO, images)["accumulation"].is_well
+
+
+def test_the_distances_that_are_accepted_are_published():
+    heading = "| a model with the class | losses | at most |\n| --- | --- | --- |\n"
+    table = (ROOT / "docs" / "ACCUMULATION.md").read_text().partition(heading)[2]
+    rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()]
+    stated = {
+        (kind, losses.strip("`"), float(most))
+        for kinds, losses, most in rows
+        for kind in re.sub(r" \(.*?\)", "", kinds).split(", ")
+    }
+    assert stated == {
+        (kind, losses, most) for kind, of in PUBLISHED.items() for losses, most in of.items()
+    }
+
+
 @pytest.mark.slow
 def test_a_family_with_published_distances_is_well():
     """Means over sampled proposals are not the full batch's; with POLICY exact they are."""
     found = {f.what: f for f in examine(Job.from_cfg(tiny_cfg("mask_rcnn"), 1), DefaultTrainer)}
     assert not any(f.is_well is False for f in found.values()), [str(f) for f in found.values()]
     text = found["accumulation"].text
-    assert text.endswith("loss_mask: as stated in ACCUMULATION.md")
+    assert text.endswith("ACCUMULATION.md states loss_mask up to 0.5 (BaseMaskRCNNHead)")
     off, window, exact = re.search(r"loss_mask (\S+), (\S+), ([^;.]+)", text).groups()
     assert float(off) == float(window) > 1e-3
     assert float(exact) < 1e-5

@@ -4,7 +4,6 @@
 import sys
 
 import pytest
-from benchmarks import cuts
 from tiny import ROOT, run_process
 
 pytestmark = pytest.mark.slow
@@ -41,34 +40,11 @@ def test_gradients(others):
     assert all(float(gap) < 1e-4 for gap in table[exact])
 
 
-def test_queries():
-    sizes = ["--objects", 64, "--mask-size", 32, "--chunk-size", 8, "--size", 900, 900]
-    table = benchmark("queries", *sizes, "--masks", 8)
-    assert float(table["matching and boxes, 1 image"][2]) > 1
-    assert float(table["8 masks of 900 x 900 pixels"][1]) > 0
-
-
 @pytest.mark.exhaustive
 def test_recovery():
     table = benchmark("recovery", "--size", 64, 96, "--rounds", 1)
     assert float(table["split, 1 image"][1]) > 0
     assert float(table["the same after a failure, less the forward thrown away"][1]) > 0
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process")
-def test_windows_cut_by_bytes_do_not_fail_where_a_number_of_images_does(tmp_path):
-    fixed, by_bytes = cuts.train_sides(tmp_path, iterations=1).values()
-    assert fixed["events"]
-    assert any("planted" in image["file_name"] for image in fixed["events"][0]["images"])
-    assert by_bytes["events"] == []
-    assert by_bytes["retried_images"] == 0
-
-
-@pytest.mark.exhaustive
-def test_scales():
-    table = benchmark("cuts", "--only", "scales", "--size", 64, "--rounds", 1)
-    assert float(table["by bytes"][1]) > 0
 
 
 @pytest.mark.exhaustive

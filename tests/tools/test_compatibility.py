@@ -1,38 +1,45 @@
 # Copyright (c) the d2_memfit developers.
 """The compatibility table. The projects themselves are not here: their trees are the user's."""
 
+import inspect
 import re
 import sys
+import textwrap
 
 import pytest
-from compatibility_checks.projects import PROJECTS
+from compatibility_checks import loops, semi_supervised
+from compatibility_checks.project import PROJECTS
 from compatibility_checks.table import COLUMNS, page
 from tiny import ROOT, run_process
 
 PAGE = (ROOT / "docs" / "COMPATIBILITY.md").read_text()
-COMMITS = {p.name: "0" * 40 for p in PROJECTS}
+FIRST = next(iter(PROJECTS))
 
 
 def page_of(**of_first):
     """The page if all is well, but for some lines of the doctor in the first project."""
-    whats = [what for lines, _ in COLUMNS.values() for what in lines]
+    whats = [what for lines in COLUMNS.values() for what in lines]
     well = {what: {"what": what, "is_well": True, "text": "fine"} for what in whats}
-    findings = {p.name: well for p in PROJECTS}
-    findings[PROJECTS[0].name] = {**well, **of_first}
-    return page(PROJECTS, findings, COMMITS, "Made with these.")
+    results = {name: {"commit": "0" * 40, "findings": well} for name in PROJECTS}
+    results[FIRST]["findings"] = {**well, **of_first}
+    return page(PAGE, results, "Made with these.")
 
 
-def rows_of(text):
-    return [line for line in text.splitlines() if line.startswith("| [")]
+def rows_of(text, region):
+    _, _, after = text.partition(f"<!-- {region} -->")
+    lines = after.partition(f"<!-- end of {region} -->")[0].splitlines()
+    return [line for line in lines if line.startswith("| ")][2:]
 
 
-def test_the_page_has_a_row_and_its_lines_for_each_project():
+def test_the_page_has_a_row_and_the_facts_of_each_project():
     made = page_of()
-    rows = rows_of(made)
+    rows = rows_of(made, "results")
     assert len(rows) == len(PROJECTS)
     assert all(row.count("| y") == len(COLUMNS) for row in rows)
-    for project in PROJECTS:
-        assert f"## {project.name}" in made
+    assert "24 training jobs. Made with these." in made
+    for row, (name, project) in zip(rows_of(made, "jobs"), PROJECTS.items()):
+        assert row.startswith(f"| {name} | [{project.tree}]({project.url}) |")
+        assert project.config_file in row
 
 
 @pytest.mark.parametrize(
@@ -69,17 +76,29 @@ def test_the_page_has_a_row_and_its_lines_for_each_project():
     ],
 )
 def test_a_cell_has_the_figure_or_what_was_found(what, is_well, text, cell):
-    row = rows_of(page_of(**{what: {"what": what, "is_well": is_well, "text": text}}))[0]
+    row = rows_of(page_of(**{what: {"what": what, "is_well": is_well, "text": text}}), "results")[0]
     assert f"| {cell}" in row
 
 
 def test_the_committed_page_is_of_these_projects():
-    names = [re.match(r"\| \[(.*?)\]", row)[1] for row in rows_of(PAGE)]
-    assert names == [p.name for p in PROJECTS]
-    made = page(PROJECTS, {n: {} for n in names}, COMMITS, "")
-    assert PAGE[PAGE.index("\n## Checks") :] == made[made.index("\n## Checks") :], (
-        "make the page again"
-    )
+    assert [row.split(" | ")[0].strip("| ") for row in rows_of(PAGE, "results")] == [*PROJECTS]
+    assert rows_of(PAGE, "jobs") == rows_of(page_of(), "jobs"), "make the page again"
+
+
+@pytest.mark.parametrize("name", ["centernet2", "detic", "d2go", "make_trainer"])
+def test_the_page_has_the_code_that_was_run(name):
+    if name == "make_trainer":
+        source = inspect.getsource(semi_supervised.make_trainer)
+        source = textwrap.dedent("".join(source.partition("    class Trainer")[1:]))
+        source = source.rpartition("return Trainer")[0]
+    else:
+        source = inspect.getsource(getattr(loops, name))
+    assert f"```python\n{source.rstrip()}\n```" in PAGE
+
+
+def test_a_kind_of_project_has_its_part_of_the_page():
+    links = set(re.findall(r"\]\(#([\w-]+)\)", "".join(rows_of(PAGE, "jobs"))))
+    assert links == {"detrex", "unbiased-teacher", "projects-with-their-own-loop"}
 
 
 def test_a_tree_that_is_not_there_is_told(tmp_path):
@@ -87,5 +106,5 @@ def test_a_tree_that_is_not_there_is_told(tmp_path):
     output = tmp_path / "page.md"
     result = run_process([sys.executable, tool, "--projects", tmp_path, "--output", output])
     assert result.returncode == 0, result.stderr[-2000:]
-    assert all(f"{p.name}: no tree {p.tree}" in result.stderr for p in PROJECTS)
+    assert all(f"{name}: no tree {p.tree}" in result.stderr for name, p in PROJECTS.items())
     assert output.read_text().startswith("# Compatibility")

@@ -2,7 +2,6 @@
 """A small dataset of ellipses, with every kind of annotation that the projects read."""
 
 import copy
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -10,14 +9,14 @@ from typing import Any, Optional
 import cv2
 import numpy as np
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets.coco import convert_to_coco_json
 from detectron2.structures import BoxMode
 from pycocotools import mask as coco_mask
 
-__all__ = ["CLASSES", "KINDS", "STUFF", "register_dataset"]
+__all__ = ["CLASSES", "STUFF", "register_dataset"]
 
 CLASSES = ("person", "coin", "plate")
 STUFF = ("floor", "wall")
-KINDS = ("instances", "sem_seg", "panoptic", "densepose")
 _NUM_IMAGES = 12
 _NUM_POINTS = 12  # of DensePose, on each instance
 
@@ -27,24 +26,28 @@ def register_dataset(name: str, kind: str, folder: Path) -> None:
 
     Args:
         name: name in the catalogs.
-        kind: one of ``KINDS``: annotations in addition to boxes and polygons.
+        kind: "instances", "sem_seg", "panoptic" or "densepose": its annotations.
         folder: folder of images, PNGs of segments and a COCO file, which are always the same.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # DeepLab's pooling needs its training size, or a multiple of it.
     size = (192, 192) if kind in ("sem_seg", "panoptic") else None
     dicts = [_make_image(folder, i, size) for i in range(_NUM_IMAGES)]
-    _write_coco(dicts, folder / "coco.json")
-    transforms = folder / "densepose_transforms.mat"
-    if kind == "densepose":
-        _write_densepose_transforms(transforms)
+    things: dict[str, Any] = {
+        "thing_classes": list(CLASSES),
+        "thing_dataset_id_to_contiguous_id": {i + 1: i for i in range(len(CLASSES))},
+    }
+    of_coco = f"{name}_coco"
+    DatasetCatalog.register(of_coco, partial(_dicts_of_kind, dicts, "instances"))
+    MetadataCatalog.get(of_coco).set(**things)
+    convert_to_coco_json(of_coco, str(folder / "coco.json"))
     DatasetCatalog.register(name, partial(_dicts_of_kind, dicts, kind))
-    metadata = MetadataCatalog.get(name)
     if kind == "densepose":  # its loader makes the other class names
-        metadata.set(categories={0: "person"}, densepose_transform_src=str(transforms))
-    else:
-        ids = {i + 1: i for i in range(len(CLASSES))}
-        metadata.set(thing_classes=list(CLASSES), thing_dataset_id_to_contiguous_id=ids)
+        transforms = folder / "densepose_transforms.mat"
+        _write_densepose_transforms(transforms)
+        things = {"categories": {0: "person"}, "densepose_transform_src": str(transforms)}
+    metadata = MetadataCatalog.get(name)
+    metadata.set(**things)
     metadata.set(
         stuff_classes=[*CLASSES, *STUFF],
         stuff_dataset_id_to_contiguous_id={i + 1: i for i in range(len(CLASSES + STUFF))},
@@ -150,26 +153,3 @@ def _write_densepose_transforms(file: Path) -> None:
     for part in range(24):
         tables[0, part] = np.tile(np.linspace(0, 1, 256), (256, 1))
     savemat(file, {"U_transforms": tables, "V_transforms": tables})
-
-
-def _write_coco(dicts: list[dict[str, Any]], file: Path) -> None:
-    annotations: list[dict[str, Any]] = []
-    for d in dicts:
-        for a in d["annotations"]:
-            x0, y0, x1, y1 = a["bbox"]
-            annotations.append(
-                {
-                    "id": len(annotations) + 1,
-                    "image_id": d["image_id"],
-                    "category_id": a["category_id"] + 1,
-                    "bbox": [x0, y0, x1 - x0, y1 - y0],
-                    "area": (x1 - x0) * (y1 - y0),
-                    "segmentation": a["segmentation"],
-                    "iscrowd": 0,
-                }
-            )
-    keys = {"image_id": "id", "height": "height", "width": "width", "file_name": "file_name"}
-    images = [{new: d[old] for old, new in keys.items()} for d in dicts]
-    categories = [{"id": i + 1, "name": name} for i, name in enumerate(CLASSES)]
-    content = {"images": images, "annotations": annotations, "categories": categories}
-    file.write_text(json.dumps(content))

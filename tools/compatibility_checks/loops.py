@@ -8,14 +8,14 @@ project's script.
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode
+from detectron2.config import CfgNode, LazyConfig
 from detectron2.data import DatasetMapper, build_detection_test_loader, build_detection_train_loader
 from detectron2.modeling import build_model
 from detectron2.solver import build_lr_scheduler, build_optimizer
 
 from .project import load
 
-__all__ = ["centernet2", "d2go", "d2go_cfg", "detic"]
+__all__ = ["centernet2", "d2go", "d2go_cfg", "detic", "detrex_config"]
 
 
 class centernet2:
@@ -96,3 +96,8 @@ class d2go:
 def d2go_cfg() -> CfgNode:
     """The config of d2go without a file."""
     return load("d2go.runner:GeneralizedRCNNRunner").get_default_cfg()
+
+
+def detrex_config(path: str) -> Any:
+    """A config of detrex's ``configs/``; its setup.py links that folder into the package."""
+    return LazyConfig.load(f"configs/{path}")

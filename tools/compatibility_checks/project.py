@@ -1,31 +1,35 @@
 # Copyright (c) the d2_memfit developers.
-"""A public project, and its job at a size for a CPU."""
+"""The public projects of projects.yaml, and their jobs at a size for a CPU."""
 
 import importlib
+import json
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
+import yaml
 from detectron2.config import CfgNode, LazyConfig
 
 from d2_memfit import Job
 from d2_memfit.planner.stand_ins import cuda_as_cpu
 
+from .dataset import register_dataset
 from .stubs import install_stubs
 
-__all__ = ["DATASET", "Project", "load"]
+__all__ = ["PROJECTS", "Project", "load", "made"]
 
-DATASET = "compatibility_train"
+_DATASET = "compatibility_train"
 _OPEN = ExitStack()
 
 # What a run on the CPU needs, and checks that repeat it.
 _ALWAYS: dict[str, Any] = {
     "MODEL.DEVICE": "cpu",
     "MODEL.WEIGHTS": "",
-    "DATASETS.TRAIN": (DATASET,),
+    "DATASETS.TRAIN": (_DATASET,),
     "DATASETS.TEST": (),
     "DATALOADER.NUM_WORKERS": 1,
     "SOLVER.MAX_ITER": 2,
@@ -39,12 +43,19 @@ _ALWAYS: dict[str, Any] = {
     "VIS_PERIOD": 0,
     "SEED": 1,
 }
-_SMALL = {
+_SMALL: dict[str, Any] = {
     "SOLVER.IMS_PER_BATCH": 2,
     "INPUT.MIN_SIZE_TRAIN": (128,),
     "INPUT.MAX_SIZE_TRAIN": 160,
     "INPUT.MIN_SIZE_TEST": 128,
     "INPUT.MAX_SIZE_TEST": 160,
+}
+_LAZY_ALWAYS: dict[str, Any] = {
+    "train.device": "cpu",
+    "train.init_checkpoint": "",
+    "dataloader.train.num_workers": 1,
+    "dataloader.train.dataset.names": _DATASET,
+    "dataloader.test.dataset.names": _DATASET,
 }
 
 
@@ -62,11 +73,12 @@ class Project:
         paths: folders in the tree from which Python imports.
         add: MODULE:FUNCTION names that add the project's keys to a config, in order.
         get_cfg: MODULE:FUNCTION that makes the config without a file.
-        opts: keys and values that it needs here; overrides of a LazyConfig.
-        small: keys and values that make the job small.
-        data: kind of the dataset, see ``dataset.KINDS``.
+        opts: keys that it needs here, and their values.
+        small: keys that make the job small, and their values.
+        data: kind of the dataset, see ``dataset.register_dataset``.
         stubs: modules that the project imports and that the small job does not use.
-        patches: MODULE:ATTRIBUTE and its value, for packages newer than the project.
+        patches: MODULE:ATTRIBUTE and a text, or MODULE:NAME of its value, for packages newer than
+            the project.
         names_cuda: whether its code names CUDA, which must be the CPU then.
         needs_main: whether it needs a Detectron2 newer than v0.6.
         has_plain_step: whether a step is ``model(batch)``, backward, ``optimizer.step()``.
@@ -82,11 +94,11 @@ class Project:
     paths: tuple[str, ...] = (".",)
     add: tuple[str, ...] = ()
     get_cfg: str = "detectron2.config:get_cfg"
-    opts: tuple[Any, ...] = ()
-    small: tuple[Any, ...] = ()
+    opts: Mapping[str, Any] = field(default_factory=dict)
+    small: Mapping[str, Any] = field(default_factory=dict)
     data: str = "instances"
     stubs: tuple[str, ...] = ()
-    patches: tuple[tuple[str, Any], ...] = ()
+    patches: Mapping[str, str] = field(default_factory=dict)
     names_cuda: bool = False
     needs_main: bool = False
     has_plain_step: bool = True
@@ -98,9 +110,9 @@ class Project:
         for path in reversed(self.paths):
             sys.path.insert(0, str((tree / path).resolve()))
         install_stubs(self.stubs)
-        for name, value in self.patches:
+        for name, value in self.patches.items():
             module, _, attribute = name.partition(":")
-            setattr(importlib.import_module(module), attribute, value)
+            setattr(importlib.import_module(module), attribute, load(value))
         if self.names_cuda:
             _OPEN.enter_context(cuda_as_cpu())
 
@@ -131,26 +143,37 @@ class Project:
         cfg.merge_from_file(str(tree / self.config_file))
         if min(cfg.MODEL.PIXEL_STD) == 1:  # random weights would overflow
             cfg.MODEL.PIXEL_STD = [300.0] * 3
-        small = {} if full_size else _SMALL
-        for key, value in {**_ALWAYS, **small}.items():
+        small = {} if full_size else {**_SMALL, **self.small}
+        for key, value in {**_ALWAYS, **self.opts, **small}.items():
             cfg.merge_from_list([key, value])
-        cfg.merge_from_list([*self.opts, *(() if full_size else self.small)])
         return cfg
 
     def _lazy_config(self, tree: Path, full_size: bool) -> Any:
         cfg = LazyConfig.load(str(tree / self.config_file))
-        always = [
-            *("train.device=cpu", "train.init_checkpoint=''", "dataloader.train.num_workers=1"),
-            *(f"dataloader.{split}.dataset.names={DATASET}" for split in ("train", "test")),
-        ]
-        LazyConfig.apply_overrides(cfg, [*always, *self.opts])
-        if not full_size:
-            small = ["dataloader.train.total_batch_size=2", *self.small]
-            LazyConfig.apply_overrides(cfg, small)
-        return cfg
+        small = {} if full_size else {"dataloader.train.total_batch_size": 2, **self.small}
+        settings = {**_LAZY_ALWAYS, **self.opts, **small}
+        overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        return LazyConfig.apply_overrides(cfg, overrides)
 
 
 def load(name: str) -> Any:
-    """Import the object that MODULE:NAME names."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    """Import the object that MODULE:NAME names; a text without a colon stays as it is."""
+    module, colon, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute) if colon else name
+
+
+_FACTS = yaml.safe_load(Path(__file__).with_name("projects.yaml").read_text())
+PROJECTS = {name: Project(name, **facts) for name, facts in _FACTS.items()}
+
+
+def made(name: str, folder: Path, scratch: Path, ranks: int) -> tuple[Job, Optional[type]]:
+    """Make the small job of a project of the table, and its trainer's class, in any process.
+
+    Args:
+        folder: folder of all trees.
+        scratch: folder for the dataset.
+    """
+    project = PROJECTS[name]
+    project.prepare(folder / project.tree)
+    register_dataset(_DATASET, project.data, scratch / f"dataset_{os.getpid()}")
+    return project.job(folder / project.tree, ranks), project.trainer_class()

@@ -456,7 +456,8 @@ class Normalizers:
             )
         wrong = [n for n in self.verdict.wrong if n in self._with_gradient]
         distances = self.verdict.distances
-        stated = [n for n in wrong if distances[n] <= published_distance(self._model, n)]
+        published = {n: published_distance(self._model, n).distance for n in wrong}
+        stated = [n for n in wrong if distances[n] <= published[n]]
         if stated:
             logger.info(
                 "%s: close to the full batch's, not equal. See %s", ", ".join(stated), _HELP

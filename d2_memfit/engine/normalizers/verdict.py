@@ -5,14 +5,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from torch import nn
 
 from .answers import IN_FULL, Site
 from .trial import RIGHT, ROUNDING, Findings
 
-__all__ = ["Verdict", "judged", "published_distance"]
+__all__ = ["Published", "Verdict", "judged", "published_distance"]
 
 _CLEARLY = 10  # times as far away is clearly farther
 _NOISES = 2  # a random loss may be so many standard deviations away
@@ -20,9 +20,11 @@ _SMALL = 1e-6  # of all losses; a smaller one is compared with this
 
 # By class of a part of the model: patterns of losses, and how far from those of one forward they
 # may be in five images of 10, 3, 1, 0 and 5 objects. docs/ACCUMULATION.md has the same table.
-_PUBLISHED = {
+_DENOISING = {"*_dn*": 1.0}  # such queries follow the most crowded image
+PUBLISHED = {
     "FastRCNNOutputLayers": {"loss_cls*": 0.3, "loss_box_reg*": 0.5},
     "BaseMaskRCNNHead": {"loss_mask*": 0.5},
+    "PointRendMaskHead": {"loss_mask*": 0.5},
     "BaseKeypointRCNNHead": {"loss_keypoint*": 0.5},
     "SemSegFPNHead": {"loss_sem_seg": 0.5},
     "DenseDetector": {"loss_cls": 0.2, "loss_box_reg": 0.2},
@@ -36,9 +38,23 @@ _PUBLISHED = {
     "OneFormer": {"loss_contrastive": 2.0, "loss_ce*": 0.05},
     # DiffusionDet's matching has near ties, which the rounding of float32 decides.
     "SetCriterionDynamicK": {"*": 0.3},
-    # Of every module. DINO, MaskDINO, RT-DETR: denoising queries follow the most crowded image.
-    "Module": {"*_dn*": 1.0},
+    "DINO": _DENOISING,
+    "MaskDINO": _DENOISING,
+    "RTDetrV2ForObjectDetection": _DENOISING,
+    "DFineForObjectDetection": _DENOISING,
 }
+
+
+class Published(NamedTuple):
+    """The distance that docs/ACCUMULATION.md states for a loss.
+
+    Attributes:
+        distance: the largest relative distance; 0 if none is stated.
+        kind: class of the part of the model that it is stated for.
+    """
+
+    distance: float
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -154,13 +170,13 @@ def _ratio(off: float, scale: float) -> float:
     return off / scale if scale else 0.0
 
 
-def published_distance(model: nn.Module, loss: str) -> float:
-    """The distance that the documentation states for a loss of this model; 0 if it states none."""
+def published_distance(model: nn.Module, loss: str) -> Published:
+    """Find the distance that the documentation states for a loss of this model."""
     kinds = {kind.__name__ for part in model.modules() for kind in type(part).__mro__}
     found = [
-        distance
-        for kind in kinds & _PUBLISHED.keys()
-        for pattern, distance in _PUBLISHED[kind].items()
+        Published(distance, kind)
+        for kind in kinds & PUBLISHED.keys()
+        for pattern, distance in PUBLISHED[kind].items()
         if fnmatchcase(loss, pattern)
     ]
-    return max(found, default=0.0)
+    return max(found, default=Published(0.0, ""))
