@@ -1,4 +1,5 @@
 # Copyright (c) the d2_memfit developers.
+import math
 import random
 
 import pytest
@@ -26,6 +27,13 @@ def test_noise_is_no_growth():
 def test_what_rises_and_stays_is_no_growth():
     values = [100 * MB + min(i, 150) * 1e5 for i in range(400)]
     assert steady_growth(values, MB) == 0
+
+
+@pytest.mark.parametrize("time_constant", [2, 4, 8])
+def test_what_fills_ever_more_slowly_is_no_growth(time_constant):
+    """A cache of images: all of its blocks rise, and the last half hardly does."""
+    blocks = [1 - math.exp(-block / time_constant) for block in range(20)]
+    assert steady_growth([100 * MB * block for block in blocks for _ in range(20)], MB) == 0
 
 
 def test_a_step_is_no_growth():
