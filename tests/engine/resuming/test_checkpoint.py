@@ -17,7 +17,7 @@ from iopath.common.file_io import NativePathHandler
 from saving import resumed, trainer_of
 from tiny import ROOT, run_process
 
-from d2_memfit.common.files import LEFTOVERS, FolderLock, temporary_name, whole_file
+from d2_memfit.common.files import LEFTOVERS, FolderLock, temporary_name
 from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import CheckpointError, ConfigError
 
@@ -373,17 +373,6 @@ def test_a_second_run_in_a_folder_is_told_of_the_first_and_changes_nothing(tmp_p
     assert "model_0000000.pth" in names(tmp_path)
 
 
-def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_after(tmp_path, monkeypatch):
-    events = []
-    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")))
-    replace = os.replace
-    monkeypatch.setattr(os, "replace", lambda a, b: (events.append("rename"), replace(a, b)))
-    file = str(tmp_path / "file")
-    with whole_file(file, "w") as f:
-        f.write("text")
-    assert events == [temporary_name(file), "rename", str(tmp_path)]
-
-
 def test_a_file_system_that_refuses_fsync_is_said_once(tmp_path, monkeypatch, log):
     def refuse(descriptor):
         raise OSError(errno.EINVAL, "Invalid argument")
@@ -393,13 +382,3 @@ def test_a_file_system_that_refuses_fsync_is_said_once(tmp_path, monkeypatch, lo
     saved_run(tmp_path)
     assert resumed(tmp_path, size=50)[1] == 2
     assert log.text.count("refuses fsync") == 1
-
-
-def test_fsync_that_fails_for_another_reason_is_an_error(tmp_path, monkeypatch):
-    def refuse(descriptor):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(OSError, match="Input/output"), whole_file(str(tmp_path / "f"), "w"):
-        pass
-    assert not names(tmp_path)

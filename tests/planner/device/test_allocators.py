@@ -56,6 +56,15 @@ def test_a_rest_of_more_than_1_mib_is_split_off(rest, given):
     assert CachingAllocator().allocate(12 * MB - rest).size == given
 
 
+def test_any_rest_of_a_small_block_is_split_off():
+    """In the pool of small blocks, ``should_split`` compares with ``kMinBlockSize``."""
+    allocator = CachingAllocator()
+    pair = allocator.allocate(1024)
+    allocator.allocate(512)  # keeps the pair from being merged with the rest of its segment
+    allocator.free(pair)
+    assert allocator.allocate(512).size == 512
+
+
 def test_the_smallest_block_that_is_large_enough_is_taken():
     allocator = CachingAllocator()
     large, small = allocator.allocate(40 * MB), allocator.allocate(30 * MB)
