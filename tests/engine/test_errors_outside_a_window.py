@@ -37,12 +37,13 @@ def run_out(*args, **kwargs):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def trainer_of(output_dir, model=None, **options):
+def trainer_of(output_dir, model=None, steps=1, **options):
     model = model or Model()
     bare = compat.without_ddp(model)
     options = RecoveryOptions(output_dir=str(output_dir), **options)
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
-    return AccumulatingTrainer(model, [images(2, size=32)] * 3, optimizer, recovery=options)
+    loader = [images(2, size=32)] * 6
+    return AccumulatingTrainer(model, loader, optimizer, accumulation_steps=steps, recovery=options)
 
 
 def phases(output_dir):
@@ -129,7 +130,7 @@ EDGES = {
 
 @pytest.mark.parametrize("phase", EDGES)
 def test_the_edges_of_a_window_are_tried_again_and_then_explained(phase, tmp_path, monkeypatch):
-    trainer, made = trainer_of(tmp_path), []
+    trainer, made = trainer_of(tmp_path, steps=2), []
     original = getattr(importlib.import_module(EDGES[phase].rpartition(".")[0]), name_of(phase))
 
     def fail_once(*args, **kwargs):
@@ -141,7 +142,7 @@ def test_the_edges_of_a_window_are_tried_again_and_then_explained(phase, tmp_pat
     assert len(made) > 1
     monkeypatch.setattr(EDGES[phase], run_out)
     with pytest.raises(OutOfMemoryError, match=f"in the {phase} of iteration .*things to try"):
-        iterate(trainer_of(tmp_path))
+        iterate(trainer_of(tmp_path, steps=2))
     assert phases(tmp_path) == [phase]
 
 
@@ -165,7 +166,8 @@ def test_an_error_at_the_end_of_a_window_names_its_last_images(tmp_path, monkeyp
 
 
 def fail_at_the_start(rank, output_dir):
-    trainer = trainer_of(output_dir, compat.create_ddp_model(Model(), broadcast_buffers=False))
+    model = compat.create_ddp_model(Model(), broadcast_buffers=False)
+    trainer = trainer_of(output_dir, model, steps=2)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(EDGES["window"], run_out)

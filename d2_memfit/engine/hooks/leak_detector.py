@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from detectron2.engine import HookBase
 from torch import nn
 
 from ... import compat
@@ -22,6 +21,7 @@ from ...memory import (
     steady_growth,
     used_bytes,
 )
+from .after_forwards import AfterForwards
 
 __all__ = ["LeakDetector"]
 
@@ -35,7 +35,7 @@ _OBJECTS_PER_ITERATION = 18
 _LOOK_AGAIN_AFTER = 8  # iterations, for containers that grow
 
 
-class LeakDetector(HookBase):
+class LeakDetector(AfterForwards):
     """Warns once for each kind of memory whose use after iterations grows steadily.
 
     It measures GPU tensors, host memory, small Python objects (which have their own allocator) and
@@ -64,19 +64,10 @@ class LeakDetector(HookBase):
         self._growing: dict[str, float] = {}  # by kind; not warned of yet
         self._said: set[str] = set()
         self._look_again = 0
-        self._forward_hook: Any = None
         self._census: Optional[TensorCensus] = None
         self._containers: Optional[GrowingContainers] = None
 
-    def before_train(self) -> None:
-        model = compat.without_ddp(self.trainer.model)
-        self._forward_hook = model.register_forward_pre_hook(self._look_at_sizes)
-
-    def after_train(self) -> None:
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
-
-    def _look_at_sizes(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+    def after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Begin the window anew: larger images than all before may take more, and leak nothing."""
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, torch.Tensor)]
         largest = max((tensor.numel() for tensor in tensors), default=0)
@@ -105,9 +96,8 @@ class LeakDetector(HookBase):
 
     def _measure(self) -> dict[str, float]:
         used: dict[str, float] = {"host": used_bytes(_HOST)}
-        device = next(self.trainer.model.parameters()).device
-        if device.type != "cpu":
-            used["device"] = used_bytes(device)
+        if self._device.type != "cpu":
+            used["device"] = used_bytes(self._device)
         # Each entry of a history is a tuple and a number, and stays as long as the run.
         entries = sum(map(len, compat.scalar_histories(self.trainer.storage)))
         used["objects"] = sys.getallocatedblocks() - 2 * entries
@@ -168,9 +158,9 @@ class LeakDetector(HookBase):
     def _owners(self) -> list[tuple[str, Any]]:
         hooks = [hook for hook in compat.hooks_of(self.trainer) if hook is not self]
         owners = [(type(hook).__name__, hook) for hook in hooks]
-        model = compat.without_ddp(self.trainer.model)
+        model = self._model
+        inner = self._inner
         owners += [(name or type(model).__name__, module) for name, module in model.named_modules()]
-        inner: Any = compat.inner_trainer(self.trainer)
         owners += [("the data loader", inner.data_loader), ("the optimizer", inner.optimizer)]
         owners += [("the event storage", self.trainer.storage), ("the trainer", inner)]
         return owners + ([("the trainer", self.trainer)] if inner is not self.trainer else [])

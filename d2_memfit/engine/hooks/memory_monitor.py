@@ -8,12 +8,12 @@ from typing import Any, Optional
 
 import psutil
 import torch
-from detectron2.engine import HookBase
 from detectron2.utils import comm
 from detectron2.utils.events import CommonMetricPrinter
 
 from ... import compat
 from ...memory import device_memory
+from .after_forwards import AfterForwards
 
 __all__ = ["MemoryMonitor"]
 
@@ -21,7 +21,7 @@ _GB = 2**30
 _LAG = 2**20  # bytes; Linux's peak of a process may rise this much after memory was freed
 
 
-class MemoryMonitor(HookBase):
+class MemoryMonitor(AfterForwards):
     """Reports the memory of all ranks to the event storage, and to the console.
 
     Every ``period`` iterations the storage gets these values, in GB (2^30 bytes) if they end in
@@ -53,16 +53,13 @@ class MemoryMonitor(HookBase):
         self._period = period
         self._budget_gb = budget_gb
         self._column = ""
-        self._forward_hook: Any = None
         self._seen = [0, 0]  # most bytes since the last report: allocated, reserved
         self._ever = [0, 0]
 
     def before_train(self) -> None:
-        model = compat.without_ddp(self.trainer.model)
-        self._device = next(model.parameters()).device
+        super().before_train()
         memory = device_memory(self._device)
         self._ever = [memory.peak_allocated_bytes, memory.peak_reserved_bytes]
-        self._forward_hook = model.register_forward_hook(lambda *_: self._look())
         for writer in compat.writers_of(self.trainer):
             if type(writer) is CommonMetricPrinter and not hasattr(writer.logger, "extra"):
                 writer.logger = _WithColumn(writer.logger, self)
@@ -84,9 +81,8 @@ class MemoryMonitor(HookBase):
         budget = f"/{self._budget_gb:.1f}" if self._budget_gb else ""
         self._column = f"mem {used:.1f}{budget} GB"
 
-    def after_train(self) -> None:
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
+    def after_forward(self, *_: Any) -> None:
+        self._look()
 
     def _look(self) -> None:
         memory = device_memory(self._device)

@@ -6,12 +6,11 @@ import math
 from typing import Any
 
 import torch
-from detectron2.engine import HookBase
 from torch import nn
 
-from ... import compat
 from ...memory import available_host_bytes, device_memory, release_memory
 from ..window import SizeLimit
+from .after_forwards import AfterForwards
 
 __all__ = ["MakeRoom"]
 
@@ -24,7 +23,7 @@ _NOTICEABLE_BYTES = 2**27  # taken by others
 _GB = 2**30
 
 
-class MakeRoom(HookBase):
+class MakeRoom(AfterForwards):
     """Halves the micro-batch before an error, if other processes leave less than it needs.
 
     On a GPU that a desktop shares, other programs take memory while training runs. Every few
@@ -40,17 +39,6 @@ class MakeRoom(HookBase):
         self._needs: dict[float, int] = {}  # bytes, by the limit of micro-batches
         self._last = math.inf
         self._most_room = 0
-        self._forward_hook: Any = None
-
-    def before_train(self) -> None:
-        self._trainer = compat.inner_trainer(self.trainer)
-        model = compat.without_ddp(self._trainer.model)
-        self._device = next(model.parameters()).device
-        self._forward_hook = model.register_forward_hook(self._after_forward)
-
-    def after_train(self) -> None:
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
 
     def after_step(self) -> None:
         done = self.trainer.iter + 1 - self.trainer.start_iter
@@ -62,10 +50,10 @@ class MakeRoom(HookBase):
 
     @property
     def _size(self) -> SizeLimit:
-        size: SizeLimit = self._trainer.recovery.size
+        size: SizeLimit = self._inner.recovery.size
         return size
 
-    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], _: Any) -> None:
+    def after_forward(self, model: nn.Module, *_: Any) -> None:
         if model.training:
             limit = self._size.limit
             self._needs[limit] = max(self._needs.get(limit, 0), self._taken())
@@ -82,9 +70,9 @@ class MakeRoom(HookBase):
         need = self._needs.get(self._size.limit, 0)
         self._most_room = max(self._most_room, room)
         taken = self._most_room - room
-        largest = self._trainer.recovery.largest
+        largest = self._inner.recovery.largest
         # If ranks communicate in the forward, their micro-batches must stay equal.
-        may_shrink = not self._trainer.normalizers.communication.known
+        may_shrink = not self._inner.normalizers.communication.known
         if room >= _MARGIN * need or taken < _NOTICEABLE_BYTES or not may_shrink:
             return
         if has_grown:  # no window was cut by this limit yet

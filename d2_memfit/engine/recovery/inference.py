@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Evaluation that continues with the same results after a batch did not fit."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,11 +14,9 @@ from ...job import RecoveryOptions
 from ...memory import is_out_of_memory, release_memory
 from ...techniques import can_have_results_on_host, results_on_host
 from ..state import Snapshot
-from .oom_record import RAISE, Failure, OomEvent, OomRecord, explained_memory_error, final_error
+from .oom_record import RAISE, OomRecord
 
 __all__ = ["recovering_inference"]
-
-logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -46,9 +43,8 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     model.__class__ = type(
         original.__name__, (original,), {"__call__": lambda self, batch: recovering(batch)}
     )
-    bare = compat.without_ddp(model)
     try:
-        with explained_memory_error("evaluation", list, bare, options, mixed_precision=False):
+        with recovering.record.explained("evaluation"):
             yield
     finally:
         model.__class__ = original
@@ -59,8 +55,7 @@ class _RecoveringCall:
         self._call = partial(type(model).__call__, model)
         self._model = compat.without_ddp(model)
         self._device = next(model.parameters()).device
-        self._options = options
-        self._record = OomRecord(options.output_dir)
+        self.record = OomRecord(options, self._model)
         self._on_host = False
         self._one_by_one = False
 
@@ -76,27 +71,20 @@ class _RecoveringCall:
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
-            failure = Failure(e, "evaluation", self._device)
+            event = self.record.event(e, "evaluation", batch)
         if before is not None:
             before.restore()
         release_memory(self._device)
-        self._ease(failure, batch)
-        return self(batch)
-
-    def _ease(self, failure: Failure, batch: Any) -> None:
-        event = OomEvent.of(failure, batch, self._model, self._options.budget_gb)
         if not self._on_host and can_have_results_on_host(self._model):
             self._on_host = True
-            event.action = "results are post-processed on the host"
+            self.record.log(event, "results are post-processed on the host")
         elif _is_list_of_many(batch):
             self._one_by_one = True
-            event.action = "the images are run one at a time"
+            self.record.log(event, "the images are run one at a time")
         else:
-            event.action = RAISE
-        self._record.append(event)
-        logger.warning("%s. Now %s", event, event.action)
-        if event.action == RAISE:
-            raise OutOfMemoryError(final_error(event, self._options, mixed_precision=False))
+            self.record.log(event, RAISE)
+            raise OutOfMemoryError(self.record.final_error(event))
+        return self(batch)
 
 
 def _is_list_of_many(batch: Any) -> bool:

@@ -26,11 +26,8 @@ logger = logging.getLogger(__name__)
 
 __all__ = [
     "RAISE",
-    "Failure",
     "OomEvent",
     "OomRecord",
-    "explained_memory_error",
-    "final_error",
     "observed",
     "padded_size",
 ]
@@ -38,18 +35,6 @@ __all__ = [
 RAISE = "training stops"
 
 _GB = 2**30
-
-
-class Failure:
-    """Facts about an out-of-memory error that are known only while it is handled.
-
-    It holds no reference to the error, whose traceback would keep tensors alive.
-    """
-
-    def __init__(self, error: BaseException, phase: str, device: torch.device) -> None:
-        self.error = error_line(error)
-        self.phase = phase
-        self.memory = device_memory(device)
 
 
 @dataclass
@@ -71,28 +56,6 @@ class OomEvent:
     rank: int = field(default_factory=comm.get_rank)
     time: float = field(default_factory=time.time)  # seconds since 1970
 
-    @classmethod
-    def of(
-        cls,
-        failure: "Failure",
-        data: Any,
-        model: nn.Module,
-        budget_gb: Optional[float],
-    ) -> "OomEvent":
-        """The event of a failure in a micro-batch (``data``). The model has no DDP around it."""
-        memory = failure.memory
-        return cls(
-            iteration=compat.current_iteration(),
-            phase=failure.phase,
-            micro_batch=count_images(data),
-            images=[_describe(image) for image in _images(data)],
-            padded_size=padded_size(data, model),
-            allocated_gb=round(memory.allocated_bytes / _GB, 3),
-            reserved_gb=round(memory.reserved_bytes / _GB, 3),
-            budget_gb=budget_gb,
-            error=failure.error,
-        )
-
     def __str__(self) -> str:
         names = ", ".join(
             f"{i['file_name']} (image_id {i['image_id']}, {i['height']} x {i['width']} pixels, "
@@ -110,30 +73,106 @@ class OomEvent:
 
 
 class OomRecord:
-    """Appends events to ``memfit_oom.jsonl``, one JSON object per line.
+    """Describes out-of-memory errors, for the log, the final error and ``memfit_oom.jsonl``.
 
-    Each event is one write of one line. The file can be parsed whenever the process ends, and
-    several ranks can share it.
+    That file has one JSON object per line. Each is one write, so the file can be parsed whenever
+    the process ends, and several ranks can share it.
 
     Args:
-        output_dir: its folder; "" for no file.
+        options: its ``output_dir`` is the file's folder; "" for no file.
+        model: without DDP around it.
+        mixed_precision: whether it is on, for the advice in the final error.
     """
 
     FILE_NAME = "memfit_oom.jsonl"
 
-    def __init__(self, output_dir: str = "") -> None:
-        self._path = os.path.join(output_dir, self.FILE_NAME) if output_dir else None
+    def __init__(
+        self, options: RecoveryOptions, model: nn.Module, mixed_precision: bool = False
+    ) -> None:
+        self._options = options
+        self._model = model
+        self._mixed_precision = mixed_precision
 
-    def append(self, event: OomEvent) -> None:
-        if self._path is None:
+    def event(self, error: BaseException, phase: str, data: Any) -> OomEvent:
+        """The event of an error in a micro-batch (``data``), while it is handled.
+
+        It holds no reference to the error, whose traceback would keep tensors alive.
+        """
+        memory = device_memory(next(self._model.parameters()).device)
+        return OomEvent(
+            iteration=compat.current_iteration(),
+            phase=phase,
+            micro_batch=count_images(data),
+            images=[_describe(image) for image in _images(data)],
+            padded_size=padded_size(data, self._model),
+            allocated_gb=round(memory.allocated_bytes / _GB, 3),
+            reserved_gb=round(memory.reserved_bytes / _GB, 3),
+            budget_gb=self._options.budget_gb,
+            error=error_line(error),
+        )
+
+    def append(self, event: OomEvent, action: str) -> None:
+        """Write an event to the file, with what is done about it."""
+        event.action = action
+        if not self._options.output_dir:
             return
+        path = os.path.join(self._options.output_dir, self.FILE_NAME)
         line = json.dumps(asdict(event), default=_plain) + "\n"
         try:
-            PathManager.mkdirs(os.path.dirname(self._path))
-            with PathManager.open(self._path, "a") as f:
+            PathManager.mkdirs(self._options.output_dir)
+            with PathManager.open(path, "a") as f:
                 f.write(line)
         except (OSError, MemoryError) as e:  # a full disk must not end a run that just recovered
-            logger.warning("Cannot write %s (%s). The event was %s", self._path, e, line.strip())
+            logger.warning("Cannot write %s (%s). The event was %s", path, e, line.strip())
+
+    def log(self, event: OomEvent, action: str) -> None:
+        """Write an event to the file and to the log."""
+        self.append(event, action)
+        logger.warning("%s. Now %s", event, action)
+
+    @contextmanager
+    def explained(self, phase: str, data: Callable[[], Any] = list) -> Iterator[None]:
+        """Record and explain an out-of-memory error where nothing can be run again.
+
+        Args:
+            data: asked for the micro-batch when the error comes.
+
+        Raises:
+            OutOfMemoryError: in place of the original error.
+        """
+        try:
+            yield
+        except Exception as e:
+            if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # already explained
+                raise
+            event = self.event(e, phase, data())
+            self.append(event, RAISE)
+            raise OutOfMemoryError(self.final_error(event)) from e
+
+    def final_error(self, event: OomEvent) -> str:
+        """Message of the error that ends a run: what happened, and three things to try next."""
+        options = self._options
+        if event.phase in ("evaluation", "hook EvalHook"):
+            steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
+        elif event.phase.startswith("hook "):
+            steps = ["less in this hook, or on the host", "a smaller MEMFIT.MICRO_BATCH"]
+        elif event.phase in ("start", "window", "restoration", "vote", "reduction", "optimizer"):
+            steps = [
+                "a smaller MEMFIT.MICRO_BATCH",
+                "a higher MODEL.BACKBONE.FREEZE_AT: frozen weights need no gradients",
+            ]
+        else:
+            steps = ["a smaller MEMFIT.MICRO_BATCH"] if event.micro_batch > 1 else []
+            steps += [] if self._mixed_precision else ["SOLVER.AMP.ENABLED True"]
+            steps += ["a smaller INPUT.MAX_SIZE_TRAIN"]
+            steps += [] if options.allow_resize else ["MEMFIT.OOM.ALLOW_RESIZE True"]
+            steps += [] if options.last_resort == "skip" else ["MEMFIT.OOM.LAST_RESORT skip"]
+        if options.budget_gb is None:
+            steps += ["another process may be using the device: look there", "a smaller backbone"]
+        else:
+            steps += ["a larger MEMFIT.BUDGET_GB", "a smaller backbone"]
+        tries = "; ".join(f"({i}) {step}" for i, step in enumerate(steps[:3], 1))
+        return f"{event}. Next things to try: {tries}"
 
 
 @contextmanager
@@ -142,70 +181,12 @@ def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        if is_out_of_memory(e):
-            for observe in observers:
-                _call(observe)
+        for observe in observers if is_out_of_memory(e) else ():
+            try:
+                observe()
+            except Exception as failed:  # the run may still continue
+                logger.warning("What was to be seen of the memory is lost: %s", failed)
         raise
-
-
-def _call(observe: Callable[[], None]) -> None:
-    try:
-        observe()
-    except Exception as e:  # the run may still continue
-        logger.warning("What was to be seen of the memory is lost: %s", e)
-
-
-@contextmanager
-def explained_memory_error(
-    phase: str,
-    data: Callable[[], Any],
-    model: nn.Module,
-    options: RecoveryOptions,
-    mixed_precision: bool,
-) -> Iterator[None]:
-    """Record and explain an out-of-memory error where nothing can be run again.
-
-    Args:
-        data: asked for the micro-batch when the error comes.
-
-    Raises:
-        OutOfMemoryError: in place of the original error.
-    """
-    try:
-        yield
-    except Exception as e:
-        if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # already explained
-            raise
-        failure = Failure(e, phase, next(model.parameters()).device)
-        event = OomEvent.of(failure, data(), model, options.budget_gb)
-        event.action = RAISE
-        OomRecord(options.output_dir).append(event)
-        raise OutOfMemoryError(final_error(event, options, mixed_precision)) from e
-
-
-def final_error(event: OomEvent, options: RecoveryOptions, mixed_precision: bool) -> str:
-    """Message of the error that ends a run: what happened, and three things to try next."""
-    if event.phase in ("evaluation", "hook EvalHook"):
-        steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
-    elif event.phase.startswith("hook "):
-        steps = ["less in this hook, or on the host", "a smaller MEMFIT.MICRO_BATCH"]
-    elif event.phase in ("start", "window", "restoration", "vote", "reduction", "optimizer"):
-        steps = [
-            "a smaller MEMFIT.MICRO_BATCH",
-            "a higher MODEL.BACKBONE.FREEZE_AT: frozen weights need no gradients",
-        ]
-    else:
-        steps = ["a smaller MEMFIT.MICRO_BATCH"] if event.micro_batch > 1 else []
-        steps += [] if mixed_precision else ["SOLVER.AMP.ENABLED True"]
-        steps += ["a smaller INPUT.MAX_SIZE_TRAIN"]
-        steps += [] if options.allow_resize else ["MEMFIT.OOM.ALLOW_RESIZE True"]
-        steps += [] if options.last_resort == "skip" else ["MEMFIT.OOM.LAST_RESORT skip"]
-    if options.budget_gb is None:
-        steps += ["another process may be using the device: look there", "a smaller backbone"]
-    else:
-        steps += ["a larger MEMFIT.BUDGET_GB", "a smaller backbone"]
-    tries = "; ".join(f"({i}) {step}" for i, step in enumerate(steps[:3], 1))
-    return f"{event}. Next things to try: {tries}"
 
 
 def padded_size(data: Any, model: nn.Module) -> Optional[tuple[int, int]]:

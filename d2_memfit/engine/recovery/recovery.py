@@ -21,7 +21,7 @@ from ..normalizers import Communication
 from ..state import Snapshot
 from ..window import ByteCut, MicroBatch, MicroBatchSize, SizeLimit, Window, WindowStorage
 from .escalation import SKIP, Escalation, low_memory_step
-from .oom_record import RAISE, Failure, OomEvent, OomRecord, explained_memory_error, final_error
+from .oom_record import RAISE, OomEvent, OomRecord
 
 __all__ = ["Recovery", "RecoveryReport"]
 
@@ -76,9 +76,8 @@ class Recovery:
         self._options = options
         self._communication = communication
         self._model = model
-        self._mixed_precision = mixed_precision
         self._device = next(model.parameters()).device
-        self._record = OomRecord(options.output_dir)
+        self._record = OomRecord(options, model, mixed_precision)
         self._micro_batch_size = micro_batch_size
         self._sizes = [self.size.state_dict()]  # one of each rank
         self._retries = RisingRetries()
@@ -114,20 +113,20 @@ class Recovery:
         at_start: Optional[Snapshot] = None
         while micro_batch := window.take(self.micro_batch_size, self._micro_batch_size is not None):
             storage.next_micro_batch(micro_batch.num_images)
-            before, failure = self._attempt(micro_batch, storage, forward, backward)
+            before, event = self._attempt(micro_batch, storage, forward, backward)
             at_start = at_start or before
-            if failure is None:
+            if event is None:
                 continue
             # No exception is being handled here, so nothing holds the tensors of the attempt.
-            if failure.phase == "forward":  # it has touched no gradient
+            if event.phase == "forward":  # it has touched no gradient
                 self._report.retried_images += micro_batch.num_images
                 window.put_back()
             else:
                 self._report.retried_images += window.num_images
                 window.start_over()
                 before = at_start
-            self._react(failure, micro_batch, window)  # which records it first
-            self._undo(before, failure, micro_batch)
+            self._react(event, micro_batch, window)  # which records it first
+            self._undo(before, event, micro_batch)
             if self._report.final_error:
                 self._model.zero_grad(set_to_none=True)
                 if not self._may_retry:
@@ -203,11 +202,9 @@ class Recovery:
         """Explain an out-of-memory error where nothing can be run again.
 
         Args:
-            data: as for :func:`explained_memory_error`.
+            data: as for :meth:`OomRecord.explained`.
         """
-        return explained_memory_error(
-            phase, data, self._model, self._options, self._mixed_precision
-        )
+        return self._record.explained(phase, data)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -236,8 +233,8 @@ class Recovery:
         storage: WindowStorage,
         forward: Callable[[MicroBatch], torch.Tensor],
         backward: Callable[[torch.Tensor, MicroBatch], None],
-    ) -> tuple[Optional[Snapshot], Optional[Failure]]:
-        """The state before a micro-batch (None if there was no memory for it), and its failure."""
+    ) -> tuple[Optional[Snapshot], Optional[OomEvent]]:
+        """The state before a micro-batch (None if there was no memory for it), and its error."""
         low_memory = self._escalation.needs_low_memory(micro_batch.data)
         before = None
         phase = "forward"
@@ -250,27 +247,25 @@ class Recovery:
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
-            return before, Failure(e, phase, self._device)
+            return before, self._record.event(e, phase, micro_batch.data)
         return before, None
 
-    def _react(self, failure: Failure, micro_batch: MicroBatch, window: Window) -> None:
+    def _react(self, event: OomEvent, micro_batch: MicroBatch, window: Window) -> None:
         """Decide how the images run again, and log it."""
-        self._report.oom_events += 1
-        event = self._event(failure, micro_batch.data)
         if not self._may_retry:
-            event.action = RAISE
+            action = RAISE
         elif micro_batch.can_be_split:
-            event.action = f"{self.size.lower(micro_batch, window)} and its images are run again"
+            action = f"{self.size.lower(micro_batch, window)} and its images are run again"
         else:
-            event.action = self._escalation.next_action(micro_batch.data, window)
-        self._record.append(event)
-        logger.warning("%s. Now %s", event, event.action)
-        if event.action == SKIP:
+            action = self._escalation.next_action(micro_batch.data, window)
+        self._report.oom_events += 1
+        self._record.log(event, action)
+        if action == SKIP:
             self._report.skipped_images += micro_batch.num_images
-        elif event.action == RAISE:
-            self._report.final_error = final_error(event, self._options, self._mixed_precision)
+        elif action == RAISE:
+            self._report.final_error = self._record.final_error(event)
 
-    def _undo(self, before: Optional[Snapshot], failure: Failure, micro_batch: MicroBatch) -> None:
+    def _undo(self, before: Optional[Snapshot], event: OomEvent, micro_batch: MicroBatch) -> None:
         """Restore a state, if it could be saved, and free memory.
 
         If memory runs out here too, that is the window's final error, on all ranks.
@@ -278,7 +273,7 @@ class Recovery:
         is_thorough = self._report.oom_events > 1
         try:
             with self.with_final_error("restoration", lambda: micro_batch.data):
-                if failure.phase != "forward":
+                if event.phase != "forward":
                     self._model.zero_grad(set_to_none=True)
                 if before is not None:
                     before.restore()
@@ -296,11 +291,6 @@ class Recovery:
         if not is_close or largest is None or not largest.can_be_split:
             return
         error = torch.OutOfMemoryError(f"num_alloc_retries rises again and again, to {retries}")
-        event = self._event(Failure(error, "allocator", self._device), largest.data)
-        event.action = f"{self.size.lower(largest)} before it fails"
+        event = self._record.event(error, "allocator", largest.data)
         self._report.oom_events += 1
-        self._record.append(event)
-        logger.warning("%s. Now %s", event, event.action)
-
-    def _event(self, failure: Failure, data: Any) -> OomEvent:
-        return OomEvent.of(failure, data, self._model, self._options.budget_gb)
+        self._record.log(event, f"{self.size.lower(largest)} before it fails")

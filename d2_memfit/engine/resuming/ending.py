@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Optional
@@ -25,7 +24,8 @@ from ...errors import MemfitError, RankError, one_line
 from ...memory import is_killed_worker, is_lost_rank
 from ...techniques import ShardedOptimizer
 from ..window import host_memory_error
-from .signals import SIGNALS, is_free, raising_handlers_held_back
+from .resumable_trainer import Progress
+from .signals import SIGNALS, handle, is_free, raising_handlers_held_back
 
 __all__ = ["SaveOnEnding"]
 
@@ -62,32 +62,26 @@ class SaveOnEnding(HookBase):
         self._stops_on_signals = stops_on_signals
         self._status = 0
         self._is_training = False
-        self._is_in_step = False
         self._is_interrupted = False
-        self._is_saving = False
-        self._former: dict[int, Any] = {}
-        self._training = ""
+        self._training = 0
         self._evaluation_key = ""
         self._inner: Any = None  # the trainer that runs the steps
-        self._show_tracebacks: Callable[[], None] = lambda: None
+        self._undo = contextlib.ExitStack()  # of what is done for the time of the training
 
     def before_train(self) -> None:
         self._inner = compat.inner_trainer(self.trainer)
         self._inner.stop_signal = 0
-        self._inner.progress = None
+        self._inner.progress = Progress(self.trainer.iter - 1, has_stepped=True)
         self._status = 0
         self._is_training = True
-        self._is_in_step = False
         self._is_interrupted = False
-        self._training = f"d2_memfit/training {next(_training_numbers)}"
-        if self._stops_on_signals and threading.current_thread() is threading.main_thread():
-            self._former = {n: signal.signal(n, self._note) for n in SIGNALS if is_free(n)}
-        self._show_tracebacks = tracebacks_only_in_files()
+        self._training = next(_training_numbers)
+        if self._stops_on_signals:
+            self._undo.callback(handle(filter(is_free, SIGNALS), self._note))
+        self._undo.callback(tracebacks_only_in_files())
         compat.replace_evaluations(self.trainer, lambda run: partial(self._evaluate, run))
 
     def _note(self, number: int, frame: Any) -> None:
-        if self._is_saving:
-            return
         if number == signal.SIGINT:
             if self._is_interrupted:
                 raise KeyboardInterrupt
@@ -96,10 +90,11 @@ class SaveOnEnding(HookBase):
         self._inner.stop_signal = self._inner.stop_signal or number
 
     def before_step(self) -> None:
-        self._is_in_step = True
+        self._inner.progress = None
 
     def after_step(self) -> None:
-        self._is_in_step = False
+        if self._inner.progress is None:  # of a run_step of the project's own
+            self._inner.progress = Progress(self.trainer.iter, has_stepped=True)
         number = self._inner.agreed_stop_signal
         if number is None:  # a project's run_step took no vote
             number = max(comm.all_gather(self._inner.stop_signal))
@@ -128,7 +123,6 @@ class SaveOnEnding(HookBase):
             return
         self._is_training = False
         error = sys.exc_info()[1]
-        self._is_saving = True
         try:
             with raising_handlers_held_back() as came:
                 if self.trainer.iter >= self.trainer.max_iter:
@@ -139,11 +133,7 @@ class SaveOnEnding(HookBase):
                     self._save_alone(error)
                 came.clear()
         finally:
-            self._is_saving = False
-            self._show_tracebacks()
-            for number, handler in self._former.items():
-                signal.signal(number, handler or signal.SIG_DFL)
-            self._former = {}
+            self._undo.close()
 
     def _save_with_all_ranks(self) -> None:
         try:
@@ -228,9 +218,9 @@ class SaveOnEnding(HookBase):
         """
         iteration = self.trainer.iter
         progress = self._inner.progress
-        if progress is None or progress.iteration != iteration:
-            if self._is_in_step:
-                return -1, "how far this trainer's own run_step was is not known"
+        if progress is None:
+            return -1, "how far this trainer's own run_step was is not known"
+        if progress.iteration != iteration:
             return iteration - 1, ""
         if progress.has_stepped:
             for hook in compat.hooks_of(self.trainer):  # an error may have come before this one
@@ -259,7 +249,7 @@ class SaveOnEnding(HookBase):
         """Run an evaluation that can stop before each batch."""
         model = compat.without_ddp(self._inner.model)
         original = type(model)
-        self._evaluation_key = f"{self._training}/evaluation {self.trainer.iter}"
+        self._evaluation_key = f"d2_memfit/{self._training}/{self.trainer.iter}"
 
         def train(model: nn.Module, mode: bool = True) -> nn.Module:
             if mode:  # inference_on_dataset has finished its batches

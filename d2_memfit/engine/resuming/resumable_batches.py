@@ -6,7 +6,7 @@ import hashlib
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, Optional
 
@@ -72,9 +72,10 @@ class ResumableBatches(Iterator[Any]):
             chunk=getattr(dataset, "shard_chunk_size", 1),
             batch=loader.batch_size,
         )
-        self._start_at(Rest(0, torch.tensor([], dtype=torch.int64)), _Taken(loader.num_workers))
+        self._start_at(Rest(0, torch.tensor([], dtype=torch.int64)))
 
-    def _start_at(self, rest: Rest, taken: "_Taken") -> None:
+    def _start_at(self, rest: Rest, taken: Optional["_Taken"] = None) -> None:
+        taken = taken or _Taken(workers=(None,) * self.num_workers)
         self._rest = rest
         sampler = RestOfStream(self._sampler, rest)
         is_grouped = self._group_size > 0
@@ -117,30 +118,28 @@ class ResumableBatches(Iterator[Any]):
                 self._digest_of_images = ""
         return self._digest_of_images
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of this rank, in plain types and tensors."""
-        return self.unpacked(self.packed())
-
     def mark(self) -> Callable[[], None]:
-        """A function that puts the state back, for a :meth:`state_dict` of this moment.
+        """A function that puts the state back, for a checkpoint of this moment.
 
         The batches themselves do not come again.
         """
-        taken = self._received.taken.copy()
+        taken = self._received.taken
 
         def put_back() -> None:
             self._received.taken = taken
 
         return put_back
 
-    def packed(self) -> bytes:
+    def packed(self) -> tuple[Any, ...]:
         """The state of this rank, quick to make and to send."""
-        return self._received.taken.packed()
+        taken = self._received.taken
+        waiting = [(w.number, int(w.index), w.random_states) for w in taken.waiting]
+        return taken.batches, taken.workers, taken.seeds, waiting
 
     @staticmethod
-    def unpacked(state: bytes) -> dict[str, Any]:
-        """The :meth:`state_dict` of a :meth:`packed` state."""
-        batches, workers, seeds, waiting = pickle.loads(state)
+    def unpacked(state: tuple[Any, ...]) -> dict[str, Any]:
+        """A :meth:`packed` state in plain types and tensors, for a checkpoint."""
+        batches, workers, seeds, waiting = state
         return {
             "batches": batches,
             "workers": [states and pickle.loads(states) for states in workers],
@@ -189,11 +188,9 @@ class ResumableBatches(Iterator[Any]):
         rank = compat.rank_of(self._sampler)
         is_same = is_same and len(ranks[rank]["workers"]) == self.num_workers
         if is_same:
-            taken = _Taken(self.num_workers)
-            taken.load_state_dict(ranks[rank], self._images)
-            self._start_at(rest, taken)
+            self._start_at(rest, _Taken.of(ranks[rank], self._images))
         else:
-            self._start_at(rest.after(_places(layout, ranks)), _Taken(self.num_workers))
+            self._start_at(rest.after(_places(layout, ranks)))
         iter(self)
         self._received.start()  # draws the seeds now: later, other numbers are due
         return is_same
@@ -209,42 +206,26 @@ class _Waiting:
     random_states: bytes  # before it was loaded, pickled
 
 
+@dataclass(frozen=True)
 class _Taken:
-    """The part of a rank's loader that it took since the rest of the stream began.
+    """The part of a rank's loader that it took since the rest of the stream began."""
 
-    Attributes:
-        batches: batches of the loader; single images if they are grouped.
-        workers: pickled random states of each worker after its last batch; None before the first.
-        seeds: the state of the generator that the workers' seeds were drawn from.
-        waiting: images without a group yet.
-    """
+    batches: int = 0  # of the loader; single images if they are grouped
+    workers: tuple[Optional[bytes], ...] = ()  # random states of each after its last batch, pickled
+    seeds: Optional[torch.Tensor] = None  # state of the generator that workers' seeds come from
+    waiting: tuple[_Waiting, ...] = ()  # images without a group yet
 
-    def __init__(self, num_workers: int) -> None:
-        self.batches = 0
-        self.workers: list[Optional[bytes]] = [None] * num_workers
-        self.seeds: Optional[torch.Tensor] = None
-        self.waiting: list[_Waiting] = []
-
-    def copy(self) -> "_Taken":
-        other = copy.copy(self)
-        other.workers = list(self.workers)
-        other.waiting = list(self.waiting)
-        return other
-
-    def packed(self) -> bytes:
-        waiting = [(w.number, int(w.index), w.random_states) for w in self.waiting]
-        return pickle.dumps((self.batches, self.workers, self.seeds, waiting))
-
-    def load_state_dict(self, state: dict[str, Any], images: Any) -> None:
+    @classmethod
+    def of(cls, state: dict[str, Any], images: Any) -> "_Taken":
         """Restore a state, and reload the images that waited."""
-        self.batches = state["batches"]
-        self.workers = [states and pickle.dumps(states) for states in state["workers"]]
-        self.seeds = state["seeds"]
         own = RandomState()
+        waiting = []
         for number, index, states in state["waiting"]:
             RandomState.from_state_dict(states).restore()
-            self.waiting.append(_Waiting(images[index], number, index, pickle.dumps(states)))
+            waiting.append(_Waiting(images[index], number, index, pickle.dumps(states)))
         own.restore()
+        workers = [states and pickle.dumps(states) for states in state["workers"]]
+        return cls(state["batches"], tuple(workers), state["seeds"], tuple(waiting))
 
 
 class _Received(Iterator[Any]):
@@ -253,7 +234,10 @@ class _Received(Iterator[Any]):
     Args:
         loader, sampler, layout: their source.
         is_grouped: whether they are grouped by aspect ratio afterwards.
-        taken: what was taken before; it is kept up to date.
+        taken: what was taken before.
+
+    Attributes:
+        taken: what has been taken by now.
     """
 
     def __init__(
@@ -278,7 +262,8 @@ class _Received(Iterator[Any]):
         if self.taken.seeds is not None:
             self._loader.generator = torch.Generator()
             self._loader.generator.set_state(self.taken.seeds)
-        self.taken.seeds = (self._loader.generator or torch.default_generator).get_state()
+        seeds = (self._loader.generator or torch.default_generator).get_state()
+        self.taken = replace(self.taken, seeds=seeds)
         with signals_held_back():  # until the workers can leave them to this process
             self.source = iter(self._loader)
 
@@ -290,12 +275,14 @@ class _Received(Iterator[Any]):
         while states is None:
             batch, states = next(self.source)
         index, before, after = states
-        taken = self.taken
+        number = self.taken.batches
+        workers = list(self.taken.workers)
+        waiting = self.taken.waiting
         if after is not None:
-            taken.workers[taken.batches % len(taken.workers)] = after
+            workers[number % len(workers)] = after
         if self._is_grouped:
-            taken.waiting.append(_Waiting(batch, taken.batches, index, before))
-        taken.batches += 1
+            waiting += (_Waiting(batch, number, index, before),)
+        self.taken = _Taken(number + 1, tuple(workers), self.taken.seeds, waiting)
         return batch
 
 
@@ -304,7 +291,8 @@ def _grouped(received: _Received, size: int) -> Iterator[Any]:
     reloaded = [waiting.image for waiting in received.taken.waiting]
     for group in AspectRatioGroupedDataset(chain(reloaded, received), size):
         gone = set(map(id, group))
-        received.taken.waiting = [w for w in received.taken.waiting if id(w.image) not in gone]
+        waiting = tuple(w for w in received.taken.waiting if id(w.image) not in gone)
+        received.taken = replace(received.taken, waiting=waiting)
         yield group
 
 

@@ -39,11 +39,12 @@ class RunState:
         self._device = next(model.parameters()).device
         self._numbers_at_start = _numbers(model)
         self._why_unknown = ""
+        self._data: Optional[ResumableBatches] = None
         try:
-            self.batches: Iterable[Any] = ResumableBatches(data_loader)
+            self._data = ResumableBatches(data_loader)
         except UnknownLoader as e:
-            self.batches = data_loader
             self._why_unknown = str(e)
+        self.batches: Iterable[Any] = data_loader if self._data is None else self._data
         self._gathered: tuple[int, list[bytes]] = (-1, [])
         self._loaded: Optional[dict[str, Any]] = None  # of this rank
         self._is_known = False
@@ -54,7 +55,7 @@ class RunState:
 
     def has_killed_worker(self) -> bool:
         """Whether a worker of the loader was ended with SIGKILL."""
-        return isinstance(self.batches, ResumableBatches) and self.batches.has_killed_worker()
+        return self._data is not None and self._data.has_killed_worker()
 
     def keep(self, iteration: int, ranks: list[bytes]) -> None:
         """Keep the :meth:`packed` states of all ranks after an iteration."""
@@ -67,13 +68,13 @@ class RunState:
             is_watched: whether forwards are watched for changes of parameters.
         """
         snapshot = with_room(lambda: Snapshot(self._model, is_watched=is_watched), self._device)
-        batches = self.batches
-        put_back_data = batches.mark() if isinstance(batches, ResumableBatches) else None
+        undo = [snapshot.restore]
+        if self._data is not None:
+            undo.append(self._data.mark())
 
         def put_back() -> None:
-            snapshot.restore()
-            if put_back_data is not None:
-                put_back_data()
+            for function in undo:
+                function()
 
         return put_back
 
@@ -88,13 +89,12 @@ class RunState:
         if gathered_at == iteration and packed:
             ranks = [_unpacked(state) if state else None for state in packed]
         ranks[comm.get_rank()] = _unpacked(self.packed())
-        stream = self.batches.stream() if isinstance(self.batches, ResumableBatches) else None
-        return {"ranks": ranks, "data": stream}
+        return {"ranks": ranks, "data": self._data and self._data.stream()}
 
     def packed(self) -> bytes:
         """The state of this rank, quick to make and to send."""
         numbers = _numbers(self._model).items() - self._numbers_at_start.items()
-        data = self.batches.packed() if isinstance(self.batches, ResumableBatches) else None
+        data = self._data and self._data.packed()
         return pickle.dumps((RandomState(self._device).state_dict(), dict(numbers), data))
 
     def load_state_dict(self, state: Optional[dict[str, Any]]) -> None:
@@ -130,7 +130,7 @@ class RunState:
         self._loaded = None
 
     def _load_data(self, stream: Optional[dict[str, Any]], ranks: list[Any]) -> None:
-        if not isinstance(self.batches, ResumableBatches):
+        if self._data is None:
             logger.warning(
                 "The data begin again: only the order of a loader of build_detection_train_loader "
                 "can be taken up, and the training loader is %s",
@@ -143,7 +143,7 @@ class RunState:
         known = next(state for state in ranks if state)
         unknown = {"workers": [None] * len(known["workers"]), "seeds": None, "waiting": []}
         try:
-            is_same = self.batches.load_state_dict(
+            is_same = self._data.load_state_dict(
                 stream, [state or {**known, **unknown} for state in ranks]
             )
         except ValueError as e:

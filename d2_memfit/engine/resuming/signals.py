@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import resource_tracker
@@ -22,6 +22,7 @@ from ...compat.pytorch import is_loader_worker
 __all__ = [
     "SIGNALS",
     "end_with_launcher",
+    "handle",
     "is_free",
     "leave_signals_to_parent",
     "raising_handlers_held_back",
@@ -73,6 +74,19 @@ def signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
+def handle(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Callable[[], None]:
+    """Handle signals, if this is the main thread; return a function that takes that back."""
+    former: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        former = {number: signal.signal(number, handler) for number in numbers}
+
+    def take_back() -> None:
+        for number, original in former.items():
+            signal.signal(number, original or signal.SIG_DFL)  # None if Python did not set it
+
+    return take_back
+
+
 @contextmanager
 def raising_handlers_held_back() -> Iterator[list[int]]:
     """While open, the handlers that may raise wait: PyTorch's for dead workers, and of SIGINT.
@@ -81,17 +95,14 @@ def raising_handlers_held_back() -> Iterator[list[int]]:
         The numbers of the signals that came. Their handlers are called at the end.
     """
     came: list[int] = []
-    former: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        numbers = [number for number in _RAISING if callable(signal.getsignal(number))]
-        former = {n: signal.signal(n, lambda number, _: came.append(number)) for n in numbers}
+    numbers = [number for number in _RAISING if callable(signal.getsignal(number))]
+    take_back = handle(numbers, lambda number, _: came.append(number))
     try:
         yield came
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        take_back()
     for number in came:
-        former[number](number, None)
+        signal.raise_signal(number)
 
 
 @contextmanager
@@ -102,9 +113,6 @@ def signals_passed_on() -> Iterator[None]:
         SystemExit: the processes ended because of a signal. The status is 128 + the first one's
             number.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     received: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:
@@ -118,7 +126,7 @@ def signals_passed_on() -> Iterator[None]:
 
     with signals_held_back():  # Python's tracker of semaphores ignores SIGTERM and SIGINT only
         resource_tracker.ensure_running()
-    former = {n: signal.signal(n, pass_on) for n in SIGNALS if is_free(n)}
+    take_back = handle(filter(is_free, SIGNALS), pass_on)
     try:
         yield
     except ProcessExitedException:
@@ -126,8 +134,7 @@ def signals_passed_on() -> Iterator[None]:
             sys.exit(128 + received[0])
         raise
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+        take_back()
 
 
 def end_with_launcher() -> None:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class ForwardCounters:
-    """Warns of a model's counters in the first window of more than one micro-batch.
+    """Warns of a model's counters, once it runs several micro-batches per window.
 
     A counter is a one-element buffer or an integer attribute that grows by one per micro-batch.
     BoxInst's warm-up, for example, depends on its ``_iter``.
@@ -30,27 +30,33 @@ class ForwardCounters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._has_looked = False
+        self._is_done = False
+        self._are_several = False  # micro-batches in the last window
 
     @contextmanager
     def watched(self, window: Window) -> Iterator[None]:
-        """Watch the counters while a window runs."""
-        device = next(self._model.parameters()).device
-        before = {} if self._has_looked else with_room(lambda: numbers_of(self._model), device)
+        """Compare the counters before and after a window that has several micro-batches."""
+        before = None
+        if not self._is_done and (self._are_several or window.accumulation_steps > 1):
+            before = self._numbers()
         yield
         times = len(window.micro_batches)
-        if self._has_looked or times < 2:
+        self._are_several = times > 1
+        if before is None or times < 2:
             return
-        self._has_looked = True
-        after = with_room(lambda: numbers_of(self._model), device)
-        for name, number in before.items():
-            if name in after and float(after[name] - number) == times:
+        self._is_done = True
+        for name, number in self._numbers().items():
+            if name in before and float(number - before[name]) == times:
                 logger.warning(
                     "%s counts forwards, %d times per iteration with accumulation. What depends "
                     "on it, such as a warm-up, comes so many times sooner: lengthen that",
                     name,
                     times,
                 )
+
+    def _numbers(self) -> dict[str, Any]:
+        device = next(self._model.parameters()).device
+        return with_room(lambda: numbers_of(self._model), device)
 
 
 def numbers_of(model: nn.Module) -> dict[str, Any]:

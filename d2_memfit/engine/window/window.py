@@ -78,7 +78,7 @@ class Window:
         self.data_time = 0.0
         self.expected_images = 0
         self._batches = batches
-        self._accumulation_steps = accumulation_steps
+        self.accumulation_steps = accumulation_steps
         self._steps_taken = 0
         self._waiting: deque[Any] = deque()  # loaded or put back; taken before new batches
 
@@ -169,7 +169,7 @@ class Window:
     def _next_batch(self) -> Any:
         if self._waiting:
             return self._waiting.popleft()
-        if self._steps_taken == self._accumulation_steps:
+        if self._steps_taken == self.accumulation_steps:
             return None
         start = time.perf_counter()
         try:
@@ -177,7 +177,7 @@ class Window:
         except StopIteration:
             raise DataError(
                 f"the data loader ended after {self._steps_taken} of the "
-                f"{self._accumulation_steps} batches that an iteration takes. Train with an "
+                f"{self.accumulation_steps} batches that an iteration takes. Train with an "
                 "endless loader, such as build_detection_train_loader makes, or lower "
                 "SOLVER.MAX_ITER or SOLVER.ACCUMULATION_STEPS"
             ) from None
@@ -187,7 +187,7 @@ class Window:
             raise host_memory_error(error_line(e)) from e
         self.data_time += time.perf_counter() - start
         if self._steps_taken == 0:
-            self.expected_images = self._accumulation_steps * count_images(batch)
+            self.expected_images = self.accumulation_steps * count_images(batch)
         self._steps_taken += 1
         return batch
 

@@ -10,24 +10,28 @@ from detectron2.structures import Instances
 from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 
-from d2_memfit.engine.recovery.oom_record import Failure, OomEvent, OomRecord, padded_size
+from d2_memfit.engine.recovery.oom_record import OomRecord, padded_size
+from d2_memfit.job import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 
 
+def record_of(output_dir="", model=None):
+    options = RecoveryOptions(output_dir=str(output_dir), budget_gb=6)
+    return OomRecord(options, model or tiny_model(tiny_cfg()))
+
+
 def event(num_images=2):
-    failure = Failure(torch.OutOfMemoryError("CUDA out of memory"), "forward", torch.device("cpu"))
-    model = tiny_model(tiny_cfg())
+    error = torch.OutOfMemoryError("CUDA out of memory")
     with EventStorage(7):
-        return OomEvent.of(failure, images(num_images, size=70), model, budget_gb=6)
+        return record_of().event(error, "forward", images(num_images, size=70))
 
 
 def test_an_event_holds_what_a_user_must_know(tmp_path):
-    record = OomRecord(str(tmp_path / "new"))
+    record = record_of(tmp_path / "new")
     made = event()
-    made.action = "done"
-    record.append(made)
-    record.append(made)
+    record.append(made, "done")
+    record.append(made, "done")
     lines = (tmp_path / "new" / "memfit_oom.jsonl").read_text().splitlines()
     assert len(lines) == 2
     read = json.loads(lines[0])
@@ -66,14 +70,13 @@ def test_a_backbone_with_a_fixed_square_pads_to_it(monkeypatch):
 
 
 def test_ids_of_any_type_and_images_without_annotations_are_written(tmp_path):
-    model = tiny_model(tiny_cfg())
-    failure = Failure(MemoryError(), "forward", torch.device("cpu"))
+    record = record_of(tmp_path)
     pixels = torch.zeros(3, 8, 8)
     batch = [
         {"image": pixels, "image_id": np.int64(7), "instances": Instances((8, 8))},
         {"image": pixels, "image_id": Path("a/b"), "file_name": "c"},
     ]
-    OomRecord(str(tmp_path)).append(OomEvent.of(failure, batch, model, None))
+    record.append(record.event(MemoryError(), "forward", batch), "done")
     first, second = json.loads((tmp_path / "memfit_oom.jsonl").read_text())["images"]
     assert (first["image_id"], first["num_instances"]) == (7, 0)
     assert (second["image_id"], second["num_instances"]) == ("a/b", None)
@@ -81,7 +84,7 @@ def test_ids_of_any_type_and_images_without_annotations_are_written(tmp_path):
 
 def append_many(folder, made):
     for _ in range(100):
-        OomRecord(folder).append(made)
+        record_of(folder, torch.nn.Linear(1, 1)).append(made, "done")
 
 
 def test_several_processes_share_the_file(tmp_path):
@@ -98,5 +101,5 @@ def test_several_processes_share_the_file(tmp_path):
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    OomRecord().append(event())
+    record_of().append(event(), "done")
     assert not list(tmp_path.iterdir())

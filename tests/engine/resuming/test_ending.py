@@ -31,6 +31,7 @@ from d2_memfit.engine import AccumulatingTrainer
 from d2_memfit.engine.resuming import MemfitCheckpointer, SaveOnEnding
 from d2_memfit.engine.resuming.signals import SIGNALS
 from d2_memfit.errors import CheckpointError
+from d2_memfit.job import RecoveryOptions
 
 
 def at(iteration, *numbers):
@@ -121,6 +122,14 @@ def in_forward(trainer, now):
     trainer.model.register_forward_pre_hook(count)
 
 
+def out_of_memory(trainer, now):
+    def run_out(module, args):
+        if now():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer.model.register_forward_pre_hook(run_out)
+
+
 def in_backward(trainer, now):
     weight = next(p for p in trainer.model.parameters() if p.requires_grad)
     weight.register_hook(lambda gradient: fail() if now() else None)
@@ -173,6 +182,7 @@ ERRORS = {
     "forward": (in_forward, Injected, 1),
     "backward": (in_backward, Injected, 1),
     "NaN": (with_nan, FloatingPointError, 1),
+    "memory": (out_of_memory, torch.OutOfMemoryError, 1),
     "loader": (in_the_loader, Injected, 1),
     "hook before a step": (in_hooks(before_step=True), Injected, 1),
     "first hook after a step": (in_hooks(after_step=True, place=0), Injected, 0),
@@ -343,6 +353,57 @@ def test_an_evaluation_is_left_before_the_next_batch(tmp_path, period):
     assert type(trainer.model) is Toy
     assert handlers() == before
     assert resumed(tmp_path, size=50)[1] == (1 if period else 5)
+
+
+class Saving(MemfitCheckpointer):
+    """Gets a signal within the save of an iteration, ``signalled``."""
+
+    signalled = -1
+
+    def tag_last_checkpoint(self, last_filename_basename):
+        if last_filename_basename == f"model_{self.signalled:07d}.pth":
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().tag_last_checkpoint(last_filename_basename)
+
+
+@pytest.mark.parametrize("place", ["iteration", "recovery", "save", "evaluation"])
+def test_a_signal_at_any_place_ends_fresh_and_resumed_runs_after_the_iteration(tmp_path, place):
+    before = handlers()
+    for last in (3, 6):
+        model = Toy(50)
+        trainer = AccumulatingTrainer(
+            model,
+            iter(lambda: [{}, {}], None),
+            torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9),
+            recovery=RecoveryOptions(),
+        )
+        checkpointer = Saving(model, str(tmp_path), trainer=trainer)
+        checkpointer.resume_or_load("", resume=True)
+        evaluation = Batches(model, batches=10, signalled=4)
+        failed = []
+
+        def run_out(model, args, last=last, trainer=trainer, failed=failed):
+            if trainer.iter == last and not failed:
+                failed.append(args)
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        if place == "save":
+            checkpointer.signalled = last
+            trainer.register_hooks([hooks.PeriodicCheckpointer(checkpointer, 1)])
+        elif place == "evaluation":
+            trainer.register_hooks([hooks.EvalHook(last + 1, evaluation)])
+        elif place == "recovery":
+            model.register_forward_pre_hook(run_out)
+        else:
+            trainer.register_hooks([at(last, signal.SIGTERM, signal.SIGTERM)])
+        trainer.register_hooks([SaveOnEnding(checkpointer)])
+        with pytest.raises(SystemExit) as e:
+            trainer.train(trainer.iter + 1 if last == 6 else 0, 10)
+        assert e.value.code == 143
+        assert (tmp_path / "last_checkpoint").read_text() == f"model_{last:07d}.pth"
+        assert resumed(tmp_path, size=50)[1] == last  # which looks at the weights
+    assert handlers() == before
 
 
 def stop_on_ranks(rank, folder, signalled_rank, evaluation_options, max_iter):

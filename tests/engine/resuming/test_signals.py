@@ -35,3 +35,24 @@ class LosesReaders(Dataset):
 def test_a_worker_says_nothing_of_a_reader_that_was_killed(capfd):
     assert len(list(DataLoader(LosesReaders(), num_workers=1))) == 1
     assert capfd.readouterr().err == "ValueError: another error\n"
+
+
+class Signalled(Dataset):
+    """Its worker gets all signals that end a run, as from a terminal or Slurm."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        for number in signals.SIGNALS:
+            os.kill(os.getpid(), number)
+        return index
+
+
+def test_workers_of_any_loader_take_no_notice_of_signals_and_end_when_their_parent_asks():
+    batches = iter(DataLoader(Signalled(), num_workers=2))
+    assert [next(batches).item() for _ in range(4)] == list(range(4))
+    for worker in batches._workers:
+        worker.terminate()
+        worker.join(10)
+        assert worker.exitcode == 0

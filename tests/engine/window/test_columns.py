@@ -8,7 +8,7 @@ import torch
 from injection import FailingTrainer, iterate
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine.recovery.oom_record import OomEvent
+from d2_memfit.engine.recovery.oom_record import OomRecord
 from d2_memfit.engine.window import Window, count_images, image_names
 from d2_memfit.engine.window.columns import as_given
 from d2_memfit.errors import ConfigError
@@ -177,14 +177,9 @@ def test_recovery_skips_one_image_of_them():
 
 
 def test_an_out_of_memory_error_names_them():
-    class Failure:
-        error, phase = "CUDA out of memory", "forward"
-
-        class memory:
-            allocated_bytes = reserved_bytes = 0
-
     image = {"image": torch.zeros(3, 4, 6), "image_id": 7, "file_name": "7.png"}
-    event = OomEvent.of(Failure, ([image, image], [image, image]), torch.nn.Module(), None)
+    record = OomRecord(RecoveryOptions(), torch.nn.Linear(1, 1))
+    event = record.event(MemoryError(), "forward", ([image, image], [image, image]))
     assert event.micro_batch == 2
     assert [i["image_id"] for i in event.images] == [7] * 4
     assert event.padded_size == (4, 6)
