@@ -1,0 +1,52 @@
+# Copyright (c) the d2_memfit developers.
+"""The order of a window's images, however it is loaded, cut and taken again."""
+
+import pytest
+
+from d2_memfit.engine.window import Window
+
+BATCHES = [[{"image_id": i} for i in ids] for ids in ((0, 1, 2, 3), (4, 5, 6), (7,))]
+
+
+def ids(micro_batch):
+    return [image["image_id"] for image in micro_batch.data]
+
+
+def taken(window, *sizes, across_batches=True):
+    """Micro-batches of these sizes, the last one again and again until the window's end."""
+    sizes = list(sizes)
+    found = []
+    while (m := window.take(sizes[0], across_batches)) is not None:
+        found.append(ids(m))
+        if len(sizes) > 1:
+            sizes.pop(0)
+    return found
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize(
+    ("across_batches", "expected"),
+    [
+        (True, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+        (False, [[0, 1, 2], [3], [4, 5, 6], [7]]),
+    ],
+)
+def test_images_come_in_the_loaders_order(is_loaded, across_batches, expected):
+    window = Window(iter(BATCHES), 3)
+    if is_loaded:
+        window.load()
+    assert taken(window, 3, across_batches=across_batches) == expected
+    assert window.num_images == 8
+    assert window.expected_images == 12  # three times the first batch
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_images_put_back_come_next_in_smaller_pieces(is_loaded):
+    window = Window(iter(BATCHES), 3)
+    if is_loaded:
+        window.load()
+    assert ids(window.take(3)) == [0, 1, 2]
+    window.put_back()
+    assert taken(window, 1, 2) == [[0], [1, 2], [3, 4], [5, 6], [7]]
+    window.start_over()
+    assert taken(window, 8) == [list(range(8))]
