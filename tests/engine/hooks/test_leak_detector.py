@@ -120,8 +120,13 @@ LEAKS = {
 }
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize(
+    "leak",
+    [
+        "small dicts",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in LEAKS if n != "small dicts"),
+    ],
+)
 def test_a_planted_leak_is_found_within_500_iterations_with_its_holder(leak, log):
     num_bytes, hook, holder = LEAKS[leak]
     trainer = cheap_trainer()
