@@ -223,7 +223,7 @@ class MemfitMixin(_Trainer):
             self.register_hooks([self._ending])
         self._has_begun = True
         super().before_train()
-        self._inner.run_state.begin_run(self.start_iter)
+        self._inner.run_state.restore_again(self.start_iter)
 
     def _begin_checkpoints(self, own: Any) -> None:
         """Begin the run of all checkpointers, on all ranks or on none."""

@@ -125,7 +125,7 @@ class LeakDetector(AfterForwards):
         self._said.update(growing)
         grown = self._containers.grown(_LOOK_AGAIN_AFTER // 2)
         self._containers = None
-        containers = _most(Counter(grown)) if grown else "none that Python can see"
+        containers = _most(Counter(grown))
         if "workers" in growing:
             logger.warning(
                 "The memory of the data loader's workers grows by %.1f MB per 1000 iterations, and "

@@ -77,7 +77,7 @@ class ResumableTrainer(SimpleTrainer):
     def before_train(self) -> None:
         self.needs_train = False
         super().before_train()
-        self.run_state.begin_run(self.start_iter)
+        self.run_state.restore_again(self.start_iter)
 
     def gather_states(self) -> None:
         """Collect on rank 0 the states of all ranks for a checkpoint. All ranks must call it."""

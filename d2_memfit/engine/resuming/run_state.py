@@ -121,7 +121,7 @@ class RunState:
             )
         self._load_data(state["data"], [r and r["data"] for r in ranks])
 
-    def begin_run(self, start_iter: int) -> None:
+    def restore_again(self, start_iter: int) -> None:
         """Restore again, because code since the load may have drawn random numbers."""
         if start_iter > 0 and not self._is_known:
             self.load_state_dict(None)

@@ -57,7 +57,7 @@ class ByteCut:
             )
 
     @property
-    def limit_gb(self) -> float:
+    def limit(self) -> float:
         """Memory, in GB, that the process may need with a micro-batch of several images."""
         return (self._base + self._room * (self._share.images or _PARTS) / _PARTS) / _GB
 
@@ -99,7 +99,7 @@ class ByteCut:
             together = ImageFacts()
             for start in range(end - 1, -1, -1):
                 together += facts[order[start]]
-                if together.num > 1 and self._bytes_of(together) > self.limit_gb * _GB:
+                if together.num > 1 and self._bytes_of(together) > self.limit * _GB:
                     break
                 pixels = together.num * self._padding.pixels(together.height, together.width)
                 seconds = best[start][0] + pixels + self._cost_model.overhead_pixels
@@ -116,12 +116,8 @@ class ByteCut:
     def _bytes_of(self, images: ImageFacts) -> float:
         return self._cost_model.bytes_of(images, self._padding)
 
-    @property
-    def limit(self) -> float:
-        return self.limit_gb
-
     def described(self) -> str:
-        return f"{self.limit_gb:.2f} GB"
+        return f"{self.limit:.2f} GB"
 
     def lower(self, largest: Optional[MicroBatch], window: Optional[Window] = None) -> str:
         """Halve the limit, or let no micro-batch need more than half of the largest's bytes."""
