@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """That the benchmarks run, with as little as possible; their figures are for people."""
 
-import sys
-
 import pytest
 from forks import run_forked
 from tiny import ROOT

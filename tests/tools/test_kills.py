@@ -9,6 +9,7 @@ import runpy
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
