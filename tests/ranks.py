@@ -1,13 +1,13 @@
 # Copyright (c) the d2_memfit developers.
 """Gloo ranks for tests: real processes, kept from test to test because they start slowly."""
 
-import multiprocessing
 import tempfile
 import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from forks import CONTEXT, start_server
 
 from d2_memfit import compat
 
@@ -48,12 +48,12 @@ class Ranks:
         self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self):
-        context = multiprocessing.get_context("spawn")
+        start_server()
         self._folder = tempfile.TemporaryDirectory()
         init_method = f"file://{self._folder.name}/rendezvous"
         for rank in range(self.num_ranks):
-            here, there = context.Pipe()
-            process = context.Process(
+            here, there = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_serve, args=(rank, self.num_ranks, init_method, there)
             )
             process.start()

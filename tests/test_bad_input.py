@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import stat
-import subprocess
 import sys
 
 import numpy as np
@@ -16,11 +15,13 @@ import pytest
 import torch
 import train_net
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from forks import run_forked
 from PIL import Image
 from tiny import ROOT, run_process, tiny_cfg
 
 from d2_memfit.cli import train
 
+TRAIN_NET = ROOT / "tools" / "train_net.py"
 NAN, INFINITY = float("nan"), float("inf")
 SIZE = 24
 TRIANGLE = [2.0, 2.0, 20.0, 2.0, 20.0, 20.0]
@@ -663,9 +664,8 @@ main()
 """
 
 
-def limit_address_space():
-    """A mistake costs the process its life, and not the machine its RAM."""
-    resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, 16 * 2**30))
+# A mistake costs the process its life, and not the machine its RAM.
+ADDRESS_SPACE = (resource.RLIMIT_AS, 16 * 2**30)
 
 
 @pytest.mark.slow
@@ -685,9 +685,7 @@ def limit_address_space():
 def test_a_project_with_a_registered_dataset(config, tmp_path, change, message):
     places = {"folder": config, "output": tmp_path / "output"}
     script = SCRIPT.format(change=change.format(**places), **places)
-    run = run_process(
-        [sys.executable, "-W", "ignore", "-c", script], preexec_fn=limit_address_space
-    )
+    run = run_forked("-c", script, limits=[ADDRESS_SPACE])
     assert run.returncode == 2, run.stdout[-2000:] + run.stderr[-2000:]
     (line,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith(message.format(**places))
@@ -700,9 +698,9 @@ def test_the_command_as_a_process(config, tmp_path):
     polygon(NAN, *TRIANGLE[1:])(coco)
     file = tmp_path / "bad.json"
     file.write_text(json.dumps(coco))
-    command = [sys.executable, "-W", "ignore", ROOT / "tools" / "train_net.py"]
-    command += ["--config-file", config / "tiny.yaml", "--coco", "bad", file, config]
-    run = run_process([*command, "OUTPUT_DIR", tmp_path / "output"], preexec_fn=limit_address_space)
+    arguments = ["--config-file", config / "tiny.yaml", "--coco", "bad", file, config]
+    arguments += ["OUTPUT_DIR", tmp_path / "output"]
+    run = run_forked(TRAIN_NET, *arguments, limits=[ADDRESS_SPACE])
     assert run.returncode == 2
     assert run.stderr.startswith(f"error: MODEL.MASK_ON True: 1 masks in {file} cannot be drawn")
     assert run.stderr.count("\n") == 1
@@ -710,7 +708,6 @@ def test_the_command_as_a_process(config, tmp_path):
 
 def fill_the_disk():
     """Each file can have 100 bytes: Python gets an error in writing as from a full disk."""
-    limit_address_space()
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
 
@@ -718,7 +715,7 @@ def fill_the_disk():
 def test_a_disk_that_is_full_at_the_start(config, tmp_path):
     file = tmp_path / "good.json"
     file.write_text(json.dumps(good_coco()))
-    command = [sys.executable, "-W", "ignore", ROOT / "tools" / "train_net.py"]
+    command = [sys.executable, "-W", "ignore", TRAIN_NET]
     command += ["--config-file", config / "tiny.yaml", "--coco", "good", file, config]
     run = run_process([*command, "OUTPUT_DIR", tmp_path / "output"], preexec_fn=fill_the_disk)
     assert run.returncode == 2
@@ -730,9 +727,8 @@ def test_a_disk_that_is_full_at_the_start(config, tmp_path):
 @pytest.mark.slow
 def test_a_name_that_is_not_of_utf_8(config, tmp_path):
     file = os.fsencode(tmp_path / "bad") + b"\xff.json"
-    command = [sys.executable, "-W", "ignore", ROOT / "tools" / "train_net.py", "--config-file"]
-    command = [*map(str, [*command, config / "tiny.yaml"]), "--coco", "bad", file, str(config)]
-    run = subprocess.run(command, capture_output=True, check=False, timeout=180)
+    arguments = ["--config-file", config / "tiny.yaml", "--coco", "bad", file, config]
+    run = run_forked(TRAIN_NET, *arguments)
     assert run.returncode == 2
-    assert run.stderr.count(b"\n") == 1
-    assert b"bad\\udcff.json (No such file or directory)" in run.stderr
+    assert run.stderr.count("\n") == 1
+    assert r"bad\udcff.json (No such file or directory)" in run.stderr

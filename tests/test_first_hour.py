@@ -1,21 +1,20 @@
 # Copyright (c) the d2_memfit developers.
 """What README and GETTING_STARTED tell a new user to type, in their order, on photographs of coins.
 
-Images are small and schedules short, which KEY VALUE pairs at the end of the commands say. With
-``-m exhaustive`` images are as large as in the recipe.
+Images and layers are small and schedules short, which KEY VALUE pairs at the end of the commands
+say. With ``-m exhaustive`` images and layers are those of the recipe.
 """
 
 import json
-import os
+import resource
 import shlex
 import shutil
-import sys
-from functools import partial
 
 import cv2
 import pytest
+from forks import run_forked
 from test_docs import blocks
-from tiny import ROOT, run_process
+from tiny import ROOT
 
 from d2_memfit.config import load_cfg
 
@@ -29,7 +28,8 @@ SMALL = [
     *("INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MAX_SIZE_TRAIN", "96"),
     *("INPUT.MIN_SIZE_TEST", "64", "INPUT.MAX_SIZE_TEST", "96"),
     *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", "16", "MODEL.RPN.POST_NMS_TOPK_TEST", "20"),
-    *("SOLVER.IMS_PER_BATCH", "4"),
+    *("MODEL.RESNETS.DEPTH", "18", "MODEL.RESNETS.RES2_OUT_CHANNELS", "64"),
+    *("MODEL.ROI_BOX_HEAD.FC_DIM", "64", "SOLVER.IMS_PER_BATCH", "4"),
 ]
 
 
@@ -59,18 +59,12 @@ def checkout(coins, tmp_path):
 def split(folder):
     """Run the code of GETTING_STARTED that makes two files of one."""
     (code,) = blocks(GETTING_STARTED, "python")
-    result = run_process([sys.executable, "-c", code], cwd=folder)
+    result = run_forked("-c", code, cwd=folder)
     assert result.returncode == 0, result.stderr
     sizes = [
         len(json.loads((folder / f).read_text())["images"]) for f in ("train.json", "val.json")
     ]
     assert sizes == [64, 16]
-
-
-def limit_memory(gb):
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_DATA, (int(gb * 2**30), int(gb * 2**30)))
 
 
 def type_commands(page, until, folder, opts, limit_gb=None):
@@ -97,16 +91,12 @@ def type_commands(page, until, folder, opts, limit_gb=None):
         trains = "train_net.py" in line or "d2-memfit train" in line
         if trains and "--eval-only" not in arguments:
             arguments += [*SHORT, "MODEL.WEIGHTS", ""]
-        result = run_process(
-            [sys.executable, *arguments],
+        result = run_forked(
+            *arguments,
             timeout_s=1500,
             cwd=folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(sys.path),
-                "CUDA_VISIBLE_DEVICES": "",
-            },
-            preexec_fn=limit_gb and partial(limit_memory, limit_gb),
+            env={"CUDA_VISIBLE_DEVICES": ""},
+            limits=[(resource.RLIMIT_DATA, int(limit_gb * 2**30))] if limit_gb else [],
         )
         assert result.returncode == 0, f"{line}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
         printed.append(result.stdout + result.stderr)

@@ -17,7 +17,7 @@ from tiny import ROOT, run_process
 pytestmark = pytest.mark.slow
 
 CONFIG = ROOT / "mkdocs.yml"
-_SEARCHED_S = 20
+_SEARCHED_S = 120
 
 if not all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings"))):
     pytest.skip("mkdocs is not there: requirements/docs.txt", allow_module_level=True)

@@ -33,8 +33,13 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def function_of(example):
-    return runpy.run_path(str(ROOT / "tests" / "web_examples" / example))["configure_training"]
+def cfg_of(example, **arguments):
+    """What the function of an example returns, with a smaller model."""
+    function = runpy.run_path(str(ROOT / "tests" / "web_examples" / example))["configure_training"]
+    cfg = function(**arguments)
+    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
+    cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 64
+    return cfg
 
 
 def trained(cfg):
@@ -56,7 +61,7 @@ def trained(cfg):
 
 
 def test_batch_and_workers(coins):
-    cfg = function_of("batch_and_workers.py")(batch_size=4, num_workers=2)
+    cfg = cfg_of("batch_and_workers.py", batch_size=4, num_workers=2)
     assert (cfg.SOLVER.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS) == (4, 2)
     assert cfg.OUTPUT_DIR == "./output/bs4_workers2"
     check_config(cfg, world_size=2)
@@ -68,7 +73,7 @@ def test_batch_and_workers(coins):
 
 
 def test_image_sizes(coins):
-    cfg = function_of("image_sizes.py")(min_size=600, max_size=800)
+    cfg = cfg_of("image_sizes.py", min_size=600, max_size=800)
     assert (cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN) == ((600,), 800)
     check_config(cfg)
     cfg.SOLVER.IMS_PER_BATCH = 2
@@ -80,7 +85,7 @@ def test_image_sizes(coins):
 
 
 def test_accumulation_steps(coins):
-    cfg = function_of("accumulation_steps.py")(accumulation_steps=2, batch_size=2)
+    cfg = cfg_of("accumulation_steps.py", accumulation_steps=2, batch_size=2)
     assert (cfg.SOLVER.ACCUMULATION_STEPS, cfg.SOLVER.IMS_PER_BATCH) == (2, 2)
     check_config(cfg)
     assert estimate_memory(cfg).accumulation_steps == 2

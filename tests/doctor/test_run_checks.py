@@ -14,6 +14,8 @@ from tiny import tiny_cfg
 from d2_memfit import Job
 from d2_memfit.data import register_coco
 from d2_memfit.doctor import examine_runs
+from d2_memfit.doctor.patient import Unwell
+from d2_memfit.doctor.run_checks import agrees_on_two_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -87,15 +89,15 @@ def test_runs_of_a_lazy_config(coins):
 
 
 def test_what_a_resumed_run_does_not_find_again_is_told(coins):
-    found = findings(coins, Forgetting)["resume"]
+    found = {f.what: f for f in examine_runs(*job_of(coins, 1, Forgetting))}["resume"]
     assert not found.is_well
     assert "differ from those of a run that was not ended, such as " in found.text
 
 
 def test_ranks_that_differ_are_told(coins):
-    found = findings(coins, Disagreeing)["two ranks"]
-    assert not found.is_well
-    assert "MEMFIT.OOM.POLICY raise: weights differ between the ranks" in found.text
+    text = "MEMFIT.OOM.POLICY raise: weights differ between the ranks"
+    with pytest.raises(Unwell, match=text):
+        agrees_on_two_ranks(partial(job_of, coins, 2, Disagreeing))
 
 
 def test_without_a_dataset_it_is_said_that_nothing_was_tested():

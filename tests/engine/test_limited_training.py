@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import ROOT, relative_difference, run_process
+from forks import run_forked
+from tiny import ROOT, relative_difference
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,8 +23,7 @@ LARGEST_DIFFERENCE = {"proposal_network": 1e-5, "mask_rcnn": 1e-3}
 def train(family, kind, extra_mb, output_dir):
     output_dir.mkdir()
     script = ROOT / "tests" / "limited_training.py"
-    command = [sys.executable, "-W", "ignore", script, family, kind, extra_mb, output_dir]
-    return run_process(command, timeout_s=300)
+    return run_forked(script, family, kind, extra_mb, output_dir, timeout_s=300)
 
 
 def weights(output_dir):

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from tiny import ROOT, read_metrics, run_process, tiny_cfg
+from forks import run_forked
+from tiny import ROOT, read_metrics, tiny_cfg
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +39,7 @@ def train_net(cfg, coins, tmp_path, *options, code=""):
         arguments += ["--coco", f"cli_{split}", coins / f"{split}.json", coins / split]
     arguments += options
     program = f"import sys, runpy\n{code}\nrunpy.run_path({str(TRAIN_NET)!r}, run_name='__main__')"
-    return run_process([sys.executable, "-W", "ignore", "-c", program, *arguments], timeout_s=300)
+    return run_forked("-c", program, *arguments, timeout_s=300)
 
 
 SAYS_ALLOCATOR_OPTIONS = """
@@ -103,7 +104,7 @@ assert resource.getrlimit(resource.RLIMIT_DATA)[0] == int(3.5 * 2**30)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
 def test_a_preset_is_a_budget_of_a_projects_evaluation_too():
-    result = run_process([sys.executable, "-W", "ignore", "-c", EVALUATES_WITH_A_PRESET])
+    result = run_forked("-c", EVALUATES_WITH_A_PRESET)
     assert result.returncode == 0, result.stderr[-4000:]
 
 

@@ -2,11 +2,11 @@
 import json
 import os
 import signal
-import subprocess
-import sys
+import time
 
 import pytest
 import yaml
+from forks import Forked
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.measure.jobs import JOBS
@@ -60,18 +60,25 @@ def test_a_rehearsal_measures_a_little_of_all(tmp_path):
 
 
 def test_what_is_killed_leaves_what_was_measured(tmp_path):
-    command = [sys.executable, "-m", "d2_memfit", "measure-gpu", "--device", "cpu"]
-    with subprocess.Popen(
-        [*command, "--output", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            lines = [process.stderr.readline() for _ in range(2)]
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)  # its worker too
+    command = [
+        "-m",
+        "d2_memfit",
+        "measure-gpu",
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "measured",
+    ]
+    printed = tmp_path / "printed"
+    process, end = Forked(command, printed), time.monotonic() + 240
+    try:
+        while not (printed.exists() and printed.read_text().count("\n") >= 2):
+            assert process.poll() is None, printed.read_text()
+            assert time.monotonic() < end, printed.read_text()
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # its worker too
+    lines = printed.read_text().splitlines()
     assert "  machine: " in lines[0]
     assert "  calibration: " in lines[1]
     (file,) = tmp_path.glob("*.json")
@@ -82,8 +89,8 @@ def test_what_is_killed_leaves_what_was_measured(tmp_path):
 
 def test_what_there_was_no_time_for_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("d2_memfit.measure.session._JOBS", ("machine", "plain"))
-    monkeypatch.setattr("d2_memfit.measure.session._LEAST_SECONDS", 24 * 3600 - 0.5)
-    results, table, _ = measure(tmp_path, minutes=24 * 60)  # half a second for the first
+    monkeypatch.setattr("d2_memfit.measure.session._LEAST_SECONDS", 24 * 3600 - 1.0)
+    results, table, _ = measure(tmp_path, minutes=24 * 60)  # a second for the first
     assert results["errors"] == {"plain": "there was no time left"}
     assert "Not measured to the end: plain (there was no time left)." in table
     assert len(list(tmp_path.glob("*.png"))) == 1

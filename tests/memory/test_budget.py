@@ -4,13 +4,14 @@
 import math
 import os
 import re
+import resource
 import sys
 
 import pytest
 import torch
 from detectron2.engine.hooks import CallbackHook
+from forks import run_forked
 from monitored import cheap_trainer
-from tiny import run_process
 
 from d2_memfit.engine.hooks.budget import EnforceBudget
 from d2_memfit.errors import ConfigError
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 def run_code(code):
-    result = run_process([sys.executable, "-c", code])
+    result = run_forked("-c", code)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -40,8 +41,6 @@ def test_what_is_no_budget_is_refused(value):
 
 
 def test_none_limits_nothing():
-    import resource
-
     before = resource.getrlimit(resource.RLIMIT_DATA)
     enforce_budget(None, "cpu")
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
@@ -157,8 +156,7 @@ print(soft() / 2**30)
 @linux
 def test_a_smaller_limit_of_the_system_is_said():
     code = "from d2_memfit.memory import enforce_budget; enforce_budget(12, 'cpu')"
-    command = f'ulimit -d {9 * 2**20}; exec {sys.executable} -c "{code}"'
-    result = run_process(["bash", "-c", command])
+    result = run_forked("-c", code, limits=[(resource.RLIMIT_DATA, 9 * 2**30)])
     assert result.returncode == 0
     assert "MEMFIT.BUDGET_GB 12: the process is limited to 9.00 GB already" in result.stderr
 
@@ -298,7 +296,7 @@ from d2_memfit.memory import enforce_budget
 for _ in range(2):
     enforce_budget(20, "cpu")
 """
-    result = run_process([sys.executable, "-c", code])
+    result = run_forked("-c", code)
     assert result.stderr.count("the process may take 20.00 GB of private memory") == 1
 
 

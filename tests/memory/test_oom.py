@@ -1,10 +1,8 @@
 # Copyright (c) the d2_memfit developers.
-import subprocess
-import sys
-
 import pytest
 import torch
 from detectron2.utils.events import EventStorage
+from forks import run_forked
 from injection import Injector
 from tiny import images, tiny_cfg, tiny_model
 
@@ -83,7 +81,8 @@ assert is_out_of_memory(error)
 assert not is_out_of_memory(RuntimeError("could not create a primitive descriptor"))
 """
     for limit in ("DATA", "AS"):
-        subprocess.run([sys.executable, "-c", code.format(limit)], check=True, timeout=120)
+        result = run_forked("-c", code.format(limit))
+        assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(

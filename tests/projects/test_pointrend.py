@@ -1,6 +1,5 @@
 # Copyright (c) the d2_memfit developers.
 import hashlib
-import sys
 
 import pytest
 import torch
@@ -8,7 +7,8 @@ from detectron2.config import get_cfg as get_detectron2_cfg
 from detectron2.projects.point_rend import add_pointrend_config
 from detectron2.utils.events import EventStorage
 from diffs import diffs_in, of_detectron2, undo_diff
-from tiny import ROOT, images, read_metrics, run_process, tiny_model
+from forks import run_forked
+from tiny import ROOT, images, read_metrics, tiny_model
 
 from d2_memfit.cli.commands import main
 from d2_memfit.config import load_cfg
@@ -56,10 +56,10 @@ def test_the_recipe_is_that_of_detectron2():
 
 
 def test_it_trains_and_is_evaluated_under_a_budget_that_was_planned_for(tmp_path):
-    script = [sys.executable, "-W", "ignore", PROJECT / "coins.py", "--output-dir", tmp_path]
+    script = [PROJECT / "coins.py", "--output-dir", tmp_path]
     size = ["INPUT.MIN_SIZE_TRAIN", "(96,)", "INPUT.MIN_SIZE_TEST", "96"]
     length = ["SOLVER.MAX_ITER", "2", "SOLVER.ACCUMULATION_STEPS", "2", "TEST.EVAL_PERIOD", "0"]
-    result = run_process([*script, *size, *length])
+    result = run_forked(*script, *size, *length)
     assert result.returncode == 0, result.stderr[-4000:]
     assert "Plan for MEMFIT.BUDGET_GB 3" in result.stdout
     assert (tmp_path / "memfit_plan.yaml").exists()

@@ -1,6 +1,5 @@
 # Copyright (c) the d2_memfit developers.
 import json
-import sys
 
 import cv2
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 from detectron2.modeling import build_model
 from detectron2.structures import Boxes, BoxMode, Instances
+from forks import run_forked
 from pycocotools import mask as coco_mask
 from tiled_images import (
     BalancedTileSampler,
@@ -27,7 +27,7 @@ from tiled_images import (
 from tiled_images.clip import clip_annotation
 from tiled_images.planning import with_datasets_of_tiles
 from tiled_images.rle import move
-from tiny import ROOT, read_metrics, run_process
+from tiny import ROOT, read_metrics
 
 from d2_memfit import Job
 from d2_memfit.errors import ConfigError, DataError
@@ -542,7 +542,7 @@ def test_tiles_that_do_not_fit_together_are_run_one_at_a_time(tmp_path):
     script = tmp_path / "limited.py"
     script.write_text(LIMITED)
     np.save(tmp_path / "large.npy", spots(800))
-    result = run_process([sys.executable, "-W", "ignore", script, CONFIG, tmp_path], cwd=tmp_path)
+    result = run_forked(script, CONFIG, tmp_path, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]
     record = [json.loads(x) for x in (tmp_path / "memfit_oom.jsonl").read_text().splitlines()]
     assert record[-1]["action"] == "the images are run one at a time"
@@ -622,7 +622,7 @@ def large_images(tmp_path_factory):
 
 def run_script(name, *args):
     script = ROOT / "projects" / "TiledImages" / name
-    return run_process([sys.executable, "-W", "ignore", script, "--config-file", CONFIG, *args])
+    return run_forked(script, "--config-file", CONFIG, *args)
 
 
 def test_the_large_images_have_their_coins_where_the_annotations_say(large_images):

@@ -1,13 +1,12 @@
 # Copyright (c) the d2_memfit developers.
 """Training detectors of transformers: budget, split, resume, ranks, and that they learn."""
 
-import sys
-
 import pytest
 import torch
 from d2_transformers import Trainer
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
+from forks import run_forked
 from injection import FailingTrainer, InjectedTrainer, Injector, iterate
 from tiny import (
     ROOT,
@@ -15,7 +14,6 @@ from tiny import (
     parameters,
     read_metrics,
     relative_difference,
-    run_process,
     tiny_model,
 )
 from tiny_transformers import tiny_transformers_cfg
@@ -30,11 +28,11 @@ PROJECT = ROOT / "projects" / "Transformers"
 
 
 def train(config, coins, *options, timeout_s=180):
-    command = [sys.executable, "-W", "ignore", PROJECT / "train_transformers.py"]
-    command += ["--config-file", config]
+    arguments = ["--config-file", config]
     for split in ("train", "val"):
-        command += ["--coco", f"coins_{split}", coins / f"{split}.json", coins / split]
-    result = run_process([*command, *options], timeout_s=timeout_s)
+        arguments += ["--coco", f"coins_{split}", coins / f"{split}.json", coins / split]
+    script = PROJECT / "train_transformers.py"
+    result = run_forked(script, *arguments, *options, timeout_s=timeout_s)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 

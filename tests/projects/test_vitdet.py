@@ -10,7 +10,8 @@ import pytest
 from detectron2 import modeling
 from detectron2.config import LazyConfig, instantiate
 from diffs import apply_diff, diffs_in, of_detectron2
-from tiny import ROOT, read_metrics, run_process
+from forks import run_forked
+from tiny import ROOT, read_metrics
 
 from d2_memfit import Job, estimate_memory
 from d2_memfit.cli.commands import main
@@ -116,8 +117,8 @@ def test_the_diff_makes_detectron2_s_own_script_accumulate(has_keys, effective_b
     (diff,) = diffs_in(PROJECT / "README.md")
     script = folder / "train_net.py"
     script.write_text(apply_diff(diff, of_detectron2("tools/lazyconfig_train_net.py").read_text()))
-    command = [sys.executable, "-W", "ignore", script, "--config-file", config, *opts]
-    result = run_process([*command, "+dataloader.evaluator.use_fast_impl=False"])
+    opts = [*opts, "+dataloader.evaluator.use_fast_impl=False"]
+    result = run_forked(script, "--config-file", config, *opts)
     assert result.returncode == 0, result.stderr[-4000:]
     metrics = read_metrics(folder / "output")
     effective = [m["effective_batch"] for m in metrics if "effective_batch" in m]

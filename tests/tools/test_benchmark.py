@@ -1,17 +1,15 @@
 # Copyright (c) the d2_memfit developers.
 """That the benchmarks run, with as little as possible; their figures are for people."""
 
-import sys
-
 import pytest
-from tiny import ROOT, run_process
+from forks import run_forked
+from tiny import ROOT
 
 pytestmark = pytest.mark.slow
 
 
 def benchmark(*arguments):
-    command = [sys.executable, "-W", "ignore", ROOT / "tools" / "benchmark.py", *arguments]
-    result = run_process(command, timeout_s=600)
+    result = run_forked(ROOT / "tools" / "benchmark.py", *arguments, timeout_s=600)
     assert result.returncode == 0, result.stderr[-4000:]
     lines = [line.split("|")[1:-1] for line in result.stdout.splitlines() if line.startswith("|")]
     return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
@@ -33,7 +31,7 @@ def test_accumulation():
 )
 def test_gradients(others):
     exact = "RPN, every anchor sampled"
-    table = benchmark("gradients", exact, *others, "--train", 2)
+    table = benchmark("gradients", exact, *others, "--train", 2, "--size", 64, 64)
     cuts = table.pop("")
     assert len(cuts) == 4
     assert set(others) < set(table)

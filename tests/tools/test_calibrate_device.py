@@ -1,10 +1,9 @@
 # Copyright (c) the d2_memfit developers.
-import sys
-
 import pytest
 import torch
 import yaml
-from tiny import ROOT, run_process
+from forks import run_forked
+from tiny import ROOT
 
 from d2_memfit.planner.device import DeviceModel, calibrate
 
@@ -22,8 +21,6 @@ def test_what_is_measured_is_a_device(tmp_path):
 
 
 def test_the_file_must_be_yaml(tmp_path):
-    run = run_process(
-        [sys.executable, ROOT / "tools" / "calibrate_device.py", tmp_path / "mine.txt"]
-    )
+    run = run_forked(ROOT / "tools" / "calibrate_device.py", tmp_path / "mine.txt")
     assert run.returncode == 2
     assert "must end in .yaml" in run.stderr

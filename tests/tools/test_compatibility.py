@@ -3,14 +3,14 @@
 
 import inspect
 import re
-import sys
 import textwrap
 
 import pytest
 from compatibility_checks import loops, semi_supervised
 from compatibility_checks.project import PROJECTS
 from compatibility_checks.table import COLUMNS, page
-from tiny import ROOT, run_process
+from forks import run_forked
+from tiny import ROOT
 
 PAGE = (ROOT / "docs" / "COMPATIBILITY.md").read_text()
 FIRST = next(iter(PROJECTS))
@@ -104,7 +104,7 @@ def test_a_kind_of_project_has_its_part_of_the_page():
 def test_a_tree_that_is_not_there_is_told(tmp_path):
     tool = ROOT / "tools" / "compatibility.py"
     output = tmp_path / "page.md"
-    result = run_process([sys.executable, tool, "--projects", tmp_path, "--output", output])
+    result = run_forked(tool, "--projects", tmp_path, "--output", output)
     assert result.returncode == 0, result.stderr[-2000:]
     assert all(f"{name}: no tree {p.tree}" in result.stderr for name, p in PROJECTS.items())
     assert output.read_text().startswith("# Compatibility")

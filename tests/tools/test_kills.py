@@ -15,6 +15,7 @@ import time
 import psutil
 import pytest
 import torch
+from forks import Forked
 from resumed import coins_cfg, is_there
 from tiny import ROOT
 
@@ -39,7 +40,6 @@ def command(coins, tmp_path, name, ranks, **keys):
     config_file.write_text(cfg.dump())
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     return [
-        *(sys.executable, "-W", "ignore"),
         *([*torchrun, "--max-restarts", 3] if ranks > 1 else []),
         *(TRAIN_NET, "--config-file", config_file, "--resume"),
         *("--coco", "coins_train", coins / "train.json", coins / "train"),
@@ -47,15 +47,7 @@ def command(coins, tmp_path, name, ranks, **keys):
 
 
 def start(command, log):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    with log.open("a") as file:
-        return subprocess.Popen(
-            [str(c) for c in command],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+    return Forked(command, log, env={"OMP_NUM_THREADS": "1"})
 
 
 def wait_for(condition, process, log):
@@ -101,7 +93,7 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(coins, tmp_path, keys)
     wait_for_checkpoint("model_0000005.pth", tmp_path / "resumed", process, log)
     workers = psutil.Process(process.pid).children()
     process.kill()
-    process.wait()
+    process.wait(TIME_LIMIT_S)
     assert psutil.wait_procs(workers, 60)[1] == []
     assert not (tmp_path / "resumed" / "model_final.pth").exists()
     finish(start(resumed, log), log)
@@ -135,7 +127,7 @@ def test_a_restarted_rank_does_not_look_for_a_dead_one(tmp_path):
     script, log = tmp_path / "late_rank.py", tmp_path / "log"
     script.write_text(LATE_RANK)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    finish(start([sys.executable, *torchrun, "--max-restarts", 1, script], log), log)
+    finish(start([*torchrun, "--max-restarts", 1, script], log), log)
     assert "Connection refused" not in log.read_text()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import train_net
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from forks import run_forked
 from tiny import ROOT, read_metrics, run_process, tiny_cfg
 
 from d2_memfit.cli import options, train
@@ -160,7 +161,7 @@ def test_without_an_own_schedule_it_is_that_of_a_fine_tuning(coins, capsys):
 
 def test_fit_plans_for_what_is_free_here_and_trains(arguments, tmp_path):
     """In a process of its own, which gets a limit."""
-    run = run_process([sys.executable, TRAIN_NET, "--fit", *arguments, "TEST.AUG.ENABLED", "False"])
+    run = run_forked(TRAIN_NET, "--fit", *arguments, "TEST.AUG.ENABLED", "False")
     assert run.returncode == 0, run.stderr[-4000:]
     output_dir = tmp_path / "output"
     log = (output_dir / "log.txt").read_text()
@@ -185,14 +186,13 @@ def test_fit_takes_the_card_that_is_named(arguments, coins):
 
 def commands_of_two_ranks(launcher, url):
     """The commands to type, one on each machine."""
-    python = [sys.executable, "-W", "ignore"]
-    torchrun = [*python, "-m", "torch.distributed.run"]
+    torchrun = ["-m", "torch.distributed.run"]
     address, port = url.rpartition("//")[2].split(":")
     nodes = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", address, "--master-port", port]
     machines = ["--num-gpus", 1, "--num-machines", 2, "--dist-url", url]
     return {
-        "num-gpus": [[*python, TRAIN_NET, "--num-gpus", 2, "--dist-url", "auto"]],
-        "machines": [[*python, TRAIN_NET, *machines, "--machine-rank", i] for i in (0, 1)],
+        "num-gpus": [[TRAIN_NET, "--num-gpus", 2, "--dist-url", "auto"]],
+        "machines": [[TRAIN_NET, *machines, "--machine-rank", i] for i in (0, 1)],
         "torchrun": [[*torchrun, "--standalone", "--nproc-per-node", 2, TRAIN_NET]],
         "torchrun-nodes": [[*torchrun, *nodes, "--node-rank", i, TRAIN_NET] for i in (0, 1)],
     }[launcher]
@@ -214,7 +214,7 @@ def test_two_ranks(arguments, tmp_path, launcher):
         url = f"tcp://127.0.0.1:{s.getsockname()[1]}"
     commands = [[*command, *arguments] for command in commands_of_two_ranks(launcher, url)]
     with ThreadPoolExecutor() as machines:
-        results = list(machines.map(run_process, commands))
+        results = list(machines.map(lambda command: run_forked(*command), commands))
     for result in results:
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     output_dir = tmp_path / "output"
@@ -230,8 +230,8 @@ def test_an_error_of_a_rank_is_one_line(arguments):
     """Of a file that no one looks into before training."""
     weights = Path(arguments[1]).with_name("weights.pkl")
     weights.write_text("not weights")
-    command = [sys.executable, "-W", "ignore", TRAIN_NET, "--num-gpus", 2, "--dist-url", "auto"]
-    result = run_process([*command, *arguments, "MODEL.WEIGHTS", weights])
+    arguments = [*arguments, "MODEL.WEIGHTS", weights]
+    result = run_forked(TRAIN_NET, "--num-gpus", 2, "--dist-url", "auto", *arguments)
     assert result.returncode == 2
     assert f"error: cannot read the checkpoint {weights}" in result.stderr
     assert "Traceback" not in result.stderr

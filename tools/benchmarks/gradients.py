@@ -64,10 +64,11 @@ FAMILIES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="of models; all if none")
     parser.add_argument("--train", type=int, default=60, help="iterations before the measurement")
+    parser.add_argument("--size", type=int, nargs=2, default=[160, 224], help="height, width")
 
 
 def run(args: argparse.Namespace) -> None:
-    with coins(160, 224) as (dicts, mapper):
+    with coins(*args.size) as (dicts, mapper):
         images = [mapper(d) for d in dicts]
     rows = []
     for name in args.families or FAMILIES:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from detectron2.engine import HookBase
+from forks import run_forked
 from monitored import Linear, make_trainer
-from tiny import images, run_process, tiny_cfg
+from tiny import images, tiny_cfg
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine.hooks import job_hooks
@@ -113,7 +114,7 @@ def test_the_limit_of_a_real_cgroup():
     except OSError:
         pytest.skip("needs root, and cgroups of version 1")
     try:
-        run = run_process([sys.executable, "-W", "ignore", __file__, folder])
+        run = run_forked(__file__, folder)
         assert run.returncode == 0, run.stderr[-2000:]
         assert "other processes have taken 5." in run.stderr
     finally:

@@ -1,6 +1,5 @@
 # Copyright (c) the d2_memfit developers.
 import json
-import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 from detectron2.structures import Instances
 from detectron2.utils.events import EventStorage
+from forks import CONTEXT, start_server
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.engine.recovery.oom_record import OomRecord, padded_size
@@ -89,8 +89,8 @@ def append_many(folder, made):
 
 def test_several_processes_share_the_file(tmp_path):
     made = event(100)  # a long line
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=append_many, args=(str(tmp_path), made)) for _ in range(2)]
+    start_server()
+    processes = [CONTEXT.Process(target=append_many, args=(str(tmp_path), made)) for _ in range(2)]
     for p in processes:
         p.start()
     for p in processes:

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from detectron2.utils.file_io import PathManager
+from forks import run_forked
 from iopath.common.file_io import NativePathHandler
 from saving import resumed, trainer_of
-from tiny import ROOT, run_process
+from tiny import ROOT
 
 from d2_memfit.common.files import LEFTOVERS, FolderLock, temporary_name
 from d2_memfit.engine.resuming import MemfitCheckpointer
@@ -43,8 +44,8 @@ def names(folder):
 )
 @pytest.mark.slow
 def test_kills_and_full_disks_lose_no_save_that_was_completed(tmp_path, kind, num_runs):
-    script = [sys.executable, "-W", "ignore", ROOT / "tests" / "saving.py"]
-    result = run_process([*script, kind, num_runs, 0, tmp_path], timeout_s=600)
+    script = ROOT / "tests" / "saving.py"
+    result = run_forked(script, kind, num_runs, 0, tmp_path, timeout_s=600)
     assert result.returncode == 0, result.stderr[-3000:]
     completed, failed, within = map(int, result.stdout.split()[-3:])
     assert completed > 0

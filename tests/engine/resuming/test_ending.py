@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from detectron2.evaluation import DatasetEvaluator, inference_on_dataset
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.logger import setup_logger
+from forks import Forked
 from resumed import Trainer, coins_cfg, is_there
 from saving import Toy, resumed, trainer_of
 from tiny import ROOT, parameters, tiny_cfg
@@ -437,11 +436,11 @@ def test_one_rank_that_is_asked_ends_all_after_the_same_iteration(
 
 @pytest.mark.parametrize("signalled_rank", [0, 1])
 def test_all_ranks_leave_an_evaluation_when_one_is_asked(two_ranks, tmp_path, signalled_rank):
-    options = [{"batches": 200, "wait_s": 0.01}, {"batches": 200, "wait_s": 0.01}]
+    options = [{"batches": 2000, "wait_s": 0.01}, {"batches": 2000, "wait_s": 0.01}]
     options[signalled_rank]["signalled"] = 3
     ends = two_ranks.run(stop_on_ranks, tmp_path, None, options, 10)
     assert [(status, iteration) for status, iteration, _ in ends] == [(143, 1)] * 2
-    assert all(seen < 100 and not ended for _, _, (seen, ended) in ends)
+    assert all(seen < 1000 and not ended for _, _, (seen, ended) in ends)
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
 
 
@@ -458,6 +457,7 @@ def test_a_rank_that_waits_for_the_others_results_gets_them(two_ranks, tmp_path,
 TRAIN_NET = ROOT / "tools" / "train_net.py"
 RANKS = ["--num-gpus", 2, "--dist-url", "auto"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+TIME_LIMIT_S = 240  # a machine may be busy with other things
 slow = pytest.mark.slow
 exhaustive = pytest.mark.exhaustive
 
@@ -466,7 +466,7 @@ def ranks_of(job):
     """The processes of a command that train; itself if it started none."""
     children = job.children()
     ranks = [c for c in children if re.search("spawn_main|train_net", " ".join(c.cmdline()))]
-    return ranks if "--num-gpus" in job.cmdline() or "--standalone" in job.cmdline() else [job]
+    return ranks or [job]
 
 
 def send(number, target, job):
@@ -515,7 +515,7 @@ def test_fresh_and_resumed_commands_end_with_a_checkpoint_and_leave_no_process(
     cfg.DATALOADER.NUM_WORKERS = 2
     cfg.OUTPUT_DIR = str(tmp_path / "output")
     (tmp_path / "config.yaml").write_text(cfg.dump())
-    command = [sys.executable, "-W", "ignore", *launcher, TRAIN_NET, *options, "--resume"]
+    command = [*launcher, TRAIN_NET, *options, "--resume"]
     command += ["--config-file", tmp_path / "config.yaml"]
     command += ["--coco", "cli_train", coins / "train.json", coins / "train"]
     reached = []
@@ -546,7 +546,7 @@ def test_an_image_that_cannot_be_read_ends_a_command_with_one_line_and_a_checkpo
     cfg = coins_cfg(tmp_path / "output", "retinanet", **{"SOLVER.MAX_ITER": 5000})
     cfg.DATASETS.TRAIN, cfg.DATALOADER.NUM_WORKERS = ("cli_train",), 2
     (tmp_path / "config.yaml").write_text(cfg.dump())
-    command = [sys.executable, "-W", "ignore", TRAIN_NET, "--resume"]
+    command = [TRAIN_NET, "--resume"]
     command += ["--config-file", tmp_path / "config.yaml"]
     command += ["--coco", "cli_train", tmp_path / "coins/train.json", tmp_path / "coins/train"]
     pictures = list((tmp_path / "coins" / "train").iterdir())
@@ -568,25 +568,19 @@ def test_an_image_that_cannot_be_read_ends_a_command_with_one_line_and_a_checkpo
 
 def ended_command(command, folder, end_it, statuses):
     """What a command printed that was ended within its iterations, and left no process."""
-    with (folder / "printed").open("w") as printed:
-        job = subprocess.Popen(
-            [str(c) for c in command],
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+    (folder / "printed").write_text("")
+    job = Forked(command, folder / "printed")
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + TIME_LIMIT_S
         while (folder / "printed").read_text().count("  iter: ") < 2:
             assert job.poll() is None, (folder / "printed").read_text()
             assert time.monotonic() < end
             time.sleep(0.1)
         end_it(job)
-        status = job.wait(60)
+        status = job.wait(TIME_LIMIT_S)
         shown = (folder / "printed").read_text()
         assert status in statuses, shown
-        end = time.monotonic() + 10
+        end = time.monotonic() + TIME_LIMIT_S
         while is_there(job.pid):
             assert time.monotonic() < end
             time.sleep(0.1)

@@ -3,7 +3,6 @@
 
 import json
 import re
-import sys
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +13,7 @@ from benchmarks.detr_like import add_detr_config
 from detectron2.config import LazyConfig, instantiate
 from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.projects.point_rend import add_pointrend_config
-from tiny import run_process
+from forks import run_forked
 from torch import nn
 
 from d2_memfit.config import find_config_file, load_cfg
@@ -280,7 +279,7 @@ print(json.dumps([[entry[0] for l in group for entry in l] for group in (in_32, 
 
 def test_the_functions_in_float32_are_those_of_pytorchs_own_tests():
     """Whose import changes PyTorch's settings, so another process has it."""
-    result = run_process([sys.executable, "-c", _PYTORCHS_LISTS])
+    result = run_forked("-c", _PYTORCHS_LISTS)
     if "ModuleNotFoundError" in result.stderr:
         pytest.skip(result.stderr.splitlines()[-1])
     theirs, others = map(set, json.loads(result.stdout))
