@@ -1,25 +1,34 @@
 # Copyright (c) the d2_memfit developers.
 import logging
 import os
+import sys
+from pathlib import Path
 
 import pytest
-import torch
-from ranks import Ranks
-from tiny import import_from
+
+# PyTorch is not imported here: the process of `pytest -n` that only hands out tests needs none.
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the tests beside these need cores too
     threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
-    torch.set_num_threads(threads)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that tests start
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # also for the processes that tests start
 
-# Random weights have gradients with numbers so small that each takes a CPU a hundred times as long.
-torch.set_flush_denormal(True)
+# Scripts import what lies beside them.
+for folder in (
+    "projects/Coins",
+    "projects/TiledImages",
+    "projects/Transformers",
+    "projects/ViTDet",
+    "tools",
+):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
 
-import_from("projects/Coins")
-import_from("projects/TiledImages")
-import_from("projects/Transformers")
-import_from("projects/ViTDet")
-import_from("tools")
+
+@pytest.fixture(scope="session", autouse=True)
+def no_tiny_numbers():
+    """Random weights have gradients so small that each takes a CPU a hundred times as long."""
+    import torch
+
+    torch.set_flush_denormal(True)
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +47,8 @@ def coins(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two_ranks():
+    from ranks import Ranks
+
     ranks = Ranks(2)
     yield ranks
     ranks.stop()
@@ -45,6 +56,8 @@ def two_ranks():
 
 @pytest.fixture(scope="session")
 def three_ranks():
+    from ranks import Ranks
+
     ranks = Ranks(3)
     yield ranks
     ranks.stop()

@@ -92,7 +92,7 @@ def _run(arguments, files, folder, environment, limits):
     os.setsid()
     multiprocessing.set_start_method(None, force=True)  # that of workers: the system's
     for number, file in enumerate(files, 1):
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(folder)

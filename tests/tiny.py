@@ -19,7 +19,6 @@ __all__ = [
     "every_anchor_counts",
     "image",
     "images",
-    "import_from",
     "parameters",
     "read_metrics",
     "relative_difference",
@@ -147,9 +146,3 @@ def run_process(command, timeout_s=180, **kwargs):
         timeout=timeout_s,
         **{"env": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, **kwargs},
     )
-
-
-def import_from(folder):
-    """Make a script's folder importable, as it is when the script runs."""
-    if str(ROOT / folder) not in sys.path:
-        sys.path.insert(0, str(ROOT / folder))

@@ -21,6 +21,8 @@ from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import cfg_of_lazy, overrides_of, with_overrides
 
+pytestmark = pytest.mark.slow
+
 
 class AdamWTrainer(DefaultTrainer):
     """With an optimizer, a mapper and a model of its own, as projects have them."""

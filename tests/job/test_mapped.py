@@ -15,6 +15,8 @@ from d2_memfit.job import tensors_of
 from d2_memfit.job.known_datasets import known_dataset
 from d2_memfit.planner.estimates import margin_of
 
+pytestmark = pytest.mark.slow
+
 
 def make_cfg(**keys):
     cfg = get_cfg()

@@ -60,15 +60,7 @@ def test_a_rehearsal_measures_a_little_of_all(tmp_path):
 
 
 def test_what_is_killed_leaves_what_was_measured(tmp_path):
-    command = [
-        "-m",
-        "d2_memfit",
-        "measure-gpu",
-        "--device",
-        "cpu",
-        "--output",
-        tmp_path / "measured",
-    ]
+    command = ["-m", "d2_memfit", "measure-gpu", "--device", "cpu", "--output", tmp_path]
     printed = tmp_path / "printed"
     process, end = Forked(command, printed), time.monotonic() + 240
     try:

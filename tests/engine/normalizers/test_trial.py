@@ -23,6 +23,8 @@ from d2_memfit import AccumulatingTrainer, compat, window_count
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import NormalizerOptions, RecoveryOptions
 
+pytestmark = pytest.mark.slow
+
 WINDOWS = [(10, 3, 0, 5), (1, 0, 0, 0), (0, 4, 4, 4), (2, 2, 7, 2)]
 WRONG = "Micro-batches have other losses than the full batch"
 
@@ -441,7 +443,6 @@ def state_of_ranks(rank, num_ranks, windows):
     return trainer.normalizers.state_dict()
 
 
-@pytest.mark.slow
 def test_a_run_of_two_ranks_is_resumed_on_one(two_ranks):
     windows = windows_of([(4, 3, 0, 0), (1, 0, 0, 2)])
     state, _ = two_ranks.run(state_of_ranks, 2, windows)
@@ -456,7 +457,6 @@ def test_a_run_of_two_ranks_is_resumed_on_one(two_ranks):
     assert max(float((c - f).norm() / f.norm()) for c, f in zip(cut, full)) < 2e-7
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recovery", [None, RecoveryOptions()])
 @pytest.mark.parametrize("kind", [Detr, PerImageClasses, RaisesOnOneRank])
 def test_ranks_decide_the_same(kind, recovery, two_ranks):

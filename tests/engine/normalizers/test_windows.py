@@ -23,6 +23,8 @@ from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import NormalizerOptions, RecoveryOptions
 
+pytestmark = pytest.mark.slow
+
 WINDOWS = [(10, 3, 0, 5), (1, 0, 0, 0), (0, 4, 4, 4), (2, 2, 7, 2)]  # objects in each image
 NORMALIZERS = {policy: NormalizerOptions(policy) for policy in ("window", "exact", "off")}
 
@@ -221,7 +223,6 @@ def on_ranks(rank, num_ranks, kind, parts, policy, options):
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recovery", [None, RecoveryOptions()])
 @pytest.mark.parametrize("kind", [Detr, Fcos, Counted, ClassMeans])
 @pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks"])
@@ -263,11 +264,17 @@ def with_errors(rank, num_ranks, kind, num_iterations, seed, steps):
     return [p.detach().clone() for p in model.parameters()], errors
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("kind", [Detr, Fcos])
 @pytest.mark.parametrize("num", [26, pytest.param(121, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "steps"),
+    [
+        ("two_ranks", 1),
+        ("three_ranks", 2),
+        pytest.param("two_ranks", 2, marks=pytest.mark.exhaustive),
+        pytest.param("three_ranks", 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_errors_on_any_rank_change_nothing_and_no_rank_waits(ranks, num, kind, steps, request):
     ranks = request.getfixturevalue(ranks)
     n = ranks.num_ranks
@@ -297,7 +304,6 @@ def expected_error(rank, num_ranks, parts, options):
     return str(error.value)
 
 
-@pytest.mark.slow
 def test_split_with_a_model_that_communicates_is_an_error_on_all_ranks(two_ranks):
     parts = [[[annotated_images((2, 3))]] * 2]
     errors = two_ranks.run(expected_error, 2, parts, {"recovery": RecoveryOptions()})
@@ -307,7 +313,6 @@ def test_split_with_a_model_that_communicates_is_an_error_on_all_ranks(two_ranks
     assert "MEMFIT.OOM.POLICY raise" in errors[0]
 
 
-@pytest.mark.slow
 def test_unequal_cuts_of_a_model_that_communicates_are_an_error_on_all_ranks(two_ranks):
     one, two = annotated_images((2, 3)), annotated_images((2, 3, 1))
     parts = [[[one], [two]]]
@@ -324,7 +329,6 @@ def with_warnings(*arguments):
         return on_ranks(*arguments), logs
 
 
-@pytest.mark.slow
 def test_equal_cuts_of_a_model_that_communicates_are_trained(two_ranks):
     images = annotated_images((10, 3, 0, 5))
     parts = [[[images[:1], images[1:2]], [images[2:3], images[3:]]]]

@@ -5,15 +5,14 @@ import errno
 import os
 import random
 import shutil
-import subprocess
-import sys
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from detectron2.utils.file_io import PathManager
-from forks import run_forked
+from forks import Forked, run_forked
 from iopath.common.file_io import NativePathHandler
 from saving import resumed, trainer_of
 from tiny import ROOT
@@ -338,27 +337,24 @@ def test_an_older_last_checkpoint_is_said_and_taken_only_if_it_was_written_later
 
 
 HOLD = """
-import sys
+import signal, sys
 from d2_memfit.common.files import FolderLock
 lock = FolderLock(sys.argv[1])
-input()
+signal.pause()
 """
 
 
 @pytest.fixture
 def owner(tmp_path):
     """Another process that trains in the folder."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    path = os.pathsep.join(sys.path)
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-    )
+    process = Forked(["-c", HOLD, tmp_path], os.devnull)
     lock = tmp_path / FolderLock.FILE_NAME
     while not (lock.exists() and lock.read_text()):
         assert process.poll() is None
+        time.sleep(0.01)
     yield process
     process.kill()
-    process.wait()
+    process.wait(60)
 
 
 def test_a_second_run_in_a_folder_is_told_of_the_first_and_changes_nothing(tmp_path, owner):
@@ -369,7 +365,7 @@ def test_a_second_run_in_a_folder_is_told_of_the_first_and_changes_nothing(tmp_p
         checkpointer.begin_run()
     assert names(tmp_path) == before
     owner.kill()
-    owner.wait()
+    owner.wait(60)
     trainer.train(0, 1)  # the lock of a process that is gone is taken over
     assert "model_0000000.pth" in names(tmp_path)
 

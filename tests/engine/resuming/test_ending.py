@@ -2,6 +2,7 @@
 """Signals that ask a run to end: in training, in evaluation, on one rank and on two."""
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -204,18 +205,32 @@ def run_until(cfg, iteration, add_error=None, error=None):
     return parameters(trainer.model)
 
 
+@pytest.fixture(scope="module")
+def straight_weights(coins, tmp_path_factory):
+    """The weights of a run that nothing ends, by its keys."""
+
+    @functools.cache
+    def weights(**keys):
+        return run_until(coins_cfg(tmp_path_factory.mktemp("straight"), "retinanet", **keys), 8)
+
+    return weights
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "keys"),
     [
         *((place, {"MEMFIT.OOM.POLICY": "split"}) for place in ERRORS),
-        *(pytest.param(place, {}, marks=pytest.mark.slow) for place in ERRORS),
+        *((place, {}) for place in ERRORS),
         *(
-            pytest.param(place, {"DATALOADER.NUM_WORKERS": 2}, marks=pytest.mark.slow)
+            (place, {"DATALOADER.NUM_WORKERS": 2})
             for place in ("forward", "backward", "NaN")  # they do not know of the iteration
         ),
     ],
 )
-def test_an_error_loses_nothing_in_fresh_and_resumed_runs(coins, tmp_path, place, keys):
+def test_an_error_loses_nothing_in_fresh_and_resumed_runs(
+    coins, straight_weights, tmp_path, place, keys
+):
     """Batch statistics, RetinaNet's running normaliser, random numbers: all go on to the bit."""
     keys = {
         **keys,
@@ -224,7 +239,7 @@ def test_an_error_loses_nothing_in_fresh_and_resumed_runs(coins, tmp_path, place
         "MODEL.RESNETS.NORM": "BN",
         "MODEL.BACKBONE.FREEZE_AT": 0,
     }
-    straight = run_until(coins_cfg(tmp_path / "straight", "retinanet", **keys), 8)
+    straight = straight_weights(**keys)
     add_error, error, before = ERRORS[place]
     cfg = coins_cfg(tmp_path / "ended", "retinanet", **keys)
     last = tmp_path / "ended" / "last_checkpoint"

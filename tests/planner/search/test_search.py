@@ -52,11 +52,13 @@ def shared_dry_runs():
 
 
 def plan(cfg, budget_gb, **kwargs):
-    return plan_memory(cfg, budget_gb, **{"device": "cuda", "batch": CASE, **kwargs})
+    """For training alone, which needs more than evaluation in all these jobs."""
+    options = {"device": "cuda", "batch": CASE, "evaluates": False, **kwargs}
+    return plan_memory(cfg, budget_gb, **options)
 
 
 def test_what_fits_is_left_alone(mask):
-    p = plan(mask, 24, allow=["exact"])
+    p = plan(mask, 24, allow=["exact"], evaluates=True)
     assert p.fits
     assert p.steps == ()
     assert p.settings == {"MEMFIT.BUDGET_GB": 24, "MEMFIT.OOM.POLICY": "split"}
@@ -90,7 +92,7 @@ def test_micro_batches_come_first_and_the_effective_batch_stays(mask, log):
     assert p.estimate.device_total_gb <= 3.5 * 0.9 < p.before.device_total_gb
     planned = planned_config(mask, p)
     assert planned.SOLVER == mask.SOLVER  # batch, learning rate, schedule
-    again = estimate_memory(planned, device="cuda", batch=CASE)
+    again = estimate_memory(planned, device="cuda", batch=CASE, evaluates=False)
     assert again.device_total_gb == p.estimate.device_total_gb
     assert "is on" not in log.text  # what is tried is not the user's job
 
@@ -115,10 +117,10 @@ def test_a_recipe_of_other_gpus_is_scaled_as_the_trainer_does_it(mask):
 
 
 def test_what_the_allocator_can_give_back_does_not_count_in_a_budget(mask):
-    without = estimate_memory(mask, device="cuda", batch=CASE)
+    without = estimate_memory(mask, device="cuda", batch=CASE, evaluates=False)
     limited = mask.clone()
     limited.MEMFIT.BUDGET_GB = (without.device_total_gb - 0.02) / 0.9
-    within = estimate_memory(limited, device="cuda", batch=CASE)
+    within = estimate_memory(limited, device="cuda", batch=CASE, evaluates=False)
     assert within.peak_allocated_gb == pytest.approx(without.peak_allocated_gb, rel=0.01)
     assert within.device_total_gb <= without.device_total_gb - 0.02
 
@@ -233,7 +235,7 @@ def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(m
     lines = []
     cfg = tiny_cfg("mask_rcnn")
     cfg.SOLVER.IMS_PER_BATCH = 2
-    before = estimate_memory(cfg, device="cuda", batch=CASE)
+    before = estimate_memory(cfg, device="cuda", batch=CASE, evaluates=False)
     p = plan(cfg, before.device_total_gb, progress=lines.append)
     assert "ChunkedHeads" not in [s.name for s in p.steps]
     assert any("ChunkedHeads: left out, the model of this job does not run" in x for x in lines)
