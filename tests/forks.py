@@ -29,10 +29,13 @@ __all__ = ["CONTEXT", "Forked", "run_forked", "start_server"]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["d2_memfit.cli.commands", "d2_memfit.cli.train", "ranks"])
 
+_ENVIRONMENT = dict(os.environ)  # before any test has changed it
+
 
 def start_server():
     """Start what processes of :data:`CONTEXT` are forks of, unless it is there."""
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+    environment = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with mock.patch.dict(os.environ, environment, clear=True):
         forkserver.ensure_running()
 
 
