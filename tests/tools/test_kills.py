@@ -2,14 +2,11 @@
 """Processes that are killed, and a run that ends as if they had not been."""
 
 import contextlib
-import multiprocessing
 import os
 import random
-import runpy
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import psutil
@@ -18,8 +15,6 @@ import torch
 from forks import Forked
 from resumed import coins_cfg, is_there
 from tiny import ROOT
-
-from d2_memfit.engine.resuming.signals import SIGNALS
 
 pytestmark = [
     pytest.mark.slow,
@@ -160,46 +155,26 @@ def test_torchrun_restarts_killed_ranks_and_the_run_ends_with_the_same_weights(c
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-class WarmJob:
-    """A command in a process that has imported everything, as its ranks have, which it forks.
+FORKED_RANKS = """
+import multiprocessing, os, runpy, signal, sys
+from d2_memfit.engine.resuming.signals import SIGNALS
 
-    With four starts in five like this, an ending takes a third of the time.
-    """
+def as_in_a_new_process():
+    for number in SIGNALS:
+        is_ctrl_c = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
 
-    def __init__(self, command, log):
-        starter = multiprocessing.get_context("forkserver")
-        starter.set_forkserver_preload([run_warm.__module__, "d2_memfit.cli.train"])
-        arguments = [str(c) for c in command[command.index(TRAIN_NET) :]]
-        self._process = starter.Process(target=run_warm, args=(arguments, log))
-        self._process.start()
-        self.pid = self._process.pid
-
-    def poll(self):
-        return self._process.exitcode
-
-    def wait(self, timeout):
-        self._process.join(timeout)
-        if self.poll() is None:
-            raise subprocess.TimeoutExpired("warm job", timeout)
-        return self.poll()
+context_of = multiprocessing.get_context
+multiprocessing.get_context = lambda method=None: context_of("fork" if method else None)
+os.register_at_fork(after_in_child=as_in_a_new_process)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
-def run_warm(arguments, log):
-    os.setsid()
-    with log.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    context_of = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: context_of("fork" if method else None)
-
-    def forget_handlers():
-        for number in SIGNALS:
-            is_ctrl_c = number == signal.SIGINT
-            signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
-
-    os.register_at_fork(after_in_child=forget_handlers)
-    sys.argv = arguments
-    runpy.run_path(arguments[0], run_name="__main__")
+def start_with_forked_ranks(command, log):
+    """The same, with ranks that import nothing: an ending takes a third of the time."""
+    return Forked(["-c", FORKED_RANKS, *command], log, env={"OMP_NUM_THREADS": "1"})
 
 
 ENDINGS = {signal.SIGKILL: 3, signal.SIGTERM: 2, signal.SIGINT: 1, signal.SIGHUP: 1}  # and weights
@@ -235,12 +210,8 @@ def end_at_random(job, log, starts, rng):
 
 
 @pytest.mark.exhaustive
-def test_whole_runs_on_two_ranks_that_end_at_random_moments_have_the_same_weights(
-    coins, tmp_path, monkeypatch
-):
+def test_whole_runs_on_two_ranks_that_end_at_random_moments_have_the_same_weights(coins, tmp_path):
     """Three endings, or as many as ENDINGS says; most are of resumed runs."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a job ignores it where this does, as in nohup
     rng, log = random.Random(int(os.environ.get("SEED", "0"))), tmp_path / "log"
     wanted, done, number = int(os.environ.get("ENDINGS", "3")), [], 0
@@ -252,7 +223,7 @@ def test_whole_runs_on_two_ranks_that_end_at_random_moments_have_the_same_weight
         text = file.read_text().replace("IMS_PER_BATCH: 2", "IMS_PER_BATCH: 4")
         file.write_text(text.replace("CHECKPOINT_PERIOD: 3", "CHECKPOINT_PERIOD: 10"))
         full += ["--num-gpus", 2, "--dist-url", "auto"]
-        return start(full, log) if rng.random() < 0.2 else WarmJob(full, log)
+        return (start if rng.random() < 0.2 else start_with_forked_ranks)(full, log)
 
     finish(start_run("straight"), log)
     expected = final_weights(tmp_path / "straight")

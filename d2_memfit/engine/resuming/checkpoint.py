@@ -3,6 +3,7 @@
 
 import contextlib
 import glob
+import itertools
 import logging
 import os
 import pickle
@@ -108,10 +109,8 @@ class MemfitCheckpointer(DetectionCheckpointer):
         if not files:
             return
         tag = os.path.join(self.save_dir, "last_checkpoint")
-        number = 1
-        while self.path_manager.exists(os.path.join(self.save_dir, f"earlier_{number}")):
-            number += 1
-        folder = os.path.join(self.save_dir, f"earlier_{number}")
+        folders = (os.path.join(self.save_dir, f"earlier_{i}") for i in itertools.count(1))
+        folder = next(folder for folder in folders if not self.path_manager.exists(folder))
         self.path_manager.mkdirs(folder)
         for file in [*([tag] if self.path_manager.exists(tag) else []), *files]:
             if not self.path_manager.mv(file, os.path.join(folder, _name(file))):
@@ -136,8 +135,6 @@ class MemfitCheckpointer(DetectionCheckpointer):
             if problems:
                 logger.warning("%s. Resuming from %s instead", problems[0], self._resumed_file)
             self._is_resumed = True
-        elif problems:
-            raise self._none_is_good(problems)
         else:
             logger.warning(
                 "There is no checkpoint in %s to resume: starting afresh, from the weights %r",
@@ -160,11 +157,8 @@ class MemfitCheckpointer(DetectionCheckpointer):
 
         Only local files in PyTorch's format are read. Other local files must exist.
         """
-        if resume:
-            file, problems = self._newest_good()
-            if problems and not file:
-                raise self._none_is_good(problems)
-            path = "" if file else path
+        if resume and self._newest_good()[0]:
+            return
         self._check_exists(path)
         if path.endswith(".pth") and is_local(path):
             self._verified(path)
@@ -203,7 +197,11 @@ class MemfitCheckpointer(DetectionCheckpointer):
             return -1
 
     def _newest_good(self) -> tuple[str, list[str]]:
-        """The file to resume from, or "", and the faults of the files tried before it."""
+        """The file to resume from, or "", and the faults of the files tried before it.
+
+        Raises:
+            CheckpointError: there are files, and none is good.
+        """
         problems: list[str] = []
         if not self.has_checkpoint():
             return "", problems
@@ -225,10 +223,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
                 return file, problems
             except CheckpointError as e:
                 problems.append(str(e))
-        return "", problems
-
-    def _none_is_good(self, problems: list[str]) -> CheckpointError:
-        return CheckpointError(
+        raise CheckpointError(
             f"nothing in {self.save_dir} can be resumed: {'; '.join(problems[:3])}"
             f"{'; ...' if problems[3:] else ''}. Without --resume a new run starts there, and "
             "these files are kept"

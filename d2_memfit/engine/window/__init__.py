@@ -1,10 +1,10 @@
 # Copyright (c) the d2_memfit developers.
 """The images of one optimizer step, and how they are cut into micro-batches."""
 
-from .byte_cut import ByteCut, cut_window
+from .byte_cut import ByteCut, SizeLimit, cut_window
 from .columns import Row, dataset_dicts
 from .forward_counters import ForwardCounters, numbers_of
-from .micro_batch_size import MicroBatchSize, SizeLimit
+from .micro_batch_size import MicroBatchSize
 from .storage import WindowStorage
 from .window import (
     MicroBatch,

@@ -4,7 +4,7 @@
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from detectron2.utils import comm
 from torch import nn
@@ -16,7 +16,7 @@ from .columns import Row
 from .micro_batch_size import MicroBatchSize
 from .window import MicroBatch, Window, count_objects
 
-__all__ = ["ByteCut", "cut_window"]
+__all__ = ["ByteCut", "SizeLimit", "cut_window"]
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,9 @@ class ByteCut:
         """Restore the limit. The state of a run that counted images is ignored."""
         if state.get("unit") == "bytes":
             self._share.load_state_dict({k: v for k, v in state.items() if k != "unit"})
+
+
+SizeLimit = Union[MicroBatchSize, ByteCut]  # what limits micro-batches, in images or in bytes
 
 
 def cut_window(window: Window, cut: ByteCut, in_step: bool) -> None:

@@ -2,52 +2,11 @@
 """The number of images per micro-batch, learned from what did not fit."""
 
 import math
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 from .window import MicroBatch, Window
 
-__all__ = ["MicroBatchSize", "SizeLimit"]
-
-
-class SizeLimit(Protocol):
-    """What limits micro-batches, in images (:class:`MicroBatchSize`) or bytes (``ByteCut``).
-
-    Attributes:
-        images: the limit in images, as for :meth:`Window.take`; None takes what is there.
-    """
-
-    images: Optional[int]
-
-    @property
-    def limit(self) -> float:
-        """The limit, in its unit. It orders limits of one kind; infinity is none."""
-
-    def described(self) -> str:
-        """The limit with its unit, for the log."""
-
-    def lower(self, largest: Optional[MicroBatch], window: Optional[Window] = None) -> str:
-        """Halve the limit.
-
-        Args:
-            largest: can be split, and is not taken whole again; None halves a limit that has grown.
-            window: its rest is cut again.
-
-        Returns:
-            str: what was done, for the log.
-        """
-
-    def end_iteration(self, clean: bool) -> bool:
-        """Count an iteration, with (``clean``) or without enough memory.
-
-        Returns:
-            bool: whether the limit has grown.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was learned."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what was learned. The state of the other kind of limit is ignored."""
+__all__ = ["MicroBatchSize"]
 
 
 class MicroBatchSize:
@@ -61,7 +20,7 @@ class MicroBatchSize:
         grow_after: iterations without an out-of-memory error before the size is doubled.
 
     Attributes:
-        images: the current size; None is the loader's batch.
+        images: the current size, as for :meth:`Window.take`; None is the loader's batch.
     """
 
     def __init__(self, configured: Optional[int], grow_after: int) -> None:
@@ -75,12 +34,23 @@ class MicroBatchSize:
 
     @property
     def limit(self) -> float:
+        """The limit of micro-batches, which orders sizes; infinity is none."""
         return math.inf if self.images is None else self.images
 
     def described(self) -> str:
+        """The limit with its unit, for the log."""
         return "the loader's batch" if self.images is None else f"{self.images} images"
 
     def lower(self, largest: Optional[MicroBatch], window: Optional[Window] = None) -> str:
+        """Halve the limit.
+
+        Args:
+            largest: can be split, and is not taken whole again; None halves a limit that has grown.
+            window: its rest is cut again, if it was cut.
+
+        Returns:
+            str: what was done, for the log.
+        """
         images = largest.num_images if largest is not None else self.images or self._full
         return f"the micro-batch is halved to {self.halve(images)}"
 
