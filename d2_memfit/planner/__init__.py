@@ -30,11 +30,13 @@ The device (``device_model``, ``allocators``, ``devices/*.yaml``)
       Larger workspaces do not count: where one does not fit, PyTorch takes the next algorithm.
     - cuBLAS workspaces: ATen/cuda/CublasHandlePool.cpp. Context: reports of others. Loaded kernels:
       a guess. NCCL: NVIDIA/nccl#964, and a guess for cards without NVLink.
-    - A CPU's process takes 220 MB in addition to its tensors: measured (docs/PLANNER.md).
+    - A CPU's process takes 220 MB in addition to its tensors: measured (docs/PLANNER.md). A small
+      job takes 50 MB: measured (tests/planner/test_tight_budgets.py).
 
 The margin (``dry_job``)
     - MEMFIT.PLAN.MARGIN of a budget stays free, by default 10%: a guess. It is 5% more if the
       number of objects is a guess, another guess.
+    - A plan that needs its margin is made all the same, with a warning.
 
 The time (``device_model``, ``dry_job``)
     - A lower bound: each operator takes its computation or its memory traffic, whichever is longer,

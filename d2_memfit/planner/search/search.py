@@ -2,6 +2,7 @@
 """The search for changes that make a job fit a budget."""
 
 import logging
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -126,25 +127,32 @@ class Planner:
         start = choice_of((), self._images)
         fastest = Fastest(trials)
         choice = fastest.choice(tiers)
-        fits = choice is not None
-        smallest_gb: Optional[float] = None
+        leaves_margin = fits = choice is not None
+        smallest_gb, least_gb = None, None
         must_allow: Sequence[str] = ()
         if choice is None:
             choice = fastest.smallest(tiers)
-            smallest_gb = trials.dry_job(choice).least_bytes() / (1 - margin) / _GB
-            more = _more(tiers)
-            must_allow = next((t for t in more if trials.fits(fastest.smallest(t))), ())
+            needed = trials.dry_job(choice).least_bytes()
+            smallest_gb = _rounded_up(needed / (1 - margin) / _GB)
+            least_gb = _rounded_up((needed - trials.device.reserve_bytes) / _GB)
+            must_allow = next((t for t in _more(tiers) if trials.fits(fastest.smallest(t))), ())
+            fits = budget_gb >= least_gb
+        if fits and not leaves_margin:
+            trials.limit_bytes = usable_bytes(budget_gb, margin=0) + trials.device.reserve_bytes
+            choice = fastest.choice(tiers) or choice
         before, after = trials.dry_job(start), trials.dry_job(choice)
         return Plan(
             budget_gb=budget_gb,
             margin=margin,
             fits=fits,
+            is_tight=fits and not leaves_margin,
             steps=self._steps(choice),
             settings={**trials.settings(choice), **self._safety(budget_gb)},
             before=before.estimate(trials.limit_bytes),
             estimate=after.estimate(trials.limit_bytes),
             time_factor=after.seconds() / before.seconds(),
             smallest_budget_gb=smallest_gb,
+            least_budget_gb=least_gb,
             must_allow=tuple(must_allow),
             evaluation_decides=after.evaluation_decides(trials.limit_bytes),
             left_out=tuple(trials.left_out),
@@ -196,6 +204,11 @@ class Planner:
         if job.ranks == 1 or not self._trials.synchronizes:  # recovery cannot have both
             settings["MEMFIT.OOM.POLICY"] = "split"
         return settings
+
+
+def _rounded_up(gigabytes: float) -> float:
+    """A budget in hundredths of a GB, as it is printed."""
+    return math.ceil(100 * gigabytes) / 100
 
 
 def _more(tiers: Sequence[str]) -> list[list[str]]:
