@@ -21,9 +21,8 @@ from ..config import cfg_of_techniques, check_config, with_budget, with_memfit_k
 from ..errors import ConfigError
 from ..iteration import BatchGeometry, Precision, auto_scale_workers
 from ..techniques import apply_techniques
-from .batches import Batches
 from .checked_loader import checked_loader
-from .largest import largest_batches
+from .largest import Batches, largest_batches
 from .largest_images import Size
 from .lazy import LazyParts, cfg_of_lazy
 from .normalizer_options import NormalizerOptions

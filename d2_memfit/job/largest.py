@@ -2,17 +2,19 @@
 """The choice of the source of a job's largest batches."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from detectron2.config import CfgNode
 
 from ..errors import ConfigError
-from .batches import Batches, GivenBatches
+from .batches import GivenBatches
 from .largest_images import Size
 from .mapped import MappedBatches
 from .parts import Parts
 
-__all__ = ["WorstCase", "largest_batches"]
+__all__ = ["Batches", "WorstCase", "largest_batches"]
+
+Batches = Union[GivenBatches, MappedBatches]
 
 _WITH_SEM_SEG = ("PanopticFPN", "SemanticSegmentor")
 _SIZES_AS_THEY_ARE = {

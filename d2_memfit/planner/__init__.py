@@ -47,19 +47,8 @@ The host (``techniques/host_budget.py``)
     - A rough figure, without the dataset.
 """
 
-from ..job import WorstCase
-from .estimates import DryJob, MemoryEstimate, estimate_memory
+from .estimates import estimate_memory
 from .planned_run import fit_config
-from .search import Plan, Planner, PlanStep, plan_memory
+from .search import plan_memory
 
-__all__ = [
-    "DryJob",
-    "MemoryEstimate",
-    "Plan",
-    "PlanStep",
-    "Planner",
-    "WorstCase",
-    "estimate_memory",
-    "fit_config",
-    "plan_memory",
-]
+__all__ = ["estimate_memory", "fit_config", "plan_memory"]
