@@ -104,7 +104,8 @@ def presets(job: Job, cards: Sequence[str], file: str) -> Iterator[tuple[str, Pl
             is_new = settings != before.get(ending) or Path(file.format(name)).exists()
             is_exact = all(step.tier == "exact" for step in plan.steps)
             needs_more = "MEMFIT.OPTIMIZER.STATES_8BIT" in settings
-            if plan.fits and is_new and is_exact == (ending == "") and not needs_more:
+            fits = plan.fits and not plan.is_tight
+            if fits and is_new and is_exact == (ending == "") and not needs_more:
                 before[ending] = settings
                 yield name, plan
 

@@ -4,8 +4,7 @@
 from .batches import GivenBatches, is_image, size_of, tensors_of
 from .checked_loader import checked_loader, checked_test_loaders
 from .job import Job
-from .largest import WorstCase
-from .largest_images import Size, boxes_anywhere, rotated
+from .largest_images import Size, WorstCase, boxes_anywhere, rotated
 from .lazy import cfg_of_lazy, load_lazy_config, overrides_of, with_overrides
 from .normalizer_options import NormalizerOptions
 from .projects import PROJECT, find_function, projects_of

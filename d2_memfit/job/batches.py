@@ -1,10 +1,10 @@
 # Copyright (c) the d2_memfit developers.
-"""The largest batches of a job, for its dry run."""
+"""The largest batches of a job, for its dry run, as the user gives them."""
 
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Optional, Protocol, Union
+from typing import Any, Union
 
 import torch
 from detectron2.structures import Instances
@@ -12,7 +12,6 @@ from detectron2.structures import Instances
 from ..errors import ConfigError
 
 __all__ = [
-    "Batches",
     "GivenBatches",
     "copy_of",
     "is_image",
@@ -26,49 +25,14 @@ _LARGE_BYTES = 2**20  # larger tensors are not read by value in a dry run
 _PIXELS = (torch.uint8, torch.float32, torch.float16)  # others are labels, masks among them
 
 
-class Batches(Protocol):
-    """Makes the largest batches of a job.
-
-    Attributes:
-        num_instances: annotated objects in each training image.
-        assumptions: one line per unknown fact, with the value assumed for it.
-        evaluation_assumptions: the same for evaluation, without lines of ``assumptions``.
-        is_guess: whether ``num_instances`` is a guess; a plan should then leave more room.
-        typical: batches with the mean number of objects, if the largest number is a guess and the
-            mean is known; else None.
-    """
-
-    @property
-    def num_instances(self) -> int: ...
-
-    @property
-    def assumptions(self) -> tuple[str, ...]: ...
-
-    @property
-    def evaluation_assumptions(self) -> tuple[str, ...]: ...
-
-    @property
-    def is_guess(self) -> bool: ...
-
-    @property
-    def typical(self) -> Optional["Batches"]: ...
-
-    def training(self, num_images: int, crosses_batches: bool = False) -> Any:
-        """Make a micro-batch.
-
-        Args:
-            crosses_batches: whether it mixes images of several of the loader's batches.
-        """
-
-    def evaluation(self) -> Any: ...
-
-
 class GivenBatches:
     """Batches from images that the user gives.
 
     Args:
         batch: a list with one item per image, a tuple of such lists, or a function that makes one
             of them. A larger micro-batch repeats the items.
+
+    Attributes and methods are those of :class:`~.mapped.MappedBatches`.
     """
 
     assumptions: tuple[str, ...] = ()

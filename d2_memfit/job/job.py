@@ -21,17 +21,26 @@ from ..config import cfg_of_techniques, check_config, with_budget, with_memfit_k
 from ..errors import ConfigError
 from ..iteration import BatchGeometry, Precision, auto_scale_workers
 from ..techniques import apply_techniques
-from .batches import Batches
+from .batches import GivenBatches
 from .checked_loader import checked_loader
-from .largest import largest_batches
-from .largest_images import Size
+from .largest_images import Size, WorstCase
 from .lazy import LazyParts, cfg_of_lazy
+from .mapped import MappedBatches
 from .normalizer_options import NormalizerOptions
 from .parts import GivenParts, Parts, TrainerParts
 from .projects import own_registry
 from .recovery_options import RecoveryOptions
 
 __all__ = ["Job"]
+
+Batches = Union[GivenBatches, MappedBatches]
+
+_WITH_SEM_SEG = ("PanopticFPN", "SemanticSegmentor")
+_SIZES_AS_THEY_ARE = {
+    "INPUT.MIN_SIZE_TRAIN": (0,),
+    "INPUT.MIN_SIZE_TEST": 0,
+    "INPUT.CROP.ENABLED": False,
+}
 
 
 class Job:
@@ -280,8 +289,18 @@ class Job:
 
     @cached_property
     def batches(self) -> Batches:
-        """The maker of the largest batches."""
-        return largest_batches(self.parts, self.cfg, self._batch, *self._facts)
+        """The maker of the largest batches, from the given batch or with the job's own mapper."""
+        parts, facts = self.parts, self._facts
+        if isinstance(self._batch, WorstCase):
+            facts = self._batch.image_size, self._batch.num_instances
+            parts = parts.with_settings(_SIZES_AS_THEY_ARE)
+        elif self._batch is not None:
+            return GivenBatches(self._batch)
+        if parts.has_default_loader and not self.cfg.DATASETS.TRAIN:
+            raise ConfigError("DATASETS.TRAIN is empty: name the dataset, or give a batch")
+        grouped = self.cfg.DATALOADER.ASPECT_RATIO_GROUPING
+        with_labels = self.cfg.MODEL.META_ARCHITECTURE in _WITH_SEM_SEG
+        return MappedBatches(parts, grouped, with_labels, *facts)
 
     def training_batch(self, num_images: Optional[int] = None, of: Optional[Batches] = None) -> Any:
         """The largest micro-batch, or one with a given number of images.

@@ -8,7 +8,7 @@ most 63 (DETR paper, arXiv:2005.12872, section 4).
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from detectron2.data import MetadataCatalog
@@ -127,31 +127,30 @@ def assumed_facts(names: Sequence[str], with_labels: bool = False) -> Facts:
     sizes = frozenset([known.largest] if known and known.has_one_size and known.largest else ())
     num = known.num_instances if known else DEFAULT_INSTANCES
     crowded = invented_dict(_ANY_SIZE, num, name, with_labels)
+    facts = Facts(
+        sizes,
+        num,
+        crowded,
+        mean_instances=known.mean_instances if known else None,
+        is_guess=known is None or known.is_guess,
+        missing=f"{num} instances each, {_source_of_objects(known)}",
+        largest=known.largest if known else None,
+    )
     if "annotations" in crowded or "segments_info" in crowded:
-        return Facts(
-            sizes,
-            num,
-            crowded,
-            mean_instances=known.mean_instances if known else None,
-            is_guess=known is None or known.is_guess,
-            missing=f"{num} instances each, {_source_of_objects(known)}",
-            largest=known.largest if known else None,
-        )
+        return facts
     num_all = len(MetadataCatalog.get(name).get("stuff_classes", ())) or DEFAULT_INSTANCES
     num = min(num_all, math.ceil(_CROWDED * _MEAN_CLASSES))
     missing = (
         f"{num} of {num_all} classes in each label image, a guess (ADE20K has {_MEAN_CLASSES} in "
         f"the mean; arXiv:1608.05442){WIDER}"
     )
-    return Facts(
-        sizes,
-        num,
-        crowded,
+    return replace(
+        facts,
+        num_instances=num,
         labels=tuple(range(num)),
         mean_instances=_MEAN_CLASSES,
         is_guess=True,
         missing=missing,
-        largest=known.largest if known else None,
     )
 
 

@@ -4,6 +4,7 @@
 import copy
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import cv2
@@ -17,6 +18,7 @@ from pycocotools import mask as coco_mask
 __all__ = [
     "DEFAULT_INSTANCES",
     "Size",
+    "WorstCase",
     "any_shape",
     "boxes_anywhere",
     "dict_of_size",
@@ -33,6 +35,20 @@ __all__ = [
 DEFAULT_INSTANCES = 100
 
 Size = tuple[int, int]  # height and width in pixels
+
+
+@dataclass(frozen=True)
+class WorstCase:
+    """The largest images as the model of a yacs config gets them.
+
+    Attributes:
+        image_size: height and width in pixels.
+        num_instances: annotated objects in each image.
+    """
+
+    image_size: Size
+    num_instances: int
+
 
 _COCO_KEYPOINTS = 17
 

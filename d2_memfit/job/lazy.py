@@ -62,6 +62,8 @@ def _one_line(error: Exception) -> str:
 class LazyParts:
     """The parts that a LazyConfig instantiates, as in ``tools/lazyconfig_train_net.py``.
 
+    They are called like :class:`~.parts.TrainerParts`.
+
     Args:
         cfg: with the nodes model, optimizer, dataloader and train.
     """

@@ -58,6 +58,14 @@ class MappedBatches:
         with_labels: whether the model needs label images, if a missing dataset has no metadata.
         image_size, num_instances: values in place of the datasets'.
 
+    Attributes:
+        num_instances: annotated objects in each training image.
+        assumptions: one line per unknown fact, with the value assumed for it.
+        evaluation_assumptions: the same for evaluation, without lines of ``assumptions``.
+        is_guess: whether ``num_instances`` is a guess; a plan should then leave more room.
+        typical: batches with the mean number of objects, if the largest number is a guess and the
+            mean is known; else None.
+
     Raises:
         ConfigError: the loader has no mapper, the mapper cannot run, or nothing limits the size of
             images.
@@ -104,6 +112,11 @@ class MappedBatches:
         return other
 
     def training(self, num_images: int, crosses_batches: bool = False) -> list[Any]:
+        """Make a micro-batch.
+
+        Args:
+            crosses_batches: whether it mixes images of several of the loader's batches.
+        """
         drawn = self._training.drawn
         if num_images == 1:
             return [copy_of(max(drawn, key=lambda d: d.need).data)]

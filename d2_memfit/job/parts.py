@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional, Protocol
+from typing import Any, Optional, Union
 
 import torch
 from detectron2.config import CfgNode
@@ -16,44 +16,9 @@ from torch.optim import Optimizer
 from ..config import with_settings
 from ..errors import ConfigError
 from ..model_zoo import backbones  # noqa: F401  registers them
+from .lazy import LazyParts
 
 __all__ = ["GivenParts", "Parts", "TrainerParts"]
-
-
-class Parts(Protocol):
-    """The factories of a job."""
-
-    def build_model(self, device: str) -> nn.Module: ...
-
-    def build_optimizer(self, model: nn.Module) -> Optimizer: ...
-
-    def build_train_loader(self) -> Any: ...
-
-    def test_loaders(self) -> list[Callable[[], Any]]:
-        """Functions that make the loaders of the evaluation datasets, if any."""
-
-    def test(self, model: nn.Module) -> Any:
-        """Evaluate as the job's owner does."""
-
-    def ddp_options(self) -> dict[str, Any]:
-        """Keyword arguments of ``DistributedDataParallel``, without those of techniques."""
-
-    def clip_gradients(self) -> Optional[Callable[[Any], Any]]:
-        """A function that clips the gradients of parameters, if the optimizer does not."""
-
-    def with_cfg(self, cfg: CfgNode) -> "Parts":
-        """The parts with a complete yacs config."""
-
-    def with_settings(self, settings: Mapping[str, Any]) -> "Parts":
-        """The same parts with other values for some config keys.
-
-        Raises:
-            ConfigError: there is no such key.
-        """
-
-    @property
-    def has_default_loader(self) -> bool:
-        """Whether Detectron2's own ``DatasetMapper`` makes the batches from a yacs config."""
 
 
 @dataclass(frozen=True)
@@ -80,34 +45,41 @@ class TrainerParts:
         return self._method("build_train_loader")(self.cfg)
 
     def test_loaders(self) -> list[Callable[[], Any]]:
+        """Functions that make the loaders of the evaluation datasets, if any."""
         build = self._method("build_test_loader")
         return [partial(build, self.cfg, name) for name in self.cfg.DATASETS.TEST]
 
     def test(self, model: nn.Module) -> Any:
+        """Evaluate as the job's owner does."""
         return self._method("test")(self.cfg, model)
 
     def ddp_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``DistributedDataParallel``, without those of techniques."""
         return {"broadcast_buffers": False}  # DefaultTrainer's
 
-    def clip_gradients(self) -> None:
+    def clip_gradients(self) -> Optional[Callable[[Any], Any]]:
+        """A function that clips the gradients of parameters, if the optimizer does not."""
         return None
 
     def with_cfg(self, cfg: CfgNode) -> "TrainerParts":
+        """The parts with a complete yacs config."""
         return TrainerParts(cfg, self.trainer)
 
     def with_settings(self, settings: Mapping[str, Any]) -> "TrainerParts":
+        """The same parts with other values for some config keys.
+
+        Raises:
+            ConfigError: there is no such key.
+        """
         changed = with_settings(self.cfg, settings)
         changed.freeze()
         return TrainerParts(changed, self.trainer)
 
     @property
     def has_default_loader(self) -> bool:
-        return self.is_default("build_train_loader")
-
-    def is_default(self, name: str) -> bool:
-        """Whether a method is Detectron2's own."""
-        function = getattr(self._method(name), "__func__", None)
-        return function is getattr(DefaultTrainer, name).__func__
+        """Whether Detectron2's own ``DatasetMapper`` makes the batches from a yacs config."""
+        build = self._method("build_train_loader")
+        return getattr(build, "__func__", None) is DefaultTrainer.build_train_loader.__func__
 
     def _method(self, name: str) -> Any:
         method = getattr(self.trainer, name, None) or getattr(DefaultTrainer, name)
@@ -121,7 +93,7 @@ class TrainerParts:
 
 @dataclass(frozen=True)
 class GivenParts:
-    """The functions given for your own training loop.
+    """The functions given for your own training loop, called like :class:`TrainerParts`.
 
     Args:
         model: makes the model.
@@ -172,3 +144,6 @@ class GivenParts:
             if not key.startswith(("MEMFIT.", "SOLVER.AMP.", "SOLVER.ACCUMULATION_STEPS")):
                 raise ConfigError(f"a Job that was made from pieces has no key {key}")
         return self
+
+
+Parts = Union[TrainerParts, LazyParts, GivenParts]

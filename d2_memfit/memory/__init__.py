@@ -5,6 +5,7 @@ from .allocator import (
     limit_cudnn_cache,
     limit_onednn_cache,
     segments_expand,
+    take_blas_buffer,
     use_expandable_segments,
 )
 from .budget import (
@@ -65,6 +66,7 @@ __all__ = [
     "segments_expand",
     "steady_growth",
     "storages",
+    "take_blas_buffer",
     "tensors_in",
     "use_expandable_segments",
     "used_bytes",

@@ -1,16 +1,18 @@
 # Copyright (c) the d2_memfit developers.
-"""Environment variables with which PyTorch, cuDNN and oneDNN keep less memory."""
+"""Settings with which PyTorch, cuDNN, oneDNN and NumPy keep less memory, or take it in time."""
 
 import os
 import sys
 from typing import Optional
 
+import numpy as np
 import torch
 
 __all__ = [
     "limit_cudnn_cache",
     "limit_onednn_cache",
     "segments_expand",
+    "take_blas_buffer",
     "use_expandable_segments",
 ]
 
@@ -87,3 +89,12 @@ def limit_cudnn_cache() -> None:
     PyTorch reads the limit at the process's first convolution on a GPU.
     """
     os.environ.setdefault("TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT", _CUDNN_PLANS)
+
+
+def take_blas_buffer() -> None:
+    """Let NumPy's OpenBLAS take its buffer of 32 MB, which it takes once, at its first product.
+
+    Without memory for it, OpenBLAS asks for it again and again, and never returns
+    (blas_memory_alloc in driver/others/memory.c). So the buffer is taken before there is a limit.
+    """
+    _ = np.ones((2, 2)) @ np.ones((2, 2))

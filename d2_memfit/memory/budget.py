@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from .allocator import limit_onednn_cache
+from .allocator import limit_onednn_cache, take_blas_buffer
 from .host import available_host_bytes
 from .readings import process_memory
 
@@ -228,6 +228,7 @@ def _limit_process(budget_gb: Optional[float]) -> None:
     before = _before("cpu", soft)
     limit = before
     if budget_gb is not None:
+        take_blas_buffer()
         data_bytes = process_memory().data_bytes
         if budget_gb * _GB <= data_bytes:
             raise ConfigError(

@@ -7,6 +7,7 @@ The batch (``job``)
     - Images have the largest sizes of the datasets, and their annotations are those of the most
       crowded image. Random augmentations: the largest of at most 8 draws for each size, a guess.
     - Datasets that cannot be read: ``job/known_datasets.py``, each with its source or as a guess.
+    - Sizes that a dataset does not give are read from at most 10,000 of its files, evenly spread.
     - Classes of label images are counted in 100 of them: a guess if there are more.
     - Evaluation runs one image at a time, as Detectron2's test loader does.
 
@@ -17,6 +18,7 @@ The step (``steps``, ``dry_run``, ``worst_outputs``)
       them are false. Hungarian matching takes any match.
     - ROI heads get as many proposals as their generator may give, enough of them on objects to fill
       the quota. ``fast_rcnn_inference`` detects as many as it may, each as large as the image.
+      Another model that detects nothing runs again with scores of 0.5.
     - PyTorch's meta kernels and autograd of this machine save what those of the GPU save. Casts of
       autocast are CUDA's: ATen/autocast_mode.h.
     - Operators that only Detectron2 or Deformable DETR compile take the buffers of their CUDA code.
@@ -24,17 +26,21 @@ The step (``steps``, ``dry_run``, ``worst_outputs``)
     - ZeRO deals parameters like ``ZeroRedundancyOptimizer``; the estimate is for the fullest rank.
 
 The device (``device_model``, ``allocators``, ``devices/*.yaml``)
+    - A card without a file of its own is like the nearest one of its compute capability, a guess.
     - The allocator is that of c10/cuda/CUDACachingAllocator.cpp, without other streams. A CPU gives
       freed pages back at once, which ``enforce_budget`` arranges.
     - A convolution takes copies of its tensors in another layout: a guess, not measured on a card.
       Larger workspaces do not count: where one does not fit, PyTorch takes the next algorithm.
-    - cuBLAS workspaces: ATen/cuda/CublasHandlePool.cpp. Context: reports of others. Loaded kernels:
-      a guess. NCCL: NVIDIA/nccl#964, and a guess for cards without NVLink.
-    - A CPU's process takes 220 MB in addition to its tensors: measured (docs/PLANNER.md).
+    - cuBLAS workspaces: ATen/cuda/CublasHandlePool.cpp. Context: reports of others; on a CPU, what
+      the process that estimates has taken. Loaded kernels: a guess. NCCL: NVIDIA/nccl#964, and a
+      guess for cards without NVLink.
+    - A CPU's process takes 220 MB in addition to its tensors: measured (docs/PLANNER.md). A small
+      job takes 50 MB: measured (tests/planner/test_tight_budgets.py).
 
 The margin (``dry_job``)
     - MEMFIT.PLAN.MARGIN of a budget stays free, by default 10%: a guess. It is 5% more if the
       number of objects is a guess, another guess.
+    - A plan that needs its margin is made all the same, with a warning.
 
 The time (``device_model``, ``dry_job``)
     - A lower bound: each operator takes its computation or its memory traffic, whichever is longer,
@@ -45,19 +51,8 @@ The host (``techniques/host_budget.py``)
     - A rough figure, without the dataset.
 """
 
-from ..job import WorstCase
-from .estimates import DryJob, MemoryEstimate, estimate_memory
+from .estimates import estimate_memory
 from .planned_run import fit_config
-from .search import Plan, Planner, PlanStep, plan_memory
+from .search import plan_memory
 
-__all__ = [
-    "DryJob",
-    "MemoryEstimate",
-    "Plan",
-    "PlanStep",
-    "Planner",
-    "WorstCase",
-    "estimate_memory",
-    "fit_config",
-    "plan_memory",
-]
+__all__ = ["estimate_memory", "fit_config", "plan_memory"]

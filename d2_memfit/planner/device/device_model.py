@@ -14,7 +14,7 @@ import yaml
 
 from ...common.checks import did_you_mean
 from ...errors import ConfigError
-from ...memory import process_memory
+from ...memory import process_memory, take_blas_buffer
 from ..dry_run import Allocate, Allocation, Convolution, Free, Timeline, Work
 from .allocators import CachingAllocator, PageAllocator
 
@@ -61,6 +61,7 @@ class DeviceModel:
         foreach: whether the optimizer steps on all parameters at once, unless told otherwise.
         cublas_workspace_mb: workspaces of matrix products, kept by the allocator.
         other_tensors_mb: tensors that no dry run sees.
+        reserve_mb: how much of ``other_tensors_mb`` a small job does not take.
         context_mb: memory of the process before its first tensor; null is that of this process.
         flops_per_s: speed by number format. "tf32" applies to float32 convolutions if the card has
             it: PyTorch's ``cudnn.allow_tf32`` is on, and that of matrix products is off.
@@ -86,6 +87,7 @@ class DeviceModel:
     bytes_per_s: float
     host_bytes_per_s: float
     seconds_per_operator: float
+    reserve_mb: float = 0.0
     kernels_mb: float = 0.0
     # NVIDIA/nccl#964, for 4 A100 with NVLink. A guess for others: reports say 1.0 to 1.6 GB
     # (nccl#864, #1685); cards without NVLink have fewer channels and should need less (nccl#986).
@@ -125,24 +127,21 @@ class DeviceModel:
                 f"{device.convolution_workspace!r}"
             )
         if device.context_mb is None:
+            take_blas_buffer()
             device = replace(device, context_mb=process_memory().data_bytes / _MB)
         return device
 
     def _check_numbers(self, path: Path) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            is_number = isinstance(value, (int, float)) or (
-                value is None and f.name == "context_mb"
-            )
-            if f.type is float and not is_number:
-                raise ConfigError(f"{path}: {f.name} must be a number, got {value!r}")
         if not isinstance(self.flops_per_s, dict) or "float32" not in self.flops_per_s:
             raise ConfigError(
                 f"{path}: flops_per_s must have a number for float32, got {self.flops_per_s!r}"
             )
-        for name, value in self.flops_per_s.items():
-            if not isinstance(value, (int, float)):
-                raise ConfigError(f"{path}: flops_per_s of {name} must be a number, got {value!r}")
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.type is float}
+        numbers |= {f"flops_per_s of {name}": speed for name, speed in self.flops_per_s.items()}
+        for name, value in numbers.items():
+            is_measured = name == "context_mb" and value is None
+            if not is_measured and not isinstance(value, (int, float)):
+                raise ConfigError(f"{path}: {name} must be a number, got {value!r}")
         nccl = self.nccl_mb
         is_list = isinstance(nccl, (list, tuple))
         if not is_list or len(nccl) != 2 or any(type(mb) not in (int, float) for mb in nccl):
@@ -186,6 +185,10 @@ class DeviceModel:
         if nearest is None:
             nearest = cls.load("cuda")
         return replace(nearest, description=f"{gpu}, taken for {nearest.description}")
+
+    @property
+    def reserve_bytes(self) -> int:
+        return int(self.reserve_mb * _MB)
 
     def use(
         self,

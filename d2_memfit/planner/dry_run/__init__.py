@@ -5,7 +5,6 @@ from .block_calls import noted_calls
 from .dry_run import DryRun, WithoutValues
 from .explain import one_line_errors
 from .fake import is_fake, make_fake, make_real
-from .named_run import NamedDryRun
 from .timeline import Allocate, Allocation, BlockCall, Convolution, Event, Free, Timeline, Work
 from .worst_outputs import detect_most, worst_proposals
 
@@ -17,7 +16,6 @@ __all__ = [
     "DryRun",
     "Event",
     "Free",
-    "NamedDryRun",
     "Timeline",
     "WithoutValues",
     "Work",

@@ -12,7 +12,15 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from ...compat.pytorch import TorchDispatchMode, schema, storage_id, tree_map
+from ...compat.pytorch import (
+    TorchDispatchMode,
+    autograd_node_number,
+    next_autograd_node_number,
+    schema,
+    storage_id,
+    tree_iter,
+    tree_map,
+)
 from ...job import is_image
 from ...memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
 from .fake import is_fake, make_fake
@@ -82,6 +90,10 @@ class WithoutValues(TorchDispatchMode):
 class DryRun(OwnerMeter):
     """An :class:`OwnerMeter` with :class:`WithoutValues`, which records a timeline.
 
+    Allocations have the name of their module. In a forward, it is the innermost one that runs. In a
+    backward, it is the module whose forward made the running node of autograd's graph. PyTorch
+    numbers these nodes in the forward and in the backward.
+
     Args:
         model, optimizer: as for :class:`OwnerMeter`. The model's parameters become fake.
         inputs: tensors that are on the device before the model runs. Large images become fake;
@@ -106,6 +118,8 @@ class DryRun(OwnerMeter):
         self._inputs = inputs
         self._is_paused = False
         self._allocations: dict[int, Allocation] = {}  # by the address of a storage
+        self._modules: list[str] = []  # modules whose forwards run, the innermost last
+        self._module_of_node: dict[int, str] = {}  # by its number
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -121,15 +135,21 @@ class DryRun(OwnerMeter):
         addresses = {storage_id(storage) for storage in storages(tensors)}
         return {self._allocations[a] for a in addresses if a in self._allocations}
 
-    def _own_others(self) -> None:
-        self.own("inputs", self._inputs)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
     ) -> Any:
+        if self._modules:  # the last node belongs to this operator
+            last = next_autograd_node_number() - 1
+            self._module_of_node.setdefault(last, self._modules[-1])
         if self._is_paused:
             return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        num_events = len(self.timeline.events)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.timeline.events) > num_events:
+            module, operator = self._current_module(), func.overloadpacket.__name__
+            for tensor in tree_iter(result):
+                self._describe(module, operator, tensor)
+        return result
 
     def _call(self, func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
         return _run(func, args, kwargs, given)
@@ -192,6 +212,48 @@ class DryRun(OwnerMeter):
     def _move(self, address: int, owner: str) -> None:
         super()._move(address, owner)
         self._allocations[address].owner = owner
+
+    def _current_module(self) -> str:
+        if self._modules:
+            return self._modules[-1]
+        number = autograd_node_number()
+        return "" if number is None else self._module_of_node.get(number, "")
+
+    def _enter_module(self, name: str) -> None:
+        super()._enter_module(name)
+        self._modules.append(name)
+
+    def _leave_module(self) -> None:
+        super()._leave_module()
+        if self._modules:
+            self._modules.pop()
+
+    def _own_others(self) -> None:
+        self.own("inputs", self._inputs)
+        for input_ in self._inputs:
+            self._describe("", "input", input_)
+        self._name_what_is_of_parameters()
+
+    def _own_states(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        super()._own_states(optimizer, *args)
+        self._name_what_is_of_parameters()
+
+    def _name_what_is_of_parameters(self) -> None:
+        """Name parameters, buffers, gradients and optimizer states."""
+        optimizer = getattr(self._optimizer, "optim", self._optimizer)  # of a sharded one
+        states = {} if optimizer is None else optimizer.state
+        for name, p in [*self._model.named_parameters(), *self._model.named_buffers()]:
+            for what, tensors in (("", p), ("gradient", p.grad), ("state", states.get(p))):
+                for tensor in tree_iter(tensors):
+                    self._describe(name, what, tensor)
+
+    def _describe(self, module: str, operator: str, tensor: Any) -> None:
+        """Name an allocation, unless its module is known."""
+        for storage in storages(tensor):
+            allocation = self._allocations.get(storage_id(storage))
+            if allocation is not None and not allocation.module:
+                allocation.dtype, allocation.shape = tensor.dtype, tuple(tensor.shape)
+                allocation.module, allocation.operator = module, operator
 
 
 @cache

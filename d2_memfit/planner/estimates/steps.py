@@ -23,7 +23,6 @@ from ...job import Job, tensors_of
 from ...techniques import ready_to_evaluate
 from ..dry_run import (
     DryRun,
-    NamedDryRun,
     Timeline,
     WithoutValues,
     detect_most,
@@ -163,7 +162,7 @@ def _started(
             model, optimizer = build_with_values(job, "cpu")
         if foreach:
             _use_foreach(optimizer)
-        run = stack.enter_context(NamedDryRun(model, optimizer, tensors_of(micro_batches)))
+        run = stack.enter_context(DryRun(model, optimizer, tensors_of(micro_batches)))
         trained = [p for p in model.parameters() if p.requires_grad]
         if job.ranks > 1:
             buckets = make_fake(torch.empty(sum(map(torch.numel, trained))))

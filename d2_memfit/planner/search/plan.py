@@ -53,13 +53,16 @@ class Plan:
     Attributes:
         budget_gb: device memory for the whole process.
         margin: share of the budget that is left free.
-        fits: whether the job fits. If not, the rest describes the smallest allowed plan.
+        fits: whether the job may run. If not, the rest describes the smallest allowed plan.
+        is_tight: whether it fits only if the margin is not needed.
         steps: steps in the order of the search.
         settings: settings of all steps.
         before, estimate: estimates without and with the plan.
         time_factor: seconds per iteration with the plan over those without.
-        smallest_budget_gb: smallest sufficient budget if the job does not fit.
-        must_allow: tiers that would have to be allowed for this budget; empty if none would help.
+        smallest_budget_gb: smallest budget that leaves the margin free, if this one does not.
+        least_budget_gb: budget below which the job cannot run, if this one leaves no margin.
+        must_allow: tiers that would have to be allowed for this budget with its margin; empty if
+            none would help.
         evaluation_decides: whether evaluation takes more of the device than training.
         left_out: techniques with which the job does not run, and why; a line each.
         exact: the fastest plan of the exact tier, if that fits and this one is faster.
@@ -74,7 +77,9 @@ class Plan:
     before: MemoryEstimate
     estimate: MemoryEstimate
     time_factor: float
+    is_tight: bool = False
     smallest_budget_gb: Optional[float] = None
+    least_budget_gb: Optional[float] = None
     must_allow: tuple[str, ...] = ()
     evaluation_decides: bool = False
     left_out: tuple[str, ...] = ()

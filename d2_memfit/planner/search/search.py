@@ -2,6 +2,7 @@
 """The search for changes that make a job fit a budget."""
 
 import logging
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from ...job import Job, Size
 from ...memory import check_budget
 from ...techniques import TIERS, get_technique
 from ..device import DeviceModel
-from ..estimates import DryJob, job_class, margin_of, usable_bytes
+from ..estimates import job_class, margin_of, usable_bytes
 from .cost_fit import with_cost_model
 from .fastest import Fastest
 from .plan import OtherPlan, Plan, PlanStep
@@ -90,28 +91,8 @@ def _has_card_of(budget_gb: float) -> bool:
     return torch.cuda.get_device_properties(0).total_memory >= budget_gb * _GB
 
 
-class Planner:
-    """Finds plans, and caches their dry runs.
-
-    Args:
-        job, device, run_job, evaluates, progress: as for :class:`~.trials.Trials`.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        device: DeviceModel,
-        run_job: type[DryJob] = DryJob,
-        evaluates: bool = True,
-        progress: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._trials = Trials(job, device, run_job, evaluates, progress)
-        self._images = job.geometry.largest_micro_batch
-
-    @property
-    def num_dry_runs(self) -> int:
-        """Number of dry runs so far."""
-        return self._trials.num_dry_runs
+class Planner(Trials):
+    """Finds plans. All plans of one planner share its dry runs."""
 
     def plan(self, budget_gb: float, tiers: Sequence[str]) -> Plan:
         """Find a plan.
@@ -120,46 +101,56 @@ class Planner:
             budget_gb: device memory for the whole process.
             tiers: tiers that may be used, in the order of harm.
         """
-        trials = self._trials
-        margin = margin_of(trials.job)
-        trials.limit_bytes = usable_bytes(budget_gb, margin)
+        margin = margin_of(self.job)
+        self.limit_bytes = usable_bytes(budget_gb, margin)
         start = choice_of((), self._images)
-        fastest = Fastest(trials)
+        fastest = Fastest(self)
         choice = fastest.choice(tiers)
-        fits = choice is not None
-        smallest_gb: Optional[float] = None
+        leaves_margin = fits = choice is not None
+        smallest_gb, least_gb = None, None
         must_allow: Sequence[str] = ()
         if choice is None:
             choice = fastest.smallest(tiers)
-            smallest_gb = trials.dry_job(choice).least_bytes() / (1 - margin) / _GB
-            more = _more(tiers)
-            must_allow = next((t for t in more if trials.fits(fastest.smallest(t))), ())
-        before, after = trials.dry_job(start), trials.dry_job(choice)
+            needed = self.dry_job(choice).least_bytes()
+            smallest_gb = _rounded_up(needed / (1 - margin) / _GB)
+            least_gb = _rounded_up((needed - self.device.reserve_bytes) / _GB)
+            must_allow = next((t for t in _more(tiers) if self.fits(fastest.smallest(t))), ())
+            fits = budget_gb >= least_gb
+        if fits and not leaves_margin:
+            self.limit_bytes = usable_bytes(budget_gb, margin=0) + self.device.reserve_bytes
+            choice = fastest.choice(tiers) or choice
+        before, after = self.dry_job(start), self.dry_job(choice)
         return Plan(
             budget_gb=budget_gb,
             margin=margin,
             fits=fits,
+            is_tight=fits and not leaves_margin,
             steps=self._steps(choice),
-            settings={**trials.settings(choice), **self._safety(budget_gb)},
-            before=before.estimate(trials.limit_bytes),
-            estimate=after.estimate(trials.limit_bytes),
+            settings={**self.settings(choice), **self._safety(budget_gb)},
+            before=before.estimate(self.limit_bytes),
+            estimate=after.estimate(self.limit_bytes),
             time_factor=after.seconds() / before.seconds(),
             smallest_budget_gb=smallest_gb,
+            least_budget_gb=least_gb,
             must_allow=tuple(must_allow),
-            evaluation_decides=after.evaluation_decides(trials.limit_bytes),
-            left_out=tuple(trials.left_out),
+            evaluation_decides=after.evaluation_decides(self.limit_bytes),
+            left_out=tuple(self.left_out),
             exact=self._exact(choice, fastest, tiers) if fits else None,
         )
+
+    @property
+    def _images(self) -> int:
+        return self.job.geometry.largest_micro_batch
 
     def _exact(self, choice: Choice, fastest: Fastest, tiers: Sequence[str]) -> Optional[OtherPlan]:
         """The plan of the exact tier alone, if it fits and differs."""
         exact = fastest.choice(["exact"]) if "exact" in tiers else None
         if exact is None or exact == choice:
             return None
-        start, dry_job = (self._trials.dry_job(c) for c in (choice_of((), self._images), exact))
+        start, dry_job = (self.dry_job(c) for c in (choice_of((), self._images), exact))
         return OtherPlan(
-            self._trials.settings(exact),
-            dry_job.total_bytes(self._trials.limit_bytes) / _GB,
+            self.settings(exact),
+            dry_job.total_bytes(self.limit_bytes) / _GB,
             dry_job.seconds() / start.seconds(),
         )
 
@@ -168,7 +159,7 @@ class Planner:
         before = choice_of((), self._images)
         if choice.num_images < self._images:
             after = choice_of((), choice.num_images)
-            steps.append(self._step(_MICRO_BATCH, self._trials.micro_batch_tier, before, after))
+            steps.append(self._step(_MICRO_BATCH, self.micro_batch_tier, before, after))
             before = after
         for name in choice.names:
             after = choice_of((*before.names, name), choice.num_images, choice.modules)
@@ -177,25 +168,29 @@ class Planner:
         return tuple(steps)
 
     def _step(self, name: str, tier: str, before: Choice, after: Choice) -> PlanStep:
-        settings, there = self._trials.settings(after), self._trials.settings(before)
-        one, other = self._trials.dry_job(before), self._trials.dry_job(after)
+        settings, there = self.settings(after), self.settings(before)
+        one, other = self.dry_job(before), self.dry_job(after)
         return PlanStep(
             name=name,
             tier=tier,
             settings={k: v for k, v in settings.items() if k not in there or there[k] != v},
             what=_what_changes(name) if tier != "exact" else "",
-            gb_before=one.total_bytes(self._trials.limit_bytes) / _GB,
-            gb_after=other.total_bytes(self._trials.limit_bytes) / _GB,
+            gb_before=one.total_bytes(self.limit_bytes) / _GB,
+            gb_after=other.total_bytes(self.limit_bytes) / _GB,
             time_factor=other.seconds() / one.seconds(),
         )
 
     def _safety(self, budget_gb: float) -> dict[str, Any]:
         """Settings that keep the job in its budget if an image is larger than expected."""
-        job = self._trials.job
         settings: dict[str, Any] = {"MEMFIT.BUDGET_GB": budget_gb}
-        if job.ranks == 1 or not self._trials.synchronizes:  # recovery cannot have both
+        if self.job.ranks == 1 or not self.synchronizes:  # recovery cannot have both
             settings["MEMFIT.OOM.POLICY"] = "split"
         return settings
+
+
+def _rounded_up(gigabytes: float) -> float:
+    """A budget in hundredths of a GB, as it is printed."""
+    return math.ceil(100 * gigabytes) / 100
 
 
 def _more(tiers: Sequence[str]) -> list[list[str]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Optional
 
 from .block_memory import blocks_of
-from .knapsack import Blocks, Packing, pack
+from .knapsack import Packing, pack
 from .trials import Choice, Trials, choice_of
 
 __all__ = ["BLOCKWISE", "with_best_blocks"]
@@ -64,7 +64,8 @@ def _fastest_blocks(
     reserve = 0.0
     tried = set()
     for _ in range(_MOST_TRIALS):
-        packing = _pack(blocks, trials.limit_bytes - others - reserve, allowed)
+        limit = trials.limit_bytes - others - reserve
+        packing = pack(blocks, limit, _CHECKPOINT in allowed, _OFFLOAD in allowed)
         if packing is None or packing in tried:
             break
         tried.add(packing)
@@ -82,10 +83,6 @@ def _fastest_blocks(
         else:  # memory between the allocator's blocks, or evaluation
             reserve += 0.01 * trials.limit_bytes
     return best
-
-
-def _pack(blocks: Blocks, limit_bytes: float, allowed: Sequence[str]) -> Optional[Packing]:
-    return pack(blocks, limit_bytes, _CHECKPOINT in allowed, _OFFLOAD in allowed)
 
 
 def _choice(names: Sequence[str], num_images: int, packing: Packing) -> Choice:

@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Estimates and plans as tables for users."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ __all__ = [
     "describe_plan",
     "describe_settings",
     "why_it_does_not_fit",
+    "why_it_is_tight",
 ]
 
 
@@ -68,8 +68,9 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
 
 
 def describe_plan(plan: Plan) -> str:
-    free = f"{plan.margin:.0%} of it left free"
-    lines = [f"Budget: {plan.budget_gb:.4g} GB, {free}. It needs {_needs(plan)}."]
+    free = "which is tight" if plan.is_tight else f"{plan.margin:.0%} of it left free"
+    needs = "may need" if plan.is_tight else "needs"
+    lines = [f"Budget: {plan.budget_gb:.4g} GB, {free}. It {needs} {_needs(plan)}."]
     if plan.steps:
         rows = [
             [s.name, s.tier, s.gb_before, s.gb_after, s.time_factor, describe_settings(s.settings)]
@@ -98,6 +99,8 @@ def describe_plan(plan: Plan) -> str:
         lines += ["", _EVALUATION_DECIDES]
     if not plan.fits:
         lines += ["", why_it_does_not_fit(plan)]
+    elif plan.is_tight:
+        lines += ["", why_it_is_tight(plan)]
     elif e.at_least:
         lines += ["", _no_room(plan)]
     return "\n".join(lines)
@@ -106,11 +109,23 @@ def describe_plan(plan: Plan) -> str:
 def why_it_does_not_fit(plan: Plan) -> str:
     decides = f". {_EVALUATION_DECIDES}" if plan.evaluation_decides else ""
     at_least = "at least " if plan.estimate.at_least else ""
-    smallest_gb = math.ceil(100 * (plan.smallest_budget_gb or 0)) / 100  # which is enough
-    how = f"The smallest budget is {at_least}{smallest_gb:.2f} GB"
-    if plan.must_allow:
-        how += f", unless MEMFIT.PLAN.ALLOW is {', '.join(plan.must_allow)}"
-    return f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}: the job does not fit. {how}{decides}"
+    how = f"The smallest budget is {at_least}{plan.smallest_budget_gb:.2f} GB{_unless(plan)}"
+    least = f"Below {plan.least_budget_gb:.2f} GB its largest images cannot run"
+    return f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}: the job does not fit. {how}. {least}{decides}"
+
+
+def why_it_is_tight(plan: Plan) -> str:
+    """A line about a budget that does not leave the margin free."""
+    return (
+        f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g} is tight: the job may run, and less than "
+        f"{plan.margin:.0%} is left free for what is not known. {_if_it_does_not_fit(plan)}. "
+        f"{plan.smallest_budget_gb:.2f} GB leave as much{_unless(plan)}"
+    )
+
+
+def _unless(plan: Plan) -> str:
+    tiers = ", ".join(plan.must_allow)
+    return f", unless MEMFIT.PLAN.ALLOW is {tiers}" if tiers else ""
 
 
 def _needs(plan: Plan) -> str:
@@ -121,12 +136,16 @@ def _needs(plan: Plan) -> str:
 
 
 def _no_room(plan: Plan) -> str:
+    return (
+        "The plan leaves no room for what is not known, in the lines At least. "
+        f"{_if_it_does_not_fit(plan)}"
+    )
+
+
+def _if_it_does_not_fit(plan: Plan) -> str:
     recovers = plan.settings.get("MEMFIT.OOM.POLICY") == "split"
     what = "images that need more run again in smaller parts" if recovers else "the run then ends"
-    return (
-        "The plan leaves no room for what is not known, in the lines At least. If that does not "
-        f"fit, {what}"
-    )
+    return f"If that does not fit, {what}"
 
 
 def _exact(other: OtherPlan) -> str:

@@ -150,10 +150,19 @@ def test_micro_batches_are_of_the_exact_tier(mask):
 
 
 def test_what_does_not_fit_says_what_would_have_to_be_allowed(mask):
-    p = plan(mask, 1.3, allow=["exact"])
+    p = plan(mask, 1.2, allow=["exact"])
     assert not p.fits
     assert 1.3 < p.smallest_budget_gb < 2
     assert p.must_allow[:2] == ("exact", "precision")  # with 8-bit states that may be enough
+
+
+def test_what_fits_without_its_margin_alone_is_tight_and_says_what_would_leave_it(mask):
+    p = plan(mask, 1.3, allow=["exact"])
+    assert p.fits
+    assert p.is_tight
+    assert p.estimate.device_total_gb <= 1.3 < p.smallest_budget_gb
+    assert p.must_allow[:2] == ("exact", "precision")
+    assert "MEMFIT.BUDGET_GB 1.3 is tight" in describe_plan(p).splitlines()[-1]
 
 
 def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay(mask):
