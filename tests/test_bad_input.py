@@ -454,7 +454,7 @@ OPTIONS = {
     "OUTPUT_DIR {folder}/text.txt": "OUTPUT_DIR must be a folder, and {folder}/text.txt is a file",
     "MODEL.WEIGHTS {folder}": "MODEL.WEIGHTS {folder} is a folder: name a file in it",
     "OUTPUT_DIR {folder}/text.txt/a": "cannot be written in {folder}/text.txt: it is not a folder",
-    "OUTPUT_DIR /dev/null/a": "OUTPUT_DIR /dev/null/a cannot be written in /dev/null: it is no fol",
+    "OUTPUT_DIR /dev/null/a": "OUTPUT_DIR /dev/null/a cannot be written in /dev/null: it is not a",
     "OUTPUT_DIR ''": "OUTPUT_DIR is empty: name a folder",
     "MEMFIT.EVALUATION.ON_DISK 3": "MEMFIT.EVALUATION.ON_DISK must be of type bool, got 3",
     "--num-gpus -1": "--num-gpus must be an integer of at least 0, got -1",

@@ -211,7 +211,7 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
             "--budget must be a number of GB, such as 6, got '6 gigs'",
         ),
         (["plan", "--budget", "7GB"], "got '7GB'. A card is --card 6GB"),
-        (["plan"], "--budget: name one"),
+        (["plan"], "--budget: name a number of GB, such as 5.2"),
         (["plan", "--card", "7GB"], "there is no preset '7GB' (did you mean "),
         (["plan", "--card", "6GB", "--budget", "5"], "--budget 5 and --card 6GB are two budgets"),
         (["plan", "--card", "6GB", "MEMFIT.BUDGET_GB", "5"], "are two budgets: name one"),
