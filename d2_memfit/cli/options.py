@@ -3,7 +3,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
@@ -11,13 +10,11 @@ from detectron2.config import CfgNode
 from ..config import budget_of_preset, check_config, find_config_file, keys_in_own_files, load_cfg
 from ..data import (
     CocoFile,
-    Remembered,
     Setting,
     check_coco_file,
     fit_to_data,
     goes_with_data,
     register_coco,
-    stamp_of,
 )
 from ..errors import ConfigError
 
@@ -61,7 +58,6 @@ def settings_of_data(
     *,
     eval_only: bool = False,
     reads_images: bool = False,
-    checked: Optional[dict[str, Any]] = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Setting]:
     """Register and check the datasets of ``--coco``, and find the settings that follow from them.
@@ -75,8 +71,6 @@ def settings_of_data(
         config_file, opts, add_keys: as for :func:`~d2_memfit.config.config.load_cfg`.
         eval_only: whether nothing is trained.
         reads_images: whether images must exist, or only the annotations.
-        checked: gets the findings in the files, for :class:`~d2_memfit.data.Remembered`. Unchanged
-            files with findings in OUTPUT_DIR are not read again.
         progress: as for :func:`~d2_memfit.data.check_coco_file`.
     """
     names = [name for name, _, _ in coco]
@@ -99,7 +93,6 @@ def settings_of_data(
     cfg = load_cfg(config_file, [*opts_of_settings(settings), *opts], add_keys)
     if not eval_only:
         check_config(cfg)
-    remembered = Remembered(cfg.OUTPUT_DIR)
     train: list[CocoFile] = []
     test: list[CocoFile] = []
     for name, json_file, image_dir in coco:
@@ -107,15 +100,7 @@ def settings_of_data(
         if trains or name in cfg.DATASETS.TEST:
             folder = image_dir if reads_images else None
             needs_objects = trains and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
-            paths = [json_file, *([folder] if folder else [])]
-            stamp = stamp_of(*paths, name=name, needs_objects=needs_objects)
-            found = None if checked is None else remembered.get(stamp)
-            if found is None:
-                file = check_coco_file(name, json_file, folder, needs_objects, progress)
-            else:
-                file = CocoFile.from_json(found)
-            if checked is not None and stamp is not None:
-                checked[stamp] = asdict(file)
+            file = check_coco_file(name, json_file, folder, needs_objects, progress)
             train += [file] if trains else []
             test += [file] if name in cfg.DATASETS.TEST else []
     return [*settings, *fit_to_data(cfg, train, test, given)]

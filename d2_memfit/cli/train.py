@@ -42,7 +42,7 @@ from ..config import (
     load_cfg,
     with_settings,
 )
-from ..data import Remembered, check_datasets, register_coco
+from ..data import check_datasets, register_coco
 from ..engine import MemfitTrainer, launch, usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer
 from ..errors import CheckpointError, ConfigError, exit_on_error
@@ -98,19 +98,16 @@ def prepare(args: argparse.Namespace) -> None:
     """Check all that can be checked before a process starts, and complete the arguments.
 
     OUTPUT_DIR is not touched. ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data,
-    before the user's. ``args.notes`` gets lines about the settings from the data, and
-    ``args.checked`` the findings in it.
+    before the user's. ``args.notes`` gets lines about the settings from the data.
     """
     check_opts(args.opts)
     opts = [*opts_of_card(args.card, args.opts), *args.opts]
-    args.checked = {}
     settings = settings_of_data(
         args.coco,
         args.config_file,
         opts,
         eval_only=args.eval_only,
         reads_images=True,
-        checked=args.checked,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
     args.notes = [str(setting) for setting in settings]
@@ -220,11 +217,6 @@ def main(args: argparse.Namespace) -> None:
         logger.warning("No GPU is visible: running on the CPU")
     for note in args.notes:
         logger.info("From the data: %s", note)
-    if comm.is_main_process():
-        remembered = Remembered(cfg.OUTPUT_DIR)
-        for stamp, found in args.checked.items():
-            remembered.put(stamp, found)
-        remembered.save()
 
     if args.eval_only:
         model = Trainer.build_model(cfg)

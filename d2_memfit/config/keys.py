@@ -69,8 +69,6 @@ _C.MEMFIT.OOM.LAST_RESORT = "raise"
 # Share of all images seen that may be skipped, rounded up to a whole image. If more are skipped,
 # the run ends with an error.
 _C.MEMFIT.OOM.MAX_SKIPPED = 0.001
-# Not used any more. Communication in a forward is noticed when it happens.
-_C.MEMFIT.OOM.COMMUNICATING_MODULES = []
 
 _C.MEMFIT.NORMALIZERS = CN()
 # Which counts in losses come from the whole effective batch, if it goes through the model in

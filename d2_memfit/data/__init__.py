@@ -6,7 +6,6 @@ from .coco_file import CocoFile, check_coco_file
 from .dataset_check import DatasetFacts, check_polygons, look_at_dataset, warnings_about_data
 from .dataset_settings import Setting, check_classes, fit_to_data, goes_with_data
 from .datasets import check_datasets, register_coco
-from .remembered import Remembered, stamp_of
 from .schedule import fine_tuning_schedule
 from .sizes import shorter_sides
 
@@ -14,7 +13,6 @@ __all__ = [
     "AnnotationFacts",
     "CocoFile",
     "DatasetFacts",
-    "Remembered",
     "Setting",
     "check_boxes",
     "check_classes",
@@ -29,6 +27,5 @@ __all__ = [
     "look_at_dataset",
     "register_coco",
     "shorter_sides",
-    "stamp_of",
     "warnings_about_data",
 ]

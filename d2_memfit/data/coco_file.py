@@ -84,13 +84,6 @@ class CocoFile:
     without_keypoints: Sequence[int]
     keypoint_names: tuple[str, ...]
 
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> "CocoFile":
-        """Rebuild an object from the result of ``dataclasses.asdict``."""
-        names = {key: tuple(found[key]) for key in ("classes", "keypoint_names")}
-        boxes = {fault: Case(**case) for fault, case in found["boxes"].items()}
-        return cls(**{**found, **names, "boxes": boxes})
-
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:

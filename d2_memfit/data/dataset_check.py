@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
@@ -57,20 +57,6 @@ class DatasetFacts:
 
     annotations: AnnotationFacts
     images: dict[str, Case]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, found: Any) -> "DatasetFacts":
-        annotations = AnnotationFacts(**found["annotations"])
-        annotations.cases = _cases(found["annotations"]["cases"])
-        annotations.classes = _cases(found["annotations"]["classes"])
-        return cls(annotations, _cases(found["images"]))
-
-
-def _cases(found: Mapping[str, Any]) -> dict[str, Case]:
-    return {key: Case(**case) for key, case in found.items()}
 
 
 def look_at_dataset(

@@ -14,14 +14,11 @@ from detectron2.utils import comm
 from ..common.patching import replaced_functions
 from ..data import (
     AnnotationFacts,
-    DatasetFacts,
-    Remembered,
     check_boxes,
     check_crowd,
     check_polygons,
     look_at_annotations,
     look_at_dataset,
-    stamp_of,
     warnings_about_data,
 )
 from ..errors import DataError
@@ -114,16 +111,7 @@ def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: boo
         return
     names = list(cfg.DATASETS.TRAIN) if says_all else []
     metadata = [MetadataCatalog.get(name) for name in names]
-    paths = [path for m in metadata for path in (m.get("json_file"), m.get("image_root"))]
-    remembered = Remembered(cfg.OUTPUT_DIR)
-    stamp = stamp_of(*paths, datasets=names, images=len(dicts))
-    found = remembered.get(stamp)
-    if found is None:
-        facts = look_at_dataset(dicts, logger.info)
-        remembered.put(stamp, facts.as_json())
-        remembered.save()
-    else:
-        facts = DatasetFacts.from_json(found)
+    facts = look_at_dataset(dicts, logger.info)
     _check_annotations(facts.annotations, cfg, says_all)
     class_names = metadata[0].get("thing_classes") if metadata else None
     for warning in warnings_about_data(cfg if says_all else None, facts, class_names):

@@ -2,14 +2,13 @@
 """Options for recovery from an out-of-memory error."""
 
 import numbers
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
 
-from ..common.checks import check_bool, check_choice, check_positive_int, check_strings
+from ..common.checks import check_bool, check_choice, check_positive_int
 from ..errors import ConfigError
 
 __all__ = ["RecoveryOptions"]
@@ -21,7 +20,6 @@ class RecoveryOptions:
 
     Args:
         grow_after, allow_resize, last_resort, max_skipped: as the keys.
-        communicating_modules: not used any more.
         output_dir: folder of the record; "" for none.
         budget_gb: MEMFIT.BUDGET_GB, for messages.
 
@@ -33,7 +31,6 @@ class RecoveryOptions:
     allow_resize: bool = False
     last_resort: str = "raise"
     max_skipped: float = 0.001
-    communicating_modules: Sequence[str] = ()
     output_dir: str = ""
     budget_gb: Optional[float] = None
 
@@ -41,14 +38,6 @@ class RecoveryOptions:
         check_positive_int("MEMFIT.OOM.GROW_AFTER", self.grow_after)
         check_choice("MEMFIT.OOM.LAST_RESORT", self.last_resort, ("raise", "skip"))
         check_bool("MEMFIT.OOM.ALLOW_RESIZE", self.allow_resize)
-        check_strings("MEMFIT.OOM.COMMUNICATING_MODULES", self.communicating_modules)
-        if self.communicating_modules:
-            warnings.warn(
-                "MEMFIT.OOM.COMMUNICATING_MODULES does nothing any more: what communicates in a "
-                "forward is noticed when it does. Leave it out",
-                DeprecationWarning,
-                stacklevel=3,
-            )
         is_share = isinstance(self.max_skipped, numbers.Real) and 0 <= self.max_skipped <= 1
         if not is_share:
             raise ConfigError(f"MEMFIT.OOM.MAX_SKIPPED must be 0 to 1, got {self.max_skipped!r}")

@@ -223,8 +223,3 @@ def test_a_model_that_synchronises_its_normalisation_is_refused(two_ranks):
 def test_with_a_fixed_micro_batch_it_is_taken_but_nothing_is_tried_again(two_ranks):
     with pytest.raises(AssertionError, match=r"OutOfMemoryError: Out of memory in the forward"):
         two_ranks.run(train_with_communication, 1)
-
-
-def test_the_key_that_named_such_modules_does_nothing_any_more():
-    with pytest.warns(DeprecationWarning, match="noticed when it does"):
-        RecoveryOptions(communicating_modules=["Foo"])

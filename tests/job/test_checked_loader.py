@@ -1,11 +1,9 @@
 # Copyright (c) the d2_memfit developers.
-"""Training with registered datasets, of which nothing was checked: what is said, and remembered."""
+"""Training with registered datasets, of which nothing was checked: what is said."""
 
 import copy
-import json
 import os
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
 from detectron2.data import (
@@ -123,31 +121,6 @@ def test_annotations_that_do_not_go_with_an_image_are_named_with_it(cfg, dicts, 
     loader = checked_loader(build_detection_train_loader, cfg)(cfg)
     with pytest.raises(DataError, match=r"the image .*, or its annotations do not go with it \("):
         next(iter(loader))
-
-
-def test_what_was_found_is_remembered_until_the_files_change(coins, cfg, log, monkeypatch):
-    cfg.DATASETS.TRAIN = ("coins_val",)
-    build = checked_loader(build_detection_train_loader, cfg)
-    build(cfg)
-    file = Path(cfg.OUTPUT_DIR) / "memfit_data_check.json"
-    kept = json.loads(file.read_text())
-    (found,) = kept["found"].values()
-    found["annotations"]["cases"]["nan_box"] = {"number": 3, "examples": ["what was remembered"]}
-    file.write_text(json.dumps(kept))
-    build(cfg)
-    assert any("3 of" in w and "what was remembered" in w for w in warnings(log))
-    log.clear()
-    os.utime(coins / "val.json")
-    build(cfg)
-    assert warnings(log) == []
-    file.write_text("{")  # damaged
-    build(cfg)
-    assert warnings(log) == []
-
-
-def test_a_dataset_without_a_file_is_looked_at_each_time(cfg, dicts):
-    checked_loader(build_detection_train_loader, cfg)(cfg)
-    assert not os.path.exists(os.path.join(cfg.OUTPUT_DIR, "memfit_data_check.json"))
 
 
 def test_images_to_evaluate_on_without_annotations_are_told_before_an_ap_of_nan(cfg, dicts, log):

@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """tools/train_net.py as users run it: as a process where that matters, else as a call."""
 
-import json
-import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +13,8 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from forks import run_forked
 from tiny import ROOT, read_metrics, run_process, tiny_cfg
 
-from d2_memfit.cli import options, train
+from d2_memfit.cli import train
 from d2_memfit.config import load_cfg
-from d2_memfit.data import Remembered
 
 pytestmark = pytest.mark.slow
 
@@ -105,27 +102,6 @@ def test_a_users_own_data_need_nothing_but_their_files(coins, tmp_path, capsys):
     assert trained.SOLVER.MAX_ITER == 1
     assert trained.SOLVER.STEPS == ()
     assert any("segm/AP50" in line for line in read_metrics(output_dir))
-    kept = json.loads((output_dir / "memfit_data_check.json").read_text())["found"]
-    assert sum("own_" in stamp for stamp in kept) == 3  # two files, and the trainer's dicts
-
-
-def test_files_that_did_not_change_are_not_checked_again(coins, tmp_path, capsys, monkeypatch):
-    arguments, opts = own_data(coins)
-    output_dir = tmp_path / "output"
-    opts = [str(o) for o in [*arguments, *opts, "OUTPUT_DIR", output_dir, "SOLVER.MAX_ITER", 1]]
-    args = train.argument_parser().parse_args(opts)
-    train.prepare(args)
-    remembered = Remembered(str(output_dir))
-    for stamp, found in args.checked.items():
-        remembered.put(stamp, found)
-    remembered.save()
-    monkeypatch.setattr(options, "check_coco_file", None)
-    again = train.argument_parser().parse_args(opts)
-    train.prepare(again)
-    assert (again.opts, again.checked) == (args.opts, args.checked)
-    os.utime(coins / "val.json")
-    with pytest.raises(TypeError):
-        train.prepare(train.argument_parser().parse_args(opts))
 
 
 @pytest.mark.parametrize(

@@ -586,7 +586,7 @@ def test_recoveries_leave_no_memory_behind(few_objects):
         ({"last_resort": "ignore"}, "LAST_RESORT must be 'raise' or 'skip', got 'ignore'"),
         ({"max_skipped": 2}, "MAX_SKIPPED must be 0 to 1, got 2"),
         ({"allow_resize": "no"}, "ALLOW_RESIZE must be True or False, got 'no'"),
-        ({"communicating_modules": "Foo"}, "COMMUNICATING_MODULES must be a list of names"),
+        ({"communicating_modules": []}, "there is no config key MEMFIT.OOM.COMMUNICATING_MODULES"),
         ({"output_dir": "x"}, "there is no config key MEMFIT.OOM.OUTPUT_DIR"),
         ({"policy": ["split"]}, "MEMFIT.OOM.POLICY must be"),
         ("split", "MEMFIT.OOM must be a node with keys, got 'split'"),
