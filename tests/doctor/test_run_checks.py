@@ -72,7 +72,9 @@ def findings(folder, trainer, job_of=job_of):
     return {f.what: f for f in examine_runs(*job_of(folder, 1, trainer), remake)}
 
 
-@pytest.mark.parametrize("trainer", [DefaultTrainer, None])
+@pytest.mark.parametrize(
+    "trainer", [DefaultTrainer, pytest.param(None, marks=pytest.mark.exhaustive)]
+)
 def test_runs_that_are_well(coins, trainer):
     found = findings(coins, trainer)
     of_trainer = ["trainer"] if trainer else []

@@ -50,7 +50,10 @@ def tiny_config(folder, kind, has_masks):
     return file
 
 
-@pytest.mark.parametrize(("kind", "has_masks"), [("rf_detr", True), ("rt_detr_v2", False)])
+@pytest.mark.parametrize(
+    ("kind", "has_masks"),
+    [("rf_detr", True), pytest.param("rt_detr_v2", False, marks=pytest.mark.exhaustive)],
+)
 def test_a_job_trains_in_a_budget_is_resumed_saved_and_evaluated(kind, has_masks, tmp_path, coins):
     config = tiny_config(tmp_path, kind, has_masks)
     folder = tmp_path / "output"
