@@ -38,8 +38,6 @@ PASSED_ON = {
     "error",
     "message",
     "self._report.final_error",
-    "self.communication.found or str(e)",
-    "self.found",
     "str(call)",
     "text",
     "warning",

@@ -162,13 +162,14 @@ class PretendedRanks:
 
     Attributes:
         was_asked: whether code has asked for ranks.
+        spared: functions that are told the truth, by file and line.
     """
 
     NUM_RANKS = 2
 
     def __init__(self) -> None:
-        self._asked: set[CodeType] = set()
-        self._spared: set[CodeType] = set()
+        self.spared: set[str] = set()
+        self._asked: set[str] = set()
 
     @property
     def was_asked(self) -> bool:
@@ -182,9 +183,9 @@ class PretendedRanks:
         def told(original: Any) -> property:
             def get(group_member: Any) -> Any:
                 # Often a helper, is_dist_avail_and_initialized(), and the code that calls it.
-                askers = {frame.f_code for frame in islice(_callers(), 2)}
+                askers = {_name(frame.f_code) for frame in islice(_callers(), 2)}
                 self._asked |= askers
-                return original.fget(group_member) if askers & self._spared else pretended
+                return original.fget(group_member) if askers & self.spared else pretended
 
             return property(get, original.fset)
 
@@ -199,9 +200,9 @@ class PretendedRanks:
             bool: whether there is one. If not, the error has another cause.
         """
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-            code = frame.f_code
-            if code in self._asked and code not in self._spared:
-                self._spared.add(code)
+            name = _name(frame.f_code)
+            if name in self._asked - self.spared:
+                self.spared.add(name)
                 return True
         return False
 
@@ -211,10 +212,15 @@ def place_of_caller(depth: int = 3) -> Place:
 
     The result is the same on all machines, wherever the code is installed.
     """
-    place: list[tuple[str, int]] = []
-    for frame in islice(_callers(), depth):
-        place.append(("/".join(Path(frame.f_code.co_filename).parts[-2:]), frame.f_lineno))
-    return tuple(place)
+    return tuple((_file(frame.f_code), frame.f_lineno) for frame in islice(_callers(), depth))
+
+
+def _file(code: CodeType) -> str:
+    return "/".join(Path(code.co_filename).parts[-2:])
+
+
+def _name(code: CodeType) -> str:
+    return f"{_file(code)}:{code.co_firstlineno}"
 
 
 def _callers() -> Iterator[FrameType]:

@@ -10,7 +10,7 @@ from detectron2.structures import Boxes, Instances, Keypoints, PolygonMasks
 from torch import nn
 
 from ..compat.pytorch import BatchNorm
-from ..counts import Collective
+from ..counts import Collective, PretendedRanks
 from ..engine.normalizers import RIGHT, Trial, Verdict, adapt_criteria, judged, published_distance
 from .patient import Patient, Unwell
 
@@ -114,7 +114,8 @@ def _verdict(patient: Patient, images: Sequence[Any], policy: str, freezes: bool
     for same_rows in (True, False):
         model = patient.model()
         adapt_criteria(model, is_exact=policy == "exact")
-        trial = Trial(model, _losses_of, _refuse, True, freezes=freezes, same_rows=same_rows)
+        ranks = PretendedRanks()
+        trial = Trial(model, _losses_of, _refuse, ranks, freezes=freezes, same_rows=same_rows)
         verdicts.append(judged([trial.run(images)]))
         if max(verdicts[-1].distances.values()) <= RIGHT:
             break

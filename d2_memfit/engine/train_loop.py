@@ -218,8 +218,8 @@ class AccumulatingTrainer(ResumableTrainer):
                 counts = [r.counts for r in reports]
                 if is_over or not self.normalizers.must_run_again(counts):
                     break
-                assert self._before_window is not None
-                self._before_window.restore()
+                if self._before_window is not None:  # it began
+                    self._before_window.restore()
                 self.optimizer.zero_grad(set_to_none=True)
                 window.start_over()
         storage.write()
@@ -245,17 +245,11 @@ class AccumulatingTrainer(ResumableTrainer):
         return self._report(window, recovery)
 
     def _begin_window(self, window: Window, storage: WindowStorage) -> None:
-        """Find what the window's losses are divided by, before its first forward.
-
-        What is learned of the model meanwhile may ask for another test and another cut.
-        """
-        is_known = False
-        while not is_known:
-            size = self.recovery.micro_batch_size if self.recovery else self.micro_batch_size
-            self.normalizers.test(window, is_cut=size is not None)
-            if self.cut is not None:
-                cut_window(window, self.cut, self.normalizers.communication.keeps_in_step)
-            is_known = self.normalizers.begin(window, size, self._forward)
+        """Find what the window's losses are divided by, before its first forward."""
+        if self.cut is not None:
+            cut_window(window, self.cut, self.normalizers.communication.known != "")
+        size = self.recovery.micro_batch_size if self.recovery else self.micro_batch_size
+        self.normalizers.begin(window, size, self._forward)
         if self._before_window is None and self.normalizers.may_run_again:
             model = compat.without_ddp(self.model)
             device = next(model.parameters()).device

@@ -150,7 +150,7 @@ def name_of(phase):
     return EDGES[phase].rpartition(".")[2]
 
 
-@pytest.mark.parametrize(("part", "phase"), [("test", "window"), ("report", "vote")])
+@pytest.mark.parametrize(("part", "phase"), [("begin", "window"), ("report", "vote")])
 def test_counts_that_find_no_memory(part, phase, tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path)
     monkeypatch.setattr(trainer.normalizers, part, run_out)

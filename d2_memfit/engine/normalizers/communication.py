@@ -2,20 +2,24 @@
 """Collectives in a forward that are not counts. A rank cannot repeat them alone."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from detectron2.utils import comm
 
 from ...counts import Collective
 from ...errors import ConfigError
 
-__all__ = ["Communication", "CommunicationError"]
+__all__ = ["Communication", "CommunicationError", "Spared"]
 
 logger = logging.getLogger(__name__)
 
 
 class CommunicationError(Exception):
     """A model communicates in its forward unexpectedly. All ranks are told."""
+
+
+class Spared(CommunicationError):
+    """A function of the model cannot work with what it is told of another rank."""
 
 
 class Communication:
@@ -39,9 +43,9 @@ class Communication:
         self._is_alone = comm.get_world_size() == 1  # a forward may be told otherwise
 
     @property
-    def keeps_in_step(self) -> bool:
-        """Whether ranks wait for each other in a forward."""
-        return not self._is_alone and self.known != ""
+    def may_recover(self) -> bool:
+        """Whether a rank may run a forward again after an out-of-memory error."""
+        return self._may_retry and not self.known
 
     def handle(self, call: Collective) -> bool:
         """Handle a collective for :func:`~d2_memfit.counts.collectives.noticed_collectives`.
@@ -49,10 +53,11 @@ class Communication:
         Raises:
             CommunicationError: it is the first collective that is found.
         """
-        if self.known:
-            return False
-        self.found = str(call)
-        raise CommunicationError(self.found)
+        if self._is_alone:
+            return self.handle_alone(call)
+        if not self.known:
+            raise CommunicationError(str(call))
+        return False
 
     def handle_alone(self, call: Collective) -> bool:
         """Handle a collective in a forward that no other rank runs, whether there is one or not.
@@ -60,12 +65,19 @@ class Communication:
         Raises:
             CommunicationError: it cannot be answered without them.
         """
-        if self._is_alone and call.name in ("barrier", "broadcast", "reduce"):  # for logs
-            return call.run_alone()
-        self.found = self.found or str(call)
-        if self._is_alone or not call.run_alone():
-            raise CommunicationError(self.found)
+        if self._is_alone:
+            is_answered = call.name in ("barrier", "broadcast", "reduce") and call.run_alone()
+        else:
+            self.found = self.found or str(call)
+            is_answered = call.run_alone()
+        if not is_answered:
+            raise CommunicationError(str(call))
         return True
+
+    def hear(self, found: Iterable[str]) -> None:
+        """Raise :class:`CommunicationError`, on all ranks, if any of them found a collective."""
+        for text in filter(None, found):
+            raise CommunicationError(text)
 
     def allow(self, found: str) -> None:
         """Decide, on all ranks, how to continue after any rank found a collective.

@@ -3,8 +3,8 @@
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,19 +19,23 @@ from ...errors import ConfigError, OutOfMemoryError
 from ...job import NormalizerOptions
 from ...memory import error_line, is_out_of_memory, release_memory
 from ..window import MicroBatch, Window, count_objects, may_have_objects
+from . import sites
 from .adapters import adapt_criteria
-from .answers import DECLARED, IN_FULL, OBJECTS, SUM, Answers, Noted, Site, Totals
+from .answers import Answers, Totals
 from .communication import Communication, CommunicationError
-from .totals import Rule, run_for_counts
+from .known import Known
+from .sites import Counts, Site
+from .totals import run_for_counts
 from .trial import Findings, Trial, trial_images
-from .verdict import Verdict, judged, published_distance
+from .verdict import Verdict, published_distance
 
 __all__ = ["CountReport", "Normalizers"]
 
 logger = logging.getLogger(__name__)
 
 _MOST_TRIALS = 4  # windows with a trial
-_MOST_RUNS = 3  # runs of one window
+_MOST_RUNS = 4  # runs of one window
+_NO_MEMORY = "memory ran out"
 _HELP = "docs/ACCUMULATION.md#what-losses-are-divided-by"
 
 
@@ -41,15 +45,13 @@ class CountReport:
 
     Attributes:
         communicates: a collective that was not expected; "" if there was none.
-        unknown: sites that no trial has seen.
-        wrong: sites whose rule does not explain a count.
-        untested: losses that no trial has seen, or only as zero.
+        surprises: counts of micro-batches that what was observed so far does not explain.
+        is_untested: whether a loss is not zero that was zero, or missing, in all trials.
     """
 
     communicates: str = ""
-    unknown: set[Site] = field(default_factory=set)
-    wrong: set[Site] = field(default_factory=set)
-    untested: set[str] = field(default_factory=set)
+    surprises: list[Counts] = field(default_factory=list)
+    is_untested: bool = False
 
 
 class Normalizers:
@@ -70,7 +72,8 @@ class Normalizers:
 
     Attributes:
         communication: the model's collectives that are not counts.
-        verdict: how micro-batches are weighted.
+        lacks_counts: whether the window goes through the model at once, and needs counts if it is
+            cut.
     """
 
     def __init__(
@@ -83,174 +86,97 @@ class Normalizers:
         accumulation_steps: int,
     ) -> None:
         self.communication = Communication(recovers, is_cut)
-        self.verdict = Verdict()
+        self.lacks_counts = False
+        self._known = Known(0 if options.policy == "off" else _MOST_TRIALS)
         self._model = model
-        self._losses = losses
         self._told = [pattern for pattern, _ in options.losses]
-        self._recovers = recovers
         self._is_cut = is_cut
         self._is_whole = accumulation_steps == 1 and not is_cut
         self._ranks = comm.get_world_size()
-        self._needs_trial = options.policy != "off"
-        self._has_to_ask = False  # after a resume, how the model is told of a second rank
-        self._trials_left = _MOST_TRIALS if self._needs_trial else 0
-        self._findings: list[Findings] = []
-        self._errors: list[str] = []  # of trials that failed
-        self._may_pretend = self._ranks == 1
-        self._pretended: Optional[PretendedRanks] = None
-        self._sites = {OBJECTS}
-        self._rules = {OBJECTS: Rule(1, 0)}
-        self._without_rule: set[Site] = set()
-        self._is_uncut = False
-        self._runs = 1
-        self._answers: Optional[Answers] = None
+        self._pretended = PretendedRanks() if self._ranks == 1 else None
+        handle = self.communication.handle_alone
+        self._trial = Trial(model, losses, handle, self._pretended, self._told)
+        self._runs = 1  # of this window
+        self._answers: Optional[Answers] = None  # None: nothing stands around the model
+        self._to_say: Optional[list[str]] = None  # errors of the last trial, until they are logged
         self._with_gradient: set[str] = set()
-        self._has_to_warn = False
         if options.policy != "off":
             adapt_criteria(model, is_exact=options.policy == "exact")
 
     @property
-    def may_run_again(self) -> bool:
-        """Whether this window's counts may turn out wrong after it ran."""
-        counts = self._ranks > 1 or len(self._used_sites) > 0
-        return self._answers is not None and counts
+    def verdict(self) -> Verdict:
+        """How micro-batches are weighted."""
+        return self._known.verdict
 
     @property
-    def lacks_counts(self) -> bool:
-        """Whether the window goes through the model at once, and needs counts if it is cut."""
-        return self._is_uncut and (self._needs_trial or not self.verdict.is_by_images)
+    def may_run_again(self) -> bool:
+        """Whether this window's counts may turn out wrong after it ran."""
+        return self._answers is not None
 
-    def test(self, window: Window, is_cut: bool) -> None:
-        """Test the weights on the window's images, if they are not known.
-
-        Args:
-            is_cut: whether the window is known to go through the model in several micro-batches.
-
-        Raises:
-            ConfigError: on every rank, if the model cannot be trained so, or if a declared count
-                has nothing to do with a loss.
-        """
-        if not (is_cut or self._ranks > 1 or not self._is_whole):
-            return
-        if self._has_to_ask:
-            self._has_to_ask = False
-            window.load()
-            trial = self._trial()
-            trial.ask(trial_images(window.images_waiting)[:1])
-            self._pretended = trial.pretended
-        if not self._needs_trial:
-            return
-        window.load()
-        images = window.images_waiting
-        tells = count_objects(images) > 0 or not may_have_objects(images)
-        findings = None
-        error = "" if images else "batches cannot be cut into images"
-        if images and (tells or not self.verdict.seen):  # images without objects: once
-            findings, error = self._tried(images)
-        reports = comm.all_gather((findings, error, tells, self.communication.found))
-        all_findings, errors, all_tell, heard = zip(*reports)
-        self.communication.found = ""
-        if any(heard) and self._ranks > 1:
-            self.communication.allow(next(filter(None, heard)))
-        found = [f for f in all_findings if f is not None]
-        self._errors = [e for e in errors if e]
-        self._check(found)
-        if not found and not self._errors:
-            return
-        if found:
-            self.verdict = judged([*self._findings, *found])
-        for f in found:
-            self._sites.update(f.sites)
-            rules = {s: r for s, r in f.rules.items() if s not in self._without_rule}
-            self._rules = {**rules, **self._rules}
-        if any(all_tell) or not found:
-            self._findings += found
-            self._trials_left -= 1
-            is_open = self.verdict.is_open or _NO_MEMORY in self._errors
-            self._needs_trial = is_open and self._trials_left > 0
-            self._has_to_warn = not self._needs_trial
-
-    def begin(self, window: Window, images: Optional[int], forward: Callable[..., Any]) -> bool:
+    def begin(self, window: Window, images: Optional[int], forward: Callable[..., Any]) -> None:
         """Find what a window's losses are divided by, before its first forward.
 
         Args:
             images: images per micro-batch, as for :meth:`Window.take`.
             forward: the trainer's forward of a micro-batch.
 
-        Returns:
-            bool: whether it is known. If not, something was learned of the model, and the window
-                must be tested and cut anew.
-
         Raises:
-            ConfigError: on every rank, if the model communicates and numbers of micro-batches
-                differ.
+            CommunicationError: on every rank. Something was learned of the model, and the window
+                must begin anew.
+            ConfigError: on every rank, if the model cannot be trained so.
+            OutOfMemoryError: on every rank, if one cannot even begin to count.
         """
         self.communication.found = ""
         self._answers = None
-        self._is_uncut = self._ranks == 1 and self._is_whole and images is None
-        if self._is_uncut:  # its own counts are the window's
-            return True
-        if self.verdict.is_by_images and not self.communication.known:
+        self.lacks_counts = False
+        known = self._known
+        is_by_images = self.verdict.is_by_images and not known.needs_trial
+        if is_by_images and not self.communication.known:
             if self._ranks > 1:
                 self._answers = self._new_answers(None)
-            return True
+            return
         parts, numbers = zip(*comm.all_gather(self._part(window, images)))
-        self._is_uncut = self._ranks == 1 and numbers[0] == 1
-        if self._is_uncut:
-            return True
+        self.lacks_counts = self._ranks == 1 and numbers[0] == 1
+        if self.lacks_counts:  # its own counts are the window's
+            return
+        if known.needs_trial:
+            self._test(window)
+        if self.verdict.is_by_images and self._ranks == 1:
+            return
         self.communication.check(numbers)
-        everything = _sum(parts)
+        everything = sites.added_up(parts)
         of_rank = parts[comm.get_rank()] if self._is_whole else everything
-        totals = Totals(everything.images, of_rank.images, self._ranks)
-        for site in self._used_sites & set(self._rules):
-            part = of_rank if site.of_rank else everything
-            totals.counts[site] = self._rules[site].predicted(part)
-        missing = self._used_sites - set(self._rules)
-        if missing:
-            totals.counts.update(self._counted(missing, window, images, forward))
-        self._answers = self._new_answers(totals)
-        if self.communication.found:
-            self._hear_of(self.communication.found)
-            return False
-        return True
+        totals = {
+            site: known.rules[site].predicted(of_rank if sites.is_of_rank(site) else everything)
+            for site in known.used_sites & known.rules.keys()
+        }
+        if missing := known.used_sites - {sites.OBJECTS, *totals}:
+            totals.update(self._counted(missing, window, images, forward))
+        totals.update(everything)
+        self._answers = self._new_answers(Totals(totals, of_rank[sites.IMAGES], self._ranks))
 
-    @contextmanager
-    def of(self, micro_batch: MicroBatch, replays: bool = False) -> Iterator[None]:
+    def of(self, micro_batch: MicroBatch, replays: bool = False) -> AbstractContextManager[None]:
         """Count during a micro-batch's forward, and again (``replays``) during its backward.
 
-        Raises:
-            CommunicationError: the model communicates unexpectedly, or cannot work with what it is
-                told of other ranks.
+        In it, :class:`CommunicationError` says that the model communicates unexpectedly, or cannot
+        work with what it is told of other ranks.
         """
-        if self._answers is None:
-            yield
-            return
-        try:
-            with self._answers.of(micro_batch, replays):
-                yield
-        except Exception as e:
-            if self._pretended is None or replays or is_out_of_memory(e):
-                raise
-            raise CommunicationError(self.communication.found or str(e)) from e
+        return nullcontext() if self._answers is None else self._answers.of(micro_batch, replays)
 
     def weighted(self, losses: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The losses of the running micro-batch, for which its images are the right weight."""
-        if self._has_to_warn:
+        if self._to_say is not None:
             self._with_gradient.update(n for n, loss in losses.items() if loss.requires_grad)
         return losses if self._answers is None else self._answers.weighted(losses)
 
     def report(self, window: Window) -> CountReport:
         """The facts by which ranks agree whether the window ran with the right counts."""
         report = CountReport(self.communication.found)
-        for n in self._answers.noted if self._answers is not None else ():
-            report.unknown |= n.counts.keys() - self._sites
-            for site in self._used_sites & set(self._rules):
-                if not self._rules[site].explains(site, n):
-                    report.wrong.add(site)
-        if self._trials_left and self.verdict.seen:
-            for m in window.micro_batches:
-                losses = m.losses.items()
-                report.untested |= {k for k, v in losses if k not in self.verdict.seen and v.item()}
+        counts = map(sites.added_up, ([n] for n in self._answers.noted)) if self._answers else ()
+        report.surprises = [n for n in counts if not self._known.explains(n)]
+        if self._known.trials_left and self.verdict.seen:
+            losses = [item for m in window.micro_batches for item in m.losses.items()]
+            report.is_untested = any(k not in self.verdict.seen and v.item() for k, v in losses)
         return report
 
     def must_run_again(self, reports: Sequence[CountReport]) -> bool:
@@ -262,102 +188,79 @@ class Normalizers:
         Raises:
             ConfigError: on every rank, if the model communicates and cannot be trained so.
         """
-        found = [r.communicates for r in reports if r.communicates]
-        unknown, wrong = (
-            set().union(*sets) for sets in zip(*((r.unknown, r.wrong) for r in reports))
-        )
+        found = next((r.communicates for r in reports if r.communicates), "")
+        surprises = [counts for r in reports for counts in r.surprises]
+        is_untested = any(r.is_untested for r in reports)
         if found:
-            self._hear_of(found[0])
-        for site in wrong:
-            del self._rules[site]
-        self._without_rule |= wrong
-        self._sites |= unknown
-        is_untested = any(r.untested for r in reports)
-        if unknown or is_untested:
-            self._test_again()
-        is_contradicted = bool(found or unknown or wrong or is_untested)
-        again = is_contradicted and self.may_run_again and self._runs < _MOST_RUNS
+            self._hear_of(found)
+        if surprises:
+            self._known.correct(surprises)
+        if is_untested:
+            self._known.test_again()
+        is_contradicted = self.may_run_again and (is_untested or len(surprises) > 0)
+        again = (found != "" or is_contradicted) and self._runs < _MOST_RUNS
         self._runs = self._runs + 1 if again else 1
         if found and not again:
             raise ConfigError(
-                f"the model communicates in its forward, {found[0]}, and its window still ended "
+                f"the model communicates in its forward, {found}, and its window still ended "
                 f"there in run {_MOST_RUNS}. Train without it, or set MEMFIT.NORMALIZERS.POLICY off"
             )
-        if not again and self._has_to_warn:
-            self._warn()
+        if not again and self._to_say is not None:
+            self._say(self._to_say)
+            self._to_say = None
         return again
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned of the model, in plain types. The same run goes on with it."""
-        if not self.verdict.seen:
-            return {}
-        return {
-            "needs_trial": self._needs_trial,
-            "findings": [f.state_dict() for f in self._findings],
-            "may_pretend": self._may_pretend or self._ranks > 1,  # several ranks do not know
-            "answers": self.verdict.answers,
-            "weights": {name: tuple(site) for name, site in self.verdict.weights.items()},
-            "seen": sorted(self.verdict.seen),
-            "sites": [tuple(site) for site in sorted(self._sites)],
-            "rules": [(tuple(site), tuple(rule)) for site, rule in self._rules.items()],
-            "without_rule": [tuple(site) for site in sorted(self._without_rule)],
-            "trials_left": self._trials_left,
-        }
+        spared = self._pretended.spared if self._pretended is not None else ()
+        state = self._known.state_dict()
+        return {**state, "spared": sorted(spared)} if state else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not state or not self._trials_left:
+        if "observed" not in state or not self._known.trials_left:
             return
-        weights = {name: Site(*site) for name, site in state["weights"].items()}
-        self.verdict = Verdict(state["answers"], weights, seen=frozenset(state["seen"]))
-        self._sites = {Site(*site) for site in state["sites"]}
-        self._rules = {Site(*site): Rule(*rule) for site, rule in state["rules"]}
-        self._without_rule = {Site(*site) for site in state["without_rule"]}
-        self._trials_left = state["trials_left"]
-        self._needs_trial = state["needs_trial"]
-        self._findings = [Findings.from_state_dict(f) for f in state["findings"]]
-        self._may_pretend = state["may_pretend"] and self._ranks == 1
-        self._has_to_ask = self.verdict.answers and self._ranks == 1
+        self._known.load_state_dict(state)
+        if self._pretended is not None:
+            self._pretended.spared.update(state["spared"])
 
     def described(self) -> list[str]:
         """Places in the code whose counts are the window's, and how they are known."""
         lines: set[str] = set()
-        for site in self._used_sites:
-            how = "from the annotations" if site in self._rules else "by a forward more"
-            lines.update(f"{file}:{line} ({how})" for file, line in site.place[:1])
+        for site in self._known.used_sites:
+            how = "from the annotations" if site in self._known.rules else "by a forward more"
+            lines.update(f"{file}:{line} ({how})" for file, line in site[1][:1])
         return sorted(lines)
 
-    @property
-    def _used_sites(self) -> set[Site]:
-        """Sites whose totals are needed."""
-        answered = {s for s in self._sites if s.kind in (SUM, DECLARED)}
-        used = answered if self.verdict.answers else set()
-        return (used | set(self.verdict.weights.values())) - {IN_FULL}
+    def _test(self, window: Window) -> None:
+        """Test the weights on the window's images."""
+        images = window.images_waiting
+        tells = count_objects(images) > 0 or not may_have_objects(images)
+        findings = None
+        error = "" if images else "batches cannot be cut into images"
+        if images and (tells or not self.verdict.seen):  # images without objects: once
+            findings, error = self._tried(images)
+        reports = comm.all_gather((findings, error, tells, self.communication.found))
+        of_ranks, of_errors, all_tell, heard = zip(*reports)
+        if not self.communication.known:
+            self.communication.hear(heard)
+        self.communication.found = ""
+        found = [f for f in of_ranks if f is not None]
+        errors = [e for e in of_errors if e]
+        self._check(found)
+        self._known.learn(found, any(all_tell), _NO_MEMORY not in errors)
+        if any(all_tell) and not self._known.needs_trial:
+            self._to_say = errors
 
     def _tried(self, images: Sequence[Any]) -> tuple[Optional[Findings], str]:
         """The findings of a trial, or the error of the last one."""
         error = ""
-        for number, with_empty in ((3, True), (3, False), (2, False)):
-            chosen = trial_images(images, with_empty)[:number]
-            trial = self._trial()
+        for number in (3, 2):  # the third one has no objects
             try:
-                findings = trial.run(chosen)
+                return self._trial.run(trial_images(images, number)), ""
             except Exception as e:  # of the model's code
                 error = _one_line(e)
-            else:
-                self._pretended = trial.pretended
-                if trial.refuses:
-                    logger.warning(
-                        "The model's losses are other ones when it is told that there are ranks, "
-                        "so the counts that it would add up over ranks are those of each "
-                        "micro-batch"
-                    )
-                return findings, ""
             release_memory(next(self._model.parameters()).device)
         return None, error
-
-    def _trial(self) -> Trial:
-        handle = self.communication.handle_alone
-        return Trial(self._model, self._losses, handle, self._may_pretend, self._told)
 
     def _check(self, found: Sequence[Findings]) -> None:
         """Raise :class:`ConfigError`, on all ranks, if a count has nothing to do with a loss."""
@@ -369,17 +272,12 @@ class Normalizers:
                     f"are {', '.join(losses)}"
                 )
         unused = [set(f.unused) for f in found if f.answered]
-        for site in set.intersection(*unused) if unused else ():
-            file, line = site.place[0]
+        for _, place, _ in set.intersection(*unused) if unused else ():
+            file, line = place[0]
             raise ConfigError(
                 f"window_count in {file}:{line}: no loss depends on what it returns. Divide the "
                 "loss by it, in the same forward"
             )
-
-    def _test_again(self) -> None:
-        """Let the next window, or this one's next run, be tested anew."""
-        self._needs_trial = self._trials_left > 0
-        self._findings.clear()
 
     def _hear_of(self, found: str) -> None:
         """Learn, on all ranks, of a collective that was not expected."""
@@ -387,75 +285,67 @@ class Normalizers:
         if self._ranks > 1:
             self.communication.allow(found)
             return
-        self._may_pretend = False
-        self._pretended = None  # an error that comes again is the model's own
-        self._trials_left = max(self._trials_left, 1)
-        self._test_again()
+        # A function was told of a second rank, and is no more. What it counted is not known now.
+        self._known.forget()
 
-    def _part(self, window: Window, images: Optional[int]) -> tuple[Noted, int]:
+    def _part(self, window: Window, images: Optional[int]) -> tuple[Counts, int]:
         """This rank's images and objects, and in how many micro-batches they are."""
         window.load()
         while window.take(images, self._is_cut) is not None:
             pass
-        data = [m.data for m in window.micro_batches]
-        part = Noted(window.num_images, sum(map(count_objects, data)))
+        objects = sum(count_objects(m.data) for m in window.micro_batches)
+        part: Counts = {sites.IMAGES: window.num_images, sites.OBJECTS: objects}
+        number = len(window.micro_batches)
         window.start_over()
-        return part, len(data)
+        return part, number
 
     def _new_answers(self, totals: Optional[Totals]) -> Answers:
-        handle = self.communication.handle_alone if self._ranks == 1 else self.communication.handle
         pretended = self._pretended if self.verdict.answers else None
-        return Answers(handle, totals, self.verdict.weights, pretended)
+        return Answers(self.communication.handle, totals, self.verdict.weights, pretended)
 
     def _counted(
         self,
-        sites: set[Site],
+        missing: set[Site],
         window: Window,
         images: Optional[int],
         forward: Callable[..., Any],
     ) -> dict[Site, float]:
-        """Counts that no rule tells, by a forward of all images without gradients.
-
-        If a rank finds a collective that is not expected, all have it in ``communication.found``.
-
-        Raises:
-            OutOfMemoryError: on all ranks, if one has no memory even to begin.
-        """
-        answers = self._new_answers(None)
-        self._answers = answers
-        recovers = self._recovers and not self.communication.known
-        error = ""
+        """Counts that no rule tells, by a forward of all images without gradients."""
+        self._answers = self._new_answers(None)
+        recovers = self.communication.may_recover
+        found = error = ""
         try:
-            with suppress(CommunicationError):  # all ranks hear of it
-                run_for_counts(self._model, window, (images, self._is_cut), forward, recovers)
+            run_for_counts(self._model, window, (images, self._is_cut), forward, recovers)
+        except CommunicationError as e:
+            found = str(e)
         except Exception as e:
             if not (recovers and is_out_of_memory(e)):
                 raise
             error = error_line(e)
-        own = {site: sum(n.count(site) for n in answers.noted) for site in sites}
-        found, of_ranks, errors = zip(*comm.all_gather((self.communication.found, own, error)))
+        own = sites.added_up(self._answers.noted)
+        all_found, errors, of_ranks = zip(*comm.all_gather((found, error, own)))
+        self.communication.hear(all_found)
         if any(errors):
-            error = next(filter(None, errors))
             raise OutOfMemoryError(
-                f"there was no memory to count what losses are divided by ({error}). Lower "
-                "MEMFIT.MICRO_BATCH, or set MEMFIT.NORMALIZERS.POLICY off"
+                "there was no memory to count what losses are divided by "
+                f"({next(filter(None, errors))}). Lower MEMFIT.MICRO_BATCH, or set "
+                "MEMFIT.NORMALIZERS.POLICY off"
             )
-        self.communication.found = next(filter(None, found), "")
-        of_all = {site: sum(of_rank[site] for of_rank in of_ranks) for site in sites}
-        return {s: (own if s.of_rank and self._is_whole else of_all)[s] for s in sites}
+        everything = sites.added_up(of_ranks)
+        of_rank = own if self._is_whole else everything
+        return {s: (of_rank if sites.is_of_rank(s) else everything).get(s, 0.0) for s in missing}
 
-    def _warn(self) -> None:
-        """Say, once, which losses are not the full batch's."""
-        self._has_to_warn = False
-        if not self.verdict.distances:
+    def _say(self, errors: Sequence[str]) -> None:
+        """Log which losses are not the full batch's."""
+        distances = self.verdict.distances
+        if errors and not distances:
             logger.warning(
                 "What losses are divided by could not be tested (%s). Micro-batches count by their "
                 "images: %s",
-                self._errors[0],
+                errors[0],
                 _HELP,
             )
         wrong = [n for n in self.verdict.wrong if n in self._with_gradient]
-        distances = self.verdict.distances
         published = {n: published_distance(self._model, n).distance for n in wrong}
         stated = [n for n in wrong if distances[n] <= published[n]]
         if stated:
@@ -472,13 +362,6 @@ class Normalizers:
                 ", ".join(others),
                 _HELP,
             )
-
-
-_NO_MEMORY = "memory ran out"
-
-
-def _sum(parts: Sequence[Noted]) -> Noted:
-    return Noted(sum(p.images for p in parts), sum(p.objects for p in parts))
 
 
 def _one_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 """The counts of a window, before its first forward."""
 
 from collections.abc import Callable, Sequence
+from itertools import dropwhile
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -9,7 +10,8 @@ from torch import nn
 
 from ...memory import is_out_of_memory, release_memory
 from ..window import MicroBatch, Window
-from .answers import Noted, Site
+from . import sites
+from .sites import Counts, Site
 from .trial_forwards import without_traces
 
 __all__ = ["Rule", "run_for_counts"]
@@ -27,20 +29,27 @@ class Rule(NamedTuple):
     per_image: float
 
     @classmethod
-    def through(cls, site: Site, noted: Sequence[Noted]) -> Optional["Rule"]:
-        """The rule that explains a site's counts in some forwards; None if there is none."""
-        known = np.array([(n.objects, n.images) for n in noted], dtype=float)
-        counts = np.array([n.count(site) for n in noted])
+    def through(cls, site: Site, observed: Sequence[Counts]) -> Optional["Rule"]:
+        """The rule that explains a site's counts in some forwards; None if there is none.
+
+        Args:
+            observed: what they counted. Those before the first one that counts at the site are left
+                out: a model may count there only after a while.
+        """
+        observed = list(dropwhile(lambda n: site not in n, observed))
+        known = np.array([(n[sites.OBJECTS], n[sites.IMAGES]) for n in observed], dtype=float)
+        counts = np.array([n.get(site, 0.0) for n in observed])
+        if np.linalg.matrix_rank(known) < 2:
+            return None
         rule = cls(*np.linalg.lstsq(known, counts, rcond=None)[0].tolist())
-        is_known = np.linalg.matrix_rank(known) == 2
-        return rule if is_known and all(rule.explains(site, n) for n in noted) else None
+        return rule if all(rule.explains(site, n) for n in observed) else None
 
-    def predicted(self, noted: Noted) -> float:
-        return self.per_object * noted.objects + self.per_image * noted.images
+    def predicted(self, counts: Counts) -> float:
+        return self.per_object * counts[sites.OBJECTS] + self.per_image * counts[sites.IMAGES]
 
-    def explains(self, site: Site, noted: Noted) -> bool:
-        count = noted.count(site)
-        other = self.predicted(noted)
+    def explains(self, site: Site, counts: Counts) -> bool:
+        count = counts.get(site, 0.0)
+        other = self.predicted(counts)
         return abs(count - other) <= _EXACT * max(abs(count), abs(other), 1.0)
 
 
@@ -59,27 +68,26 @@ def run_for_counts(
             not fit alone is left out. Training handles it later with stronger means.
     """
     images, across_batches = take
-    hopeless = None
+
+    def fits(micro_batch: MicroBatch) -> bool:
+        try:
+            forward(micro_batch)
+        except Exception as e:
+            if not (recovers and is_out_of_memory(e)):
+                raise
+            return False
+        return True
+
     try:
         with without_traces(model):
             while (micro_batch := window.take(images, across_batches)) is not None:
-                if _fits(micro_batch, forward, recovers):
+                if fits(micro_batch):
                     continue
                 release_memory(next(model.parameters()).device)
                 if micro_batch.can_be_split:
                     images = micro_batch.num_images // 2
-                if micro_batch.can_be_split or micro_batch.data is not hopeless:
-                    hopeless = micro_batch.data  # if it fails once more
                     window.put_back()
+                else:
+                    fits(micro_batch)  # once more
     finally:
         window.start_over()
-
-
-def _fits(micro_batch: MicroBatch, forward: Callable[[MicroBatch], Any], recovers: bool) -> bool:
-    try:
-        forward(micro_batch)
-    except Exception as e:
-        if not (recovers and is_out_of_memory(e)):
-            raise
-        return False
-    return True

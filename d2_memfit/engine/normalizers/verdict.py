@@ -9,7 +9,8 @@ from typing import NamedTuple, Optional
 
 from torch import nn
 
-from .answers import IN_FULL, Site
+from . import sites
+from .sites import Site
 from .trial import RIGHT, ROUNDING, Findings
 
 __all__ = ["Published", "Verdict", "judged", "published_distance"]
@@ -92,27 +93,30 @@ def judged(findings: Sequence[Findings]) -> Verdict:
     """
     names = dict.fromkeys(name for f in findings for name in f.whole)
     losses = [_Loss(name, findings) for name in names]
-    plain = {loss.name: loss.best(answers=False) for loss in losses}
-    answered = {loss.name: loss.best(answers=True) for loss in losses}
-    spoiled = any(plain[n.name][1] <= RIGHT < answered[n.name][1] for n in losses)
-    answers = not spoiled and _badness(losses, answered) < _badness(losses, plain)
+    plain = [loss.best(answers=False) for loss in losses]
+    answered = [loss.best(answers=True) for loss in losses]
+    spoils = any(one <= RIGHT < other for (_, one), (_, other) in zip(plain, answered))
+    answers = not spoils and _badness(losses, answered) < _badness(losses, plain)
     best = answered if answers else plain
     return Verdict(
         answers,
-        {name: weights for name, (weights, _) in best.items() if weights is not None},
-        {name: distance for name, (_, distance) in best.items()},
-        {loss.name: loss.distance(None, answers=False) for loss in losses},
-        tuple(loss.name for loss in losses if best[loss.name][1] > loss.limit),
+        {loss.name: weights for loss, (weights, _) in zip(losses, best) if weights is not None},
+        {loss.name: distance for loss, (_, distance) in zip(losses, best)},
+        {loss.name: loss.distances(answers=False)[None] for loss in losses},
+        tuple(loss.name for loss, (_, distance) in zip(losses, best) if distance > loss.limit),
         frozenset(loss.name for loss in losses if loss.is_seen),
-        any(loss.is_open(plain[loss.name][1], answered[loss.name][1]) for loss in losses),
+        any(
+            loss.is_open(one, other) for loss, (_, one), (_, other) in zip(losses, plain, answered)
+        ),
     )
 
 
 def _badness(
-    losses: Sequence["_Loss"], best: Mapping[str, tuple[Optional[Site], float]]
+    losses: Sequence["_Loss"], best: Sequence[tuple[Optional[Site], float]]
 ) -> tuple[int, float]:
-    distances = [(best[loss.name][1], loss.limit) for loss in losses]
-    return sum(d > limit for d, limit in distances), sum(min(d, 1.0) for d, _ in distances)
+    distances = [distance for _, distance in best]
+    num_wrong = sum(distance > loss.limit for loss, distance in zip(losses, distances))
+    return num_wrong, sum(min(distance, 1.0) for distance in distances)
 
 
 class _Loss:
@@ -121,46 +125,47 @@ class _Loss:
     def __init__(self, name: str, findings: Sequence[Findings]) -> None:
         self.name = name
         self._findings = [f for f in findings if name in f.whole]
-        wholes = [abs(f.whole[name]) for f in self._findings]
-        self.is_seen = any(wholes)
+        sizes = [abs(f.whole[name]) for f in self._findings]
+        self.is_seen = any(sizes)
         others = [abs(v) for f in findings for v in f.whole.values() if math.isfinite(v)]
         self._small = _SMALL * sum(others)
         noise = math.sqrt(sum(f.noise.get(name, 0.0) ** 2 for f in self._findings))
-        self._noise = _ratio(noise, sum(wholes) + self._small)
+        self._noise = _ratio(noise, sum(sizes) + self._small)
         self.limit = max(RIGHT, _NOISES * self._noise)
 
-    def distance(self, weights: Optional[Site], answers: bool) -> float:
-        """Relative distance of the loss with some weights; infinite if none has tried them."""
-        trials = self._trials(answers)
-        off = [differences.get(weights, math.inf) for _, differences in trials]
-        # Differences of a random loss cancel each other, if its weights are right.
-        total = abs(sum(off)) if self._noise > RIGHT else sum(map(abs, off))
-        return _ratio(total, sum(whole for whole, _ in trials) + self._small)
+    def distances(self, answers: bool) -> dict[Optional[Site], float]:
+        """Relative distance of the loss with each kind of weights; infinite if one is untried."""
+        trials = [(f.whole, f.answered if answers else f.plain) for f in self._findings]
+        trials = [(whole, found) for whole, found in trials if self.name in found]
+        size = sum(abs(whole[self.name]) for whole, _ in trials) + self._small
+        result: dict[Optional[Site], float] = {None: math.inf}
+        for site in dict.fromkeys(site for _, found in trials for site in found[self.name]):
+            off = [found[self.name].get(site, math.inf) for _, found in trials]
+            # Differences of a random loss cancel each other, if its weights are right.
+            total = abs(sum(off)) if self._noise > RIGHT else sum(map(abs, off))
+            result[site] = _ratio(total, size)
+        return result
 
     def best(self, answers: bool) -> tuple[Optional[Site], float]:
         """The weights that are right, the images first, and the distance.
 
         If none are, the window's sum counts where the loss is divided by it, and images elsewhere.
         """
-        sites = dict.fromkeys(site for _, found in self._trials(answers) for site in found)
-        distances = {site: self.distance(site, answers) for site in sites} or {None: math.inf}
+        distances = self.distances(answers)
         # A loss may be nearly the same for all images while weights are random.
         nearest = max(ROUNDING, _CLEARLY * min(distances.values()))
         limit = self.limit if self._noise > RIGHT else min(self.limit, nearest)
         for site, distance in distances.items():
-            if distance <= limit:
+            # What the weights of classes happen to be near, noise cannot tell from what they are.
+            if distance <= (RIGHT if site is not None and site[0] == sites.WEIGHTS else limit):
                 return site, distance
-        weights = IN_FULL if IN_FULL in distances else None
+        is_in_full = answers and any(self.name in f.in_full for f in self._findings)
+        weights = sites.IN_FULL if is_in_full else None
         return weights, distances[weights]
 
-    def _trials(self, answers: bool) -> list[tuple[float, Mapping[Optional[Site], float]]]:
-        """The size of the loss, and differences from it, in each trial."""
-        found = [(f.whole, f.answered if answers else f.plain) for f in self._findings]
-        return [(abs(whole[self.name]), d[self.name]) for whole, d in found if self.name in d]
-
     def is_open(self, plain: float, answered: float) -> bool:
-        """Whether two kinds of weights differ, and noise lets both be right."""
-        return max(plain, answered) <= self.limit and abs(plain - answered) > RIGHT
+        """Whether two distances differ, and noise may hide which of them is right."""
+        return self._noise > RIGHT < abs(plain - answered)
 
 
 def _ratio(off: float, scale: float) -> float:

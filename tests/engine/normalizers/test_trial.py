@@ -20,6 +20,7 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer, compat, window_count
+from d2_memfit.engine.normalizers.sites import IN_FULL
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import NormalizerOptions, RecoveryOptions
 
@@ -218,7 +219,7 @@ class Noisy(Detr):
 def test_a_random_loss_is_read_against_its_own_noise(log):
     numbers = [(10, 3, 0, 5)] * 6
     _, trainer = train(Noisy, windows_of(numbers), steps=4)
-    assert "loss_bbox" in trainer.normalizers.verdict.weights
+    assert trainer.normalizers.verdict.weights["loss_bbox"] == IN_FULL
     assert WRONG not in log.text
 
 

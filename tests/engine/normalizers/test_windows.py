@@ -182,7 +182,7 @@ def test_a_model_that_does_something_else_with_ranks_is_left_alone(log):
     windows = list(map(divide, images))
     off = gradients(Doubles, windows, normalizers=NORMALIZERS["off"], **options)[1]
     on = gradients(Doubles, windows, **options)[1]
-    assert "The model's losses are other ones when it is told that there are ranks" in log.text
+    assert "other losses than the full batch, by these relative distances: loss_bbox (" in log.text
     for one, other in zip(on, off):  # its weighted mean is the window's all the same
         assert one["loss_bbox"] == pytest.approx(other["loss_bbox"])
 
@@ -203,6 +203,19 @@ def test_on_one_rank_a_model_that_communicates_is_as_it_was():
     others = gradients(Detr, windows, normalizers=NORMALIZERS["off"], **options)[1]
     for one, other in zip(ones, others):
         assert one["loss_bbox"] == pytest.approx(other["loss_bbox"])
+
+
+def test_one_rank_in_a_process_group_is_as_it_was():
+    images = images_of()
+    divide, options = CUTS["4 x 1"]
+    windows = list(map(divide, images))
+    alone = gradients(Detr, windows, normalizers=NORMALIZERS["off"], **options)[0]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        grouped = gradients(GathersOnRanks, windows, **options)[0]
+    finally:
+        dist.destroy_process_group()
+    assert max(differences(grouped, alone)) < 1e-12
 
 
 # Ranks
