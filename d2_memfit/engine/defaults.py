@@ -104,7 +104,9 @@ class MemfitMixin(_Trainer):
 
     _has_begun = False
     _hooks: list[HookBase]
+    _ending: Optional[SaveOnEnding] = None
     _job: Job
+    _not_built: set[str]
     _trainers: list[AccumulatingTrainer]
     _checkpointers: list[MemfitCheckpointer]
 
@@ -144,7 +146,6 @@ class MemfitMixin(_Trainer):
         self._job = Job.from_trainer(type(self), cfg)
         cfg = apply_techniques("config", self._job.cfg, self._job.cfg)
         enforce_budget(self._job.budget_gb, cfg.MODEL.DEVICE)
-        self._ending: Optional[SaveOnEnding] = None
         self._not_built = {"model", "optimizer", "loader"}
         self.__dict__.update(
             build_model=self._building("model", self.build_model, cfg),

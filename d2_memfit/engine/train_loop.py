@@ -212,20 +212,23 @@ class AccumulatingTrainer(ResumableTrainer):
         if self.recovery is not None and self.loads_in_this_process:
             window.load()  # a second run must not draw the loader's random numbers again
         with WindowStorage(get_event_storage()) as storage, self._no_sync():
-            while True:
-                reports = comm.all_gather(self._attempt(window, storage))
-                is_over = any(r.recovery is not None and r.recovery.final_error for r in reports)
-                counts = [r.counts for r in reports]
-                if is_over or not self.normalizers.must_run_again(counts):
-                    break
+            reports = comm.all_gather(self._attempt(window, storage))
+            while self._must_run_again(reports):
                 if self._before_window is not None:  # it began
                     self._before_window.restore()
                 self.optimizer.zero_grad(set_to_none=True)
                 window.start_over()
+                reports = comm.all_gather(self._attempt(window, storage))
         storage.write()
         if self.recovery is not None:
             self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
         return reports
+
+    def _must_run_again(self, reports: list[Report]) -> bool:
+        """Whether losses were divided by counts that were not the window's, on any rank."""
+        if any(r.recovery is not None and r.recovery.final_error for r in reports):
+            return False
+        return self.normalizers.must_run_again([r.counts for r in reports])
 
     def _attempt(self, window: Window, storage: WindowStorage) -> Report:
         """Accumulate a window's gradients on this rank, and report how that went."""
