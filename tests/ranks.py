@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Gloo ranks for tests: real processes, kept from test to test because they start slowly."""
 
+import multiprocessing
 import tempfile
 import traceback
 from datetime import timedelta
@@ -63,6 +64,7 @@ class Ranks:
 
 
 def _serve(rank, num_ranks, init_method, pipe):
+    multiprocessing.set_start_method(None, force=True)  # that of loaders' workers: the system's
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # as in conftest.py
     dist.init_process_group(

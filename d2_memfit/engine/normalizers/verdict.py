@@ -164,8 +164,11 @@ class _Loss:
         return weights, distances[weights]
 
     def is_open(self, plain: float, answered: float) -> bool:
-        """Whether two distances differ, and noise may hide which of them is right."""
-        return self._noise > RIGHT < abs(plain - answered)
+        """Whether two distances differ, and noise may hide which of them is right.
+
+        One is infinite if there is nothing to answer, or if the loss is not a number with it.
+        """
+        return self._noise > RIGHT and RIGHT < abs(plain - answered) < math.inf
 
 
 def _ratio(off: float, scale: float) -> float:
