@@ -1,8 +1,10 @@
 # Copyright (c) the d2_memfit developers.
 """A run that was interrupted goes on as if nothing had happened."""
 
+import numpy as np
 import pytest
 import torch
+from detectron2.engine import hooks
 from resumed import Trainer, coins_cfg, train, train_on_rank
 
 pytestmark = pytest.mark.slow
@@ -47,6 +49,19 @@ def test_12_iterations_are_5_and_7(coins, tmp_path, keys):
     straight = train(coins_cfg(tmp_path / "straight", "faster_rcnn", **keys), 0, 12)
     cfg = coins_cfg(tmp_path / "resumed", "faster_rcnn", **keys)
     check_equal(straight, train(cfg, 0, 5), train(cfg, 5, 12))
+
+
+def test_random_numbers_that_are_drawn_between_the_load_and_the_first_iteration_do_not_count(
+    coins, tmp_path
+):
+    class Drawing(Trainer):
+        def build_hooks(self):
+            draw = hooks.CallbackHook(before_train=lambda _: (torch.rand(1), np.random.rand()))
+            return [draw, *super().build_hooks()]
+
+    straight = train(coins_cfg(tmp_path / "straight", "faster_rcnn"), 0, 4, Drawing)
+    cfg = coins_cfg(tmp_path / "resumed", "faster_rcnn")
+    check_equal(straight, train(cfg, 0, 2, Drawing), train(cfg, 2, 4, Drawing))
 
 
 @pytest.mark.parametrize("family", ["mask_rcnn", "retinanet"])
