@@ -21,6 +21,8 @@ from tiny import ROOT, run_process, tiny_cfg
 
 from d2_memfit.cli import train
 
+pytestmark = pytest.mark.slow
+
 TRAIN_NET = ROOT / "tools" / "train_net.py"
 NAN, INFINITY = float("nan"), float("inf")
 SIZE = 24
@@ -668,7 +670,6 @@ main()
 ADDRESS_SPACE = (resource.RLIMIT_AS, 16 * 2**30)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -692,7 +693,6 @@ def test_a_project_with_a_registered_dataset(config, tmp_path, change, message):
     assert "Traceback" not in run.stderr
 
 
-@pytest.mark.slow
 def test_the_command_as_a_process(config, tmp_path):
     coco = good_coco()
     polygon(NAN, *TRIANGLE[1:])(coco)
@@ -711,7 +711,6 @@ def fill_the_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
 
-@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_start(config, tmp_path):
     file = tmp_path / "good.json"
     file.write_text(json.dumps(good_coco()))
@@ -724,7 +723,6 @@ def test_a_disk_that_is_full_at_the_start(config, tmp_path):
     assert "Traceback" not in run.stderr
 
 
-@pytest.mark.slow
 def test_a_name_that_is_not_of_utf_8(config, tmp_path):
     file = os.fsencode(tmp_path / "bad") + b"\xff.json"
     arguments = ["--config-file", config / "tiny.yaml", "--coco", "bad", file, config]

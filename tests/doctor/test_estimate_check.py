@@ -13,7 +13,7 @@ from d2_memfit.doctor.estimate_check import estimate_against_real_step
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import worst_real_images
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def coins_cfg(family):

@@ -16,6 +16,8 @@ from d2_memfit.cli.commands import main
 from d2_memfit.doctor import examine
 from d2_memfit.engine.normalizers.verdict import PUBLISHED
 
+pytestmark = pytest.mark.slow
+
 
 class Model(nn.Module):
     """A detector of one layer, whose loss is a mean over images."""
@@ -170,7 +172,6 @@ def test_the_distances_that_are_accepted_are_published():
     }
 
 
-@pytest.mark.slow
 def test_a_family_with_published_distances_is_well():
     """Means over sampled proposals are not the full batch's; with POLICY exact they are."""
     found = {f.what: f for f in examine(Job.from_cfg(tiny_cfg("mask_rcnn"), 1), DefaultTrainer)}
@@ -198,7 +199,6 @@ def test_batch_normalisation_that_is_trained_is_named(images):
     assert re.search(r"batch normalisation makes loss \S+ from one forward's\. Use", found.text)
 
 
-@pytest.mark.slow
 def test_the_command_prints_a_line_for_each_and_its_status_tells(tmp_path, monkeypatch, capsys):
     (tmp_path / "broken_project.py").write_text(
         "from detectron2.engine import DefaultTrainer\n"

@@ -17,6 +17,8 @@ from d2_memfit.engine.state import Snapshot
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.job import RecoveryOptions
 
+pytestmark = pytest.mark.slow
+
 
 class Model(torch.nn.Module):
     """Its forward fails with more than ``fits`` images."""
@@ -199,7 +201,6 @@ def error_of(trainer):
     return None
 
 
-@pytest.mark.slow
 def test_all_ranks_hear_of_a_restoration_that_fails_on_one(two_ranks, tmp_path):
     first, second = two_ranks.run(fail_in_the_vote, tmp_path)
     assert first == second

@@ -35,6 +35,8 @@ from d2_memfit.errors import CheckpointError, ConfigError, MemfitError
 from d2_memfit.evaluation.spilled_predictions import SpilledPredictions
 from d2_memfit.memory import process_memory
 
+pytestmark = pytest.mark.slow
+
 ACCUMULATION = {"SOLVER.ACCUMULATION_STEPS": 2, "MEMFIT.OOM.POLICY": "split"}
 
 
@@ -313,7 +315,6 @@ def test_options_of_ddp_reach_a_model_that_the_project_wraps(two_ranks, tmp_path
         two_ranks.run(bucket_views, "SimpleTrainer", str(tmp_path))
 
 
-@pytest.mark.slow
 def test_a_plan_that_nobody_makes_is_an_error(coins, tmp_path):
     cfg = coins_cfg(tmp_path, **{"SOLVER.MAX_ITER": 1, "MEMFIT.PLAN.ENABLED": True})
     cfg.MEMFIT.BUDGET_GB = process_memory().data_bytes / 2**30 + 20

@@ -25,6 +25,8 @@ from d2_memfit.evaluation import in_parts as evaluation_in_parts
 from d2_memfit.evaluation import predictions_on_disk
 from d2_memfit.evaluation.spilled_predictions import SpilledPredictions
 
+pytestmark = pytest.mark.slow
+
 NAME, SIZE = "in_parts", 60
 KEYPOINTS = 3
 CLASSES = [4, 7, 9]  # ids of the dataset; the model's are 0 to 2
@@ -237,7 +239,6 @@ def test_an_evaluator_of_ones_own_gets_what_it_can_iterate(dataset, cfg, tmp_pat
         assert evaluator.evaluate() == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("takes_cfg", [True, False])
 def test_a_trainer_evaluates_so(coins, tmp_path, monkeypatch, takes_cfg):
     """``MemfitTrainer.test`` with its own evaluator, or one that it is given."""
@@ -367,7 +368,6 @@ def measure(folder, num_images):
     return growth
 
 
-@pytest.mark.slow
 def test_ram_does_not_grow_with_the_predictions(tmp_path):
     """What is kept of 100,000 objects is 3 MB; a list of them would take 100 MB, and what
     pycocotools makes of them 600 MB. A part takes 90 MB.

@@ -25,6 +25,8 @@ from d2_memfit.job.label_images import labels_in, tiles
 from d2_memfit.planner.estimates import margin_of
 from d2_memfit.planner.writing import describe_estimate
 
+pytestmark = pytest.mark.slow
+
 IGNORED = 255
 
 

@@ -9,6 +9,8 @@ from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.memory import OwnerMeter, TensorCensus, bytes_by_kind, holders, live_tensors
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
 
 

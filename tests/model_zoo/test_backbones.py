@@ -15,6 +15,8 @@ from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
 from d2_memfit.model_zoo.backbones import LIGHT_BACKBONES
 
+pytestmark = pytest.mark.slow
+
 CHANNELS = {  # of res2 to res5
     "build_mobilenet_v3_large_fpn_backbone": [24, 40, 112, 160],
     "build_mobilenet_v3_small_fpn_backbone": [16, 24, 48, 96],

@@ -17,6 +17,8 @@ from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques import get_technique, lazy_rows, ready_to_evaluate
 from d2_memfit.techniques.lazy_rows import LazyRows
 
+pytestmark = pytest.mark.slow
+
 
 def apply(model):
     return get_technique("EvaluationOnHost").apply(model, tiny_cfg())

@@ -7,6 +7,8 @@ from d2_memfit import estimate_memory, model_zoo
 from d2_memfit.config import PRESETS, check_config, load_cfg
 from d2_memfit.config.files import detectron2_zoo
 
+pytestmark = pytest.mark.slow
+
 NAMES = [n for n in model_zoo.list_configs() if n.endswith(("GB.yaml", "GB_amp.yaml"))]
 
 

@@ -11,6 +11,8 @@ from PIL import Image
 
 from d2_memfit.report import read_run
 
+pytestmark = pytest.mark.slow
+
 EVENT = {
     "iteration": 40, "phase": "backward", "micro_batch": 4, "padded_size": [800, 1344],
     "images": [

@@ -14,6 +14,8 @@ from d2_memfit.engine.window.columns import as_given
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import RecoveryOptions
 
+pytestmark = pytest.mark.slow
+
 
 class Pair(NamedTuple):
     images: Any
