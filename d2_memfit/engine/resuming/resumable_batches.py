@@ -5,6 +5,7 @@ import copy
 import hashlib
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -266,6 +267,9 @@ class _Received(Iterator[Any]):
         self.taken = replace(self.taken, seeds=seeds)
         with signals_held_back():  # until the workers can leave them to this process
             self.source = iter(self._loader)
+        # Garbage collection takes the queues of an iterator in a cycle first: each of its workers
+        # is then waited for, 5 s. So a trainer's cycles do not have it.
+        weakref.finalize(self, _forget, self.source).atexit = False
 
     def __next__(self) -> Any:
         if self.source is None:
@@ -284,6 +288,10 @@ class _Received(Iterator[Any]):
             waiting += (_Waiting(batch, number, index, before),)
         self.taken = _Taken(number + 1, tuple(workers), self.taken.seeds, waiting)
         return batch
+
+
+def _forget(source: Iterator[Any]) -> None:
+    """Let an iterator end."""
 
 
 def _grouped(received: _Received, size: int) -> Iterator[Any]:

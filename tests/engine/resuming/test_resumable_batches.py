@@ -1,12 +1,14 @@
 # Copyright (c) the d2_memfit developers.
 """The order of the data, without a model."""
 
+import gc
 import io
 import itertools
 import multiprocessing
 import random
 from contextlib import nullcontext
 from itertools import islice
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 import pytest
@@ -269,3 +271,21 @@ def test_workers_end_with_the_batches():
     assert len(set(multiprocessing.active_children()) - before) == 2
     del batches
     assert set(multiprocessing.active_children()) == before
+
+
+def test_workers_end_at_once_with_batches_in_a_cycle(monkeypatch):
+    """As those of a trainer, whose hooks know it. PyTorch then waits 5 s for each worker."""
+    waited_for = []
+    join = BaseProcess.join
+
+    def noted_join(process, timeout=None):
+        join(process, timeout)
+        waited_for.append(process.exitcode)
+
+    monkeypatch.setattr(BaseProcess, "join", noted_join)
+    batches = ResumableBatches(loader_of(num_workers=2))
+    next(batches)
+    batches.cycle = batches
+    del batches
+    gc.collect()
+    assert waited_for == [0, 0]
