@@ -23,6 +23,7 @@ __all__ = ["ActivationOffload"]
 logger = logging.getLogger(__name__)
 
 _SMALLEST_BYTES = 2**20  # smaller tensors are not worth a copy
+_MOST_IN_FLIGHT_BYTES = 2**26  # of copies to the host, which take 5 ms at 12 GB/s
 _CHECK_EVERY_BYTES = 2**28
 _WARN_BELOW_BYTES = 2**31
 
@@ -43,12 +44,12 @@ class ActivationOffload(ModulesTechnique):
     gpu_only = True
     order = 2  # kept inputs of checkpoints are offloaded, too
     # The modules whose saved activations are kept on the host. Give patterns of their names,
-    # such as "backbone.bottom_up.res2" or "roi_heads". [] is none.
+    # such as "backbone.bottom_up.res2" or "roi_heads"; "*" is all of the model. [] is none.
     key = "MEMFIT.OFFLOAD.MODULES"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"MEMFIT.OFFLOAD.MODULES": ["backbone"]}
+        return {"MEMFIT.OFFLOAD.MODULES": ["*"]}  # all, whatever their names
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
@@ -76,18 +77,33 @@ class _Offloaded(nn.Module):
 
 
 class _HostCopy:
-    """A saved tensor on the host, and on the device once it is fetched."""
+    """A saved tensor on the host.
 
-    def __init__(self, host: torch.Tensor, before: Optional["_HostCopy"]) -> None:
-        self.host = host
-        # The tensor saved before it.
+    Attributes:
+        host: the copy.
+        before: the tensor saved before it.
+        source: the tensor itself, until the device has waited for its copy.
+        changes: how often the source had been changed in place.
+        fetched: the tensor on the device again.
+        event: on a GPU, the end of the last copy, to the host or back.
+    """
+
+    def __init__(self, tensor: torch.Tensor, before: Optional["_HostCopy"]) -> None:
+        self.host = tensor
         self.before = None if before is None else weakref.ref(before)
+        self.source: Optional[torch.Tensor] = tensor
+        self.changes = change_count(tensor)
         self.fetched: Optional[torch.Tensor] = None
-        self.is_there: Optional[torch.cuda.Event] = None
+        self.event: Optional[torch.cuda.Event] = None
 
 
 class _Offload:
-    """Moves tensors saved by autograd to the host and back, with its own stream on a GPU."""
+    """Moves tensors saved by autograd to the host and back, with its own stream on a GPU.
+
+    All memory on the device is of the stream that computes. This stream waits for a copy before the
+    memory of its tensor is free, so that copies in flight are bounded however far the host is
+    ahead. A dry run keeps the same tensors.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Offload, (self._device,)
@@ -98,6 +114,9 @@ class _Offload:
         self._weights: set[int] = set()  # addresses of tensors that stay on the device anyway
         # The tensor is kept, so that no other can have its address.
         self._last: Optional[tuple[torch.Tensor, tuple[Any, ...], _HostCopy]] = None
+        self._leaving: list[weakref.ref[_HostCopy]] = []  # those with a source, oldest first
+        # The last one that was fetched, and may not be there yet. An error must not free it.
+        self._coming: Optional[_HostCopy] = None
         self._bytes_since_check = 0
 
     @contextmanager
@@ -125,47 +144,78 @@ class _Offload:
             if identity == last_identity:  # saved by the operator that made it, and by the next one
                 return before
         self._check_host(tensor.nbytes)
-        packed = _HostCopy(self._copy_to_host(tensor), before)
+        packed = _HostCopy(tensor, before)
+        self._copy_to_host(packed)
+        self._leaving.append(weakref.ref(packed))
+        self._free_sources()
         self._last = tensor, identity, packed
         return packed
 
     def _unpack(self, packed: Union[torch.Tensor, _HostCopy]) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        fetched = self._fetch(packed)
-        if packed.is_there is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(packed.is_there)
-            fetched.record_stream(current)
+        self._fetch(packed)
+        self._wait_for(packed)
         before = None if packed.before is None else packed.before()
         if before is not None:  # needed next; fetched while this one is used
             self._fetch(before)
-        return fetched
+        assert packed.fetched is not None
+        return packed.fetched
 
-    def _copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_to_host(self, packed: _HostCopy) -> None:
+        tensor = packed.host
         if self._stream is None:
             with on_host():
-                return tensor.clone()
+                packed.host = tensor.clone()
+            return
         try:
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            packed.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         except RuntimeError as e:
             raise _no_host_memory(error_line(e)) from e
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)
-        return host
+        self._copy(packed.host, tensor, packed)
 
-    def _fetch(self, packed: _HostCopy) -> torch.Tensor:
+    def _free_sources(self) -> None:
+        """Free the oldest sources, so that all but the newest one have bounded bytes."""
+        living = [packed for ref in self._leaving if (packed := ref()) is not None]
+        sources = [packed for packed in living if packed.source is not None]
+        num_bytes = sum(packed.host.nbytes for packed in sources)
+        while len(sources) > 1 and num_bytes > _MOST_IN_FLIGHT_BYTES:
+            oldest = sources.pop(0)
+            num_bytes -= oldest.host.nbytes
+            self._wait_for(oldest)
+            oldest.source = None
+        self._leaving = list(map(weakref.ref, sources))
+
+    def _fetch(self, packed: _HostCopy) -> None:
+        source = packed.source
+        if source is not None and change_count(source) == packed.changes:
+            packed.fetched = source
+        packed.source = None
         if packed.fetched is not None:
-            return packed.fetched
+            return
         if self._stream is None:
             packed.fetched = packed.host.clone()  # memory that counts as the device's
-            return packed.fetched
+            return
+        if self._coming is not None:
+            self._wait_for(self._coming)
+        packed.fetched = torch.empty_like(packed.host, device=self._device)
+        self._copy(packed.fetched, packed.host, packed)
+        self._coming = packed
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, packed: _HostCopy) -> None:
+        """Copy while the device computes, after what it computes already."""
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            packed.fetched = packed.host.to(self._device, non_blocking=True)
-            packed.is_there = self._stream.record_event()
-        return packed.fetched
+            target.copy_(source, non_blocking=True)
+            packed.event = self._stream.record_event()
+
+    def _wait_for(self, packed: _HostCopy) -> None:
+        """Let the device compute no further before a copy has ended."""
+        if packed.event is not None:
+            torch.cuda.current_stream(self._device).wait_event(packed.event)
+        if packed is self._coming:
+            self._coming = None
 
     def _check_host(self, num_bytes: int) -> None:
         self._bytes_since_check += num_bytes

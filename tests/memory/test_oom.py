@@ -22,7 +22,11 @@ OUT_OF_MEMORY = [
     RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 7.79 GiB total capacity"),
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
     RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
     RuntimeError("GET was unable to find an engine to execute this computation"),
     RuntimeError("NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp:838"),
@@ -40,6 +44,8 @@ OUT_OF_MEMORY = [
 OTHERS = [
     RuntimeError("The size of tensor a (4) must match the size of tensor b (3)"),
     RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
     RuntimeError("could not create a primitive descriptor for a convolution"),
     RuntimeError("could not create a primitive"),  # where no limit is in force
     AssertionError("out of memory"),

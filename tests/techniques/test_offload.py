@@ -1,4 +1,6 @@
 # Copyright (c) the d2_memfit developers.
+from contextlib import nullcontext
+
 import pytest
 import torch
 from detectron2.utils.events import EventStorage
@@ -65,6 +67,79 @@ def test_a_change_in_place_is_no_other_result():
     assert model.part.w.grad == 2**20  # plain PyTorch cannot tell, and raises
 
 
+def deep_layers(number=6):
+    """Each saves 4 MiB."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential()
+    model.part = torch.nn.Sequential(
+        *(torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(number)), torch.nn.Sigmoid()
+    )
+    return model, torch.rand(1, 4, 512, 512, requires_grad=True)
+
+
+@pytest.mark.parametrize("most_mib", [0, 8, 16, 1000])
+def test_the_tensors_of_copies_in_flight_are_bounded(most_mib, monkeypatch):
+    monkeypatch.setattr(offload, "_MOST_IN_FLIGHT_BYTES", most_mib * 2**20)
+    model, x = deep_layers()
+    apply(model, "part")
+    with TensorMeter() as meter:
+        result = model(x).sum()
+        kept = meter.live_bytes
+        result.backward()
+    tensors = 6  # of what layers make; the input is not of the forward
+    assert kept // 2**22 == min(max(most_mib // 4, 1), tensors)
+
+
+class Stream:
+    """A made-up stream of a GPU: what it is asked for, in order."""
+
+    def __init__(self, asked):
+        self.asked = asked
+        self.copies = 0
+
+    def wait_stream(self, other):
+        self.asked.append("copies wait for the computation")
+
+    def record_event(self):
+        self.copies += 1
+        self.asked.append(f"copy {self.copies}")
+        return self.copies
+
+    def wait_event(self, event):
+        self.asked.append(f"wait {event}")
+
+
+def test_on_a_made_up_card_no_memory_is_free_before_its_copy_ended(monkeypatch):
+    asked = []
+    monkeypatch.setattr(offload, "_MOST_IN_FLIGHT_BYTES", 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(asked))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    empty_like = torch.empty_like
+    monkeypatch.setattr(
+        torch, "empty_like", lambda t, device, pin_memory=None: empty_like(t, device=device)
+    )
+    model, x = deep_layers(3)
+    expected = gradients(model, x)
+    apply(model, "part")
+    model.part.offload._stream = Stream(asked)
+    for _ in range(2):
+        asked.clear()
+        for a, e in zip(gradients(model, x), expected):
+            assert torch.equal(a, e)
+        events = [a.split() for a in asked if a[:4] in ("copy", "wait")]
+        numbers = [int(number) for what, number in events if what == "copy"]
+        waits = [int(number) for what, number in events if what == "wait"]
+        left, fetched = numbers[:4], numbers[4:]
+        # To the host, each source but the last is waited for at the next copy, and the last one is
+        # taken as it is. Each of the others is fetched ahead, and waited for when it is needed.
+        assert waits == [*left[:-1], left[-1], *fetched]
+        in_flight = 0
+        for what, _ in events:
+            in_flight += 1 if what == "copy" else -1
+            assert in_flight <= 2
+    assert model.part.offload._coming is None
+
+
 def test_nothing_is_kept_after_the_backward():
     model, x = layers()
     apply(model, "part")
@@ -85,7 +160,7 @@ def test_inputs_of_checkpoints_within_are_offloaded(monkeypatch):
     sizes = []
     copy = offload._Offload._copy_to_host
     monkeypatch.setattr(
-        offload._Offload, "_copy_to_host", lambda s, t: sizes.append(t.nbytes) or copy(s, t)
+        offload._Offload, "_copy_to_host", lambda s, p: sizes.append(p.host.nbytes) or copy(s, p)
     )
     both, one = tiny_model(tiny_cfg("mask_rcnn")), tiny_model(tiny_cfg("mask_rcnn"))
     cfg = tiny_cfg()
