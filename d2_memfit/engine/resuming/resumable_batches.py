@@ -269,7 +269,7 @@ class _Received(Iterator[Any]):
             self.source = iter(self._loader)
         # Garbage collection takes the queues of an iterator in a cycle first: each of its workers
         # is then waited for, 5 s. So a trainer's cycles do not have it.
-        weakref.finalize(self, _forget, self.source).atexit = False
+        weakref.finalize(self, _forget, self.source)
 
     def __next__(self) -> Any:
         if self.source is None:
