@@ -429,7 +429,7 @@ def end_at(rank, folder, place, last, signalled_rank=0):
     """A run, fresh or resumed, that gets a signal at a place of an iteration.
 
     Returns:
-        The status, and how many evaluations were completed.
+        The status, how many evaluations were completed, and the next random number.
     """
     is_signalled = rank == signalled_rank
     model = create_ddp_model(Toy(50), broadcast_buffers=False)
@@ -451,6 +451,8 @@ def end_at(rank, folder, place, last, signalled_rank=0):
             os.kill(os.getpid(), signal.SIGTERM)
             raise torch.OutOfMemoryError("CUDA out of memory")
 
+    draw = hooks.CallbackHook(after_step=lambda _: torch.rand(1))  # when the ranks have voted
+    trainer.register_hooks([draw])
     if is_signalled and place in ("save", "last save"):
         checkpointer.signalled = last  # if it is this rank's
     if place == "save":
@@ -464,18 +466,22 @@ def end_at(rank, folder, place, last, signalled_rank=0):
     elif is_signalled:
         trainer.register_hooks([at(last, signal.SIGTERM, signal.SIGTERM)])
     trainer.register_hooks([SaveOnEnding(checkpointer)])
-    try:
+    with pytest.raises(SystemExit) as e:
         trainer.train(start, 10)
-    except SystemExit as e:
-        return e.code, evaluation.ended
-    return 0, evaluation.ended
+    return e.value.code, evaluation.ended, torch.rand(1)
+
+
+def next_number(states):
+    generator = torch.Generator()
+    generator.set_state(states["random_states"]["torch"])
+    return torch.rand(1, generator=generator)
 
 
 @pytest.mark.parametrize("place", ["iteration", "recovery", "save", "last save", "evaluation"])
 def test_a_signal_at_any_place_ends_fresh_and_resumed_runs_after_the_iteration(tmp_path, place):
     before = handlers()
     for last in (3, 6):
-        assert end_at(0, tmp_path, place, last) == (143, 0)
+        assert end_at(0, tmp_path, place, last)[:2] == (143, 0)
         assert (tmp_path / "last_checkpoint").read_text() == f"model_{last:07d}.pth"
         assert resumed(tmp_path, size=50)[1] == last  # which looks at the weights
     assert handlers() == before
@@ -493,9 +499,13 @@ def test_a_signal_to_a_rank_at_any_place_ends_fresh_and_resumed_runs(
 ):
     for last in (3, 6):
         ends = two_ranks.run(end_at, tmp_path, place, last, signalled_rank)
-        assert ends == [(143, 0)] * 2
+        assert [end[:2] for end in ends] == [(143, 0)] * 2
         ended = last + (place == "save")  # the ranks have voted
-        assert (tmp_path / "last_checkpoint").read_text() == f"model_{ended:07d}.pth"
+        saved = (tmp_path / "last_checkpoint").read_text()
+        assert saved == f"model_{ended:07d}.pth"
+        checkpoint = torch.load(tmp_path / saved, weights_only=True)
+        ranks = checkpoint["trainer"]["run"]["ranks"]
+        assert [next_number(states) for states in ranks] == [number for _, _, number in ends]
         assert resumed(tmp_path, size=50)[1] == ended
 
 
