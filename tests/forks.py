@@ -24,10 +24,27 @@ from unittest import mock
 
 import torch
 
-__all__ = ["CONTEXT", "Forked", "run_forked", "start_server"]
+__all__ = ["CONTEXT", "FORKED_RANKS", "Forked", "run_forked", "start_server"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["d2_memfit.cli.commands", "d2_memfit.cli.train", "ranks"])
+
+# A script for "-c", before the arguments of another one: its ranks are forks, and import nothing.
+FORKED_RANKS = """
+import multiprocessing, os, runpy, signal, sys
+from d2_memfit.engine.resuming.signals import SIGNALS
+
+def as_in_a_new_process():
+    for number in SIGNALS:
+        is_ctrl_c = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
+
+context_of = multiprocessing.get_context
+multiprocessing.get_context = lambda method=None: context_of("fork" if method else None)
+os.register_at_fork(after_in_child=as_in_a_new_process)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 _ENVIRONMENT = dict(os.environ)  # before any test has changed it
 

@@ -153,7 +153,8 @@ def _check(args: argparse.Namespace) -> None:
     check_datasets(cfg, args.eval_only)
     _check_output_dir(cfg.OUTPUT_DIR)
     if not args.eval_only and (Path(cfg.OUTPUT_DIR) / FolderLock.FILE_NAME).exists():
-        FolderLock(cfg.OUTPUT_DIR).release()  # before anything of the other run is changed
+        # Before anything of the other run is changed. Under torchrun, each rank comes here.
+        FolderLock(cfg.OUTPUT_DIR, is_shared=True).release()
     if os.path.isdir(cfg.MODEL.WEIGHTS):
         raise CheckpointError(f"MODEL.WEIGHTS {cfg.MODEL.WEIGHTS} is a folder: name a file in it")
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR)

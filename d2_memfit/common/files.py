@@ -89,6 +89,7 @@ class FolderLock:
 
     Args:
         folder: an existing local folder.
+        is_shared: whether other processes may have the lock too, if they share it.
 
     Raises:
         ConfigError: another process has the lock. The message names that process.
@@ -96,13 +97,14 @@ class FolderLock:
 
     FILE_NAME = "run.lock"
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, is_shared: bool = False) -> None:
         self._file: Optional[IO[str]] = None
         path = os.path.join(folder, self.FILE_NAME)
         file = open(path, "a+")  # noqa: SIM115
         try:
             if fcntl is not None:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+                fcntl.lockf(file, kind | fcntl.LOCK_NB)
         except OSError as e:
             file.seek(0)
             owner = file.read().strip() or "another process"
@@ -113,9 +115,10 @@ class FolderLock:
                     "another OUTPUT_DIR"
                 ) from None
             return
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        if not is_shared:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
         self._file = file
 
     def release(self) -> None:

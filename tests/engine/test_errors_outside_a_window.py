@@ -3,6 +3,7 @@
 
 import importlib
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -130,9 +131,20 @@ EDGES = {
 }
 
 
+def resumed_trainer(output_dir):
+    earlier = trainer_of(output_dir, steps=2)
+    iterate(earlier)
+    trainer = trainer_of(output_dir, steps=2)
+    trainer.load_state_dict(earlier.state_dict())
+    return trainer
+
+
 @pytest.mark.parametrize("phase", EDGES)
-def test_the_edges_of_a_window_are_tried_again_and_then_explained(phase, tmp_path, monkeypatch):
-    trainer, made = trainer_of(tmp_path, steps=2), []
+@pytest.mark.parametrize("start", [partial(trainer_of, steps=2), resumed_trainer])
+def test_the_edges_of_a_window_are_tried_again_and_then_explained(
+    start, phase, tmp_path, monkeypatch
+):
+    trainer, made = start(tmp_path), []
     original = getattr(importlib.import_module(EDGES[phase].rpartition(".")[0]), name_of(phase))
 
     def fail_once(*args, **kwargs):
@@ -142,9 +154,10 @@ def test_the_edges_of_a_window_are_tried_again_and_then_explained(phase, tmp_pat
     monkeypatch.setattr(EDGES[phase], fail_once)
     iterate(trainer)
     assert len(made) > 1
+    trainer = start(tmp_path)
     monkeypatch.setattr(EDGES[phase], run_out)
     with pytest.raises(OutOfMemoryError, match=f"in the {phase} of iteration .*things to try"):
-        iterate(trainer_of(tmp_path, steps=2))
+        iterate(trainer)
     assert phases(tmp_path) == [phase]
 
 
@@ -153,8 +166,9 @@ def name_of(phase):
 
 
 @pytest.mark.parametrize(("part", "phase"), [("begin", "window"), ("report", "vote")])
-def test_counts_that_find_no_memory(part, phase, tmp_path, monkeypatch):
-    trainer = trainer_of(tmp_path)
+@pytest.mark.parametrize("start", [trainer_of, resumed_trainer])
+def test_counts_that_find_no_memory(start, part, phase, tmp_path, monkeypatch):
+    trainer = start(tmp_path)
     monkeypatch.setattr(trainer.normalizers, part, run_out)
     with pytest.raises(OutOfMemoryError, match=f"in the {phase} of iteration 0"):
         iterate(trainer)

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 import torch
-from forks import Forked
+from forks import FORKED_RANKS, Forked
 from resumed import coins_cfg, is_there
 from tiny import ROOT
 
@@ -155,23 +155,6 @@ def test_torchrun_restarts_killed_ranks_and_the_run_ends_with_the_same_weights(c
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-FORKED_RANKS = """
-import multiprocessing, os, runpy, signal, sys
-from d2_memfit.engine.resuming.signals import SIGNALS
-
-def as_in_a_new_process():
-    for number in SIGNALS:
-        is_ctrl_c = number == signal.SIGINT
-        signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
-
-context_of = multiprocessing.get_context
-multiprocessing.get_context = lambda method=None: context_of("fork" if method else None)
-os.register_at_fork(after_in_child=as_in_a_new_process)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 def start_with_forked_ranks(command, log):
     """The same, with ranks that import nothing: an ending takes a third of the time."""
     return Forked(["-c", FORKED_RANKS, *command], log, env={"OMP_NUM_THREADS": "1"})
@@ -199,10 +182,10 @@ def end_at_random(job, log, starts, rng):
             process = job.pid if target == "job" else ranks[int(target[-1])].pid
             os.kill(process, number)
     try:
-        status = job.wait(45)
+        status = job.wait(TIME_LIMIT_S)
+        end = time.monotonic() + TIME_LIMIT_S
         while is_there(job.pid):
-            moment += 0.1
-            assert moment < 60, f"{number} to {target} leaves processes"
+            assert time.monotonic() < end, f"{number} to {target} leaves processes"
             time.sleep(0.1)
     except subprocess.TimeoutExpired as e:
         raise AssertionError(f"{number} to {target} ends nothing: {log.read_text()[-4000:]}") from e

@@ -43,10 +43,16 @@ def likely_cause(
                 "mixed precision, for in float32 the losses are finite: MEMFIT.AMP_DTYPE bfloat16, "
                 "or SOLVER.AMP.ENABLED False"
             )
-    if _has_grown():
+    last = _last_losses()
+    if last and last[-1] > _GROWN * min(last):
         return (
             "the learning rate, for the losses have grown: lower SOLVER.BASE_LR, lengthen "
             "SOLVER.WARMUP_ITERS, or set SOLVER.CLIP_GRADIENTS.ENABLED True"
+        )
+    if not last and get_event_storage().iter > 0:  # just after a resume
+        return (
+            "the data or the learning rate, for the weights are good and earlier losses are not "
+            "known: look at these annotations, then lower SOLVER.BASE_LR"
         )
     return "the data, for weights and earlier losses are good: look at these annotations"
 
@@ -63,9 +69,6 @@ def _fault(image: Mapping[str, Any]) -> str:
     return ""
 
 
-def _has_grown() -> bool:
-    histories = get_event_storage().histories()
-    if "total_loss" not in histories:
-        return False
-    last = [value for value, _ in histories["total_loss"].values()[-20:]]
-    return last[-1] > _GROWN * min(last)
+def _last_losses() -> list[float]:
+    history = get_event_storage().histories().get("total_loss")
+    return [value for value, _ in history.values()[-20:]] if history else []

@@ -29,57 +29,79 @@ def image(value=1.0, box=(1.0, 1.0, 5.0, 5.0)):
     return {"image": pixels, "file_name": "a.jpg", "image_id": 7, "instances": instances}
 
 
-def message(model, batches, precision="fp32", lr=0.0):
+def trainer_of(model, batches, precision, lr):
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    trainer = AccumulatingTrainer(model, iter(batches), optimizer, precision=precision)
-    with EventStorage(0) as storage:
-        for _ in batches[1:]:
-            trainer.run_step()
-            storage.step()
-        with pytest.raises(FloatingPointError) as e:
-            trainer.run_step()
-    assert "loss_cls" in str(e.value)
-    assert ("loss_box" in str(e.value)) is not bool(model.weight.isfinite().all())
-    assert "a.jpg (image_id 7)" in str(e.value)
-    return str(e.value)
+    return AccumulatingTrainer(model, iter(batches), optimizer, precision=precision)
 
 
-def test_pixels_that_are_not_finite():
+@pytest.fixture(params=[0, 5], ids=["fresh", "resumed"])
+def message(request):
+    """The error's text after some batches of a run, which begins with this iteration."""
+    start = request.param
+
+    def message(model, batches, precision="fp32", lr=0.0):
+        trainer = trainer_of(model, batches, precision, lr)
+        if start:
+            trainer.load_state_dict(trainer_of(Model(), [], precision, lr).state_dict())
+        with EventStorage(start) as storage:
+            for _ in batches[1:]:
+                trainer.run_step()
+                storage.step()
+            with pytest.raises(FloatingPointError) as e:
+                trainer.run_step()
+        assert f"iteration={start + len(batches) - 1}! rank 0: loss_cls" in str(e.value)
+        assert ("loss_box" in str(e.value)) is not bool(model.weight.isfinite().all())
+        assert "a.jpg (image_id 7)" in str(e.value)
+        return str(e.value)
+
+    return message
+
+
+def test_pixels_that_are_not_finite(message):
     text = message(Model(), [[image(float("nan"))]])
     assert "Likely the data, for a.jpg has values in image that are not finite" in text
 
 
-def test_a_box_without_width():
+def test_a_box_without_width(message):
     text = message(Model(3e38), [[image(1e3, box=(5.0, 1.0, 5.0, 5.0))]])
     assert "Likely the data, for a.jpg has a box without width or height" in text
 
 
-def test_rotated_boxes():
+def test_rotated_boxes(message):
     text = message(Model(3e38), [[image(1e3, box=(5.0, 5.0, 0.0, 2.0, 30.0))]])
     assert "Likely the data, for a.jpg has a box without width or height" in text
-    text = message(Model(1e3), [[image(1e38, box=(5.0, 5.0, 2.0, 2.0, 30.0))]])
+    text = message(Model(1e3), [[image()], [image(1e38, box=(5.0, 5.0, 2.0, 2.0, 30.0))]])
     assert "Likely the data, for weights and earlier" in text
 
 
-def test_weights_that_are_not_finite():
+def test_weights_that_are_not_finite(message):
     assert "Likely the learning rate, for the weights" in message(Model(float("inf")), [[image()]])
 
 
-def test_losses_that_grew():
+def test_losses_that_grew(message):
     batches = [[image(10.0**i)] for i in (0, 0, 2, 38)]
     assert "Likely the learning rate, for the losses have grown" in message(Model(10.0), batches)
 
 
-def test_mixed_precision():
+def test_mixed_precision(message):
     text = message(Model(1e3), [[image(1e3)]], precision="fp16")
     assert "Likely mixed precision, for in float32 the losses are finite" in text
 
 
-def test_nothing_of_these():
-    assert "Likely the data, for weights and earlier" in message(Model(1e3), [[image(1e38)]])
+def test_nothing_of_these(message):
+    text = message(Model(1e3), [[image()], [image(1e38)]])
+    assert "Likely the data, for weights and earlier" in text
 
 
-def test_a_search_that_fails_does_not_hide_the_loss():
+def test_the_first_iteration(message):
+    """After a resume, the losses may have grown before."""
+    text = message(Model(1e3), [[image(1e38)]])
+    is_fresh = "iteration=0" in text
+    assert ("Likely the data, for weights and earlier" in text) == is_fresh
+    assert ("Likely the data or the learning rate, for the weights" in text) != is_fresh
+
+
+def test_a_search_that_fails_does_not_hide_the_loss(message):
     class Full(Model):
         """There is no memory for one more forward, in float32."""
 

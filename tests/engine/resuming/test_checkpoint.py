@@ -339,17 +339,17 @@ def test_an_older_last_checkpoint_is_said_and_taken_only_if_it_was_written_later
 HOLD = """
 import signal, sys
 from d2_memfit.common.files import FolderLock
-lock = FolderLock(sys.argv[1])
+lock = FolderLock(sys.argv[1], is_shared="shared" in sys.argv)
+print("held", flush=True)
 signal.pause()
 """
 
 
 @pytest.fixture
-def owner(tmp_path):
-    """Another process that trains in the folder."""
-    process = Forked(["-c", HOLD, tmp_path], os.devnull)
-    lock = tmp_path / FolderLock.FILE_NAME
-    while not (lock.exists() and lock.read_text()):
+def owner(tmp_path, request):
+    """Another process that trains in the folder, or one that only looks at its lock."""
+    process = Forked(["-c", HOLD, tmp_path, *getattr(request, "param", [])], tmp_path / "said")
+    while not ((tmp_path / "said").exists() and (tmp_path / "said").read_text()):
         assert process.poll() is None
         time.sleep(0.01)
     yield process
@@ -368,6 +368,14 @@ def test_a_second_run_in_a_folder_is_told_of_the_first_and_changes_nothing(tmp_p
     owner.wait(60)
     trainer.train(0, 1)  # the lock of a process that is gone is taken over
     assert "model_0000000.pth" in names(tmp_path)
+
+
+@pytest.mark.parametrize("owner", [["shared"]], indirect=True)
+def test_processes_that_only_look_at_the_lock_do_not_see_each_other(tmp_path, owner):
+    """As torchrun's ranks before they start."""
+    FolderLock(str(tmp_path), is_shared=True).release()
+    with pytest.raises(ConfigError, match="is in use by"):
+        FolderLock(str(tmp_path))
 
 
 def test_a_file_system_that_refuses_fsync_is_said_once(tmp_path, monkeypatch, log):

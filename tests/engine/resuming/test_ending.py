@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
@@ -20,7 +21,7 @@ from detectron2.evaluation import DatasetEvaluator, inference_on_dataset
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.logger import setup_logger
-from forks import Forked
+from forks import FORKED_RANKS, Forked, run_forked
 from resumed import Trainer, coins_cfg, is_there
 from saving import Toy, resumed, trainer_of
 from tiny import ROOT, parameters, tiny_cfg
@@ -28,13 +29,13 @@ from tiny import ROOT, parameters, tiny_cfg
 from d2_memfit.common.files import temporary_name
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.engine import AccumulatingTrainer
-from d2_memfit.engine.resuming import MemfitCheckpointer, SaveOnEnding
+from d2_memfit.engine.resuming import GatherStates, MemfitCheckpointer, SaveOnEnding
 from d2_memfit.engine.resuming.signals import SIGNALS
-from d2_memfit.errors import CheckpointError
+from d2_memfit.errors import CheckpointError, OutOfMemoryError
 from d2_memfit.job import RecoveryOptions
 
 
-def at(iteration, *numbers):
+def at(iteration, *numbers, when="before_step"):
     """A hook that sends signals to its own process within an iteration."""
 
     def send(trainer):
@@ -42,7 +43,7 @@ def at(iteration, *numbers):
             for number in numbers:
                 os.kill(os.getpid(), number)
 
-    return hooks.CallbackHook(before_step=send)
+    return hooks.CallbackHook(**{when: send})
 
 
 def handlers():
@@ -166,6 +167,38 @@ def in_hooks(before_step=None, after_step=None, place=None):
     return add
 
 
+class Failing(DatasetEvaluator):
+    process = fail
+
+
+def in_an_evaluator(trainer, now):
+    images = [[{"image": torch.zeros(3, 64, 64, dtype=torch.uint8), "height": 64, "width": 64}]]
+
+    def evaluate():
+        return inference_on_dataset(trainer.model, images, Failing()) if now() else {}
+
+    trainer.register_hooks([hooks.EvalHook(1, evaluate)])
+    trainer._hooks.insert(0, trainer._hooks.pop())
+
+
+def out_of_memory_in(name):
+    """At an edge of the window, where no images can be run again."""
+
+    def add(trainer, now):
+        *path, last = name.split(".")
+        part = functools.reduce(getattr, path, trainer._trainer)
+        original = getattr(part, last)
+
+        def run_out(*args, **kwargs):
+            if now():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return original(*args, **kwargs)
+
+        setattr(part, last, run_out)
+
+    return add
+
+
 def in_the_step(trainer, now):
     step = trainer.optimizer.step
 
@@ -187,6 +220,15 @@ ERRORS = {
     "hook before a step": (in_hooks(before_step=True), Injected, 1),
     "first hook after a step": (in_hooks(after_step=True, place=0), Injected, 0),
     "last hook after a step": (in_hooks(after_step=True), Injected, 0),
+    "evaluator": (in_an_evaluator, Injected, 0),
+}
+EDGES = {
+    phase: (out_of_memory_in(name), OutOfMemoryError, 1)
+    for phase, name in [
+        ("start", "run_state.mark"),
+        ("window", "normalizers.begin"),
+        ("vote", "normalizers.report"),
+    ]
 }
 
 
@@ -220,7 +262,7 @@ def straight_weights(coins, tmp_path_factory):
 @pytest.mark.parametrize(
     ("place", "keys"),
     [
-        *((place, {"MEMFIT.OOM.POLICY": "split"}) for place in ERRORS),
+        *((place, {"MEMFIT.OOM.POLICY": "split"}) for place in [*ERRORS, *EDGES]),
         *((place, {}) for place in ERRORS),
         *(
             (place, {"DATALOADER.NUM_WORKERS": 2})
@@ -240,12 +282,15 @@ def test_an_error_loses_nothing_in_fresh_and_resumed_runs(
         "MODEL.BACKBONE.FREEZE_AT": 0,
     }
     straight = straight_weights(**keys)
-    add_error, error, before = ERRORS[place]
+    add_error, error, before = {**ERRORS, **EDGES}[place]
     cfg = coins_cfg(tmp_path / "ended", "retinanet", **keys)
     last = tmp_path / "ended" / "last_checkpoint"
     for iteration in (3, 6):
         run_until(cfg, iteration, add_error, error)
         assert last.read_text() == f"model_{iteration - before:07d}.pth"
+    if place in EDGES:
+        records = (tmp_path / "ended" / "memfit_oom.jsonl").read_text().splitlines()
+        assert [json.loads(record)["phase"] for record in records] == [place] * 2
     weights = run_until(cfg, 8)
     torch.testing.assert_close(weights, straight, rtol=0, atol=0)
 
@@ -380,44 +425,88 @@ class Saving(MemfitCheckpointer):
         super().tag_last_checkpoint(last_filename_basename)
 
 
-@pytest.mark.parametrize("place", ["iteration", "recovery", "save", "evaluation"])
+def end_at(rank, folder, place, last, signalled_rank=0):
+    """A run, fresh or resumed, that gets a signal at a place of an iteration.
+
+    Returns:
+        The status, how many evaluations were completed, and the next random number.
+    """
+    is_signalled = rank == signalled_rank
+    model = create_ddp_model(Toy(50), broadcast_buffers=False)
+    trainer = AccumulatingTrainer(
+        model,
+        iter(lambda: [{}, {}], None),
+        torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9),
+        recovery=RecoveryOptions(),
+    )
+    checkpointer = Saving(model, str(folder), trainer=trainer)
+    start = checkpointer.resume_or_load("", resume=True).get("iteration", -1) + 1
+    assert start == 0 or last > 3
+    evaluation = Batches(model, 2000, signalled=4 if is_signalled else None, wait_s=0.01)
+    failed = []
+
+    def run_out(model, args):
+        if trainer.iter == last and is_signalled and not failed:
+            failed.append(args)
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    draw = hooks.CallbackHook(after_step=lambda _: torch.rand(1))  # when the ranks have voted
+    trainer.register_hooks([draw])
+    if is_signalled and place in ("save", "last save"):
+        checkpointer.signalled = last  # if it is this rank's
+    if place == "save":
+        trainer.register_hooks([GatherStates(), hooks.PeriodicCheckpointer(checkpointer, 1)])
+        if signalled_rank:  # while the first one saves
+            trainer.register_hooks([at(last, signal.SIGTERM, when="after_step")])
+    elif place == "evaluation":
+        trainer.register_hooks([hooks.EvalHook(last + 1, evaluation)])
+    elif place == "recovery":
+        model.register_forward_pre_hook(run_out)
+    elif is_signalled:
+        trainer.register_hooks([at(last, signal.SIGTERM, signal.SIGTERM)])
+    trainer.register_hooks([SaveOnEnding(checkpointer)])
+    with pytest.raises(SystemExit) as e:
+        trainer.train(start, 10)
+    return e.value.code, evaluation.ended, torch.rand(1)
+
+
+def next_number(states):
+    generator = torch.Generator()
+    generator.set_state(states["random_states"]["torch"])
+    return torch.rand(1, generator=generator)
+
+
+@pytest.mark.parametrize("place", ["iteration", "recovery", "save", "last save", "evaluation"])
 def test_a_signal_at_any_place_ends_fresh_and_resumed_runs_after_the_iteration(tmp_path, place):
     before = handlers()
     for last in (3, 6):
-        model = Toy(50)
-        trainer = AccumulatingTrainer(
-            model,
-            iter(lambda: [{}, {}], None),
-            torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9),
-            recovery=RecoveryOptions(),
-        )
-        checkpointer = Saving(model, str(tmp_path), trainer=trainer)
-        checkpointer.resume_or_load("", resume=True)
-        evaluation = Batches(model, batches=10, signalled=4)
-        failed = []
-
-        def run_out(model, args, last=last, trainer=trainer, failed=failed):
-            if trainer.iter == last and not failed:
-                failed.append(args)
-                os.kill(os.getpid(), signal.SIGTERM)
-                raise torch.OutOfMemoryError("CUDA out of memory")
-
-        if place == "save":
-            checkpointer.signalled = last
-            trainer.register_hooks([hooks.PeriodicCheckpointer(checkpointer, 1)])
-        elif place == "evaluation":
-            trainer.register_hooks([hooks.EvalHook(last + 1, evaluation)])
-        elif place == "recovery":
-            model.register_forward_pre_hook(run_out)
-        else:
-            trainer.register_hooks([at(last, signal.SIGTERM, signal.SIGTERM)])
-        trainer.register_hooks([SaveOnEnding(checkpointer)])
-        with pytest.raises(SystemExit) as e:
-            trainer.train(trainer.iter + 1 if last == 6 else 0, 10)
-        assert e.value.code == 143
+        assert end_at(0, tmp_path, place, last)[:2] == (143, 0)
         assert (tmp_path / "last_checkpoint").read_text() == f"model_{last:07d}.pth"
         assert resumed(tmp_path, size=50)[1] == last  # which looks at the weights
     assert handlers() == before
+
+
+@pytest.mark.parametrize(
+    ("place", "signalled_rank"),
+    [
+        *((place, rank) for place in ("recovery", "save", "evaluation") for rank in (0, 1)),
+        ("last save", 0),  # the other one has none
+    ],
+)
+def test_a_signal_to_a_rank_at_any_place_ends_fresh_and_resumed_runs(
+    two_ranks, tmp_path, place, signalled_rank
+):
+    for last in (3, 6):
+        ends = two_ranks.run(end_at, tmp_path, place, last, signalled_rank)
+        assert [end[:2] for end in ends] == [(143, 0)] * 2
+        ended = last + (place == "save")  # the ranks have voted
+        saved = (tmp_path / "last_checkpoint").read_text()
+        assert saved == f"model_{ended:07d}.pth"
+        checkpoint = torch.load(tmp_path / saved, weights_only=True)
+        ranks = checkpoint["trainer"]["run"]["ranks"]
+        assert [next_number(states) for states in ranks] == [number for _, _, number in ends]
+        assert resumed(tmp_path, size=50)[1] == ended
 
 
 def stop_on_ranks(rank, folder, signalled_rank, evaluation_options, max_iter):
@@ -471,6 +560,7 @@ def test_a_rank_that_waits_for_the_others_results_gets_them(two_ranks, tmp_path,
 
 TRAIN_NET = ROOT / "tools" / "train_net.py"
 RANKS = ["--num-gpus", 2, "--dist-url", "auto"]
+NO_WORKERS = ["DATALOADER.NUM_WORKERS", 0]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
 TIME_LIMIT_S = 240  # a machine may be busy with other things
 slow = pytest.mark.slow
@@ -486,8 +576,10 @@ def ranks_of(job):
 
 def send(number, target, job):
     process = psutil.Process(job.pid)
-    if target == "all":
-        os.killpg(job.pid, number)
+    if target == "all":  # torchrun's ranks have groups of their own
+        for one in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
     elif target == "rank 1":
         ranks_of(process)[1].send_signal(number)
     elif target == "worker":
@@ -504,6 +596,7 @@ def send(number, target, job):
         pytest.param([], [], signal.SIGINT, "all", {130}, marks=exhaustive),
         pytest.param([], [], signal.SIGUSR2, "all", {140}, marks=exhaustive),
         pytest.param([], [], signal.SIGHUP, "all", {129}, marks=exhaustive),
+        pytest.param([], NO_WORKERS, signal.SIGTERM, "all", {143}, marks=exhaustive),
         pytest.param([], [], signal.SIGKILL, "worker", {2}, marks=slow),
         pytest.param([], RANKS, signal.SIGTERM, "job", {143}, marks=exhaustive),
         pytest.param([], RANKS, signal.SIGINT, "all", {130}, marks=exhaustive),
@@ -511,11 +604,18 @@ def send(number, target, job):
         pytest.param([], RANKS, signal.SIGUSR2, "all", {140}, marks=exhaustive),
         pytest.param([], RANKS, signal.SIGHUP, "all", {129}, marks=exhaustive),
         pytest.param([], RANKS, signal.SIGTERM, "rank 1", {143}, marks=exhaustive),
+        pytest.param([], RANKS + NO_WORKERS, signal.SIGINT, "all", {130}, marks=exhaustive),
         pytest.param([], RANKS, signal.SIGKILL, "rank 1", {137}, marks=slow),
         pytest.param([], RANKS, signal.SIGKILL, "job", {-9}, marks=exhaustive),
         pytest.param([], RANKS, signal.SIGKILL, "worker", {2}, marks=exhaustive),
         pytest.param(TORCHRUN, [], signal.SIGTERM, "job", {1, 143}, marks=exhaustive),
         pytest.param(TORCHRUN, [], signal.SIGTERM, "all", {1, 143}, marks=exhaustive),
+        pytest.param(TORCHRUN, NO_WORKERS, signal.SIGINT, "all", {1, 130}, marks=exhaustive),
+        pytest.param(TORCHRUN, [], signal.SIGHUP, "job", {1, 129}, marks=exhaustive),
+        pytest.param(TORCHRUN, [], signal.SIGHUP, "all", {1, 129}, marks=exhaustive),
+        pytest.param(TORCHRUN, [], signal.SIGUSR2, "rank 1", {1}, marks=exhaustive),
+        pytest.param(TORCHRUN, [], signal.SIGUSR2, "job", {-12}, marks=exhaustive),
+        pytest.param(TORCHRUN, [], signal.SIGUSR2, "all", {-12}, marks=exhaustive),
         pytest.param(TORCHRUN, [], signal.SIGKILL, "rank 1", {1}, marks=exhaustive),
         pytest.param(TORCHRUN, [], signal.SIGKILL, "worker", {1}, marks=exhaustive),
     ],
@@ -530,9 +630,9 @@ def test_fresh_and_resumed_commands_end_with_a_checkpoint_and_leave_no_process(
     cfg.DATALOADER.NUM_WORKERS = 2
     cfg.OUTPUT_DIR = str(tmp_path / "output")
     (tmp_path / "config.yaml").write_text(cfg.dump())
-    command = [*launcher, TRAIN_NET, *options, "--resume"]
+    command = [*launcher, TRAIN_NET, "--resume"]
     command += ["--config-file", tmp_path / "config.yaml"]
-    command += ["--coco", "cli_train", coins / "train.json", coins / "train"]
+    command += ["--coco", "cli_train", coins / "train.json", coins / "train", *options]
     reached = []
     for _ in range(2):  # fresh, then resumed
         shown = ended_command(command, tmp_path, partial(send, number, target), statuses)
@@ -581,25 +681,63 @@ def test_an_image_that_cannot_be_read_ends_a_command_with_one_line_and_a_checkpo
             shutil.copy(coins / "train" / picture.name, picture)
 
 
+FAILING_EVALUATOR = """
+from detectron2.evaluation import COCOEvaluator
+from detectron2.utils import comm
+
+def process(self, inputs, outputs):
+    if comm.get_rank() == comm.get_world_size() - 1:
+        raise ValueError("injected")
+
+COCOEvaluator.process = process
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], RANKS], ids=["one process", "two ranks"])
+def test_an_error_in_an_evaluator_ends_a_command_with_one_line_and_a_checkpoint(
+    coins, tmp_path, options
+):
+    """On the last rank, in fresh and resumed runs."""
+    cfg = coins_cfg(tmp_path / "output", "retinanet", **{"TEST.EVAL_PERIOD": 2})
+    cfg.DATASETS.TRAIN = cfg.DATASETS.TEST = ("cli_train",)
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    command = ["-c", FAILING_EVALUATOR + FORKED_RANKS, TRAIN_NET, "--resume"]
+    command += ["--config-file", tmp_path / "config.yaml"]
+    command += ["--coco", "cli_train", coins / "train.json", coins / "train", *options]
+    for last in (1, 3):
+        run = run_forked(*command, timeout_s=TIME_LIMIT_S)
+        shown = run.stdout + run.stderr
+        assert run.returncode == 1, shown
+        assert "Traceback" not in shown
+        errors = [line for line in shown.splitlines() if line.startswith("error: ")]
+        assert errors == ["error: ValueError: injected"]
+        assert (tmp_path / "output" / "last_checkpoint").read_text() == f"model_{last:07d}.pth"
+
+
 def ended_command(command, folder, end_it, statuses):
-    """What a command printed that was ended within its iterations, and left no process."""
+    """What a command printed that was ended within its iterations, and left no process.
+
+    It ends within 15 seconds. If the machine is busy, it may take as long as it took to start.
+    """
     (folder / "printed").write_text("")
+    start = time.monotonic()
     job = Forked(command, folder / "printed")
     try:
-        end = time.monotonic() + TIME_LIMIT_S
         while (folder / "printed").read_text().count("  iter: ") < 2:
             assert job.poll() is None, (folder / "printed").read_text()
-            assert time.monotonic() < end
+            assert time.monotonic() < start + TIME_LIMIT_S
             time.sleep(0.1)
+        end = time.monotonic()
+        processes = psutil.Process(job.pid).children(recursive=True)
         end_it(job)
         status = job.wait(TIME_LIMIT_S)
+        assert status in statuses, (folder / "printed").read_text()
+        psutil.wait_procs(processes, TIME_LIMIT_S)
+        assert not is_there(job.pid)
         shown = (folder / "printed").read_text()
-        assert status in statuses, shown
-        end = time.monotonic() + TIME_LIMIT_S
-        while is_there(job.pid):
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        return (folder / "printed").read_text()
+        assert time.monotonic() - end < max(15, end - start), shown
+        return shown
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
