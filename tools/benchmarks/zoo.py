@@ -3,10 +3,10 @@
 
 Detectron2's model zoo was trained on V100, mostly 8 (zoo_train_memory.csv in this folder, from
 upstream's MODEL_ZOO.md). --projects names a folder with other projects, by the names that begin the
-lines of other_train_memory.csv: ViTDet, DensePose and Panoptic-DeepLab of Detectron2's main branch,
-MaskFormer, Mask2Former, SparseInst, AdelaiDet. Rows of projects that are not there are left out.
-The datasets may be missing. ViTDet needs Detectron2's main branch, some projects need timm or
-fairscale.
+lines of other_train_memory.csv: ViTDet and Panoptic-DeepLab of Detectron2's main branch,
+MaskFormer, Mask2Former, SparseInst, AdelaiDet, detrex. Rows of projects that are not there are left
+out. The datasets may be missing. ViTDet and detrex need Detectron2's main branch and fairscale,
+MaskFormer needs timm and panopticapi.
 
 Detectron2 logs MiB, and dev/parse_results.sh reads them from the log. Published GB are thousands of
 MiB. This is inferred: the rows of ViTDet then agree to 1%, and with 1024 all are 2.4% lower.
@@ -50,10 +50,12 @@ _NOT_NEEDED = (
     "MultiScaleDeformableAttention",
     "adet._C",
     "cityscapesscripts",
+    "detrex._C",
     "editdistance",
     "h5py",
     "lvis",
     "rapidfuzz",
+    "wandb",
 )
 _GB = 1024 / 1000  # published GB are thousands of MiB
 
@@ -123,7 +125,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    rows = [*zoo_rows(), *([] if args.projects is None else project_rows(args.projects))]
+    rows = zoo_rows()
+    if args.projects is not None:
+        rows += [row for row in project_rows() if (args.projects / row.config).is_file()]
     results = []
     for row in rows:
         if args.only in row.config:
@@ -147,11 +151,10 @@ def published_memory() -> dict[str, float]:
         return {row["config"]: float(row["train_mem_gb"]) for row in csv.DictReader(f)}
 
 
-def project_rows(folder: Path) -> list[Row]:
-    """Rows of the projects in a folder."""
+def project_rows() -> list[Row]:
+    """Rows of other projects."""
     with open(OTHERS, newline="") as f:
-        rows = [_row(line) for line in csv.DictReader(f)]
-    return [row for row in rows if (folder / row.config).is_file()]
+        return [_row(line) for line in csv.DictReader(f)]
 
 
 def _row(line: dict[str, Any]) -> Row:

@@ -21,9 +21,9 @@ from typing import Optional
 
 from ..device import DeviceModel, DeviceUse, device_names
 
-__all__ = ["OF_TENSORS", "Widths", "widths_of"]
+__all__ = ["OF_TENSORS", "SHARE_OF_SOFTWARE", "Widths", "widths_of"]
 
-_SOFTWARE = 0.07  # of the tensors, in both directions
+SHARE_OF_SOFTWARE = 0.06  # of the tensors, in both directions
 _CONTEXT_MB = (287, 426 + 380)
 _MB = 2**20
 
@@ -46,7 +46,7 @@ def widths_of(
     widths = {"objects": (of_objects, of_objects if is_guess else 0)}
     if not device.is_gpu:  # the same software, and no context
         return {**widths, **dict.fromkeys(("software", "allocator", "context"), (0, 0))}
-    of_software = round(_SOFTWARE * use.allocated_bytes)
+    of_software = round(SHARE_OF_SOFTWARE * use.allocated_bytes)
     between = use.outside["between blocks"]
     context = use.outside["context"] + use.outside["loaded kernels"]
     least, most = (megabytes * _MB for megabytes in _CONTEXT_MB)
