@@ -99,7 +99,7 @@ def _ask(args: argparse.Namespace) -> None:
     evaluates = not args.training_only
     if args.command == "estimate":
         dry_job = run_dry(job, args.device, args.probe, evaluates)
-        estimate = dry_job.estimate(dry_job.limit_bytes)
+        estimate = dry_job.estimate(dry_job.limit_bytes, with_typical=True)
         if args.timeline is not None:
             dry_job.training.write_csv(args.timeline)
         if args.html is not None:

@@ -6,8 +6,9 @@ Some of Detectron2's own configs (all of RetinaNet's) have values such as
     SIZES: !!python/object/apply:eval ["[[x, x * 2**(1.0/3)] for x in [32, 64]]"]
 
 Detectron2 therefore loads them with ``yaml.unsafe_load``, which runs any Python in the file. Here
-such a value may only contain numbers, arithmetic, lists, list comprehensions and ``range``. The
-number of steps is limited, and no number is larger than a float can be.
+such a value may only contain numbers, arithmetic, lists, list comprehensions, ``range`` and ``int``
+(which MaskFormer's configs and those of its descendants call). The number of steps is limited, and
+no number is larger than a float can be.
 """
 
 import ast
@@ -85,4 +86,6 @@ def _value(node: ast.expr, names: Mapping[str, Any], steps: Iterator[int]) -> An
         if len(items) == len(numbers):
             return items
         raise ValueError(f"it takes more than {_MOST_STEPS:,} steps")
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "int" and len(node.args) == 1:
+        return int(*map(float, values(node.args)))
     raise ValueError(f"{ast.unparse(node)[:100]!r} is not arithmetic")

@@ -2,6 +2,7 @@
 """Facts of datasets on disk that decide the largest batch: sizes, objects and classes."""
 
 import logging
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional, Union
@@ -31,20 +32,20 @@ class Facts:
 
     Attributes:
         sizes: sizes of all images; none if they are unknown.
-        num_instances: annotated objects of the most crowded image, at least 1. Without objects, the
-            classes in a label image.
-        most_crowded: its dataset dict.
+        counts: annotated objects of each image that has any, the largest first. Without objects,
+            the classes in each label image. Those of the most crowded images, if they are assumed.
+        most_crowded: dataset dict of the most crowded image.
         label_files: label images, if there are no objects.
         labels: values of a label image with the most classes; none before they are counted.
-        mean_instances: mean of what ``num_instances`` is the largest of; None if unknown.
-        is_guess: whether ``num_instances`` is a guess.
+        mean_instances: mean of all counts; None if unknown.
+        is_guess: whether ``counts`` is a guess.
         missing: what is assumed in place of datasets that cannot be read; "" for others.
         lines: other facts that are assumed.
         largest: a size that no image exceeds, if the sizes are unknown; None if that is, too.
     """
 
     sizes: frozenset[Size]
-    num_instances: int
+    counts: tuple[int, ...]
     most_crowded: dict[str, Any]
     label_files: tuple[str, ...] = ()
     labels: tuple[int, ...] = ()
@@ -53,6 +54,18 @@ class Facts:
     missing: str = ""
     lines: tuple[str, ...] = ()
     largest: Optional[Size] = None
+
+    @property
+    def num_instances(self) -> int:
+        """Objects of the most crowded image."""
+        return self.counts[0]
+
+    def num_in_batch(self, index: int) -> int:
+        """Most objects in an image of a batch, next to ``index`` images with at least as many.
+
+        A dataset with fewer images than the batch begins again.
+        """
+        return self.counts[index % len(self.counts)]
 
     def any_dict(self) -> dict[str, Any]:
         """A dataset dict that no loader filters out."""
@@ -69,16 +82,17 @@ class Facts:
             return self
         ignored = {MetadataCatalog.get(name).get("ignore_label", 255) for name in names}
         labels = labels_in(self.label_files, frozenset(ignored))
-        is_guess = labels.num_read < len(self.label_files)
+        num_read = len(labels.counts)
+        is_guess = num_read < len(self.label_files)
         line = (
-            f"no label image of {', '.join(names)} has more classes than {labels.num_read} of "
-            f"{len(self.label_files)}: {len(labels.values)}, a guess{WIDER}"
+            f"no label image of {', '.join(names)} has more classes than {num_read} of "
+            f"{len(self.label_files)}: {labels.counts[0]}, a guess{WIDER}"
         )
         return replace(
             self,
             labels=labels.values,
-            num_instances=max(len(labels.values), 1),
-            mean_instances=labels.mean,
+            counts=tuple(max(num, 1) for num in labels.counts),
+            mean_instances=statistics.mean(labels.counts),
             is_guess=is_guess,
             lines=(*self.lines, line) if is_guess else self.lines,
         )
@@ -88,9 +102,9 @@ class Facts:
         if self.labels:
             others = (i for i in range(num) if i not in self.labels)
             labels = (*self.labels, *others)[:num]
-            return replace(self, labels=labels, num_instances=num, is_guess=False)
+            return replace(self, labels=labels, counts=(num,), is_guess=False)
         crowded = with_instances(self.most_crowded, num)
-        return replace(self, most_crowded=crowded, num_instances=num, is_guess=False)
+        return replace(self, most_crowded=crowded, counts=(num,), is_guess=False)
 
 
 def facts_of(names: Union[str, Sequence[str]]) -> Optional[Facts]:
@@ -110,8 +124,11 @@ def facts_of(names: Union[str, Sequence[str]]) -> Optional[Facts]:
     if not found:
         return None
     most = max(found, key=lambda facts: facts.num_instances)
+    counts = sorted((num for facts in found for num in facts.counts), reverse=True)
     return replace(
         most,
+        counts=tuple(counts),
+        mean_instances=statistics.mean(counts),
         sizes=frozenset().union(*(facts.sizes for facts in found)),
         label_files=sum((facts.label_files for facts in found), ()),
         lines=sum((facts.lines for facts in found), ()),
@@ -139,6 +156,7 @@ def _facts_of_one(name: str, load: Callable[..., Any]) -> Optional[Facts]:
 def _facts_of_dicts(name: str, dicts: Sequence[dict[str, Any]]) -> Facts:
     nums = [num_instances_of(d) for d in dicts]
     crowded = _with_size(dicts[nums.index(max(nums))])
+    counts = sorted(filter(None, nums), reverse=True) or [1]
     step = 1
     if any("height" not in d for d in dicts):  # of label images, or of segments
         step = -(-len(dicts) // _MOST_HEADERS)
@@ -146,9 +164,9 @@ def _facts_of_dicts(name: str, dicts: Sequence[dict[str, Any]]) -> Facts:
     lines = [f"no image of {name} is larger than one in {step} of them"] if step > 1 else []
     facts = Facts(
         frozenset(sizes),
-        max(nums) or 1,
+        tuple(counts),
         crowded,
-        mean_instances=sum(nums) / len(nums),
+        mean_instances=statistics.mean(counts),
         lines=tuple(lines),
     )
     if "annotations" in crowded or "segments_info" in crowded:

@@ -24,13 +24,11 @@ class Labels:
 
     Attributes:
         values: labels in the image with the most classes.
-        mean: mean number of classes in an image.
-        num_read: label images that were read.
+        counts: number of classes in each image that was read, the largest first.
     """
 
     values: tuple[int, ...]
-    mean: float
-    num_read: int
+    counts: tuple[int, ...]
 
 
 @lru_cache(maxsize=4)
@@ -45,8 +43,8 @@ def labels_in(files: tuple[str, ...], ignored: frozenset[int]) -> Labels:
     read = [files[i * len(files) // num_read] for i in range(num_read)]
     found = [np.unique(read_image(file)) for file in read]
     found = [labels[~np.isin(labels, list(ignored))] for labels in found]
-    mean = sum(map(len, found)) / num_read
-    return Labels(tuple(max(found, key=len).tolist()), mean, num_read)
+    counts = sorted(map(len, found), reverse=True)
+    return Labels(tuple(max(found, key=len).tolist()), tuple(counts))
 
 
 def tiles(size: tuple[int, int], values: Sequence[Any]) -> Any:

@@ -4,9 +4,11 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Optional
+
+from detectron2.structures import Instances
 
 from ..errors import ConfigError
 from .batches import copy_of, need_of, padded_area, size_of
@@ -59,12 +61,12 @@ class MappedBatches:
         image_size, num_instances: values in place of the datasets'.
 
     Attributes:
-        num_instances: annotated objects in each training image.
+        num_instances: annotated objects in the most crowded training image.
         assumptions: one line per unknown fact, with the value assumed for it.
         evaluation_assumptions: the same for evaluation, without lines of ``assumptions``.
         is_guess: whether ``num_instances`` is a guess; a plan should then leave more room.
-        typical: batches with the mean number of objects, if the largest number is a guess and the
-            mean is known; else None.
+        typical: batches with the mean number of objects in each image; None if it is unknown, or
+            nearly the largest.
 
     Raises:
         ConfigError: the loader has no mapper, the mapper cannot run, or nothing limits the size of
@@ -103,12 +105,13 @@ class MappedBatches:
 
     @cached_property
     def typical(self) -> Optional["MappedBatches"]:
-        mean = self._training.facts.mean_instances
-        if not self.is_guess or mean is None or round(mean) >= self.num_instances:
+        facts = self._training.facts
+        mean = facts.mean_instances
+        if mean is None or self._num_instances is not None or round(mean) >= self.num_instances:
             return None
         other = copy.copy(self)
-        other._num_instances = max(round(mean), 1)
-        del other._training
+        with_mean = replace(facts, counts=(max(round(mean), 1),))
+        other._training = replace(self._training, facts=with_mean)
         return other
 
     def training(self, num_images: int, crosses_batches: bool = False) -> list[Any]:
@@ -117,16 +120,18 @@ class MappedBatches:
         Args:
             crosses_batches: whether it mixes images of several of the loader's batches.
         """
-        drawn = self._training.drawn
+        drawn, facts = self._training.drawn, self._training.facts
         if num_images == 1:
-            return [copy_of(max(drawn, key=lambda d: d.need).data)]
+            largest = max(drawn, key=lambda d: d.need)
+            return [copy_of(_with_at_most(largest.data, facts.num_instances))]
         groups: list[Sequence[_Drawn]] = [drawn]
         if self._groups_by_aspect and not crosses_batches:
             wide = [d for d in drawn if d.is_wide]
             groups = [group for group in (wide, [d for d in drawn if not d.is_wide]) if group]
         pairs = [_highest_and_widest(group) for group in groups]
         images = max(pairs, key=lambda pair: padded_area(size_of([d.data for d in pair])))
-        return [copy_of(images[i % len(images)].data) for i in range(num_images)]
+        sized = [images[i % len(images)].data for i in range(num_images)]
+        return [copy_of(_with_at_most(d, facts.num_in_batch(i))) for i, d in enumerate(sized)]
 
     def evaluation(self) -> list[Any]:
         if self._evaluation is None:
@@ -249,6 +254,14 @@ class _Mapper:
             if data is not None:
                 return _Drawn(data, size)
         raise ConfigError("the training mapper gives nothing for the dataset's largest images")
+
+
+def _with_at_most(data: Any, num: int) -> Any:
+    """An image with its first objects, as many as ``num``."""
+    instances = data.get("instances") if isinstance(data, dict) else None
+    if not isinstance(instances, Instances) or len(instances) <= num:
+        return data
+    return {**data, "instances": instances[:num]}
 
 
 def _largest(drawn: Sequence[_Drawn]) -> list[_Drawn]:

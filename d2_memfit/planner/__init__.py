@@ -4,8 +4,9 @@
 An estimate assumes the following. Where no source is named, the job's own code or config says so.
 
 The batch (``job``)
-    - Images have the largest sizes of the datasets, and their annotations are those of the most
-      crowded image. Random augmentations: the largest of at most 8 draws for each size, a guess.
+    - Images have the largest sizes of the datasets. The i-th image of a batch has as many
+      annotations as the i-th most crowded one. Random augmentations: the largest of at most 8 draws
+      for each size, a guess.
     - Datasets that cannot be read: ``job/known_datasets.py``, each with its source or as a guess.
     - Sizes that a dataset does not give are read from at most 10,000 of its files, evenly spread.
     - Classes of label images are counted in 100 of them: a guess if there are more.
@@ -41,6 +42,9 @@ The margin (``dry_job``)
     - MEMFIT.PLAN.MARGIN of a budget stays free, by default 10%: a guess. It is 5% more if the
       number of objects is a guess, another guess.
     - A plan that needs its margin is made all the same, with a warning.
+
+The range (``ranges``)
+    - Objects, software, allocator and context, each with its source or as a guess.
 
 The time (``device_model``, ``dry_job``)
     - A lower bound: each operator takes its computation or its memory traffic, whichever is longer,

@@ -102,6 +102,14 @@ def test_every_config_of_detectron2s_zoo_loads_without_running_code():
         yaml.safe_load('!!python/object/apply:eval ["1 + 1"]')  # elsewhere it stays an error
 
 
+def test_scales_as_maskformers_configs_write_them_are_computed(tmp_path):
+    file = tmp_path / "scales.yaml"
+    scales = "[int(x * 0.1 * 512) for x in range(5, 21)]"
+    file.write_text(f'INPUT:\n  MIN_SIZE_TRAIN: !!python/object/apply:eval ["{scales}"]\n')
+    cfg = load_cfg(str(file))
+    assert list(cfg.INPUT.MIN_SIZE_TRAIN) == [int(x * 0.1 * 512) for x in range(5, 21)]
+
+
 def test_a_file_that_does_not_exist_is_named():
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load_cfg("nowhere.yaml")

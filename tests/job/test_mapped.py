@@ -59,10 +59,11 @@ def test_without_a_dataset_images_have_any_shape_and_100_instances_and_it_is_sai
     [
         ("coco_2017_train", 100, False),
         ("keypoints_coco_2017_train", 100, False),
-        ("lvis_v1_train", 300, True),
+        ("lvis_v1_train", 775, True),
         ("cityscapes_fine_instance_seg_train", 170, True),
         ("voc_2007_trainval", 100, True),
         ("ade20k_instance_train", 180, True),
+        ("crowdhuman_train", 203, True),
         ("nobody_has_it", 100, True),
     ],
 )
@@ -112,7 +113,9 @@ def test_a_dataset_says_how_large_and_how_crowded_its_images_are(dataset):
     assert sizes(cfg, 2) == [(1333, 667), (800, 800)]
     assert sizes(cfg, 1) == [(1333, 667)]
     assert job.batches.num_instances == 7
-    assert [len(d["instances"]) for d in job.training_batch(3)] == [7, 7, 7]
+    # The most crowded images, each once; the crowd is none, so the third one is of the next epoch.
+    assert [len(d["instances"]) for d in job.training_batch(3)] == [7, 3, 7]
+    assert [len(d["instances"]) for d in job.training_batch(3, job.batches.typical)] == [5] * 3
     (image,) = job.evaluation_batch()
     assert (image["height"], image["width"]) == (1000, 500)
     assert "instances" not in image
@@ -239,3 +242,13 @@ def test_the_datasets_own_annotations_are_repeated_for_more_instances(tmp_path):
         assert torch.equal(boxes, boxes[:1].expand(5, 4))
     finally:
         DatasetCatalog.remove("own_annotations")
+
+
+def test_a_batch_of_a_known_dataset_has_its_most_crowded_images_once_each():
+    job = Job.from_cfg(make_cfg(DATASETS__TRAIN=("coco_2017_train",)), 1)
+    counts = [len(d["instances"]) for d in job.training_batch(16)]
+    assert counts[:4] == [100, 95, 92, 90]
+    assert counts == sorted(counts, reverse=True)
+    assert {len(d["instances"]) for d in job.training_batch(4, job.batches.typical)} == {7}
+    # 99% of COCO's images have 33 objects at most, and 1% of them are 1183.
+    assert known_dataset(["coco_2017_train"]).counts()[-1] > 33

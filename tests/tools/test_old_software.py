@@ -7,6 +7,7 @@ from benchmarks.old_software import V100, OldDevice, pytorch_before_1_11
 from torch import nn
 from torch.nn import functional
 
+from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.dry_run import Allocate, Allocation, Convolution, Free, Timeline
 
@@ -35,6 +36,11 @@ def cross_entropy(x):
     return functional.cross_entropy(x * 1, torch.zeros(len(x), dtype=torch.int64))
 
 
+def smooth_cross_entropy(x):
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    return loss(x * 1, torch.zeros(len(x), dtype=torch.int64))
+
+
 @pytest.mark.parametrize(
     ("function", "now", "before"),
     [
@@ -43,6 +49,7 @@ def cross_entropy(x):
         (lambda x: functional.relu(x * 1, inplace=True) @ WEIGHT, 1, 1),
         (lambda x: functional.softmax(x * 1, dim=1), 1, 2),
         (cross_entropy, 1, 2),
+        (smooth_cross_entropy, 1, 2),
     ],
 )
 def test_inputs_are_kept_and_gradients_are_the_same(function, now, before):
@@ -54,6 +61,16 @@ def test_inputs_are_kept_and_gradients_are_the_same(function, now, before):
         found = torch.autograd.grad(function(x).sum(), x)
     torch.testing.assert_close(found, expected)
     assert functional.relu(x).grad_fn.name() == "ReluBackward0"  # afterwards as ever
+
+
+def test_logits_are_there_while_their_gradients_are_made():
+    x = torch.randn(256, 1024, requires_grad=True)
+    with pytorch_before_1_11(), TensorMeter() as meter:
+        loss = cross_entropy(x)
+        meter.peak_bytes = meter.live_bytes
+        loss.backward()
+    # The logits, their log softmax, and the gradients of both.
+    assert meter.peak_bytes == pytest.approx(4 * MB, rel=0.01)
 
 
 def convolution(channels, size, num_images=2, kernel=3, dtype=torch.float32):

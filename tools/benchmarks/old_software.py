@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 import torch
 from torch.autograd import Function
@@ -84,10 +84,10 @@ def pytorch_before_1_11() -> Iterator[None]:
     Sources: pytorch#63027 on ReLU (in-place ReLU keeps its result); pytorch#64000 on softmax and
     log_softmax, whose inputs were kept until pytorch#65242.
     """
-    losses = {"softmax": _keeping_its_input, "cross_entropy": _cross_entropy}
+    keeping = dict.fromkeys(("softmax", "cross_entropy"), _keeping_its_input)
     with (
         replaced_functions([torch], {"relu": lambda _: _Relu.apply}),
-        replaced_functions([functional], losses),
+        replaced_functions([functional], keeping),
     ):
         yield
 
@@ -105,37 +105,22 @@ class _Relu(Function):
 
 
 class _Keep(Function):
-    """Returns a tensor, and keeps another one until the backward."""
+    """Returns a tensor, and keeps it until the backward of what is made of the result."""
 
     @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(kept)
-        return result.view_as(result)
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
+        return gradient
 
 
 def _keeping_its_input(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def keep_input(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kept: torch.Tensor = _Keep.apply(original(input, *args, **kwargs), input.detach())
-        return kept
+        result: torch.Tensor = original(_Keep.apply(input), *args, **kwargs)
+        return result
 
     return keep_input
-
-
-def _cross_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def cross_entropy(
-        input: torch.Tensor,
-        target: torch.Tensor,
-        weight: Optional[torch.Tensor] = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        scores = _keeping_its_input(functional.log_softmax)(input, 1)
-        return functional.nll_loss(scores, target, weight, *args, **kwargs)
-
-    return cross_entropy

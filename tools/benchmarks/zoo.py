@@ -1,10 +1,12 @@
 # Copyright (c) the d2_memfit developers.
-"""Estimates against published training memory.
+"""Estimates against published training memory: docs/PUBLISHED_MEMORY.md.
 
 Detectron2's model zoo was trained on V100, mostly 8 (zoo_train_memory.csv in this folder, from
-upstream's MODEL_ZOO.md). --projects names a folder with Detectron2's projects/ViTDet and
-Mask2Former. It adds ViTDet, Swin and MViTv2 on A100 (from ViTDet's README), and Mask2Former as
-trained by mmdetection (other_train_memory.csv). The datasets may be missing.
+upstream's MODEL_ZOO.md). --projects names a folder with other projects, by the names that begin the
+lines of other_train_memory.csv: ViTDet and Panoptic-DeepLab of Detectron2's main branch,
+MaskFormer, Mask2Former, SparseInst, AdelaiDet, detrex. Rows of projects that are not there are left
+out. The datasets may be missing. ViTDet and detrex need Detectron2's main branch and fairscale,
+MaskFormer needs timm and panopticapi.
 
 Detectron2 logs MiB, and dev/parse_results.sh reads them from the log. Published GB are thousands of
 MiB. This is inferred: the rows of ViTDet then agree to 1%, and with 1024 all are 2.4% lower.
@@ -12,26 +14,30 @@ MiB. This is inferred: the rows of ViTDet then agree to 1%, and with 1024 all ar
 
 import argparse
 import csv
+import multiprocessing
+import os
 import statistics
 import sys
-from collections.abc import Iterable
-from importlib import import_module
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import Any, Optional
 
 import torch
-from detectron2.config import LazyConfig
+from compatibility_checks.stubs import install_stubs
 
 from d2_memfit.config import load_cfg
-from d2_memfit.job import Job
-from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob
+from d2_memfit.errors import one_line
+from d2_memfit.job import Job, find_function, load_lazy_config, projects_of
+from d2_memfit.planner.estimates import DryJob, MemoryEstimate
 
 from .common import markdown_table
 from .old_software import V100, OldDevice, pytorch_before_1_11
 
 PUBLISHED = Path(__file__).with_name("zoo_train_memory.csv")
 OTHERS = Path(__file__).with_name("other_train_memory.csv")
+HEADER = ["config", "used for", "published GB", "typical", "worst", "range", "error", "inside"]
 
 # Number of GPUs for configs not trained on 8 x 2 images. It is not published: 2 images per GPU is a
 # guess.
@@ -39,76 +45,171 @@ _NUM_GPUS = {
     "Misc/panoptic_fpn_R_101_dconv_cascade_gn_3x.yaml": 16,
     "Misc/cascade_mask_rcnn_X_152_32x8d_FPN_IN5k_gn_dconv.yaml": 64,
 }
+# Modules that projects import, and that neither their models nor their mappers need in a dry run.
+_NOT_NEEDED = (
+    "MultiScaleDeformableAttention",
+    "adet._C",
+    "cityscapesscripts",
+    "detrex._C",
+    "editdistance",
+    "h5py",
+    "lvis",
+    "rapidfuzz",
+    "wandb",
+)
+_GB = 1024 / 1000  # published GB are thousands of MiB
 
-Row = tuple[str, float, float]  # config, published memory, estimated memory
+
+@dataclass(frozen=True)
+class Row:
+    """A published figure and its job.
+
+    Attributes:
+        config: a config of Detectron2's zoo, or a file below the folder of projects.
+        gb: published memory in thousands of MiB.
+        options: KEY VALUE pairs.
+        device: the card's file.
+        pytorch: "1.10" for versions before 1.11, "1.11" for later ones.
+        used: what was chosen on this row; "" if nothing was.
+    """
+
+    config: str
+    gb: float
+    options: str = ""
+    num_gpus: int = 8
+    device: str = "v100"
+    pytorch: str = "1.10"
+    used: str = "software"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row with its estimate, or with the reason why there is none."""
+
+    row: Row
+    estimate: Optional[MemoryEstimate] = None
+    why: str = ""
+
+    @property
+    def error(self) -> float:
+        """Relative error of the worst case."""
+        assert self.estimate is not None
+        return self.estimate.peak_allocated_gb * _GB / self.row.gb - 1
+
+    @property
+    def is_inside(self) -> bool:
+        assert self.estimate is not None
+        low, high = self.estimate.range_gb
+        return low * _GB <= self.row.gb <= high * _GB
+
+    def cells(self) -> list[str]:
+        row, e = self.row, self.estimate
+        cells = [f"{row.config} {row.options}".strip(), row.used or "nothing", f"{row.gb:g}"]
+        if e is None:
+            return [*cells, "", "", "", "", self.why]
+        typical_gb = e.peak_allocated_gb if e.typical_gb is None else e.typical_gb
+        low, high = e.range_gb
+        return [
+            *cells,
+            f"{typical_gb * _GB:.2f}",
+            f"{e.peak_allocated_gb * _GB:.2f}",
+            f"{low * _GB:.2f} to {high * _GB:.2f}",
+            f"{self.error:+.1%}",
+            "yes" if self.is_inside else "no",
+        ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--csv", default=PUBLISHED, help="with columns config, train_mem_gb")
-    parser.add_argument("--projects", type=Path, help="a folder with ViTDet, Mask2Former, or both")
+    parser.add_argument("--projects", type=Path, help="a folder with some of the projects")
+    parser.add_argument("--only", default="", help="rows whose config contains this text")
 
 
 def run(args: argparse.Namespace) -> None:
-    _show((config, gb, estimate(config)) for config, gb in published_memory(args.csv).items())
+    rows = zoo_rows()
     if args.projects is not None:
-        others = published_memory(OTHERS).items()
-        there = [(config, gb) for config, gb in others if (args.projects / config).is_file()]
-        print()
-        _show((config, gb, estimate_project(args.projects, config)) for config, gb in there)
+        rows += [row for row in project_rows() if (args.projects / row.config).is_file()]
+    results = []
+    for row in rows:
+        if args.only in row.config:
+            # Each in its own process: the scripts of projects have the same names.
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                results.append(pool.apply(compare, (row, args.projects)))
+            print(f"{row.config}: {results[-1].cells()[3:]}", file=sys.stderr)
+    print(markdown_table(HEADER, [result.cells() for result in results]))
+    print(f"\nUsed for a choice: {summary([r for r in results if r.row.used])}")
+    print(f"\nUsed for nothing: {summary([r for r in results if not r.row.used])}")
 
 
-def _show(rows: Iterable[Row]) -> None:
-    rows = list(rows)
-    table = [(c, p, f"{e:.2f}", f"{e / p - 1:+.1%}") for c, p, e in rows]
-    print(markdown_table(["config", "published GB", "estimated GB", "error"], table))
-    errors = [e / p - 1 for _, p, e in rows]
-    print(f"\nMedian of the absolute errors {statistics.median(map(abs, errors)):.1%};", end=" ")
-    print(f"{sum(abs(e) <= 0.12 for e in errors)} of {len(errors)} rows within 12%;", end=" ")
-    print(f"{sum(e < -0.1 for e in errors)} more than 10% too low;", end=" ")
-    print(f"Spearman's correlation {rank_correlation([r[1:] for r in rows]):.3f}.")
+def zoo_rows() -> list[Row]:
+    published = published_memory().items()
+    return [Row(config, gb, num_gpus=_NUM_GPUS.get(config, 8)) for config, gb in published]
 
 
-def published_memory(path: Path = PUBLISHED) -> dict[str, float]:
-    with open(path, newline="") as f:
+def published_memory() -> dict[str, float]:
+    """Published memory of Detectron2's zoo in thousands of MiB, by config."""
+    with open(PUBLISHED, newline="") as f:
         return {row["config"]: float(row["train_mem_gb"]) for row in csv.DictReader(f)}
 
 
+def project_rows() -> list[Row]:
+    """Rows of other projects."""
+    with open(OTHERS, newline="") as f:
+        return [_row(line) for line in csv.DictReader(f)]
+
+
+def _row(line: dict[str, Any]) -> Row:
+    numbers = {"gb": float(line["gb"]), "num_gpus": int(line["num_gpus"])}
+    return Row(**{**line, **numbers})
+
+
 def estimate(config: str) -> float:
-    """Estimate for the V100s of the zoo, with PyTorch 1.3 to 1.5."""
-    job = Job.from_cfg(load_cfg(config), _NUM_GPUS.get(config, 8))
-    with pytorch_before_1_11():
-        return _published_gb(job, V100.of("v100"))
+    """Worst case of a config of Detectron2's zoo, in thousands of MiB."""
+    row = Row(config, 0, num_gpus=_NUM_GPUS.get(config, 8))
+    return estimate_row(row).peak_allocated_gb * _GB
 
 
-def estimate_project(folder: Path, config: str) -> float:
-    """Estimate for an A100 with the software of 2022."""
-    device = OldDevice.of("a100")
-    if config.endswith(".py"):
-        return _published_gb(Job.from_lazy(LazyConfig.load(str(folder / config)), 64), device)
-    # mmdetection's PyTorch is older than 1.11, and its backbone has BatchNorm, which keeps its
-    # input, where Detectron2 has FrozenBN.
-    job = _mask2former(folder / "Mask2Former", folder / config)
-    with pytorch_before_1_11():
-        return _published_gb(job, device)
+def compare(row: Row, folder: Optional[Path]) -> Result:
+    try:
+        return Result(row, estimate_row(row, folder))
+    except Exception as e:
+        return Result(row, why=f"fails: {one_line(e)}")
 
 
-def _mask2former(folder: Path, config: Path) -> Job:
-    sys.path.insert(0, str(folder))
-    operators = ModuleType("MultiScaleDeformableAttention")  # dry runs need no compiled ones
-    vars(operators).update(ms_deform_attn_forward=None, ms_deform_attn_backward=None)
-    sys.modules.setdefault("MultiScaleDeformableAttention", operators)
-    trainer = import_module("train_net").Trainer
-    add_keys = [
-        import_module("detectron2.projects.deeplab").add_deeplab_config,
-        import_module("mask2former").add_maskformer2_config,
-    ]
-    opts = ["MODEL.RESNETS.NORM", "BN", "SOLVER.AMP.ENABLED", False]
-    return Job.from_trainer(trainer, load_cfg(str(config), opts, add_keys), 8)
+def estimate_row(row: Row, folder: Optional[Path] = None) -> MemoryEstimate:
+    kind = V100 if row.device == "v100" else OldDevice
+    job = _job(row, folder)
+    with pytorch_before_1_11() if row.pytorch == "1.10" else nullcontext():
+        return DryJob(job, kind.of(row.device), evaluates=False).estimate(with_typical=True)
 
 
-def _published_gb(job: Job, device: DeviceModel) -> float:
-    estimate = DryJob(job, device, evaluates=False).estimate()
-    return estimate.peak_allocated_gb * 1024 / 1000
+def _job(row: Row, folder: Optional[Path]) -> Job:
+    options = row.options.split()
+    if folder is None or not (folder / row.config).is_file():
+        return Job.from_cfg(load_cfg(row.config, options), row.num_gpus)
+    file = str((folder / row.config).absolute())
+    project = (folder / row.config.partition("/")[0]).absolute()
+    os.chdir(project)
+    sys.path[:0] = [str(project / "tools"), str(project)]
+    install_stubs(_NOT_NEEDED)
+    if file.endswith(".py"):
+        return Job.from_lazy(load_lazy_config(file, options), row.num_gpus)
+    trainer = "train_net:Trainer"
+    add_keys = [find_function(name) for name in projects_of(trainer)]
+    return Job.from_trainer(find_function(trainer), load_cfg(file, options, add_keys), row.num_gpus)
+
+
+def summary(results: Sequence[Result]) -> str:
+    """Coverage of the ranges and errors of the worst cases."""
+    done = [result for result in results if result.estimate is not None]
+    if not done:
+        return "no row"
+    errors = [abs(result.error) for result in done]
+    inside = sum(result.is_inside for result in done)
+    return (
+        f"{inside} of {len(done)} rows in their range ({inside / len(done):.0%}); the worst case "
+        f"is {statistics.median(errors):.1%} away in the median, {max(errors):.1%} at most; "
+        f"{len(results) - len(done)} fail"
+    )
 
 
 def rank_correlation(pairs: list[tuple[float, float]]) -> float:

@@ -3,7 +3,7 @@
 
 from .allocators import Block, CachingAllocator, DoesNotFit
 from .calibration import calibrate
-from .device_model import DeviceModel, DeviceUse
+from .device_model import DeviceModel, DeviceUse, device_names
 
 __all__ = [
     "Block",
@@ -12,4 +12,5 @@ __all__ = [
     "DeviceUse",
     "DoesNotFit",
     "calibrate",
+    "device_names",
 ]

@@ -1,8 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """A job with dry runs of its training and evaluation."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Any, Optional
 
 from ...job import Job, size_of
 from ...memory import segments_expand
@@ -10,6 +11,7 @@ from ...techniques import loader_bytes
 from ..device import DeviceModel, DeviceUse, DoesNotFit
 from ..dry_run import Timeline, one_line_errors
 from . import steps
+from .ranges import OF_TENSORS, Widths, widths_of
 
 __all__ = ["DryJob", "MemoryEstimate", "margin_of", "usable_bytes"]
 
@@ -33,7 +35,8 @@ class MemoryEstimate:
         micro_batch_size: images in one forward.
         accumulation_steps: batches of the loader in one iteration.
         image_size: height and width in pixels to which the largest micro-batch is padded.
-        num_instances: annotated objects in each image; classes, with label images alone.
+        num_instances: annotated objects in the most crowded image. With label images alone, the
+            classes in it.
         assumptions: unknown facts, each with the value assumed for it.
         at_least: parts of the job whose largest size is not known. If there are any, the job may
             need more than these numbers say.
@@ -43,9 +46,12 @@ class MemoryEstimate:
         device_total_gb: device memory of the process, context included, in training and in the
             evaluations between.
         evaluation_gb: peak allocated in evaluation; None without evaluation.
-        typical_gb: ``peak_allocated_gb`` with the mean number of objects in each image, if
-            ``num_instances`` is a guess and the mean is known; else None.
+        typical_gb: ``peak_allocated_gb`` with the mean number of objects in each image; None if the
+            mean is not known, or not asked for.
         typical_instances: that number; None without it.
+        range_gb: interval of ``peak_allocated_gb``.
+        device_range_gb: interval of ``device_total_gb``.
+        widths: how far both ends of ``device_range_gb`` are from the value, in GB, by source.
         breakdown: ``peak_allocated_gb`` by owner, the largest first.
         outside: the process's other memory in training, by owner: context, loaded kernels, NCCL,
             and memory between the allocator's blocks.
@@ -70,6 +76,9 @@ class MemoryEstimate:
     evaluation_gb: Optional[float]
     typical_gb: Optional[float]
     typical_instances: Optional[int]
+    range_gb: tuple[float, float]
+    device_range_gb: tuple[float, float]
+    widths: dict[str, tuple[float, float]]
     breakdown: dict[str, float]
     outside: dict[str, float]
     seconds_per_iteration: float
@@ -86,13 +95,11 @@ class DryJob:
         device: the device to predict for.
         evaluation: its timeline, if it is known.
         evaluates: whether evaluation counts, or training alone.
-        with_typical: whether a job whose number of objects is a guess runs with their mean, too.
 
     Attributes:
         training: timeline of the largest micro-batch and an optimizer step. If an iteration has
             more micro-batches, it includes the gradients of earlier ones.
         evaluation: timeline of one image, or None.
-        typical: like ``training``, with the mean number of objects, or None.
         assumptions: one line per unknown fact, with the value assumed for it.
         at_least: one line per part whose largest size is not known.
         limit_bytes: MEMFIT.BUDGET_GB less the margin, or None.
@@ -105,7 +112,6 @@ class DryJob:
         device: DeviceModel,
         evaluation: Optional[Timeline] = None,
         evaluates: bool = True,
-        with_typical: bool = False,
     ) -> None:
         self.job = job
         self.device = device
@@ -126,11 +132,6 @@ class DryJob:
             self.evaluation = evaluation
             if evaluation is None and evaluates and job.evaluates:
                 self.evaluation = steps.evaluate(job, job.evaluation_batch(), *like)
-            self.typical, self.typical_instances = None, None
-            if with_typical and batches.typical is not None:
-                typical = job.training_batch(of=batches.typical)
-                self.typical = steps.train(job, [typical], *like, accumulates)
-                self.typical_instances = batches.typical.num_instances
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
         notes = [note for timeline in timelines for note in timeline.notes]
         assumed = [*batches.assumptions]
@@ -187,13 +188,22 @@ class DryJob:
         of_largest = self.device.seconds(work["forward"]) + self.device.seconds(fetching)
         return of_largest * sum(sizes) / sizes[0] + self.device.seconds(work["optimizer"])
 
-    def estimate(self, limit_bytes: Optional[int] = None) -> MemoryEstimate:
+    def estimate(
+        self, limit_bytes: Optional[int] = None, with_typical: bool = False
+    ) -> MemoryEstimate:
+        """Describe the memory.
+
+        Args:
+            limit_bytes: limit of the process, within which the memory stays if possible.
+            with_typical: whether to make a dry run with the mean number of objects, too.
+        """
         uses = self._uses(limit_bytes)
         geometry = self.job.geometry
-        typical_gb = None
-        if self.typical is not None:
-            use = self.device.use(self.typical, None, self.expandable_segments, geometry.ranks)
-            typical_gb = use.allocated_bytes / _GB
+        typical = self.job.batches.typical if with_typical else None
+        typical_bytes = None
+        if typical is not None:
+            typical_bytes = self._allocated_bytes(self.job.training_batch(of=typical))
+        widths = widths_of(uses[0], self.device, typical_bytes, self.job.batches.is_guess)
         return MemoryEstimate(
             device=self.device.description,
             num_gpus=geometry.ranks,
@@ -208,8 +218,11 @@ class DryJob:
             peak_reserved_gb=uses[0].reserved_bytes / _GB,
             device_total_gb=self.total_bytes(limit_bytes) / _GB,
             evaluation_gb=uses[1].allocated_bytes / _GB if uses[1:] else None,
-            typical_gb=typical_gb,
-            typical_instances=self.typical_instances,
+            typical_gb=None if typical_bytes is None else typical_bytes / _GB,
+            typical_instances=None if typical is None else typical.num_instances,
+            range_gb=_range_gb(uses[0].allocated_bytes, widths, OF_TENSORS),
+            device_range_gb=_range_gb(self.total_bytes(limit_bytes), widths, widths),
+            widths={source: (low / _GB, high / _GB) for source, (low, high) in widths.items()},
             breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
             outside={owner: size / _GB for owner, size in uses[0].outside.most_common()},
             seconds_per_iteration=self.seconds(),
@@ -217,6 +230,14 @@ class DryJob:
             num_workers=self.job.cfg.DATALOADER.NUM_WORKERS,
             host_gb=loader_bytes(self.job.cfg, geometry.ranks) / _GB,
         )
+
+    def _allocated_bytes(self, batch: Any) -> int:
+        """Peak allocated in training with another micro-batch."""
+        accumulates = len(self.job.geometry.micro_batch_sizes()) > 1
+        like = self.device.is_gpu, self.device.foreach
+        with one_line_errors():
+            timeline = steps.train(self.job, [batch], *like, accumulates)
+        return self.device.use(timeline, None, self.expandable_segments).allocated_bytes
 
     def _uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
         """Device memory of training and evaluation; without the limit if that is too low."""
@@ -237,6 +258,11 @@ class DryJob:
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
         expands, ranks = self.expandable_segments, self.job.ranks
         return [self.device.use(t, limit_bytes, expands, ranks) for t in timelines]
+
+
+def _range_gb(value: int, widths: Widths, sources: Iterable[str]) -> tuple[float, float]:
+    low, high = (sum(ends) for ends in zip(*(widths[source] for source in sources)))
+    return (value - low) / _GB, (value + high) / _GB
 
 
 def margin_of(job: Job) -> float:

@@ -52,7 +52,7 @@ def estimate_memory(
     facts = {"image_size": image_size, "num_instances": num_instances}
     job = Job.of(cfg, trainer, num_gpus, batch=batch, **facts)
     dry_job = run_dry(job, device, probe, evaluates)
-    return dry_job.estimate(dry_job.limit_bytes)
+    return dry_job.estimate(dry_job.limit_bytes, with_typical=True)
 
 
 def run_dry(
@@ -64,4 +64,4 @@ def run_dry(
     """Make the dry runs of :func:`estimate_memory`, with their timelines."""
     model = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
     kind = job_class(probe, model)
-    return kind(job, model, evaluates=evaluates, with_typical=True)
+    return kind(job, model, evaluates=evaluates)

@@ -128,7 +128,7 @@ class Planner(Trials):
             steps=self._steps(choice),
             settings={**self.settings(choice), **self._safety(budget_gb)},
             before=before.estimate(self.limit_bytes),
-            estimate=after.estimate(self.limit_bytes),
+            estimate=after.estimate(self.limit_bytes, with_typical=True),
             time_factor=after.seconds() / before.seconds(),
             smallest_budget_gb=smallest_gb,
             least_budget_gb=least_gb,

@@ -25,20 +25,33 @@ __all__ = [
 
 
 def describe_batch(estimate: MemoryEstimate) -> list[str]:
-    """Lines about the largest batch, and about what is not known of it."""
+    """Lines about the largest batch, about what is not known of it, and about the range."""
     e = estimate
     height, width = e.image_size
     lines = [
         f"Each iteration: {e.images_per_gpu} images per GPU x {e.accumulation_steps} steps, "
         f"{e.micro_batch_size} at a time",
-        f"The largest images: {height} x {width} pixels, {e.num_instances} instances",
+        f"The largest images: {height} x {width} pixels, {e.num_instances} instances in the "
+        "most crowded",
         *(f"Assumed: {line}" for line in e.assumptions),
         *(f"At least: {line}" for line in e.at_least),
     ]
+    return [*lines, *_range(e)]
+
+
+def _range(e: MemoryEstimate) -> list[str]:
+    """Lines about the interval of the memory, its sources, and a typical batch."""
+    (low, high), (device_low, device_high) = e.range_gb, e.device_range_gb
+    ends = [f"{source} -{below:.2f} +{above:.2f}" for source, (below, above) in e.widths.items()]
+    lines = [
+        f"Range: {low:.2f} to {high:.2f} GB allocated in training, {device_low:.2f} to "
+        f"{device_high:.2f} GB of the device",
+        f"Sources of its width: {', '.join(ends)} GB",
+    ]
     if e.typical_gb is not None:
         lines.append(
-            f"Range: {e.peak_allocated_gb:.2f} GB with {e.num_instances} instances in each image, "
-            f"a guess; {e.typical_gb:.2f} GB with {e.typical_instances}, a mean"
+            f"Typical: {e.typical_gb:.2f} GB allocated, with {e.typical_instances} instances in "
+            "each image, their mean"
         )
     return lines
 
@@ -57,7 +70,7 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
                 ["evaluation, peak allocated", e.evaluation_gb],
                 ["of the device, with its context", e.device_total_gb],
             ],
-            ["", "GB, at least" if e.at_least else "GB"],
+            ["", "GB, at least" if e.at_least else "GB, worst case"],
         ),
         "",
         _table(list(e.breakdown.items()), ["at the peak in training", "GB"]),
