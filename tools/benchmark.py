@@ -11,6 +11,7 @@ tools/benchmark.py plans            plans against all subsets of techniques, and
 tools/benchmark.py recovery         cost of recovery from out-of-memory errors
 tools/benchmark.py selective        blocks chosen one by one against checkpoints of all blocks
 tools/benchmark.py techniques       savings and costs of each technique
+tools/benchmark.py times            predicted times against published ones
 tools/benchmark.py zoo              estimates against the memory that Detectron2's zoo publishes
 """
 
@@ -26,6 +27,7 @@ from benchmarks import (
     recovery,
     selective,
     techniques,
+    times,
     zoo,
 )
 
@@ -39,6 +41,7 @@ BENCHMARKS = {
     "recovery": recovery,
     "selective": selective,
     "techniques": techniques,
+    "times": times,
     "zoo": zoo,
 }
 

@@ -17,7 +17,7 @@ from d2_memfit.config import load_cfg
 from d2_memfit.job import Job
 from d2_memfit.model_zoo import get_config_file
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob, MemoryEstimate
+from d2_memfit.planner.estimates import DryJob, MemoryEstimate, factor_range, in_words
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RECIPE = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
@@ -171,9 +171,10 @@ def main() -> None:
         for knob in knobs:
             e = estimate(knob.opts, knob.num_instances)
             rows.append((knob, e))
-            time_factor = seconds_per_image(e) / seconds_per_image(recipe)
+            factor = seconds_per_image(e) / seconds_per_image(recipe)
+            time = in_words(factor_range(factor, "SOLVER.AMP.ENABLED" in knob.opts))
             changes = knob.changes or "nothing"
-            lines.append([knob.name, *gigabytes(e, recipe), f"{time_factor:.2f}", changes])
+            lines.append([knob.name, *gigabytes(e, recipe), time, changes])
     draw(recipe, rows, DOCS / "knobs.png")
     header = ["", "training, GB", "evaluation, GB", "time x", "changes"]
     device = tabulate(lines, header, tablefmt="pipe", disable_numparse=True)

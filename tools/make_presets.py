@@ -22,11 +22,13 @@ from tabulate import tabulate
 from d2_memfit.config import budget_of_preset, load_cfg
 from d2_memfit.job import Job
 from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import in_words
 from d2_memfit.planner.search import Plan, Planner
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
-TIERS = {"": ["exact"], "_amp": ["exact", "precision"]}  # by the ending of a preset's name
+# What a plan may use and prefers, by the ending of a preset's name.
+PLANS = {"": (["exact"], "exact"), "_amp": (["exact", "precision"], "speed")}
 
 # By the size of the backbone: on smaller cards it does not fit or nothing larger does; on larger
 # cards a larger one fits.
@@ -85,23 +87,20 @@ def transformers_job(model: str) -> Job:
     return Job.from_trainer(Trainer, load_cfg(str(file), (), [add_transformers_config]), 1)
 
 
-def presets(job: Job, cards: Sequence[str], file: str) -> Iterator[tuple[str, Plan]]:
+def presets(job: Job, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
     """Plans by the end of their preset's name, such as "6GB" and "6GB_amp".
 
-    Left out are cards on which the model fits with the settings of the card before, but for names
-    that are in use; plans with AMP that are no faster than the exact one; and those that need
-    bitsandbytes, which not everybody has.
-
-    Args:
-        file: of a preset, with "{}" for the end of its name.
+    Left out are cards on which the model fits with the settings of the card before; plans with AMP
+    that are no faster than the exact one; and those that need bitsandbytes, which not everybody
+    has.
     """
     planner = Planner(job, DeviceModel.load("cuda"))
     before: dict[str, dict[str, Any]] = {}
     for card in cards:
-        for ending, tiers in TIERS.items():
-            name, plan = card + ending, planner.plan(budget_of_preset(card), tiers)
+        for ending, (tiers, prefer) in PLANS.items():
+            name, plan = card + ending, planner.plan(budget_of_preset(card), tiers, prefer)
             settings = {k: v for k, v in plan.settings.items() if k != "MEMFIT.BUDGET_GB"}
-            is_new = settings != before.get(ending) or Path(file.format(name)).exists()
+            is_new = settings != before.get(ending)
             is_exact = all(step.tier == "exact" for step in plan.steps)
             needs_more = "MEMFIT.OPTIMIZER.STATES_8BIT" in settings
             fits = plan.fits and not plan.is_tight
@@ -156,7 +155,7 @@ def preset_row(model: str, name: str, plan: Plan) -> list[str]:
         f"{estimate.micro_batch_size} x {steps}",
         f"{estimate.device_total_gb:.2f} of {plan.budget_gb:g}",
         "not yet",
-        f"{plan.time_factor:.2f}",
+        in_words(plan.time_range),
     ]
 
 
@@ -177,7 +176,7 @@ one that ends in `GB_amp` uses mixed precision, and is there where that is faste
 |:-------|:--------|
 | images x steps | images per micro-batch x micro-batches per iteration |
 | estimated GB | peak of the process on the device, of what a job may take of such a card |
-| time x | predicted time of an iteration, divided by that of the config without the plan |
+| time x | [range](PLANNER.md#times) of the time of an iteration over that without the plan |
 
 The estimates are those of `d2-memfit estimate` for the device family `cuda`. They include the
 context and evaluation. Nothing is measured on a GPU yet.
@@ -206,7 +205,9 @@ def main() -> None:
     for model in args.names or models:
         cards = next((cards for part, cards in CARDS.items() if part in model), ALL_CARDS)
         file = str(folder / f"{model}_{{}}.yaml")
-        for name, plan in presets(make_job(model), cards, file):
+        for old in folder.glob(f"{model}_*GB*.yaml"):
+            old.unlink()
+        for name, plan in presets(make_job(model), cards):
             Path(file.format(name)).write_text(preset_text(model, name, plan))
             rows.append(preset_row(model, name, plan))
             print("  ".join(map(str, rows[-1])), file=sys.stderr, flush=True)

@@ -16,6 +16,8 @@ from typing import Any
 
 from tabulate import tabulate
 
+from d2_memfit.planner.estimates import in_words
+
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 TRANSFORMERS = ROOT / "projects" / "Transformers"
@@ -38,7 +40,7 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (str(TRANSFORMERS / "configs" / "mask2former_r50.yaml"), *OF_TRANSFORMERS),
     ),
 )
-HEADER = ["job", "card", "GB, plain", "GB, planned", "time x", "time x, same gradients"]
+HEADER = ["job", "card", "GB, plain", "GB, planned", "time x", "or, with other rounding"]
 
 
 def planned(card: str, config: str, *options: str) -> dict[str, Any]:
@@ -56,15 +58,14 @@ def planned(card: str, config: str, *options: str) -> dict[str, Any]:
 def row(name: str, card: str, plan: dict[str, Any]) -> list[str]:
     before, after = plan["before"], plan["estimate"]
     images, steps = before["images_per_gpu"], before["accumulation_steps"]
-    is_exact = all(step["tier"] == "exact" for step in plan["steps"])
-    exact = plan["exact"] or (plan if is_exact else None)
+    other = plan["other"]
     return [
         f"{name}, {images} images" if steps == 1 else f"{name}, {images} x {steps} images",
         f"{card[:-2]} GB",
         f"{before['device_total_gb']:.1f}",
         f"{after['device_total_gb']:.1f}",
-        f"{plan['time_factor']:.2f}",
-        f"{exact['time_factor']:.2f}" if exact else "does not fit",
+        in_words(plan["time_range"]),
+        in_words(other["time_range"]) if other and not other["is_exact"] else "",
     ]
 
 

@@ -57,6 +57,12 @@ def command_parser(
         "commas (default: MEMFIT.PLAN.ALLOW, which is exact,precision)",
     )
     plan.add_argument(
+        "--prefer",
+        choices=("exact", "speed"),
+        help="speed takes the plan that is predicted to be faster, with other number formats if "
+        "they are allowed (default: MEMFIT.PLAN.PREFER, which is exact)",
+    )
+    plan.add_argument(
         "--cost-model", action="store_true", help="cut windows by predicted bytes, not by images"
     )
     plan.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")

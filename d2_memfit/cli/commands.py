@@ -121,6 +121,7 @@ def _ask(args: argparse.Namespace) -> None:
         probe=args.probe,
         evaluates=evaluates,
         cost_model=args.cost_model or job.cfg.MEMFIT.PLAN.COST_MODEL,
+        prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
     )
     # Files first: who reads what is printed may end early.
     if args.html is not None or args.snapshot is not None:

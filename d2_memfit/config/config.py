@@ -220,6 +220,7 @@ def check_plan(cfg: CN) -> None:
     margin = plan.MARGIN
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
         raise ConfigError(f"MEMFIT.PLAN.MARGIN must be a number from 0 to 1, got {margin!r}")
+    check_choice("MEMFIT.PLAN.PREFER", plan.PREFER, ("exact", "speed"))
     check_strings("MEMFIT.PLAN.ALLOW", plan.ALLOW)
     for tier in plan.ALLOW:
         check_choice("MEMFIT.PLAN.ALLOW", tier, TIERS)

@@ -106,6 +106,10 @@ _C.MEMFIT.PLAN.ENABLED = False
 _C.MEMFIT.PLAN.MARGIN = 0.1
 # Tiers of techniques that a plan may use: "exact", "precision", "recipe".
 _C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
+# What a plan prefers where an exact plan fits: "exact" keeps the gradients, unless another plan is
+# faster beyond the ranges of both predictions. "speed" takes the plan that is predicted to be
+# faster, even if the job would fit as it is.
+_C.MEMFIT.PLAN.PREFER = "exact"
 # Whether a plan also finds MEMFIT.COST_MODEL. This takes about ten more dry runs.
 _C.MEMFIT.PLAN.COST_MODEL = False
 

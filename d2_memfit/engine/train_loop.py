@@ -2,6 +2,7 @@
 """The training loop: one window of images, one optimizer step."""
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ from ..errors import OutOfMemoryError
 from ..iteration import CostModel, Precision
 from ..job import NormalizerOptions, RecoveryOptions
 from ..memory import with_room
-from .hooks import explains_hooks, likely_cause
+from .hooks import compare_number_formats, explains_hooks, likely_cause
 from .normalizers import CommunicationError, Normalizers
 from .rank_report import Report, check_finite, report, write_metrics
 from .recovery import Recovery, RecoveryReport, observed
@@ -150,6 +151,8 @@ class AccumulatingTrainer(ResumableTrainer):
         self._has_old_gradients = False
         self._before_window: Optional[Snapshot] = None  # if all ranks may run the window again
         self._counters = ForwardCounters(bare_model)
+        # On several ranks, one whose forward fails would leave the others waiting in theirs.
+        self._compares = precision.dtype == torch.float16 and comm.get_world_size() == 1
 
     def run_step(self) -> None:
         """Run one iteration, whose number the event storage has."""
@@ -280,6 +283,14 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a forward's losses. Each loss is kept in the micro-batch, too."""
+        if self._compares:
+            self._compares = False
+            bare = compat.without_ddp(self.model)
+            compare_number_formats(
+                bare,
+                lambda: self._losses(bare, copy.deepcopy(micro_batch.batch)),
+                self.precision.autocast(),
+            )
         with (
             watched(self.model, self.recovery is not None),
             observed(self.out_of_memory_observers),

@@ -143,6 +143,7 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
         device=device,
         progress=lambda line: logger.info("Planning: %s", line),
         cost_model=job.cfg.MEMFIT.PLAN.COST_MODEL,
+        prefer=job.cfg.MEMFIT.PLAN.PREFER,
     )
     logger.info("Plan for MEMFIT.BUDGET_GB %.4g:\n%s", plan.budget_gb, describe_plan(plan))
     if not plan.fits:

@@ -68,14 +68,14 @@ class Bar:
         name: name of the knob.
         tier: tier of the technique; "" for the job without changes.
         gb: device memory of the process with this knob.
-        time_factor: predicted seconds per image with this knob over those without.
+        time: range of the predicted seconds per image with this knob over those without, as text.
         settings: config keys and their values.
     """
 
     name: str
     tier: str
     gb: float
-    time_factor: float
+    time: str
     settings: str
 
 

@@ -49,10 +49,9 @@ def test_recipes_are_those_of_detectron2(model):
     ],
 )
 def test_a_preset_is_what_its_plan_says(model, card):
-    file = str(make_presets.CONFIGS / f"{model}_{{}}.yaml")
-    plans = dict(make_presets.presets(make_presets.zoo_job(model), [card], file))
+    plans = dict(make_presets.presets(make_presets.zoo_job(model), [card]))
     assert list(plans) == [card, f"{card}_amp"]
-    assert plans[f"{card}_amp"].time_factor < 0.7 * plans[card].time_factor
+    assert plans[f"{card}_amp"].time_factor < 0.98 * plans[card].time_factor
     for name, plan in plans.items():
         text = (make_presets.CONFIGS / f"{model}_{name}.yaml").read_text()
         assert make_presets.preset_text(model, name, plan) == text

@@ -17,20 +17,19 @@ def test_all_jobs_are_in_the_table():
     ]
 
 
-def test_a_plan_that_is_exact_is_the_exact_one():
+def test_a_row_shows_the_faster_plan_beside_the_exact_one():
     plan = {
         "before": {"images_per_gpu": 4, "accumulation_steps": 2, "device_total_gb": 9.96},
         "estimate": {"device_total_gb": 4.04},
-        "steps": [{"tier": "exact"}],
-        "time_factor": 1.25,
-        "exact": None,
+        "time_range": [1.2, 1.35],
+        "other": None,
     }
     row = make_readme_table.row("A job", "6GB", plan)
-    assert row == ["A job, 4 x 2 images", "6 GB", "10.0", "4.0", "1.25", "1.25"]
-    plan["steps"] = [{"tier": "precision"}]
-    assert make_readme_table.row("A job", "6GB", plan)[-1] == "does not fit"
-    plan["exact"] = {"time_factor": 1.5}
-    assert make_readme_table.row("A job", "6GB", plan)[-1] == "1.50"
+    assert row == ["A job, 4 x 2 images", "6 GB", "10.0", "4.0", "1.20 to 1.35", ""]
+    plan["other"] = {"is_exact": False, "time_range": [0.6, 0.95]}
+    assert make_readme_table.row("A job", "6GB", plan)[-1] == "0.60 to 0.95"
+    plan["other"]["is_exact"] = True
+    assert make_readme_table.row("A job", "6GB", plan)[-1] == ""
 
 
 @pytest.mark.exhaustive

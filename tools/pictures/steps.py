@@ -49,9 +49,10 @@ def bars_of_plan(budget_gb: float) -> list[tuple[str, dict[str, float]]]:
     for step in plan.steps:
         settings = {**settings, **step.settings}
         bars.append((f"+ {step.name}\n{text_of(step.settings)}", step.gb_after, settings))
-    if plan.exact is not None:
-        name = f"or, with the same gradients\n{text_of(plan.exact.settings)}"
-        bars.append((name, plan.exact.device_total_gb, plan.exact.settings))
+    if plan.other is not None:
+        what = "with the same gradients" if plan.other.is_exact else "perhaps faster"
+        name = f"or, {what}\n{text_of(plan.other.settings)}"
+        bars.append((name, plan.other.device_total_gb, plan.other.settings))
     return [(name, sizes_of(settings, total)) for name, total, settings in bars]
 
 

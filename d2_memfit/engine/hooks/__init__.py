@@ -7,12 +7,14 @@ from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
 from .monitors import MONITORS, job_hooks
 from .not_finite import likely_cause
+from .number_formats import compare_number_formats
 
 __all__ = [
     "MONITORS",
     "LeakDetector",
     "MemoryMonitor",
     "MemorySnapshot",
+    "compare_number_formats",
     "explains_hooks",
     "job_hooks",
     "likely_cause",

@@ -5,6 +5,7 @@ from .adapters import adapt_criteria
 from .communication import Communication, CommunicationError
 from .normalizers import CountReport, Normalizers
 from .trial import RIGHT, Trial
+from .trial_forwards import SameDraws, without_traces
 from .verdict import Verdict, judged, published_distance
 
 __all__ = [
@@ -13,9 +14,11 @@ __all__ = [
     "CommunicationError",
     "CountReport",
     "Normalizers",
+    "SameDraws",
     "Trial",
     "Verdict",
     "adapt_criteria",
     "judged",
     "published_distance",
+    "without_traces",
 ]

@@ -35,7 +35,8 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
     """Measure the values of a device file, as far as possible.
 
     Nothing else should run on the GPU meanwhile. Values that cannot be measured are the family's:
-    on a CPU all but the speeds.
+    on a CPU all but the speeds. So are the seconds of an operator, which takes more time in a
+    model than alone.
 
     Args:
         seconds: duration of the measurement of each of six speeds.
@@ -55,7 +56,9 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
         },
         "bytes_per_s": _bytes_per_s(device, seconds),
         "host_bytes_per_s": _host_bytes_per_s(device, seconds),
-        "seconds_per_operator": _seconds_per_operator(device, seconds),
+        "is_measured": True,
+        "seconds_per_operator": family.seconds_per_operator,
+        "seconds_per_micro_batch": family.seconds_per_micro_batch,
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -104,16 +107,6 @@ def _host_bytes_per_s(device: torch.device, seconds: float) -> float:
     x = torch.empty(64 * _MB, dtype=torch.uint8, device=device)
     host = torch.empty(64 * _MB, dtype=torch.uint8, pin_memory=device.type == "cuda")
     return x.nbytes / _seconds(lambda: host.copy_(x, non_blocking=True), device, seconds)
-
-
-def _seconds_per_operator(device: torch.device, seconds: float) -> float:
-    x = torch.zeros(1, device=device)
-
-    def run() -> None:
-        for _ in range(100):
-            x.add_(1)
-
-    return _seconds(run, device, seconds) / 100
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> float:

@@ -15,7 +15,7 @@ import yaml
 from ...common.checks import did_you_mean
 from ...errors import ConfigError
 from ...memory import process_memory, take_blas_buffer
-from ..dry_run import Allocate, Allocation, Convolution, Free, Timeline, Work
+from ..dry_run import Allocate, Allocation, Convolution, Free, Operator, Timeline, Work
 from .allocators import CachingAllocator, PageAllocator
 
 __all__ = ["WORKSPACES", "DeviceModel", "DeviceUse", "device_names"]
@@ -23,6 +23,14 @@ __all__ = ["WORKSPACES", "DeviceModel", "DeviceUse", "device_names"]
 # What convolutions need in addition to input, weight and result: nothing, or copies of these in
 # another memory layout. Kernels for tensor cores and oneDNN need channels-last or blocked layouts.
 WORKSPACES = ("none", "layout")
+
+# Shares of a data sheet's peaks that training reaches, fitted to published times
+# (tools/benchmarks/times.py): of the units for float32, of tensor cores, and of the bandwidth of
+# memory. Grouped convolutions reach a share of what others do.
+_FLOAT32_UNITS = 0.83
+_TENSOR_CORES = 0.155
+_MEMORY = 0.525
+_GROUPED = 0.11
 
 _FOLDER = Path(__file__).parent / "devices"
 _MB = 2**20
@@ -63,11 +71,15 @@ class DeviceModel:
         other_tensors_mb: tensors that no dry run sees.
         reserve_mb: how much of ``other_tensors_mb`` a small job does not take.
         context_mb: memory of the process before its first tensor; null is that of this process.
-        flops_per_s: speed by number format. "tf32" applies to float32 convolutions if the card has
+        flops_per_s: peak by number format. "tf32" applies to float32 convolutions if the card has
             it: PyTorch's ``cudnn.allow_tf32`` is on, and that of matrix products is off.
-        bytes_per_s: memory bandwidth.
+        bytes_per_s: peak of the memory's bandwidth.
         host_bytes_per_s: bandwidth of copies to or from the host.
-        seconds_per_operator: time in which the CPU launches an operator.
+        is_measured: whether ``flops_per_s`` and ``bytes_per_s`` are measured, not peaks.
+        seconds_per_operator: time that each operator takes in addition, on the CPU and the device.
+        seconds_per_micro_batch: time that each micro-batch takes in addition, such as waits of the
+            CPU for the device.
+        float16_fails: whether training in float16 is known to give NaN.
         kernels_mb: code of PyTorch, cuDNN and cuBLAS that CUDA loads at first use.
         nccl_mb: buffers of a communicator of 2 ranks, and of more.
         device_name: a pattern for ``torch.cuda.get_device_name()``.
@@ -86,7 +98,10 @@ class DeviceModel:
     flops_per_s: dict[str, float]
     bytes_per_s: float
     host_bytes_per_s: float
-    seconds_per_operator: float
+    is_measured: bool = False
+    seconds_per_operator: float = 22e-6  # fitted, like the shares above
+    seconds_per_micro_batch: float = 23e-3  # fitted
+    float16_fails: bool = False
     reserve_mb: float = 0.0
     kernels_mb: float = 0.0
     # NVIDIA/nccl#964, for 4 A100 with NVLink. A guess for others: reports say 1.0 to 1.6 GB
@@ -258,20 +273,29 @@ class DeviceModel:
         return +Counter({name: int(megabytes * _MB) for name, megabytes in names.items()})
 
     def seconds(self, work: Work) -> float:
-        """Lower bound of the seconds that work takes.
+        """Predicted seconds of work.
 
-        For each operator, the card computes or moves memory, whichever takes longer. In parallel,
-        the CPU launches operators, and copies to or from the host run.
+        For each operator, the device computes or moves memory, whichever takes longer, and the CPU
+        launches it. Detectron2's models wait for the device too often for the launches to be
+        hidden. In parallel, copies to or from the host run.
         """
-        on_device = sum(
-            times * max(flops / self._flops_per_s(number_format), num_bytes / self.bytes_per_s)
-            for (number_format, flops, num_bytes), times in work.operators.items()
+        bytes_per_s = self.bytes_per_s * (1.0 if self.is_measured else _MEMORY)
+        computing = sum(
+            times * max(of.flops / self._flops_per_s(of), of.num_bytes / bytes_per_s)
+            for of, times in work.operators.items()
         )
-        starting = work.num_operators * self.seconds_per_operator
-        return max(on_device, starting, work.host_bytes / self.host_bytes_per_s)
+        launching = work.num_operators * self.seconds_per_operator
+        return max(computing + launching, work.host_bytes / self.host_bytes_per_s)
 
-    def _flops_per_s(self, number_format: str) -> float:
-        return self.flops_per_s.get(number_format, self.flops_per_s["float32"])
+    def _flops_per_s(self, operator: Operator) -> float:
+        name, float32 = operator.number_format, self.flops_per_s["float32"]
+        if name == "float32" and operator.kind != "matrix product":
+            name = "tf32"
+        speed = self.flops_per_s.get(name, float32)
+        if self.is_measured:
+            return speed
+        speed = max(_FLOAT32_UNITS * float32, _TENSOR_CORES * speed)
+        return speed * (_GROUPED if operator.kind == "grouped convolution" else 1.0)
 
 
 class _Account:

@@ -5,7 +5,17 @@ from .block_calls import noted_calls
 from .dry_run import DryRun, WithoutValues
 from .explain import one_line_errors
 from .fake import is_fake, make_fake, make_real
-from .timeline import Allocate, Allocation, BlockCall, Convolution, Event, Free, Timeline, Work
+from .timeline import (
+    Allocate,
+    Allocation,
+    BlockCall,
+    Convolution,
+    Event,
+    Free,
+    Operator,
+    Timeline,
+    Work,
+)
 from .worst_outputs import detect_most, worst_proposals
 
 __all__ = [
@@ -16,6 +26,7 @@ __all__ = [
     "DryRun",
     "Event",
     "Free",
+    "Operator",
     "Timeline",
     "WithoutValues",
     "Work",

@@ -25,7 +25,7 @@ from ...job import is_image
 from ...memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
 from .fake import is_fake, make_fake
 from .meta_kernels import on_meta
-from .timeline import Allocate, Allocation, Convolution, Free, Timeline
+from .timeline import Allocate, Allocation, Convolution, Free, Operator, Timeline
 
 __all__ = ["DryRun", "WithoutValues"]
 
@@ -49,7 +49,6 @@ _EMPTY = {
     *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
     *(aten.new_empty.default, aten.new_empty_strided.default),
 }
-_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 # They make large results from small inputs (such as a keypoint's heatmap), and nothing depends on
 # the values.
 _UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
@@ -173,14 +172,9 @@ class DryRun(OwnerMeter):
         num_bytes = (
             0 if func in _EMPTY else sum(t.nbytes for t in {id(t): t for t in tensors}.values())
         )
-        number_format, flops = "", 0
-        count_flops = flop_registry.get(func.overloadpacket)
-        if count_flops is not None:
-            number_format = str(tensors[0].dtype).replace("torch.", "")
-            flops = count_flops(*args, **kwargs, out_val=result)
-            if number_format == "float32" and func in _CONVOLUTIONS:
-                number_format = "tf32"
-        work.operators[number_format, flops, num_bytes] += 1
+        kind, flops = _kind_and_flops(func, args, kwargs, result)
+        number_format = str(tensors[0].dtype).replace("torch.", "") if kind else ""
+        work.operators[Operator(kind, number_format, flops, num_bytes)] += 1
         if func is aten.convolution.default:
             self._note_convolution("forward", args[0], args[1], result, args)
         elif func is aten.convolution_backward.default:
@@ -254,6 +248,23 @@ class DryRun(OwnerMeter):
             if allocation is not None and not allocation.module:
                 allocation.dtype, allocation.shape = tensor.dtype, tuple(tensor.shape)
                 allocation.module, allocation.operator = module, operator
+
+
+def _kind_and_flops(func: Any, args: _Args, kwargs: _Kwargs, result: Any) -> tuple[str, int]:
+    """The kind of an :class:`Operator`, and its floating-point operations."""
+    if func is aten.convolution.default:
+        groups, gradients, forward = args[8], 1, (*args[:7], result)
+    elif func is aten.convolution_backward.default:  # PyTorch's own count is wrong with groups
+        groups, gradients = args[9], sum(args[10][:2])
+        forward = (args[1], args[2], None, *args[4:8], args[0])
+    else:
+        count = flop_registry.get(func.overloadpacket)
+        if count is None:
+            return "", 0
+        return "matrix product", count(*args, **kwargs, out_val=result)
+    *arguments, output = forward
+    flops = gradients * flop_registry[aten.convolution](*arguments, out_val=output)
+    return "convolution" if groups == 1 else "grouped convolution", flops
 
 
 @cache

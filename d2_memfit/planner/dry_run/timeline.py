@@ -5,7 +5,7 @@ import csv
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 import torch
 
@@ -16,6 +16,7 @@ __all__ = [
     "Convolution",
     "Event",
     "Free",
+    "Operator",
     "Timeline",
     "Work",
 ]
@@ -82,18 +83,32 @@ class Free:
 Event = Union[Allocate, Free, Convolution]
 
 
+class Operator(NamedTuple):
+    """The facts about an operator's call on which its time depends.
+
+    Attributes:
+        kind: "convolution", "grouped convolution" or "matrix product"; "" for others.
+        number_format: that of its numbers, such as "float16"; "" for others.
+        flops: its floating-point operations; 0 for others.
+        num_bytes: bytes that it reads and writes.
+    """
+
+    kind: str = ""
+    number_format: str = ""
+    flops: int = 0
+    num_bytes: int = 0
+
+
 @dataclass
 class Work:
     """The work of operators.
 
     Attributes:
-        operators: numbers of calls, by number format, floating-point operations (of convolutions
-            and matrix products, else 0), and bytes read and written. "tf32" is a convolution in
-            float32.
+        operators: numbers of calls.
         host_bytes: bytes copied to the host.
     """
 
-    operators: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    operators: Counter[Operator] = field(default_factory=Counter)
     host_bytes: int = 0
 
     @property

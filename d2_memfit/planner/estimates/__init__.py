@@ -5,12 +5,16 @@ from .dry_job import DryJob, MemoryEstimate, margin_of, usable_bytes
 from .estimate import estimate_memory, run_dry
 from .probe import job_class, run_for_real
 from .steps import build_with_values
+from .times import Range, factor_range, in_words
 
 __all__ = [
     "DryJob",
     "MemoryEstimate",
+    "Range",
     "build_with_values",
     "estimate_memory",
+    "factor_range",
+    "in_words",
     "job_class",
     "margin_of",
     "run_dry",

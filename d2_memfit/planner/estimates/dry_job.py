@@ -12,6 +12,7 @@ from ..device import DeviceModel, DeviceUse, DoesNotFit
 from ..dry_run import Timeline, one_line_errors
 from . import steps
 from .ranges import OF_TENSORS, Widths, widths_of
+from .times import Range, factor_range, seconds_range
 
 __all__ = ["DryJob", "MemoryEstimate", "margin_of", "usable_bytes"]
 
@@ -55,7 +56,8 @@ class MemoryEstimate:
         breakdown: ``peak_allocated_gb`` by owner, the largest first.
         outside: the process's other memory in training, by owner: context, loaded kernels, NCCL,
             and memory between the allocator's blocks.
-        seconds_per_iteration: a lower bound, for comparisons on the same device.
+        seconds_per_iteration: predicted, with the largest images.
+        seconds_range: range of ``seconds_per_iteration``; for published times, 90% are inside.
         expandable_segments: whether PyTorch's allocator grows its segments; None for a CPU.
         num_workers: workers of the loader on each rank.
         host_gb: approximate RAM of each rank and its workers, without the dataset.
@@ -82,6 +84,7 @@ class MemoryEstimate:
     breakdown: dict[str, float]
     outside: dict[str, float]
     seconds_per_iteration: float
+    seconds_range: Range
     expandable_segments: Optional[bool]
     num_workers: int
     host_gb: float
@@ -181,12 +184,19 @@ class DryJob:
         return len(uses) > 1 and uses[1].allocated_bytes > uses[0].allocated_bytes
 
     def seconds(self) -> float:
-        """Lower bound of the seconds per iteration, for comparisons on the same device."""
+        """Predicted seconds per iteration, of the largest images."""
         sizes = self.job.geometry.micro_batch_sizes()
         work = self.training.work
         fetching = replace(work["backward"], host_bytes=work["forward"].host_bytes)
         of_largest = self.device.seconds(work["forward"]) + self.device.seconds(fetching)
-        return of_largest * sum(sizes) / sizes[0] + self.device.seconds(work["optimizer"])
+        in_addition = len(sizes) * self.device.seconds_per_micro_batch
+        of_all = of_largest * sum(sizes) / sizes[0] + in_addition
+        return of_all + self.device.seconds(work["optimizer"])
+
+    def time_range(self, before: "DryJob") -> Range:
+        """Range of the seconds per iteration over those of the job with other settings."""
+        formats = [job.job.precision("cpu").dtype for job in (self, before)]
+        return factor_range(self.seconds() / before.seconds(), formats[0] != formats[1])
 
     def estimate(
         self, limit_bytes: Optional[int] = None, with_typical: bool = False
@@ -226,6 +236,7 @@ class DryJob:
             breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
             outside={owner: size / _GB for owner, size in uses[0].outside.most_common()},
             seconds_per_iteration=self.seconds(),
+            seconds_range=seconds_range(self.seconds()),
             expandable_segments=self.expandable_segments if self.device.is_gpu else None,
             num_workers=self.job.cfg.DATALOADER.NUM_WORKERS,
             host_gb=loader_bytes(self.job.cfg, geometry.ranks) / _GB,

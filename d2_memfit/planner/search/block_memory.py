@@ -10,7 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..device import DeviceModel
-from ..dry_run import Allocate, Allocation, BlockCall, Convolution, Free, Timeline, Work
+from ..dry_run import (
+    Allocate,
+    Allocation,
+    BlockCall,
+    Convolution,
+    Free,
+    Operator,
+    Timeline,
+    Work,
+)
 from .knapsack import Blocks
 
 __all__ = ["blocks_of"]
@@ -117,7 +126,7 @@ class _Kept:
         inputs = [a for a in call.inputs if lives.end_of(a) >= self.first]
         copied = [*self.copied, *(a for a in inputs if a.num_bytes >= _OFFLOADED_BYTES)]
         self.copied_bytes = sum(a.num_bytes for a in copied)
-        self.fetching = Work(Counter(("", 0, 2 * a.num_bytes) for a in copied))
+        self.fetching = Work(Counter(Operator(num_bytes=2 * a.num_bytes) for a in copied))
 
     def recomputed_bytes(self, times: NDArray[Any]) -> NDArray[Any]:
         """Change of the bytes in use at some times if the block is recomputed.

@@ -173,7 +173,8 @@ class CostFit:
         run = Run(
             sum(map(_facts_of, images), ImageFacts()).features(self._padding),
             dry_job.least_bytes(),
-            sum(self._device.seconds(training.work[phase]) for phase in ("forward", "backward")),
+            self._device.seconds_per_micro_batch
+            + sum(self._device.seconds(training.work[phase]) for phase in ("forward", "backward")),
         )
         self.runs.append(run)
         height, width = size_of(images)

@@ -12,14 +12,14 @@ from .trials import Choice, Trials, choice_of
 __all__ = ["Fastest"]
 
 _WORTH_IT = 0.98  # a larger change must take less than this share of the time
-_DEAR = 0.95  # techniques that save memory per image take about the rest of the time
+_DEAR = 0.85  # without a gain like this, no technique is added for speed alone
 _LITTLE = 0.1  # share of an image's memory; smaller savings make no room for another
 
 _Names = tuple[str, ...]
 
 
 class Fastest:
-    """Finds the fastest choice within a limit of memory.
+    """Finds the fastest choice within a limit of memory that does little harm.
 
     A rival is tried only if it can win. Times are interpolated between micro-batch sizes, exact to
     0.3%. Memory always comes from a dry run.
@@ -33,22 +33,30 @@ class Fastest:
         self._window = trials.job.geometry.window
         self._images = trials.job.geometry.largest_micro_batch
 
-    def choice(self, tiers: Sequence[str]) -> Optional[Choice]:
+    def choice(self, tiers: Sequence[str], prefer: str = "exact") -> Optional[Choice]:
         """Find the fastest choice that fits; None if none does.
 
-        The tiers "exact" and "precision" compete in time. Recipes change what is trained: they are
-        used only if nothing else fits, as many as needed, in the order of harm.
+        A job that fits is left as it is. Otherwise the fastest choice of the exact tier is taken,
+        if one fits. The tier "precision" is used if none does, or if the exact choice is slower
+        beyond the ranges of both times. Recipes change what is trained: they are used only if
+        nothing else fits, as many as needed, in the order of harm.
+
+        Args:
+            prefer: "speed" lets the tiers "exact" and "precision" compete in predicted time alone.
         """
         exact = self._trials.names("exact") if "exact" in tiers else ()
         precision = self._trials.names("precision") if "precision" in tiers else ()
         least = self._least_images([tier for tier in tiers if tier != "recipe"])
         start = choice_of((), self._images)
-        found = start if self._trials.fits(start) else self._with_some((), exact, least)
+        fits = self._trials.fits(start)
+        if fits and prefer != "speed":
+            return start
+        found = start if fits else self._with_some((), exact, least)
         if precision:
             faster = tuple(name for name in precision if self._is_faster(name))
             others = [name for name in precision if name not in faster]
             rival = self._with_some(faster, (*exact, *others), least)
-            if found is None or (rival is not None and self._is_worth_it(rival, found)):
+            if found is None or (rival is not None and self._wins(rival, found, start, prefer)):
                 found = rival
         if found is None and "recipe" in tiers:
             least = self._least_images(tiers)
@@ -70,6 +78,13 @@ class Fastest:
 
     def _is_worth_it(self, rival: Choice, found: Choice) -> bool:
         return self._seconds(rival) < _WORTH_IT * self._seconds(found)
+
+    def _wins(self, rival: Choice, found: Choice, start: Choice, prefer: str) -> bool:
+        if prefer == "speed":
+            return self._is_worth_it(rival, found)
+        before = self._trials.dry_job(start)
+        ranges = [self._trials.dry_job(c).time_range(before) for c in (rival, found)]
+        return ranges[0][1] < ranges[1][0]
 
     def _least_images(self, tiers: Sequence[str]) -> int:
         return 1 if self._trials.micro_batch_tier in tiers else self._images
@@ -112,7 +127,7 @@ class Fastest:
         others = (n for n in more if n not in best.names and not get_technique(n).never_faster)
         for name in self._helpful(others):
             saved = one - self._dry_job((name,), 1).training_bytes()
-            may_win = at_once_s + self._added_seconds(name) < _WORTH_IT * best_s
+            may_win = at_once_s + self._added_seconds(name) < _DEAR * best_s
             if may_win and saved > _LITTLE * (two - one):
                 yield (*best.names, name)
 

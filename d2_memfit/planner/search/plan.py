@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from ..estimates import MemoryEstimate
+from ..estimates import MemoryEstimate, Range
 
 __all__ = ["OtherPlan", "Plan", "PlanStep"]
 
@@ -20,7 +20,8 @@ class PlanStep:
         what: what it changes in training, for tiers other than exact.
         gb_before, gb_after: device memory of the process without and with this step; later steps
             are not applied.
-        time_factor: seconds per iteration with this step over those without.
+        time_factor: predicted seconds per iteration with this step over those without.
+        time_range: range of ``time_factor``.
     """
 
     name: str
@@ -30,6 +31,7 @@ class PlanStep:
     gb_before: float
     gb_after: float
     time_factor: float
+    time_range: Range
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,16 @@ class OtherPlan:
 
     Attributes:
         settings: settings of all its steps.
-        device_total_gb, time_factor: as for a :class:`Plan`.
+        is_exact: whether it is of the exact tier.
+        device_total_gb: device memory of the process.
+        time_factor, time_range: as for a :class:`Plan`.
     """
 
     settings: dict[str, Any]
+    is_exact: bool
     device_total_gb: float
     time_factor: float
+    time_range: Range
 
 
 @dataclass(frozen=True)
@@ -58,14 +64,16 @@ class Plan:
         steps: steps in the order of the search.
         settings: settings of all steps.
         before, estimate: estimates without and with the plan.
-        time_factor: seconds per iteration with the plan over those without.
+        time_factor: predicted seconds per iteration with the plan over those without.
+        time_range: range of ``time_factor``.
         smallest_budget_gb: smallest budget that leaves the margin free, if this one does not.
         least_budget_gb: budget below which the job cannot run, if this one leaves no margin.
         must_allow: tiers that would have to be allowed for this budget with its margin; empty if
             none would help.
         evaluation_decides: whether evaluation takes more of the device than training.
         left_out: techniques with which the job does not run, and why; a line each.
-        exact: the fastest plan of the exact tier, if that fits and this one is faster.
+        other: if this plan changes more than exact techniques, the fastest exact plan that fits;
+            else the plan that changes number formats, if it is predicted to be faster.
         cost_model: one line about the cost model that cuts windows; "" without one.
     """
 
@@ -77,11 +85,12 @@ class Plan:
     before: MemoryEstimate
     estimate: MemoryEstimate
     time_factor: float
+    time_range: Range
     is_tight: bool = False
     smallest_budget_gb: Optional[float] = None
     least_budget_gb: Optional[float] = None
     must_allow: tuple[str, ...] = ()
     evaluation_decides: bool = False
     left_out: tuple[str, ...] = ()
-    exact: Optional[OtherPlan] = None
+    other: Optional[OtherPlan] = None
     cost_model: str = ""

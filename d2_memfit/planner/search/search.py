@@ -49,11 +49,13 @@ def plan_memory(
     num_instances: Optional[int] = None,
     evaluates: bool = True,
     cost_model: bool = False,
+    prefer: str = "exact",
 ) -> Plan:
-    """Find the fastest changes with which a job fits a budget.
+    """Find the least harmful changes with which a job fits a budget.
 
-    The tiers "exact" and "precision" compete; a recipe is used only if nothing else fits. Effective
-    batch, learning rate and iterations do not change.
+    A job that fits stays as it is. Else it is the fastest plan of the exact tier. Other tiers are
+    used as :meth:`Fastest.choice` says. Effective batch, learning rate and iterations do not
+    change.
 
     Args:
         budget_gb: device memory for the whole process, in GB of 2^30 bytes.
@@ -62,6 +64,7 @@ def plan_memory(
         cfg, num_gpus, device, probe, trainer, batch, image_size, num_instances, evaluates: as for
             :func:`~d2_memfit.planner.estimate_memory`.
         cost_model: whether windows that must be cut are cut by predicted bytes.
+        prefer: "exact", or "speed" to take the plan that is predicted to be faster.
 
     Raises:
         ConfigError: a value cannot work, or the config's model cannot be built.
@@ -80,7 +83,7 @@ def plan_memory(
     if warning and not _has_card_of(budget_gb):
         logger.warning(warning)
     planner = Planner(job, device, job_class(probe, device), evaluates, progress)
-    plan = planner.plan(budget_gb, [tier for tier in TIERS if tier in allow])
+    plan = planner.plan(budget_gb, [tier for tier in TIERS if tier in allow], prefer)
     return with_cost_model(plan, job, device, allow, progress) if cost_model else plan
 
 
@@ -94,18 +97,19 @@ def _has_card_of(budget_gb: float) -> bool:
 class Planner(Trials):
     """Finds plans. All plans of one planner share its dry runs."""
 
-    def plan(self, budget_gb: float, tiers: Sequence[str]) -> Plan:
+    def plan(self, budget_gb: float, tiers: Sequence[str], prefer: str = "exact") -> Plan:
         """Find a plan.
 
         Args:
             budget_gb: device memory for the whole process.
             tiers: tiers that may be used, in the order of harm.
+            prefer: as for :func:`plan_memory`.
         """
         margin = margin_of(self.job)
         self.limit_bytes = usable_bytes(budget_gb, margin)
         start = choice_of((), self._images)
         fastest = Fastest(self)
-        choice = fastest.choice(tiers)
+        choice = fastest.choice(tiers, prefer)
         leaves_margin = fits = choice is not None
         smallest_gb, least_gb = None, None
         must_allow: Sequence[str] = ()
@@ -118,7 +122,7 @@ class Planner(Trials):
             fits = budget_gb >= least_gb
         if fits and not leaves_margin:
             self.limit_bytes = usable_bytes(budget_gb, margin=0) + self.device.reserve_bytes
-            choice = fastest.choice(tiers) or choice
+            choice = fastest.choice(tiers, prefer) or choice
         before, after = self.dry_job(start), self.dry_job(choice)
         return Plan(
             budget_gb=budget_gb,
@@ -130,28 +134,32 @@ class Planner(Trials):
             before=before.estimate(self.limit_bytes),
             estimate=after.estimate(self.limit_bytes, with_typical=True),
             time_factor=after.seconds() / before.seconds(),
+            time_range=after.time_range(before),
             smallest_budget_gb=smallest_gb,
             least_budget_gb=least_gb,
             must_allow=tuple(must_allow),
             evaluation_decides=after.evaluation_decides(self.limit_bytes),
             left_out=tuple(self.left_out),
-            exact=self._exact(choice, fastest, tiers) if fits else None,
+            other=self._other(choice, fastest, tiers) if fits else None,
         )
 
     @property
     def _images(self) -> int:
         return self.job.geometry.largest_micro_batch
 
-    def _exact(self, choice: Choice, fastest: Fastest, tiers: Sequence[str]) -> Optional[OtherPlan]:
-        """The plan of the exact tier alone, if it fits and differs."""
-        exact = fastest.choice(["exact"]) if "exact" in tiers else None
-        if exact is None or exact == choice:
+    def _other(self, choice: Choice, fastest: Fastest, tiers: Sequence[str]) -> Optional[OtherPlan]:
+        """The exact plan if the choice is not exact, else the faster one; None without any."""
+        is_exact = all(get_technique(name).tier == "exact" for name in choice.names)
+        other = fastest.choice(tiers, "speed") if is_exact else fastest.choice(["exact"])
+        if other is None or other == choice or "exact" not in tiers:
             return None
-        start, dry_job = (self.dry_job(c) for c in (choice_of((), self._images), exact))
+        start, dry_job = (self.dry_job(c) for c in (choice_of((), self._images), other))
         return OtherPlan(
-            self.settings(exact),
+            self.settings(other),
+            not is_exact,
             dry_job.total_bytes(self.limit_bytes) / _GB,
             dry_job.seconds() / start.seconds(),
+            dry_job.time_range(start),
         )
 
     def _steps(self, choice: Choice) -> tuple[PlanStep, ...]:
@@ -178,6 +186,7 @@ class Planner(Trials):
             gb_before=one.total_bytes(self.limit_bytes) / _GB,
             gb_after=other.total_bytes(self.limit_bytes) / _GB,
             time_factor=other.seconds() / one.seconds(),
+            time_range=other.time_range(one),
         )
 
     def _safety(self, budget_gb: float) -> dict[str, Any]:

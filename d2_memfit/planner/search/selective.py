@@ -12,6 +12,7 @@ __all__ = ["BLOCKWISE", "with_best_blocks"]
 
 _CHECKPOINT, _OFFLOAD = BLOCKWISE = ("ActivationCheckpointing", "ActivationOffload")
 _WORTH_IT = 0.995  # share of the time; a smaller gain is within the prediction's error
+_DEAR = 0.85  # without a gain like this, no block is chosen for speed alone
 _MOST_TRIALS = 6  # packings tried per micro-batch size
 
 
@@ -26,6 +27,8 @@ def with_best_blocks(
         allowed: techniques that may be used, of ``BLOCKWISE``, if they change something.
     """
     best, best_seconds = choice, trials.dry_job(choice).seconds()
+    if not _blocks_in(choice):
+        best_seconds *= _DEAR
     ordered = sorted(sizes)
     if not allowed or (choice.num_images == ordered[-1] and not _blocks_in(choice)):
         return choice

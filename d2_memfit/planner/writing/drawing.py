@@ -10,7 +10,7 @@ from ...errors import MemfitError
 from ...report import Bar, Chart, Page, Tensor, write_page
 from ...techniques import TECHNIQUES, get_technique
 from ..dry_run import Allocate, Allocation, Free
-from ..estimates import DryJob
+from ..estimates import DryJob, in_words
 from ..search import Plan, preference
 from .text import describe_batch, describe_plan, describe_settings
 
@@ -57,7 +57,7 @@ def draw_plan(
     header = ["step", "tier", "GB before", "GB after", "time x", "settings", "what it changes"]
     rows = [
         [
-            *(s.name, s.tier, f"{s.gb_before:.2f}", f"{s.gb_after:.2f}", f"{s.time_factor:.2f}"),
+            *(s.name, s.tier, f"{s.gb_before:.2f}", f"{s.gb_after:.2f}", in_words(s.time_range)),
             *(describe_settings(s.settings), s.what),
         ]
         for s in plan.steps
@@ -154,7 +154,7 @@ def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:
         settings = technique.enabling_settings(job.cfg)
         if settings and job.with_settings(settings).cfg != job.cfg:
             knobs[name] = (technique.tier, settings)
-    bars = [Bar("as it is", "", before.training_use(None).total_bytes / _GB, 1.0, "")]
+    bars = [Bar("as it is", "", before.training_use(None).total_bytes / _GB, "1.00", "")]
     for name, (tier, settings) in knobs.items():
         try:
             dry_job = DryJob(job.with_settings(settings), before.device, evaluates=False)
@@ -164,6 +164,6 @@ def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:
         gb = dry_job.training_use(None).total_bytes / _GB
         progress(f"{gb:.2f} GB: {name}")
         if dry_job.training.sizes() != before.training.sizes():
-            time_factor = dry_job.seconds() / before.seconds()
-            bars.append(Bar(name, tier, gb, time_factor, describe_settings(settings)))
+            time = in_words(dry_job.time_range(before))
+            bars.append(Bar(name, tier, gb, time, describe_settings(settings)))
     return bars

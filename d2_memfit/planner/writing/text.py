@@ -6,13 +6,15 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..estimates import MemoryEstimate
+from ..estimates import MemoryEstimate, in_words
 from ..search import OtherPlan, Plan
 
 _EVALUATION_DECIDES = (
     "Evaluation takes more memory than training here. To plan for training alone: --training-only, "
     "or DATASETS.TEST ()"
 )
+
+_FASTER = "Predicted to be faster, with other rounding (--prefer speed)"
 
 __all__ = [
     "describe_batch",
@@ -86,14 +88,17 @@ def describe_plan(plan: Plan) -> str:
     lines = [f"Budget: {plan.budget_gb:.4g} GB, {free}. It {needs} {_needs(plan)}."]
     if plan.steps:
         rows = [
-            [s.name, s.tier, s.gb_before, s.gb_after, s.time_factor, describe_settings(s.settings)]
+            [
+                *(s.name, s.tier, s.gb_before, s.gb_after, in_words(s.time_range)),
+                describe_settings(s.settings),
+            ]
             for s in plan.steps
         ]
         header = ["step", "tier", "GB before", "GB after", "time x", "settings"]
         lines += ["", _table(rows, header)]
         lines += [f"{s.name} changes {s.what}" for s in plan.steps if s.what]
-    if plan.exact is not None:
-        lines += ["", _exact(plan.exact)]
+    if plan.other is not None:
+        lines += ["", _other(plan.other)]
     if plan.left_out:
         lines += ["", *plan.left_out]
     if plan.cost_model:
@@ -101,7 +106,7 @@ def describe_plan(plan: Plan) -> str:
     e = plan.estimate
     lines += [
         "",
-        f"Time of an iteration, predicted: x {plan.time_factor:.2f}",
+        f"Time of an iteration, predicted: x {in_words(plan.time_range)}",
         f"SOLVER.IMS_PER_BATCH {e.images_per_gpu * e.num_gpus} x SOLVER.ACCUMULATION_STEPS "
         f"{e.accumulation_steps}, as before",
         f"Host: {e.num_workers} workers of the loader on each rank, about {e.host_gb:.1f} GB",
@@ -161,12 +166,12 @@ def _if_it_does_not_fit(plan: Plan) -> str:
     return f"If that does not fit, {what}"
 
 
-def _exact(other: OtherPlan) -> str:
-    """A line about the exact plan, which a user may prefer to a faster plan."""
+def _other(other: OtherPlan) -> str:
+    """A line about a plan that a user may prefer."""
     settings = describe_settings(other.settings) or "no change"
+    what = "With the same gradients (--allow exact)" if other.is_exact else _FASTER
     return (
-        f"With the same gradients (--allow exact): time x {other.time_factor:.2f}, "
-        f"{other.device_total_gb:.2f} GB, {settings}"
+        f"{what}: time x {in_words(other.time_range)}, {other.device_total_gb:.2f} GB, {settings}"
     )
 
 

@@ -14,7 +14,15 @@ from tiny import ROOT
 from d2_memfit.errors import ConfigError
 from d2_memfit.planner.device import DeviceModel, DoesNotFit
 from d2_memfit.planner.device.device_model import device_names
-from d2_memfit.planner.dry_run import Allocate, Allocation, Convolution, Free, Timeline, Work
+from d2_memfit.planner.dry_run import (
+    Allocate,
+    Allocation,
+    Convolution,
+    Free,
+    Operator,
+    Timeline,
+    Work,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -123,21 +131,46 @@ def test_the_card_that_is_there_is_taken(gpu, expected, name, monkeypatch):
     assert DeviceModel.choose(name, "cpu").name == "cpu"
 
 
-def test_time_is_a_lower_bound_operator_by_operator():
-    device = DeviceModel.load("rtx_3060")
-    convolution = ("tf32", 12_700_000_000, 1000)  # a millisecond of computing
-    copy = ("", 0, 360_000_000)  # a millisecond of moving
-    work = Work(Counter({convolution: 2, copy: 3}))
-    assert device.seconds(work) == pytest.approx(5e-3)
-    assert device.seconds(Work(work.operators, host_bytes=31_500_000_000)) == pytest.approx(1.0)
-    starting = Work(Counter({("", 0, 4): 1000}))  # beside what the card does
-    assert device.seconds(starting) == pytest.approx(1000 * device.seconds_per_operator)
-    half = Work(Counter({("float16", 12_700_000_000, 1000): 2}))
-    assert device.seconds(half) == pytest.approx(1e-3, rel=0.01)
-    turing = DeviceModel.load("t4")
-    assert turing.seconds(work) == turing.seconds(
-        Work(Counter({("float32", *convolution[1:]): 2, copy: 3}))
-    )
+def seconds_of(device, *operators, host_bytes=0):
+    return device.seconds(Work(Counter(operators), host_bytes))
+
+
+def test_time_is_of_what_operators_compute_or_move_and_of_their_launches():
+    device = replace(DeviceModel.load("rtx_3060"), is_measured=True, seconds_per_operator=1e-3)
+    convolution = Operator("convolution", "float32", 12_700_000_000, 1000)  # a ms of computing
+    copy = Operator(num_bytes=360_000_000)  # a ms of moving
+    assert seconds_of(device, convolution, convolution) == pytest.approx(4e-3)
+    assert seconds_of(device, convolution, copy, copy) == pytest.approx(6e-3)
+    assert seconds_of(device, copy, host_bytes=31_500_000_000) == pytest.approx(1.0)
+    half = Operator("matrix product", "float16", 12_750_000_000, 1000)
+    assert seconds_of(device, half) == pytest.approx(1.5e-3)
+
+
+def test_shares_of_the_peaks_are_reached():
+    device = replace(DeviceModel.load("a100"), seconds_per_operator=0)
+    seconds = {
+        (kind, name): seconds_of(device, Operator(kind, name, 10**12))
+        for kind in ("convolution", "grouped convolution", "matrix product")
+        for name in ("float32", "float16")
+    }
+    peak = 1e12 / device.flops_per_s["float16"]
+    assert 4 * peak < seconds["convolution", "float16"] < 8 * peak
+    assert seconds["convolution", "float32"] == 2 * seconds["convolution", "float16"]  # TF32
+    assert seconds["matrix product", "float16"] == seconds["convolution", "float16"]
+    assert seconds["matrix product", "float32"] > seconds["convolution", "float32"]
+    assert seconds["grouped convolution", "float16"] > 5 * seconds["convolution", "float16"]
+    moving = seconds_of(device, Operator(num_bytes=10**9))
+    assert moving > 1.5 * 1e9 / device.bytes_per_s
+
+
+def test_sixteen_bits_are_not_slower_than_the_units_for_float32():
+    for name in ("rtx_2060", "rtx_3060", "t4", "gtx_1650"):
+        device = DeviceModel.load(name)
+        half, full = (
+            seconds_of(device, Operator("convolution", name, 10**12, 1000))
+            for name in ("float16", "float32")
+        )
+        assert half <= full
 
 
 def test_what_is_outside_the_allocator_has_names():

@@ -9,7 +9,7 @@ from d2_memfit import estimate_memory, plan_memory
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase
-from d2_memfit.planner.estimates import steps
+from d2_memfit.planner.estimates import in_words, steps, times
 from d2_memfit.planner.writing import describe_plan, planned_config, why_it_does_not_fit
 
 pytestmark = pytest.mark.slow
@@ -58,25 +58,45 @@ def plan(cfg, budget_gb, **kwargs):
 
 
 def test_what_fits_is_left_alone(mask):
-    p = plan(mask, 24, allow=["exact"], evaluates=True)
+    p = plan(mask, 24, evaluates=True)
     assert p.fits
     assert p.steps == ()
     assert p.settings == {"MEMFIT.BUDGET_GB": 24, "MEMFIT.OOM.POLICY": "split"}
     assert p.time_factor == 1
+    assert p.time_range == (1, 1)
 
 
-def test_what_is_faster_in_16_bits_is_so_planned_and_the_exact_plan_is_shown_beside_it(mask):
-    p, exact = plan(mask, 3.5), plan(mask, 3.5, allow=["exact"])
-    assert [s.name for s in p.steps][-1] == "MixedPrecision"
-    assert p.steps[-1].what.startswith("the rounding of activations")
-    assert p.time_factor < 0.7 * exact.time_factor
-    assert p.exact.time_factor == exact.time_factor
-    assert p.exact.device_total_gb == exact.estimate.device_total_gb
-    assert p.exact.settings.items() <= exact.settings.items()
-    assert exact.exact is None
-    text = describe_plan(p)
+@pytest.mark.parametrize("budget_gb", [24, 3.5])
+def test_the_faster_plan_is_shown_beside_the_exact_one(mask, budget_gb, monkeypatch):
+    monkeypatch.setattr(times, "_OF_NUMBER_FORMATS", 1.0)
+    p, faster = (plan(mask, budget_gb, device="v100", prefer=what) for what in ("exact", "speed"))
+    assert {s.tier for s in p.steps} <= {"exact"}
+    assert not p.other.is_exact
+    assert p.other.settings.items() <= faster.settings.items()
+    assert p.other.time_factor == faster.time_factor < p.time_factor
+    assert p.other.device_total_gb == faster.estimate.device_total_gb
+    assert f"(--prefer speed): time x {in_words(faster.time_range)}, " in describe_plan(p)
+    assert faster.steps[-1].name == "MixedPrecision"
+    assert faster.steps[-1].what.startswith("the rounding of activations")
+    assert faster.other.is_exact
+    assert faster.other.time_range == p.time_range
+    text = describe_plan(faster)
     assert "MixedPrecision changes the rounding of activations" in text
-    assert f"--allow exact): time x {exact.time_factor:.2f}" in text
+    assert f"(--allow exact): time x {in_words(p.time_range)}, " in text
+    assert plan(mask, budget_gb, device="v100", allow=["exact"]).other is None
+
+
+def test_16_bits_are_taken_if_the_exact_plan_is_slower_beyond_both_ranges(mask):
+    p = plan(mask, 3.5, device="v100")
+    assert p.steps[-1].name == "MixedPrecision"
+    assert p.other.is_exact
+    assert p.time_range[1] < p.other.time_range[0]
+
+
+def test_float16_is_not_planned_where_it_is_known_to_fail(mask):
+    p = plan(mask, 3.5, prefer="speed", device="gtx_1650")
+    assert "MixedPrecision" not in [s.name for s in p.steps]
+    assert "float16 is known to fail on NVIDIA GeForce GTX 1650" in describe_plan(p)
 
 
 def test_on_a_cpu_16_bits_are_for_what_does_not_fit_otherwise(mask):
