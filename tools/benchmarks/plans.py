@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
         for share in args.shares:
             budget_gb = round(needed_gb * share, 2)
             planner = Planner(job, device)
-            plan = planner.plan(budget_gb, ["exact", "precision"])
+            plan = planner.plan(budget_gb, ["exact", "precision"], "speed")
             best = fastest_of_all(every, plan.margin, budget_gb, args.techniques)
             seconds = plan.estimate.seconds_per_iteration
             slower = f"{seconds / every.dry_job(best).seconds() - 1:+.1%}" if best else ""

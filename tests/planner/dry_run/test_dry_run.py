@@ -312,3 +312,28 @@ def test_an_operator_without_a_meta_kernel_computes_with_zeros():
 
     with WithoutValues():
         assert torch.equal(double(make_fake(torch.ones(2**20))), torch.zeros(2**20))
+
+
+@pytest.mark.parametrize(
+    ("groups", "transposed", "kind"),
+    [(1, False, "convolution"), (4, False, "grouped convolution"), (1, True, "convolution")],
+)
+def test_the_backward_of_a_convolution_computes_twice_what_the_forward_does(
+    groups, transposed, kind
+):
+    layer = nn.ConvTranspose2d if transposed else nn.Conv2d
+    model = layer(8, 8, 3, groups=groups, bias=False)
+    x = torch.zeros(2, 8, 10, 12, requires_grad=True)
+    with DryRun(model) as run:
+        for phase in ("forward", "backward"):
+            run.phase = phase
+            y = model(x) if phase == "forward" else y.backward(torch.ones_like(y))
+    flops = {}
+    for phase, work in run.timeline.work.items():
+        [operator] = [of for of in work.operators if of.kind]
+        assert operator.kind == kind
+        assert operator.number_format == "float32"
+        flops[phase] = operator.flops
+    pixels = 10 * 12 if transposed else 8 * 10
+    assert flops["forward"] == 2 * 2 * pixels * 8 * (8 // groups) * 9
+    assert flops["backward"] == 2 * flops["forward"]
