@@ -218,9 +218,9 @@ def add_card_and_coco_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--card`` and ``--coco``."""
     parser.add_argument(
         "--card",
-        metavar="SIZE",
-        help="the budget of a card that is sold with this memory, such as 6GB; the same as "
-        "MEMFIT.PRESET",
+        metavar="CARD",
+        help="the budget of a card that is sold with this memory, such as 6GB, or of one with this "
+        "name, such as 'RTX 3060 Laptop'; the same as MEMFIT.PRESET",
     )
     add_coco_option(parser)
 

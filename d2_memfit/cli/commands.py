@@ -18,7 +18,7 @@ from torch import nn
 
 from ..common.checks import check_positive_int
 from ..common.files import whole_file
-from ..config import find_config_file, load_cfg
+from ..config import card_name, find_config_file, load_cfg
 from ..data import check_classes, check_coco_file, register_coco
 from ..doctor import examine
 from ..engine import usable_device
@@ -27,6 +27,7 @@ from ..errors import ConfigError, exit_on_error
 from ..job import Job, find_function
 from ..measure.session import measure_gpu
 from ..memory import use_expandable_segments
+from ..planner.device import device_names
 from ..planner.estimates import DryJob, run_dry
 from ..planner.search import Plan, plan_memory
 from ..planner.writing import (
@@ -96,6 +97,7 @@ def _ask(args: argparse.Namespace) -> None:
     if args.probe:
         use_expandable_segments()  # as in training under a budget, and before CUDA is started
     job = job_of(args, cfg)
+    args.device = args.device or _device_of_card(args.card)
     evaluates = not args.training_only
     if args.command == "estimate":
         dry_job = run_dry(job, args.device, args.probe, evaluates)
@@ -168,6 +170,17 @@ def _draw(args: argparse.Namespace) -> None:
     check_classes(cfg, file)
     draw_predictions(cfg, name, output, args.num_images, args.min_score)
     print(output)
+
+
+def _device_of_card(card: Optional[str]) -> Optional[str]:
+    """The device file of a card that is named; None for a size, or if there is none."""
+    name = card_name(card or "").replace(" ", "_")
+    nearest = name.removesuffix("_laptop")
+    if nearest not in device_names():
+        return None
+    if nearest != name:
+        _say(f"--card {card}: its times are predicted as those of {nearest}, which is faster")
+    return nearest
 
 
 def _opts_of_budget(args: argparse.Namespace) -> list[str]:

@@ -1,13 +1,12 @@
 # Copyright (c) the d2_memfit developers.
 """Config keys and values from the options --card and --coco."""
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
 
-from ..config import budget_of_preset, check_config, find_config_file, keys_in_own_files, load_cfg
+from ..config import check_config, find_config_file, keys_in_own_files, load_cfg, preset_of_card
 from ..data import (
     CocoFile,
     Setting,
@@ -34,20 +33,18 @@ def check_opts(opts: Sequence[str]) -> None:
 
 
 def opts_of_card(card: Optional[str], opts: Sequence[str]) -> list[str]:
-    """KEY VALUE pairs for ``--card``, which may be written as 6GB, 6 or "6 GB".
+    """KEY VALUE pairs for ``--card``: a size or a name, as :func:`preset_of_card` takes it.
 
     Raises:
         ConfigError: there is no such card, or ``opts`` contain a budget, too.
     """
     if card is None:
         return []
-    size = re.fullmatch(r"(\d+) *(G|GB|GIB)?", card.strip().upper())
-    card = f"{size[1]}GB" if size else card
-    budget_of_preset(card)
+    preset = preset_of_card(card)
     for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET"):
         if key in opts[::2]:
             raise ConfigError(f"--card {card} and {key} are two budgets: name one")
-    return ["MEMFIT.PRESET", card, "MEMFIT.BUDGET_GB", "None"]
+    return ["MEMFIT.PRESET", preset, "MEMFIT.BUDGET_GB", "None"]
 
 
 def settings_of_data(

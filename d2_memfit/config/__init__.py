@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Config keys, config files and presets."""
 
+from .cards import card_name, preset_of_card
 from .config import (
     add_memfit_config,
     cfg_of_techniques,
@@ -21,6 +22,7 @@ __all__ = [
     "PRESETS",
     "add_memfit_config",
     "budget_of_preset",
+    "card_name",
     "cfg_of_techniques",
     "check_config",
     "check_data_keys",
@@ -32,6 +34,7 @@ __all__ = [
     "get_cfg",
     "keys_in_own_files",
     "load_cfg",
+    "preset_of_card",
     "why_no_card_has",
     "with_budget",
     "with_memfit_keys",

@@ -81,6 +81,10 @@ def test_a_card_is_the_budget_of_an_estimate_too(config_file, capsys):
     assert "Segments of the allocator: expandable" in printed
     main(["estimate", "--card", "6 gb", "--config-file", config_file, "--device", "cuda"])
     assert capsys.readouterr().out == printed
+    main(["estimate", "--card", "RTX 3060 Laptop", "--config-file", config_file])
+    card = capsys.readouterr()
+    assert "as those of rtx_3060, which is faster" in card.err
+    assert "NVIDIA GeForce RTX 3060" in card.out
     main(["estimate", "--config-file", config_file, "--device", "cuda"])
     assert "Segments of the allocator: of PyTorch's default" in capsys.readouterr().out
 
@@ -212,12 +216,13 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         ),
         (["plan", "--budget", "7GB"], "got '7GB'. A card is --card 6GB"),
         (["plan"], "--budget: name a number of GB, such as 5.2"),
-        (["plan", "--card", "7GB"], "there is no preset '7GB' (did you mean "),
+        (["plan", "--card", "7GB"], "--card: '7GB' is not known (did you mean "),
+        (["plan", "--card", "RTX 3061"], "'RTX 3061' is not known (did you mean RTX 3060"),
         (["plan", "--card", "6GB", "--budget", "5"], "--budget 5 and --card 6GB are two budgets"),
         (["plan", "--card", "6GB", "MEMFIT.BUDGET_GB", "5"], "are two budgets: name one"),
         (["plan", "--budget", "6", "MEMFIT.BUDGET_GB", "5"], "are two budgets: name one"),
         (["plan", "--budget", "6", "MEMFIT.PRESET", "8GB"], "are two budgets: name one"),
-        (["plan", "--card", "6 apples"], "there is no preset '6 apples'"),
+        (["plan", "--card", "6 apples"], "--card: '6 apples' is not known"),
         (["estimate", "SOLVER.MAX_ITER", "-5"], "SOLVER.MAX_ITER must be a positive integer"),
         (
             ["estimate", "--coco", "a", "b", "c", "--coco", "a", "b", "d"],
