@@ -137,7 +137,7 @@ def test_a_plan_says_that_it_leaves_no_room_for_what_is_not_known(job, share):
     assert plan.fits == (share > 1)
     assert "It needs at least " in text
     if plan.fits:
-        assert text.splitlines()[-1] == (
+        assert text.splitlines()[0] == (
             "The plan leaves no room for what is not known, in the lines At least. If that does "
             "not fit, images that need more run again in smaller parts"
         )

@@ -85,7 +85,10 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
 def describe_plan(plan: Plan) -> str:
     free = "which is tight" if plan.is_tight else f"{plan.margin:.0%} of it left free"
     needs = "may need" if plan.is_tight else "needs"
-    lines = [f"Budget: {plan.budget_gb:.4g} GB, {free}. It {needs} {_needs(plan)}."]
+    lines = [
+        *_verdict(plan),
+        f"Budget: {plan.budget_gb:.4g} GB, {free}. It {needs} {_needs(plan)}.",
+    ]
     if plan.steps:
         rows = [
             [
@@ -115,13 +118,16 @@ def describe_plan(plan: Plan) -> str:
     ]
     if plan.evaluation_decides:
         lines += ["", _EVALUATION_DECIDES]
-    if not plan.fits:
-        lines += ["", why_it_does_not_fit(plan)]
-    elif plan.is_tight:
-        lines += ["", why_it_is_tight(plan)]
-    elif e.at_least:
-        lines += ["", _no_room(plan)]
     return "\n".join(lines)
+
+
+def _verdict(plan: Plan) -> list[str]:
+    """What a user must know before all else: that the plan does not fit, or may not."""
+    if not plan.fits:
+        return [why_it_does_not_fit(plan), ""]
+    if plan.is_tight:
+        return [why_it_is_tight(plan), ""]
+    return [_no_room(plan), ""] if plan.estimate.at_least else []
 
 
 def why_it_does_not_fit(plan: Plan) -> str:
