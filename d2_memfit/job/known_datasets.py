@@ -23,7 +23,7 @@ __all__ = ["KnownDataset", "assumed_facts", "known_dataset"]
 
 _ANY_SIZE = (800, 1333)
 _CROWDED = 9  # times the mean; a guess but for COCO
-_CROWDED_CLASSES = 4  # times the mean; a guess, as classes repeat less than objects
+_CROWDED_CLASSES = 4  # times the mean; a guess (docs/PUBLISHED_MEMORY.md)
 _MOST_CROWDED = 256  # images whose objects are counted
 _MEAN_CLASSES = 10.5  # in a label image of ADE20K, arXiv:1608.05442; others are not published
 
