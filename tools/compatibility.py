@@ -94,8 +94,9 @@ def versions() -> str:
 
     python = platform.python_version()
     return (
-        f"Made with Detectron2 {detectron2.__version__}, PyTorch {torch.__version__} and Python "
-        f"{python}, on {os.cpu_count()} CPU cores."
+        f"Made with d2_memfit at {commit_of(TOOLS.parent)[:7]}, Detectron2 "
+        f"{detectron2.__version__}, PyTorch {torch.__version__} and Python {python}, on "
+        f"{os.cpu_count()} CPU cores."
     )
 
 
