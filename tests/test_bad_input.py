@@ -464,7 +464,7 @@ OPTIONS = {
     "--num-machines 0": "--num-machines must be a positive integer, got 0",
     "--num-machines 2 --machine-rank 2": "--machine-rank must be 0 to 1, because there are --num-",
     "--machine-rank -1": "rank must be 0 to 0, because there are --num-machines 1, got -1",
-    "--card 7GB": "there is no preset '7GB'",
+    "--card 7GB": "--card: '7GB' is not known",
     "--config-file no/such.yaml": "--config-file 'no/such.yaml' does not exist",
     "--config-file {folder}/text.txt": "not a config: it must be a mapping of keys to values",
     "--config-file {folder}/itself.yaml": "itself.yaml: its _BASE_ leads back to itself, or too fa",

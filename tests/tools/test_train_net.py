@@ -282,7 +282,7 @@ FILES = {
         (["--coco", "other", "EMPTY.json", "no"], "dataset other is empty"),
         (["--resume"], "cannot read the checkpoint"),
         (["MODEL.ROI_HEADS.NUM_CLASSES", 80], "NUM_CLASSES 80 does not fit the data: "),
-        (["--card", "7GB"], "there is no preset '7GB'"),
+        (["--card", "7GB"], "--card: '7GB' is not known"),
         (["SOLVER.MAX_ITER"], "a value is missing after SOLVER.MAX_ITER"),
         (["SEED", 1, "--fit"], "--fit: options stand before the KEY VALUE pairs"),
     ],

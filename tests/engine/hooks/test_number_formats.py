@@ -40,34 +40,34 @@ def said_of(model, log):
     return [(r.levelname, r.message) for r in log.records]
 
 
-def test_losses_that_are_alike_are_said_in_one_line(caplog):
-    [(level, text)] = said_of(Model(), caplog)
+def test_losses_that_are_alike_are_said_in_one_line(log):
+    [(level, text)] = said_of(Model(), log)
     assert level == "INFO"
     assert text.startswith("Losses in 16 bits are within ")
     assert "loss_a " in text
 
 
-def test_a_loss_that_overflows_is_a_warning(caplog):
-    [(level, text)] = said_of(Model(1e6), caplog)
+def test_a_loss_that_overflows_is_a_warning(log):
+    [(level, text)] = said_of(Model(1e6), log)
     assert level == "WARNING"
     assert "loss_a inf for " in text
     assert "SOLVER.AMP.ENABLED False" in text
 
 
-def test_a_forward_that_fails_is_not_an_error(caplog):
+def test_a_forward_that_fails_is_not_an_error(log):
     model = Model()
     model.forward = None
-    [(level, text)] = said_of(model, caplog)
+    [(level, text)] = said_of(model, log)
     assert level == "INFO"
     assert text.endswith("TypeError")
 
 
 @pytest.mark.parametrize(("precision", "lines"), [("fp16", 1), ("fp32", 0)])
-def test_a_run_compares_once(precision, lines, caplog):
+def test_a_run_compares_once(precision, lines, log):
     model = Model()
     batches = [torch.randn(8, 4) for _ in range(2)]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     trainer = AccumulatingTrainer(model, batches, optimizer, precision=precision)
-    with caplog.at_level(logging.INFO):
+    with log.at_level(logging.INFO):
         trainer.train(0, 2)
-    assert sum(r.message.startswith("Losses in 16 bits") for r in caplog.records) == lines
+    assert sum(r.message.startswith("Losses in 16 bits") for r in log.records) == lines

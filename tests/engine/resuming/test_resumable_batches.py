@@ -282,6 +282,7 @@ def test_workers_end_at_once_with_batches_in_a_cycle(monkeypatch):
         join(process, timeout)
         waited_for.append(process.exitcode)
 
+    gc.collect()  # what other tests left
     monkeypatch.setattr(BaseProcess, "join", noted_join)
     batches = ResumableBatches(loader_of(num_workers=2))
     next(batches)

