@@ -9,7 +9,8 @@ from .presets import PRESETS
 
 __all__ = ["CARDS", "card_name", "preset_of_card"]
 
-# GB, as NVIDIA's pages of these products say. Where a card is sold with two sizes, the smaller one.
+# Nominal GB, not looked up card by card. Of a card with several sizes, it is that of most of them.
+# A size after the name decides: "RTX 3050 6GB".
 CARDS = {
     "gtx 1050 ti": 4,
     "gtx 1060": 6,

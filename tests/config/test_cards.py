@@ -22,6 +22,7 @@ from d2_memfit.errors import ConfigError
         ("RTX 2080 SUPER", "8GB"),
         ("V100-SXM2-32GB", "32GB"),
         ("RTX 4060 Ti 16GB", "16GB"),
+        ("RTX 3050 6GB", "6GB"),
     ],
 )
 def test_a_card_is_named_by_its_size_or_as_people_write_it(text, preset):
