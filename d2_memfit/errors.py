@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 
 __all__ = [
+    "START_HERE",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -23,6 +24,7 @@ __all__ = [
     "one_line",
 ]
 
+START_HERE = "docs/OUT_OF_MEMORY.md"  # from an error for want of memory to what to do
 _LOGGED = "_d2_memfit_logged"
 
 
@@ -113,7 +115,7 @@ def _killed(rank: int, number: int) -> str:
     if number == signal.SIGKILL:
         advice = (
             ", by a person, or by the kernel because RAM is full (dmesg tells). Then lower "
-            "DATALOADER.NUM_WORKERS, or set MEMFIT.HOST.BUDGET_GB"
+            f"DATALOADER.NUM_WORKERS, or set MEMFIT.HOST.BUDGET_GB: {START_HERE}"
         )
     return (
         f"rank {rank} of this machine was ended with {signal.Signals(number).name}{advice}. "

@@ -1,14 +1,16 @@
 # Copyright (c) the d2_memfit developers.
-"""Functions that people copy from the web, unchanged but for where ``get_cfg`` is from.
+"""Code that people copy from the web, with the two changes that GETTING_STARTED names.
 
-The files in web_examples/ have the three functions of "How to resolve GPU memory issues during
-Detectron2 Mask R-CNN training?", an answer of January 2025. The lines that follow each of them
-there call ``default_setup(config)``, which Detectron2 refuses without its second argument, and are
-left out.
+The files in web_examples/ are the three of "How to resolve GPU memory issues during Detectron2 Mask
+R-CNN training?", an answer of January 2025. ``get_cfg`` is d2_memfit's, and ``default_setup`` has
+the second argument without which Detectron2 refuses the call.
 """
 
 import importlib.util
+import os
 import runpy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -98,3 +100,28 @@ def test_accumulation_steps(coins):
 
 def test_the_third_key_is_not_detectron2s():
     assert "ACCUMULATION_STEPS" not in get_detectron2_cfg().SOLVER
+
+
+@pytest.mark.parametrize(
+    ("example", "said"),
+    [
+        ("batch_and_workers.py", "Dataset batch size: 4\nDataloader worker count: 2\n"),
+        (
+            "image_sizes.py",
+            "Minimum resize size: (600,)\nMaximum resize size: 800\n",
+        ),
+        ("accumulation_steps.py", "Gradient accumulation steps: 2\nBatch Size: 2\n"),
+    ],
+)
+def test_a_script_runs_to_its_end(example, said, tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "web_examples" / example],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(said)

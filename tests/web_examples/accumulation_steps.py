@@ -1,5 +1,5 @@
 from d2_memfit import get_cfg
-from detectron2.engine import default_setup
+from detectron2.engine import default_argument_parser, default_setup
 from detectron2.model_zoo import model_zoo
 import os
 
@@ -15,3 +15,9 @@ def configure_training(accumulation_steps, batch_size):
     cfg.OUTPUT_DIR = os.path.join(cfg.OUTPUT_DIR, f"acc{accumulation_steps}_bs{batch_size}")
 
     return cfg
+
+if __name__ == '__main__':
+    config = configure_training(accumulation_steps=2, batch_size=2) # Experiment with different batch and step values
+    default_setup(config, default_argument_parser().parse_args([]))
+    print(f"Gradient accumulation steps: {config.SOLVER.ACCUMULATION_STEPS}")
+    print(f"Batch Size: {config.SOLVER.IMS_PER_BATCH}")

@@ -16,7 +16,7 @@ from detectron2.utils.file_io import PathManager
 from torch import nn
 
 from ... import compat
-from ...errors import OutOfMemoryError
+from ...errors import START_HERE, OutOfMemoryError
 from ...iteration import Padding
 from ...job import RecoveryOptions
 from ...memory import device_memory, error_line, is_out_of_memory
@@ -172,7 +172,7 @@ class OomRecord:
         else:
             steps += ["a larger MEMFIT.BUDGET_GB", "a smaller backbone"]
         tries = "; ".join(f"({i}) {step}" for i, step in enumerate(steps[:3], 1))
-        return f"{event}. Next things to try: {tries}"
+        return f"{event}. Next things to try: {tries}. More: {START_HERE}"
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from torch import nn
 from ... import compat
 from ...common.logs import tracebacks_only_in_files, write_traceback
 from ...compat.pytorch import default_store
-from ...errors import MemfitError, RankError, one_line
-from ...memory import is_killed_worker, is_lost_rank
+from ...errors import START_HERE, MemfitError, RankError, one_line
+from ...memory import is_killed_worker, is_lost_rank, is_out_of_memory
 from ...techniques import ShardedOptimizer
 from ..window import host_memory_error
 from .resumable_trainer import Progress
@@ -167,7 +167,15 @@ class SaveOnEnding(HookBase):
         ended_by = signal.Signals(number).name if number else type(said).__name__
         file = write_traceback(error)
         traceback = f". The traceback is in {file}" if file else ""
-        logger.error("%s ended the run in iteration %d. %s%s", ended_by, iteration, kept, traceback)
+        advice = f". What to do: {START_HERE}" if is_out_of_memory(said) else ""
+        logger.error(
+            "%s ended the run in iteration %d. %s%s%s",
+            ended_by,
+            iteration,
+            kept,
+            traceback,
+            advice,
+        )
         if number and isinstance(error, Exception):  # such as that of a worker that got it too
             raise SystemExit(128 + number)
         if said is not error:

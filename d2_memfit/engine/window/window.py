@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import torch
 
-from ...errors import ConfigError, DataError, HostMemoryError
+from ...errors import START_HERE, ConfigError, DataError, HostMemoryError
 from ...memory import error_line, is_loader_out_of_memory
 from .columns import Row, as_given, columns_of, dataset_dicts, rows_of
 
@@ -207,7 +207,8 @@ def host_memory_error(what: str) -> HostMemoryError:
     """The error to raise after a loader ran out of memory."""
     return HostMemoryError(
         f"the data loader ran out of the host's memory ({what}). Lower "
-        "DATALOADER.NUM_WORKERS: each worker has images, and memory, of its own"
+        "DATALOADER.NUM_WORKERS: each worker has images, and memory, of its own. More: "
+        f"{START_HERE}"
     )
 
 

@@ -271,7 +271,7 @@ def straight_weights(coins, tmp_path_factory):
     ],
 )
 def test_an_error_loses_nothing_in_fresh_and_resumed_runs(
-    coins, straight_weights, tmp_path, place, keys
+    coins, straight_weights, tmp_path, place, keys, log
 ):
     """Batch statistics, RetinaNet's running normaliser, random numbers: all go on to the bit."""
     keys = {
@@ -288,6 +288,7 @@ def test_an_error_loses_nothing_in_fresh_and_resumed_runs(
     for iteration in (3, 6):
         run_until(cfg, iteration, add_error, error)
         assert last.read_text() == f"model_{iteration - before:07d}.pth"
+    assert ("What to do: docs/OUT_OF_MEMORY.md" in log.text) == ("emory" in error.__name__)
     if place in EDGES:
         records = (tmp_path / "ended" / "memfit_oom.jsonl").read_text().splitlines()
         assert [json.loads(record)["phase"] for record in records] == [place] * 2
