@@ -3,11 +3,19 @@
 
 import sys
 
+from . import missing
 from .cli.command_line import command_parser
 from .common.library_warnings import ignore_warnings_of_libraries
 
 
 def main() -> None:
+    lacks = missing()
+    if lacks is not None:
+        try:
+            command_parser().parse_known_args()  # help and version
+        finally:
+            print(lacks, file=sys.stderr)
+        sys.exit(2)
     if sys.argv[1:2] != ["train"]:
         command_parser().parse_args()  # help, version and errors, before PyTorch is imported
     ignore_warnings_of_libraries()

@@ -16,15 +16,42 @@ from d2_memfit.cli.command_line import COMMANDS
 pytestmark = pytest.mark.slow
 
 
-def test_without_detectron2_one_clear_error_names_the_ways_to_get_it(tmp_path):
-    venv.create(tmp_path / "empty")
-    command = [tmp_path / "empty" / "bin" / "python", "-c", "import d2_memfit"]
-    result = run_process(command, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
-    assert result.returncode == 1
-    message = result.stderr[result.stderr.index("ImportError") :]
+def is_said(message):
     assert "this environment has none" in message
     assert "pip install" in message
     assert "make venv" in message
+
+
+@pytest.fixture
+def empty(tmp_path):
+    """Python of an environment without packages."""
+    venv.create(tmp_path / "empty")
+    return tmp_path / "empty" / "bin" / "python"
+
+
+def test_without_detectron2_one_clear_error_names_the_ways_to_get_it(empty, tmp_path):
+    command = [empty, "-c", "import d2_memfit; d2_memfit.MemfitTrainer"]
+    result = run_process(command, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert result.returncode == 1
+    is_said(result.stderr[result.stderr.index("ImportError") :])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["train", "--help"]])
+def test_without_detectron2_help_is_shown_and_what_is_missing(empty, tmp_path, arguments):
+    command = [empty, "-m", "d2_memfit", *arguments]
+    result = run_process(command, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert result.returncode == 0
+    assert "usage: d2-memfit" in result.stdout
+    is_said(result.stderr)
+    assert "Traceback" not in result.stderr
+
+
+def test_without_detectron2_a_command_says_what_is_missing(empty, tmp_path):
+    command = [empty, "-m", "d2_memfit", "train", "--fit", "--config-file", "mine.yaml"]
+    result = run_process(command, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert result.returncode == 2
+    assert not result.stdout
+    is_said(result.stderr)
 
 
 def test_pytorch_that_is_too_old_is_one_clear_error(tmp_path):
@@ -32,7 +59,8 @@ def test_pytorch_that_is_too_old_is_one_clear_error(tmp_path):
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.5.1\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    result = run_process([sys.executable, "-c", "import d2_memfit"], env={"PYTHONPATH": path})
+    code = "import d2_memfit; d2_memfit.get_cfg"
+    result = run_process([sys.executable, "-c", code], env={"PYTHONPATH": path})
     assert result.returncode == 1
     assert "ImportError: d2_memfit needs PyTorch 2.6 or later" in result.stderr
     assert "has 2.5.1" in result.stderr
