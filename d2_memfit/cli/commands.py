@@ -43,6 +43,7 @@ from . import train
 from .command_line import command_parser
 from .draw import draw_predictions
 from .job_options import job_of, load_any_config
+from .next_step import after_a_look, after_plan
 from .options import check_opts, opts_of_card
 
 __all__ = ["main"]
@@ -83,6 +84,7 @@ def _examine(args: argparse.Namespace) -> None:
         is_well &= finding.is_well is not False
     if not is_well:
         sys.exit(_UNWELL)
+    print(f"\n{after_a_look(args)}")
 
 
 def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
@@ -97,17 +99,17 @@ def _ask(args: argparse.Namespace) -> None:
     if args.probe:
         use_expandable_segments()  # as in training under a budget, and before CUDA is started
     job = job_of(args, cfg)
-    args.device = args.device or _device_of_card(args.card)
+    device = args.device or _device_of_card(args.card)
     evaluates = not args.training_only
     if args.command == "estimate":
-        dry_job = run_dry(job, args.device, args.probe, evaluates)
+        dry_job = run_dry(job, device, args.probe, evaluates)
         estimate = dry_job.estimate(dry_job.limit_bytes, with_typical=True)
         if args.timeline is not None:
             dry_job.training.write_csv(args.timeline)
         if args.html is not None:
             draw_estimate(dry_job, args.html, _say)
         _write_snapshot(dry_job, args.snapshot)
-        print(_json(estimate) if args.json else describe_estimate(estimate))
+        _print(args, estimate, describe_estimate(estimate), after_a_look(args))
         return
     if job.budget_gb is None:
         raise ConfigError(
@@ -118,7 +120,7 @@ def _ask(args: argparse.Namespace) -> None:
         job,
         job.budget_gb,
         allow=args.allow.split(",") if args.allow else job.cfg.MEMFIT.PLAN.ALLOW,
-        device=args.device,
+        device=device,
         progress=_say,
         probe=args.probe,
         evaluates=evaluates,
@@ -127,21 +129,21 @@ def _ask(args: argparse.Namespace) -> None:
     )
     # Files first: who reads what is printed may end early.
     if args.html is not None or args.snapshot is not None:
-        _draw_plan(args, job, plan)
+        _draw_plan(args, job, plan, device)
     if args.output is not None and plan.fits:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
         with whole_file(args.output, "w") as file:
             file.write(text or planned_yaml(cfg, plan))
-    print(_json(plan) if args.json else describe_plan(plan))
+    _print(args, plan, describe_plan(plan), after_plan(args) if plan.fits else "")
     if not plan.fits:
         sys.exit(_DOES_NOT_FIT)
 
 
-def _draw_plan(args: argparse.Namespace, job: Job, plan: Plan) -> None:
-    after = run_dry(job.with_settings(plan.settings), args.device, evaluates=False)
+def _draw_plan(args: argparse.Namespace, job: Job, plan: Plan, device: Optional[str]) -> None:
+    after = run_dry(job.with_settings(plan.settings), device, evaluates=False)
     if args.html is not None:
-        before = run_dry(job, args.device, evaluates=False)
+        before = run_dry(job, device, evaluates=False)
         draw_plan(plan, before, after, args.html, _say)
     _write_snapshot(after, args.snapshot)
 
@@ -169,7 +171,7 @@ def _draw(args: argparse.Namespace) -> None:
         raise ConfigError(f"--output {output} must end in {', '.join(_PICTURES)}")
     check_classes(cfg, file)
     draw_predictions(cfg, name, output, args.num_images, args.min_score)
-    print(output)
+    print(f"Written: {output}")
 
 
 def _device_of_card(card: Optional[str]) -> Optional[str]:
@@ -216,5 +218,8 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _json(result: Any) -> str:
-    return json.dumps(asdict(result), indent=2)
+def _print(args: argparse.Namespace, result: Any, text: str, next_step: str) -> None:
+    if args.json:
+        print(json.dumps(asdict(result), indent=2))
+    else:
+        print("\n\n".join(part for part in (text, next_step) if part))

@@ -52,7 +52,9 @@ from ..job import RecoveryOptions
 from ..memory import use_expandable_segments
 from ..planner import fit_config
 from .command_line import add_card_and_coco_options
+from .next_step import after_training
 from .options import check_opts, opts_of_card, opts_of_settings, settings_of_data
+from .screen import leave_out_dumps, progress_hooks
 
 __all__ = ["Trainer", "argument_parser", "run"]
 
@@ -210,6 +212,7 @@ def main(args: argparse.Namespace) -> None:
     cfg = make_cfg(args)
     logging.raiseExceptions = False  # on a full disk, each line of the log would have a traceback
     try:
+        leave_out_dumps(cfg.OUTPUT_DIR, comm.get_rank())
         default_setup(cfg, args)
     except OSError as e:  # such as a full disk
         raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR} cannot be written ({e.strerror})") from e
@@ -243,7 +246,13 @@ def main(args: argparse.Namespace) -> None:
         trainer.register_hooks(
             [hooks.EvalHook(0, lambda: trainer.test_with_TTA(cfg, trainer.model))]
         )
+    if comm.is_main_process():
+        logger.info("Environment, config and model are in %s", Path(cfg.OUTPUT_DIR, "log.txt"))
+        trainer.register_hooks(progress_hooks(trainer.max_iter))
     trainer.train()
+    if comm.is_main_process():
+        weights = trainer.checkpointer.get_checkpoint_file()
+        print(after_training(cfg.OUTPUT_DIR, args.coco, weights), flush=True)
 
 
 def _warn_of_batch(args: argparse.Namespace, cfg: CfgNode) -> None:

@@ -2,6 +2,7 @@
 import csv
 import json
 import os
+import shlex
 import sys
 
 import pytest
@@ -268,3 +269,21 @@ def test_the_tool_of_a_checkout_is_the_command(config_file):
     run = run_process([sys.executable, ROOT / "tools" / "plan_memory.py", "estimate", "--help"])
     assert run.returncode == 0
     assert "d2-memfit estimate" in run.stdout
+
+
+def test_each_answer_ends_with_the_next_command(config_file, tmp_path, capsys):
+    """The commands of the answers, one after the other, as a user would paste them."""
+    job = ["--config-file", config_file, "--num-gpus", "2", "--instances", "3"]
+    main(["estimate", *job, "SOLVER.MAX_ITER", "7"])
+    plan = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert plan[:2] == ["d2-memfit", "plan"]
+    assert plan[-2:] == ["SOLVER.MAX_ITER", "7"]
+    file = str(tmp_path / "plan.yaml")
+    main([file if word == "plan.yaml" else word for word in plan[1:]])
+    *_, written, next_step, train = capsys.readouterr().out.splitlines()
+    assert (written, next_step) == (f"Written: {file}", "Next, train it:")
+    assert train == f"  d2-memfit train --config-file {file} --num-gpus 2"
+    assert load_cfg(file).SOLVER.MAX_ITER == 7
+    main(plan[1 : plan.index("--output")])
+    again = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert sorted(again) == sorted(plan[: plan.index("--output") + 2])

@@ -1,0 +1,80 @@
+# Copyright (c) the d2_memfit developers.
+"""What a command made, and the command that comes next, ready to be pasted."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["after_a_look", "after_plan", "after_training"]
+
+# Options of a job and of its plan; those that are True have no value.
+_OPTIONS = [
+    *("config_file", "trainer", "batch", "image_size", "instances", "device", "probe"),
+    *("training_only", "card", "budget", "allow", "prefer", "cost_model"),
+]
+
+
+def after_a_look(args: argparse.Namespace) -> str:
+    """The line after estimate and doctor."""
+    return f"Next, make it fit a card:\n  {_plan(args)}"
+
+
+def after_plan(args: argparse.Namespace) -> str:
+    """The lines after a plan that fits: its file and how to train it, or how to write it."""
+    if args.output is None:
+        return f"Next, write it to a file:\n  {_plan(args)}"
+    data = [word for dataset in args.coco for word in ("--coco", *dataset)]
+    ranks = ["--num-gpus", args.num_gpus] if args.num_gpus > 1 else []
+    of_plan = ["--config-file", args.output, *ranks]
+    if args.trainer:
+        script = args.trainer.partition(":")[0].replace(".", "/") + ".py"
+        train = _line("python", script, *of_plan)
+    elif args.project:
+        train = _line("python", "YOUR_SCRIPT.py", *of_plan)
+    else:
+        train = _line("d2-memfit", "train", *of_plan, *data)
+    return f"Written: {args.output}\nNext, train it:\n  {train}"
+
+
+def after_training(output_dir: str, coco: Sequence[Sequence[str]], weights: str) -> str:
+    """The lines after a run: its files, and how to use its weights.
+
+    Args:
+        output_dir: OUTPUT_DIR of the run.
+        coco: values of ``--coco``, as the run got them.
+        weights: the last checkpoint.
+    """
+    config = Path(output_dir) / "config.yaml"
+    model = ["--config-file", config, "MODEL.WEIGHTS", weights]
+    held_out = coco[1] if len(coco) > 1 else ()
+    use = _line("d2-memfit", "predict", "--input", "FOLDER", "--output", "predictions", *model)
+    lines = [
+        f"Written: {weights} (weights), {Path(output_dir) / 'metrics.json'}, {config}",
+        f"Curves:\n  {_line('tensorboard', '--logdir', output_dir)}",
+        f"Next, find objects in other images:\n  {use}",
+    ]
+    if held_out:
+        draw = _line("d2-memfit", "draw", "--coco", *held_out, *model)
+        lines.append(f"And draw them in images of {held_out[0]}:\n  {draw}")
+    return "\n".join(lines)
+
+
+def _plan(args: argparse.Namespace) -> str:
+    """The command plan for the job of another command."""
+    words: list[Any] = []
+    for name in _OPTIONS:
+        value = getattr(args, name, None)
+        if value:
+            words += ["--" + name.replace("_", "-"), *([] if value is True else [value])]
+    words += ["--num-gpus", args.num_gpus] if args.num_gpus > 1 else []
+    words += [word for project in args.project for word in ("--project", project)]
+    words += [word for dataset in args.coco for word in ("--coco", *dataset)]
+    if not (args.card or getattr(args, "budget", None)):
+        words += ["--card", "6GB"]
+    return _line("d2-memfit", "plan", *words, "--output", "plan.yaml", *args.opts)
+
+
+def _line(*words: Any) -> str:
+    return shlex.join(map(str, words))

@@ -1,0 +1,95 @@
+# Copyright (c) the d2_memfit developers.
+"""What a training shows on the screen.
+
+The log's file has everything. The screen leaves out Detectron2's dumps of environment, config and
+model, shows each of the first iterations, and on a terminal a progress bar.
+"""
+
+import logging
+import re
+import sys
+from contextlib import ExitStack
+from typing import Optional
+
+import torch
+from detectron2.engine import HookBase, hooks
+from detectron2.utils.events import CommonMetricPrinter
+from detectron2.utils.logger import setup_logger
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from ..memory import device_memory
+
+__all__ = ["leave_out_dumps", "progress_hooks"]
+
+_DUMPS = ("Environment info", "Contents of args.config_file", "Running with full config", "Model:")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_LOGGERS = ("detectron2", "fvcore", "d2_memfit")
+_PERIOD = 20  # iterations between lines of Detectron2's log
+
+
+def leave_out_dumps(output_dir: str, rank: int) -> None:
+    """Keep Detectron2's dumps off the screen, and the terminal's codes for colours out of files.
+
+    Call it before ``default_setup``, which gets the same loggers.
+    """
+    for name in ({"name": "fvcore"}, {}, {"name": "d2_memfit"}):
+        for handler in setup_logger(output_dir, distributed_rank=rank, **name).handlers:
+            if getattr(handler, "stream", None) is sys.stdout:
+                handler.addFilter(lambda record: not record.getMessage().startswith(_DUMPS))
+            else:
+                handler.setFormatter(_WithoutColours(handler.formatter or logging.Formatter()))
+
+
+class _WithoutColours(logging.Formatter):
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _COLOURS.sub("", self._inner.format(record))
+
+
+def progress_hooks(max_iter: int) -> list[HookBase]:
+    """The hooks of the main rank that show how a training goes on."""
+    first = FirstIterations([CommonMetricPrinter(max_iter)], period=1)
+    return [first, *([ProgressBar()] if sys.stdout.isatty() else [])]
+
+
+class FirstIterations(hooks.PeriodicWriter):
+    """Writes each iteration until the log has its first line of several."""
+
+    def after_step(self) -> None:
+        if self.trainer.iter - self.trainer.start_iter < _PERIOD - 1:
+            super().after_step()
+
+    def after_train(self) -> None:
+        """Write nothing: the hook that writes the log does."""
+
+
+class ProgressBar(HookBase):
+    """Iterations, the time that is left, the loss and the memory, in a terminal's last line."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._bar: Optional[tqdm] = None
+
+    def before_train(self) -> None:
+        trainer = self.trainer
+        loggers = [logging.getLogger(name) for name in _LOGGERS]
+        self._open.enter_context(logging_redirect_tqdm(loggers))
+        self._bar = self._open.enter_context(
+            tqdm(total=trainer.max_iter, initial=trainer.start_iter, unit="iter")
+        )
+
+    def after_step(self) -> None:
+        assert self._bar is not None
+        loss = self.trainer.storage.latest().get("total_loss")
+        parameter = next(self.trainer.model.parameters())
+        used = device_memory(torch.device(parameter.device)).peak_reserved_bytes / 2**30
+        shown = {"loss": f"{loss[0]:.3g}"} if loss else {}
+        self._bar.set_postfix({**shown, "mem": f"{used:.1f} GB"}, refresh=False)
+        self._bar.update()
+
+    def after_train(self) -> None:
+        self._open.close()

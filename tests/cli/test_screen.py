@@ -1,0 +1,88 @@
+# Copyright (c) the d2_memfit developers.
+"""What a training shows on a screen, in a terminal too, and what its files have."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from tiny import ROOT
+
+pytestmark = pytest.mark.slow
+
+SHORT = [
+    *("MODEL.WEIGHTS", "", "MODEL.DEVICE", "cpu", "MODEL.ROI_BOX_HEAD.FC_DIM", "64"),
+    *("MODEL.ANCHOR_GENERATOR.SIZES", "[[8], [16], [32], [64], [128]]"),
+    *("INPUT.MIN_SIZE_TRAIN", "(32,)", "INPUT.MAX_SIZE_TRAIN", "48", "INPUT.MIN_SIZE_TEST", "32"),
+    *("DATALOADER.NUM_WORKERS", "0", "SOLVER.IMS_PER_BATCH", "1", "SOLVER.MAX_ITER", "22"),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(coins, tmp_path_factory):
+    """A folder, and what the command shows: in a terminal, and into a pipe when it is resumed."""
+    folder = tmp_path_factory.mktemp("screen")
+    command = [sys.executable, "-m", "d2_memfit", "train", "--resume"]
+    command += ["--config-file", "COCO-Detection/faster_rcnn_R_18_FPN_3x"]
+    for split in ("train", "val"):
+        command += ["--coco", f"screen_{split}", coins / f"{split}.json", coins / split]
+    started = {
+        "cwd": folder,
+        "env": {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    }
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))  # rows, columns
+    process = subprocess.Popen([*command, *SHORT], stdout=theirs, stderr=theirs, **started)
+    os.close(theirs)
+    terminal = b""
+    while chunk := read(ours):
+        terminal += chunk
+    os.close(ours)
+    assert process.wait(60) == 0, terminal.decode()
+    longer = [*SHORT[:-1], "24"]
+    piped = subprocess.run([*command, *longer], capture_output=True, check=True, **started)
+    return folder / "output", terminal.decode(), piped.stdout.decode()
+
+
+def read(descriptor):
+    try:
+        return os.read(descriptor, 2**16)
+    except OSError:  # as Linux says the end of a terminal
+        return b""
+
+
+def test_it_shows_each_of_the_first_iterations_and_no_dumps(runs):
+    folder, *shown = runs
+    for screen, iterations in zip(shown, ([*range(20), 21], [22, 23])):
+        logged = [int(i) for i in re.findall(r"iter: (\d+) ", screen)]
+        assert sorted(set(logged)) == iterations
+        assert "MIN_SIZE_TRAIN:" not in screen
+        assert "Conv2d(" not in screen
+        assert f"are in {folder.name}/log.txt" in screen.replace("./", "")
+    log = (folder / "log.txt").read_text()
+    assert "MIN_SIZE_TRAIN:" in log
+    assert "Conv2d(" in log
+    assert "Environment info" in log
+
+
+def test_a_terminal_has_a_progress_bar_and_files_have_no_colours(runs):
+    folder, terminal, piped = runs
+    assert re.search(r"22/22 .*(it|iter)(/s)?.*loss=[\d.]+, mem=[\d.]+ GB", terminal)
+    assert "\x1b[32m" in terminal
+    assert "loss=" not in piped
+    assert "\x1b" not in piped
+    assert "\x1b" not in (folder / "log.txt").read_text()
+
+
+def test_its_last_lines_are_commands_for_what_it_made(runs):
+    folder, _, piped = runs
+    end = piped[piped.index("Written: ") :]
+    assert end.startswith(f"Written: {os.path.join('.', folder.name, 'model_final.pth')} (weights)")
+    assert "tensorboard --logdir ./output" in end
+    assert "d2-memfit predict --input FOLDER --output predictions" in end
+    assert "d2-memfit draw --coco screen_val" in end
