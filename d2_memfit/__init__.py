@@ -30,11 +30,6 @@ __all__ = [
     "window_count",
 ]
 
-_NO_DETECTRON2 = """\
-d2_memfit extends Detectron2, and this environment has none. Ways to get it:
-  - main, with a compiler: pip install 'git+https://github.com/facebookresearch/detectron2.git'
-  - v0.6, ready built: https://detectron2.readthedocs.io/en/latest/tutorials/install.html
-  - v0.6, without compiled operators: `make venv` in a checkout of d2_memfit"""
 _HOMES = {
     "AccumulatingTrainer": "engine",
     "Job": "job",
@@ -57,9 +52,16 @@ def missing() -> Optional[str]:
     """
     # A folder of this name, such as that of a clone, would be found too, but has no origin.
     if getattr(importlib.util.find_spec("detectron2"), "origin", None) is None:
-        return _NO_DETECTRON2
+        return (
+            "d2_memfit extends Detectron2, and this environment has none. Ways to get it:\n"
+            "  - main, with a compiler: pip install "
+            "'git+https://github.com/facebookresearch/detectron2.git'\n"
+            "  - v0.6, ready built: "
+            "https://detectron2.readthedocs.io/en/latest/tutorials/install.html\n"
+            "  - v0.6, without compiled operators: `make venv` in a checkout of d2_memfit"
+        )
     if importlib.util.find_spec("torch") is None:
-        return "Detectron2 needs PyTorch, and this environment has none: https://pytorch.org"
+        return "Detectron2 needs PyTorch, and this environment has none: see https://pytorch.org"
     torch = importlib.metadata.version("torch")
     if tuple(map(int, torch.split(".")[:2])) < (2, 6):
         return f"d2_memfit needs PyTorch 2.6 or later, and this environment has {torch}"

@@ -25,6 +25,7 @@ WRITERS = {
     "_no_such_key",
     "_unreadable",
     "final_error",
+    "missing",
     "_warnings_about_classes",
     "why_it_does_not_fit",
     "why_it_is_tight",
@@ -36,6 +37,7 @@ PASSED_ON = {
     "'\\n'.join(errors)",
     "complaint",
     "error",
+    "lacks",
     "message",
     "self._report.final_error",
     "str(call)",
@@ -77,12 +79,17 @@ def called(node):
     return getattr(node.func, "id", None) or getattr(node.func, "attr", "")
 
 
+def is_text(node):
+    return isinstance(node, ast.Constant) and bool(re.search("[a-z]{3} [a-z]", str(node.value)))
+
+
 def texts_of(node):
     """The expressions that make a user's message of this node, if it is one."""
     if isinstance(node, ast.FunctionDef) and node.name in WRITERS:
         nodes = list(ast.walk(node))
         texts = [n for n in nodes if isinstance(n, ast.JoinedStr)]
         texts = [n for n in texts if re.search("[a-z]{3}", pattern(template(n)) or "")]
+        texts += [n.value for n in nodes if isinstance(n, ast.Return) and is_text(n.value)]
         return texts + [text for n in nodes if isinstance(n, ast.Dict) for text in n.values]
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
         return node.value.values if ast.unparse(node.targets[0]) in TABLES else []

@@ -32,7 +32,7 @@ This page lists every config key of d2_memfit, with its type, its default and wh
 defaults leave Detectron2's behaviour unchanged. A key is set at the end of a command:
 
 ```bash
-python tools/train_net.py --config-file COCO-Detection/faster_rcnn_R_50_FPN_3x \\
+d2-memfit train --config-file COCO-Detection/faster_rcnn_R_50_FPN_3x \\
     SOLVER.ACCUMULATION_STEPS 4
 ```
 
@@ -72,9 +72,8 @@ cfg.SOLVER.ACCUMULATION_STEPS = 4
 
 ## In a LazyConfig
 
-The last column of the tables has the names for
-[tools/lazyconfig_train_net.py](../tools/lazyconfig_train_net.py). Write them in the config file or
-on the command line: `train.accumulation_steps=4`, `train.oom.policy=split`,
+The last column of the tables has the names for a LazyConfig. Write them in the config file or on
+the command line of `d2-memfit train`: `train.accumulation_steps=4`, `train.oom.policy=split`,
 `train.memfit.checkpoint.modules=[backbone]`. Without a name there, the key is for yaml configs
 only. Mixed precision is `train.amp.enabled`. In your own training loop, the keys are arguments of
 `Job` ([OWN_LOOP.md](OWN_LOOP.md)).

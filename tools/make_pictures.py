@@ -8,7 +8,7 @@ steps        docs/plan_steps.png: who has the memory before a plan, and after ea
 timeline     docs/step_timeline.png: who has it over one iteration
 transaction  docs/transaction.svg: a window on two ranks, one of which runs out of memory
 plan_page    docs/plan_page.png: the page of `d2-memfit plan --html`
-memory_page  docs/memory_page.png: the page of tools/plot_memory.py, of a short run on Coins
+memory_page  docs/memory_page.png: the page of d2-memfit plot, of a short run on Coins
 
 All of them take some minutes on one core. The pages need Chromium.
 """

@@ -166,7 +166,7 @@ INTRODUCTION = """# Memory zoo
 This page lists the presets in `configs/`, each a plan for one GPU. Train with one by its name:
 
 ```bash
-python tools/train_net.py --config-file COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x_6GB
+d2-memfit train --config-file COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x_6GB
 ```
 
 Every iteration has the 16 images of the recipe. A name that ends in `GB` is the fastest exact plan;

@@ -28,7 +28,7 @@ srun --cpus-per-task "$SLURM_CPUS_PER_TASK" torchrun \
     --rdzv-backend c10d \
     --rdzv-id "$SLURM_JOB_ID" \
     --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" \
-    tools/train_net.py \
+    -m d2_memfit train \
     --config-file configs/COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml \
     --resume \
     SOLVER.IMS_PER_BATCH 8 \

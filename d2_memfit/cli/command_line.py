@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "make a job fit a budget",
     "doctor": "test what works with a job, in small iterations on the CPU with injected errors",
     "draw": "draw what a trained model detects",
+    "plot": "draw the memory of a run",
     "measure-gpu": "measure this machine's GPU, and compare it with what estimates expect",
     "train": "train or evaluate",
 }
@@ -70,6 +71,14 @@ def command_parser(
     _add_job_options(doctor)
     draw = commands.add_parser("draw", help=COMMANDS["draw"])
     _add_draw_options(draw)
+    plot = commands.add_parser("plot", help=COMMANDS["plot"])
+    plot.add_argument("run", type=Path, metavar="OUTPUT_DIR", help="the folder of the run")
+    plot.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for memory.png and memory.html (default: OUTPUT_DIR)",
+    )
     measure = commands.add_parser("measure-gpu", help=COMMANDS["measure-gpu"])
     _add_measure_options(measure)
     if training is None:

@@ -39,6 +39,7 @@ from ..planner.writing import (
     planned_yaml,
     write_memory_snapshot,
 )
+from ..report import read_run, write_html, write_png
 from . import train
 from .command_line import command_parser
 from .draw import draw_predictions
@@ -61,6 +62,9 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         return
     if args.command == "measure-gpu":
         print(measure_gpu(args.device, args.minutes, args.output, progress=_say))
+        return
+    if args.command == "plot":
+        _plot(args)
         return
     for name in ("output", "timeline", "html", "snapshot"):
         _check_folder(f"--{name}", getattr(args, name, None))
@@ -172,6 +176,15 @@ def _draw(args: argparse.Namespace) -> None:
     check_classes(cfg, file)
     draw_predictions(cfg, name, output, args.num_images, args.min_score)
     print(f"Written: {output}")
+
+
+def _plot(args: argparse.Namespace) -> None:
+    run = read_run(str(args.run))
+    folder = args.output or args.run
+    folder.mkdir(parents=True, exist_ok=True)
+    write_png(run, folder / "memory.png")
+    write_html(run, folder / "memory.html")
+    print(f"Written: {folder / 'memory.png'}, {folder / 'memory.html'}")
 
 
 def _device_of_card(card: Optional[str]) -> Optional[str]:

@@ -1,14 +1,13 @@
 # Copyright (c) the d2_memfit developers.
 """Train or evaluate a detector: Detectron2's tools/train_net.py, with the keys of d2_memfit.
 
-Each of these is the command ``d2-memfit train``, and ``tools/train_net.py`` in a checkout:
-
     d2-memfit train --config-file FILE --fit --coco NAME JSON IMAGE_DIR ...
     d2-memfit train --config-file FILE [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
-    torchrun --nproc-per-node N tools/train_net.py --config-file FILE
+    torchrun --nproc-per-node N -m d2_memfit train --config-file FILE
 
-FILE is a file, or the name of a config in Detectron2's model zoo or ours. Without a GPU it trains
-on the CPU, on N processes with --num-gpus N.
+FILE is a file, or the name of a config in Detectron2's model zoo or ours. One that ends in .py is a
+LazyConfig, which takes path.key=value. Without a GPU it trains on the CPU, on N processes with
+--num-gpus N. In a checkout, tools/train_net.py is the same command.
 """
 
 import argparse
@@ -51,6 +50,7 @@ from ..iteration import Precision
 from ..job import RecoveryOptions
 from ..memory import use_expandable_segments
 from ..planner import fit_config
+from . import train_lazy
 from .command_line import add_card_and_coco_options
 from .next_step import after_training
 from .options import check_opts, opts_of_card, opts_of_settings, settings_of_data
@@ -289,5 +289,8 @@ def _fitted(cfg: CfgNode) -> CfgNode:
 
 def run(args: argparse.Namespace) -> None:
     """Check the arguments, then start the ranks, or join those that torchrun started."""
+    if args.config_file.endswith(".py"):
+        train_lazy.run(args)
+        return
     prepare(args)
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))

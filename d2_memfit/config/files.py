@@ -40,7 +40,7 @@ def find_config_file(name: str, suffix: str = ".yaml") -> str:
     if not name:
         raise ConfigError(f"--config-file: name a config of the zoo, such as {_EXAMPLE}, or a file")
     if name.endswith(".py") and suffix == ".yaml":
-        raise ConfigError(f"{name} is a LazyConfig, which tools/lazyconfig_train_net.py trains")
+        raise ConfigError(f"{name} is a LazyConfig, and this command takes a yaml config")
     if PathManager.isfile(name):
         return name
     for folder in _zoos():

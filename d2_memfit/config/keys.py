@@ -99,7 +99,7 @@ _C.MEMFIT.EVALUATION = CN()
 _C.MEMFIT.EVALUATION.ON_DISK = False
 
 _C.MEMFIT.PLAN = CN()
-# Whether fit_config, which tools/train_net.py calls, plans before training so that the job fits
+# Whether fit_config, which d2-memfit train calls, plans before training so that the job fits
 # BUDGET_GB.
 _C.MEMFIT.PLAN.ENABLED = False
 # Share of the budget that a plan leaves free for what an estimate does not know.

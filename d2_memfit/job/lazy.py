@@ -60,7 +60,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class LazyParts:
-    """The parts that a LazyConfig instantiates, as in ``tools/lazyconfig_train_net.py``.
+    """The parts that a LazyConfig instantiates, as in Detectron2's ``lazyconfig_train_net.py``.
 
     They are called like :class:`~.parts.TrainerParts`.
 

@@ -2,9 +2,7 @@
 """LazyConfigs: a Mask R-CNN on both releases of Detectron2, and ViTDet where there is one."""
 
 import importlib.util
-import sys
 
-import lazyconfig_train_net
 import measure_step
 import pytest
 from detectron2 import modeling
@@ -53,11 +51,8 @@ def folder(coins, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("config", [FPN, pytest.param(VITDET, marks=NEEDS_VIT)])
-def test_it_trains_with_checkpointing_and_is_evaluated(config, folder, monkeypatch, log):
-    monkeypatch.setattr(
-        sys, "argv", ["lazyconfig_train_net.py", "--config-file", str(config), *SHORT]
-    )
-    lazyconfig_train_net.run()
+def test_it_trains_with_checkpointing_and_is_evaluated(config, folder, log):
+    main(["train", "--config-file", str(config), *SHORT])
     assert "Technique ActivationCheckpointing (exact) is on" in log.text
     metrics = read_metrics(folder / "output")
     assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [4, 4]

@@ -1,5 +1,4 @@
 # Copyright (c) the d2_memfit developers.
-import lazyconfig_train_net
 import make_config_reference as reference
 import pytest
 from detectron2.config import CfgNode
@@ -7,6 +6,7 @@ from detectron2.config import get_cfg as get_detectron2_cfg
 from omegaconf import OmegaConf
 
 from d2_memfit import get_cfg
+from d2_memfit.cli import train_lazy
 from d2_memfit.job import cfg_of_lazy
 
 KEYS = {key.name: key for key in reference.documented_keys()}
@@ -62,4 +62,4 @@ def test_the_name_in_a_lazy_config_is_read(key):
     OmegaConf.update(lazy, name, value, force_add=True)
     assert set(leaves(cfg_of_lazy(lazy))) == before  # unknown keys are errors
     if name.split(".")[1] not in ("memfit", "oom"):
-        assert f"{name} " in lazyconfig_train_net.__doc__
+        assert f"{name} " in train_lazy.__doc__

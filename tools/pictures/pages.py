@@ -22,12 +22,12 @@ def draw_plan_page(path: Path) -> None:
 
 
 def draw_memory_page(path: Path) -> None:
-    """Draw what tools/plot_memory.py makes of a run that its budget is too small for."""
+    """Draw what d2-memfit plot makes of a run that its budget is too small for."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(ROOT / "projects" / "Coins" / "make_dataset.py", folder / "coins")
         run("-m", "pictures.monitored_run", folder)
-        run(ROOT / "tools" / "plot_memory.py", folder / "run")
+        run("-m", "d2_memfit", "plot", folder / "run")
         photograph(folder / "run" / "memory.html", path, 1160, 1250)
 
 

@@ -3,12 +3,11 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 
-import plot_memory
 import pytest
 from PIL import Image
 
+from d2_memfit.cli.commands import main
 from d2_memfit.report import read_run
 
 pytestmark = pytest.mark.slow
@@ -45,9 +44,7 @@ def output_dir(tmp_path):
 
 
 def run(*arguments):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["plot_memory.py", *map(str, arguments)])
-        plot_memory.main()
+    main(["plot", *map(str, arguments)])
 
 
 def test_what_a_run_has_written_is_read(output_dir):
@@ -61,15 +58,13 @@ def test_what_a_run_has_written_is_read(output_dir):
 
 def test_a_picture_and_a_page_are_made(output_dir, capsys):
     run(output_dir)
-    assert capsys.readouterr().out.split() == [
-        str(output_dir / "memory.png"),
-        str(output_dir / "memory.html"),
-    ]
+    written = f"Written: {output_dir / 'memory.png'}, {output_dir / 'memory.html'}\n"
+    assert capsys.readouterr().out == written
     assert Image.open(output_dir / "memory.png").size[0] >= 1000
 
 
 def test_the_page_needs_no_network_and_escapes_what_it_shows(output_dir):
-    run(output_dir, "--to", output_dir / "pictures")
+    run(output_dir, "--output", output_dir / "pictures")
     page = (output_dir / "pictures" / "memory.html").read_text()
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page)
     assert "<b>a.jpg" not in page

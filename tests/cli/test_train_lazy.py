@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""tools/lazyconfig_train_net.py with a config made of Detectron2's own parts."""
+"""``d2-memfit train`` of a LazyConfig made of Detectron2's own parts."""
 
 import os
 import re
@@ -7,15 +7,16 @@ import subprocess
 import sys
 import time
 
-import lazyconfig_train_net
 import pytest
 import torch
 from forks import run_forked
 from tiny import ROOT, read_metrics, run_process
 
+from d2_memfit.cli.commands import main
+
 pytestmark = pytest.mark.slow
 
-LAZYCONFIG_TRAIN_NET = ROOT / "tools" / "lazyconfig_train_net.py"
+TRAIN_NET = ROOT / "tools" / "train_net.py"
 
 CONFIG = """
 import detectron2.data.transforms as T
@@ -71,9 +72,7 @@ def arguments(coins, tmp_path):
 
 
 def run(*arguments):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["lazyconfig_train_net.py", *map(str, arguments)])
-        lazyconfig_train_net.run()
+    main(["train", *map(str, arguments)])
 
 
 def test_accumulation_mixed_precision_evaluation_and_resuming(arguments, tmp_path):
@@ -101,7 +100,7 @@ def test_accumulation_mixed_precision_evaluation_and_resuming(arguments, tmp_pat
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
 def test_two_ranks(arguments, tmp_path):
     options = ["--num-gpus", 2, "--dist-url", "auto", "train.accumulation_steps=3"]
-    result = run_forked(LAZYCONFIG_TRAIN_NET, *arguments, *options)
+    result = run_forked(TRAIN_NET, *arguments, *options)
     assert result.returncode == 0, result.stderr[-4000:]
     metrics = read_metrics(tmp_path / "output")
     assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [6, 6]
@@ -112,7 +111,7 @@ def test_two_ranks(arguments, tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
 def test_two_ranks_with_a_sharded_optimizer_end_on_a_signal_and_go_on(arguments, tmp_path):
     output = tmp_path / "output"
-    command = [sys.executable, "-W", "ignore", LAZYCONFIG_TRAIN_NET, *arguments]
+    command = [sys.executable, "-W", "ignore", TRAIN_NET, *arguments]
     command += ["--num-gpus", 2, "--dist-url", "auto", "+train.memfit.optimizer.zero=True"]
     with (tmp_path / "printed").open("w") as printed:
         job = subprocess.Popen(
@@ -168,12 +167,13 @@ def test_two_ranks_with_a_sharded_optimizer_end_on_a_signal_and_go_on(arguments,
         (["+train.memfit.host.budget_gb=1"], "train.memfit.host.budget_gb cannot be used"),
         (["train.budget_gb=-1"], "MEMFIT.BUDGET_GB must be a number of GB above 0"),
         (["train.init_checkpoint=no.pth"], "the checkpoint no.pth does not exist"),
+        (["--card", "6GB"], "--card is for yaml configs: a LazyConfig says itself what is built"),
         (["--config-file", "no.py"], "--config-file 'no.py' does not exist"),
         (["train.max_iter=2", "--resume"], "'train.max_iter=2 --resume' cannot be overrides of "),
     ],
 )
 def test_bad_input_is_one_line(arguments, tmp_path, capsys, options, message):
-    is_option = options[0].startswith("--")
+    is_option = options[0] == "--config-file"
     with pytest.raises(SystemExit) as e:
         run(*(options if is_option else arguments + options))
     assert e.value.code == 2

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 # Copyright (c) the d2_memfit developers.
-"""Train or evaluate a LazyConfig, like Detectron2's own tool, with accumulation.
+"""Train or evaluate a LazyConfig: Detectron2's tools/lazyconfig_train_net.py, with accumulation.
 
-    tools/lazyconfig_train_net.py --config-file FILE.py [--num-gpus N] [--resume] [path.key=value]
+    d2-memfit train --config-file FILE.py [--num-gpus N] [--resume] [path.key=value]
 
 FILE.py is a file, or the name of one in Detectron2's model zoo. Beside the fields of Detectron2's
 configs/common/train.py it may have:
@@ -22,28 +21,28 @@ import argparse
 import logging
 from typing import Any, Optional
 
-from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
-
-ignore_warnings_of_libraries()
-
 import torch
 from detectron2.config import instantiate
-from detectron2.engine import default_argument_parser, default_setup, default_writers, hooks
+from detectron2.engine import default_setup, default_writers, hooks
 from detectron2.evaluation import print_csv_format
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 from omegaconf import DictConfig
 
-from d2_memfit import Job, fit_config
-from d2_memfit.compat import create_ddp_model
-from d2_memfit.config import check_config, find_config_file
-from d2_memfit.engine import build_trainer, evaluating, launch, usable_device, world_size
-from d2_memfit.engine.resuming import MemfitCheckpointer, SaveOnEnding
-from d2_memfit.errors import exit_on_error
-from d2_memfit.evaluation.evaluation import use_available_implementation
-from d2_memfit.iteration import Precision
-from d2_memfit.job import RecoveryOptions, cfg_of_lazy, load_lazy_config
-from d2_memfit.memory import enforce_budget, use_expandable_segments
+from ..compat import create_ddp_model
+from ..config import check_config, find_config_file
+from ..engine import build_trainer, evaluating, launch, usable_device, world_size
+from ..engine.resuming import MemfitCheckpointer, SaveOnEnding
+from ..errors import ConfigError, exit_on_error
+from ..evaluation.evaluation import use_available_implementation
+from ..iteration import Precision
+from ..job import Job, RecoveryOptions, cfg_of_lazy, load_lazy_config
+from ..memory import enforce_budget, use_expandable_segments
+from ..planner import fit_config
+from .next_step import after_training
+from .screen import leave_out_dumps, progress_hooks
+
+__all__ = ["main", "run"]
 
 
 def evaluate(job: Job, model: torch.nn.Module) -> Optional[dict[str, Any]]:
@@ -70,6 +69,7 @@ def train(cfg: DictConfig, job: Job, resume: bool) -> None:
             hooks.EvalHook(cfg.train.eval_period, lambda: evaluate(job, model)),
             hooks.PeriodicWriter(writers, period=cfg.train.log_period) if is_main else None,
             SaveOnEnding(checkpointer, job.cfg.MEMFIT.STOP_ON_SIGNALS),
+            *(progress_hooks(cfg.train.max_iter) if is_main else []),
         ]
     )
     checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
@@ -78,6 +78,8 @@ def train(cfg: DictConfig, job: Job, resume: bool) -> None:
     # The checkpoint has the iteration that was just finished.
     start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
     trainer.train(start_iter, cfg.train.max_iter)
+    if is_main:
+        print(after_training(cfg.train.output_dir, [], checkpointer.get_checkpoint_file()))
 
 
 def load_config(args: argparse.Namespace) -> DictConfig:
@@ -93,6 +95,7 @@ def load_config(args: argparse.Namespace) -> DictConfig:
 def main(args: argparse.Namespace) -> None:
     """Run one rank."""
     cfg = load_config(args)
+    leave_out_dumps(cfg.train.output_dir, comm.get_rank())
     default_setup(cfg, args)
     logger = setup_logger(cfg.train.output_dir, distributed_rank=comm.get_rank(), name="d2_memfit")
     if cfg.train.device == "cpu" and not torch.cuda.is_available():
@@ -109,9 +112,14 @@ def main(args: argparse.Namespace) -> None:
         train(cfg, Job.from_lazy(cfg), args.resume)
 
 
-@exit_on_error
-def run() -> None:
-    args = default_argument_parser(epilog=__doc__).parse_args()
+def run(args: argparse.Namespace) -> None:
+    """Check the arguments, then start the ranks, or join those that torchrun started."""
+    given = {"--coco": args.coco, "--card": args.card, "--fit": args.fit}
+    for option in (option for option, value in given.items() if value):
+        raise ConfigError(
+            f"{option} is for yaml configs: a LazyConfig says itself what is built. A budget and a "
+            "plan are +train.memfit.preset=6GB +train.memfit.plan.enabled=True"
+        )
     cfg = load_config(args)
     keys = cfg_of_lazy(cfg)
     if keys.MEMFIT.BUDGET_GB is not None or keys.MEMFIT.PRESET:
@@ -123,7 +131,3 @@ def run() -> None:
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.train.output_dir)
     checkpointer.check(cfg.train.init_checkpoint, resume=args.resume and not args.eval_only)
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
-
-
-if __name__ == "__main__":
-    run()
