@@ -45,7 +45,7 @@ from .command_line import command_parser
 from .draw import draw_predictions
 from .job_options import job_of, load_any_config
 from .next_step import after_a_look, after_plan
-from .options import check_opts, opts_of_card
+from .options import check_opts, opts_of_budget
 
 __all__ = ["main"]
 
@@ -92,7 +92,7 @@ def _examine(args: argparse.Namespace) -> None:
 
 
 def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
-    cfg = load_any_config(args, opts_of_card(args.card, args.opts), _say)
+    cfg = load_any_config(args, opts_of_budget(args.card, None, args.opts), _say)
     trainer = find_function(args.trainer, "--trainer") if args.trainer else None
     return job_of(args, cfg), trainer
 
@@ -199,27 +199,9 @@ def _device_of_card(card: Optional[str]) -> Optional[str]:
 
 
 def _opts_of_budget(args: argparse.Namespace) -> list[str]:
-    card, budget = args.card, getattr(args, "budget", None)
-    if budget is None:
-        return opts_of_card(card, args.opts)
-    others = [key for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET") if key in args.opts[::2]]
-    if card is not None or others:
-        other = f"--card {card}" if card is not None else others[0]
-        raise ConfigError(f"--budget {budget} and {other} are two budgets: name one")
-    if budget != "auto" and not _is_number(budget):
-        raise ConfigError(
-            f"--budget must be a number of GB, such as 6, got {budget!r}. A card is --card 6GB"
-        )
+    budget = getattr(args, "budget", None)
     here = ["MODEL.DEVICE", "cpu"] if budget == "auto" and args.device == "cpu" else []
-    return ["MEMFIT.BUDGET_GB", budget, *here]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return [*opts_of_budget(args.card, budget, args.opts), *here]
 
 
 def _check_folder(option: str, file: Optional[Path]) -> None:

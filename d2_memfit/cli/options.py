@@ -17,7 +17,7 @@ from ..data import (
 )
 from ..errors import ConfigError
 
-__all__ = ["check_opts", "opts_of_card", "opts_of_settings", "settings_of_data"]
+__all__ = ["check_opts", "opts_of_budget", "opts_of_settings", "settings_of_data"]
 
 
 def check_opts(opts: Sequence[str]) -> None:
@@ -32,19 +32,39 @@ def check_opts(opts: Sequence[str]) -> None:
         raise ConfigError(f"KEY VALUE pairs: a value is missing after {opts[-1]}")
 
 
-def opts_of_card(card: Optional[str], opts: Sequence[str]) -> list[str]:
-    """KEY VALUE pairs for ``--card``: a size or a name, as :func:`preset_of_card` takes it.
+def opts_of_budget(card: Optional[str], budget: Optional[str], opts: Sequence[str]) -> list[str]:
+    """KEY VALUE pairs for ``--card`` and ``--budget``.
+
+    Args:
+        card: a size or a name, as :func:`preset_of_card` takes it; None if it is not given.
+        budget: a number of GB, or "auto"; None if it is not given.
 
     Raises:
-        ConfigError: there is no such card, or ``opts`` contain a budget, too.
+        ConfigError: there is no such card or number, or more than one of card, budget and ``opts``
+            name a budget.
     """
-    if card is None:
+    named = [f"--card {card}"] if card is not None else []
+    named += [f"--budget {budget}"] if budget is not None else []
+    if not named:
         return []
-    preset = preset_of_card(card)
-    for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET"):
-        if key in opts[::2]:
-            raise ConfigError(f"--card {card} and {key} are two budgets: name one")
-    return ["MEMFIT.PRESET", preset, "MEMFIT.BUDGET_GB", "None"]
+    named += [key for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET") if key in opts[::2]]
+    if len(named) > 1:
+        raise ConfigError(f"{named[0]} and {named[1]} are two budgets: name one")
+    if card is not None:
+        return ["MEMFIT.PRESET", preset_of_card(card), "MEMFIT.BUDGET_GB", "None"]
+    if budget != "auto" and not _is_number(str(budget)):
+        raise ConfigError(
+            f"--budget must be a number of GB, such as 6, got {budget!r}. A card is --card 6GB"
+        )
+    return ["MEMFIT.BUDGET_GB", str(budget)]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def settings_of_data(

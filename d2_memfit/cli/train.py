@@ -53,7 +53,7 @@ from ..planner import fit_config
 from . import train_lazy
 from .command_line import add_card_and_coco_options
 from .next_step import after_training
-from .options import check_opts, opts_of_card, opts_of_settings, settings_of_data
+from .options import check_opts, opts_of_budget, opts_of_settings, settings_of_data
 from .screen import leave_out_dumps, progress_hooks
 
 __all__ = ["Trainer", "argument_parser", "run"]
@@ -83,6 +83,15 @@ def argument_parser() -> argparse.ArgumentParser:
         help="make the job fit this machine: sets MEMFIT.BUDGET_GB auto, unless a budget is named, "
         "MEMFIT.PLAN.ENABLED True and MEMFIT.OOM.POLICY split",
     )
+    parser.add_argument(
+        "--budget",
+        metavar="GB",
+        help="device memory that the job may use, such as 5.2; auto is what is free on this "
+        "machine; the same as MEMFIT.BUDGET_GB",
+    )
+    parser.add_argument(
+        "--training-only", action="store_true", help="neither evaluate nor plan for evaluation"
+    )
     add_card_and_coco_options(parser)
     return parser
 
@@ -103,7 +112,9 @@ def prepare(args: argparse.Namespace) -> None:
     before the user's. ``args.notes`` gets lines about the settings from the data.
     """
     check_opts(args.opts)
-    opts = [*opts_of_card(args.card, args.opts), *args.opts]
+    opts = [*opts_of_budget(args.card, args.budget, args.opts), *args.opts]
+    if args.training_only:
+        opts = [*opts, "DATASETS.TEST", "()"]
     settings = settings_of_data(
         args.coco,
         args.config_file,

@@ -114,12 +114,13 @@ def main(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Check the arguments, then start the ranks, or join those that torchrun started."""
-    given = {"--coco": args.coco, "--card": args.card, "--fit": args.fit}
-    for option in (option for option, value in given.items() if value):
-        raise ConfigError(
-            f"{option} is for yaml configs: a LazyConfig says itself what is built. A budget and a "
-            "plan are +train.memfit.preset=6GB +train.memfit.plan.enabled=True"
-        )
+    for name in ("coco", "card", "budget", "fit", "training_only"):
+        if getattr(args, name):
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{option} is for yaml configs: a LazyConfig says itself what is built. A budget "
+                "and a plan are +train.memfit.preset=6GB +train.memfit.plan.enabled=True"
+            )
     cfg = load_config(args)
     keys = cfg_of_lazy(cfg)
     if keys.MEMFIT.BUDGET_GB is not None or keys.MEMFIT.PRESET:

@@ -20,7 +20,7 @@ from detectron2.utils import comm
 
 from d2_memfit import fit_config
 from d2_memfit.cli.command_line import add_card_and_coco_options
-from d2_memfit.cli.options import check_opts, opts_of_card, opts_of_settings, settings_of_data
+from d2_memfit.cli.options import check_opts, opts_of_budget, opts_of_settings, settings_of_data
 from d2_memfit.config import check_config, load_cfg
 from d2_memfit.data import check_datasets, register_coco
 from d2_memfit.engine import launch, usable_device, world_size
@@ -66,7 +66,7 @@ def run() -> None:
     add_card_and_coco_options(parser)
     args = parser.parse_args()
     check_opts(args.opts)
-    opts = [*opts_of_card(args.card, args.opts), *args.opts]
+    opts = [*opts_of_budget(args.card, None, args.opts), *args.opts]
     settings = settings_of_data(
         args.coco, args.config_file, opts, ADD_KEYS, eval_only=args.eval_only, reads_images=True
     )

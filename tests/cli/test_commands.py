@@ -219,7 +219,7 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         (["plan"], "--budget: name a number of GB, such as 5.2"),
         (["plan", "--card", "7GB"], "--card: '7GB' is not known (did you mean "),
         (["plan", "--card", "RTX 3061"], "'RTX 3061' is not known (did you mean RTX 3060"),
-        (["plan", "--card", "6GB", "--budget", "5"], "--budget 5 and --card 6GB are two budgets"),
+        (["plan", "--card", "6GB", "--budget", "5"], "--card 6GB and --budget 5 are two budgets"),
         (["plan", "--card", "6GB", "MEMFIT.BUDGET_GB", "5"], "are two budgets: name one"),
         (["plan", "--budget", "6", "MEMFIT.BUDGET_GB", "5"], "are two budgets: name one"),
         (["plan", "--budget", "6", "MEMFIT.PRESET", "8GB"], "are two budgets: name one"),

@@ -4,7 +4,7 @@
 import pytest
 
 from d2_memfit import get_cfg, plan_memory
-from d2_memfit.cli.options import opts_of_card
+from d2_memfit.cli.options import opts_of_budget
 from d2_memfit.config import PRESETS, budget_of_preset, load_cfg, why_no_card_has, with_budget
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase
@@ -97,4 +97,4 @@ def test_a_preset_of_the_command_line_takes_the_place_of_a_files_budget(tmp_path
 
 @pytest.mark.parametrize("card", ["6GB", "6", " 6 gb ", "6G", "6GiB"])
 def test_a_card_may_be_written_in_ways(card):
-    assert opts_of_card(card, [])[:2] == ["MEMFIT.PRESET", "6GB"]
+    assert opts_of_budget(card, None, [])[:2] == ["MEMFIT.PRESET", "6GB"]

@@ -319,3 +319,12 @@ def test_resuming_where_there_is_nothing_starts_afresh(arguments, tmp_path, caps
     log = (tmp_path / "output" / "log.txt").read_text()
     assert "to resume: starting afresh" in log
     assert "Starting training from iteration 0" in log
+
+
+def test_a_budget_in_gb_and_training_alone_are_options_of_training_too(arguments, tmp_path, capsys):
+    options = ["--budget", "6", "--training-only", *arguments, "MEMFIT.PLAN.ENABLED", "True"]
+    assert call(capsys, *options)[0] == 0
+    cfg = load_cfg(str(tmp_path / "output" / "config.yaml"))
+    assert cfg.MEMFIT.BUDGET_GB == 6
+    assert not cfg.DATASETS.TEST
+    assert not (tmp_path / "output" / "inference").exists()
