@@ -7,14 +7,12 @@ the second argument without which Detectron2 refuses the call.
 """
 
 import importlib.util
-import os
 import runpy
-import subprocess
-import sys
 
 import pytest
 import torch
 from detectron2.config import get_cfg as get_detectron2_cfg
+from forks import run_forked
 from tiny import ROOT
 
 from d2_memfit import MemfitTrainer, estimate_memory
@@ -67,7 +65,6 @@ def test_batch_and_workers(coins):
     assert (cfg.SOLVER.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS) == (4, 2)
     assert cfg.OUTPUT_DIR == "./output/bs4_workers2"
     check_config(cfg, world_size=2)
-    assert estimate_memory(cfg).images_per_gpu == 4
 
     trainer, forwards, steps = trained(cfg)
     assert (forwards, steps) == (1, 1)
@@ -90,7 +87,6 @@ def test_accumulation_steps(coins):
     cfg = cfg_of("accumulation_steps.py", accumulation_steps=2, batch_size=2)
     assert (cfg.SOLVER.ACCUMULATION_STEPS, cfg.SOLVER.IMS_PER_BATCH) == (2, 2)
     check_config(cfg)
-    assert estimate_memory(cfg).accumulation_steps == 2
 
     cfg.DATALOADER.NUM_WORKERS = 0
     trainer, forwards, steps = trained(cfg)
@@ -114,14 +110,6 @@ def test_the_third_key_is_not_detectron2s():
     ],
 )
 def test_a_script_runs_to_its_end(example, said, tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "web_examples" / example],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_forked(ROOT / "tests" / "web_examples" / example, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(said)

@@ -85,6 +85,13 @@ def test_runs_that_are_well(coins, trainer):
 
 
 def test_runs_of_a_lazy_config(coins):
+    found = {f.what: f for f in examine_runs(*lazy_job_of(coins, 1))}
+    assert list(found) == ["estimate", "resume"]
+    assert all(f.is_well for f in found.values()), [str(f) for f in found.values()]
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_of_a_lazy_config(coins):
     found = findings(coins, None, lazy_job_of)
     assert list(found) == ["estimate", "resume", "two ranks"]
     assert all(f.is_well for f in found.values()), [str(f) for f in found.values()]

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def held_out():
     """The rows that were kept out of the fit, but those of projects that are not here."""
-    rows = [row for row in times.predicted_rows() if row.use == times.HELD_OUT]
+    rows = times.predicted_rows(use=times.HELD_OUT)
     assert len(rows) == 36
     return rows
 

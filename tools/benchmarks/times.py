@@ -136,11 +136,18 @@ def published_rows() -> list[Row]:
         ]
 
 
-def predicted_rows(projects: Optional[Path] = None) -> list[Row]:
-    """The published rows whose configs are there, with their dry runs."""
+def predicted_rows(projects: Optional[Path] = None, use: Optional[str] = None) -> list[Row]:
+    """The published rows whose configs are there, with their dry runs.
+
+    Args:
+        projects: folder of public projects.
+        use: what the rows are used for; None takes all.
+    """
     found = []
     dry_jobs: dict[Any, DryJob] = {}
     for row in published_rows():
+        if use not in (None, row.use):
+            continue
         folder = row.config.split("/")[0]
         if folder in ("ViTDet", *_PROJECTS) and not (projects and (projects / folder).is_dir()):
             continue
