@@ -5,12 +5,14 @@ import sys
 import cv2
 import numpy as np
 import pytest
+import torch
 from detectron2.data.detection_utils import read_image
+from detectron2.data.transforms import ResizeShortestEdge
 from detectron2.engine import DefaultPredictor
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from PIL import Image
 from pycocotools.coco import COCO
-from tiny import run_process
+from tiny import run_process, tiny_cfg, tiny_model
 from trained import save_trained
 
 from d2_memfit.cli.commands import main
@@ -180,3 +182,28 @@ def test_keypoints_are_not_merged(photographs, tmp_path, capsys):
     with pytest.raises(SystemExit):
         predict(config, photographs / "000.png", tmp_path / "tiles", "--tile-size", "64")
     assert "--tile-size: keypoints cannot be merged" in capsys.readouterr().err
+
+
+def test_a_lazy_config_says_how_images_are_resized(photographs, tmp_path, capsys):
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from lazy_configs import lazy_config\n"
+        "cfg = lazy_config()\n"
+        "model, optimizer = cfg.model, cfg.optimizer\n"
+        "dataloader, train = cfg.dataloader, cfg.train\n"
+    )
+    model = tiny_model(tiny_cfg("faster_rcnn"))
+    torch.save({"model": model.state_dict()}, tmp_path / "weights.pth")
+    weights = ["--weights", tmp_path / "weights.pth"]
+    predict(config, photographs, tmp_path / "found", *weights)
+    assert "2 images" in capsys.readouterr().out
+    image = read_image(str(photographs / "000.png"), "BGR")
+    resized = ResizeShortestEdge(64, 100).get_transform(image).apply_image(image)
+    pixels = torch.as_tensor(resized.transpose(2, 0, 1).copy())
+    height, width = image.shape[:2]
+    with torch.no_grad():
+        inputs = [{"image": pixels, "height": height, "width": width}]
+        expected = model.eval()(inputs)[0]["instances"]
+    found = [r for r in results_of(tmp_path / "found") if r["image_id"] == 1]
+    assert found
+    assert [r["score"] for r in found] == expected.scores.tolist()
