@@ -86,7 +86,7 @@ def type_commands(page, until, folder, opts, limit_gb=None):
         assert program in ("python", "d2-memfit")
         if program == "d2-memfit":
             arguments = ["-m", "d2_memfit", *arguments]
-        if "draw" not in arguments:
+        if not {"draw", "predict"} & set(arguments):
             arguments += opts
         trains = "train_net.py" in line or "d2-memfit train" in line
         if trains and "--eval-only" not in arguments:
@@ -124,7 +124,9 @@ def test_the_commands_of_readme(checkout, limit_gb, opts):
 
 def test_the_commands_of_getting_started(checkout):
     split(checkout)
-    trained, evaluated, drawn, estimated, planned, _ = type_commands(
+    (checkout / "photographs").mkdir()
+    shutil.copy(next((checkout / "images").glob("*.png")), checkout / "photographs")
+    trained, evaluated, drawn, predicted, estimated, planned, _ = type_commands(
         GETTING_STARTED, "## 7.", checkout, SMALL
     )
     output = checkout / "output" / "mine"
@@ -133,6 +135,7 @@ def test_the_commands_of_getting_started(checkout):
     assert "Total inference time" in evaluated
     assert drawn.strip().endswith("output/mine/predictions.png")
     assert cv2.imread(str(output / "predictions.png")).std() > 10
+    assert "1 images, " in predicted
     assert "The largest images: " in estimated
     assert "Budget: 5.5 GB" in planned
     assert (checkout / "output" / "on_6GB" / "model_final.pth").exists()

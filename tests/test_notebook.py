@@ -41,12 +41,14 @@ def test_it_runs(monkeypatch):
         for cell in notebook.cells
         if cell.cell_type == "code"
     ]
-    _, estimate, plan, trained, broken, survived, events, owners = printed
+    _, estimate, plan, trained, broken, survived, events, owners, found, _ = printed
     assert "of the device, with its context" in estimate
     assert "Budget: 5.5 GB" in plan
-    assert "iter: 9 " in trained
+    assert "iter: 59 " in trained
     assert "It ended with status 1." in broken
     assert "memory" in broken
     assert "iter: 3 " in survived
     assert "32 images: the micro-batch is halved to 16" in events
     assert "MB  parameters" in owners
+    assert "16 images, " in found
+    assert "image/png" in notebook.cells[-2].outputs[0]["data"]

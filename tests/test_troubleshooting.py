@@ -45,7 +45,7 @@ PASSED_ON = {
     "warning",
 }
 PASSED_ON |= {"where + complaint", "where + text"}
-PASSED_ON |= {"_DOES_NOT_FIT", "_UNWELL", "answer", "key", "name"}
+PASSED_ON |= {"_DOES_NOT_FIT", "_INCOMPLETE", "_UNWELL", "answer", "key", "name"}
 
 # Not for users: caught where it is raised, or written into the results of measure-gpu.
 INTERNAL = {

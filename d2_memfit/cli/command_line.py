@@ -19,6 +19,8 @@ COMMANDS = {
     "doctor": "test what works with a job, in small iterations on the CPU with injected errors",
     "draw": "draw what a trained model detects",
     "plot": "draw the memory of a run",
+    "predict": "find objects in images and videos with a trained model",
+    "export": "write a trained model as TorchScript or ONNX",
     "measure-gpu": "measure this machine's GPU, and compare it with what estimates expect",
     "train": "train or evaluate",
 }
@@ -44,13 +46,13 @@ def command_parser(
         metavar="FILE",
         help="write all allocations of a training step, as CSV",
     )
-    plan = commands.add_parser("plan", parents=[asking], help=COMMANDS["plan"])
-    plan.add_argument(
-        "--budget",
-        metavar="GB",
-        help="device memory that the job may use, such as 5.2; auto is what is free on this "
-        "machine",
+    estimate.add_argument(
+        "--inference-only",
+        action="store_true",
+        help="estimate memory and time of one image with a trained model instead",
     )
+    plan = commands.add_parser("plan", parents=[asking], help=COMMANDS["plan"])
+    _add_budget_option(plan)
     plan.add_argument(
         "--allow",
         metavar="TIERS",
@@ -79,6 +81,10 @@ def command_parser(
         metavar="FOLDER",
         help="folder for memory.png and memory.html (default: OUTPUT_DIR)",
     )
+    predict = commands.add_parser("predict", help=COMMANDS["predict"])
+    _add_predict_options(predict)
+    export = commands.add_parser("export", help=COMMANDS["export"])
+    _add_export_options(export)
     measure = commands.add_parser("measure-gpu", help=COMMANDS["measure-gpu"])
     _add_measure_options(measure)
     if training is None:
@@ -127,30 +133,10 @@ def _parser_of_asking() -> argparse.ArgumentParser:
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose a job and its largest batch."""
     parser.add_argument(
-        "--config-file",
-        default="",
-        metavar="FILE",
-        help="a file, or the name of a config in Detectron2's model zoo or ours; a LazyConfig ends "
-        "in .py",
-    )
-    parser.add_argument(
         "--num-gpus", type=int, default=1, help="number of GPUs that train together (default: 1)"
     )
     add_card_and_coco_options(parser)
-    parser.add_argument(
-        "--project",
-        action="append",
-        default=[],
-        metavar="MODULE:FUNCTION",
-        help="a function that adds a project's keys to a config, or returns a config with them, "
-        "such as detectron2.projects.point_rend:add_pointrend_config; may be repeated",
-    )
-    parser.add_argument(
-        "--trainer",
-        metavar="MODULE:CLASS",
-        help="the class that trains, with build_model, build_optimizer, ... as in DefaultTrainer; "
-        "for a script train_net.py in this folder it is train_net:Trainer",
-    )
+    _add_config_options(parser)
     parser.add_argument(
         "--batch",
         metavar="MODULE:FUNCTION",
@@ -167,6 +153,31 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="annotated objects of the most crowded image (default: those of the dataset)",
+    )
+
+
+def _add_config_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a config and the code of its project."""
+    parser.add_argument(
+        "--config-file",
+        default="",
+        metavar="FILE",
+        help="a file, or the name of a config in Detectron2's model zoo or ours; a LazyConfig ends "
+        "in .py",
+    )
+    parser.add_argument(
+        "--project",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="a function that adds a project's keys to a config, or returns a config with them, "
+        "such as detectron2.projects.point_rend:add_pointrend_config; may be repeated",
+    )
+    parser.add_argument(
+        "--trainer",
+        metavar="MODULE:CLASS",
+        help="the class that trains, with build_model, build_optimizer, ... as in DefaultTrainer; "
+        "for a script train_net.py in this folder it is train_net:Trainer",
     )
     parser.add_argument(
         "opts", nargs="*", metavar="KEY VALUE", help="config keys and values; key=value for .py"
@@ -200,6 +211,76 @@ def _add_draw_options(parser: argparse.ArgumentParser) -> None:
         help="lowest score of a detection that is drawn (default: 0.5)",
     )
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
+
+
+def _add_predict_options(parser: argparse.ArgumentParser) -> None:
+    _add_model_options(parser)
+    parser.add_argument(
+        "--input",
+        type=Path,
+        metavar="PATH",
+        help="an image, a video, or a folder of them",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("predictions"),
+        metavar="FOLDER",
+        help="folder for pictures and results, which is made (default: predictions)",
+    )
+    parser.add_argument(
+        "--tile-size",
+        type=int,
+        metavar="PIXELS",
+        help="give the model overlapping tiles of this size, one at a time, and merge what it "
+        "finds; for images with small objects, or that do not fit",
+    )
+    parser.add_argument(
+        "--min-score",
+        type=float,
+        default=0.5,
+        help="lowest score of an object that is drawn (default: 0.5)",
+    )
+    _add_budget_option(parser)
+    add_card_and_coco_options(parser)
+
+
+def _add_export_options(parser: argparse.ArgumentParser) -> None:
+    _add_model_options(parser)
+    parser.add_argument(
+        "--input",
+        type=Path,
+        metavar="IMAGE",
+        help="an image with objects, on which the file is compared with the model",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("model.ts"),
+        metavar="FILE",
+        help="the file: .ts is TorchScript, .onnx is ONNX (default: model.ts)",
+    )
+    parser.set_defaults(card=None, coco=[])
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a trained model."""
+    _add_config_options(parser)
+    parser.add_argument(
+        "--weights",
+        metavar="FILE",
+        help="the trained weights (default: model_final.pth beside the config, or MODEL.WEIGHTS)",
+    )
+    parser.set_defaults(num_gpus=1, batch=None, image_size=None, instances=None, json=False)
+
+
+def _add_budget_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget",
+        metavar="GB",
+        help="device memory that the job may use, such as 5.2; auto is what is free on this "
+        "machine",
+    )
 
 
 def _add_measure_options(parser: argparse.ArgumentParser) -> None:

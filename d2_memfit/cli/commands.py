@@ -24,6 +24,7 @@ from ..doctor import examine
 from ..engine import usable_device
 from ..engine.resuming import MemfitCheckpointer
 from ..errors import ConfigError, exit_on_error
+from ..inference import estimate_inference
 from ..job import Job, find_function
 from ..measure.session import measure_gpu
 from ..memory import use_expandable_segments
@@ -46,6 +47,7 @@ from .draw import draw_predictions
 from .job_options import job_of, load_any_config
 from .next_step import after_a_look, after_plan
 from .options import check_opts, opts_of_budget
+from .trained_model import export_model, predict_files
 
 __all__ = ["main"]
 
@@ -66,11 +68,17 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     if args.command == "plot":
         _plot(args)
         return
+    if args.command == "predict":
+        predict_files(args, _opts_of_budget(args), _say)
+        return
     for name in ("output", "timeline", "html", "snapshot"):
         _check_folder(f"--{name}", getattr(args, name, None))
     if args.command == "draw":
         check_opts(args.opts)
         _draw(args)
+        return
+    if args.command == "export":
+        export_model(args, _say)
         return
     if args.command == "doctor":
         _examine(args)
@@ -105,6 +113,10 @@ def _ask(args: argparse.Namespace) -> None:
     job = job_of(args, cfg)
     device = args.device or _device_of_card(args.card)
     evaluates = not args.training_only
+    if args.command == "estimate" and args.inference_only:
+        inference = estimate_inference(job, device)
+        _print(args, inference, str(inference), "")
+        return
     if args.command == "estimate":
         dry_job = run_dry(job, device, args.probe, evaluates)
         estimate = dry_job.estimate(dry_job.limit_bytes, with_typical=True)
@@ -200,7 +212,8 @@ def _device_of_card(card: Optional[str]) -> Optional[str]:
 
 def _opts_of_budget(args: argparse.Namespace) -> list[str]:
     budget = getattr(args, "budget", None)
-    here = ["MODEL.DEVICE", "cpu"] if budget == "auto" and args.device == "cpu" else []
+    is_on_cpu = getattr(args, "device", None) == "cpu"
+    here = ["MODEL.DEVICE", "cpu"] if budget == "auto" and is_on_cpu else []
     return [*opts_of_budget(args.card, budget, args.opts), *here]
 
 

@@ -7,17 +7,15 @@ from pathlib import Path
 import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.detection_utils import read_image
-from detectron2.engine import DefaultPredictor
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..errors import ConfigError
+from ..inference import Predictor, draw, import_visualizer, read_images
+from ..job import Job
 
 __all__ = ["draw_predictions"]
 
 _COLUMNS = 2
-_LONGER_SIDE = 600  # pixels of each drawing, at least
 
 
 def draw_predictions(
@@ -35,23 +33,14 @@ def draw_predictions(
     Raises:
         ConfigError: OpenCV is not installed.
     """
-    try:
-        from detectron2.utils.visualizer import Visualizer
-    except ImportError as e:
-        raise ConfigError(
-            f"Detectron2 draws with OpenCV, which is not installed ({e}): pip install "
-            "opencv-python-headless"
-        ) from e
-    dicts = DatasetCatalog.get(dataset_name)[:num_images]
-    predictor = DefaultPredictor(cfg)
+    import_visualizer()
+    predictor = Predictor(cfg, Job.from_cfg(cfg), cfg.MODEL.WEIGHTS)
     pictures = []
-    for d in dicts:
-        image = read_image(d["file_name"], format="BGR")
-        found = predictor(image)["instances"].to("cpu")
-        scale = max(1.0, _LONGER_SIDE / max(image.shape))
-        visualizer = Visualizer(image[:, :, ::-1], MetadataCatalog.get(dataset_name), scale)
-        drawing = visualizer.draw_instance_predictions(found[found.scores > min_score])
-        pictures.append(drawing.get_image())
+    for number, d in enumerate(DatasetCatalog.get(dataset_name)[:num_images]):
+        (image,) = read_images(Path(d["file_name"]), predictor.image_format)
+        found = [result for result in predictor(image, number) if result["score"] > min_score]
+        metadata = MetadataCatalog.get(dataset_name)
+        pictures.append(draw(image, predictor.image_format, found, metadata))
     Image.fromarray(_side_by_side(pictures)).save(to)
 
 

@@ -49,7 +49,9 @@ def after_training(output_dir: str, coco: Sequence[Sequence[str]], weights: str)
     config = Path(output_dir) / "config.yaml"
     model = ["--config-file", config, "MODEL.WEIGHTS", weights]
     held_out = coco[1] if len(coco) > 1 else ()
-    use = _line("d2-memfit", "predict", "--input", "FOLDER", "--output", "predictions", *model)
+    names = ["--coco", *held_out] if held_out else []  # of the classes
+    files = ["--input", "FOLDER", "--output", "predictions"]
+    use = _line("d2-memfit", "predict", *files, *names, *model)
     lines = [
         f"Written: {weights} (weights), {Path(output_dir) / 'metrics.json'}, {config}",
         f"Curves:\n  {_line('tensorboard', '--logdir', output_dir)}",

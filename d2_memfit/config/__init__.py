@@ -11,6 +11,7 @@ from .config import (
     load_cfg,
     with_memfit_keys,
     with_settings,
+    without_memfit_keys,
 )
 from .detectron2_keys import check_data_keys, check_model_keys, check_solver_keys
 from .files import OUR_ZOO, find_config_file, keys_in_own_files
@@ -39,4 +40,5 @@ __all__ = [
     "with_budget",
     "with_memfit_keys",
     "with_settings",
+    "without_memfit_keys",
 ]

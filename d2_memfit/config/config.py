@@ -37,6 +37,7 @@ __all__ = [
     "load_cfg",
     "with_memfit_keys",
     "with_settings",
+    "without_memfit_keys",
 ]
 
 
@@ -53,6 +54,14 @@ def with_memfit_keys(cfg: CN) -> CN:
     if cfg.is_frozen():
         complete.freeze()
     return complete
+
+
+def without_memfit_keys(cfg: CN) -> CN:
+    """Copy a config without the keys of d2_memfit, so that plain Detectron2 can load it."""
+    plain = cfg.clone()
+    plain.defrost()
+    del plain["MEMFIT"], plain.SOLVER["ACCUMULATION_STEPS"]
+    return plain
 
 
 def with_settings(cfg: CN, settings: Mapping[str, Any]) -> CN:

@@ -2,8 +2,10 @@
 """Detectron2's default trainer with accumulation, as one more base class."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -15,8 +17,9 @@ from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
 from .. import compat
+from ..common.files import is_local, whole_file
 from ..common.logs import start_logging
-from ..config import with_memfit_keys
+from ..config import with_memfit_keys, without_memfit_keys
 from ..errors import CheckpointError, RankError, one_line
 from ..iteration import auto_scale_workers
 from ..job import Job, checked_loader
@@ -223,6 +226,7 @@ class MemfitMixin(_Trainer):
             self._ending = SaveOnEnding(own, self._job.cfg.MEMFIT.STOP_ON_SIGNALS)
             self.register_hooks([self._ending])
         self._has_begun = True
+        _write_plain_config(self._job.cfg)
         super().before_train()
         self._inner.run_state.restore_again(self.start_iter)
 
@@ -294,6 +298,18 @@ class MemfitMixin(_Trainer):
             # It is in the optimizer's state. The scheduler sets it only when it steps.
             for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_lr()):
                 group["lr"] = lr
+
+
+def _write_plain_config(cfg: CfgNode) -> None:
+    """Write OUTPUT_DIR/detectron2_config.yaml, with which plain Detectron2 uses the result."""
+    if not (comm.is_main_process() and cfg.OUTPUT_DIR and is_local(cfg.OUTPUT_DIR)):
+        return
+    plain = without_memfit_keys(cfg)
+    plain.MODEL.WEIGHTS = os.path.join(cfg.OUTPUT_DIR, "model_final.pth")
+    with suppress(OSError):  # a full disk is the checkpointer's to report
+        os.makedirs(cfg.OUTPUT_DIR, exist_ok=True)
+        with whole_file(os.path.join(cfg.OUTPUT_DIR, "detectron2_config.yaml"), "w") as file:
+            file.write(plain.dump())
 
 
 class MemfitTrainer(MemfitMixin, DefaultTrainer):

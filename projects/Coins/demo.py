@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Make the Coins dataset, train on it with gradient accumulation, evaluate, and draw the result.
+"""Make the Coins dataset, train on it with gradient accumulation, evaluate, and use the model.
 
     python projects/Coins/demo.py --output-dir output/coins [KEY VALUE ...]
 
@@ -26,14 +26,12 @@ def train(dataset: Path, output_dir: Path, opts: list[str]) -> None:
     subprocess.run([str(c) for c in command], check=True)
 
 
-def draw(dataset: Path, output_dir: Path) -> Path:
-    """Draw the trained model's predictions in the first validation images."""
-    picture = output_dir / "predictions.png"
-    command = [sys.executable, "-m", "d2_memfit", "draw"]
-    command += ["--config-file", str(output_dir / "config.yaml"), "--output", str(picture)]
-    command += ["--coco", "coins_val", str(dataset / "val.json"), str(dataset / "val")]
-    subprocess.run(command, check=True)
-    return picture
+def use(command: str, dataset: Path, output_dir: Path, *options: object) -> None:
+    """Run draw or predict with the trained model, and the names of the dataset's classes."""
+    words: list[object] = [sys.executable, "-m", "d2_memfit", command]
+    words += ["--config-file", output_dir / "config.yaml", *options]
+    words += ["--coco", "coins_val", dataset / "val.json", dataset / "val"]
+    subprocess.run([str(word) for word in words], check=True)
 
 
 def main() -> None:
@@ -46,14 +44,18 @@ def main() -> None:
 
     make_dataset(dataset)
     train(dataset, output_dir, args.opts)
-    picture = draw(dataset, output_dir)
+    picture = output_dir / "predictions.png"
+    use("draw", dataset, output_dir, "--output", picture)
+    predicted = output_dir / "predicted"
+    use("predict", dataset, output_dir, "--input", dataset / "val", "--output", predicted)
 
     lines = [json.loads(line) for line in (output_dir / "metrics.json").open()]
     ap50 = {k: next(m[k] for m in reversed(lines) if k in m) for k in ("bbox/AP50", "segm/AP50")}
     print(f"\nOn the validation images: box AP50 {ap50['bbox/AP50']:.1f}", end=", ")
     print(f"mask AP50 {ap50['segm/AP50']:.1f}")
     print(f"  dataset      {dataset}")
-    print(f"  predictions  {picture}")
+    print(f"  predictions  {picture}, in images of coins that it was not trained on")
+    print(f"  all of them  {predicted / 'pictures'}, and in COCO's format beside it")
     print(f"  metrics      {output_dir / 'metrics.json'}")
     print(f"  TensorBoard  tensorboard --logdir {output_dir}")
 

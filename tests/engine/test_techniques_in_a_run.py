@@ -1,11 +1,13 @@
 # Copyright (c) the d2_memfit developers.
 """All exact techniques at once, turned on by config keys: the same training."""
 
+import sys
+
 import pytest
 import torch
 from detectron2.engine import DefaultTrainer, hooks
 from detectron2.utils.env import seed_all_rng
-from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
+from tiny import images, parameters, relative_difference, run_process, tiny_cfg, tiny_model
 
 from d2_memfit import MemfitMixin, MemfitTrainer
 from d2_memfit.techniques import TECHNIQUES, ShardedOptimizer
@@ -75,10 +77,28 @@ def test_weights_and_evaluation_are_those_without(cfg, log):
     assert changed.model.state_dict().keys() == plain.model.state_dict().keys()
 
 
-def test_a_checkpoint_loads_into_plain_detectron2(cfg):
+PLAIN = """
+import sys
+import torch
+from detectron2.config import get_cfg
+from detectron2.data.detection_utils import read_image
+from detectron2.engine import DefaultPredictor
+cfg = get_cfg()
+cfg.merge_from_file(sys.argv[1])
+predictor = DefaultPredictor(cfg)
+state = torch.load(cfg.MODEL.WEIGHTS)["model"]
+predictor.model.load_state_dict(state, strict=True)
+print(len(predictor(read_image(sys.argv[2], "BGR"))["instances"]), "d2_memfit" in sys.modules)
+"""
+
+
+def test_plain_detectron2_loads_the_config_and_the_checkpoint(cfg, coins):
+    cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = 0.0
     train(Trainer, with_all_exact_techniques(cfg))
-    state = torch.load(f"{cfg.OUTPUT_DIR}/model_final.pth", weights_only=True)
-    tiny_model(cfg).load_state_dict(state["model"], strict=True)
+    files = [f"{cfg.OUTPUT_DIR}/detectron2_config.yaml", coins / "val" / "000.png"]
+    run = run_process([sys.executable, "-c", PLAIN, *files])
+    assert run.stdout == "20 False\n", run.stderr
+    assert "not found" not in run.stderr  # the checkpointer's words for missing weights
 
 
 def test_a_project_that_builds_its_own_model_and_optimizer_gets_them_too(cfg):

@@ -59,3 +59,4 @@ def test_the_demo_learns_to_find_coins(iterations, least_ap50, tmp_path):
     assert list(tmp_path.glob("events.out.tfevents.*"))
     picture = cv2.imread(str(tmp_path / "predictions.png"))
     assert picture.std() > 10
+    assert len(list((tmp_path / "predicted" / "pictures").iterdir())) == 16

@@ -26,11 +26,11 @@ from tiled_images import (
 )
 from tiled_images.clip import clip_annotation
 from tiled_images.planning import with_datasets_of_tiles
-from tiled_images.rle import move
 from tiny import ROOT, read_metrics
 
 from d2_memfit import Job
 from d2_memfit.errors import ConfigError, DataError
+from d2_memfit.inference import move
 
 pytestmark = pytest.mark.slow
 

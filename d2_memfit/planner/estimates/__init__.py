@@ -4,7 +4,7 @@
 from .dry_job import DryJob, MemoryEstimate, margin_of, usable_bytes
 from .estimate import estimate_memory, run_dry
 from .probe import job_class, run_for_real
-from .steps import build_with_values
+from .steps import build_with_values, evaluate
 from .times import Range, factor_range, in_words
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Range",
     "build_with_values",
     "estimate_memory",
+    "evaluate",
     "factor_range",
     "in_words",
     "job_class",

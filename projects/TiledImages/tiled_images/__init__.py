@@ -1,15 +1,14 @@
 # Copyright (c) the d2_memfit developers.
 """Training and prediction, tile by tile, on images that do not fit as a whole."""
 
+from d2_memfit.inference import CocoResultsWriter, Detection, Grid, SeamMerger, Tile, to_coco
+
 from .config import add_tiled_config, check_tiles, load_tiled_cfg
 from .dataset import BalancedTileSampler, TiledDataset
-from .grid import Grid, Tile
 from .mapper import TileMapper, build_tiled_train_loader
-from .merge import Detection, SeamMerger
 from .planning import fit_tiled_config
 from .predictor import TiledPredictor
 from .reader import CorruptImageError, ImageReader, warn_left_out
-from .results import CocoResultsWriter, to_coco
 from .trainer import TiledTrainer
 
 __all__ = [

@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 
 from d2_memfit.errors import DataError
-
-from .grid import Tile
-from .rle import Rle, move
+from d2_memfit.inference import Rle, Tile, move
 
 __all__ = ["box_of", "clip_annotation"]
 

@@ -12,9 +12,9 @@ from detectron2.utils import comm
 from numpy.typing import NDArray
 
 from d2_memfit.errors import DataError
+from d2_memfit.inference import Grid
 
 from .clip import box_of, clip_annotation
-from .grid import Grid
 
 __all__ = ["BalancedTileSampler", "TiledDataset"]
 

@@ -7,18 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.structures import Instances
-from pycocotools import mask as coco_mask
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from d2_memfit.inference import Detection, Grid, SeamMerger, found_in_tile, to_coco
 from d2_memfit.memory import return_large_blocks
 
-from .grid import Grid, Tile
-from .merge import Detection, SeamMerger
 from .reader import CorruptImageError, open_image, warn_left_out
-from .results import to_coco
 
 __all__ = ["TiledPredictor"]
 
@@ -79,7 +75,7 @@ class TiledPredictor(nn.Module):
         with tqdm(total=len(parts), desc=file_name, unit="tile", disable=None) as progress:
             for batch in loader:
                 for tile_input, output in zip(batch, self._infer(batch)):
-                    found = _detections(output["instances"], tile_input["tile"])
+                    found = found_in_tile(output["instances"], tile_input["tile"])
                     yield from merger.add(tile_input["tile"], found)
                 progress.update(len(batch))
         yield from merger.finish()
@@ -113,19 +109,3 @@ class _TilesOfImage(Dataset[dict[str, Any]]):
             "file_name": self._file_name,
             "tile": tile,
         }
-
-
-def _detections(instances: Instances, tile: Tile) -> list[Detection]:
-    instances = instances.to("cpu")
-    boxes = instances.pred_boxes.tensor.double().numpy() + [tile.x0, tile.y0] * 2
-    masks = instances.pred_masks if instances.has("pred_masks") else [None] * len(boxes)
-    return [
-        Detection(box, float(score), int(category), None if mask is None else _encode(mask))
-        for box, score, category, mask in zip(
-            boxes, instances.scores, instances.pred_classes, masks
-        )
-    ]
-
-
-def _encode(mask: torch.Tensor) -> dict[str, Any]:
-    return coco_mask.encode(np.asfortranarray(mask.numpy().astype(np.uint8)))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 
-from d2_memfit.errors import DataError
+from ..errors import DataError
 
 __all__ = ["Rle", "move"]
 

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
+import torch
+from detectron2.structures import Instances
 from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 
 from .grid import Grid, Tile
 from .rle import Rle, move
 
-__all__ = ["Detection", "SeamMerger"]
+__all__ = ["Detection", "SeamMerger", "found_in_tile"]
 
 
 @dataclass
@@ -218,3 +220,20 @@ def _intersections(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     low = np.maximum(a[:, None, :2], b[None, :, :2])
     high = np.minimum(a[:, None, 2:], b[None, :, 2:])
     return np.clip(high - low, 0, None).prod(axis=2)
+
+
+def found_in_tile(instances: Instances, tile: Tile) -> list[Detection]:
+    """The detections of a model that got one tile."""
+    instances = instances.to("cpu")
+    boxes = instances.pred_boxes.tensor.double().numpy() + [tile.x0, tile.y0] * 2
+    masks = instances.pred_masks if instances.has("pred_masks") else [None] * len(boxes)
+    return [
+        Detection(box, float(score), int(category), None if mask is None else _encode(mask))
+        for box, score, category, mask in zip(
+            boxes, instances.scores, instances.pred_classes, masks
+        )
+    ]
+
+
+def _encode(mask: torch.Tensor) -> dict[str, Any]:
+    return coco_mask.encode(np.asfortranarray(mask.numpy().astype(np.uint8)))

@@ -1,0 +1,117 @@
+# Copyright (c) the d2_memfit developers.
+"""The commands predict and export, which use a trained model."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from omegaconf import DictConfig
+
+from ..common.checks import check_int
+from ..data import check_coco_file, register_coco
+from ..engine import evaluating, usable_device
+from ..errors import ConfigError
+from ..inference import (
+    SUFFIXES,
+    FilePrediction,
+    Predictor,
+    export,
+    find_files,
+    import_visualizer,
+    metadata_of,
+    read_images,
+    weights_of,
+)
+from ..job import overrides_of, with_overrides
+from ..memory import device_memory, use_expandable_segments
+from .job_options import job_of, load_any_config
+
+__all__ = ["export_model", "predict_files"]
+
+_INCOMPLETE = 3  # exit status
+
+Say = Callable[[str], None]
+
+
+def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> None:
+    """Run the command predict.
+
+    Args:
+        opts: KEY VALUE pairs of the budget, which come before the user's.
+    """
+    files = find_files(_input(args))
+    if args.output.exists() and not args.output.is_dir():
+        raise ConfigError(f"--output {args.output} is a file: name a folder")
+    if args.tile_size is not None:
+        check_int("--tile-size", args.tile_size, at_least=16)
+    import_visualizer()
+    coco, args.coco = args.coco, []  # as a training's it would set its classes and schedule
+    if opts:
+        use_expandable_segments()  # before anything queries the GPU
+    own = ["OUTPUT_DIR", str(args.output), "MEMFIT.OOM.POLICY", "split"]
+    predictor, cfg = _predictor(args, [*opts, *own], say)
+    # It has a line for each image that does not fit.
+    logging.getLogger("d2_memfit.engine.recovery").setLevel(logging.CRITICAL)
+    metadata = _metadata_of_coco(coco) if coco else metadata_of(cfg)
+    prediction = FilePrediction(predictor, args.output, metadata, args.min_score)
+    with evaluating(cfg, predictor.model):
+        prediction.run(files, say)
+    device = next(predictor.model.parameters()).device
+    number = len(prediction.images)
+    print(
+        f"{number} images, {prediction.seconds / max(number, 1):.3f} s each, "
+        f"{device_memory(device).peak_allocated_bytes / 2**30:.2f} GB peak on the {device.type}\n"
+        f"Written: {args.output / 'pictures'}, {args.output / 'coco_instances_results.json'}, "
+        f"{args.output / 'images.json'} (the images of these results)"
+    )
+    if prediction.failures:
+        say(f"{len(prediction.failures)} of {len(files)} files were left out, or ended early")
+        sys.exit(_INCOMPLETE)
+
+
+def export_model(args: argparse.Namespace, say: Say) -> None:
+    """Run the command export."""
+    if args.output.suffix not in SUFFIXES:
+        raise ConfigError(f"--output {args.output} must end in {' or '.join(SUFFIXES)}")
+    file = _input(args)
+    predictor, _ = _predictor(args, ["MODEL.DEVICE", "cpu"], say)
+    image = next(read_images(file, predictor.image_format))
+    compared = export(predictor.model, predictor.inputs(image)["image"].float(), args.output)
+    print(f"Written: {args.output} ({compared})")
+
+
+def _input(args: argparse.Namespace) -> Path:
+    if args.input is None:
+        raise ConfigError("--input: name an image; predict takes a video or a folder, too")
+    path: Path = args.input
+    return path
+
+
+def _predictor(args: argparse.Namespace, opts: Sequence[str], say: Say) -> tuple[Predictor, Any]:
+    """The predictor of a command, and its job's config."""
+    config = load_any_config(args, opts, say)
+    is_lazy = isinstance(config, DictConfig)
+    device = usable_device(config.train.device if is_lazy else config.MODEL.DEVICE)
+    if is_lazy:
+        config = with_overrides(config, overrides_of({"MODEL.DEVICE": device}))
+    else:
+        config.MODEL.DEVICE = device
+    job = job_of(args, config)
+    configured = job.cfg.MODEL.WEIGHTS
+    given = args.weights or (configured if "MODEL.WEIGHTS" in args.opts[::2] else None)
+    weights = weights_of(args.config_file, configured, given)
+    say(f"weights: {weights}")
+    return Predictor(config, job, weights, getattr(args, "tile_size", None)), job.cfg
+
+
+def _metadata_of_coco(coco: Sequence[Sequence[str]]) -> Any:
+    """Metadata of the first dataset of ``--coco``."""
+    name, json_file, image_dir = coco[0]
+    register_coco(name, json_file, image_dir)
+    check_coco_file(name, json_file, None, for_training=False)
+    DatasetCatalog.get(name)  # which reads the names of its classes
+    return MetadataCatalog.get(name)

@@ -1,0 +1,75 @@
+# Copyright (c) the d2_memfit developers.
+"""Memory and time of a trained model on a device, estimated without it."""
+
+from dataclasses import dataclass, replace
+from typing import Optional
+
+from ..job import Job, size_of
+from ..memory import segments_expand
+from ..planner.device import DeviceModel
+from ..planner.dry_run import Convolution, one_line_errors
+from ..planner.estimates import evaluate
+
+__all__ = ["InferenceEstimate", "estimate_inference"]
+
+_GB = 2**30
+_OF_TRAINING = ("gradients", "optimizer", "DDP buckets")  # owners
+
+
+@dataclass(frozen=True)
+class InferenceEstimate:
+    """Memory and time of one image of the largest size, with as many objects as may be found.
+
+    Attributes:
+        device: description of the device.
+        image_size: height and width in pixels as the model gets them.
+        peak_allocated_gb: ``torch.cuda.max_memory_allocated``, in GB of 2^30 bytes.
+        device_total_gb: device memory of the process, context included.
+        seconds: time of the model; None for a CPU, for which no times are known.
+    """
+
+    device: str
+    image_size: tuple[int, int]
+    peak_allocated_gb: float
+    device_total_gb: float
+    seconds: Optional[float]
+
+    def __str__(self) -> str:
+        height, width = self.image_size
+        time = "" if self.seconds is None else f"\nabout {self.seconds:.3f} s an image"
+        return (
+            f"{self.device}\none image of {height} x {width} pixels as the model gets it\n"
+            f"{self.peak_allocated_gb:.2f} GB peak allocated\n"
+            f"{self.device_total_gb:.2f} GB of the device, with its context{time}"
+        )
+
+
+def estimate_inference(job: Job, device_name: Optional[str] = None) -> InferenceEstimate:
+    """Estimate inference by a dry run of one image.
+
+    Args:
+        device_name: as for :func:`~d2_memfit.estimate_memory`.
+
+    Raises:
+        ConfigError: the job has no test loader, or its model does not run.
+    """
+    device = DeviceModel.choose(device_name, job.cfg.MODEL.DEVICE)
+    with one_line_errors():
+        batch = job.evaluation_batch()
+        timeline = evaluate(job, batch, device.is_gpu, device.foreach)
+    kept = [
+        event
+        for event in timeline.events
+        if isinstance(event, Convolution) or event.allocation.owner not in _OF_TRAINING
+    ]
+    use = device.use(
+        replace(timeline, events=kept), None, segments_expand(job.budget_gb is not None)
+    )
+    seconds = device.seconds(timeline.work["evaluation"]) if device.is_gpu else None
+    return InferenceEstimate(
+        device=device.description,
+        image_size=size_of(batch),
+        peak_allocated_gb=use.allocated_bytes / _GB,
+        device_total_gb=use.total_bytes / _GB,
+        seconds=seconds,
+    )

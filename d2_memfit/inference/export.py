@@ -1,0 +1,141 @@
+# Copyright (c) the d2_memfit developers.
+"""Trained models as TorchScript or ONNX files, checked against the model itself."""
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from detectron2.modeling import GeneralizedRCNN
+from detectron2.structures import Instances
+from torch import nn
+
+from .. import compat
+from ..common.files import whole_file
+from ..errors import ConfigError
+
+__all__ = ["SUFFIXES", "export"]
+
+SUFFIXES = (".onnx", ".ts")
+_NEEDED = ("onnx", "onnxruntime")
+_OPSET = 17  # the first that has all operators of Detectron2's models
+_MOST_PIXELS, _MOST_SCORE = 1.0, 0.01  # differences of boxes, and of scores and masks
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+def export(model: nn.Module, image: torch.Tensor, to: Path) -> str:
+    """Trace a model by Detectron2's ``TracingAdapter``, and check the file's predictions.
+
+    The file takes an image [3, height, width] of the size that the model's test mapper makes. It
+    returns the fields of its objects in alphabetical order, and the size of the image. Boxes are in
+    pixels of this image. The masks of an R-CNN are those of its mask head, within the boxes.
+
+    Args:
+        model: in evaluation mode.
+        image: an input on which the model finds objects, float32.
+        to: the file, which ends in .ts or .onnx. It is written only if its predictions on this
+            image and on a smaller part of it are those of the model.
+
+    Returns:
+        What was compared.
+
+    Raises:
+        ConfigError: the model cannot be exported.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if to.suffix == ".onnx" and missing:
+        raise ConfigError(f"{to} needs what is not installed: pip install {' '.join(missing)}")
+    adapter = compat.tracing_adapter()(model, [{"image": image}], _inference_of(model))
+    adapter.eval()
+    part = image[:, : image.shape[1] * 3 // 4, : image.shape[2] * 3 // 4].contiguous()
+    try:
+        with whole_file(to) as file, torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the tracer, about values that may not change
+            run = (_onnx if to.suffix == ".onnx" else _torchscript)(adapter, image, file)
+            number, distance = 0, 0.0
+            for pixels in (image, part):
+                eager = _instances(adapter, adapter(pixels.to(_device_of(adapter))))
+                number += len(eager)
+                distance = max(distance, _distance(eager, _instances(adapter, run(pixels))))
+    except Exception as e:  # the tracer and the exporter have errors of all kinds
+        text = " ".join(str(e).split())[:200]
+        raise ConfigError(
+            f"this {type(model).__name__} cannot be exported as {to.suffix} "
+            f"({type(e).__name__}: {text})"
+        ) from e
+    return f"{number} objects in 2 images, boxes within {distance:.3f} pixels of the model's"
+
+
+def _inference_of(model: nn.Module) -> Optional[Callable[..., Any]]:
+    if not isinstance(model, GeneralizedRCNN):
+        return None
+
+    def inference(model: Any, inputs: Any) -> Any:  # without pasted masks
+        return [{"instances": model.inference(inputs, do_postprocess=False)[0]}]
+
+    return inference
+
+
+def _device_of(adapter: nn.Module) -> torch.device:
+    return next(adapter.parameters()).device
+
+
+def _torchscript(adapter: Any, image: torch.Tensor, file: Any) -> Callable[..., Outputs]:
+    device = _device_of(adapter)
+    traced = torch.jit.trace(adapter, (image.to(device),), check_trace=False)
+    torch.jit.save(traced, file)
+    file.flush()
+    loaded = torch.jit.load(file.name, map_location=device)
+    return lambda pixels: loaded(pixels.to(device))
+
+
+def _onnx(adapter: Any, image: torch.Tensor, file: Any) -> Callable[..., Outputs]:
+    import onnxruntime
+
+    torch.onnx.export(
+        adapter.cpu(),
+        (image,),
+        file.name,
+        input_names=["image"],
+        dynamic_axes={"image": {1: "height", 2: "width"}},
+        opset_version=_OPSET,
+        dynamo=False,  # torch.export does not take the data-dependent shapes of detectors
+    )
+    session = onnxruntime.InferenceSession(file.name, providers=["CPUExecutionProvider"])
+    return lambda pixels: tuple(map(torch.from_numpy, session.run(None, {"image": pixels.numpy()})))
+
+
+def _instances(adapter: Any, outputs: Outputs) -> Instances:
+    (result,) = adapter.outputs_schema(outputs)
+    instances: Instances = result["instances"].to("cpu")
+    return instances
+
+
+def _distance(eager: Instances, other: Instances) -> float:
+    """Largest difference of boxes in pixels.
+
+    Raises:
+        ValueError: objects differ.
+    """
+    if len(eager) != len(other):
+        raise ValueError(f"it finds {len(other)} objects where the model finds {len(eager)}")
+    if not len(eager):
+        return 0.0
+    # Objects with almost the same score may come in another order.
+    other = other[torch.cdist(_places(eager), _places(other)).argmin(dim=1)]
+    boxes = float((eager.pred_boxes.tensor - other.pred_boxes.tensor).abs().max())
+    score = float((eager.scores - other.scores).abs().max())
+    if eager.has("pred_masks"):
+        score = max(score, float((eager.pred_masks - other.pred_masks).abs().max()))
+    if boxes > _MOST_PIXELS or score > _MOST_SCORE:
+        raise ValueError(f"its boxes differ by {boxes:.2f} pixels, scores or masks by {score:.3f}")
+    return boxes
+
+
+def _places(instances: Instances) -> torch.Tensor:
+    """Points [N, 6] that are close for objects that are the same."""
+    classes, scores = instances.pred_classes, instances.scores
+    return torch.cat([instances.pred_boxes.tensor, 1e4 * classes[:, None], scores[:, None]], dim=1)

@@ -1,0 +1,125 @@
+# Copyright (c) the d2_memfit developers.
+"""Images and videos, read one image at a time, and the pictures that are made of them."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+from detectron2.data.detection_utils import read_image
+from numpy.typing import NDArray
+from PIL import Image
+
+from ..common.files import whole_file
+from ..errors import ConfigError, DataError
+from ..memory import is_out_of_memory
+
+__all__ = ["PictureWriter", "find_files", "read_images"]
+
+_IMAGES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+_VIDEOS = (".avi", ".mkv", ".mov", ".mp4", ".webm")
+_FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG"}  # of pictures
+
+Pixels = NDArray[np.uint8]
+
+
+def find_files(path: Path) -> list[Path]:
+    """A file, or the images and videos of a folder by name.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ConfigError(f"--input {path}: there is no such file or folder")
+    files = [f for f in sorted(path.iterdir()) if f.suffix.lower() in _IMAGES + _VIDEOS]
+    if not files:
+        raise ConfigError(
+            f"--input {path} has no images or videos: names must end in "
+            f"{', '.join(_IMAGES + _VIDEOS)}"
+        )
+    return files
+
+
+def read_images(file: Path, image_format: str) -> Iterator[Pixels]:
+    """Yield an image, or the images of a video, in a model's order of channels.
+
+    Raises:
+        DataError: the file cannot be read, or a video ends too early.
+    """
+    if _is_video(file):
+        for frame in _frames(file):
+            yield frame[:, :, ::-1] if image_format == "RGB" else frame
+        return
+    try:
+        image = read_image(str(file), format=image_format)
+    except Exception as e:  # each library has many errors for damage
+        if is_out_of_memory(e):
+            raise
+        raise DataError(f"{file} cannot be read ({' '.join(str(e).split())})") from e
+    yield image
+
+
+def _frames(file: Path) -> Iterator[Pixels]:
+    import cv2
+
+    video = cv2.VideoCapture(str(file))
+    announced = video.get(cv2.CAP_PROP_FRAME_COUNT)
+    number = 0
+    while True:
+        is_there, frame = video.read()
+        if not is_there:
+            break
+        number += 1
+        yield frame
+    if number == 0:
+        raise DataError(f"{file} cannot be read as a video")
+    if number < announced - video.get(cv2.CAP_PROP_FPS):  # the number is an estimate
+        raise DataError(f"{file} is damaged: it ends after {number} of {announced:.0f} images")
+
+
+def _is_video(file: Path) -> bool:
+    return file.suffix.lower() in _VIDEOS
+
+
+class PictureWriter:
+    """Writes the pictures of a file: an image, or a video in MP4.
+
+    Used as a context. A video appears when it is complete, or as far as its source could be read.
+    """
+
+    def __init__(self, file: Path, folder: Path) -> None:
+        self.is_video = _is_video(file)
+        kept = [".mp4"] if self.is_video else list(_FORMATS)
+        name = file.name if file.suffix.lower() in kept else file.name + kept[0]
+        self._source = file
+        self._path = folder / name
+        self._part = folder / f".{name}.part.mp4"
+        self._video: Optional[Any] = None
+
+    def __enter__(self) -> "PictureWriter":
+        return self
+
+    def write(self, picture: Pixels) -> None:
+        """Write a picture [height, width, 3] in RGB; those of a video have the same size."""
+        if not self.is_video:
+            with whole_file(self._path) as f:
+                Image.fromarray(picture).save(f, format=_FORMATS[self._path.suffix.lower()])
+            return
+        import cv2
+
+        if self._video is None:
+            frames_per_s = cv2.VideoCapture(str(self._source)).get(cv2.CAP_PROP_FPS)
+            height, width = picture.shape[:2]
+            code = cv2.VideoWriter.fourcc(*"mp4v")
+            self._video = cv2.VideoWriter(
+                str(self._part), code, frames_per_s or 25.0, (width, height)
+            )
+        self._video.write(picture[:, :, ::-1])
+
+    def __exit__(self, *_: Any) -> None:
+        if self._video is not None:
+            self._video.release()
+            os.replace(self._part, self._path)

@@ -1,0 +1,68 @@
+# Copyright (c) the d2_memfit developers.
+"""Pictures of the objects that a model has found, by Detectron2's Visualizer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from detectron2.data import Metadata
+from detectron2.data.detection_utils import convert_image_to_rgb
+from numpy.typing import NDArray
+
+from ..errors import ConfigError
+
+__all__ = ["draw", "import_visualizer"]
+
+_LEAST_SIDE, _MOST_SIDE = 600, 4096  # pixels of a picture's longer side
+
+
+def import_visualizer() -> Any:
+    """Detectron2's ``Visualizer``.
+
+    Raises:
+        ConfigError: OpenCV is not installed.
+    """
+    try:
+        from detectron2.utils.visualizer import Visualizer
+    except ImportError as e:
+        raise ConfigError(
+            f"Detectron2 draws with OpenCV, which is not installed ({e}): pip install "
+            "opencv-python-headless"
+        ) from e
+    return Visualizer
+
+
+def draw(
+    image: NDArray[np.uint8],
+    image_format: str,
+    results: Sequence[dict[str, Any]],
+    metadata: Metadata,
+    keeps_size: bool = False,
+) -> NDArray[np.uint8]:
+    """Draw objects into an image; the picture is in RGB.
+
+    One mask at a time is decoded. Small images are enlarged and very large ones reduced, unless
+    ``keeps_size``.
+
+    Args:
+        image: pixels [height, width, 3] in ``image_format``, such as "BGR".
+        results: in COCO's results format, with the model's classes.
+        metadata: names of the classes and rules for keypoints, where it has them.
+    """
+    longer = max(image.shape)
+    scale = 1.0 if keeps_size else min(max(1.0, _LEAST_SIDE / longer), _MOST_SIDE / longer)
+    visualizer = import_visualizer()(convert_image_to_rgb(image, image_format), metadata, scale)
+    names = metadata.get("thing_classes") or []
+    for result in sorted(results, key=lambda r: -r["bbox"][2] * r["bbox"][3]):
+        x, y, width, height = result["bbox"]
+        number = result["category_id"]
+        name = names[number] if number < len(names) else str(number)
+        keypoints = result.get("keypoints")
+        visualizer.overlay_instances(
+            boxes=np.array([[x, y, x + width, y + height]]),
+            labels=[f"{name} {result['score']:.0%}"],
+            masks=[result["segmentation"]] if "segmentation" in result else None,
+            keypoints=None if keypoints is None else np.reshape(keypoints, (1, -1, 3)),
+        )
+    picture: NDArray[np.uint8] = visualizer.get_output().get_image()
+    return picture

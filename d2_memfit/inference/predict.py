@@ -1,0 +1,115 @@
+# Copyright (c) the d2_memfit developers.
+"""Prediction on files: pictures, and results in COCO's format."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.data import Metadata, MetadataCatalog
+
+from ..common.files import whole_file
+from ..errors import DataError
+from ..memory import is_out_of_memory, release_memory
+from .images import PictureWriter, read_images
+from .pictures import draw
+from .predictor import Predictor
+from .results import CocoResultsWriter
+
+__all__ = ["FilePrediction", "metadata_of"]
+
+
+def metadata_of(cfg: CfgNode) -> Metadata:
+    """Metadata of the config's first dataset whose classes have names here, or empty ones."""
+    known = [MetadataCatalog.get(name) for name in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)]
+    return next((metadata for metadata in known if metadata.get("thing_classes")), Metadata())
+
+
+class FilePrediction:
+    """Predicts on images and videos.
+
+    Args:
+        predictor: finds the objects of an image.
+        output: the folder for ``coco_instances_results.json``, for ``images.json`` with the images
+            and categories of these results, and for the folder ``pictures``.
+        metadata: of the model's dataset.
+        min_score: the lowest score of an object that is drawn.
+
+    Attributes:
+        images: those predicted on, as in a dataset of COCO. Their ids count from 1.
+        seconds: time that the images took, without reading and drawing.
+        failures: one line for each file that cannot be used, or not completely.
+    """
+
+    def __init__(
+        self, predictor: Predictor, output: Path, metadata: Metadata, min_score: float
+    ) -> None:
+        self.images: list[dict[str, Any]] = []
+        self.seconds = 0.0
+        self.failures: list[str] = []
+        self._predictor = predictor
+        self._output = output
+        self._metadata = metadata
+        self._min_score = min_score
+        ids = metadata.get("thing_dataset_id_to_contiguous_id") or {}
+        self._category_ids = {number: id_ for id_, number in ids.items()}
+
+    def run(self, files: Sequence[Path], say: Callable[[str], None]) -> None:
+        """Predict on files. One that fails does not stop the others.
+
+        Args:
+            say: called with the line of each failure.
+        """
+        (self._output / "pictures").mkdir(parents=True, exist_ok=True)
+        device = next(self._predictor.model.parameters()).device
+        with CocoResultsWriter(str(self._output / "coco_instances_results.json")) as results:
+            for file in files:
+                try:
+                    self._predict(file, results)
+                    continue
+                except DataError as e:
+                    failure = str(e)
+                except Exception as e:
+                    if not is_out_of_memory(e):
+                        raise
+                    error = DataError(
+                        f"{file} does not fit into the memory: give --tile-size, or a smaller one, "
+                        "or a smaller INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST"
+                    )
+                    failure = str(error)
+                release_memory(device)  # without the traceback, which keeps tensors
+                self.failures.append(failure)
+                say(failure)
+        self._write_images()
+
+    def _predict(self, file: Path, results: CocoResultsWriter) -> None:
+        image_format = self._predictor.image_format
+        with PictureWriter(file, self._output / "pictures") as pictures:
+            for number, image in enumerate(read_images(file, image_format)):
+                image_id = len(self.images) + 1
+                began = time.perf_counter()
+                found = self._predictor(image, image_id)
+                self.seconds += time.perf_counter() - began
+                name = f"{file.name}#{number}" if pictures.is_video else file.name
+                height, width = image.shape[:2]
+                entry = {"id": image_id, "file_name": name, "height": height, "width": width}
+                self.images.append(entry)
+                results.write([self._with_category_id(result) for result in found])
+                drawn = [result for result in found if result["score"] >= self._min_score]
+                picture = draw(image, image_format, drawn, self._metadata, pictures.is_video)
+                pictures.write(picture)
+
+    def _with_category_id(self, result: dict[str, Any]) -> dict[str, Any]:
+        number = result["category_id"]
+        return {**result, "category_id": self._category_ids.get(number, number)}
+
+    def _write_images(self) -> None:
+        names = self._metadata.get("thing_classes") or []
+        categories = [
+            {"id": self._category_ids.get(number, number), "name": name}
+            for number, name in enumerate(names)
+        ]
+        with whole_file(self._output / "images.json", "w") as file:
+            json.dump({"images": self.images, "annotations": [], "categories": categories}, file)

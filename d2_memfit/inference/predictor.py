@@ -1,0 +1,142 @@
+# Copyright (c) the d2_memfit developers.
+"""A trained model that finds the objects in an image."""
+
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode, instantiate
+from detectron2.data import transforms as T
+from detectron2.data.detection_utils import build_augmentation
+from detectron2.evaluation.coco_evaluation import instances_to_coco_json
+from detectron2.structures import Instances
+from numpy.typing import NDArray
+from omegaconf import DictConfig
+
+from ..engine.resuming import MemfitCheckpointer
+from ..errors import CheckpointError, ConfigError
+from ..job import Job
+from .grid import Grid
+from .merge import Detection, SeamMerger, found_in_tile
+from .results import to_coco
+
+__all__ = ["Predictor", "weights_of"]
+
+_OVERLAP = 0.2  # share of a tile, as in SAHI
+_MERGE_IOU = 0.5
+
+
+def weights_of(config_file: str, configured: str, given: Optional[str]) -> str:
+    """The trained weights: those given, those beside a training's config, or MODEL.WEIGHTS.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    beside = Path(config_file).parent / "model_final.pth"
+    weights = given or (str(beside) if beside.is_file() else configured)
+    if not weights:
+        raise ConfigError(
+            "--weights: name the file of a trained model. The config names none, and no "
+            "model_final.pth is beside it"
+        )
+    return weights
+
+
+class Predictor:
+    """Finds objects as Detectron2's ``DefaultPredictor`` does, on request tile by tile.
+
+    Args:
+        config: the job's config, whose test mapper resizes images.
+        job: makes the model.
+        weights: a file with all of the model's parameters.
+        tile_size: height and width in pixels of the tiles that the model gets instead of images.
+
+    Attributes:
+        model: in evaluation mode.
+        image_format: the model's order of channels, such as "BGR".
+
+    Raises:
+        CheckpointError: the weights are not those of this model.
+    """
+
+    def __init__(
+        self,
+        config: Union[CfgNode, DictConfig],
+        job: Job,
+        weights: str,
+        tile_size: Optional[int] = None,
+    ) -> None:
+        self.model = job.build_model(announce=False).eval()
+        checkpointer = _WholeModel(self.model)
+        checkpointer.check(weights, resume=False)
+        checkpointer.load(weights)
+        if isinstance(config, DictConfig):
+            mapper = instantiate(config.dataloader.test.mapper)
+            self.image_format, self._augmentations = mapper.image_format, mapper.augmentations
+        else:
+            self.image_format = config.INPUT.FORMAT
+            self._augmentations = T.AugmentationList(build_augmentation(config, is_train=False))
+        self._tile_size = tile_size
+
+    def __call__(self, image: NDArray[np.uint8], image_id: int) -> list[dict[str, Any]]:
+        """Find the objects of an image, in COCO's results format, with the model's classes.
+
+        Args:
+            image: pixels [height, width, 3] in ``image_format``.
+        """
+        if self._tile_size is None:
+            found: list[dict[str, Any]] = instances_to_coco_json(self._instances(image), image_id)
+            return found
+        height, width = image.shape[:2]
+        grid = Grid(height, width, self._tile_size, round(self._tile_size * _OVERLAP))
+        merger = SeamMerger(grid, _MERGE_IOU)
+        merged: list[Detection] = []
+        for number in range(len(grid)):
+            tile = grid[number]
+            instances = self._instances(image[tile.y0 : tile.y1, tile.x0 : tile.x1])
+            if instances.has("pred_keypoints"):
+                raise ConfigError("--tile-size: keypoints cannot be merged where tiles overlap")
+            merged += merger.add(tile, found_in_tile(instances, tile))
+        merged += merger.finish()
+        return [to_coco(detection, image_id) for detection in merged]
+
+    def inputs(self, image: NDArray[np.uint8]) -> dict[str, Any]:
+        """The model's input for an image; results have the image's own size."""
+        resized = T.AugInput(image)
+        self._augmentations(resized)
+        pixels = np.ascontiguousarray(resized.image.transpose(2, 0, 1))
+        height, width = image.shape[:2]
+        return {"image": torch.as_tensor(pixels), "height": height, "width": width}
+
+    @torch.no_grad()
+    def _instances(self, image: NDArray[np.uint8]) -> Instances:
+        output = self.model([self.inputs(image)])[0]
+        if "instances" not in output:
+            raise ConfigError(
+                f"a {type(self.model).__name__} finds no objects: its output has no instances"
+            )
+        return output["instances"].to("cpu")
+
+
+class _WholeModel(MemfitCheckpointer):
+    """Loads weights only if they are those of the whole model."""
+
+    def load(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._path = path
+        return super().load(path, *args, **kwargs)
+
+    def _log_incompatible_keys(self, incompatible: Any) -> None:
+        for name, there, here in incompatible.incorrect_shapes:
+            raise CheckpointError(
+                f"{self._path} does not fit the config: {name} is {tuple(there)} there and "
+                f"{tuple(here)} in the model. Name the config of its training, with its classes"
+            )
+        parameters = dict(self.model.named_parameters())
+        missing = [name for name in incompatible.missing_keys if name in parameters]
+        if missing:
+            raise CheckpointError(
+                f"{self._path} has no values for {len(missing)} of the model's "
+                f"{len(parameters)} parameters, such as {missing[0]}. Name the weights of a model "
+                "that was trained with this config: --weights FILE"
+            )

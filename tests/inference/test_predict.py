@@ -1,0 +1,209 @@
+# Copyright (c) the d2_memfit developers.
+import json
+import sys
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from detectron2.data.detection_utils import read_image
+from detectron2.data.transforms import ResizeShortestEdge
+from detectron2.engine import DefaultPredictor
+from detectron2.evaluation.coco_evaluation import instances_to_coco_json
+from PIL import Image
+from pycocotools.coco import COCO
+from tiny import run_process, tiny_cfg, tiny_model
+from trained import save_trained
+
+from d2_memfit.cli.commands import main
+from d2_memfit.config import load_cfg
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return save_trained(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture
+def photographs(coins, tmp_path):
+    folder = tmp_path / "photographs"
+    folder.mkdir()
+    for name in ("000.png", "001.png"):
+        Image.open(coins / "val" / name).convert("RGB").save(folder / name)
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+def predict(config, source, output, *others):
+    args = ["--config-file", config, "--input", source, "--output", output, *others]
+    main(["predict", *map(str, args)])
+
+
+def results_of(output):
+    return json.loads((output / "coco_instances_results.json").read_text())
+
+
+def make_video(path, image, frames):
+    height, width = image.shape[:2]
+    video = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 5.0, (width, height))
+    for _ in range(frames):
+        video.write(image)
+    video.release()
+
+
+def test_results_are_those_of_the_default_predictor(config, photographs, coins, tmp_path, capsys):
+    output = tmp_path / "found"
+    coco = ["--coco", "predicted_val", coins / "val.json", coins / "val"]
+    predict(config, photographs, output, "--min-score", "0", *coco)
+    printed = capsys.readouterr()
+    assert printed.out.startswith("2 images, 0.")
+    assert str(config.parent / "model_final.pth") in printed.err
+    cfg = load_cfg(str(config))
+    cfg.MODEL.WEIGHTS = str(config.parent / "model_final.pth")
+    predictor = DefaultPredictor(cfg)
+    expected = []
+    for number, name in enumerate(("000.png", "001.png"), 1):
+        instances = predictor(read_image(str(photographs / name), "BGR"))["instances"]
+        expected += instances_to_coco_json(instances, number)
+    results = results_of(output)
+    assert len(results) == len(expected) == 20
+    for ours, theirs in zip(results, expected):
+        assert ours.pop("category_id") == theirs.pop("category_id") + 1  # as in val.json
+        assert ours == theirs
+    found = COCO(str(output / "images.json")).loadRes(str(output / "coco_instances_results.json"))
+    assert [i["file_name"] for i in found.loadImgs([1, 2])] == ["000.png", "001.png"]
+    assert [c["name"] for c in found.dataset["categories"]] == ["coin"]
+    for name in ("000.png", "001.png"):
+        drawn = Image.open(output / "pictures" / name)
+        plain = Image.open(photographs / name).resize(drawn.size)
+        assert np.abs(np.asarray(drawn, float) - np.asarray(plain, float)).mean() > 5
+
+
+def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
+    config, photographs, tmp_path, capsys
+):
+    whole = (photographs / "000.png").read_bytes()
+    (photographs / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (photographs / "text.jpg").write_text("no image")
+    (photographs / "text.mp4").write_text("no video")
+    with pytest.raises(SystemExit) as e:
+        predict(config, photographs, tmp_path / "found")
+    assert e.value.code == 3
+    printed = capsys.readouterr()
+    for name in ("cut.png", "text.jpg", "text.mp4"):
+        assert sum(f"{name} cannot be read" in line for line in printed.err.splitlines()) == 1
+    assert "3 of 5 files were left out" in printed.err
+    assert "2 images" in printed.out
+    assert {r["image_id"] for r in results_of(tmp_path / "found")} == {1, 2}
+    pictures = sorted(p.name for p in (tmp_path / "found" / "pictures").iterdir())
+    assert pictures == ["000.png", "001.png"]
+
+
+def test_a_video_becomes_one(config, photographs, tmp_path):
+    image = cv2.imread(str(photographs / "000.png"))[:100, :150]
+    make_video(photographs / "clip.mp4", image, 3)
+    predict(config, photographs / "clip.mp4", tmp_path / "found")
+    images = json.loads((tmp_path / "found" / "images.json").read_text())["images"]
+    assert [i["file_name"] for i in images] == ["clip.mp4#0", "clip.mp4#1", "clip.mp4#2"]
+    assert {(i["height"], i["width"]) for i in images} == {(100, 150)}
+    assert {r["image_id"] for r in results_of(tmp_path / "found")} == {1, 2, 3}
+    made = cv2.VideoCapture(str(tmp_path / "found" / "pictures" / "clip.mp4"))
+    assert made.get(cv2.CAP_PROP_FRAME_COUNT) == 3
+    assert list((tmp_path / "found" / "pictures").iterdir()) == [
+        tmp_path / "found" / "pictures" / "clip.mp4"
+    ]
+
+
+def test_one_tile_finds_what_the_whole_image_has_and_many_find_more(config, photographs, tmp_path):
+    source = photographs / "000.png"
+    predict(config, source, tmp_path / "whole")
+    predict(config, source, tmp_path / "one", "--tile-size", "1000")
+    predict(config, source, tmp_path / "many", "--tile-size", "100")
+    whole, one, many = (results_of(tmp_path / name) for name in ("whole", "one", "many"))
+    assert [r["segmentation"] for r in one] == [r["segmentation"] for r in whole]
+    assert [r["score"] for r in one] == pytest.approx([r["score"] for r in whole])
+    assert len(many) > len(whole)
+    height, width = Image.open(source).size[::-1]
+    assert all(r["segmentation"]["size"] == [height, width] for r in many)
+
+
+def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp_path):
+    """Under a budget that the kernel enforces."""
+    config = save_trained(tmp_path / "wide", MODEL__RESNETS__STEM_OUT_CHANNELS=128)
+    Image.open(photographs / "000.png").resize((1800, 1800)).save(photographs / "large.jpg")
+    command = [sys.executable, "-m", "d2_memfit", "predict", "--config-file", config]
+    command += ["--input", photographs, "--budget", "1.2"]
+    keys = ["INPUT.MIN_SIZE_TEST", "0"]
+    run = run_process([*command, "--output", tmp_path / "found", *keys])
+    assert run.returncode == 3, run.stderr
+    (line,) = [line for line in run.stderr.splitlines() if "memory" in line]
+    assert line.startswith(f"{photographs / 'large.jpg'} does not fit into the memory: ")
+    assert "2 images" in run.stdout
+    run = run_process([*command, "--output", tmp_path / "tiles", "--tile-size", "600", *keys])
+    assert run.returncode == 0, run.stderr
+    assert "3 images" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--input", "no/folder"], "--input no/folder: there is no such file or folder"),
+        (["--input", "empty"], "--input empty has no images or videos"),
+        (["--output", "a_file"], "--output a_file is a file: name a folder"),
+        (["--tile-size", "0"], "--tile-size must be an integer of at least 16"),
+        (["--weights", "no.pth"], "the checkpoint no.pth does not exist"),
+        (["--config-file", "untrained.yaml"], "--weights: name the file of a trained model"),
+        (["--budget", "5", "--card", "6GB"], "--budget 5 and --card 6GB are two budgets"),
+        (["MODEL.ROI_HEADS.NUM_CLASSES", "7"], "does not fit the config: roi_heads.box_predictor."),
+        (["MODEL.KEYPOINT_ON", "True"], "model_final.pth has no values for "),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    args, message, config, photographs, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a_file").touch()
+    (tmp_path / "untrained.yaml").write_text('MODEL: {WEIGHTS: ""}\n')
+    with pytest.raises(SystemExit) as e:
+        predict(config, photographs, tmp_path / "found", *args)
+    assert e.value.code == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert message in line
+    assert not (tmp_path / "found").exists()
+
+
+def test_keypoints_are_not_merged(photographs, tmp_path, capsys):
+    config = save_trained(tmp_path / "keypoints", "keypoint_rcnn")
+    predict(config, photographs / "000.png", tmp_path / "found")
+    assert {len(r["keypoints"]) for r in results_of(tmp_path / "found")} == {6}
+    with pytest.raises(SystemExit):
+        predict(config, photographs / "000.png", tmp_path / "tiles", "--tile-size", "64")
+    assert "--tile-size: keypoints cannot be merged" in capsys.readouterr().err
+
+
+def test_a_lazy_config_says_how_images_are_resized(photographs, tmp_path, capsys):
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from lazy_configs import lazy_config\n"
+        "cfg = lazy_config()\n"
+        "model, optimizer = cfg.model, cfg.optimizer\n"
+        "dataloader, train = cfg.dataloader, cfg.train\n"
+    )
+    model = tiny_model(tiny_cfg("faster_rcnn"))
+    torch.save({"model": model.state_dict()}, tmp_path / "weights.pth")
+    weights = ["--weights", tmp_path / "weights.pth"]
+    predict(config, photographs, tmp_path / "found", *weights)
+    assert "2 images" in capsys.readouterr().out
+    image = read_image(str(photographs / "000.png"), "BGR")
+    resized = ResizeShortestEdge(64, 100).get_transform(image).apply_image(image)
+    pixels = torch.as_tensor(resized.transpose(2, 0, 1).copy())
+    height, width = image.shape[:2]
+    with torch.no_grad():
+        inputs = [{"image": pixels, "height": height, "width": width}]
+        expected = model.eval()(inputs)[0]["instances"]
+    found = [r for r in results_of(tmp_path / "found") if r["image_id"] == 1]
+    assert found
+    assert [r["score"] for r in found] == expected.scores.tolist()
