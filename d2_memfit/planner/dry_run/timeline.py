@@ -115,6 +115,9 @@ class Work:
     def num_operators(self) -> int:
         return sum(self.operators.values())
 
+    def __copy__(self) -> "Work":
+        return Work(self.operators.copy(), self.host_bytes)
+
     def __sub__(self, other: "Work") -> "Work":
         return Work(self.operators - other.operators, self.host_bytes - other.host_bytes)
 
