@@ -124,7 +124,7 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--projects", type=Path, help="a folder with some of the projects")
-    parser.add_argument("--unseen", action="store_true", help="only rows that nothing was chosen on")
+    parser.add_argument("--unseen", action="store_true", help="rows that nothing was chosen on")
     parser.add_argument("--only", default="", help="rows whose config contains this text")
 
 
