@@ -15,7 +15,14 @@ from .batches import copy_of, need_of, padded_area, size_of
 from .capture import CapturedLoader, capture_loader, empty_images, largest_resizes, with_proposals
 from .facts import Facts, facts_of
 from .known_datasets import assumed_facts
-from .largest_images import Size, any_shape, dict_of_size, largest_sizes, with_few_annotations
+from .largest_images import (
+    Size,
+    any_shape,
+    dict_of_size,
+    largest_sizes,
+    num_instances_of,
+    with_few_annotations,
+)
 from .parts import Parts
 
 __all__ = ["MappedBatches"]
@@ -223,12 +230,24 @@ class _Mapper:
                 last = 0
                 for i in range(num_draws):
                     drawn = draw(size, 1, is_crowded=True)
+                    if i == 0 and num_draws > 1 and self._have_all_objects(drawn):
+                        # Objects cost time. Draws with few of them tell whether sizes differ.
+                        others = draw(size, _ALIKE, is_crowded=False)
+                        if {d.size for d in others} == {d.size for d in drawn}:
+                            crowded = _largest([*crowded, *drawn])
+                            break
                     kept = _largest([*crowded, *drawn])  # few: masks take much memory
                     last = i if any(d is new for d in kept for new in drawn) else last
                     crowded = kept
                     if i - last >= _ALIKE:
                         break
         return sorted(crowded, key=lambda d: d.need, reverse=True)
+
+    def _have_all_objects(self, drawn: Sequence[_Drawn]) -> bool:
+        """Whether the mapper has kept all objects of the most crowded image."""
+        of_each = [d.data.get("instances") if isinstance(d.data, dict) else None for d in drawn]
+        num = num_instances_of(self._crowded)
+        return all(isinstance(i, Instances) and len(i) == num for i in of_each)
 
     def _any_shape(self, resizes: set[tuple[int, int]], draw: Callable[..., Any]) -> set[Size]:
         sizes = any_shape(resizes)

@@ -160,10 +160,16 @@ def storages(values: Any) -> list[torch.UntypedStorage]:
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """All tensors in nested lists, tuples and dicts, in order."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return []
-    return [tensor for value in values for tensor in tensors_in(value)]
+    found: list[torch.Tensor] = []
+    _collect((values,), found)
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)

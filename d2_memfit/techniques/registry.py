@@ -63,6 +63,8 @@ class Technique:
         in_plans: whether plans may use it.
         gpu_only: whether it saves memory on GPUs only.
         in_evaluation: whether an evaluation needs other memory with it.
+        only_phase: the only phase of a job in which it saves memory, "optimizer" or "evaluation";
+            "" for others.
         never_faster: of the tier "precision": whether no GPU is faster with it.
     """
 
@@ -72,6 +74,7 @@ class Technique:
     in_plans: bool = True
     gpu_only: bool = False
     in_evaluation: bool = False
+    only_phase: str = ""
     never_faster: bool = False
 
     @classmethod

@@ -13,6 +13,7 @@ from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import tensors_of
 from d2_memfit.job.known_datasets import known_dataset
+from d2_memfit.job.mapped import _Mapper
 from d2_memfit.planner.estimates import margin_of
 
 pytestmark = pytest.mark.slow
@@ -252,3 +253,21 @@ def test_a_batch_of_a_known_dataset_has_its_most_crowded_images_once_each():
     assert {len(d["instances"]) for d in job.training_batch(4, job.batches.typical)} == {7}
     # 99% of COCO's images have 33 objects at most, and 1% of them are 1183.
     assert known_dataset(["coco_2017_train"]).counts()[-1] > 33
+
+
+@pytest.mark.parametrize("crops", [False, True])
+def test_a_crowded_image_is_mapped_once_where_neither_size_nor_objects_differ(crops, monkeypatch):
+    sizes_of_crowded = []
+    draw = _Mapper._draw
+
+    def noted(self, map_func, files, size, is_crowded):
+        if is_crowded:
+            sizes_of_crowded.append(size)
+        return draw(self, map_func, files, size, is_crowded)
+
+    monkeypatch.setattr(_Mapper, "_draw", noted)
+    cfg = make_cfg()
+    cfg.INPUT.CROP.ENABLED, cfg.INPUT.CROP.TYPE = crops, "absolute_range"
+    cfg.INPUT.CROP.SIZE = [300, 600]
+    assert len(sizes(cfg, 2)) == 2
+    assert (len(sizes_of_crowded) > len(set(sizes_of_crowded))) == crops

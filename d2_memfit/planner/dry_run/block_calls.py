@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ def noted_calls(model: nn.Module, run: DryRun) -> Iterator[None]:
     begun: list[tuple[int, Work]] = []
 
     def begin(*_: Any) -> None:
-        begun.append((len(run.timeline.events), deepcopy(run.timeline.work[run.phase])))
+        begun.append((len(run.timeline.events), copy(run.timeline.work[run.phase])))
 
     def end(name: str, module: Any, args: Any, kwargs: Any, result: Any) -> None:
         position, before = begun.pop()

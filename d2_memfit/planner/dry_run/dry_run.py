@@ -18,13 +18,11 @@ from ...compat.pytorch import (
     next_autograd_node_number,
     schema,
     storage_id,
-    tree_iter,
-    tree_map,
 )
 from ...job import is_image
 from ...memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
 from .fake import is_fake, make_fake
-from .meta_kernels import on_meta
+from .meta_kernels import mapped, on_meta, signature
 from .timeline import Allocate, Allocation, Convolution, Free, Operator, Timeline
 
 __all__ = ["DryRun", "WithoutValues"]
@@ -34,7 +32,8 @@ _Kwargs = dict[str, Any]
 _Tensors = list[torch.Tensor]  # among the arguments, or in the result
 
 aten = torch.ops.aten
-_empty_strided = torch.empty_strided  # cuda_as_cpu would replace it, which takes time
+# cuda_as_cpu would replace them, which takes time.
+_empty, _empty_strided = torch.empty, torch.empty_strided
 
 _LARGE_BYTES = 2**20  # smaller results are cheap to compute
 _DENSE_BYTES = 2**26  # masks converted to so many floats are the targets of a loss
@@ -146,7 +145,7 @@ class DryRun(OwnerMeter):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.timeline.events) > num_events:
             module, operator = self._current_module(), func.overloadpacket.__name__
-            for tensor in tree_iter(result):
+            for tensor in tensors_in(result):
                 self._describe(module, operator, tensor)
         return result
 
@@ -238,7 +237,7 @@ class DryRun(OwnerMeter):
         states = {} if optimizer is None else optimizer.state
         for name, p in [*self._model.named_parameters(), *self._model.named_buffers()]:
             for what, tensors in (("", p), ("gradient", p.grad), ("state", states.get(p))):
-                for tensor in tree_iter(tensors):
+                for tensor in tensors_in(tensors):
                     self._describe(name, what, tensor)
 
     def _describe(self, module: str, operator: str, tensor: Any) -> None:
@@ -252,19 +251,29 @@ class DryRun(OwnerMeter):
 
 def _kind_and_flops(func: Any, args: _Args, kwargs: _Kwargs, result: Any) -> tuple[str, int]:
     """The kind of an :class:`Operator`, and its floating-point operations."""
+    if func.overloadpacket not in flop_registry:
+        return "", 0
+    key = func, signature(args)
+    if key not in _known_flops:
+        _known_flops[key] = _counted_flops(func, args, kwargs, result)
+    return _known_flops[key]
+
+
+def _counted_flops(func: Any, args: _Args, kwargs: _Kwargs, result: Any) -> tuple[str, int]:
     if func is aten.convolution.default:
         groups, gradients, forward = args[8], 1, (*args[:7], result)
     elif func is aten.convolution_backward.default:  # PyTorch's own count is wrong with groups
         groups, gradients = args[9], sum(args[10][:2])
         forward = (args[1], args[2], None, *args[4:8], args[0])
     else:
-        count = flop_registry.get(func.overloadpacket)
-        if count is None:
-            return "", 0
+        count = flop_registry[func.overloadpacket]
         return "matrix product", count(*args, **kwargs, out_val=result)
     *arguments, output = forward
     flops = gradients * flop_registry[aten.convolution](*arguments, out_val=output)
     return "convolution" if groups == 1 else "grouped convolution", flops
+
+
+_known_flops: dict[Any, tuple[str, int]] = {}
 
 
 @cache
@@ -316,7 +325,7 @@ def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     if func is aten.index.Tensor:
         args = (args[0], _without_masks(args[1]))
     fill = int(_asks_if_finite(func, args) or func.overloadpacket is aten.all)
-    result = tree_map(lambda t: _from_meta(t, fill), on_meta(func, args, kwargs))
+    result = mapped(lambda t: _from_meta(t, fill), on_meta(func, args, kwargs))
     if func in _BIASES:
         _add_bias(func, args, result)
     # Small weights in 16 bits are still weights.
@@ -379,5 +388,5 @@ def _from_meta(value: Any, fill: int = 0) -> Any:
     # Shared memory, shared with nobody: a limit on private memory, such as ulimit -d, does not
     # count it.
     storage = torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
-    result = torch.empty(0, dtype=value.dtype)
+    result = _empty(0, dtype=value.dtype)
     return make_fake(result.set_(storage, 0, value.shape, value.stride()))

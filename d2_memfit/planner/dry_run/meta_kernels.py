@@ -1,13 +1,12 @@
 # Copyright (c) the d2_memfit developers.
 """A cache of the results of PyTorch's meta kernels."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ...compat.pytorch import tree_map
-
-__all__ = ["on_meta"]
+__all__ = ["mapped", "on_meta", "signature"]
 
 _MOST_ANSWERS = 50_000  # some 60 MB
 
@@ -34,7 +33,7 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         RuntimeError: there is no meta kernel, or the size of the result depends on values.
     """
-    key = func, _signature(args), _signature(tuple(kwargs.items()))
+    key = func, signature(args), signature(tuple(kwargs.items()))
     try:
         answer = _answers.get(key)
     except TypeError:  # an argument that cannot be hashed
@@ -54,15 +53,23 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _ask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+    return func(*mapped(_to_meta, args), **{k: mapped(_to_meta, v) for k, v in kwargs.items()})
 
 
-def _signature(value: Any) -> Any:
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """``function`` of a value, or of each one in nested lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        of_each = [mapped(function, v) for v in value]
+        return of_each if isinstance(value, list) else tuple(of_each)
+    return function(value)
+
+
+def signature(value: Any) -> Any:
     """A key of all that a result depends on; equal numbers of different types differ."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
-        return tuple(map(_signature, value))
+        return tuple(map(signature, value))
     return type(value), value
 
 

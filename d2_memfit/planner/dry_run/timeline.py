@@ -115,6 +115,9 @@ class Work:
     def num_operators(self) -> int:
         return sum(self.operators.values())
 
+    def __copy__(self) -> "Work":
+        return Work(self.operators.copy(), self.host_bytes)
+
     def __sub__(self, other: "Work") -> "Work":
         return Work(self.operators - other.operators, self.host_bytes - other.host_bytes)
 
@@ -185,6 +188,17 @@ class Timeline:
             elif isinstance(event, Free):
                 alive.discard(event.allocation)
         return alive
+
+    def peak_since(self, phase: str) -> int:
+        """The most bytes alive from a phase's first allocation on; 0 if it allocates nothing."""
+        most, total, has_begun = 0, 0, False
+        for event in self.events:
+            if isinstance(event, Convolution):
+                continue
+            total += _signed_bytes(event)
+            has_begun |= isinstance(event, Allocate) and event.allocation.phase == phase
+            most = max(most, total * has_begun)
+        return most
 
     def write_csv(self, path: Path) -> None:
         """Write one line per allocation. Times are numbers of events; a live one has no end."""

@@ -174,6 +174,14 @@ class DryJob:
         """
         return max(use.total_bytes for use in self._uses(limit_bytes))
 
+    def phase_bytes(self, phase: str) -> int:
+        """Bytes that the process needs in a phase, "optimizer" or "evaluation", as far as known."""
+        timeline = self.evaluation if phase == "evaluation" else self.training
+        if timeline is None:
+            return 0
+        use = self._uses()[0]
+        return use.total_bytes - use.reserved_bytes + timeline.peak_since(phase)
+
     def training_use(self, limit_bytes: Optional[int] = None) -> DeviceUse:
         """Device memory of training; within the limit if possible."""
         return self._uses(limit_bytes)[0]

@@ -13,6 +13,7 @@ __all__ = ["Fastest"]
 
 _WORTH_IT = 0.98  # a larger change must take less than this share of the time
 _DEAR = 0.85  # without a gain like this, no technique is added for speed alone
+_FAR = 1.3  # times the limit; a job that needs more may not fit with all techniques together
 _LITTLE = 0.1  # share of an image's memory; smaller savings make no room for another
 
 _Names = tuple[str, ...]
@@ -70,11 +71,15 @@ class Fastest:
     def smallest(self, tiers: Sequence[str]) -> Choice:
         """The choice with all techniques of these tiers."""
         names = [name for tier in tiers for name in self._trials.names(tier)]
-        return choice_of(self._that_run((), self._helpful(names)), self._least_images(tiers))
+        return choice_of(self._that_run((), self._usable(names)), self._least_images(tiers))
+
+    def _usable(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self._trials.is_usable(name)]
 
     def _helpful(self, names: Iterable[str]) -> list[str]:
-        """The techniques that change what the job does."""
-        return [name for name in names if self._trials.helps(name)]
+        """The techniques that change what the job does, where that may decide whether it fits."""
+        trials = self._trials
+        return [name for name in names if trials.can_decide(name) and trials.helps(name)]
 
     def _is_worth_it(self, rival: Choice, found: Choice) -> bool:
         return self._seconds(rival) < _WORTH_IT * self._seconds(found)
@@ -133,21 +138,43 @@ class Fastest:
 
     def _cheapest(self, lead: _Names, more: Iterable[str], num_images: int) -> Optional[_Names]:
         """``lead`` plus the techniques of ``more`` that make it fit in the least time."""
+        more = tuple(more)
+        needs = self._dry_job(lead, num_images).training_bytes()
+        if needs > _FAR * self._trials.limit_bytes:
+            with_all = self._that_run(lead, self._usable(more))
+            if not self._trials.fits(choice_of(with_all, num_images)):
+                return None
         helpful = self._helpful(more)
         helpful.sort(key=self._added_seconds)
+        alone = self._first_that_fits_alone(lead, helpful, num_images)
+        if alone is not None:  # only several that cost less together can be better than one
+            helpful = helpful[: helpful.index(alone)]
+        with_one = None if alone is None else (*lead, alone)
         names = self._that_run(lead, helpful)
-        if not self._trials.fits(choice_of(names, num_images)):
-            return None
+        if names == lead or not self._trials.fits(choice_of(names, num_images)):
+            return with_one
         for name in reversed(helpful):
             without = tuple(n for n in names if n != name)
             if name in names and self._trials.fits(choice_of(without, num_images)):
                 names = without
         added = sum(self._added_seconds(name) for name in names if name not in lead)
-        for name in helpful:  # a slow one can cost less than several fast ones
-            alone = choice_of((*lead, name), num_images)
-            if 0 < self._added_seconds(name) < added and self._trials.fits(alone):
-                return alone.names
-        return names
+        return with_one if alone is not None and self._added_seconds(alone) < added else names
+
+    def _first_that_fits_alone(
+        self, lead: _Names, names: Iterable[str], num_images: int
+    ) -> Optional[str]:
+        """The first technique that makes ``lead`` fit without others; None if none does.
+
+        It is tried where what it saves without ``lead`` would be enough.
+        """
+        needs = self._dry_job(lead, num_images).training_bytes()
+        one = self._dry_job((), 1).training_bytes()
+        for name in names:
+            saved = num_images * (one - self._dry_job((name,), 1).training_bytes())
+            is_enough = needs - saved <= self._trials.limit_bytes
+            if is_enough and self._trials.fits(choice_of((*lead, name), num_images)):
+                return name
+        return None
 
     def _with_recipes(self, more: Sequence[str], least: int) -> Optional[Choice]:
         recipes, helpful = self._helpful(self._trials.names("recipe")), self._helpful(more)

@@ -114,7 +114,7 @@ class Planner(Trials):
         smallest_gb, least_gb = None, None
         must_allow: Sequence[str] = ()
         if choice is None:
-            choice = fastest.smallest(tiers)
+            choice = self._without_what_changes_nothing(fastest.smallest(tiers))
             needed = self.dry_job(choice).least_bytes()
             smallest_gb = _rounded_up(needed / (1 - margin) / _GB)
             least_gb = _rounded_up((needed - self.device.reserve_bytes) / _GB)
@@ -142,6 +142,15 @@ class Planner(Trials):
             left_out=tuple(self.left_out),
             other=self._other(choice, fastest, tiers) if fits else None,
         )
+
+    def _without_what_changes_nothing(self, choice: Choice) -> Choice:
+        """Drop techniques with which the job does the same as with those before."""
+        kept = choice_of((), choice.num_images)
+        for name in choice.names:
+            with_it = choice_of((*kept.names, name), choice.num_images)
+            if self.runs(with_it) and self.dry_job(with_it).trace() != self.dry_job(kept).trace():
+                kept = with_it
+        return kept
 
     @property
     def _images(self) -> int:

@@ -19,6 +19,7 @@ from ..estimates import DryJob, steps
 __all__ = ["Choice", "Trials", "choice_of", "preference"]
 
 _GB = 2**30
+_CLEARLY = 0.9  # of a limit: less than this fits in it, memory between blocks included
 
 # In each tier, the least costly or harmful comes first; users' techniques come last.
 _ORDER = {
@@ -157,6 +158,13 @@ class Trials:
         if not self.is_usable(name) or not self.runs(with_it):
             return False
         return self.dry_job(with_it).trace() != self.dry_job(without).trace()
+
+    def can_decide(self, name: str) -> bool:
+        """Whether a technique may be needed: the only phase that it helps, if any, may not fit."""
+        phase = get_technique(name).only_phase
+        if not phase:
+            return True
+        return self.dry_job(choice_of((), 1)).phase_bytes(phase) > _CLEARLY * self.limit_bytes
 
     @property
     def num_dry_runs(self) -> int:

@@ -310,7 +310,13 @@ def test_a_technique_that_changes_nothing_is_in_no_plan(mask, monkeypatch):
 
 @pytest.mark.parametrize(
     ("budget_gb", "tiers", "most"),
-    [(24, "exact", 1), (3.5, "exact", 5), (3.5, "exact,precision", 11), (1.6, "exact", 22)],
+    [
+        (24, "exact", 1),
+        (3.5, "exact", 5),
+        (3.5, "exact,precision", 6),
+        (1.6, "exact", 16),
+        (0.9, "exact,precision", 14),  # does not fit
+    ],
 )
 def test_a_plan_takes_no_more_dry_runs_than_recorded(mask, budget_gb, tiers, most):
     lines = []

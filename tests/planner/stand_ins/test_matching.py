@@ -1,12 +1,16 @@
 # Copyright (c) the d2_memfit developers.
-"""Hungarian matching on values that a dry run invents."""
+"""Matching in a dry run."""
 
 import pytest
 import torch
+from detectron2.modeling.matcher import Matcher
+from detectron2.structures import Boxes, pairwise_iou
 from torch import nn
 
+from d2_memfit.job import boxes_anywhere
 from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.stand_ins import fast_matching
+from d2_memfit.planner.stand_ins.matching import _find_labels
 
 optimize = pytest.importorskip("scipy.optimize")
 linear_sum_assignment = optimize.linear_sum_assignment  # as matchers import it
@@ -22,3 +26,29 @@ def test_it_takes_any_match_whatever_the_costs_are(cost):
             assert queries.unique().shape == objects.unique().shape == (100,)
             assert queries.dtype == torch.int64
     assert linear_sum_assignment([[2, 1], [1, 2]])[1].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "matcher",
+    [
+        Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True),
+        Matcher([0.5], [0, 1], allow_low_quality_matches=False),
+    ],
+)
+@pytest.mark.parametrize("has_box_outside", [False, True])
+def test_labels_of_anchors_are_those_of_detectron2(matcher, has_box_outside):
+    boxes, anchors = (
+        torch.as_tensor(boxes_anywhere(num, (200, 300), seed=seed)).float()
+        for seed, num in enumerate((20, 5000))
+    )
+    boxes[3, 2:] = boxes[3, :2]  # an empty box overlaps nothing, like one outside
+    if has_box_outside:
+        boxes[4] += 1000
+    else:
+        boxes = boxes[4:]
+    matrix = pairwise_iou(Boxes(boxes), Boxes(anchors))
+    matches, labels = matcher(matrix)
+    ours, our_labels = _find_labels(matcher, boxes.numpy(), anchors.numpy())
+    assert torch.equal(our_labels, labels)
+    is_matched = matrix.max(dim=0).values > 0
+    assert torch.equal(ours[is_matched], matches[is_matched])
