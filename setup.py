@@ -9,6 +9,7 @@ setup(
     package_dir={"d2_memfit.model_zoo.configs": "configs"},
     package_data={
         "d2_memfit": ["py.typed"],
+        "d2_memfit.config": ["cards.csv"],
         "d2_memfit.model_zoo.configs": ["**/*.yaml"],
         "d2_memfit.planner.device": ["devices/*.yaml"],
         "d2_memfit.report": ["*.html"],

@@ -1,4 +1,5 @@
 # Copyright (c) the d2_memfit developers.
+import itertools
 import logging
 import os
 import sys
@@ -11,6 +12,8 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # the tests beside these need cores too
     threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.environ["OMP_NUM_THREADS"] = str(threads)  # also for the processes that tests start
+
+_numbers = itertools.count()
 
 # Scripts import what lies beside them.
 for folder in (
@@ -73,6 +76,14 @@ def options_of_the_environment(monkeypatch):
     ):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def records_of_runs(monkeypatch, tmp_path_factory):
+    """What one test's run needed is not known to the next test's plan."""
+    folder = tmp_path_factory.getbasetemp() / "records" / str(next(_numbers))
+    monkeypatch.setenv("D2_MEMFIT_CACHE", str(folder))
+    return folder
 
 
 @pytest.fixture

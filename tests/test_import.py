@@ -122,7 +122,7 @@ def test_what_is_installed_has_its_data(installed, tmp_path):
         "files = r.files('d2_memfit');"
         "print(all(files.joinpath(*f).is_file() for f in"
         " [['py.typed'], ['report', 'page.html'],"
-        " ['planner', 'device', 'devices', 'rtx_3060.yaml']]))"
+        " ['planner', 'device', 'devices', 'cuda.yaml'], ['config', 'cards.csv']]))"
     )
     run = run_process([python, "-W", "ignore", "-c", code], env={}, cwd=tmp_path)
     package, devices, configs, has_files = run.stdout.splitlines()

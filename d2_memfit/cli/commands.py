@@ -200,9 +200,9 @@ def _plot(args: argparse.Namespace) -> None:
 
 
 def _device_of_card(card: Optional[str]) -> Optional[str]:
-    """The device file of a card that is named; None for a size, or if there is none."""
+    """The device of a card that is named; None for a size, or if there is none."""
     name = card_name(card or "").replace(" ", "_")
-    nearest = name.removesuffix("_laptop")
+    nearest = name if name in device_names() else name.removesuffix("_laptop")
     if nearest not in device_names():
         return None
     if nearest != name:

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Config keys, config files and presets."""
 
-from .cards import card_name, preset_of_card
+from .cards import CARDS, card_name, preset_of_card
 from .config import (
     add_memfit_config,
     cfg_of_techniques,
@@ -15,10 +15,11 @@ from .config import (
 )
 from .detectron2_keys import check_data_keys, check_model_keys, check_solver_keys
 from .files import OUR_ZOO, find_config_file, keys_in_own_files
-from .keys import default_keys
+from .keys import default_keys, keys_of
 from .presets import PRESETS, budget_of_preset, why_no_card_has, with_budget
 
 __all__ = [
+    "CARDS",
     "OUR_ZOO",
     "PRESETS",
     "add_memfit_config",
@@ -34,6 +35,7 @@ __all__ = [
     "find_config_file",
     "get_cfg",
     "keys_in_own_files",
+    "keys_of",
     "load_cfg",
     "preset_of_card",
     "why_no_card_has",

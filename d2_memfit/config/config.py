@@ -224,6 +224,8 @@ def check_plan(cfg: CN) -> None:
     plan = cfg.MEMFIT.PLAN
     check_bool("MEMFIT.PLAN.ENABLED", plan.ENABLED)
     check_bool("MEMFIT.PLAN.COST_MODEL", plan.COST_MODEL)
+    check_bool("MEMFIT.PLAN.FROM_RUNS", plan.FROM_RUNS)
+    _check_predicted(plan.PREDICTED_GB)
     if plan.ENABLED and cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
         raise ConfigError("MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
     margin = plan.MARGIN
@@ -233,6 +235,15 @@ def check_plan(cfg: CN) -> None:
     check_strings("MEMFIT.PLAN.ALLOW", plan.ALLOW)
     for tier in plan.ALLOW:
         check_choice("MEMFIT.PLAN.ALLOW", tier, TIERS)
+
+
+def _check_predicted(values: Any) -> None:
+    is_list = isinstance(values, (list, tuple)) and len(values) in (0, 3)
+    if not is_list or any(type(value) not in (int, float) for value in values):
+        raise ConfigError(
+            "MEMFIT.PLAN.PREDICTED_GB must be three numbers of GB, as a plan writes them, or [], "
+            f"got {values!r}"
+        )
 
 
 def check_monitor(cfg: CN) -> None:

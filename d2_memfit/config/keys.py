@@ -112,6 +112,12 @@ _C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
 _C.MEMFIT.PLAN.PREFER = "exact"
 # Whether a plan also finds MEMFIT.COST_MODEL. This takes about ten more dry runs.
 _C.MEMFIT.PLAN.COST_MODEL = False
+# Whether estimates and plans start from the peaks that earlier runs had on this device, with this
+# software.
+_C.MEMFIT.PLAN.FROM_RUNS = True
+# GB that a plan has predicted for its largest images: allocated, reserved, and outside PyTorch's
+# allocator. Plans write it, and the run records it with its own peaks.
+_C.MEMFIT.PLAN.PREDICTED_GB = []
 
 
 def default_keys() -> CN:

@@ -2,6 +2,8 @@
 """The description of a training job, used by trainers, plans and commands."""
 
 import copy
+import hashlib
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cached_property
@@ -241,6 +243,17 @@ class Job:
     def budget_gb(self) -> Optional[float]:
         """Device memory that each rank may use, in GB of 2^30 bytes."""
         return self.cfg.MEMFIT.BUDGET_GB
+
+    @property
+    def family(self) -> str:
+        """Hash of the model's config, without its weights; "" for a job made from pieces."""
+        if isinstance(self.parts, TrainerParts):
+            config = with_settings(self.cfg, {"MODEL.DEVICE": "", "MODEL.WEIGHTS": ""}).MODEL.dump()
+        elif isinstance(self.parts, LazyParts):
+            config = re.sub(r" at 0x[0-9a-f]+", "", str(self.parts.cfg.model))
+        else:
+            return ""
+        return hashlib.sha256(config.encode()).hexdigest()
 
     @property
     def recovery(self) -> Optional[RecoveryOptions]:

@@ -31,6 +31,7 @@ from .oom import (
 )
 from .owners import OwnerMeter
 from .readings import DeviceMemory, ProcessMemory, device_memory, process_memory, used_bytes
+from .run_record import RunRecord, device_and_software, keep_record, records_folder, records_here
 from .trend import steady_growth
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "OwnerMeter",
     "ProcessMemory",
     "RisingRetries",
+    "RunRecord",
     "TensorCensus",
     "TensorMeter",
     "auto_budget_gb",
@@ -46,6 +48,7 @@ __all__ = [
     "bytes_by_kind",
     "check_budget",
     "cuda_context_bytes",
+    "device_and_software",
     "device_memory",
     "enforce_budget",
     "error_line",
@@ -56,11 +59,14 @@ __all__ = [
     "is_lost_rank",
     "is_on_host",
     "is_out_of_memory",
+    "keep_record",
     "limit_cudnn_cache",
     "limit_onednn_cache",
     "live_tensors",
     "on_host",
     "process_memory",
+    "records_folder",
+    "records_here",
     "release_memory",
     "return_large_blocks",
     "segments_expand",

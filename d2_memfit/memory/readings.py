@@ -20,6 +20,7 @@ class ProcessMemory:
 
     resident_bytes: int  # in RAM
     peak_resident_bytes: int
+    file_bytes: int  # of resident_bytes, pages of files, such as libraries
     data_bytes: int  # private and writable, touched or not; limited by RLIMIT_DATA
 
 
@@ -40,6 +41,7 @@ def process_memory() -> ProcessMemory:
     return ProcessMemory(
         resident_bytes=int(kib.get("VmRSS", 0)) * 2**10,
         peak_resident_bytes=int(kib.get("VmHWM", 0)) * 2**10,
+        file_bytes=int(kib.get("RssFile", 0)) * 2**10,
         data_bytes=int(kib.get("VmData", 0)) * 2**10,
     )
 

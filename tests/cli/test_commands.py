@@ -73,6 +73,10 @@ def test_a_plan_is_a_config_that_can_be_used_as_it_is(config_file, tmp_path, cap
     expected = load_cfg(config_file, ["SOLVER.MAX_ITER", 7])
     expected.MEMFIT.BUDGET_GB, expected.MEMFIT.OOM.POLICY = 5.5, "split"
     expected.MEMFIT.PRESET = "6GB"
+    allocated, reserved, outside = planned.MEMFIT.PLAN.PREDICTED_GB
+    assert 0 < allocated <= reserved
+    assert outside == pytest.approx(600 / 1024, abs=1e-3)  # of cuda.yaml: context and kernels
+    expected.MEMFIT.PLAN.PREDICTED_GB = [allocated, reserved, outside]
     assert planned == expected
 
 
@@ -84,10 +88,14 @@ def test_a_card_is_the_budget_of_an_estimate_too(config_file, capsys):
     of_card, next_step = capsys.readouterr().out.rsplit("\n\n", 1)
     assert of_card == printed.rsplit("\n\n", 1)[0]
     assert "--card '6 gb'" in next_step
+    main(["estimate", "--card", "RTX 4090 Laptop", "--config-file", config_file])
+    card = capsys.readouterr()
+    assert "as those of rtx_4090, which is faster" in card.err
+    assert "NVIDIA GeForce RTX 4090" in card.out
     main(["estimate", "--card", "RTX 3060 Laptop", "--config-file", config_file])
     card = capsys.readouterr()
-    assert "as those of rtx_3060, which is faster" in card.err
-    assert "NVIDIA GeForce RTX 3060" in card.out
+    assert not card.err
+    assert "NVIDIA GeForce RTX 3060 Laptop GPU" in card.out
     main(["estimate", "--config-file", config_file, "--device", "cuda"])
     assert "Segments of the allocator: of PyTorch's default" in capsys.readouterr().out
 

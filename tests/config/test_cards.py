@@ -36,5 +36,5 @@ def test_others_are_refused_with_the_nearest(text):
 
 
 def test_each_card_has_a_preset_and_the_name_that_is_looked_up():
-    assert {f"{gb}GB" for gb in CARDS.values()} <= PRESETS.keys()
+    assert {f"{card['GB']}GB" for card in CARDS.values()} <= PRESETS.keys()
     assert all(card_name(name) == name for name in CARDS)

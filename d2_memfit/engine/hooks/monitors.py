@@ -10,6 +10,7 @@ from .budget import EnforceBudget
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
+from .peak_record import RecordPeaks
 from .shared_device import MakeRoom
 
 __all__ = ["MONITORS", "job_hooks"]
@@ -18,7 +19,7 @@ MONITORS = (LeakDetector, MemoryMonitor, MemorySnapshot)  # of MEMFIT.MONITOR
 
 
 def job_hooks(job: Job) -> list[HookBase]:
-    """The hooks of MEMFIT.MONITOR, BUDGET_GB and OOM, and the one that checkpoints need.
+    """The hooks of MEMFIT.MONITOR, BUDGET_GB and OOM, and those that each job has.
 
     Register them on all ranks, before the hooks that write and save.
     """
@@ -36,4 +37,6 @@ def job_hooks(job: Job) -> list[HookBase]:
         made.append(EnforceBudget(job.budget_gb, job.cfg.MODEL.DEVICE))
     if job.recovery is not None:
         made.append(MakeRoom())
+    if comm.is_main_process():
+        made.append(RecordPeaks(job))
     return made

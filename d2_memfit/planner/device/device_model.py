@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from ...common.checks import did_you_mean
+from ...config import CARDS
 from ...errors import ConfigError
 from ...memory import process_memory, take_blas_buffer
 from ..dry_run import Allocate, Allocation, Convolution, Free, Operator, Timeline, Work
@@ -31,6 +32,9 @@ _FLOAT32_UNITS = 0.83
 _TENSOR_CORES = 0.155
 _MEMORY = 0.525
 _GROUPED = 0.11
+
+# 32 MiB for each of two threads; devices/cuda.yaml has the source and that of other cards.
+_HOPPER, _CUBLAS_OF_HOPPER_MB = "9.0", 64
 
 _FOLDER = Path(__file__).parent / "devices"
 _MB = 2**20
@@ -59,7 +63,7 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """A device and its software, as data; the files in ``devices/`` name the sources.
+    """A device and its software, as data; ``devices/`` and ``config/cards.csv`` name the sources.
 
     Attributes:
         name: name of its file.
@@ -85,6 +89,9 @@ class DeviceModel:
         device_name: a pattern for ``torch.cuda.get_device_name()``.
         compute_capability: such as "8.6".
         memory_gb: nominal memory of the card.
+        reserved_factor: memory that the allocator has reserved over what its model finds.
+        is_this_process: whether ``context_mb`` is that of this process.
+        from_run: a line about the run that these values are from; "" without one.
     """
 
     name: str
@@ -110,28 +117,33 @@ class DeviceModel:
     device_name: Optional[str] = None
     compute_capability: Optional[str] = None
     memory_gb: Optional[float] = None
+    reserved_factor: float = 1.0
+    is_this_process: bool = False
+    from_run: str = ""
 
     @classmethod
     def load(cls, name: Union[str, Path]) -> "DeviceModel":
         """Load a device file by name.
 
         Args:
-            name: a family in ``devices/``, or a path of a file of ``tools/calibrate_device.py``.
+            name: a family in ``devices/``, a card in ``config/cards.csv``, or a path of a file of
+                ``tools/calibrate_device.py``.
 
         Raises:
             ConfigError: the file does not exist, or is not a device file.
         """
         path = Path(name)
-        if path.suffix not in (".yaml", ".yml"):
+        is_own = path.suffix in (".yaml", ".yml")
+        if not is_own:
             path = _FOLDER / f"{name}.yaml"
-            if not path.is_file():
-                hint = did_you_mean(str(name), device_names())
-                raise ConfigError(
-                    f"there is no device {str(name)!r}{hint}. There are "
-                    f"{', '.join(device_names())}, and files of tools/calibrate_device.py"
-                )
+        if not is_own and not path.is_file() and name not in _cards():
+            hint = did_you_mean(str(name), device_names())
+            raise ConfigError(
+                f"there is no device {str(name)!r}{hint}. There are "
+                f"{', '.join(device_names())}, and files of tools/calibrate_device.py"
+            )
         try:
-            values = yaml.safe_load(path.read_text())
+            values = _values_of_card(str(name)) if name in _cards() else _read(path)
             device = cls(name=path.stem, **values)
         except (OSError, TypeError, yaml.YAMLError) as e:
             raise ConfigError(f"{path} is not a device file: {e}") from e
@@ -143,7 +155,8 @@ class DeviceModel:
             )
         if device.context_mb is None:
             take_blas_buffer()
-            device = replace(device, context_mb=process_memory().data_bytes / _MB)
+            here_mb = process_memory().data_bytes / _MB
+            device = replace(device, context_mb=here_mb, is_this_process=True)
         return device
 
     def _check_numbers(self, path: Path) -> None:
@@ -199,7 +212,8 @@ class DeviceModel:
         nearest = min(alike, key=lambda d: abs((d.memory_gb or 0) - gigabytes), default=None)
         if nearest is None:
             nearest = cls.load("cuda")
-        return replace(nearest, description=f"{gpu}, taken for {nearest.description}")
+        text = f"{gpu}, taken for {nearest.description}"
+        return replace(nearest, description=text, device_name=gpu)
 
     @property
     def reserve_bytes(self) -> int:
@@ -232,11 +246,14 @@ class DeviceModel:
                 account.allocate(event.allocation)
             else:
                 account.free(event.allocation)
-        between = allocator.peak_reserved_bytes - allocator.peak_allocated_bytes
+        allocated, reserved = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+        if limit_bytes is None:  # else it reserves no more than it may
+            reserved = max(allocated, round(reserved * self.reserved_factor))
+        between = reserved - allocated
         return DeviceUse(
-            allocator.peak_allocated_bytes,
-            allocator.peak_reserved_bytes,
-            allocator.peak_reserved_bytes + sum(outside.values()),
+            allocated,
+            reserved,
+            reserved + sum(outside.values()),
             account.peak,
             +Counter({"between blocks": between}) + outside,
         )
@@ -324,4 +341,38 @@ class _Account:
 
 
 def device_names() -> list[str]:
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+    return sorted([*(path.stem for path in _FOLDER.glob("*.yaml")), *_cards()])
+
+
+def _read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def _cards() -> dict[str, dict[str, str]]:
+    """Rows of cards with speeds, by the names of their devices."""
+    return {name.replace(" ", "_"): row for name, row in CARDS.items() if row["capability"]}
+
+
+def _values_of_card(name: str) -> dict[str, Any]:
+    """The values of a current card, with those of a card's row."""
+    row = _cards()[name]
+    formats = {"float32": "float32", "float16": "16 bits"}
+    if row["tf32"]:
+        formats["tf32"] = "tf32"
+    formats["bfloat16"] = "16 bits" if row["tf32"] else "float32"
+    pattern = row["PyTorch's name"]
+    of_family = _read(_FOLDER / "cuda.yaml")
+    if row["capability"] == _HOPPER:
+        of_family["cublas_workspace_mb"] = _CUBLAS_OF_HOPPER_MB
+    return {
+        **of_family,
+        "description": pattern.rstrip("*").replace("Tesla", "NVIDIA"),
+        "device_name": pattern,
+        "compute_capability": row["capability"],
+        "memory_gb": float(row["GB"]),
+        "context_mb": float(row["context MB"]),
+        "flops_per_s": {format: float(row[column]) * 1e12 for format, column in formats.items()},
+        "bytes_per_s": float(row["GB/s"]) * 1e9,
+        "host_bytes_per_s": float(row["host GB/s"]) * 1e9,
+        "float16_fails": row["float16 fails"] == "yes",
+    }

@@ -3,6 +3,7 @@
 
 from .dry_job import DryJob, MemoryEstimate, margin_of, usable_bytes
 from .estimate import estimate_memory, run_dry
+from .from_runs import as_in_runs
 from .probe import job_class, run_for_real
 from .steps import build_with_values, evaluate
 from .times import Range, factor_range, in_words
@@ -11,6 +12,7 @@ __all__ = [
     "DryJob",
     "MemoryEstimate",
     "Range",
+    "as_in_runs",
     "build_with_values",
     "estimate_memory",
     "evaluate",

@@ -31,6 +31,7 @@ class MemoryEstimate:
 
     Attributes:
         device: description of the device.
+        from_run: a line about the earlier run that the device's values are from; "" without one.
         num_gpus: ranks that train together.
         images_per_gpu: images in a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
         micro_batch_size: images in one forward.
@@ -59,11 +60,14 @@ class MemoryEstimate:
         seconds_per_iteration: predicted, with the largest images.
         seconds_range: range of ``seconds_per_iteration``; for published times, 90% are inside.
         expandable_segments: whether PyTorch's allocator grows its segments; None for a CPU.
+        other_segments_gb: ``device_total_gb`` without a limit, if it were the other way; None for
+            a CPU, and for a job that was measured.
         num_workers: workers of the loader on each rank.
         host_gb: approximate RAM of each rank and its workers, without the dataset.
     """
 
     device: str
+    from_run: str
     num_gpus: int
     images_per_gpu: int
     micro_batch_size: int
@@ -86,6 +90,7 @@ class MemoryEstimate:
     seconds_per_iteration: float
     seconds_range: Range
     expandable_segments: Optional[bool]
+    other_segments_gb: Optional[float]
     num_workers: int
     host_gb: float
 
@@ -224,6 +229,7 @@ class DryJob:
         widths = widths_of(uses[0], self.device, typical_bytes, self.job.batches.is_guess)
         return MemoryEstimate(
             device=self.device.description,
+            from_run=self.device.from_run,
             num_gpus=geometry.ranks,
             images_per_gpu=geometry.images_per_batch,
             micro_batch_size=geometry.micro_batch_sizes()[0],
@@ -246,6 +252,7 @@ class DryJob:
             seconds_per_iteration=self.seconds(),
             seconds_range=seconds_range(self.seconds()),
             expandable_segments=self.expandable_segments if self.device.is_gpu else None,
+            other_segments_gb=self._other_segments_gb(),
             num_workers=self.job.cfg.DATALOADER.NUM_WORKERS,
             host_gb=loader_bytes(self.job.cfg, geometry.ranks) / _GB,
         )
@@ -274,9 +281,17 @@ class DryJob:
         return self._known[limit_bytes]
 
     def _find_uses(self, limit_bytes: Optional[int]) -> list[DeviceUse]:
+        return self._uses_of_device(limit_bytes, self.expandable_segments)
+
+    def _uses_of_device(self, limit_bytes: Optional[int], expands: bool) -> list[DeviceUse]:
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
-        expands, ranks = self.expandable_segments, self.job.ranks
-        return [self.device.use(t, limit_bytes, expands, ranks) for t in timelines]
+        return [self.device.use(t, limit_bytes, expands, self.job.ranks) for t in timelines]
+
+    def _other_segments_gb(self) -> Optional[float]:
+        if not self.device.is_gpu:
+            return None
+        uses = self._uses_of_device(None, not self.expandable_segments)
+        return max(use.total_bytes for use in uses) / _GB
 
 
 def _range_gb(value: int, widths: Widths, sources: Iterable[str]) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from ...job import Job, Size
 from ..device import DeviceModel
 from .dry_job import DryJob, MemoryEstimate
+from .from_runs import as_in_runs
 from .probe import job_class
 
 __all__ = ["estimate_memory", "run_dry"]
@@ -64,4 +65,6 @@ def run_dry(
     """Make the dry runs of :func:`estimate_memory`, with their timelines."""
     model = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
     kind = job_class(probe, model)
+    if not probe:
+        model = as_in_runs(job, model, under_budget=job.budget_gb is not None)
     return kind(job, model, evaluates=evaluates)

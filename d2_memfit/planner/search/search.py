@@ -18,7 +18,7 @@ from ...job import Job, Size
 from ...memory import check_budget
 from ...techniques import TIERS, get_technique
 from ..device import DeviceModel
-from ..estimates import job_class, margin_of, usable_bytes
+from ..estimates import as_in_runs, job_class, margin_of, usable_bytes
 from .cost_fit import with_cost_model
 from .fastest import Fastest
 from .plan import OtherPlan, Plan, PlanStep
@@ -82,6 +82,8 @@ def plan_memory(
     warning = why_no_card_has(budget_gb) if device.is_gpu else None
     if warning and not _has_card_of(budget_gb):
         logger.warning(warning)
+    if not probe:
+        device = as_in_runs(job, device, under_budget=True)
     planner = Planner(job, device, job_class(probe, device), evaluates, progress)
     plan = planner.plan(budget_gb, [tier for tier in TIERS if tier in allow], prefer)
     return with_cost_model(plan, job, device, allow, progress) if cost_model else plan

@@ -18,10 +18,22 @@ __all__ = ["budget_in", "lazy_file", "planned", "planned_config", "planned_yaml"
 
 def planned_config(cfg: Union[CfgNode, DictConfig], plan: Plan) -> Union[CfgNode, DictConfig]:
     """The config with the plan's settings, and without planning again."""
-    settings = {**plan.settings, "MEMFIT.PLAN.ENABLED": False}
+    settings = _settings(plan)
     if isinstance(cfg, DictConfig):
         return with_overrides(cfg, overrides_of(settings))
     return with_settings(with_memfit_keys(cfg), settings)
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    """The plan's settings, and those of a config that has its plan."""
+    e = plan.estimate
+    outside_gb = e.peak_allocated_gb + sum(e.outside.values()) - e.peak_reserved_gb
+    predicted = [e.peak_allocated_gb, e.peak_reserved_gb, outside_gb]
+    return {
+        **plan.settings,
+        "MEMFIT.PLAN.ENABLED": False,
+        "MEMFIT.PLAN.PREDICTED_GB": [round(gb, 3) for gb in predicted],
+    }
 
 
 def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
@@ -32,9 +44,8 @@ def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
     """
     comment = _comment(plan)
     if isinstance(cfg, DictConfig):
-        settings = {**plan.settings, "MEMFIT.PLAN.ENABLED": False}
-        return comment + yaml.safe_dump(overrides_of(settings), sort_keys=False)
-    of_plan = {"VERSION", "MEMFIT.PLAN.ENABLED", *plan.settings}
+        return comment + yaml.safe_dump(overrides_of(_settings(plan)), sort_keys=False)
+    of_plan = {"VERSION", *_settings(plan)}
     return comment + CfgNode(_differences(planned_config(cfg, plan), get_cfg(), of_plan)).dump()
 
 
@@ -66,7 +77,7 @@ def lazy_file(config_file: str, opts: list[str], plan: Plan) -> str:
         config_file: path of the other file.
         opts: its overrides on the command line, such as ``train.max_iter=10``.
     """
-    overrides = overrides_of({**plan.settings, "MEMFIT.PLAN.ENABLED": False})
+    overrides = overrides_of(_settings(plan))
     return (
         f"{_comment(plan)}\n"
         "from detectron2.config import LazyConfig\n\n"

@@ -62,6 +62,7 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
     e = estimate
     lines = [
         f"{e.device}, {e.num_gpus} GPU{'s' * (e.num_gpus > 1)}",
+        *filter(None, [e.from_run]),
         *describe_batch(e),
         *_allocator(e),
         "",
@@ -156,6 +157,9 @@ def _needs(plan: Plan) -> str:
     before, after = plan.before.device_total_gb, plan.estimate.device_total_gb
     at_least = "at least " if plan.estimate.at_least else ""
     without = f", without the plan {before:.2f} GB" if plan.steps else ""
+    other = plan.before.other_segments_gb
+    if plan.steps and other is not None and plan.before.expandable_segments:
+        without += f" ({other:.2f} GB with PyTorch's default segments)"
     return f"{at_least}{after:.2f} GB{without}"
 
 
@@ -182,10 +186,16 @@ def _other(other: OtherPlan) -> str:
 
 
 def _allocator(estimate: MemoryEstimate) -> list[str]:
+    """A line about the segments of PyTorch's allocator, with both kinds side by side."""
     if estimate.expandable_segments is None:
         return []
-    kind = "expandable" if estimate.expandable_segments else "of PyTorch's default"
-    return [f"Segments of the allocator: {kind}"]
+    kind, other = "of PyTorch's default", "expandable, as under a budget"
+    if estimate.expandable_segments:
+        kind, other = "expandable", "of PyTorch's default"
+    line = f"Segments of the allocator: {kind}"
+    if estimate.other_segments_gb is None:
+        return [line]
+    return [f"{line}. If they are {other}: {estimate.other_segments_gb:.2f} GB of the device"]
 
 
 def describe_settings(settings: dict[str, Any]) -> str:

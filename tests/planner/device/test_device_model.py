@@ -113,7 +113,10 @@ class Gpu:
         (Gpu("NVIDIA GeForce RTX 3060", (8, 6), 11.62), "rtx_3060"),
         (Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 39.38), "a100"),
         (Gpu("NVIDIA H100 80GB HBM3", (9, 0), 79.1), "h100"),
-        (Gpu("NVIDIA GeForce RTX 3060 Laptop GPU", (8, 6), 5.8), "rtx_3070"),  # the smallest
+        (Gpu("NVIDIA GeForce RTX 3060 Laptop GPU", (8, 6), 5.8), "rtx_3060_laptop"),
+        (Gpu("NVIDIA GeForce RTX 2070", (7, 5), 7.8), "rtx_2070"),
+        (Gpu("Tesla P100-PCIE-16GB", (6, 0), 15.9), "p100"),
+        (Gpu("NVIDIA GeForce RTX 3080 Laptop GPU", (8, 6), 7.8), "rtx_3050"),  # as large
         (Gpu("NVIDIA L4", (8, 9), 22), "rtx_4090"),
         (Gpu("NVIDIA GeForce RTX 5090", (12, 0), 31.3), "cuda"),
     ],

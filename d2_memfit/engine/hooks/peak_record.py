@@ -1,0 +1,189 @@
+# Copyright (c) the d2_memfit developers.
+"""A hook that records the peaks of a run, from which later plans start."""
+
+import logging
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.structures import Instances
+from torch import nn
+
+from ...common.checks import value_of
+from ...common.files import is_local
+from ...config import default_keys, keys_of
+from ...job import Job, padded_area, size_of
+from ...memory import (
+    RunRecord,
+    cuda_context_bytes,
+    device_and_software,
+    keep_record,
+    process_memory,
+    records_folder,
+    segments_expand,
+    storages,
+)
+from .after_forwards import AfterForwards
+
+__all__ = ["RecordPeaks"]
+
+logger = logging.getLogger(__name__)
+
+_GB = 2**30
+_FEWEST = 3  # iterations after which optimizer states and kernels are there
+_LAG = 2**20  # bytes; Linux's peak of a process may rise this much after memory was freed
+
+
+class RecordPeaks(AfterForwards):
+    """Records the peaks of training, when it ends, with the micro-batch that had them.
+
+    OUTPUT_DIR/memfit_peaks.json has them, and the folder of records in the user's cache. Runs of
+    fewer than 3 iterations are not recorded. Evaluations do not count.
+
+    Register it on the main process, before hooks that evaluate. Nothing that is trained changes: it
+    reads counters of the device after each step, and sizes of images in each forward.
+    """
+
+    FILE_NAME = "memfit_peaks.json"
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._is_gpu = False
+        self._before = 0  # peak allocated, before the step
+        self._taken = 0  # bytes that the process took before training, besides the model
+        self._peaks = 0, 0
+        self._outside: Optional[int] = 0
+        self._had_errors = False
+        self._of_step = [0, 0, 0, 0]
+        self._of_peak = [0, 0, 0, 0]
+
+    def before_train(self) -> None:
+        super().before_train()
+        observers = getattr(self._inner, "out_of_memory_observers", [])
+        observers.append(self._note_error)
+        self._is_gpu = self._device.type == "cuda"
+        if not self._is_gpu:
+            memory, state = process_memory(), self._state_bytes()
+            self._taken = memory.resident_bytes - memory.file_bytes - state
+            self._outside = memory.data_bytes - state
+
+    def _state_bytes(self) -> int:
+        optimizer = getattr(self._inner, "optimizer", None)
+        states = list(optimizer.state.values()) if optimizer is not None else []
+        tensors = [*self._model.parameters(), *self._model.buffers(), *states]
+        return sum({s.data_ptr(): s.nbytes() for s in storages(tensors)}.values())
+
+    def _note_error(self) -> None:
+        self._had_errors = True
+
+    def before_step(self) -> None:
+        self._of_step = [0, 0, 0, 0]
+        self._before = self._peak()
+
+    def after_forward(self, model: nn.Module, args: tuple[Any, ...], *_: Any) -> None:
+        if model.training and args:
+            seen = _size(args[0])
+            self._of_step = max(self._of_step, seen, key=_need)
+
+    def after_step(self) -> None:
+        peak = self._peak()
+        if peak <= self._before + (0 if self._is_gpu else _LAG):
+            return
+        self._of_peak = self._of_step
+        if self._is_gpu:
+            self._peaks = peak, torch.cuda.max_memory_reserved(self._device)
+            self._look_outside()
+        else:
+            of_files = process_memory().file_bytes  # code that was read meanwhile is no tensor
+            self._peaks = (peak - of_files - self._taken,) * 2
+
+    def _peak(self) -> int:
+        if self._is_gpu:
+            return torch.cuda.max_memory_allocated(self._device)
+        return process_memory().peak_resident_bytes
+
+    def _look_outside(self) -> None:
+        free, total = torch.cuda.mem_get_info(self._device)
+        taken = total - free - torch.cuda.memory_reserved(self._device)
+        if taken > cuda_context_bytes(self._device):  # other processes use the GPU
+            self._outside = None
+        elif self._outside is not None:
+            self._outside = max(self._outside, taken)
+
+    def after_train(self) -> None:
+        super().after_train()
+        if self._forward_hook is None or not self._peaks[0]:
+            return
+        iterations = self.trainer.iter - self.trainer.start_iter
+        if iterations >= _FEWEST:
+            self._write(self._record(iterations))
+
+    def _record(self, iterations: int) -> RunRecord:
+        return RunRecord(
+            date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
+            here=device_and_software(self._device),
+            ranks=self._job.ranks,
+            family=self._job.family,
+            settings=_settings(self._job.cfg),
+            iterations=iterations,
+            micro_batch=self._of_peak,
+            had_errors=self._had_errors,
+            allocated_bytes=self._peaks[0],
+            reserved_bytes=self._peaks[1],
+            outside_bytes=self._outside,
+            expandable_segments=segments_expand(under_budget=self._job.budget_gb is not None),
+            predicted_gb=list(self._job.cfg.MEMFIT.PLAN.PREDICTED_GB),
+        )
+
+    def _write(self, record: RunRecord) -> None:
+        numbers = record.allocated_bytes, record.reserved_bytes, record.outside_bytes or 0
+        logger.info(
+            "Peaks of training: %.2f GB allocated, %.2f GB reserved, %.2f GB outside the allocator",
+            *(number / _GB for number in numbers),
+        )
+        if record.predicted_gb:
+            logger.info(
+                "The plan predicted %.2f, %.2f and %.2f GB for its largest images",
+                *record.predicted_gb,
+            )
+        folder = self._job.cfg.OUTPUT_DIR
+        try:
+            if is_local(folder):
+                os.makedirs(folder, exist_ok=True)
+                record.write(Path(folder) / self.FILE_NAME)
+            keep_record(record)
+        except OSError as e:
+            logger.warning(
+                "The peaks of this run cannot be kept in %s (%s), so the next plan does not start "
+                "from them. To keep them elsewhere, name a folder in D2_MEMFIT_CACHE",
+                e.filename or records_folder(),
+                e.strerror or e,
+            )
+
+
+def _size(batch: Any) -> list[int]:
+    """Images, height and width to which they are padded, and objects in all of them."""
+    images = batch if isinstance(batch, (list, tuple)) else [batch]
+    dicts = [image for image in images if isinstance(image, dict)]
+    objects = [d["instances"] for d in dicts if isinstance(d.get("instances"), Instances)]
+    # Instances without fields have no length.
+    return [len(dicts), *size_of(dicts), sum(len(o) for o in objects if o.get_fields())]
+
+
+def _need(size: list[int]) -> tuple[int, int]:
+    return size[0] * padded_area((size[1], size[2])), size[3]
+
+
+def _settings(cfg: CfgNode) -> dict[str, Any]:
+    """Values of the keys that decide how much memory a model takes."""
+    keys = ["SOLVER.IMS_PER_BATCH", "SOLVER.AMP.ENABLED", *keys_of(default_keys())]
+    values = {key: value_of(cfg, key) for key in keys}
+    others = ("MEMFIT.PLAN.", "MEMFIT.MONITOR.", "MEMFIT.PRESET")
+    return {
+        key: value
+        for key, value in values.items()
+        if not isinstance(value, CfgNode) and not key.startswith(others)
+    }

@@ -1,0 +1,171 @@
+# Copyright (c) the d2_memfit developers.
+"""Records of the peaks of training runs, in the user's cache folder."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Optional, Union, get_type_hints
+
+import psutil
+import torch
+
+from .. import __version__
+from ..common.files import whole_file
+
+__all__ = ["RunRecord", "device_and_software", "keep_record", "records_folder", "records_here"]
+
+_MOST_RECORDS = 200  # the oldest go
+_FOLDER = "D2_MEMFIT_CACHE"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Peaks of the main process of a run in training, in bytes, and what was trained.
+
+    Attributes:
+        date: when training ended, in UTC, such as 2026-11-24 13:05:59.
+        here: the device and the software, as :func:`device_and_software` says.
+        ranks: processes that trained together.
+        family: hash of the model's config; "" if it has none.
+        settings: config keys that decide how much memory the model takes.
+        iterations: number of iterations.
+        micro_batch: images in the micro-batch of the peak, height and width to which they are
+            padded, and objects in all of them; zeros if they are not known.
+        had_errors: whether memory ran out.
+        allocated_bytes: peak allocated. On the CPU it is the RAM that training takes, without pages
+            of files.
+        reserved_bytes: peak reserved; on the CPU the same.
+        outside_bytes: memory outside the allocator. On a GPU it is the context with kernels and
+            NCCL, or None if other processes use the GPU. On the CPU it is the private memory of the
+            process before training.
+        expandable_segments: whether segments of the allocator grew.
+        predicted_gb: allocated, reserved and outside as the plan predicted them for the largest
+            images; empty without a plan.
+    """
+
+    date: str
+    here: dict[str, Any]
+    ranks: int
+    family: str
+    settings: dict[str, Any]
+    iterations: int
+    micro_batch: list[int]
+    had_errors: bool
+    allocated_bytes: int
+    reserved_bytes: int
+    outside_bytes: Optional[int]
+    expandable_segments: bool
+    predicted_gb: list[float]
+
+    @property
+    def has_budget(self) -> bool:
+        return self.settings.get("MEMFIT.BUDGET_GB") is not None
+
+    def write(self, path: Union[str, Path]) -> None:
+        """Write a JSON file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with whole_file(path, "w") as file:
+            file.write(f"{self.to_json()}\n")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, default=list)  # a LazyConfig has other lists
+
+
+def device_and_software(device: torch.device) -> dict[str, Any]:
+    """What a record applies to: the device, and the software that decides about memory."""
+    here: dict[str, Any] = {"d2_memfit": __version__, "torch": torch.__version__}
+    if device.type != "cuda":
+        here.update(device=_cpu_name(), cores=os.cpu_count())
+        here["memory_mb"] = psutil.virtual_memory().total // 2**20
+        return here
+    properties = torch.cuda.get_device_properties(device)
+    here.update(device=properties.name, memory_mb=properties.total_memory // 2**20)
+    here.update(cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), driver=_driver())
+    return here
+
+
+def records_folder() -> Path:
+    """The folder of records: that of the environment variable D2_MEMFIT_CACHE, or the user's."""
+    named = os.environ.get(_FOLDER)
+    return Path(named) if named else Path(os.path.expanduser("~/.cache/d2_memfit"))
+
+
+def keep_record(record: RunRecord) -> None:
+    """Write a record to the folder of records, and delete the oldest of many.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = records_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(record.to_json().encode()).hexdigest()[:12]
+    time = re.sub(r"\D", "", record.date)
+    record.write(folder / f"run_{time}_{digest}.json")
+    for path in sorted(folder.glob("run_*.json"))[:-_MOST_RECORDS]:
+        with contextlib.suppress(OSError):  # another process may have deleted it
+            path.unlink()
+
+
+def records_here(device: torch.device) -> Iterator[RunRecord]:
+    """Records of this device and software, oldest first. Files that are no records are left out."""
+    here = device_and_software(device)
+    try:
+        paths = sorted(records_folder().glob("run_*.json"))
+    except OSError:  # it may not be read
+        return
+    for path in paths:
+        record = _read(path)
+        if record is not None and record.here == here:
+            yield record
+
+
+def _read(path: Path) -> Optional[RunRecord]:
+    """A record; None if the file cannot be read, is torn, or is of another version."""
+    try:
+        values = json.loads(path.read_text())
+        record = RunRecord(**values)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    return record if _is_plausible(record) else None
+
+
+def _is_plausible(record: RunRecord) -> bool:
+    hints = get_type_hints(RunRecord)
+    for field in fields(record):
+        value, kind = getattr(record, field.name), hints[field.name]
+        plain = {dict[str, Any]: dict, list[int]: list, list[float]: list}
+        allowed = plain.get(kind, kind)
+        if kind == Optional[int]:
+            allowed = (int, type(None))
+        if not isinstance(value, allowed) or (kind is int and isinstance(value, bool)):
+            return False
+    numbers = [*record.micro_batch, record.outside_bytes or 0]
+    numbers += [record.allocated_bytes, record.reserved_bytes, record.iterations, record.ranks]
+    is_number = all(isinstance(n, int) and 0 <= n < 2**50 for n in numbers)
+    return is_number and len(record.micro_batch) == 4
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def _driver() -> str:
+    """Version of NVIDIA's driver; "" if it is not known."""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+        return found[1] if found else ""
+    return ""

@@ -1,0 +1,141 @@
+# Copyright (c) the d2_memfit developers.
+"""Devices as earlier runs on this machine have found them.
+
+Training records its peaks (:class:`~d2_memfit.engine.hooks.peak_record.RecordPeaks`). Records of
+the same device, software and number of ranks correct three values of the device:
+
+- Memory outside the allocator, which replaces the context, kernels and NCCL of the device file. On
+  a GPU it is the same for all models. On the CPU it is that of the same model's process; a context
+  that was measured in this process stays.
+- Tensors that no dry run sees. What the same model has allocated is compared with a dry run of the
+  micro-batch that had the peak.
+- Memory that the allocator reserves, likewise, from runs without a budget.
+
+A run that took more than its dry run corrects both of them at once. A run that took less may not
+have seen its most crowded images yet, so less is believed after 1000 iterations. Where the
+micro-batch cannot be made again, the run is compared with the largest one, and only an excess
+counts.
+"""
+
+import logging
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Optional
+
+import torch
+
+from ...config import check_config
+from ...errors import ConfigError, one_line
+from ...job import Job, WorstCase
+from ...memory import RunRecord, records_here
+from ..device import DeviceModel
+from .dry_job import DryJob
+
+__all__ = ["as_in_runs"]
+
+logger = logging.getLogger(__name__)
+
+_LONG = 1000  # iterations
+_MB = 2**20
+_GB = 2**30
+
+
+def as_in_runs(job: Job, device: DeviceModel, under_budget: bool) -> DeviceModel:
+    """The device with values that runs on it have measured, if MEMFIT.PLAN.FROM_RUNS.
+
+    Args:
+        under_budget: whether the job is to run under a budget. On the CPU that decides how much of
+            what is free stays with the process.
+    """
+    here = _torch_device(device) if job.cfg.MEMFIT.PLAN.FROM_RUNS else None
+    if here is None:
+        return device
+    records = [record for record in records_here(here) if record.ranks == job.ranks]
+    if not device.is_gpu:
+        records = [r for r in records if r.has_budget == under_budget]
+    of_family = [r for r in records if r.family == job.family and not r.had_errors]
+    best = _best(of_family if job.family else [])
+    outside = best if best is not None or not device.is_gpu else _best(records)
+    if outside is not None:
+        device = _with_outside(device, outside)
+    return device if best is None else _with_tensors(device, job, best)
+
+
+def _torch_device(device: DeviceModel) -> Optional[torch.device]:
+    """This machine's device, if it is the one to predict for."""
+    if not device.is_gpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or device.device_name is None:
+        return None
+    here = torch.device("cuda", torch.cuda.current_device())
+    return here if fnmatchcase(torch.cuda.get_device_name(here), device.device_name) else None
+
+
+def _best(records: list[RunRecord]) -> Optional[RunRecord]:
+    """The last long run, or else the last run."""
+    return max(records, key=lambda r: (r.iterations >= _LONG, r.date), default=None)
+
+
+def _with_outside(device: DeviceModel, record: RunRecord) -> DeviceModel:
+    if record.outside_bytes is None or device.is_this_process:
+        return device
+    outside_mb = record.outside_bytes / _MB
+    text = f"{record.outside_bytes / _GB:.2f} GB outside the allocator"
+    return replace(
+        device,
+        name=f"{device.name}, as measured",  # so its range has no width of a context
+        context_mb=outside_mb,
+        kernels_mb=0.0,
+        nccl_mb=(0.0, 0.0),
+        from_run=_line(record, text),
+    )
+
+
+def _with_tensors(device: DeviceModel, job: Job, record: RunRecord) -> DeviceModel:
+    try:
+        job = job.with_settings(record.settings)
+        check_config(job.cfg, job.ranks)
+        dry_job, is_alike = _what_ran(job, device, record)
+    except (ConfigError, TypeError, ValueError) as e:  # a record that somebody has changed
+        logger.info("A run of %s is left out: %s", record.date, one_line(e))
+        return device
+    believes_less = is_alike and record.iterations >= _LONG
+    predicted = dry_job.training_use()
+    more = record.allocated_bytes - predicted.allocated_bytes
+    if more > 0 or believes_less:
+        other_mb = max(device.other_tensors_mb + more / _MB, 0.0)
+        device = replace(device, other_tensors_mb=other_mb, reserve_mb=0.0)
+    expands = dry_job.expandable_segments
+    if device.is_gpu and job.budget_gb is None and expands == record.expandable_segments:
+        use = device.use(dry_job.training, None, expands, job.ranks)
+        factor = record.reserved_bytes / use.reserved_bytes
+        if factor > 1 or believes_less:
+            device = replace(device, reserved_factor=factor)
+    text = (
+        f"{record.allocated_bytes / _GB:.2f} GB allocated where "
+        f"{predicted.allocated_bytes / _GB:.2f} GB were predicted, "
+        f"{record.reserved_bytes / _GB:.2f} GB reserved"
+    )
+    if record.outside_bytes is not None:
+        text += f", {record.outside_bytes / _GB:.2f} GB outside the allocator"
+    return replace(device, from_run=_line(record, text))
+
+
+def _what_ran(job: Job, device: DeviceModel, record: RunRecord) -> tuple[DryJob, bool]:
+    """A dry run of the micro-batch that had the peak; or of the largest one, and False."""
+    num_images, height, width, num_objects = record.micro_batch
+    if num_images and num_images == job.geometry.micro_batch_sizes()[0]:
+        case = WorstCase((height, width), max(round(num_objects / num_images), 1))
+        try:
+            dry_job = DryJob(job.with_batch(case), device, evaluates=False)
+        except ConfigError:  # its mapper cannot make one, or it has none
+            pass
+        else:
+            if dry_job.image_size == (height, width):
+                return dry_job, True
+    return DryJob(job, device, evaluates=False), False
+
+
+def _line(record: RunRecord, text: str) -> str:
+    when = f"{record.date[:16]} UTC, {record.iterations} iterations"
+    return f"Starts from a run here on {when}: {text}. Without it: MEMFIT.PLAN.FROM_RUNS False"

@@ -1,0 +1,223 @@
+# Copyright (c) the d2_memfit developers.
+"""Estimates that start from what runs have measured."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny import images, run_process, tiny_cfg
+
+from d2_memfit import Job, estimate_memory
+from d2_memfit.config import with_settings
+from d2_memfit.memory import RunRecord, device_and_software, keep_record
+from d2_memfit.planner import device
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import as_in_runs
+from d2_memfit.planner.search import plan_memory
+from d2_memfit.planner.writing import describe_estimate, describe_plan
+
+pytestmark = pytest.mark.slow
+
+MB = 2**20
+GB = 2**30
+DEVICES = Path(device.__file__).parent / "devices"
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    cfg = tiny_cfg("retinanet")
+    cfg.DATASETS.TEST = ()
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.freeze()
+    return cfg
+
+
+@pytest.fixture
+def wrong(tmp_path):
+    """A device file with numbers far from those of any CPU."""
+    values = yaml.safe_load((DEVICES / "cpu.yaml").read_text())
+    file = tmp_path / "wrong.yaml"
+    file.write_text(yaml.safe_dump({**values, "context_mb": 4000, "other_tensors_mb": 0}))
+    return str(file)
+
+
+def keep(cfg, **values):
+    """Keep a record of a run of this job, of a micro-batch of 2 images of 64 x 128 pixels."""
+    record = RunRecord(
+        date="2026-11-24 13:05:59",
+        here=device_and_software(torch.device("cpu")),
+        ranks=1,
+        family=Job.from_cfg(cfg).family,
+        settings={"SOLVER.IMS_PER_BATCH": 2, "MEMFIT.BUDGET_GB": None},
+        iterations=5,
+        micro_batch=[2, 64, 128, 6],
+        had_errors=False,
+        allocated_bytes=900 * MB,
+        reserved_bytes=900 * MB,
+        outside_bytes=300 * MB,
+        expandable_segments=False,
+        predicted_gb=[],
+    )
+    keep_record(replace(record, **values))
+
+
+def estimate(cfg, device, size=(64, 128)):
+    return estimate_memory(cfg, device=device, num_instances=3, image_size=size)
+
+
+def test_what_a_run_took_more_counts_for_the_next_estimate(cfg, wrong):
+    before = estimate(cfg, wrong)
+    assert before.from_run == ""
+    keep(cfg)
+    after = estimate(cfg, wrong)
+    assert after.peak_allocated_gb == pytest.approx(900 / 1024, rel=1e-3)
+    assert after.outside["context"] == pytest.approx(300 / 1024, rel=1e-6)
+    line = "Starts from a run here on 2026-11-24 13:05 UTC, 5 iterations: 0.88 GB allocated where "
+    assert line in describe_estimate(after)
+    assert after.from_run.endswith("Without it: MEMFIT.PLAN.FROM_RUNS False")
+
+
+def test_it_can_be_told_not_to(cfg, wrong):
+    before = estimate(cfg, wrong)
+    keep(cfg)
+    assert estimate(with_settings(cfg, {"MEMFIT.PLAN.FROM_RUNS": False}), wrong) == before
+
+
+def test_a_short_run_that_took_less_is_not_believed(cfg):
+    before = estimate(cfg, "cpu")
+    keep(cfg, allocated_bytes=1 * MB)
+    assert estimate(cfg, "cpu").peak_allocated_gb == before.peak_allocated_gb
+
+
+def test_a_long_run_that_took_less_is_believed(cfg):
+    before = estimate(cfg, "cpu").peak_allocated_gb
+    keep(cfg, iterations=1000, allocated_bytes=round(before * GB) - 100 * MB)
+    assert estimate(cfg, "cpu").peak_allocated_gb == pytest.approx(before - 100 / 1024, rel=1e-3)
+
+
+def test_a_long_run_counts_before_a_later_short_one(cfg):
+    keep(cfg, iterations=1000, allocated_bytes=700 * MB)
+    keep(cfg, date="2026-11-25 13:05:59")
+    assert estimate(cfg, "cpu").peak_allocated_gb == pytest.approx(700 / 1024, rel=1e-3)
+
+
+def test_the_run_is_compared_with_what_it_had_and_not_with_the_largest_images(cfg):
+    before = estimate(cfg, "cpu", (64, 64)).peak_allocated_gb
+    with_run = estimate(cfg, "cpu").peak_allocated_gb
+    keep(cfg)
+    gained = estimate(cfg, "cpu").peak_allocated_gb - with_run
+    after = estimate(cfg, "cpu", (64, 64)).peak_allocated_gb
+    assert gained > 0.5
+    assert after - before == pytest.approx(gained, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"ranks": 2},
+        {"family": "another"},
+        {"had_errors": True},
+        {"here": {"device": "another"}},
+        {"settings": {"MEMFIT.BUDGET_GB": 6.0}},
+        {"settings": {"MEMFIT.GONE": 1}},
+        {"settings": {"SOLVER.IMS_PER_BATCH": "2"}},
+        {"settings": {"MEMFIT.CHECKPOINT.MODULES": 5}},
+    ],
+)
+def test_runs_of_something_else_change_no_tensors(cfg, values):
+    before = estimate(cfg, "cpu")
+    keep(cfg, **values)
+    assert estimate(cfg, "cpu").peak_allocated_gb == before.peak_allocated_gb
+
+
+def test_a_context_that_is_measured_in_this_process_stays(cfg):
+    keep(cfg)
+    assert estimate(cfg, "cpu").outside["context"] > 310 / 1024
+
+
+def test_a_batch_that_cannot_be_made_again_counts_only_if_it_took_more(cfg):
+    """A loader without a mapper makes no images of a given size."""
+
+    def of(size):
+        return Job.from_cfg(cfg, batch=images(2, size=size))
+
+    keep(cfg, micro_batch=[0, 0, 0, 0], iterations=1000, allocated_bytes=1 * MB)
+    cpu = DeviceModel.load("cpu")
+    assert as_in_runs(of(64), cpu, False).other_tensors_mb == cpu.other_tensors_mb
+    keep(cfg, date="2026-11-25", micro_batch=[0, 0, 0, 0], iterations=1000)
+    assert as_in_runs(of(64), cpu, False).other_tensors_mb > 600
+
+
+def test_plans_start_from_runs_too_and_say_so(cfg, wrong):
+    keep(cfg, settings={"SOLVER.IMS_PER_BATCH": 2, "MEMFIT.BUDGET_GB": 3.0})
+    facts = {"num_instances": 3, "image_size": (64, 128)}
+    plan = plan_memory(cfg, 4.0, device=wrong, **facts)
+    assert plan.estimate.peak_allocated_gb == pytest.approx(900 / 1024, rel=1e-3)
+    assert "Starts from a run here on 2026-11-24" in describe_plan(plan)
+
+
+class Gpu:
+    """What the planner asks of a GPU that is not there."""
+
+    def __init__(self, monkeypatch, name):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        here = device_and_software(torch.device("cpu"))
+        monkeypatch.setattr("d2_memfit.memory.run_record.device_and_software", lambda _: here)
+
+
+def test_on_a_gpu_any_run_tells_what_is_outside_and_the_same_model_what_is_reserved(
+    cfg, monkeypatch
+):
+    Gpu(monkeypatch, "NVIDIA GeForce RTX 3060")
+    job = Job.from_cfg(cfg, num_instances=3, image_size=(64, 128))
+    card = DeviceModel.load("rtx_3060")
+    keep(cfg, family="another")
+    found = as_in_runs(job, card, True)
+    assert (found.context_mb, found.kernels_mb, found.nccl_mb) == (300, 0, (0, 0))
+    assert found.other_tensors_mb == 0
+    keep(cfg, date="2026-11-25", reserved_bytes=1100 * MB, outside_bytes=None)
+    found = as_in_runs(job, card, True)
+    assert found.other_tensors_mb > 600
+    assert found.reserved_factor == pytest.approx(1100 / 900, rel=0.03)
+    assert as_in_runs(job, DeviceModel.load("rtx_3070"), True) == DeviceModel.load("rtx_3070")
+
+
+def command(name, *options):
+    """Run d2-memfit in a process of its own, under a budget of 3 GB."""
+    opts = ["MEMFIT.BUDGET_GB", "3", "MODEL.DEVICE", "cpu", "DATALOADER.NUM_WORKERS", "0"]
+    opts += ["SOLVER.MAX_ITER", "5", "SOLVER.IMS_PER_BATCH", "2", "SOLVER.BASE_LR", "1e-6"]
+    opts += ["INPUT.MIN_SIZE_TRAIN", "(160,)", "MODEL.WEIGHTS", "", "SEED", "1"]
+    config = ["--config-file", "COCO-Detection/retinanet_R_50_FPN_1x.yaml"]
+    first = [sys.executable, "-m", "d2_memfit", name, *config]
+    run = run_process([*first, *options[:-2], *opts, *options[-2:]])
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_a_wrong_device_file_is_put_right_by_one_run(coins, wrong, tmp_path):
+    """End to end: what the job takes in another run is within 2% of the estimate."""
+    data = "--coco", "learned_train", coins / "train.json", coins / "train"
+    ask = *data, "--training-only", "--json", "--device", wrong, "OUTPUT_DIR", "none"
+
+    def needs():
+        e = json.loads(command("estimate", *ask))
+        return e["peak_allocated_gb"], e["device_total_gb"]
+
+    def runs(folder):
+        command("train", *data, "OUTPUT_DIR", tmp_path / folder)
+        record = json.loads((tmp_path / folder / "memfit_peaks.json").read_text())
+        allocated, outside = record["allocated_bytes"], record["outside_bytes"]
+        return allocated / GB, (allocated + outside) / GB
+
+    before = needs()
+    runs("first")
+    after, real = needs(), runs("second")
+    assert before[1] > 2 * real[1]
+    assert before[0] < 0.98 * real[0]
+    assert after == pytest.approx(real, rel=0.02)
