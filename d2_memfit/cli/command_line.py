@@ -17,6 +17,7 @@ COMMANDS = {
     "estimate": "estimate the memory that a job needs",
     "plan": "make a job fit a budget",
     "doctor": "test what works with a job, in small iterations on the CPU with injected errors",
+    "convert": "make files in COCO's format of a folder of YOLO, Pascal VOC or Roboflow",
     "draw": "draw what a trained model detects",
     "plot": "draw the memory of a run",
     "predict": "find objects in images and videos with a trained model",
@@ -71,6 +72,17 @@ def command_parser(
     plan.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")
     doctor = commands.add_parser("doctor", help=COMMANDS["doctor"])
     _add_job_options(doctor)
+    convert = commands.add_parser("convert", help=COMMANDS["convert"])
+    convert.add_argument(
+        "--input", type=Path, metavar="FOLDER", required=True, help="the folder of the dataset"
+    )
+    convert.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        required=True,
+        help="folder for train.json, val.json and test.json; images stay where they are",
+    )
     draw = commands.add_parser("draw", help=COMMANDS["draw"])
     _add_draw_options(draw)
     plot = commands.add_parser("plot", help=COMMANDS["plot"])

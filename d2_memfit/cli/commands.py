@@ -19,7 +19,7 @@ from torch import nn
 from ..common.checks import check_positive_int
 from ..common.files import whole_file
 from ..config import card_name, find_config_file, load_cfg
-from ..data import check_classes, check_coco_file, register_coco
+from ..data import check_classes, check_coco_file, convert_folder, register_coco
 from ..doctor import examine
 from ..engine import usable_device
 from ..engine.resuming import MemfitCheckpointer
@@ -45,7 +45,7 @@ from . import train
 from .command_line import command_parser
 from .draw import draw_predictions
 from .job_options import job_of, load_any_config
-from .next_step import after_a_look, after_plan
+from .next_step import after_a_look, after_convert, after_plan
 from .options import check_opts, opts_of_budget
 from .trained_model import export_model, predict_files
 
@@ -64,6 +64,9 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         return
     if args.command == "measure-gpu":
         print(measure_gpu(args.device, args.minutes, args.output, progress=_say))
+        return
+    if args.command == "convert":
+        _convert(args)
         return
     if args.command == "plot":
         _plot(args)
@@ -188,6 +191,21 @@ def _draw(args: argparse.Namespace) -> None:
     check_classes(cfg, file)
     draw_predictions(cfg, name, output, args.num_images, args.min_score)
     print(f"Written: {output}")
+
+
+def _convert(args: argparse.Namespace) -> None:
+    parts = convert_folder(args.input, args.output)
+    has_masks = False
+    for part in parts:
+        trains = part.name == "train"
+        file = check_coco_file(part.name, str(part.json_file), str(part.image_dir), trains)
+        has_masks |= file.has_masks
+        print(
+            f"{part.name}: {part.json_file}, {file.num_images} images in {part.image_dir}, "
+            f"{file.num_objects} objects of {len(file.classes)} classes"
+        )
+    datasets = [(p.name, str(p.json_file), str(p.image_dir)) for p in parts]
+    print(after_convert(datasets, has_masks))
 
 
 def _plot(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["after_a_look", "after_plan", "after_training"]
+__all__ = ["after_a_look", "after_convert", "after_plan", "after_training"]
 
 # Options of a job and of its plan; those that are True have no value.
 _OPTIONS = [
@@ -19,6 +19,14 @@ _OPTIONS = [
 def after_a_look(args: argparse.Namespace) -> str:
     """The line after estimate and doctor."""
     return f"Next, make it fit a card:\n  {_plan(args)}"
+
+
+def after_convert(datasets: Sequence[Sequence[str]], has_masks: bool) -> str:
+    """The line after a conversion, whose datasets are as for ``--coco``."""
+    data = [word for dataset in datasets for word in ("--coco", *dataset)]
+    detector, masks = "COCO-Detection/faster_rcnn", "COCO-InstanceSegmentation/mask_rcnn"
+    config = ["--config-file", f"{masks if has_masks else detector}_R_50_FPN_3x"]
+    return f"\nNext, train on them:\n  {_line('d2-memfit', 'train', '--fit', *config, *data)}"
 
 
 def after_plan(args: argparse.Namespace) -> str:

@@ -3,6 +3,7 @@
 
 from .annotations import AnnotationFacts, check_boxes, check_crowd, look_at_annotations
 from .coco_file import CocoFile, check_coco_file
+from .convert import ConvertedSplit, convert_folder
 from .dataset_check import DatasetFacts, check_polygons, look_at_dataset, warnings_about_data
 from .dataset_settings import Setting, check_classes, fit_to_data, goes_with_data
 from .datasets import check_datasets, register_coco
@@ -12,6 +13,7 @@ from .sizes import shorter_sides
 __all__ = [
     "AnnotationFacts",
     "CocoFile",
+    "ConvertedSplit",
     "DatasetFacts",
     "Setting",
     "check_boxes",
@@ -20,6 +22,7 @@ __all__ = [
     "check_crowd",
     "check_datasets",
     "check_polygons",
+    "convert_folder",
     "fine_tuning_schedule",
     "fit_to_data",
     "goes_with_data",
