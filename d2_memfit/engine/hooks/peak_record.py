@@ -3,6 +3,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Optional
@@ -28,7 +29,7 @@ from ...memory import (
 )
 from .after_forwards import AfterForwards
 
-__all__ = ["RecordPeaks"]
+__all__ = ["RecordPeaks", "settings_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class RecordPeaks(AfterForwards):
             here=device_and_software(self._device),
             ranks=self._job.ranks,
             family=self._job.family,
-            settings=_settings(self._job.cfg),
+            settings=settings_of(self._job.cfg),
             iterations=iterations,
             micro_batch=self._of_peak,
             had_errors=self._had_errors,
@@ -177,13 +178,13 @@ def _need(size: list[int]) -> tuple[int, int]:
     return size[0] * padded_area((size[1], size[2])), size[3]
 
 
-def _settings(cfg: CfgNode) -> dict[str, Any]:
+def settings_of(cfg: CfgNode) -> dict[str, Any]:
     """Values of the keys that decide how much memory a model takes."""
     keys = ["SOLVER.IMS_PER_BATCH", "SOLVER.AMP.ENABLED", *keys_of(default_keys())]
     values = {key: value_of(cfg, key) for key in keys}
     others = ("MEMFIT.PLAN.", "MEMFIT.MONITOR.", "MEMFIT.PRESET")
     return {
-        key: value
+        key: list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for key, value in values.items()
         if not isinstance(value, CfgNode) and not key.startswith(others)
     }
