@@ -3,6 +3,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Optional
@@ -28,7 +29,7 @@ from ...memory import (
 )
 from .after_forwards import AfterForwards
 
-__all__ = ["RecordPeaks"]
+__all__ = ["RecordPeaks", "settings_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +119,24 @@ class RecordPeaks(AfterForwards):
         if self._forward_hook is None or not self._peaks[0]:
             return
         iterations = self.trainer.iter - self.trainer.start_iter
-        if iterations >= _FEWEST:
-            self._write(self._record(iterations))
+        if iterations < _FEWEST:
+            return
+        where = self._job.cfg.OUTPUT_DIR
+        try:
+            record = self._record(iterations)
+            _log(record)
+            if is_local(where):
+                os.makedirs(where, exist_ok=True)
+                record.write(Path(where) / self.FILE_NAME)
+            where = str(records_folder())
+            keep_record(record)
+        except Exception as e:  # no run ends for its record
+            logger.warning(
+                "The peaks of this run cannot be kept in %s (%s), so the next plan does not start "
+                "from them. D2_MEMFIT_CACHE names the folder of all runs",
+                where,
+                getattr(e, "strerror", None) or e,
+            )
 
     def _record(self, iterations: int) -> RunRecord:
         return RunRecord(
@@ -127,7 +144,7 @@ class RecordPeaks(AfterForwards):
             here=device_and_software(self._device),
             ranks=self._job.ranks,
             family=self._job.family,
-            settings=_settings(self._job.cfg),
+            settings=settings_of(self._job.cfg),
             iterations=iterations,
             micro_batch=self._of_peak,
             had_errors=self._had_errors,
@@ -138,30 +155,22 @@ class RecordPeaks(AfterForwards):
             predicted_gb=list(self._job.cfg.MEMFIT.PLAN.PREDICTED_GB),
         )
 
-    def _write(self, record: RunRecord) -> None:
-        numbers = record.allocated_bytes, record.reserved_bytes, record.outside_bytes or 0
+
+def _log(record: RunRecord) -> None:
+    outside = "an unknown number of"
+    if record.outside_bytes is not None:
+        outside = f"{record.outside_bytes / _GB:.2f}"
+    logger.info(
+        "Peaks of training: %.2f GB allocated, %.2f GB reserved, %s GB outside the allocator",
+        record.allocated_bytes / _GB,
+        record.reserved_bytes / _GB,
+        outside,
+    )
+    if record.predicted_gb:
         logger.info(
-            "Peaks of training: %.2f GB allocated, %.2f GB reserved, %.2f GB outside the allocator",
-            *(number / _GB for number in numbers),
+            "The plan predicted %.2f, %.2f and %.2f GB for its largest images",
+            *record.predicted_gb,
         )
-        if record.predicted_gb:
-            logger.info(
-                "The plan predicted %.2f, %.2f and %.2f GB for its largest images",
-                *record.predicted_gb,
-            )
-        folder = self._job.cfg.OUTPUT_DIR
-        try:
-            if is_local(folder):
-                os.makedirs(folder, exist_ok=True)
-                record.write(Path(folder) / self.FILE_NAME)
-            keep_record(record)
-        except OSError as e:
-            logger.warning(
-                "The peaks of this run cannot be kept in %s (%s), so the next plan does not start "
-                "from them. To keep them elsewhere, name a folder in D2_MEMFIT_CACHE",
-                e.filename or records_folder(),
-                e.strerror or e,
-            )
 
 
 def _size(batch: Any) -> list[int]:
@@ -177,13 +186,13 @@ def _need(size: list[int]) -> tuple[int, int]:
     return size[0] * padded_area((size[1], size[2])), size[3]
 
 
-def _settings(cfg: CfgNode) -> dict[str, Any]:
+def settings_of(cfg: CfgNode) -> dict[str, Any]:
     """Values of the keys that decide how much memory a model takes."""
     keys = ["SOLVER.IMS_PER_BATCH", "SOLVER.AMP.ENABLED", *keys_of(default_keys())]
     values = {key: value_of(cfg, key) for key in keys}
     others = ("MEMFIT.PLAN.", "MEMFIT.MONITOR.", "MEMFIT.PRESET")
     return {
-        key: value
+        key: list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for key, value in values.items()
         if not isinstance(value, CfgNode) and not key.startswith(others)
     }

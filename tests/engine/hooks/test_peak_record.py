@@ -112,3 +112,13 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(train, tmp_path, records
     train(Keeping)
     assert record_of(tmp_path)["iterations"] == 4
     assert f"The peaks of this run cannot be kept in {records_of_runs}" in log.text
+
+
+def test_no_run_ends_for_its_record(train, monkeypatch, log):
+    def fail(_):
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr("d2_memfit.engine.hooks.peak_record.device_and_software", fail)
+    train(Keeping)
+    assert "cannot be kept in " in log.text
+    assert "(the driver is gone)" in log.text

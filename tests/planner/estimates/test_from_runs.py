@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lazy_configs import lazy_config
 from tiny import images, run_process, tiny_cfg
 
 from d2_memfit import Job, estimate_memory
 from d2_memfit.config import with_settings
+from d2_memfit.engine.hooks.peak_record import settings_of
 from d2_memfit.memory import RunRecord, device_and_software, keep_record
 from d2_memfit.planner import device
 from d2_memfit.planner.device import DeviceModel
@@ -51,7 +53,7 @@ def keep(cfg, **values):
         date="2026-11-24 13:05:59",
         here=device_and_software(torch.device("cpu")),
         ranks=1,
-        family=Job.from_cfg(cfg).family,
+        family=Job.of(cfg).family,
         settings={"SOLVER.IMS_PER_BATCH": 2, "MEMFIT.BUDGET_GB": None},
         iterations=5,
         micro_batch=[2, 64, 128, 6],
@@ -150,6 +152,19 @@ def test_a_batch_that_cannot_be_made_again_counts_only_if_it_took_more(cfg):
     assert as_in_runs(of(64), cpu, False).other_tensors_mb == cpu.other_tensors_mb
     keep(cfg, date="2026-11-25", micro_batch=[0, 0, 0, 0], iterations=1000)
     assert as_in_runs(of(64), cpu, False).other_tensors_mb > 600
+
+
+def test_a_lazyconfigs_run_counts_if_it_took_more():
+    cfg = lazy_config(memfit={"checkpoint": {"modules": ["backbone"]}})
+    job = Job.from_lazy(cfg, batch=images(4))
+    settings = settings_of(job.cfg)
+    assert settings["MEMFIT.CHECKPOINT.MODULES"] == ["backbone"]
+    keep(job, family=job.family, settings=settings, micro_batch=[4, 64, 64, 12])
+    cpu = DeviceModel.load("cpu")
+    assert as_in_runs(job, cpu, False).other_tensors_mb > 600
+    assert as_in_runs(Job.from_lazy(lazy_config(), batch=images(4)), cpu, False).from_run
+    cfg.model.cfg.family = "retinanet"
+    assert as_in_runs(Job.from_lazy(cfg, batch=images(4)), cpu, False) == cpu
 
 
 def test_plans_start_from_runs_too_and_say_so(cfg, wrong):
