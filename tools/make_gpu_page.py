@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from d2_memfit.errors import ConfigError
-from d2_memfit.measure.picture import draw
-from d2_memfit.measure.tables import markdown
+from d2_memfit.measure.tables import draw, markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "GPU.md"
@@ -33,8 +32,7 @@ What is measured, in this order, with random images:
 - zoo: memory of 12 configs against their estimates
 - plans: Mask R-CNN planned for a budget and trained under it, in float32 and with mixed precision:
   memory and seconds per iteration, predicted and measured
-- blocks: the same with blocks that a plan chose to recompute or to offload, and gradients against
-  those without
+- blocks: the same with blocks that a plan chose to recompute or to offload
 - crowded: out-of-memory errors with a crowded image in each window, with micro-batches of four
   images and with a cost model
 - presets: 6 presets under the memory of their card

@@ -103,9 +103,10 @@ def _use_more_and_more(rank: int, sender: Connection, device_name: str, free_bef
     if device.type == "cuda":
         for record in _workspaces(device):
             sender.send(record)
-    in_float16 = ["SOLVER.AMP.ENABLED", True]  # which a CPU computes very slowly
-    for name, opts in [("", []), (" in float16", in_float16)][: scale.num_items]:
-        job = scale.dry_job(scale.cfg(MASK_RCNN, device, "SOLVER.IMS_PER_BATCH", 1, *opts))
+    formats = {"": {}, " in float16": {"SOLVER.AMP.ENABLED": True}}  # slow on a CPU
+    for name, settings in [*formats.items()][: scale.num_items]:
+        cfg = scale.cfg(MASK_RCNN, device, {"SOLVER.IMS_PER_BATCH": 1, **settings})
+        job = scale.dry_job(cfg)
         phases = iter((f"training a Mask R-CNN{name}", f"evaluating it{name}"))
         for _ in run_for_real(job, device_name):
             send(next(phases))

@@ -16,6 +16,7 @@ __all__ = [
     "limited",
     "load_kernels",
     "median_seconds",
+    "outside_bytes",
     "peaks_of",
     "under_budget",
     "wait_for",
@@ -95,6 +96,12 @@ def load_kernels(device: torch.device) -> None:
     torch.nn.functional.conv2d(x, x.new_ones(8, 8, 3, 3)).flatten(2).matmul(
         x.new_ones(900, 8)
     ).sum().backward()
+
+
+def outside_bytes(device: torch.device) -> int:
+    """Bytes of a GPU outside this process's allocator, those of other processes too."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def wait_for(device: torch.device) -> None:

@@ -16,27 +16,13 @@ import yaml
 from ..common.checks import check_positive_number
 from ..common.files import whole_file
 from ..errors import ConfigError
+from .jobs import JOBS
 from .outside import constants_of
-from .picture import draw
-from .tables import markdown
+from .tables import draw, markdown
 from .worker import run_worker
 
 __all__ = ["device_file", "measure_gpu"]
 
-# The first describes the card; the others come in the order of importance.
-_JOBS = (
-    "machine",
-    "calibration",
-    "outside",
-    "zoo",
-    "plans",
-    "blocks",
-    "crowded",
-    "presets",
-    "recovery",
-    "techniques",
-    "plain",
-)
 _LEAST_SECONDS = 5.0  # time that must be left to start a job
 
 
@@ -67,12 +53,12 @@ def measure_gpu(
     folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     results = _Results(folder, minutes, progress)
-    for job in _JOBS:
+    for job in JOBS:
         left = start + 60 * minutes - time.monotonic()
         error: Optional[str] = "there was no time left"
         if left > _LEAST_SECONDS:
             # A measurement that hangs leaves time for the others.
-            share = left if job == _JOBS[-1] else max(left / 2, _LEAST_SECONDS)
+            share = left if job == [*JOBS][-1] else max(left / 2, _LEAST_SECONDS)
             error = _run(job, device, share, partial(results.take, job))
         if error is not None:
             results.all["errors"][job] = error

@@ -1,168 +1,138 @@
 # Copyright (c) the d2_memfit developers.
-"""Tables of the measurements of a card."""
+"""Tables and a picture of the measurements of a card."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Optional
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
-from ..planner.search import BLOCKWISE
 from .outside import constants_of
 
-__all__ = ["markdown"]
+__all__ = ["draw", "markdown"]
 
 Results = dict[str, Any]
+
+_VERSIONS = {
+    "PyTorch": "pytorch",
+    "CUDA": "cuda",
+    "cuDNN": "cudnn",
+    "Detectron2": "detectron2",
+    "Python": "python",
+}
+_TITLES = {
+    "zoo": "Estimated and measured, configs of the zoo",
+    "plans": "Plans, trained under their budget",
+    "blocks": "Blocks of Mask R-CNN R50-FPN, chosen one by one",
+    "crowded": "A crowded image in a window of eight",
+    "presets": "Presets under their caps",
+    "recovery": "Recovery from a batch that does not fit",
+    "techniques": "Techniques, Mask R-CNN R50-FPN",
+    "plain": "Trainers, the same",
+    "outside": "Outside the allocator",
+    "constants": "Constants of the device file",
+}
+_FEW = 3  # names in a cell
 
 
 def markdown(results: Results) -> str:
     """Make tables of the results; failed measurements give their reason."""
     (machine,) = results["machine"]
-    versions = {
-        "PyTorch": "pytorch",
-        "CUDA": "cuda",
-        "cuDNN": "cudnn",
-        "Detectron2": "detectron2",
-        "Python": "python",
-    }
     lines = [f"## {machine['card']}", ""]
     if machine["rehearsal"]:
         lines += ["A rehearsal on a CPU: these figures are of no card.", ""]
     total = f"{machine['total_gb']:.2f} GB. " if "total_gb" in machine else ""
-    stated = [f"{name} {machine[key]}" for name, key in versions.items() if machine.get(key)]
+    stated = [f"{name} {machine[key]}" for name, key in _VERSIONS.items() if machine.get(key)]
     lines += [f"{total}{', '.join(stated)}. {results['date']}.", ""]
-    for title, table in (
-        ("Estimated and measured, configs of the zoo", _comparison(results.get("zoo", []))),
-        ("Plans, trained under their budget", _plans(results)),
-        ("Blocks of Mask R-CNN R50-FPN, chosen one by one", _blocks(results)),
-        ("A crowded image in a window of eight", _crowded(results)),
-        ("Presets under their caps", _comparison(results.get("presets", []))),
-        ("Recovery from a batch that does not fit", _recovery(results)),
-        ("Techniques, Mask R-CNN R50-FPN with 2 images", _techniques(results)),
-        ("Trainers, the same", _plain(results)),
-        ("Outside the allocator", _outside(results)),
-        ("Constants of the device file", _constants(results)),
-    ):
-        if table:
-            lines += [f"### {title}", "", table, ""]
+    outside = results.get("outside", [])
+    others = {
+        "outside": [_of_outside(r) for r in outside if "file" not in r],
+        "constants": _constants(outside),
+    }
+    for job, title in _TITLES.items():
+        records = others[job] if job in others else results.get(job, [])
+        if records:
+            lines += [f"### {title}", "", _table(records), ""]
     for job, error in results["errors"].items():
         lines += [f"Not measured to the end: {job} ({error}).", ""]
     return "\n".join(lines)
 
 
-def _comparison(records: Iterable[Results]) -> str:
-    rows = []
-    for r in records:
-        if "error" in r:
-            rows.append([r["config"], "", r["error"]])
-            continue
-        row = [r["config"], r.get("budget_gb"), r["images"]]
-        for phase in ("training", "evaluation"):
-            measured = r.get(f"{phase}_gb")
-            error = None if measured is None else f"{r[f'{phase}_error']:+.1%}"
-            row += [r.get(f"{phase}_estimated_gb"), measured, error]
-        rows.append([*row, r.get("training_estimated_device_gb"), r.get("training_device_gb")])
-    header = ["config", "budget, GB", "images", "training, GB estimated", "measured", "error"]
-    header += ["evaluation, GB estimated", "measured", "error"]
-    return _table(rows, [*header, "of the device, GB estimated", "measured"])
+def _table(records: Sequence[Results]) -> str:
+    """A table of records: a column for each key that has a value, errors in the last one."""
+    keys = dict.fromkeys(key for r in records for key in r if key != "error")
+    columns = {key.replace("_", " "): [_text(key, r.get(key)) for r in records] for key in keys}
+    columns[""] = [r.get("error", "") for r in records]
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    return str(tabulate(kept, headers="keys", tablefmt="pipe", disable_numparse=True))
 
 
-def _recovery(results: Results) -> str:
-    return _table([[k, v] for r in results.get("recovery", []) for k, v in r.items()], ["", ""])
+def _text(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if key.endswith("_error"):
+        return f"{value:+.1%}"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        more = f" and {len(value) - _FEW} more" if len(value) > _FEW else ""
+        return ", ".join(value[:_FEW]) + more
+    return " + ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _techniques(results: Results) -> str:
-    keys = ("gb", "estimated_gb", "seconds", "time_factor", "predicted_time_factor")
-    rows = [
-        [r["technique"] or "none", *(r.get(key) for key in keys), r.get("error")]
-        for r in results.get("techniques", [])
-    ]
-    header = ["technique", "GB", "GB estimated", "s", "time x", "time x predicted", ""]
-    return _table(rows, header)
+def _of_outside(record: Results) -> Results:
+    what = record.get("after", "more")
+    if "ranks" in record:
+        what = f"NCCL between {record['ranks']} ranks"
+    elif "workspace" in record:
+        what = f"workspaces of {record['workspace']}, in the allocator"
+    error = record.get("error") or record.get("not_measured") or ""
+    return {"what": what, "MB": record.get("mb"), "error": error}
 
 
-def _plain(results: Results) -> str:
-    keys = ("gb", "reserved_gb", "seconds", "error")
-    rows = [[r["trainer"], *(r.get(key) for key in keys)] for r in results.get("plain", [])]
-    return _table(rows, ["trainer", "GB allocated", "GB reserved", "s", ""])
-
-
-def _plans(results: Results) -> str:
-    keys = ("precision", "budget_gb", "images", "micro_batch")
-    numbers = ("estimated_gb", "gb", "estimated_device_gb", "device_gb")
-    times = ("predicted_seconds", "predicted_by_own_speeds", "seconds", "error")
-    rows = [
-        [*map(r.get, keys), ", ".join(r.get("techniques", [])), *map(r.get, (*numbers, *times))]
-        for r in results.get("plans", [])
-    ]
-    header = ["precision", "budget, GB", "images", "at a time", "techniques"]
-    header += ["GB estimated", "measured", "of the device, GB estimated", "measured"]
-    return _table(rows, [*header, "s predicted", "by its own speeds", "measured", ""])
-
-
-def _blocks(results: Results) -> str:
-    keys = [
-        "images",
-        "estimated_gb",
-        "gb",
-        "predicted_seconds",
-        "seconds",
-        "predicted_time_factor",
-        "time_factor",
-        "gradient_difference",
-        "error",
-    ]
-    rows = []
-    for r in results.get("blocks", []):
-        recomputed, offloaded = (r.get(name, []) for name in BLOCKWISE)
-        rows.append([r["blocks"], len(recomputed), len(offloaded) or None, *map(r.get, keys)])
-    header = ["blocks", "recomputed", "offloaded", "images", "GB estimated", "measured"]
-    header += ["s predicted", "measured", "time x predicted", "measured", "gradients differ by", ""]
-    return _table(rows, header)
-
-
-def _crowded(results: Results) -> str:
-    keys = ("micro_batches", "budget_gb", "oom_events", "retried_images")
-    rows = [
-        [*map(r.get, keys), " + ".join(map(str, r.get("last_micro_batches", []))), r.get("error")]
-        for r in results.get("crowded", [])
-    ]
-    header = ["micro-batches", "budget, GB", "out of memory", "images run again"]
-    return _table(rows, [*header, "those of the last iteration", ""])
-
-
-def _outside(results: Results) -> str:
-    rows = []
-    for r in results.get("outside", []):
-        workspace, ranks = r.get("workspace"), r.get("ranks")
-        what = r.get("after") or (ranks and f"NCCL between {ranks} ranks")
-        what = what or (workspace and f"workspaces of {workspace}, in the allocator")
-        if "file" not in r:
-            why_not = r.get("not_measured") or r.get("error")
-            rows.append([what or "more", r.get("mb"), why_not])
-    return _table(rows, ["what", "MB", ""])
-
-
-def _constants(results: Results) -> str:
-    records = results.get("outside", [])
+def _constants(records: Sequence[Results]) -> list[Results]:
+    """What was measured of the constants of a device file, and what the file has."""
     files = [r for r in records if "file" in r]
-    measured = constants_of(records)
-    if not files:
-        return ""
-    rows = [[name, _text(measured[name]), _text(files[0][name])] for name in measured]
-    return _table(rows, ["constant", "measured", f"in {files[0]['file']}.yaml"])
+    return [
+        {"constant": name, "measured": value, f"in {of_file['file']}.yaml": of_file[name]}
+        for of_file in files
+        for name, value in constants_of(records).items()
+    ]
 
 
-def _text(value: Any) -> Any:
-    """Two numbers as one cell."""
-    return ", ".join(f"{mb:.0f}" for mb in value) if isinstance(value, list) else value
+def draw(results: Results, path: Path) -> None:
+    """Draw measured memory and time against what was estimated.
+
+    Panels without measurements stay empty. Plans are also predicted by the card's own speeds: the
+    rest is the error of the model of time.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    memory = {job: ("training_gb", "training_estimated_gb") for job in ("zoo", "presets")}
+    memory.update({job: ("gb", "estimated_gb") for job in ("plans", "blocks", "techniques")})
+    times = {job: ("seconds", "predicted_seconds") for job in ("plans", "blocks", "techniques")}
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
+    _scatter(left, results, memory)
+    left.set(title="Memory of training", xlabel="measured, peak GB", ylabel="estimated GB")
+    own = [r for r in results.get("plans", []) if "seconds" in r]
+    predicted = [r["predicted_by_own_speeds"] for r in own]
+    right.scatter([r["seconds"] for r in own], predicted, marker="+", label="plans, own speeds")
+    _scatter(right, results, times)
+    right.set(title="Time of an iteration", xlabel="measured s", ylabel="predicted s, at least")
+    figure.suptitle(results["machine"][0]["card"])
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
 
 
-def _table(rows: Sequence[Sequence[Optional[Any]]], header: Sequence[str]) -> str:
-    """A table without empty columns."""
-    if not rows:
-        return ""
-    width = len(header)
-    full = [[*row, *[None] * (width - len(row))] for row in rows]
-    kept = [i for i in range(width) if any(row[i] not in (None, "") for row in full)]
-    cells = [[row[i] for i in kept] for row in full]
-    return tabulate(cells, [header[i] for i in kept], tablefmt="pipe", floatfmt=".3f")
+def _scatter(axes: Any, results: Results, keys: Mapping[str, tuple[str, str]]) -> None:
+    """Draw the values of two keys of each job's records, and the diagonal."""
+    for (job, (measured, expected)), mark in zip(keys.items(), "os^vD"):
+        records = [r for r in results.get(job, []) if measured in r and expected in r]
+        values = [[r[key] for r in records] for key in (measured, expected)]
+        axes.scatter(*values, marker=mark, label=job)
+    most = max([1e-3, *axes.get_xlim(), *axes.get_ylim()])
+    axes.plot([0, most], [0, most], color="gray", linewidth=1)
+    axes.legend()

@@ -10,7 +10,7 @@ from forks import Forked
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.measure.jobs import JOBS
-from d2_memfit.measure.session import _JOBS, measure_gpu
+from d2_memfit.measure.session import measure_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def test_a_rehearsal_measures_a_little_of_all(tmp_path):
         assert record["evaluation_error"] == pytest.approx(0, abs=0.01)
     (recovery,) = results["recovery"]
     assert recovery["oom_events"] >= 1
-    assert recovery["relative_difference_of_weights"] < 1e-4
+    assert recovery["micro_batch"] < recovery["images"]
     for plan in results["plans"]:
         assert plan["gb"] == pytest.approx(plan["estimated_gb"], rel=0.01)
         assert plan["micro_batch"] <= plan["images"]
@@ -48,7 +48,6 @@ def test_a_rehearsal_measures_a_little_of_all(tmp_path):
     assert some["ActivationCheckpointing"]
     for blocks in results["blocks"]:
         assert blocks["gb"] == pytest.approx(blocks["estimated_gb"], rel=0.01)
-        assert blocks["gradient_difference"] == 0
     by_bytes, _ = results["crowded"]
     assert by_bytes["oom_events"] == 0
     assert {r["ranks"] for r in results["outside"] if "ranks" in r} == {2, 3}
@@ -80,16 +79,13 @@ def test_what_is_killed_leaves_what_was_measured(tmp_path):
 
 
 def test_what_there_was_no_time_for_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("d2_memfit.measure.session._JOBS", ("machine", "plain"))
+    few = {job: JOBS[job] for job in ("machine", "plain")}
+    monkeypatch.setattr("d2_memfit.measure.session.JOBS", few)
     monkeypatch.setattr("d2_memfit.measure.session._LEAST_SECONDS", 24 * 3600 - 1.0)
     results, table, _ = measure(tmp_path, minutes=24 * 60)  # a second for the first
     assert results["errors"] == {"plain": "there was no time left"}
     assert "Not measured to the end: plain (there was no time left)." in table
     assert len(list(tmp_path.glob("*.png"))) == 1
-
-
-def test_jobs_are_measured_in_their_order():
-    assert tuple(JOBS) == _JOBS
 
 
 @pytest.mark.parametrize(

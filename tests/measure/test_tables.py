@@ -1,8 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 import pytest
 
-from d2_memfit.measure.picture import draw
-from d2_memfit.measure.tables import markdown
+from d2_memfit.measure.tables import draw, markdown
 
 FAILED = "OutOfMemoryError: CUDA out of memory (steps.py:99)"
 RESULTS = {
@@ -29,8 +28,10 @@ RESULTS = {
         {
             **{"blocks": "saved", "images": 8, "estimated_gb": 9.0, "gb": 9.1, "seconds": 1.0},
             **{"predicted_seconds": 0.8, "predicted_time_factor": 1, "time_factor": 1},
-            **{"ActivationCheckpointing": [], "ActivationOffload": [], "gradient_difference": 0},
+            **{"ActivationCheckpointing": [], "ActivationOffload": []},
         },
+        {"blocks": "some recomputed", "images": 8, "estimated_gb": 7.0}
+        | {"ActivationCheckpointing": [f"backbone.res{n}" for n in range(2, 7)]},
         {"blocks": "all recomputed", "images": 8, "error": FAILED},
     ],
     "crowded": [
@@ -40,7 +41,7 @@ RESULTS = {
         | {"last_micro_batches": [1, 1, 2, 4]},
     ],
     "techniques": [
-        {"technique": None, "gb": 2.0, "seconds": 1.0, "predicted_seconds": 0.9},
+        {"technique": "none", "gb": 2.0, "seconds": 1.0, "predicted_seconds": 0.9},
         {"technique": "ChunkedHeads", "gb": 1.9, "seconds": 1.1, "predicted_seconds": 1.0}
         | {"time_factor": 1.1},
     ],
@@ -58,7 +59,8 @@ def test_tables_have_what_was_predicted_and_what_was_measured():
     table = markdown(RESULTS)
     assert row(table, "float32", "ChunkedHeads")[-4:] == ["0.500", "0.750", "0.875", ""]
     assert row(table, "mixed")[-1] == FAILED
-    assert row(table, "saved")[:4] == ["saved", "0", "8", "9.000"]
+    assert row(table, "saved")[:3] == ["saved", "8", "9.000"]
+    assert "backbone.res2, backbone.res3, backbone.res4 and 2 more" in row(table, "some recomputed")
     assert row(table, "by bytes") == ["by bytes", "2.500", "0", "0", "4 + 3 + 1"]
     assert row(table, "4 images")[2] == "2"
     assert row(table, "NCCL between 2 ranks")[-1] == "NCCL needs 2 GPUs, not 1"
