@@ -1,17 +1,17 @@
 # Copyright (c) the d2_memfit developers.
-"""Tables and a picture of the measurements of a card."""
+"""Tables, a picture and a summary of the measurements of a card."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tabulate import tabulate
 
 from .outside import constants_of
+from .results import Record, Results
 
-__all__ = ["draw", "markdown"]
-
-Results = dict[str, Any]
+__all__ = ["draw", "markdown", "summary"]
 
 _VERSIONS = {
     "PyTorch": "pytorch",
@@ -21,76 +21,120 @@ _VERSIONS = {
     "Python": "python",
 }
 _TITLES = {
-    "zoo": "Estimated and measured, configs of the zoo",
-    "plans": "Plans, trained under their budget",
-    "blocks": "Blocks of Mask R-CNN R50-FPN, chosen one by one",
-    "crowded": "A crowded image in a window of eight",
+    "zoo": "Configs of the zoo, float32, two images",
+    "zoo amp": "Configs of the zoo, mixed precision, two images",
+    "transformers": "Transformers, two images",
+    "techniques x2": "Techniques, Mask R-CNN R50-FPN, two images",
+    "techniques x8": "Techniques, Mask R-CNN R50-FPN, eight images",
+    "plans": "Plans of Mask R-CNN R50-FPN under their caps",
     "presets": "Presets under their caps",
+    "fragments": "Images of many sizes under a cap",
     "recovery": "Recovery from a batch that does not fit",
-    "techniques": "Techniques, Mask R-CNN R50-FPN",
-    "plain": "Trainers, the same",
-    "outside": "Outside the allocator",
-    "constants": "Constants of the device file",
+    "trainers": "Trainers, Mask R-CNN R50-FPN",
 }
-_FEW = 3  # names in a cell
+# What is compared, with its title. Ratios are expected over measured.
+_COMPARED = {
+    "allocated_gb": "allocated GB",
+    "reserved_gb": "reserved GB",
+    "device_gb": "of the device GB",
+    "evaluation_allocated_gb": "evaluation GB",
+    "seconds": "s",
+}
+_HIDDEN = ("stage", "item", "error", "settings", *_COMPARED)
 
 
 def markdown(results: Results) -> str:
     """Make tables of the results; failed measurements give their reason."""
-    (machine,) = results["machine"]
+    machine = results.machine
     lines = [f"## {machine['card']}", ""]
     if machine["rehearsal"]:
         lines += ["A rehearsal on a CPU: these figures are of no card.", ""]
     total = f"{machine['total_gb']:.2f} GB. " if "total_gb" in machine else ""
     stated = [f"{name} {machine[key]}" for name, key in _VERSIONS.items() if machine.get(key)]
-    lines += [f"{total}{', '.join(stated)}. {results['date']}.", ""]
-    outside = results.get("outside", [])
-    others = {
-        "outside": [_of_outside(r) for r in outside if "file" not in r],
-        "constants": _constants(outside),
+    lines += [f"{total}{', '.join(stated)}. {machine['date']}.", ""]
+    outside = [_of_outside(r) for r in results.outside if "file" not in r]
+    tables = {
+        **{title: _of_group(results, group) for group, title in _TITLES.items()},
+        "Outside the allocator": outside,
+        "Constants of the device file": _constants(results.outside),
     }
-    for job, title in _TITLES.items():
-        records = others[job] if job in others else results.get(job, [])
-        if records:
-            lines += [f"### {title}", "", _table(records), ""]
-    for job, error in results["errors"].items():
-        lines += [f"Not measured to the end: {job} ({error}).", ""]
+    for title, rows in tables.items():
+        if rows:
+            lines += [f"### {title}", "", _table(rows), ""]
     return "\n".join(lines)
 
 
-def _table(records: Sequence[Results]) -> str:
-    """A table of records: a column for each key that has a value, errors in the last one."""
-    keys = dict.fromkeys(key for r in records for key in r if key != "error")
-    columns = {key.replace("_", " "): [_text(key, r.get(key)) for r in records] for key in keys}
-    columns[""] = [r.get("error", "") for r in records]
+def summary(results: Results) -> Record:
+    """What a card showed, as one line of JSON that can be sent.
+
+    Each comparison has the median of expected over measured, and the two ends.
+    """
+    compared: dict[str, Any] = {}
+    for group in _TITLES:
+        keys = [key for key, *_ in results.pairs() if key.partition("/")[0] == group]
+        for value in _COMPARED:
+            ratios = [ratio for key in keys if (ratio := results.ratio(key, value)) is not None]
+            if ratios:
+                ends = (median(ratios), min(ratios), max(ratios))
+                compared.setdefault(group, {})[value] = [round(ratio, 3) for ratio in ends]
+    errors = {key: r["error"][:80] for key, _, r in results.pairs() if "error" in r}
+    values = results.device_file()
+    speeds = ("flops_per_s", "bytes_per_s", "host_bytes_per_s")
+    return {
+        "machine": {k: v for k, v in results.machine.items() if k not in ("stage", "item")},
+        "constants": constants_of(results.outside),
+        "speeds": {name: values[name] for name in speeds if name in values},
+        "expected_over_measured": compared,
+        "errors": errors,
+    }
+
+
+def _of_group(results: Results, group: str) -> list[Record]:
+    rows = []
+    for key, expected, measured in results.pairs():
+        if key.partition("/")[0] != group:
+            continue
+        row: Record = {group: key.partition("/")[2]}
+        row.update({k: v for k, v in measured.items() if k not in _HIDDEN})
+        for value, title in _COMPARED.items():
+            row[f"{title}, expected"] = expected.get(value)
+            row[title] = measured.get(value)
+            ratio = results.ratio(key, value)
+            row[f"{title}, x"] = None if ratio is None else f"{ratio:.2f}"
+        row["steps"] = expected.get("steps")
+        row["error"] = measured.get("error") or expected.get("error")
+        rows.append(row)
+    return rows
+
+
+def _table(rows: Sequence[Record]) -> str:
+    """A table of rows: a column for each key that has a value, errors in the last one."""
+    keys = dict.fromkeys(key for row in rows for key in row if key != "error")
+    columns = {key.replace("_", " "): [_text(row.get(key)) for row in rows] for key in keys}
+    columns[""] = [_text(row.get("error")) for row in rows]
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     return str(tabulate(kept, headers="keys", tablefmt="pipe", disable_numparse=True))
 
 
-def _text(key: str, value: Any) -> str:
+def _text(value: Any) -> str:
     if value is None:
         return ""
-    if key.endswith("_error"):
-        return f"{value:+.1%}"
     if isinstance(value, float):
         return f"{value:.3f}"
-    if isinstance(value, list) and value and isinstance(value[0], str):
-        more = f" and {len(value) - _FEW} more" if len(value) > _FEW else ""
-        return ", ".join(value[:_FEW]) + more
-    return " + ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _of_outside(record: Results) -> Results:
+def _of_outside(record: Record) -> Record:
     what = record.get("after", "more")
     if "ranks" in record:
         what = f"NCCL between {record['ranks']} ranks"
     elif "workspace" in record:
         what = f"workspaces of {record['workspace']}, in the allocator"
-    error = record.get("error") or record.get("not_measured") or ""
+    error = record.get("error") or record.get("not_measured")
     return {"what": what, "MB": record.get("mb"), "error": error}
 
 
-def _constants(records: Sequence[Results]) -> list[Results]:
+def _constants(records: Sequence[Record]) -> list[Record]:
     """What was measured of the constants of a device file, and what the file has."""
     files = [r for r in records if "file" in r]
     return [
@@ -101,38 +145,27 @@ def _constants(records: Sequence[Results]) -> list[Results]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw measured memory and time against what was estimated.
-
-    Panels without measurements stay empty. Plans are also predicted by the card's own speeds: the
-    rest is the error of the model of time.
-    """
+    """Draw expected memory and time against what was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    memory = {job: ("training_gb", "training_estimated_gb") for job in ("zoo", "presets")}
-    memory.update({job: ("gb", "estimated_gb") for job in ("plans", "blocks", "techniques")})
-    times = {job: ("seconds", "predicted_seconds") for job in ("plans", "blocks", "techniques")}
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
-    _scatter(left, results, memory)
-    left.set(title="Memory of training", xlabel="measured, peak GB", ylabel="estimated GB")
-    own = [r for r in results.get("plans", []) if "seconds" in r]
-    predicted = [r["predicted_by_own_speeds"] for r in own]
-    right.scatter([r["seconds"] for r in own], predicted, marker="+", label="plans, own speeds")
-    _scatter(right, results, times)
-    right.set(title="Time of an iteration", xlabel="measured s", ylabel="predicted s, at least")
-    figure.suptitle(results["machine"][0]["card"])
+    figure, all_axes = pyplot.subplots(1, 3, figsize=(18, 6), layout="constrained")
+    values = {"allocated_gb": "allocated, GB", "device_gb": "of the device, GB", "seconds": "s"}
+    for axes, (value, title) in zip(all_axes, values.items()):
+        for group, mark in zip(_TITLES, "os^vDPX<>*"):
+            points = [
+                (measured[value], expected[value])
+                for key, expected, measured in results.pairs()
+                if key.partition("/")[0] == group and results.ratio(key, value) is not None
+            ]
+            if points:
+                axes.scatter(*zip(*points), marker=mark, label=group)
+        most = max([1e-3, *axes.get_xlim(), *axes.get_ylim()])
+        axes.plot([0, most], [0, most], color="gray", linewidth=1, label="equal")
+        axes.legend()
+        axes.set(title=title, xlabel="measured", ylabel="expected")
+    figure.suptitle(results.machine["card"])
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
-
-
-def _scatter(axes: Any, results: Results, keys: Mapping[str, tuple[str, str]]) -> None:
-    """Draw the values of two keys of each job's records, and the diagonal."""
-    for (job, (measured, expected)), mark in zip(keys.items(), "os^vD"):
-        records = [r for r in results.get(job, []) if measured in r and expected in r]
-        values = [[r[key] for r in records] for key in (measured, expected)]
-        axes.scatter(*values, marker=mark, label=job)
-    most = max([1e-3, *axes.get_xlim(), *axes.get_ylim()])
-    axes.plot([0, most], [0, most], color="gray", linewidth=1)
-    axes.legend()
