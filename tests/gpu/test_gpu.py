@@ -43,8 +43,11 @@ from d2_memfit.measure.jobs import measure
 from d2_memfit.measure.peaks import limited, load_kernels, peaks_of
 from d2_memfit.memory import OwnerMeter, enforce_budget, is_out_of_memory, release_memory
 from d2_memfit.planner.device import calibrate, calibration
+from d2_memfit.planner.estimates import steps as dry_steps
 from d2_memfit.planner.stand_ins import casts_of_cuda
-from d2_memfit.techniques import TECHNIQUES, apply_techniques
+from d2_memfit.techniques import TECHNIQUES, apply_techniques, offload
+
+pytestmark = pytest.mark.slow
 
 CASE = WorstCase((480, 640), 30)
 EXACT = sorted(name for name, t in TECHNIQUES if t.tier == "exact" and t.part == "model")
@@ -472,3 +475,86 @@ def test_the_gpu_is_measured(item, gpu):
         assert 0 < record["allocated_gb"] <= record["active_gb"] <= record["reserved_gb"]
         assert record["outside_gb"] > 0
         assert record["retries"] == 0
+
+
+# Faults that a check must see. Each is put into a made-up card, or into d2_memfit on it.
+
+
+def no_limit(card, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *_: None)
+
+
+def memory_without_an_owner(card, monkeypatch):
+    def enter(meter):
+        card.live_bytes += 2**26
+        return original(meter)
+
+    original = OwnerMeter.__enter__
+    monkeypatch.setattr(OwnerMeter, "__enter__", enter)
+
+
+def a_report_that_resets_the_peak(card, monkeypatch):
+    def after_step(hook):
+        card.reset_peak_memory_stats()
+        original(hook)
+
+    original = MemoryMonitor.after_step
+    monkeypatch.setattr(MemoryMonitor, "after_step", after_step)
+
+
+def a_probe_whose_model_stays(card, monkeypatch):
+    def build(*args):
+        kept.append(original(*args))
+        return kept[-1]
+
+    kept = []
+    original = dry_steps.build_with_values
+    monkeypatch.setattr(dry_steps, "build_with_values", build)
+
+
+def other_memory_than_tensors(card, monkeypatch):
+    card.outside_bytes = 23 * 2**30
+
+
+def retries(card, monkeypatch):
+    def synchronize(device=None):
+        card.retries += 1
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+
+
+def a_copy_that_did_not_arrive(card, monkeypatch):
+    def copy(self, target, source, packed):
+        packed.event = None
+
+    monkeypatch.setattr(offload._Offload, "_copy", copy)
+
+
+MEASURED = partial(test_the_gpu_is_measured, FIRST[-1])
+OFFLOADED = partial(
+    test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit, "proposal_network"
+)
+FAULTS = [
+    (no_limit, test_allocations_above_the_budget_fail),
+    (no_limit, test_a_batch_that_does_not_fit_is_split_and_memory_does_not_grow),
+    (no_limit, test_evaluation_with_too_little_memory_has_the_same_results),
+    (memory_without_an_owner, test_the_bytes_of_all_owners_add_up_to_the_allocators_count),
+    (
+        a_report_that_resets_the_peak,
+        test_reports_have_the_allocators_values_and_do_not_reset_its_peak,
+    ),
+    (a_probe_whose_model_stays, test_a_probe_leaves_nothing_behind),
+    (a_copy_that_did_not_arrive, OFFLOADED),
+    (other_memory_than_tensors, MEASURED),
+    (retries, MEASURED),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"), FAULTS, ids=[f"{i} {fault.__name__}" for i, (fault, _) in enumerate(FAULTS)]
+)
+def test_a_check_fails_by_a_fault(fault, check, monkeypatch):
+    with made_up_card() as card, monkeypatch.context() as patches:
+        fault(card, patches)
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            check(torch.device("cuda:0"))
