@@ -1,75 +1,94 @@
 #!/usr/bin/env python3
 # Copyright (c) the d2_memfit developers.
-"""Write docs/GPU.md and plots from docs/gpu/*.json, which `d2-memfit measure-gpu` makes."""
+"""Write docs/GPU.md and plots from docs/gpu/*.jsonl, which `d2-memfit measure-gpu` makes."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from d2_memfit.errors import ConfigError
-from d2_memfit.measure.picture import draw
-from d2_memfit.measure.tables import markdown
+from d2_memfit.measure.results import Results
+from d2_memfit.measure.tables import draw, markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "GPU.md"
 FOLDER = DOCS / "gpu"
 
-INTRODUCTION = """# Cards, measured
+NOTHING = "**No card has been measured yet**: d2_memfit was written on machines without a GPU. "
+INTRODUCTION = f"""# Cards, measured
 
-This page shows the cards that were measured, and how to measure yours. One command measures how
-fast a GPU is. It compares the memory of jobs with their estimates, and measures the cost of
-recovery, techniques and trainers. It needs no dataset, no weights and no compiled operator. It ends
-after 8 minutes with the results that it has by then.
+{NOTHING}This
+page says what was tried without one, and how to measure your card.
 
 ```
-d2-memfit measure-gpu
+d2-memfit measure-gpu --output my_card
+```
+
+It needs no dataset, no weights and no compiled operator. First it makes its estimates, on the CPU.
+Then it measures for 8 minutes, or as long as `--minutes` says. Each record is on the disk at once,
+in `my_card/measured.jsonl`. The same command goes on where the last one ended. An error ends only
+one record: after an error of CUDA, a new process measures the rest.
+
+On a card that is rented, nothing waits for estimates that were made before, on any machine:
+
+```
+d2-memfit measure-gpu --output my_card --estimate h100     # no GPU; then copy the folder
+d2-memfit measure-gpu --output my_card --minutes 9         # there, as often as needed
 ```
 
 What is measured, in this order, with random images:
 
-- calibration: speeds of the card in each number format
-- outside: context, loaded kernels, workspaces of cuBLAS and cuBLASLt, and NCCL's communicators
-  where there are several GPUs; against the card's device file
-- zoo: memory of 12 configs against their estimates
-- plans: Mask R-CNN planned for a budget and trained under it, in float32 and with mixed precision:
-  memory and seconds per iteration, predicted and measured
-- blocks: the same with blocks that a plan chose to recompute or to offload, and gradients against
-  those without
-- crowded: out-of-memory errors with a crowded image in each window, with micro-batches of four
-  images and with a cost model
-- presets: 6 presets under the memory of their card
-- recovery, techniques, plain: time and memory of recovery, of each technique, and of Detectron2's
-  own trainer
+| group | what |
+| --- | --- |
+| calibration | speeds of the card in each number format |
+| outside | context, loaded kernels, workspaces of cuBLAS and cuBLASLt, NCCL's communicators |
+| zoo, zoo amp | 12 configs in float32 and in mixed precision, two images, with evaluation |
+| plans | Mask R-CNN with 16 images, planned for and trained on budgets of 4 to 24 GB cards |
+| presets | those of Mask R-CNN R50-FPN and Faster R-CNN X101-FPN, under their budgets |
+| transformers | ViTDet-B, Deformable DETR and RT-DETR in both precisions, from a checkout |
+| techniques | each of them alone, with 2 and with 8 images |
+| fragments | 30 iterations with images of many sizes under budgets, with and without offload |
+| recovery | a batch that does not fit |
+| trainers | Detectron2's own trainer, d2_memfit's, and d2_memfit's with recovery |
 
-In a checkout, `pytest -m gpu tests/gpu` tests whether d2_memfit is right on the GPU: steps,
-accumulation, recovery, gradients and budgets.
+Each record has peaks of allocated, active and reserved memory, memory outside the allocator,
+allocation retries, and seconds per iteration. Memory outside the allocator is all that CUDA says,
+so nothing else may run on the card.
 
-The result is `<card>.json` with all figures, `<card>.md` and `<card>.png` that show them, and
-`<card>.yaml`, which `--device` of `d2-memfit plan` takes. To add your card to this page, put the
-JSON file into `docs/gpu/`, run `python tools/make_gpu_page.py`, and open a pull request.
+The folder also gets `<card>.md` and `<card>.png`, `<card>.yaml`, which `--device` of
+`d2-memfit plan` takes, and `<card>.json`. That is one line with all ratios of expected to measured
+values: send it in an issue. To add your card to this page, copy `measured.jsonl` to
+`docs/gpu/<card>.jsonl`, run `python tools/make_gpu_page.py`, and open a pull request.
+
+## Tried without a card
+
+- `pytest tests/gpu` runs the tests that need a card on a made-up one, too. Its tensors are on the
+  CPU; what it says of memory is counted, and a limit raises out-of-memory errors. This shows wrong
+  names, arguments and order, and not the behaviour of CUDA.
+- Checks of these tests are made to fail by faults, such as memory of a library or a budget that is
+  not enforced.
+- `d2-memfit measure-gpu --device cpu` rehearses each group with a small job.
+- No CUDA kernel has run. `pytest -m gpu tests/gpu` on a card runs the same tests there.
 
 Written by `python tools/make_gpu_page.py`.
 """
-NOTHING = "No card measured yet."
 
 
-def measured(folder: Path) -> dict[str, dict[str, Any]]:
+def measured(folder: Path) -> dict[str, Results]:
     """Results in a folder, by file name without suffix.
 
     Raises:
         ConfigError: a file comes from a rehearsal.
     """
     results = {}
-    for path in sorted(folder.glob("*.json")):
-        results[path.stem] = json.loads(path.read_text())
-        if results[path.stem]["machine"][0]["rehearsal"]:
+    for path in sorted(folder.glob("*.jsonl")):
+        results[path.stem] = Results.read(path)
+        if results[path.stem].machine["rehearsal"]:
             raise ConfigError(f"{path} is of a rehearsal on a CPU: this page shows GPUs")
     return results
 
 
-def page(results: dict[str, dict[str, Any]]) -> str:
+def page(results: dict[str, Results]) -> str:
     cards = [f"{markdown(r)}\n![{name}](gpu/{name}.png)\n" for name, r in results.items()]
-    return "\n".join([INTRODUCTION, *(cards or [f"{NOTHING}\n"])])
+    return "\n".join([INTRODUCTION.replace(NOTHING, "") if cards else INTRODUCTION, *cards])
 
 
 def main() -> None:

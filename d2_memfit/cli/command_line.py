@@ -300,7 +300,14 @@ def _add_measure_options(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=float,
         default=8,
-        help="time limit; measurements left over are skipped (default: 8)",
+        help="time limit of the measurements; call it again with the same --output for the rest "
+        "(default: 8)",
+    )
+    parser.add_argument(
+        "--estimate",
+        metavar="DEVICE",
+        help="only make the estimates, for the card of this device file: it needs no GPU, and the "
+        "measurement then waits for nothing",
     )
     parser.add_argument(
         "--device",

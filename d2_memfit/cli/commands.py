@@ -63,7 +63,8 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         train.run(args)
         return
     if args.command == "measure-gpu":
-        print(measure_gpu(args.device, args.minutes, args.output, progress=_say))
+        files = measure_gpu(args.device, args.minutes, args.output, _say, args.estimate)
+        print(*files, sep="\n")
         return
     if args.command == "convert":
         _convert(args)

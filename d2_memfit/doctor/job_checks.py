@@ -18,8 +18,7 @@ from ..engine.state import Snapshot
 from ..engine.window import numbers_of
 from ..errors import MemfitError
 from ..job import Job, RecoveryOptions
-from ..measure.compare import relative_difference
-from ..measure.injection import Injector, seed_all
+from ..measure.injection import Injector, relative_difference, seed_all
 from ..planner.dry_run import one_line_errors
 from ..planner.estimates import steps
 from ..techniques import TECHNIQUES, get_technique

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Starting the processes of a job, on GPUs or the CPU, or joining those of torchrun."""
 
+import logging
 import os
 import tempfile
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from .resuming import end_with_launcher, signals_passed_on
 
 __all__ = ["launch", "usable_device", "world_size"]
 
+logger = logging.getLogger(__name__)
+
 
 def launch(
     main_func: Callable[..., Any],
@@ -35,7 +38,8 @@ def launch(
     Under torchrun this process is one rank of the job, and the arguments about machines are not
     used. The same holds for any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
     MASTER_ADDR and MASTER_PORT. Without a GPU, ``num_gpus_per_machine`` processes share the CPU's
-    cores and communicate over gloo. The ranks' cuDNN keeps fewer plans
+    cores and communicate over gloo. So do more ranks of torchrun than there are GPUs, because NCCL
+    refuses two ranks on one GPU. The ranks' cuDNN keeps fewer plans
     (:func:`~d2_memfit.memory.limit_cudnn_cache`).
 
     Args:
@@ -125,9 +129,14 @@ class _Ranks:
 
     def run(self, local_rank: int, main_func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Join the other ranks, and call the function."""
-        has_gpu = torch.cuda.is_available()
-        if has_gpu:
-            torch.cuda.set_device(local_rank)
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        has_gpu = num_gpus >= self.ranks_here
+        if num_gpus:
+            torch.cuda.set_device(local_rank % num_gpus)
+        if num_gpus and not has_gpu and local_rank == 0:
+            logger.warning(
+                "%d ranks share %d GPUs, so they communicate over gloo", self.ranks_here, num_gpus
+            )
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
         is_one_machine = self.ranks_here == self.num_ranks
         is_counted = self.url == "env://" and restarts is not None and is_one_machine

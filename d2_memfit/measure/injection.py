@@ -1,8 +1,8 @@
 # Copyright (c) the d2_memfit developers.
-"""Injection of out-of-memory errors at chosen allocations."""
+"""Iterations with injected out-of-memory errors, and comparisons of their results."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -14,7 +14,7 @@ from ..engine import AccumulatingTrainer
 from ..engine.recovery import RecoveryReport
 from ..engine.window import MicroBatch, Window, WindowStorage
 
-__all__ = ["InjectedTrainer", "Injector", "iterate", "seed_all"]
+__all__ = ["InjectedTrainer", "Injector", "iterate", "relative_difference", "seed_all"]
 
 
 class Injector(TorchDispatchMode):
@@ -82,3 +82,12 @@ def seed_all(seed: int = 0) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def relative_difference(
+    actual: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]
+) -> float:
+    """Norm of the difference of tensors with the same names over the norm of ``expected``."""
+    actual_values = torch.cat([actual[name].double().flatten() for name in expected])
+    expected_values = torch.cat([value.double().flatten() for value in expected.values()])
+    return ((actual_values - expected_values).norm() / expected_values.norm()).item()

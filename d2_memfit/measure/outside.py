@@ -15,9 +15,9 @@ import torch.multiprocessing as mp
 from ..compat.pytorch import clear_cublas_workspaces
 from ..memory import process_memory
 from ..planner.device import DeviceModel
-from ..planner.estimates import run_for_real
+from .items import Item, Record, Scale
 from .peaks import wait_for
-from .scale import MASK_RCNN, Record, Scale
+from .steps import Steps
 
 __all__ = ["constants_of", "measure_outside"]
 
@@ -103,12 +103,17 @@ def _use_more_and_more(rank: int, sender: Connection, device_name: str, free_bef
     if device.type == "cuda":
         for record in _workspaces(device):
             sender.send(record)
-    in_float16 = ["SOLVER.AMP.ENABLED", True]  # which a CPU computes very slowly
-    for name, opts in [("", []), (" in float16", in_float16)][: scale.num_items]:
-        job = scale.dry_job(scale.cfg(MASK_RCNN, device, "SOLVER.IMS_PER_BATCH", 1, *opts))
-        phases = iter((f"training a Mask R-CNN{name}", f"evaluating it{name}"))
-        for _ in run_for_real(job, device_name):
-            send(next(phases))
+    for name, settings in {"": {}, " in float16": {"SOLVER.AMP.ENABLED": True}}.items():
+        if name and device.type == "cpu":  # slow there
+            continue
+        one = {"SOLVER.IMS_PER_BATCH": 1, **settings}
+        steps = Steps(
+            Item("outside", name, settings=one, evaluates=True).job(device, scale), device
+        )
+        steps.step()
+        send(f"training a Mask R-CNN{name}")
+        steps.evaluate()
+        send(f"evaluating it{name}")
 
 
 def _workspaces(device: torch.device) -> Iterator[Record]:

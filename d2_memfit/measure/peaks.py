@@ -16,32 +16,42 @@ __all__ = [
     "limited",
     "load_kernels",
     "median_seconds",
+    "outside_bytes",
     "peaks_of",
     "under_budget",
     "wait_for",
 ]
 
+_GB = 2**30
+
 
 @dataclass
 class Peaks:
-    """Peaks since this was made, or since the last :meth:`take`, in bytes.
+    """Peaks since this was made, or since the last :meth:`take`.
 
-    On the CPU, tensors from before do not count, and reserved equals allocated.
+    On the CPU, only tensors are counted, without those from before.
     """
 
     device: torch.device
     meter: Optional[TensorMeter] = None
+    num_retries: int = 0
 
-    def take(self) -> tuple[int, int]:
-        """Return the allocated and reserved peaks, and reset them."""
+    def take(self) -> dict[str, float]:
+        """Return the peaks in GB of 2^30 bytes, and reset them.
+
+        What is outside the allocator is as much as CUDA says, other processes included.
+        """
         if self.meter is not None:
             peak, self.meter.peak_bytes = self.meter.peak_bytes, self.meter.live_bytes
-            return peak, peak
+            return {"allocated_gb": peak / _GB}
         wait_for(self.device)
-        peaks = (
-            torch.cuda.max_memory_allocated(self.device),
-            torch.cuda.max_memory_reserved(self.device),
-        )
+        stats = torch.cuda.memory_stats(self.device)
+        kinds = ("allocated", "active", "reserved")
+        peaks = {f"{kind}_gb": stats[f"{kind}_bytes.all.peak"] / _GB for kind in kinds}
+        peaks["outside_gb"] = outside_bytes(self.device) / _GB
+        peaks["device_gb"] = peaks["reserved_gb"] + peaks["outside_gb"]
+        peaks["retries"] = stats["num_alloc_retries"] - self.num_retries
+        self.num_retries = stats["num_alloc_retries"]
         torch.cuda.reset_peak_memory_stats(self.device)
         return peaks
 
@@ -54,15 +64,16 @@ def peaks_of(device: torch.device) -> Iterator[Peaks]:
         return
     wait_for(device)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    yield Peaks(device)
+    peaks = Peaks(device)
+    peaks.take()
+    yield peaks
 
 
 @contextmanager
 def limited(device: torch.device, more_bytes: int) -> Iterator[None]:
     """While open, limit this process to ``more_bytes`` beyond what it has reserved now."""
     if device.type == "cpu":
-        enforce_budget((process_memory().data_bytes + more_bytes) / 2**30, "cpu")
+        enforce_budget((process_memory().data_bytes + more_bytes) / _GB, "cpu")
         try:
             yield
         finally:
@@ -95,6 +106,12 @@ def load_kernels(device: torch.device) -> None:
     torch.nn.functional.conv2d(x, x.new_ones(8, 8, 3, 3)).flatten(2).matmul(
         x.new_ones(900, 8)
     ).sum().backward()
+
+
+def outside_bytes(device: torch.device) -> int:
+    """Bytes of a GPU outside this process's allocator, those of other processes too."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def wait_for(device: torch.device) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""All measurements in one run. Each record is written at once, so the run can be interrupted."""
+"""A measurement of a card in parts: each goes on where the last one ended."""
 
 import json
 import os
@@ -7,136 +7,177 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
+import torch
 import yaml
 
 from ..common.checks import check_positive_number
-from ..common.files import whole_file
 from ..errors import ConfigError
-from .outside import constants_of
-from .picture import draw
-from .tables import markdown
+from .items import Item, items_of
+from .results import MACHINE, Results
+from .tables import draw, markdown, summary
 from .worker import run_worker
 
-__all__ = ["device_file", "measure_gpu"]
+__all__ = ["measure_gpu"]
 
-# The first describes the card; the others come in the order of importance.
-_JOBS = (
-    "machine",
-    "calibration",
-    "outside",
-    "zoo",
-    "plans",
-    "blocks",
-    "crowded",
-    "presets",
-    "recovery",
-    "techniques",
-    "plain",
-)
-_LEAST_SECONDS = 5.0  # time that must be left to start a job
+_SECONDS_OF_ANSWER = 600.0
+_SECONDS_OF_ESTIMATES = 3600.0
 
 
 def measure_gpu(
-    device: str, minutes: float, folder: Path, progress: Callable[[str], None] = print
-) -> Path:
-    """Measure a device, each measurement in its own process.
+    device: str,
+    minutes: float,
+    folder: Path,
+    progress: Callable[[str], None] = print,
+    estimate: Optional[str] = None,
+) -> list[Path]:
+    """Measure a device, and compare it with estimates.
 
-    Writes ``<card>.json`` after each record. At the end it also writes a device file
-    ``<card>.yaml``, a table ``<card>.md`` and a plot ``<card>.png``.
+    What is expected is worked out first, on the CPU. Then the items are measured one by one, in a
+    process that is started again if an error leaves nothing that works. Each record is on the disk
+    at once, in ``measured.jsonl``. A later call with the same folder goes on after the last record.
+    However it ends, it also writes a table ``<card>.md``, a plot ``<card>.png``, a device file
+    ``<card>.yaml``, and a line of JSON in ``<card>.json``, to send.
 
     Args:
         device: such as "cuda:0"; "cpu" is a small rehearsal.
-        minutes: time limit in minutes; measurements left over are skipped.
+        minutes: time limit of the measurements in this call.
         folder: for the files.
         progress: called with a line for each record.
+        estimate: a device file; then only the estimates are made, for its card.
 
     Returns:
-        Path: of the JSON file.
+        list[Path]: the files.
 
     Raises:
-        ConfigError: the device does not answer.
+        ConfigError: the device does not answer, or the folder has figures of another one.
     """
     device = "cuda:0" if device == "cuda" else device
     if device != "cpu" and not re.fullmatch(r"cuda:\d+", device):
         raise ConfigError(f"--device must be cuda:0, of another number, or cpu, got {device!r}")
     check_positive_number("--minutes", minutes)
     folder.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-    results = _Results(folder, minutes, progress)
-    for job in _JOBS:
-        left = start + 60 * minutes - time.monotonic()
-        error: Optional[str] = "there was no time left"
-        if left > _LEAST_SECONDS:
-            # A measurement that hangs leaves time for the others.
-            share = left if job == _JOBS[-1] else max(left / 2, _LEAST_SECONDS)
-            error = _run(job, device, share, partial(results.take, job))
-        if error is not None:
-            results.all["errors"][job] = error
-        if job == "machine" and not results.all.get(job):
-            raise ConfigError(f"--device {device} cannot be used: {error}")
-    results.write()
-    path = results.path
-    values = device_file(results.all)
-    if values:
-        text = yaml.safe_dump(values, sort_keys=False)
-        path.with_suffix(".yaml").write_text(f"# Measured by d2-memfit measure-gpu.\n{text}")
-    path.with_suffix(".md").write_text(markdown(results.all))
-    draw(results.all, path.with_suffix(".png"))
-    return path
+    items = items_of(torch.device(device))
+    estimated = [item for item in items if item.has_estimate]
+    part = _Part(folder / "measured.jsonl", device, progress)
+    try:
+        if estimate is None and not part.has_all("expected", estimated):
+            part.run("measured", items[:1], _SECONDS_OF_ANSWER)
+        part.run("expected", estimated, _SECONDS_OF_ESTIMATES, estimate or "auto")
+        if estimate is None:
+            part.run("measured", items, 60 * minutes)
+    finally:
+        files = part.end()
+    return files
 
 
-def device_file(results: dict[str, Any]) -> dict[str, Any]:
-    """Values of a device file: the calibration, with the constants that a new process measured.
+class _Part:
+    """A part of a measurement, which goes on after the records of earlier parts.
 
-    Only a new process can tell the context from kernels that are loaded later. The result is empty
-    without a calibration.
+    Args:
+        log: file of all records, a line each.
     """
-    values = {k: v for record in results.get("calibration", []) for k, v in record.items()}
-    is_of_a_gpu = bool(values) and values["is_gpu"]
-    return {**values, **constants_of(results.get("outside", []))} if is_of_a_gpu else values
 
-
-class _Results:
-    """The results so far, written to a file once the card's name is known."""
-
-    def __init__(self, folder: Path, minutes: float, progress: Callable[[str], None]) -> None:
-        self.all: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "minutes": minutes}
-        self.all["errors"] = {}
-        self._folder = folder
+    def __init__(self, log: Path, device: str, progress: Callable[[str], None]) -> None:
+        self._device = device
         self._progress = progress
         self._start = time.monotonic()
+        self._path = log
+        self._results = Results.read(log) if log.exists() else Results()
+        self._file = log.open("a")
+        if log.stat().st_size and not log.read_text().endswith("\n"):
+            self._file.write("\n")  # the last line was cut off
+        self._answers = False
+        self._begun: Optional[str] = None
 
-    @property
-    def path(self) -> Path:
-        card = self.all["machine"][0]["card"].lower()
-        return self._folder / f"{re.sub('[^a-z0-9]+', '_', card).strip('_')}.json"
+    def has_all(self, stage: str, items: list[Item]) -> bool:
+        return {item.key for item in items} <= self._results.stages[stage].keys()
 
-    def take(self, job: str, record: dict[str, Any]) -> None:
-        self.all.setdefault(job, []).append(record)
-        self.write()
-        self._progress(f"{time.monotonic() - self._start:4.0f} s  {job}: {_short(record)}")
+    def run(self, stage: str, items: list[Item], seconds: float, model: str = "auto") -> None:
+        """Run the items that have no record, until the time is over.
 
-    def write(self) -> None:
-        """Write the file as a whole."""
-        with whole_file(self.path, "w") as file:
-            file.write(json.dumps(self.all, indent=1))
+        Raises:
+            ConfigError: the device does not answer.
+        """
+        done = self._results.stages[stage]
+        end = time.monotonic() + seconds
+        num_before = len(done)
+        while not self.has_all(stage, items) or (stage == "measured" and not self._answers):
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            num_done = len(done)
+            todo = [i.key for i in items if i.key not in done or i is items[0]]
+            error = self._process([stage, self._device, model], todo, left)
+            if stage == "measured" and not self._answers:
+                if not self._path.stat().st_size:
+                    self._path.unlink()
+                raise ConfigError(f"--device {self._device} cannot be used: {error}")
+            is_over = time.monotonic() >= end
+            if self._begun is not None and (not is_over or len(done) == num_before):
+                # The process died, or this item alone takes longer than a part.
+                self._take({"stage": stage, "item": self._begun, "error": error})
+            elif error is None or len(done) == num_done:
+                return
 
+    def _process(self, arguments: list[str], todo: list[str], seconds: float) -> Optional[str]:
+        """Run a process until it ends or its time is over; return the error, if any."""
+        self._begun = None
+        expected = self._results.stages["expected"]
+        given = {key: expected.get(key, {}).get("settings", {}) for key in todo}
+        command = [sys.executable, "-m", "d2_memfit.measure.worker", *arguments]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        if self._device == "cpu":  # freed memory goes back, so that a limit is of memory in use
+            environment["MALLOC_MMAP_THRESHOLD_"] = str(2**17)
+        return run_worker(command, environment, seconds, self._take, json.dumps(given))
 
-def _run(
-    job: str, device: str, seconds: float, take: Callable[[dict[str, Any]], None]
-) -> Optional[str]:
-    """Run a job until it ends or its time is over; return the error, if any."""
-    command = [sys.executable, "-m", "d2_memfit.measure.worker", job, device]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if device == "cpu":  # freed memory goes back, so that a limit applies to memory in use
-        environment["MALLOC_MMAP_THRESHOLD_"] = str(2**17)
-    return run_worker(command, environment, seconds, take)
+    def _take(self, record: dict[str, Any]) -> None:
+        """Write a record to the disk."""
+        if "begin" in record:
+            self._begun = record["begin"]
+            return
+        self._begun = None
+        if record["item"] == MACHINE:
+            self._answers = True
+            machine = self._results.machine or record
+            others = [machine[key] for key in ("card", "pytorch") if machine[key] != record[key]]
+            if others:
+                raise ConfigError(
+                    f"{self._path} has figures of {machine['card']} with PyTorch "
+                    f"{machine['pytorch']}; name another --output"
+                )
+            if self._results.machine:
+                return
+        self._results.add(record)
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        hidden = ("stage", "item", "settings", "rows", "date")
+        values = [value for key, value in record.items() if key not in hidden]
+        short = ", ".join(f"{v:.3g}" if isinstance(v, float) else str(v) for v in values)[:150]
+        seconds = time.monotonic() - self._start
+        self._progress(f"{seconds:4.0f} s  {record['stage']} {record['item']}: {short}")
 
-
-def _short(record: dict[str, Any]) -> str:
-    parts = [f"{v:.3g}" if isinstance(v, float) else str(v) for v in record.values()]
-    return ", ".join(parts)[:150]
+    def end(self) -> list[Path]:
+        """Write what there is so far, and return the files."""
+        self._file.close()
+        machine = self._results.machine
+        if not machine:
+            return [self._path]
+        name = re.sub("[^a-z0-9]+", "_", machine["card"].lower()).strip("_")
+        path = self._path.with_name(f"{name}.md")
+        path.write_text(markdown(self._results))
+        line = path.with_suffix(".json")
+        line.write_text(json.dumps(summary(self._results)) + "\n")
+        picture = path.with_suffix(".png")
+        draw(self._results, picture)
+        files = [self._path, path, line, picture]
+        values = self._results.device_file()
+        if values:
+            file = path.with_suffix(".yaml")
+            text = yaml.safe_dump(values, sort_keys=False)
+            file.write_text(f"# Measured by d2-memfit measure-gpu.\n{text}")
+            files.append(file)
+        return files

@@ -1,168 +1,171 @@
 # Copyright (c) the d2_memfit developers.
-"""Tables of the measurements of a card."""
+"""Tables, a picture and a summary of the measurements of a card."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Optional
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 from tabulate import tabulate
 
-from ..planner.search import BLOCKWISE
 from .outside import constants_of
+from .results import Record, Results
 
-__all__ = ["markdown"]
+__all__ = ["draw", "markdown", "summary"]
 
-Results = dict[str, Any]
+_VERSIONS = {
+    "PyTorch": "pytorch",
+    "CUDA": "cuda",
+    "cuDNN": "cudnn",
+    "Detectron2": "detectron2",
+    "Python": "python",
+}
+_TITLES = {
+    "zoo": "Configs of the zoo, float32, two images",
+    "zoo amp": "Configs of the zoo, mixed precision, two images",
+    "transformers": "Transformers, two images",
+    "techniques x2": "Techniques, Mask R-CNN R50-FPN, two images",
+    "techniques x8": "Techniques, Mask R-CNN R50-FPN, eight images",
+    "plans": "Plans of Mask R-CNN R50-FPN under their caps",
+    "presets": "Presets under their caps",
+    "fragments": "Images of many sizes under a cap",
+    "recovery": "Recovery from a batch that does not fit",
+    "trainers": "Trainers, Mask R-CNN R50-FPN",
+}
+# What is compared, with its title. Ratios are expected over measured.
+_COMPARED = {
+    "allocated_gb": "allocated GB",
+    "reserved_gb": "reserved GB",
+    "device_gb": "of the device GB",
+    "evaluation_allocated_gb": "evaluation GB",
+    "seconds": "s",
+}
+_HIDDEN = ("stage", "item", "error", "settings", *_COMPARED)
 
 
 def markdown(results: Results) -> str:
     """Make tables of the results; failed measurements give their reason."""
-    (machine,) = results["machine"]
-    versions = {
-        "PyTorch": "pytorch",
-        "CUDA": "cuda",
-        "cuDNN": "cudnn",
-        "Detectron2": "detectron2",
-        "Python": "python",
-    }
+    machine = results.machine
     lines = [f"## {machine['card']}", ""]
     if machine["rehearsal"]:
         lines += ["A rehearsal on a CPU: these figures are of no card.", ""]
     total = f"{machine['total_gb']:.2f} GB. " if "total_gb" in machine else ""
-    stated = [f"{name} {machine[key]}" for name, key in versions.items() if machine.get(key)]
-    lines += [f"{total}{', '.join(stated)}. {results['date']}.", ""]
-    for title, table in (
-        ("Estimated and measured, configs of the zoo", _comparison(results.get("zoo", []))),
-        ("Plans, trained under their budget", _plans(results)),
-        ("Blocks of Mask R-CNN R50-FPN, chosen one by one", _blocks(results)),
-        ("A crowded image in a window of eight", _crowded(results)),
-        ("Presets under their caps", _comparison(results.get("presets", []))),
-        ("Recovery from a batch that does not fit", _recovery(results)),
-        ("Techniques, Mask R-CNN R50-FPN with 2 images", _techniques(results)),
-        ("Trainers, the same", _plain(results)),
-        ("Outside the allocator", _outside(results)),
-        ("Constants of the device file", _constants(results)),
-    ):
-        if table:
-            lines += [f"### {title}", "", table, ""]
-    for job, error in results["errors"].items():
-        lines += [f"Not measured to the end: {job} ({error}).", ""]
+    stated = [f"{name} {machine[key]}" for name, key in _VERSIONS.items() if machine.get(key)]
+    lines += [f"{total}{', '.join(stated)}. {machine['date']}.", ""]
+    outside = [_of_outside(r) for r in results.outside if "file" not in r]
+    tables = {
+        **{title: _of_group(results, group) for group, title in _TITLES.items()},
+        "Outside the allocator": outside,
+        "Constants of the device file": _constants(results.outside),
+    }
+    for title, rows in tables.items():
+        if rows:
+            lines += [f"### {title}", "", _table(rows), ""]
     return "\n".join(lines)
 
 
-def _comparison(records: Iterable[Results]) -> str:
+def summary(results: Results) -> Record:
+    """What a card showed, as one line of JSON that can be sent.
+
+    Each comparison has the median of expected over measured, and the two ends.
+    """
+    compared: dict[str, Any] = {}
+    for group in _TITLES:
+        keys = [key for key, *_ in results.pairs() if key.partition("/")[0] == group]
+        for value in _COMPARED:
+            ratios = [ratio for key in keys if (ratio := results.ratio(key, value)) is not None]
+            if ratios:
+                ends = (median(ratios), min(ratios), max(ratios))
+                compared.setdefault(group, {})[value] = [round(ratio, 3) for ratio in ends]
+    errors = {key: r["error"][:80] for key, _, r in results.pairs() if "error" in r}
+    values = results.device_file()
+    speeds = ("flops_per_s", "bytes_per_s", "host_bytes_per_s")
+    return {
+        "machine": {k: v for k, v in results.machine.items() if k not in ("stage", "item")},
+        "constants": constants_of(results.outside),
+        "speeds": {name: values[name] for name in speeds if name in values},
+        "expected_over_measured": compared,
+        "errors": errors,
+    }
+
+
+def _of_group(results: Results, group: str) -> list[Record]:
     rows = []
-    for r in records:
-        if "error" in r:
-            rows.append([r["config"], "", r["error"]])
+    for key, expected, measured in results.pairs():
+        if key.partition("/")[0] != group:
             continue
-        row = [r["config"], r.get("budget_gb"), r["images"]]
-        for phase in ("training", "evaluation"):
-            measured = r.get(f"{phase}_gb")
-            error = None if measured is None else f"{r[f'{phase}_error']:+.1%}"
-            row += [r.get(f"{phase}_estimated_gb"), measured, error]
-        rows.append([*row, r.get("training_estimated_device_gb"), r.get("training_device_gb")])
-    header = ["config", "budget, GB", "images", "training, GB estimated", "measured", "error"]
-    header += ["evaluation, GB estimated", "measured", "error"]
-    return _table(rows, [*header, "of the device, GB estimated", "measured"])
+        row: Record = {group: key.partition("/")[2]}
+        row.update({k: v for k, v in measured.items() if k not in _HIDDEN})
+        for value, title in _COMPARED.items():
+            row[f"{title}, expected"] = expected.get(value)
+            row[title] = measured.get(value)
+            ratio = results.ratio(key, value)
+            row[f"{title}, x"] = None if ratio is None else f"{ratio:.2f}"
+        row["steps"] = expected.get("steps")
+        row["error"] = measured.get("error") or expected.get("error")
+        rows.append(row)
+    return rows
 
 
-def _recovery(results: Results) -> str:
-    return _table([[k, v] for r in results.get("recovery", []) for k, v in r.items()], ["", ""])
+def _table(rows: Sequence[Record]) -> str:
+    """A table of rows: a column for each key that has a value, errors in the last one."""
+    keys = dict.fromkeys(key for row in rows for key in row if key != "error")
+    columns = {key.replace("_", " "): [_text(row.get(key)) for row in rows] for key in keys}
+    columns[""] = [_text(row.get("error")) for row in rows]
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    return str(tabulate(kept, headers="keys", tablefmt="pipe", disable_numparse=True))
 
 
-def _techniques(results: Results) -> str:
-    keys = ("gb", "estimated_gb", "seconds", "time_factor", "predicted_time_factor")
-    rows = [
-        [r["technique"] or "none", *(r.get(key) for key in keys), r.get("error")]
-        for r in results.get("techniques", [])
-    ]
-    header = ["technique", "GB", "GB estimated", "s", "time x", "time x predicted", ""]
-    return _table(rows, header)
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _plain(results: Results) -> str:
-    keys = ("gb", "reserved_gb", "seconds", "error")
-    rows = [[r["trainer"], *(r.get(key) for key in keys)] for r in results.get("plain", [])]
-    return _table(rows, ["trainer", "GB allocated", "GB reserved", "s", ""])
+def _of_outside(record: Record) -> Record:
+    what = record.get("after", "more")
+    if "ranks" in record:
+        what = f"NCCL between {record['ranks']} ranks"
+    elif "workspace" in record:
+        what = f"workspaces of {record['workspace']}, in the allocator"
+    error = record.get("error") or record.get("not_measured")
+    return {"what": what, "MB": record.get("mb"), "error": error}
 
 
-def _plans(results: Results) -> str:
-    keys = ("precision", "budget_gb", "images", "micro_batch")
-    numbers = ("estimated_gb", "gb", "estimated_device_gb", "device_gb")
-    times = ("predicted_seconds", "predicted_by_own_speeds", "seconds", "error")
-    rows = [
-        [*map(r.get, keys), ", ".join(r.get("techniques", [])), *map(r.get, (*numbers, *times))]
-        for r in results.get("plans", [])
-    ]
-    header = ["precision", "budget, GB", "images", "at a time", "techniques"]
-    header += ["GB estimated", "measured", "of the device, GB estimated", "measured"]
-    return _table(rows, [*header, "s predicted", "by its own speeds", "measured", ""])
-
-
-def _blocks(results: Results) -> str:
-    keys = [
-        "images",
-        "estimated_gb",
-        "gb",
-        "predicted_seconds",
-        "seconds",
-        "predicted_time_factor",
-        "time_factor",
-        "gradient_difference",
-        "error",
-    ]
-    rows = []
-    for r in results.get("blocks", []):
-        recomputed, offloaded = (r.get(name, []) for name in BLOCKWISE)
-        rows.append([r["blocks"], len(recomputed), len(offloaded) or None, *map(r.get, keys)])
-    header = ["blocks", "recomputed", "offloaded", "images", "GB estimated", "measured"]
-    header += ["s predicted", "measured", "time x predicted", "measured", "gradients differ by", ""]
-    return _table(rows, header)
-
-
-def _crowded(results: Results) -> str:
-    keys = ("micro_batches", "budget_gb", "oom_events", "retried_images")
-    rows = [
-        [*map(r.get, keys), " + ".join(map(str, r.get("last_micro_batches", []))), r.get("error")]
-        for r in results.get("crowded", [])
-    ]
-    header = ["micro-batches", "budget, GB", "out of memory", "images run again"]
-    return _table(rows, [*header, "those of the last iteration", ""])
-
-
-def _outside(results: Results) -> str:
-    rows = []
-    for r in results.get("outside", []):
-        workspace, ranks = r.get("workspace"), r.get("ranks")
-        what = r.get("after") or (ranks and f"NCCL between {ranks} ranks")
-        what = what or (workspace and f"workspaces of {workspace}, in the allocator")
-        if "file" not in r:
-            why_not = r.get("not_measured") or r.get("error")
-            rows.append([what or "more", r.get("mb"), why_not])
-    return _table(rows, ["what", "MB", ""])
-
-
-def _constants(results: Results) -> str:
-    records = results.get("outside", [])
+def _constants(records: Sequence[Record]) -> list[Record]:
+    """What was measured of the constants of a device file, and what the file has."""
     files = [r for r in records if "file" in r]
-    measured = constants_of(records)
-    if not files:
-        return ""
-    rows = [[name, _text(measured[name]), _text(files[0][name])] for name in measured]
-    return _table(rows, ["constant", "measured", f"in {files[0]['file']}.yaml"])
+    return [
+        {"constant": name, "measured": value, f"in {of_file['file']}.yaml": of_file[name]}
+        for of_file in files
+        for name, value in constants_of(records).items()
+    ]
 
 
-def _text(value: Any) -> Any:
-    """Two numbers as one cell."""
-    return ", ".join(f"{mb:.0f}" for mb in value) if isinstance(value, list) else value
+def draw(results: Results, path: Path) -> None:
+    """Draw expected memory and time against what was measured."""
+    import matplotlib
 
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
-def _table(rows: Sequence[Sequence[Optional[Any]]], header: Sequence[str]) -> str:
-    """A table without empty columns."""
-    if not rows:
-        return ""
-    width = len(header)
-    full = [[*row, *[None] * (width - len(row))] for row in rows]
-    kept = [i for i in range(width) if any(row[i] not in (None, "") for row in full)]
-    cells = [[row[i] for i in kept] for row in full]
-    return tabulate(cells, [header[i] for i in kept], tablefmt="pipe", floatfmt=".3f")
+    figure, all_axes = pyplot.subplots(1, 3, figsize=(18, 6), layout="constrained")
+    values = {"allocated_gb": "allocated, GB", "device_gb": "of the device, GB", "seconds": "s"}
+    for axes, (value, title) in zip(all_axes, values.items()):
+        for group, mark in zip(_TITLES, "os^vDPX<>*"):
+            points = [
+                (measured[value], expected[value])
+                for key, expected, measured in results.pairs()
+                if key.partition("/")[0] == group and results.ratio(key, value) is not None
+            ]
+            if points:
+                axes.scatter(*zip(*points), marker=mark, label=group)
+        most = max([1e-3, *axes.get_xlim(), *axes.get_ylim()])
+        axes.plot([0, most], [0, most], color="gray", linewidth=1, label="equal")
+        axes.legend()
+        axes.set(title=title, xlabel="measured", ylabel="expected")
+    figure.suptitle(results.machine["card"])
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)

@@ -1,8 +1,8 @@
 # Copyright (c) the d2_memfit developers.
-"""Processes that print records, and the one that makes a measurement.
+"""Processes that print records, and the one that measures items.
 
-``python -m d2_memfit.measure.worker JOB DEVICE`` prints each record as one line at once. A CUDA
-error ends only this process.
+``python -m d2_memfit.measure.worker STAGE DEVICE MODEL`` reads the keys of items, each with the
+settings of its plan, as JSON from its input. It prints each record as one line at once.
 """
 
 import json
@@ -16,7 +16,9 @@ from typing import Any, Optional
 
 from ..common.library_warnings import ignore_warnings_of_libraries
 
-__all__ = ["run_worker", "say"]
+__all__ = ["STICKY_ERROR", "run_worker", "say"]
+
+STICKY_ERROR = 9  # exit status: nothing works on the device any more, a new process is needed
 
 _MARK = "d2_memfit record: "  # other lines come from libraries
 
@@ -31,35 +33,47 @@ def run_worker(
     environment: Mapping[str, str],
     seconds: float,
     take: Callable[[dict[str, Any]], None],
+    given: str = "",
 ) -> Optional[str]:
     """Run a process until it ends or its time is over, and take each record that it says.
+
+    Args:
+        given: what it can read from its input.
 
     Returns:
         Optional[str]: the error, if any.
     """
     with (
+        tempfile.TemporaryFile("w+") as input_file,
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-        ) as process,
     ):
-        is_over = threading.Event()
+        input_file.write(given)
+        input_file.seek(0)
+        with subprocess.Popen(
+            command,
+            stdin=input_file,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+        ) as process:
+            is_over = threading.Event()
 
-        def end() -> None:
-            is_over.set()
-            process.kill()
+            def end() -> None:
+                is_over.set()
+                process.kill()
 
-        timer = threading.Timer(seconds, end)
-        timer.start()
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(_MARK):
-                    take(json.loads(line[len(_MARK) :]))
-        finally:
-            timer.cancel()
-            process.kill()
-            process.wait()
+            timer = threading.Timer(seconds, end)
+            timer.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if line.startswith(_MARK):
+                        take(json.loads(line[len(_MARK) :]))
+            finally:
+                timer.cancel()
+                process.kill()
+                process.wait()
         if is_over.is_set():
             return "the time was over"
         errors.seek(0)
@@ -67,21 +81,36 @@ def run_worker(
         return f"status {process.returncode}: {''.join(last)[:500]}" if process.returncode else None
 
 
-def main(job: str, device_name: str) -> None:
+def main(stage: str, device_name: str, model_name: str) -> None:
     ignore_warnings_of_libraries()
     import torch
 
     from ..memory import use_expandable_segments
-    from .jobs import JOBS
-    from .scale import Scale
+    from ..planner.device import DeviceModel
+    from .items import ITEMS, Scale, expected
+    from .jobs import error_record, measure, still_works
+    from .results import MACHINE
 
     logging.getLogger("d2_memfit").setLevel(logging.ERROR)  # out-of-memory errors are intended
     use_expandable_segments()  # as in training under a budget
     device = torch.device(device_name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    for record in JOBS[job](device, Scale.of(device)):
-        say(record)
+    scale = Scale.of(device)
+    model = DeviceModel.choose(model_name, device_name) if stage == "expected" else None
+    items = {item.key: item for item in ITEMS}
+    for key, settings in json.load(sys.stdin).items():
+        say({"begin": key})
+        try:
+            if model is not None:
+                record = expected(items[key], device, model, scale)
+            else:
+                record = measure(items[key], settings, device, scale)
+        except Exception as e:
+            if key == MACHINE:
+                raise
+            record = error_record(e)
+        say({"stage": stage, "item": key, **record})
+        if stage == "measured" and not still_works(device):
+            sys.exit(STICKY_ERROR)
 
 
 if __name__ == "__main__":

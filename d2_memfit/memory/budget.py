@@ -29,9 +29,12 @@ logger = logging.getLogger(__name__)
 
 _GB = 2**30
 
-# Upper limits of a process's GPU memory besides its tensors. It is measured if nothing else runs.
+# Upper limits of a process's GPU memory besides its tensors. CUDA does not tell it from the memory
+# of other processes. What is above the first limit at the first look belongs to others.
 # CUDA context and kernels: 0.3 to 0.6 GB, by card, driver and PyTorch (pytorch#107667, #109888).
 _LARGEST_CONTEXT_GB = 0.75
+# The same after more kernels are loaded: twice as much, so that no card's own kernels are cut off.
+_LARGEST_GROWN_GB = 1.5
 # NCCL's buffers, with several ranks: 0.5 to 1.6 GB (nccl#964, #864, #1685).
 _LARGEST_NCCL_GB = 1.6
 
@@ -50,6 +53,9 @@ _SAME_SHARE = 0.002
 
 # By device, the limit that a budget has replaced, and the one that was set in its place.
 _limits: dict[str, tuple[Any, Any]] = {}
+
+# By GPU, bytes that other processes take; the least that was seen.
+_others: dict[int, int] = {}
 
 
 def check_budget(budget_gb: Any) -> None:
@@ -153,12 +159,14 @@ def return_large_blocks() -> None:
 
 def cuda_context_bytes(device: Union[torch.device, int]) -> int:
     """GPU memory of the process besides its tensors; an upper limit if others use the GPU."""
-    free, total = torch.cuda.mem_get_info(device)
-    taken = total - free - torch.cuda.memory_reserved(device)
-    largest = _LARGEST_CONTEXT_GB
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
-        largest += _LARGEST_NCCL_GB
-    return min(taken, int(largest * _GB))
+    index = device if isinstance(device, int) else _index(str(device))
+    free, total = torch.cuda.mem_get_info(index)
+    taken = total - free - torch.cuda.memory_reserved(index)
+    has_nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
+    nccl_gb = _LARGEST_NCCL_GB if has_nccl else 0.0
+    others = max(taken - int((_LARGEST_CONTEXT_GB + nccl_gb) * _GB), 0)
+    _others[index] = min(_others.get(index, others), others)
+    return min(taken - _others[index], int((_LARGEST_GROWN_GB + nccl_gb) * _GB))
 
 
 def _index(device: str) -> int:
@@ -170,6 +178,8 @@ def _limit_cuda(budget_gb: Optional[float], device: int) -> None:
     # PyTorch before 2.7 does not say what the share is; it is 1 unless somebody has set one.
     now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
     before = _before(f"cuda:{device}", now)
+    if budget_gb is None:
+        _others.pop(device, None)
     share = before if budget_gb is None else min(_share(budget_gb, device), before)
     torch.cuda.set_per_process_memory_fraction(share, device)
     _remember(f"cuda:{device}", before, share, budget_gb)

@@ -65,3 +65,26 @@ def test_several_machines_need_an_address():
 def test_a_device_that_is_there_is_kept():
     assert usable_device("cpu") == "cpu"
     assert usable_device("cuda:0") == ("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "backend", "gpu"), [(0, "gloo", None), (1, "gloo", 0), (2, "nccl", 1)]
+)
+def test_only_ranks_with_a_gpu_each_use_nccl(num_gpus, backend, gpu, monkeypatch):
+    def init_process_group(name, **_):
+        chosen.append(name)
+        raise KeyboardInterrupt  # nothing is there to join
+
+    chosen, devices = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+    for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(KeyboardInterrupt):
+        launch(print, 1)
+    assert chosen == [backend]
+    assert devices == ([] if gpu is None else [gpu])

@@ -1,5 +1,8 @@
 # Copyright (c) the d2_memfit developers.
-"""d2_memfit on a GPU: `pytest -m gpu tests/gpu`. Most of it runs on a CPU too, as `exhaustive`.
+"""d2_memfit on a GPU: `pytest -m gpu tests/gpu`.
+
+Without one these tests are skipped. What no kernel of CUDA decides also runs on a made-up card, in
+the normal suite, and other tests on a CPU, as `exhaustive`.
 
 Kernels of a GPU add up in any order. Results are equal to the last bit only without ROIAlign,
 whose deterministic backward in torchvision needs a compiler.
@@ -8,7 +11,7 @@ whose deterministic backward in torchvision needs a compiler.
 import gc
 import json
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -16,6 +19,7 @@ import torch
 from detectron2.engine import AMPTrainer, SimpleTrainer
 from detectron2.utils.events import EventStorage
 from injection import InjectedTrainer, Injector, iterate, seed_all
+from made_up_card import made_up_card
 from tiny import (
     every_anchor_counts,
     images,
@@ -34,13 +38,16 @@ from d2_memfit.engine.recovery import recovering_inference
 from d2_memfit.errors import ConfigError
 from d2_memfit.iteration import CostModel, Precision
 from d2_memfit.job import RecoveryOptions, WorstCase
-from d2_memfit.measure.jobs import JOBS
-from d2_memfit.measure.peaks import limited, peaks_of
-from d2_memfit.measure.scale import Scale
+from d2_memfit.measure.items import Scale, items_of
+from d2_memfit.measure.jobs import measure
+from d2_memfit.measure.peaks import limited, load_kernels, peaks_of
 from d2_memfit.memory import OwnerMeter, enforce_budget, is_out_of_memory, release_memory
-from d2_memfit.planner.device import calibrate
+from d2_memfit.planner.device import calibrate, calibration
+from d2_memfit.planner.estimates import steps as dry_steps
 from d2_memfit.planner.stand_ins import casts_of_cuda
-from d2_memfit.techniques import TECHNIQUES, apply_techniques
+from d2_memfit.techniques import TECHNIQUES, apply_techniques, offload
+
+pytestmark = pytest.mark.slow
 
 CASE = WorstCase((480, 640), 30)
 EXACT = sorted(name for name, t in TECHNIQUES if t.tier == "exact" and t.part == "model")
@@ -53,20 +60,36 @@ GPU = pytest.param(
     ],
 )
 CPU = pytest.param("cpu", marks=pytest.mark.exhaustive)
+MADE_UP = "made-up card"
 
 
-@pytest.fixture(params=[GPU])
+@pytest.fixture(params=[GPU, MADE_UP])
 def gpu(request):
-    device = torch.device(request.param)
-    yield device
-    release_memory(device)
+    """A GPU; without one, a made-up card on which the same code runs."""
+    with made_up_card() if request.param == MADE_UP else nullcontext():
+        device = torch.device("cuda:0")
+        yield device
+        release_memory(device)
 
 
 @pytest.fixture(params=[GPU, CPU])
 def device(request):
+    if request.param == MADE_UP:
+        with made_up_card():
+            yield torch.device("cuda:0")
+        return
     device = torch.device(request.param)
     yield device
     release_memory(device)
+
+
+def side():
+    """Of images in pixels: small ones where a CPU computes, large ones beside workspaces."""
+    return 256 if torch.cuda.get_device_name() == "Made-up" else 512
+
+
+def on_a_made_up_card_too(test):
+    return pytest.mark.parametrize("device", [GPU, CPU, MADE_UP], indirect=True)(test)
 
 
 @pytest.fixture
@@ -125,8 +148,9 @@ def assert_steps_are_detectron2s(precision, device):
         assert torch.equal(results[1][name], expected), relative_difference(*results)
 
 
-def test_steps_in_float16_are_detectron2s(gpu):
-    assert_steps_are_detectron2s("fp16", gpu)
+@pytest.mark.parametrize("device", [GPU], indirect=True)
+def test_steps_in_float16_are_detectron2s(device):
+    assert_steps_are_detectron2s("fp16", device)
 
 
 def test_allocations_above_the_budget_fail(gpu):
@@ -150,14 +174,14 @@ def test_allocations_above_the_budget_fail(gpu):
 
 def test_a_batch_that_does_not_fit_is_split_and_memory_does_not_grow(gpu):
     model = tiny_model(tiny_cfg("mask_rcnn", device=gpu))
-    loader = [images(8, size=512)] * 4
+    loader = [images(8, size=side())] * 4
     trainer = AccumulatingTrainer(model, loader, sgd(model), recovery=RecoveryOptions())
-    one = AccumulatingTrainer(model, [images(1, size=512)] * 3, sgd(model))
+    one = AccumulatingTrainer(model, [images(1, size=side())] * 3, sgd(model))
     iterate(one)
     base = torch.cuda.memory_allocated(gpu)
     with peaks_of(gpu) as peak:
         iterate(one)
-        of_one = peak.take()[0] - base
+        of_one = peak.take()["allocated_gb"] * 2**30 - base
     one.optimizer.zero_grad(set_to_none=True)
     with limited(gpu, 3 * of_one):
         iterate(trainer)
@@ -172,21 +196,35 @@ def test_a_batch_that_does_not_fit_is_split_and_memory_does_not_grow(gpu):
 
 def test_evaluation_with_too_little_memory_has_the_same_results(gpu):
     model = tiny_model(tiny_cfg("mask_rcnn", device=gpu)).eval()
-    batch = images(8, size=512)
-    with torch.no_grad():
-        expected = [len(found["instances"]) for found in model(batch)]
-        with limited(gpu, 64 * 2**20), recovering_inference(model, RecoveryOptions()):
-            actual = [len(found["instances"]) for found in model(batch)]
+    batch = images(4, size=side())
+    with torch.no_grad(), peaks_of(gpu) as peak:
+        base = torch.cuda.memory_allocated(gpu)
+
+        def results(part):
+            found = [len(result["instances"]) for result in model(part)]
+            return found, peak.take()["allocated_gb"] * 2**30 - base
+
+        of_one = max(results([image])[1] for image in batch)
+        expected, of_all = results(batch)
+        errors = torch.cuda.memory_stats(gpu)["num_ooms"]
+        with (
+            limited(gpu, int((of_one + 3 * of_all) / 4)),
+            recovering_inference(model, RecoveryOptions()),
+        ):
+            actual, _ = results(batch)
+    assert torch.cuda.memory_stats(gpu)["num_ooms"] > errors  # or it shows nothing
     assert actual == expected
 
 
 def test_the_bytes_of_all_owners_add_up_to_the_allocators_count(gpu):
+    load_kernels(gpu)  # whose workspaces have no owner, and stay
     before = torch.cuda.memory_allocated(gpu)
     model = tiny_model(tiny_cfg("mask_rcnn", device=gpu))
     with OwnerMeter(model) as meter, EventStorage():
+        others = meter.live["other"]  # tensors from before
         losses = model(images(2, size=512))
         on_device = torch.cuda.memory_allocated(gpu) - before
-        counted = sum(meter.live.values())
+        counted = sum(meter.live.values()) - others
     del losses
     assert counted == pytest.approx(on_device, rel=0.01)
 
@@ -202,7 +240,8 @@ def test_reports_have_the_allocators_values_and_do_not_reset_its_peak(gpu):
     assert latest["memfit/reserved_gb"] <= torch.cuda.max_memory_reserved(gpu) / 2**30
 
 
-def test_dry_runs_have_the_number_formats_of_autocast(gpu):
+@pytest.mark.parametrize("device", [GPU], indirect=True)
+def test_dry_runs_have_the_number_formats_of_autocast(device):
     functions = {
         "conv2d": (torch.ones(8, 8, 1, 1),),
         "group_norm": (4,),
@@ -227,28 +266,38 @@ def test_dry_runs_have_the_number_formats_of_autocast(gpu):
     assert formats("cuda") == expected
 
 
-def test_a_probe_leaves_nothing_behind_and_its_plan_fits(gpu):
+def job_to_probe(gpu, num_images):
     cfg = tiny_cfg("mask_rcnn", device=gpu)
-    cfg.SOLVER.IMS_PER_BATCH = 8
+    cfg.SOLVER.IMS_PER_BATCH = num_images
     torch.zeros(1, device=gpu)
+    return cfg
 
+
+def test_a_probe_leaves_nothing_behind(gpu):
     def state():
         clear_cublas_workspaces()
         torch.cuda.empty_cache()
         random_state = torch.cuda.get_rng_state(gpu).tolist(), torch.get_rng_state().tolist()
         return torch.cuda.memory_allocated(gpu), *random_state
 
+    cfg = job_to_probe(gpu, 2)
     before = state()
-    measured = estimate_memory(cfg, batch=CASE, probe=True)
+    measured = estimate_memory(cfg, batch=WorstCase((240, 320), 5), probe=True)
     assert state() == before
     total = sum(measured.breakdown.values())
     assert total == pytest.approx(measured.peak_allocated_gb, rel=1e-6)
+    half = torch.cuda.get_device_properties(gpu).total_memory // 2
+    torch.empty(half, dtype=torch.uint8, device=gpu)  # no limit is left
+
+
+@pytest.mark.parametrize("device", [GPU], indirect=True)
+def test_a_plan_of_probes_fits(device):
+    cfg = job_to_probe(device, 8)
+    measured = estimate_memory(cfg, batch=CASE, probe=True)
     budget_gb = (measured.device_total_gb - 0.3 * measured.peak_allocated_gb) / 0.9
     plan = plan_memory(cfg, budget_gb, batch=CASE, probe=True)
     assert plan.fits
     assert plan.estimate.device_total_gb <= 0.95 * budget_gb
-    half = torch.cuda.get_device_properties(gpu).total_memory // 2
-    torch.empty(half, dtype=torch.uint8, device=gpu)  # no limit is left
 
 
 def test_steps_in_float32_are_detectron2s(device):
@@ -295,7 +344,7 @@ def test_four_micro_batches_take_the_memory_of_one(device):
         iterate(trainer)
         with peaks_of(device) as peak:
             iterate(trainer)
-            peaks[steps] = peak.take()[0]
+            peaks[steps] = peak.take()["allocated_gb"] * 2**30
     gradients = sum(p.numel() * p.element_size() for p in model.parameters())
     assert peaks[4] <= 1.01 * peaks[1] + gradients
 
@@ -341,7 +390,7 @@ def test_exact_techniques_keep_gradients_and_take_no_more_memory(names, device, 
             seed_all()
             with peaks_of(device) as peak, EventStorage():
                 sum(model(batch).values()).backward()
-                bytes_taken = peak.take()[0] - there_already
+                bytes_taken = peak.take()["allocated_gb"] * 2**30 - there_already
         gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
         return gradients, bytes_taken
 
@@ -354,6 +403,7 @@ def test_exact_techniques_keep_gradients_and_take_no_more_memory(names, device, 
         assert less < 0.8 * plain
 
 
+@on_a_made_up_card_too
 @pytest.mark.parametrize("family", ["proposal_network", "retinanet"])
 def test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit(family, device):
     def gradients(settings):
@@ -377,6 +427,7 @@ def test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit(family, 
         assert torch.equal(actual[name], expected[name]), repeats
 
 
+@on_a_made_up_card_too
 def test_a_snapshot_has_owners_and_pytorchs_own_snapshot_with_it(device, tmp_path):
     run_with_hooks(device, MemorySnapshot(str(tmp_path), iteration=1))
     snapshot = json.loads((tmp_path / "memfit_memory_1.json").read_text())
@@ -390,6 +441,17 @@ def test_a_healthy_run_causes_no_warning_of_a_leak(device):
     assert not detector._said
 
 
+def test_a_made_up_card_is_calibrated(monkeypatch):
+    """Convolutions of a GPU's size take a CPU minutes."""
+    monkeypatch.setattr(calibration, "_CONVOLUTIONS", [(1, 4, 4, 8, 8, 3)])
+    monkeypatch.setattr(calibration, "_flops_per_s", lambda *_: 1e12)
+    with made_up_card(outside_gb=0.5):
+        values = calibrate(torch.device("cuda:0"), seconds=0.01)
+    assert values["device_name"] == "Made-up"
+    assert values["context_mb"] == pytest.approx(512)
+    assert values["cublas_workspace_mb"] == 0
+
+
 def test_the_device_is_calibrated(device):
     values = calibrate(device, seconds=0.1)
     assert values["flops_per_s"]["float32"] > 1e9
@@ -400,12 +462,99 @@ def test_the_device_is_calibrated(device):
         assert values["flops_per_s"]["float16"] > values["flops_per_s"]["float32"] / 2
 
 
-@pytest.mark.parametrize("job", ["outside", "plans", "blocks", "crowded"])
-def test_the_gpu_is_measured(job, gpu):
-    records = list(JOBS[job](gpu, Scale.of(torch.device("cpu"))))
-    assert not [record for record in records if "error" in record]
-    for record in records:
-        if "oom_events" in record and record["micro_batches"] == "by bytes":
-            assert record["oom_events"] == 0
-        if "micro_batch" in record:
-            assert record["device_gb"] <= record["budget_gb"]
+SMALL = torch.device("cpu")
+FIRST = [item for item in items_of(SMALL) if item.group in ("machine", "zoo", "fragments")]
+
+
+@pytest.mark.parametrize("item", FIRST, ids=[item.key for item in FIRST])
+def test_the_gpu_is_measured(item, gpu):
+    record = measure(item, {}, gpu, Scale.of(SMALL))
+    if record.get("budget_gb"):
+        assert record["device_gb"] <= record["budget_gb"]
+    if "allocated_gb" in record:
+        assert 0 < record["allocated_gb"] <= record["active_gb"] <= record["reserved_gb"]
+        assert record["outside_gb"] > 0
+        assert record["retries"] == 0
+
+
+# Faults that a check must see. Each is put into a made-up card, or into d2_memfit on it.
+
+
+def no_limit(card, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *_: None)
+
+
+def memory_without_an_owner(card, monkeypatch):
+    def enter(meter):
+        card.live_bytes += 2**26
+        return original(meter)
+
+    original = OwnerMeter.__enter__
+    monkeypatch.setattr(OwnerMeter, "__enter__", enter)
+
+
+def a_report_that_resets_the_peak(card, monkeypatch):
+    def after_step(hook):
+        card.reset_peak_memory_stats()
+        original(hook)
+
+    original = MemoryMonitor.after_step
+    monkeypatch.setattr(MemoryMonitor, "after_step", after_step)
+
+
+def a_probe_whose_model_stays(card, monkeypatch):
+    def build(*args):
+        kept.append(original(*args))
+        return kept[-1]
+
+    kept = []
+    original = dry_steps.build_with_values
+    monkeypatch.setattr(dry_steps, "build_with_values", build)
+
+
+def other_memory_than_tensors(card, monkeypatch):
+    card.outside_bytes = 23 * 2**30
+
+
+def retries(card, monkeypatch):
+    def synchronize(device=None):
+        card.retries += 1
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+
+
+def a_copy_that_did_not_arrive(card, monkeypatch):
+    def copy(self, target, source, packed):
+        packed.event = None
+
+    monkeypatch.setattr(offload._Offload, "_copy", copy)
+
+
+MEASURED = partial(test_the_gpu_is_measured, FIRST[-1])
+OFFLOADED = partial(
+    test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit, "proposal_network"
+)
+FAULTS = [
+    (no_limit, test_allocations_above_the_budget_fail),
+    (no_limit, test_a_batch_that_does_not_fit_is_split_and_memory_does_not_grow),
+    (no_limit, test_evaluation_with_too_little_memory_has_the_same_results),
+    (memory_without_an_owner, test_the_bytes_of_all_owners_add_up_to_the_allocators_count),
+    (
+        a_report_that_resets_the_peak,
+        test_reports_have_the_allocators_values_and_do_not_reset_its_peak,
+    ),
+    (a_probe_whose_model_stays, test_a_probe_leaves_nothing_behind),
+    (a_copy_that_did_not_arrive, OFFLOADED),
+    (other_memory_than_tensors, MEASURED),
+    (retries, MEASURED),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"), FAULTS, ids=[f"{i} {fault.__name__}" for i, (fault, _) in enumerate(FAULTS)]
+)
+def test_a_check_fails_by_a_fault(fault, check, monkeypatch):
+    with made_up_card() as card, monkeypatch.context() as patches:
+        fault(card, patches)
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            check(torch.device("cuda:0"))

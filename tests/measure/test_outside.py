@@ -4,7 +4,7 @@ import torch
 import yaml
 
 from d2_memfit.measure.outside import _in_processes, constants_of
-from d2_memfit.measure.session import device_file
+from d2_memfit.measure.results import Results
 from d2_memfit.planner.device import DeviceModel, calibrate
 
 RECORDS = [
@@ -51,18 +51,26 @@ def test_one_gpu_has_no_communicator():
     assert "nccl_mb" not in constants_of(records)
 
 
+def device_file(rows, calibration=None):
+    results = Results()
+    results.add({"stage": "measured", "item": "outside/", "rows": rows})
+    if calibration is not None:
+        results.add({"stage": "measured", "item": "calibration/", **calibration})
+    return results.device_file()
+
+
 def test_a_cards_file_has_the_constants_of_a_process_of_its_own(tmp_path, cpu_values):
-    results = {"calibration": [{**cpu_values, "is_gpu": True}], "outside": RECORDS}
     path = tmp_path / "card.yaml"
-    path.write_text(yaml.safe_dump(device_file(results)))
+    path.write_text(yaml.safe_dump(device_file(RECORDS, {**cpu_values, "is_gpu": True})))
     device = DeviceModel.load(path)
     assert {name: getattr(device, name) for name in CONSTANTS} == CONSTANTS
     assert device.bytes_per_s == cpu_values["bytes_per_s"]
 
 
 def test_without_a_calibration_there_is_no_file(cpu_values):
-    assert device_file({"outside": RECORDS}) == {}
-    assert device_file({"calibration": [cpu_values], "outside": RECORDS}) == cpu_values
+    assert device_file(RECORDS) == {}
+    assert device_file(RECORDS, {"error": "RuntimeError: CUDA error"}) == {}
+    assert device_file(RECORDS, cpu_values) == cpu_values
 
 
 @pytest.mark.slow

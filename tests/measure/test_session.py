@@ -3,93 +3,185 @@ import json
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from forks import Forked
 
 from d2_memfit.errors import ConfigError
-from d2_memfit.measure.jobs import JOBS
-from d2_memfit.measure.session import _JOBS, measure_gpu
+from d2_memfit.measure import session
+from d2_memfit.measure.items import items_of
+from d2_memfit.measure.results import MACHINE, Results
+from d2_memfit.measure.session import measure_gpu
 
-pytestmark = pytest.mark.slow
-
-
-def measure(folder, minutes):
-    """All that a rehearsal wrote: results, table, and its lines."""
-    lines = []
-    file = measure_gpu("cpu", minutes, folder, lines.append)
-    return json.loads(file.read_text()), file.with_suffix(".md").read_text(), lines
+MACHINE_RECORD = {"stage": "measured", "item": MACHINE, "card": "Some Card", "pytorch": "2.14"}
+MACHINE_RECORD |= {"date": "2026-11-24", "rehearsal": False}
 
 
 @pytest.mark.exhaustive
 def test_a_rehearsal_measures_a_little_of_all(tmp_path):
-    results, table, lines = measure(tmp_path, minutes=10)
-    assert results["errors"] == {}
-    assert set(JOBS) <= set(results)
-    records = [record for job in JOBS for record in results[job]]
+    lines = []
+    files = measure_gpu("cpu", 10, tmp_path, lines.append)
+    results = Results.read(tmp_path / "measured.jsonl")
+    records = [*results.stages["expected"].values(), *results.stages["measured"].values()]
     assert len(lines) == len(records)
     assert not [record for record in records if "error" in record]
-    (machine,) = results["machine"]
-    assert machine["rehearsal"]
-    assert "A rehearsal on a CPU: these figures are of no card." in table
-    for job in ("zoo", "presets"):
-        (record,) = results[job]
-        assert record["training_error"] == pytest.approx(0, abs=0.01)
-        assert record["evaluation_error"] == pytest.approx(0, abs=0.01)
-    (recovery,) = results["recovery"]
+    assert results.machine["rehearsal"]
+    expected = {key.partition("/")[0] for key in results.stages["expected"]}
+    compared = json.loads((tmp_path / f"{files[1].stem}.json").read_text())
+    assert compared["expected_over_measured"].keys() == expected
+    for group in compared["expected_over_measured"].values():
+        assert group["allocated_gb"][0] == pytest.approx(1, abs=0.01)
+        assert group.get("evaluation_allocated_gb", [1])[0] == pytest.approx(1, abs=0.05)
+    recovery = results.stages["measured"]["recovery/"]
     assert recovery["oom_events"] >= 1
-    assert recovery["relative_difference_of_weights"] < 1e-4
-    for plan in results["plans"]:
-        assert plan["gb"] == pytest.approx(plan["estimated_gb"], rel=0.01)
-        assert plan["micro_batch"] <= plan["images"]
-    saved, every, some = results["blocks"]
-    assert saved["gb"] > some["gb"] > every["gb"]
-    assert some["ActivationCheckpointing"]
-    for blocks in results["blocks"]:
-        assert blocks["gb"] == pytest.approx(blocks["estimated_gb"], rel=0.01)
-        assert blocks["gradient_difference"] == 0
-    by_bytes, _ = results["crowded"]
-    assert by_bytes["oom_events"] == 0
-    assert {r["ranks"] for r in results["outside"] if "ranks" in r} == {2, 3}
-    (calibration,) = results["calibration"]
-    (file,) = tmp_path.glob("*.yaml")
-    assert yaml.safe_load(file.read_text()) == calibration
+    assert recovery["micro_batch"] < recovery["images"]
+    assert {r["ranks"] for r in results.outside if "ranks" in r} == {2, 3}
+    assert yaml.safe_load(files[-1].read_text()) == results.device_file()
     (picture,) = tmp_path.glob("*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_killed_leaves_what_was_measured(tmp_path):
-    command = ["-m", "d2_memfit", "measure-gpu", "--device", "cpu", "--output", tmp_path]
+def interrupted(tmp_path, number, lines):
+    """What a rehearsal leaves that gets a signal after so many lines."""
+    command = ["-m", "d2_memfit", "measure-gpu", "--device", "cpu", "--output", tmp_path / "out"]
     printed = tmp_path / "printed"
     process, end = Forked(command, printed), time.monotonic() + 240
+    log = tmp_path / "out" / "measured.jsonl"
     try:
-        while not (printed.exists() and printed.read_text().count("\n") >= 2):
+        while not log.exists() or log.read_text().count("\n") < lines:
             assert process.poll() is None, printed.read_text()
             assert time.monotonic() < end, printed.read_text()
             time.sleep(0.05)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # its worker too
-    lines = printed.read_text().splitlines()
-    assert "  machine: " in lines[0]
-    assert "  calibration: " in lines[1]
-    (file,) = tmp_path.glob("*.json")
-    results = json.loads(file.read_text())
-    assert results["machine"][0]["rehearsal"]
-    assert results["calibration"]
+        os.killpg(process.pid, number)  # its worker too
+    process.wait(60)
+    return Results.read(log), sorted(p.suffix for p in (tmp_path / "out").iterdir())
 
 
-def test_what_there_was_no_time_for_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("d2_memfit.measure.session._JOBS", ("machine", "plain"))
-    monkeypatch.setattr("d2_memfit.measure.session._LEAST_SECONDS", 24 * 3600 - 1.0)
-    results, table, _ = measure(tmp_path, minutes=24 * 60)  # a second for the first
-    assert results["errors"] == {"plain": "there was no time left"}
-    assert "Not measured to the end: plain (there was no time left)." in table
-    assert len(list(tmp_path.glob("*.png"))) == 1
+@pytest.mark.slow
+def test_what_is_killed_leaves_what_was_measured(tmp_path):
+    results, files = interrupted(tmp_path, signal.SIGKILL, 2)
+    assert results.machine["rehearsal"]
+    (expected,) = results.stages["expected"].values()
+    assert expected["allocated_gb"] > 0
+    assert files == [".jsonl"]
 
 
-def test_jobs_are_measured_in_their_order():
-    assert tuple(JOBS) == _JOBS
+@pytest.mark.slow
+def test_an_interrupt_writes_the_pages(tmp_path):
+    _, files = interrupted(tmp_path, signal.SIGINT, 1)
+    assert files == [".json", ".jsonl", ".md", ".png"]
+
+
+def test_an_interrupt_before_the_first_record_leaves_a_file(tmp_path, monkeypatch):
+    def run_worker(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "run_worker", run_worker)
+    with pytest.raises(KeyboardInterrupt):
+        measure_gpu("cuda:0", 1, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["measured.jsonl"]
+
+
+class Workers:
+    """Processes that say what each test makes of their items.
+
+    Args:
+        end_of: for an item, the error with which a process ends in it or, as a number, after it.
+    """
+
+    def __init__(self, monkeypatch, end_of=()):
+        self.end_of = dict(end_of)
+        self.todo = []
+        self.card = "Some Card"
+        self.now = 0.0
+        monkeypatch.setattr(session, "run_worker", self)
+        monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def __call__(self, command, environment, seconds, take, given):
+        stage, keys = command[3], json.loads(given)
+        self.todo.append((stage, [*keys]))
+        for key in keys:
+            take({"begin": key})
+            end = self.end_of.pop((stage, key), None)
+            if isinstance(end, str):
+                self.now += 60 * 9 * (end == OVER)
+                return end
+            other = MACHINE_RECORD if key == MACHINE else {}
+            other = other | ({"card": self.card} if other else {"allocated_gb": 1.0})
+            take({**other, "stage": stage, "item": key})
+            if end is not None:
+                return f"status {end}"
+        return None
+
+
+OVER = "the time was over"
+FIRST = "zoo/COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
+SECOND = "zoo/COCO-Detection/faster_rcnn_R_50_FPN_3x"
+
+
+def test_each_item_has_a_record_and_nothing_is_measured_twice(tmp_path, monkeypatch):
+    workers = Workers(monkeypatch)
+    measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
+    stages = [stage for stage, _ in workers.todo]
+    assert stages == ["measured", "expected", "measured"]  # the machine, to see that it answers
+    results = Results.read(tmp_path / "measured.jsonl")
+    assert [*results.stages["measured"]] == [i.key for i in items_of(torch.device("cuda:0"))]
+    workers.todo.clear()
+    files = measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
+    assert workers.todo == [("measured", [MACHINE])]
+    assert [f.name for f in files] == [
+        "measured.jsonl",
+        "some_card.md",
+        "some_card.json",
+        "some_card.png",
+    ]
+
+
+def test_estimates_made_beforehand_are_not_waited_for(tmp_path, monkeypatch):
+    workers = Workers(monkeypatch)
+    measure_gpu("cuda:0", 9, tmp_path, lambda line: None, estimate="h100")
+    assert [stage for stage, _ in workers.todo] == ["expected"]
+    measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
+    assert [stage for stage, _ in workers.todo] == ["expected", "measured"]
+
+
+@pytest.mark.parametrize("end", ["status -11: Segmentation fault", 9])
+def test_a_process_that_dies_is_started_again_behind_its_item(tmp_path, monkeypatch, end):
+    workers = Workers(monkeypatch, {("measured", FIRST): end})
+    measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
+    record = Results.read(tmp_path / "measured.jsonl").stages["measured"][FIRST]
+    assert record.get("error") == (end if isinstance(end, str) else None)
+    assert workers.todo[-1][1][:2] == [MACHINE, SECOND]
+
+
+def test_an_item_at_which_the_time_is_over_is_measured_in_the_next_part(tmp_path, monkeypatch):
+    Workers(monkeypatch, {("measured", SECOND): OVER})
+    measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
+    assert SECOND not in Results.read(tmp_path / "measured.jsonl").stages["measured"]
+    workers = Workers(monkeypatch)
+    measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
+    assert SECOND in Results.read(tmp_path / "measured.jsonl").stages["measured"]
+    assert workers.todo[-1][1][:2] == [MACHINE, SECOND]
+
+
+def test_an_item_that_takes_a_whole_part_is_not_tried_again(tmp_path, monkeypatch):
+    Workers(monkeypatch, {("measured", SECOND): OVER})
+    measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
+    Workers(monkeypatch, {("measured", SECOND): OVER})
+    measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
+    assert Results.read(tmp_path / "measured.jsonl").stages["measured"][SECOND]["error"] == OVER
+
+
+def test_a_folder_has_figures_of_one_card(tmp_path, monkeypatch):
+    workers = Workers(monkeypatch)
+    measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
+    workers.card = "Another Card"
+    with pytest.raises(ConfigError, match=r"has figures of Some Card with PyTorch 2\.14; name"):
+        measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +189,9 @@ def test_jobs_are_measured_in_their_order():
     [
         ("tpu", 1, "--device must be cuda:0, of another number, or cpu, got 'tpu'"),
         ("cpu", 0, "--minutes must be a positive number, got 0"),
-        ("cuda:99", 1, "--device cuda:99 cannot be used: status 1: "),
+        pytest.param(
+            *("cuda:99", 1, "--device cuda:99 cannot be used: status 1: "), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_an_error(device, minutes, error, tmp_path):

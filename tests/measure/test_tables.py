@@ -1,50 +1,43 @@
 # Copyright (c) the d2_memfit developers.
+import json
+
 import pytest
 
-from d2_memfit.measure.picture import draw
-from d2_memfit.measure.tables import markdown
+from d2_memfit.measure.results import MACHINE, Results
+from d2_memfit.measure.tables import draw, markdown, summary
 
 FAILED = "OutOfMemoryError: CUDA out of memory (steps.py:99)"
-RESULTS = {
-    **{"date": "2026-11-23", "minutes": 8, "errors": {}},
-    "machine": [{"card": "Some Card", "rehearsal": False, "total_gb": 3.81, "pytorch": "2.14.1"}],
-    "outside": [
-        {"after": "the first tensor", "mb": 310.0},
-        {"after": "a convolution (cuDNN)", "mb": 352.25},
-        {"workspace": "cuBLAS", "mb": 16.25},
-        {"ranks": 2, "not_measured": "NCCL needs 2 GPUs, not 1"},
-        {"file": "h100", "context_mb": 500.0, "kernels_mb": 200.0, "cublas_workspace_mb": 64.0}
-        | {"nccl_mb": [544.0, 688.0]},
-    ],
-    "plans": [
-        {
-            **{"precision": "float32", "budget_gb": 3.5, "images": 4, "micro_batch": 2},
-            **{"techniques": ["ChunkedHeads"], "estimated_gb": 3.0, "gb": 2.9},
-            **{"estimated_device_gb": 3.4, "device_gb": 3.3, "predicted_seconds": 0.5},
-            **{"predicted_by_own_speeds": 0.75, "seconds": 0.875},
-        },
-        {"precision": "mixed", "budget_gb": 3.5, "error": FAILED},
-    ],
-    "blocks": [
-        {
-            **{"blocks": "saved", "images": 8, "estimated_gb": 9.0, "gb": 9.1, "seconds": 1.0},
-            **{"predicted_seconds": 0.8, "predicted_time_factor": 1, "time_factor": 1},
-            **{"ActivationCheckpointing": [], "ActivationOffload": [], "gradient_difference": 0},
-        },
-        {"blocks": "all recomputed", "images": 8, "error": FAILED},
-    ],
-    "crowded": [
-        {"micro_batches": "by bytes", "budget_gb": 2.5, "oom_events": 0, "retried_images": 0}
-        | {"last_micro_batches": [4, 3, 1]},
-        {"micro_batches": "4 images", "budget_gb": 2.5, "oom_events": 2, "retried_images": 6}
-        | {"last_micro_batches": [1, 1, 2, 4]},
-    ],
-    "techniques": [
-        {"technique": None, "gb": 2.0, "seconds": 1.0, "predicted_seconds": 0.9},
-        {"technique": "ChunkedHeads", "gb": 1.9, "seconds": 1.1, "predicted_seconds": 1.0}
-        | {"time_factor": 1.1},
-    ],
-}
+RPN = "zoo/COCO-Detection/rpn_R_50_FPN_1x"
+RECORDS = [
+    {"stage": "measured", "item": MACHINE, "date": "2026-11-23", "rehearsal": False}
+    | {"card": "Some Card", "total_gb": 3.81, "pytorch": "2.14.1"},
+    {"stage": "measured", "item": "outside/"}
+    | {
+        "rows": [
+            {"after": "the first tensor", "mb": 310.0},
+            {"after": "a convolution (cuDNN)", "mb": 352.25},
+            {"workspace": "cuBLAS", "mb": 16.25},
+            {"ranks": 2, "not_measured": "NCCL needs 2 GPUs, not 1"},
+            {"file": "h100", "context_mb": 500.0, "kernels_mb": 200.0, "cublas_workspace_mb": 64.0}
+            | {"nccl_mb": [544.0, 688.0]},
+        ]
+    },
+    {"stage": "expected", "item": RPN, "allocated_gb": 2.0, "device_gb": 3.3, "seconds": 0.5}
+    | {"settings": {}},
+    {"stage": "measured", "item": RPN, "images": 2, "allocated_gb": 1.9, "active_gb": 1.95}
+    | {"reserved_gb": 2.25, "outside_gb": 0.75, "device_gb": 3.0, "retries": 4, "seconds": 0.75},
+    {"stage": "expected", "item": "plans/4GB", "steps": ["ChunkedHeads"], "allocated_gb": 3.0},
+    {"stage": "measured", "item": "plans/4GB", "error": FAILED},
+    {"stage": "measured", "item": "fragments/4GB", "oom_events": 2, "last_micro_batches": [1, 1]},
+    {"stage": "measured", "item": "recovery/", "images": 8, "oom_events": 1},
+]
+
+
+def results_of(records):
+    results = Results()
+    for record in records:
+        results.add(record)
+    return results
 
 
 def row(table, *names):
@@ -54,13 +47,22 @@ def row(table, *names):
     return found
 
 
-def test_tables_have_what_was_predicted_and_what_was_measured():
-    table = markdown(RESULTS)
-    assert row(table, "float32", "ChunkedHeads")[-4:] == ["0.500", "0.750", "0.875", ""]
-    assert row(table, "mixed")[-1] == FAILED
-    assert row(table, "saved")[:4] == ["saved", "0", "8", "9.000"]
-    assert row(table, "by bytes") == ["by bytes", "2.500", "0", "0", "4 + 3 + 1"]
-    assert row(table, "4 images")[2] == "2"
+def test_tables_have_what_was_expected_and_what_was_measured():
+    table = markdown(results_of(RECORDS))
+    assert "3.81 GB. PyTorch 2.14.1. 2026-11-23." in table
+    cells = dict(zip(row(table, "zoo"), row(table, RPN.partition("/")[2])))
+    assert cells["allocated GB, expected"] == "2.000"
+    assert cells["allocated GB"] == "1.900"
+    assert cells["allocated GB, x"] == "1.05"
+    assert cells["active gb"] == "1.950"
+    assert cells["reserved GB"] == "2.250"
+    assert cells["outside gb"] == "0.750"
+    assert cells["of the device GB, x"] == "1.10"
+    assert cells["retries"] == "4"
+    assert cells["s, x"] == "0.67"
+    assert row(table, "4GB", "ChunkedHeads")[-1] == FAILED
+    assert row(table, "4GB", "1, 1")
+    assert row(table, "8", "1")
     assert row(table, "NCCL between 2 ranks")[-1] == "NCCL needs 2 GPUs, not 1"
     assert row(table, "constant", "measured", "in h100.yaml")
     assert row(table, "context_mb") == ["context_mb", "310.000", "500.000"]
@@ -68,9 +70,23 @@ def test_tables_have_what_was_predicted_and_what_was_measured():
     assert "nccl_mb" not in table
 
 
+def test_the_line_to_send_has_what_the_card_showed():
+    line = json.loads(json.dumps(summary(results_of(RECORDS))))
+    assert line["machine"]["card"] == "Some Card"
+    assert line["expected_over_measured"]["zoo"]["device_gb"] == [1.1, 1.1, 1.1]
+    assert line["errors"] == {"plans/4GB": FAILED}
+    assert line["constants"]["kernels_mb"] == 42.25
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("left_out", [(), ("outside", "plans"), ("blocks", "crowded"), RESULTS])
-def test_what_was_not_measured_leaves_its_panel_empty(left_out, tmp_path):
-    results = {k: v for k, v in RESULTS.items() if k not in left_out or k == "machine"}
-    draw(results, tmp_path / "card.png")
+@pytest.mark.parametrize("number", [1, 4, len(RECORDS)])
+def test_what_was_not_measured_leaves_its_panel_empty(number, tmp_path):
+    draw(results_of(RECORDS[:number]), tmp_path / "card.png")
     assert (tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")
+    assert markdown(results_of(RECORDS[:number]))
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    log = tmp_path / "measured.jsonl"
+    log.write_text("\n".join(map(json.dumps, RECORDS)) + '\n{"stage": "measu')
+    assert Results.read(log).stages == results_of(RECORDS).stages

@@ -341,6 +341,21 @@ def test_on_a_gpu_that_others_use_their_memory_is_not_taken_for_the_context(monk
     assert re.search(
         r"BUDGET_GB 8: other processes use the GPU, and only 7.35 GB are left", log.text
     )
+    card.context_gb = 0.7  # kernels have been loaded; the others stay
+    enforce_budget(8, "cuda")
+    assert card.limit_gb == pytest.approx(8 - 0.75 - 0.3)
+    enforce_budget(None, "cuda")
+
+
+def test_kernels_that_take_more_than_a_context_are_taken_from_the_allocator(monkeypatch):
+    card = Card(monkeypatch, total_gb=8, context_gb=0.5)
+    enforce_budget(6, "cuda")
+    card.context_gb = 1.1
+    enforce_budget(6, "cuda")
+    assert card.limit_gb == pytest.approx(4.9)
+    card.others_gb = 4  # another job begins, and its memory is not the context
+    enforce_budget(6, "cuda")
+    assert card.limit_gb == pytest.approx(4.5)
     enforce_budget(None, "cuda")
 
 

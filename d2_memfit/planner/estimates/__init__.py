@@ -5,7 +5,7 @@ from .dry_job import DryJob, MemoryEstimate, margin_of, usable_bytes
 from .estimate import estimate_memory, run_dry
 from .from_runs import as_in_runs
 from .probe import job_class, run_for_real
-from .steps import build_with_values, evaluate
+from .steps import build_with_values, evaluate, infer
 from .times import Range, factor_range, in_words
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "evaluate",
     "factor_range",
     "in_words",
+    "infer",
     "job_class",
     "margin_of",
     "run_dry",

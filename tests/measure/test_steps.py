@@ -7,7 +7,7 @@ from tiny import images, tiny_cfg
 
 from d2_memfit.iteration import CostModel
 from d2_memfit.job import Job
-from d2_memfit.measure.crowded import _train
+from d2_memfit.measure.steps import train_under_budget
 from d2_memfit.memory import process_memory
 
 CPU = torch.device("cpu")
@@ -23,9 +23,9 @@ def test_events_are_those_of_a_number_of_images():
     budget_gb = process_memory().data_bytes / 2**30 + 0.9
     job = job.with_settings({"MEMFIT.BUDGET_GB": budget_gb})
     by_pixels = CostModel(((0.0, 0.0, 1.0, 0.0, 0.0, 0.0),), limit_bytes=1536**2)
-    cut = _train(job, window, 1, {"cost_model": by_pixels}, CPU)
+    cut = train_under_budget(job, [window], 1, {"cost_model": by_pixels}, CPU)
     assert cut["oom_events"] == 0
     assert 1 in cut["last_micro_batches"]
-    fixed = _train(job, window, 1, {"micro_batch_size": 4}, CPU)
+    fixed = train_under_budget(job, [window], 1, {"micro_batch_size": 4}, CPU)
     assert fixed["oom_events"] >= 1
     assert fixed["retried_images"] >= 4

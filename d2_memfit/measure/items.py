@@ -1,0 +1,258 @@
+# Copyright (c) the d2_memfit developers.
+"""What is measured: items, the job of each, and the memory and time that are expected of it."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from detectron2.config import LazyConfig
+
+from ..config import load_cfg, with_settings
+from ..errors import MemfitError
+from ..job import Job, WorstCase
+from ..model_zoo import list_configs
+from ..planner.device import DeviceModel
+from ..planner.estimates import DryJob
+from ..planner.search import plan_memory
+from ..techniques import get_technique
+
+__all__ = ["ITEMS", "TINY_MODEL", "Item", "Record", "Scale", "expected", "items_of"]
+
+Record = dict[str, Any]
+
+_GB = 2**30
+_PROJECTS = Path(__file__).resolve().parents[2] / "projects"
+_MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
+_AMP: dict[str, Any] = {"SOLVER.AMP.ENABLED": True}
+# Random weights then keep activations small, also in float16.
+_SMALL_ACTIVATIONS: dict[str, Any] = {"MODEL.PIXEL_STD": [300.0] * 3}
+# Of a Mask R-CNN whose weights take little in addition to its activations.
+TINY_MODEL: dict[str, Any] = {
+    "MODEL.BACKBONE.FREEZE_AT": 0,
+    "MODEL.RESNETS.STEM_OUT_CHANNELS": 8,
+    "MODEL.RESNETS.WIDTH_PER_GROUP": 4,
+    "MODEL.RESNETS.RES2_OUT_CHANNELS": 16,
+    "MODEL.FPN.OUT_CHANNELS": 16,
+    "MODEL.ROI_BOX_HEAD.FC_DIM": 32,
+    "MODEL.ROI_MASK_HEAD.CONV_DIM": 16,
+}
+_FEW_PROPOSALS: dict[str, Any] = {
+    "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE": 16,
+    "MODEL.RPN.POST_NMS_TOPK_TRAIN": 50,
+    "MODEL.RPN.POST_NMS_TOPK_TEST": 20,
+    "TEST.DETECTIONS_PER_IMAGE": 5,
+}
+_VIT_B = (  # at 1024 pixels, as in Detectron2's projects/ViTDet, with the heads of our project
+    *("net.img_size=1024", "square_pad=1024", "net.embed_dim=768", "net.num_heads=12"),
+    "net.window_size=14",
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The extent of measurements: everything at full size, or a small rehearsal."""
+
+    rounds: int  # repetitions of each timing
+    seconds: float  # duration of each calibration measurement
+    case: Optional[WorstCase]  # None is the config's
+    settings: Mapping[str, Any]  # config keys of all jobs
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Scale":
+        if device.type == "cuda":
+            return cls(5, 1.0, None, {})
+        return cls(1, 0.02, WorstCase((128, 160), 5), {**_FEW_PROPOSALS, **TINY_MODEL})
+
+
+@dataclass(frozen=True)
+class Item:
+    """One measurement.
+
+    Attributes:
+        group: of the items in one table.
+        name: unique in its group.
+        config: of the zoo, of d2_memfit or of a project.
+        settings: config keys of its job.
+        project: folder in projects/, or "" without one.
+        technique: name of a technique that is on.
+        is_planned: whether a plan chooses settings for the job's budget.
+        evaluates: whether an evaluation is measured, too.
+    """
+
+    group: str
+    name: str
+    config: str = _MASK_RCNN
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    project: str = ""
+    technique: str = ""
+    is_planned: bool = False
+    evaluates: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.group}/{self.name}"
+
+    @property
+    def has_estimate(self) -> bool:
+        return self.group in _ESTIMATED
+
+    def job(self, device: torch.device, scale: Scale) -> Job:
+        """The job, with random weights in mind.
+
+        Raises:
+            MemfitError: a project or its library is not there.
+        """
+        settings = {"MODEL.DEVICE": str(device), **self.settings}
+        if not self.evaluates:
+            settings["DATASETS.TEST"] = ()
+        if self.project:
+            return self._project_job(settings, scale)
+        settings = {**settings, **_SMALL_ACTIVATIONS, **scale.settings}
+        cfg = with_settings(load_cfg(self.config), settings)
+        if self.technique:
+            cfg = with_settings(cfg, get_technique(self.technique).enabling_settings(cfg))
+        return Job.from_cfg(cfg, 1, batch=scale.case)
+
+    def _project_job(self, settings: dict[str, Any], scale: Scale) -> Job:
+        file = _PROJECTS / self.project / "configs" / self.config
+        if not file.is_file():
+            raise MemfitError(f"it is measured in a checkout only: there is no {file}")
+        if file.suffix == ".py":
+            cfg = LazyConfig.load(str(file))
+            case = scale.case
+            if case is None:
+                overrides = [f"model.backbone.{override}" for override in _VIT_B]
+                cfg = LazyConfig.apply_overrides(cfg, overrides)
+                case = WorstCase((1024, 1024), 20)
+            return Job.from_lazy(cfg, 1, batch=case).with_settings(settings)
+        sys.path.insert(0, str(_PROJECTS / self.project))
+        from d2_transformers import Trainer, add_transformers_config
+
+        cfg = with_settings(load_cfg(str(file), (), [add_transformers_config]), settings)
+        return Job.from_trainer(Trainer, cfg, 1, batch=scale.case)
+
+
+def _all_items() -> tuple[Item, ...]:
+    two = {"SOLVER.IMS_PER_BATCH": 2}
+    zoo = (
+        _MASK_RCNN,
+        "COCO-Detection/faster_rcnn_R_50_FPN_3x",
+        "COCO-Detection/retinanet_R_50_FPN_3x",
+        "COCO-Keypoints/keypoint_rcnn_R_50_FPN_3x",
+        "COCO-PanopticSegmentation/panoptic_fpn_R_50_3x",
+        "COCO-Detection/faster_rcnn_R_50_C4_3x",
+        "COCO-InstanceSegmentation/mask_rcnn_R_50_DC5_3x",
+        "COCO-Detection/rpn_R_50_FPN_1x",
+        "COCO-InstanceSegmentation/mask_rcnn_R_101_FPN_3x",
+        "COCO-Detection/retinanet_R_101_FPN_3x",
+        "COCO-Detection/faster_rcnn_X_101_32x8d_FPN_3x",
+        "Misc/cascade_mask_rcnn_R_50_FPN_3x",
+    )
+    projects = {
+        "ViTDet-B": ("ViTDet", "mask_rcnn_vitdet_coins.py"),
+        "Deformable DETR R50": ("Transformers", "deformable_detr_r50.yaml"),
+        "RT-DETR R18": ("Transformers", "rt_detr_v2_r18.yaml"),
+    }
+    techniques = (
+        "ActivationCheckpointing",
+        "ActivationOffload",
+        "MixedPrecision",
+        "ChunkedHeads",
+        "ChunkedMatching",
+        "OptimizerImplementation",
+        "EightBitOptimizerStates",
+    )
+    sizes = (4, 6, 8, 12, 16, 24)
+    of_presets = (_MASK_RCNN, "COCO-Detection/faster_rcnn_X_101_32x8d_FPN_3x")
+    presets = [f"{config}_{size}GB" for size in sizes for config in of_presets]
+    there = {config.removesuffix(".yaml") for config in list_configs()}
+    planned = {"SOLVER.IMS_PER_BATCH": 16}
+    fragments = {"SOLVER.IMS_PER_BATCH": 4}
+    offloaded = {**fragments, "MEMFIT.OFFLOAD.MODULES": ["backbone.bottom_up"]}
+    return (
+        *(Item(group, "") for group in ("machine", "calibration", "outside")),
+        *(Item("zoo", config, config, two, evaluates=True) for config in zoo),
+        *(
+            Item("plans", f"{size}GB", settings=planned | _preset(size), is_planned=True)
+            for size in sizes
+        ),
+        *(Item("zoo amp", config, config, two | _AMP, evaluates=True) for config in zoo),
+        *(Item("presets", config, config, evaluates=True) for config in presets if config in there),
+        *(
+            Item("transformers", f"{name}{suffix}", config, two | one | formats, project)
+            for name, (project, config) in projects.items()
+            for suffix, formats in (("", {"SOLVER.AMP.ENABLED": False}), (" amp", _AMP))
+            for one in ({"SOLVER.ACCUMULATION_STEPS": 1},)
+        ),
+        *(
+            Item(
+                f"techniques x{num_images}",
+                technique or "none",
+                settings={"SOLVER.IMS_PER_BATCH": num_images},
+                technique=technique,
+            )
+            for num_images in (2, 8)
+            for technique in ("", *techniques)
+        ),
+        *(
+            Item("fragments", f"{name}{size}GB", settings=settings | _preset(size))
+            for name, settings in (("", fragments), ("offload ", offloaded))
+            for size in (24, 6, 4)
+        ),
+        Item("recovery", ""),
+        *(
+            Item("trainers", name, settings=two)
+            for name in ("Detectron2", "d2_memfit", "d2_memfit, with recovery")
+        ),
+    )
+
+
+def _preset(size: int) -> dict[str, Any]:
+    return {"MEMFIT.PRESET": f"{size}GB"}
+
+
+_ESTIMATED = (
+    *("zoo", "zoo amp", "plans", "presets", "transformers"),
+    *("techniques x2", "techniques x8", "trainers"),
+)
+ITEMS = _all_items()
+
+
+def items_of(device: torch.device) -> list[Item]:
+    """All items of a GPU; the first of each group for a rehearsal."""
+    if device.type == "cuda":
+        return [*ITEMS]
+    return [*{item.group: item for item in reversed(ITEMS) if not item.project}.values()][::-1]
+
+
+def expected(item: Item, device: torch.device, model: DeviceModel, scale: Scale) -> Record:
+    """Memory and time that are expected of an item, and the settings that a plan chooses.
+
+    Raises:
+        MemfitError: no plan fits, or a project is not there.
+    """
+    job = item.job(device, scale)
+    settings: dict[str, Any] = {}
+    record: Record = {}
+    if item.is_planned:
+        assert job.budget_gb is not None
+        plan = plan_memory(job, job.budget_gb, allow=["exact"], device=model, evaluates=False)
+        if not plan.fits:
+            raise MemfitError(f"no plan fits; {plan.smallest_budget_gb:.2f} GB are needed")
+        settings = {**plan.settings, "MEMFIT.PLAN.ENABLED": False}
+        record["steps"] = [step.name for step in plan.steps]
+        job = job.with_settings(settings)
+    dry_job = DryJob(job, model, evaluates=item.evaluates)
+    uses = dry_job._uses(dry_job.limit_bytes)
+    timelines = (dry_job.training, dry_job.evaluation)
+    for prefix, timeline, use in zip(("", "evaluation_"), timelines, uses):
+        assert timeline is not None
+        # On a CPU, only tensors are measured.
+        allocated = use.allocated_bytes if model.is_gpu else sum(timeline.peak().values())
+        record[f"{prefix}allocated_gb"] = allocated / _GB
+        record[f"{prefix}reserved_gb"] = use.reserved_bytes / _GB
+        record[f"{prefix}device_gb"] = use.total_bytes / _GB
+    return {**record, "seconds": dry_job.seconds(), "settings": settings}

@@ -1,0 +1,188 @@
+# Copyright (c) the d2_memfit developers.
+"""Training of jobs with random pixels and weights, and the memory and time that it takes."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from itertools import repeat
+from typing import Any, Optional
+
+import torch
+from detectron2.engine import SimpleTrainer
+from detectron2.utils.events import EventStorage
+
+from ..engine import AccumulatingTrainer
+from ..job import Job, RecoveryOptions, WorstCase
+from ..memory import on_host, release_memory
+from ..planner.dry_run import worst_proposals
+from ..planner.estimates import build_with_values, infer
+from .injection import seed_all
+from .items import Item, Record, Scale
+from .peaks import limited, median_seconds, peaks_of, under_budget
+
+__all__ = ["Steps", "measured", "recovered", "train_under_budget", "with_fragments"]
+
+_ITERATIONS = 30  # with images of many sizes
+
+
+class Steps:
+    """Steps of a trainer with random pixels and constant weights.
+
+    Weights are random: with zeros a GPU would need less power, and be faster.
+
+    Args:
+        job: of :meth:`Item.job`, so that nothing overflows.
+        make: called with a model, a loader and an optimizer, and a precision if it is not float32.
+        windows: one list of dataset dicts for each step; None is always the job's largest images.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        make: Callable[..., Any] = AccumulatingTrainer,
+        windows: Optional[Iterable[list[dict[str, Any]]]] = None,
+    ) -> None:
+        seed_all()
+        self._job = job
+        model, optimizer = build_with_values(job, str(device))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        precision = job.precision(str(device))
+        if precision.scaler is not None:  # the first steps must not be left out
+            precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
+        options = {} if precision.dtype == torch.float32 else {"precision": precision}
+        if windows is None:
+            windows = repeat(with_random_pixels(job.training_batch(job.geometry.window)))
+        self.trainer = make(model, iter(windows), optimizer, **options)
+        self._num_steps = 0
+
+    def step(self) -> None:
+        with EventStorage(), worst_proposals(self.trainer.model, lambda line: None):
+            self.trainer.iter = self._num_steps
+            self.trainer.run_step()
+        self._num_steps += 1
+
+    def evaluate(self) -> None:
+        """Run an evaluation between two steps, with the most detections."""
+        model = self.trainer.model
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.data.zero_()
+        with on_host():
+            batch = self._job.evaluation_batch()
+        with EventStorage():
+            infer(model, self._job, batch)
+
+
+def with_random_pixels(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    with on_host():
+        pixels = [torch.randint(0, 256, d["image"].shape, dtype=torch.uint8) for d in batch]
+    return [{**d, "image": image} for d, image in zip(batch, pixels)]
+
+
+def measured(item: Item, job: Job, device: torch.device, scale: Scale) -> Record:
+    """Measure memory and time of a job's iterations and evaluation, under its budget if any."""
+    size = job.geometry.micro_batch_sizes()[0]
+    make: Callable[..., Any] = partial(AccumulatingTrainer, micro_batch_size=size)
+    if item.name == "Detectron2":
+        make = SimpleTrainer
+    elif item.name.endswith("with recovery"):
+        make = partial(AccumulatingTrainer, recovery=RecoveryOptions())
+    limit = nullcontext() if job.budget_gb is None else under_budget(device, job.budget_gb)
+    with limit, peaks_of(device) as peaks:
+        steps = Steps(job, device, make)
+        steps.step()  # it makes the optimizer's states
+        peaks.take()
+        steps.step()
+        record: Record = {
+            "images": job.geometry.window,
+            "micro_batch": size,
+            "budget_gb": job.budget_gb,
+            **peaks.take(),
+        }
+        record["seconds"] = median_seconds(steps.step, device, scale.rounds)
+        if item.evaluates:
+            peaks.take()
+            steps.evaluate()
+            record.update({f"evaluation_{key}": value for key, value in peaks.take().items()})
+    return record
+
+
+def with_fragments(item: Item, job: Job, device: torch.device, scale: Scale) -> Record:
+    """Train with images of many sizes under a budget, with recovery."""
+    short = 96 if scale.case else 640
+    generator = torch.Generator().manual_seed(0)
+
+    def window() -> list[dict[str, Any]]:
+        sides = torch.randint(short, short * 5 // 4, (2,), generator=generator).tolist()
+        objects = int(torch.randint(1, 60, (), generator=generator))
+        case = WorstCase((min(sides), max(sides) * 4 // 3), objects)
+        return with_random_pixels(job.with_batch(case).training_batch(job.geometry.window))
+
+    num_iterations = 3 if scale.case else _ITERATIONS
+    windows = (window() for _ in range(num_iterations))
+    return train_under_budget(job, windows, num_iterations, {}, device)
+
+
+def train_under_budget(
+    job: Job,
+    windows: Iterable[list[Any]],
+    num_iterations: int,
+    options: dict[str, Any],
+    device: torch.device,
+) -> Record:
+    """Train under the job's budget with recovery; count the errors.
+
+    Args:
+        options: options of the trainer, which say how a window is cut.
+    """
+    make = partial(AccumulatingTrainer, recovery=RecoveryOptions(), **options)
+    assert job.budget_gb is not None
+    with under_budget(device, job.budget_gb), peaks_of(device) as peaks:
+        training = Steps(job, device, make, windows)
+        recovery, sizes = training.trainer.recovery, []
+        training.trainer.model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+        for _ in range(num_iterations):
+            sizes.clear()
+            training.step()
+        return {
+            "budget_gb": job.budget_gb,
+            "oom_events": recovery.oom_events,
+            "retried_images": recovery.retried_images,
+            "last_micro_batches": sizes,
+            **peaks.take(),
+        }
+
+
+def recovered(item: Item, job: Job, device: torch.device, scale: Scale) -> Record:
+    """Measure a batch that does not fit, and the same with enough memory."""
+    job = job.with_batch(WorstCase((512, 512), 5))
+    images = with_random_pixels(job.training_batch(8))
+    peaks = {}
+    for num_images in (1, 8):
+        with peaks_of(device) as peak:
+            steps = Steps(job, device, windows=repeat(images[:num_images]))
+            steps.step()
+            peak.take()
+            steps.step()
+            peaks[num_images] = peak.take()["allocated_gb"]
+        del steps
+        release_memory(device)
+    in_halves = partial(AccumulatingTrainer, micro_batch_size=4)
+    enough = Steps(job, device, in_halves, repeat(images))
+    seconds = median_seconds(enough.step, device, scale.rounds)
+    del enough
+    release_memory(device)
+    with limited(device, int((peaks[1] + 3 * peaks[8]) / 4 * 2**30)):
+        recovering = partial(AccumulatingTrainer, recovery=RecoveryOptions())
+        steps = Steps(job, device, recovering, repeat(images))
+        steps.step()
+        under_limit = median_seconds(steps.step, device, scale.rounds)
+    return {
+        "images": len(images),
+        "oom_events": steps.trainer.recovery.oom_events,
+        "micro_batch": steps.trainer.recovery.size.images,
+        "seconds_with_enough_memory": seconds,
+        "seconds_under_the_limit": under_limit,
+    }
