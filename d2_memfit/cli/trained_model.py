@@ -6,13 +6,14 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
 from omegaconf import DictConfig
 
 from ..common.checks import check_int
-from ..data import check_coco_file, register_coco
+from ..data import check_classes, check_coco_file, register_coco
 from ..engine import evaluating, usable_device
 from ..errors import ConfigError
 from ..inference import (
@@ -56,10 +57,14 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
     predictor, cfg = _predictor(args, [*opts, *own], say)
     # It has a line for each image that does not fit.
     logging.getLogger("d2_memfit.engine.recovery").setLevel(logging.CRITICAL)
-    metadata = _metadata_of_coco(coco) if coco else metadata_of(cfg)
+    is_lazy = args.config_file.endswith(".py")  # its config does not say how many classes it has
+    metadata = _metadata_of_coco(coco, None if is_lazy else cfg) if coco else metadata_of(cfg)
     prediction = FilePrediction(predictor, args.output, metadata, args.min_score)
-    with evaluating(cfg, predictor.model):
-        prediction.run(files, say)
+    try:
+        with evaluating(cfg, predictor.model):
+            prediction.run(files, say)
+    except OSError as e:  # files that cannot be read are no errors
+        raise ConfigError(f"--output {args.output} cannot be written ({e.strerror})") from e
     device = next(predictor.model.parameters()).device
     number = len(prediction.images)
     print(
@@ -108,10 +113,12 @@ def _predictor(args: argparse.Namespace, opts: Sequence[str], say: Say) -> tuple
     return Predictor(config, job, weights, getattr(args, "tile_size", None)), job.cfg
 
 
-def _metadata_of_coco(coco: Sequence[Sequence[str]]) -> Any:
-    """Metadata of the first dataset of ``--coco``."""
+def _metadata_of_coco(coco: Sequence[Sequence[str]], cfg: Optional[CfgNode]) -> Metadata:
+    """Metadata of the first dataset of ``--coco``, whose classes must be those of the config."""
     name, json_file, image_dir = coco[0]
     register_coco(name, json_file, image_dir)
-    check_coco_file(name, json_file, None, for_training=False)
+    file = check_coco_file(name, json_file, None, for_training=False)
+    if cfg is not None:
+        check_classes(cfg, file)
     DatasetCatalog.get(name)  # which reads the names of its classes
     return MetadataCatalog.get(name)

@@ -175,6 +175,25 @@ def test_what_is_wrong_is_one_line(
     assert not (tmp_path / "found").exists()
 
 
+def test_classes_of_another_dataset_are_one_line(config, photographs, coins, tmp_path, capsys):
+    two = json.loads((coins / "val.json").read_text())
+    two["categories"].append({"id": 7, "name": "ring"})
+    (tmp_path / "two.json").write_text(json.dumps(two))
+    coco = ["--coco", "two_classes", tmp_path / "two.json", coins / "val"]
+    with pytest.raises(SystemExit):
+        predict(config, photographs, tmp_path / "found", *coco)
+    assert "MODEL.ROI_HEADS.NUM_CLASSES 1 does not fit the data" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(config, photographs, tmp_path, capsys):
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found" / "pictures").touch()
+    with pytest.raises(SystemExit) as e:
+        predict(config, photographs, tmp_path / "found")
+    assert e.value.code == 2
+    assert "found cannot be written (File exists)" in capsys.readouterr().err
+
+
 def test_keypoints_are_not_merged(photographs, tmp_path, capsys):
     config = save_trained(tmp_path / "keypoints", "keypoint_rcnn")
     predict(config, photographs / "000.png", tmp_path / "found")
