@@ -94,6 +94,8 @@ def main(stage: str, device_name: str, model_name: str) -> None:
     logging.getLogger("d2_memfit").setLevel(logging.ERROR)  # out-of-memory errors are intended
     use_expandable_segments()  # as in training under a budget
     device = torch.device(device_name)
+    if device.type == "cuda" and stage == "measured":
+        torch.cuda.set_device(device)
     scale = Scale.of(device)
     model = DeviceModel.choose(model_name, device_name) if stage == "expected" else None
     items = {item.key: item for item in ITEMS}
