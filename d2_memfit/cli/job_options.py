@@ -4,6 +4,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Optional, Union
 
 from detectron2.config import CfgNode
@@ -24,9 +25,18 @@ from ..job import (
 )
 from .options import check_opts, opts_of_settings, settings_of_data
 
-__all__ = ["job_of", "load_any_config"]
+__all__ = ["is_lazy", "job_of", "load_any_config"]
 
 Config = Union[CfgNode, DictConfig]
+
+
+def is_lazy(config_file: str) -> bool:
+    """Whether a config is a LazyConfig: a .py file, or the yaml file that its training wrote."""
+    file = Path(config_file)
+    if file.suffix != ".yaml" or not file.is_file():
+        return file.suffix == ".py"
+    lines = file.read_text(errors="replace").splitlines()
+    return any(line.startswith("dataloader:") for line in lines)
 
 
 def load_any_config(
@@ -38,7 +48,7 @@ def load_any_config(
         opts: KEY VALUE pairs placed before the user's.
         say: called with lines about progress.
     """
-    if args.config_file.endswith(".py"):
+    if is_lazy(args.config_file):
         return _load_lazy(args, opts)
     check_opts(args.opts)
     if not args.project:  # a project may set everything in its keys

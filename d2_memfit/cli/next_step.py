@@ -59,7 +59,8 @@ def after_training(output_dir: str, coco: Sequence[Sequence[str]], weights: str)
     held_out = coco[1] if len(coco) > 1 else ()
     names = ["--coco", *held_out] if held_out else []  # of the classes
     files = ["--input", "FOLDER", "--output", "predictions"]
-    use = _line("d2-memfit", "predict", *files, *names, *model)
+    trained = ["--config-file", config, "--weights", weights]
+    use = _line("d2-memfit", "predict", *files, *names, *trained)
     lines = [
         f"Written: {weights} (weights), {Path(output_dir) / 'metrics.json'}, {config}",
         f"Curves:\n  {_line('tensorboard', '--logdir', output_dir)}",

@@ -27,9 +27,8 @@ from ..inference import (
     read_images,
     weights_of,
 )
-from ..job import overrides_of, with_overrides
 from ..memory import device_memory, use_expandable_segments
-from .job_options import job_of, load_any_config
+from .job_options import is_lazy, job_of, load_any_config
 
 __all__ = ["export_model", "predict_files"]
 
@@ -57,8 +56,9 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
     predictor, cfg = _predictor(args, [*opts, *own], say)
     # It has a line for each image that does not fit.
     logging.getLogger("d2_memfit.engine.recovery").setLevel(logging.CRITICAL)
-    is_lazy = args.config_file.endswith(".py")  # its config does not say how many classes it has
-    metadata = _metadata_of_coco(coco, None if is_lazy else cfg) if coco else metadata_of(cfg)
+    # A LazyConfig does not say how many classes it has.
+    checked = None if is_lazy(args.config_file) else cfg
+    metadata = _metadata_of_coco(coco, checked) if coco else metadata_of(cfg)
     prediction = FilePrediction(predictor, args.output, metadata, args.min_score)
     try:
         with evaluating(cfg, predictor.model):
@@ -99,12 +99,10 @@ def _input(args: argparse.Namespace) -> Path:
 def _predictor(args: argparse.Namespace, opts: Sequence[str], say: Say) -> tuple[Predictor, Any]:
     """The predictor of a command, and its job's config."""
     config = load_any_config(args, opts, say)
-    is_lazy = isinstance(config, DictConfig)
-    device = usable_device(config.train.device if is_lazy else config.MODEL.DEVICE)
-    if is_lazy:
-        config = with_overrides(config, overrides_of({"MODEL.DEVICE": device}))
+    if isinstance(config, DictConfig):
+        config.train.device = usable_device(config.train.device)
     else:
-        config.MODEL.DEVICE = device
+        config.MODEL.DEVICE = usable_device(config.MODEL.DEVICE)
     job = job_of(args, config)
     configured = job.cfg.MODEL.WEIGHTS
     given = args.weights or (configured if "MODEL.WEIGHTS" in args.opts[::2] else None)

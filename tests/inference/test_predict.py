@@ -6,6 +6,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from detectron2.config import LazyConfig
 from detectron2.data.detection_utils import read_image
 from detectron2.data.transforms import ResizeShortestEdge
 from detectron2.engine import DefaultPredictor
@@ -155,7 +156,7 @@ def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp
         (["--tile-size", "0"], "--tile-size must be an integer of at least 16"),
         (["--weights", "no.pth"], "the checkpoint no.pth does not exist"),
         (["--config-file", "untrained.yaml"], "--weights: name the file of a trained model"),
-        (["--budget", "5", "--card", "6GB"], "--budget 5 and --card 6GB are two budgets"),
+        (["--budget", "5", "--card", "6GB"], "are two budgets: name one"),
         (["MODEL.ROI_HEADS.NUM_CLASSES", "7"], "does not fit the config: roi_heads.box_predictor."),
         (["MODEL.KEYPOINT_ON", "True"], "model_final.pth has no values for "),
     ],
@@ -224,5 +225,8 @@ def test_a_lazy_config_says_how_images_are_resized(photographs, tmp_path, capsys
         inputs = [{"image": pixels, "height": height, "width": width}]
         expected = model.eval()(inputs)[0]["instances"]
     found = [r for r in results_of(tmp_path / "found") if r["image_id"] == 1]
+    LazyConfig.save(LazyConfig.load(str(config)), str(tmp_path / "config.yaml"))  # as a training
+    predict(tmp_path / "config.yaml", photographs, tmp_path / "again", *weights)
+    assert results_of(tmp_path / "again") == results_of(tmp_path / "found")
     assert found
     assert [r["score"] for r in found] == expected.scores.tolist()
