@@ -96,14 +96,18 @@ def write_html(run: Run, path: Path) -> None:
     figure.add_scatter(x=x, y=y, name="micro-batch", line=line, showlegend=False, row=2, col=1)
     figure.update_xaxes(matches="x", row=1, col=1)
     figure.update_xaxes(matches="x", title="iteration", row=2, col=1)
-    patterns = ("", "/", "\\", "x", ".", "+", "-", "|")
+    colorway = (_BLUE, _ORANGE, _GREEN, _RED, _SKY, "#CC79A7", "#F0E442", "#999999")
+    patterns = ("", "/", "\\", "x", ".", "+", "-", "|")  # one for each round of the colours
     for i, (owner, size) in enumerate(run.owners.items()):
         figure.add_bar(
             y=["peak"],
             x=[size / _GB],
             name=_escaped(owner),
             orientation="h",
-            marker={"pattern": {"shape": patterns[i % len(patterns)]}},
+            marker={
+                "color": colorway[i % len(colorway)],
+                "pattern": {"shape": patterns[i // len(colorway) % len(patterns)]},
+            },
             row=3,
             col=1,
         )
@@ -116,12 +120,10 @@ def write_html(run: Run, path: Path) -> None:
     )
     figure.update_yaxes(title="GB (2^30 bytes)", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(rangemode="tozero", row=2, col=1)
-    colorway = (_BLUE, _ORANGE, _GREEN, _RED, _SKY, "#CC79A7", "#F0E442", "#999999")
     figure.update_layout(
         title="d2_memfit: memory of a run",
         height=1300,
         barmode="stack",
-        colorway=colorway,
         hovermode="x unified",
         template="plotly_white",
     )

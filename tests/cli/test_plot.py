@@ -120,3 +120,13 @@ def test_a_folder_without_a_run_is_one_clear_line(files, message, tmp_path, caps
     printed = capsys.readouterr().err
     assert re.search(message, printed)
     assert printed.count("\n") == 1
+
+
+def test_no_two_owners_look_alike(output_dir):
+    owners = {f"owner {i}": 2**30 for i in range(20)}
+    snapshot = {"iteration": 60, "total_bytes": 20 * 2**30, "owners": owners}
+    (output_dir / "memfit_memory_60.json").write_text(json.dumps(snapshot))
+    run(output_dir)
+    page = (output_dir / "memory.html").read_text()
+    looks = re.findall(r'"marker":\{"color":"([^"]*)","pattern":\{"shape":"([^"]*)"', page)
+    assert len(set(looks)) == len(looks) == 20
