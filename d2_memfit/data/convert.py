@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +58,23 @@ def convert_folder(folder: Path, output: Path) -> list[ConvertedSplit]:
         file = output / f"{name}.json"
         try:
             load().as_coco(annotations_path=str(file))
+        except ConfigError:
+            raise
         except Exception as e:  # as various as the files
             raise DataError(f"{images} cannot be converted ({type(e).__name__}: {e})") from e
         converted.append(ConvertedSplit(name, file, images))
     return converted
 
 
-def _supervision() -> Any:
+def _load(layout: str, *places: Path) -> Any:
+    """Supervision's dataset of a folder: a class method of ``DetectionDataset``, and its paths."""
     try:
-        import supervision
+        from supervision import DetectionDataset
     except ImportError as e:
         raise ConfigError(
             f"folders are converted by supervision ({e}): pip install supervision"
         ) from e
-    return supervision
+    return getattr(DetectionDataset, layout)(*map(str, places))
 
 
 def _yolo(folder: Path) -> Iterator[tuple[str, Path, Any]]:
@@ -90,10 +94,7 @@ def _yolo(folder: Path) -> Iterator[tuple[str, Path, Any]]:
         *before, _, after = f"/{images}/".rpartition("/images/")
         labels = Path("".join(before)) / "labels" / after.strip("/")
 
-        def load(images: Path = images, labels: Path = labels) -> Any:
-            return _supervision().DetectionDataset.from_yolo(str(images), str(labels), str(file))
-
-        yield key, images, load
+        yield key, images, partial(_load, "from_yolo", images, labels, file)
 
 
 def _pascal_voc(folder: Path) -> Iterator[tuple[str, Path, Any]]:
@@ -102,9 +103,4 @@ def _pascal_voc(folder: Path) -> Iterator[tuple[str, Path, Any]]:
     places += [("train", folder / "JPEGImages", folder / "Annotations"), ("train", folder, folder)]
     for name, images, annotations in places:
         if images.is_dir() and any(annotations.glob("*.xml")):
-
-            def load(images: Path = images, annotations: Path = annotations) -> Any:
-                dataset = _supervision().DetectionDataset
-                return dataset.from_pascal_voc(str(images), str(annotations))
-
-            yield name, images, load
+            yield name, images, partial(_load, "from_pascal_voc", images, annotations)
