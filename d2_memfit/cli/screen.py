@@ -57,10 +57,13 @@ def progress_hooks(max_iter: int) -> list[HookBase]:
 
 
 class FirstIterations(hooks.PeriodicWriter):
-    """Writes each iteration until the log has its first line of several."""
+    """Writes each of the first iterations that Detectron2's writer leaves out."""
 
     def after_step(self) -> None:
-        if self.trainer.iter - self.trainer.start_iter < _PERIOD - 1:
+        trainer = self.trainer
+        is_first = trainer.iter - trainer.start_iter < _PERIOD
+        is_in_the_log = (trainer.iter + 1) % _PERIOD == 0 or trainer.iter + 1 == trainer.max_iter
+        if is_first and not is_in_the_log:
             super().after_step()
 
     def after_train(self) -> None:

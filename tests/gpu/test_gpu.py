@@ -14,6 +14,7 @@ import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ from d2_memfit.memory import OwnerMeter, enforce_budget, is_out_of_memory, relea
 from d2_memfit.planner.device import calibrate, calibration
 from d2_memfit.planner.estimates import steps as dry_steps
 from d2_memfit.planner.stand_ins import casts_of_cuda
-from d2_memfit.techniques import TECHNIQUES, apply_techniques
+from d2_memfit.techniques import TECHNIQUES, apply_techniques, offload
 
 pytestmark = pytest.mark.slow
 
@@ -420,8 +421,9 @@ def test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit(family, 
 
     blocks = {"MEMFIT.CHECKPOINT.MODULES": ["backbone.bottom_up.res3", "*head"]}
     if device.type == "cuda":
-        blocks["MEMFIT.OFFLOAD.MODULES"] = ["backbone.bottom_up.res2.*"]
-    with deterministic():
+        blocks["MEMFIT.OFFLOAD.MODULES"] = ["backbone.bottom_up.res4.*"]  # trained; res2 is frozen
+    all_leave = {"_SMALLEST_BYTES": 1, "_MOST_IN_FLIGHT_BYTES": 0}
+    with deterministic(), patch.multiple(offload, **all_leave):
         expected, again, actual = map(gradients, ({}, {}, blocks))
     repeats = f"{relative_difference(again, expected)} without them"
     assert expected.keys() == actual.keys()
@@ -539,8 +541,16 @@ def retries(card, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
 
 
+def copies_of_nothing(card, monkeypatch):
+    monkeypatch.setattr(offload._Offload, "_copy", lambda *_: None)
+
+
 MEASURED = partial(test_the_gpu_is_measured, FIRST[-1])
+OFFLOADED = partial(
+    test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit, "retinanet"
+)
 FAULTS = [
+    (copies_of_nothing, OFFLOADED),
     (no_limit, test_allocations_above_the_budget_fail),
     (no_limit, test_a_batch_that_does_not_fit_is_split_and_memory_does_not_grow),
     (no_limit, test_evaluation_with_too_little_memory_has_the_same_results),
