@@ -11,6 +11,7 @@ import sys
 import termios
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import ROOT
 
 pytestmark = pytest.mark.slow
@@ -76,6 +77,13 @@ def test_a_terminal_has_a_progress_bar_and_files_have_no_colours(runs):
     assert "loss=" not in piped
     assert "\x1b" not in piped
     assert "\x1b" not in (folder / "log.txt").read_text()
+
+
+def test_tensorboard_has_the_first_images(runs):
+    folder, *_ = runs
+    events = EventAccumulator(str(next(folder.glob("events*"))), {"images": 0})
+    events.Reload()
+    assert events.Tags()["images"] == ["first images/0"]  # of a batch of one
 
 
 def test_its_last_lines_are_commands_for_what_it_made(runs):
