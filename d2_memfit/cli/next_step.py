@@ -36,11 +36,9 @@ def after_plan(args: argparse.Namespace) -> str:
     data = [word for dataset in args.coco for word in ("--coco", *dataset)]
     ranks = ["--num-gpus", args.num_gpus] if args.num_gpus > 1 else []
     of_plan = ["--config-file", args.output, *ranks]
-    if args.trainer:
-        script = args.trainer.partition(":")[0].replace(".", "/") + ".py"
-        train = _line("python", script, *of_plan)
-    elif args.project:
-        train = _line("python", "YOUR_SCRIPT.py", *of_plan)
+    if args.trainer or args.project:
+        script = Path((args.trainer or "").partition(":")[0].replace(".", "/") + ".py")
+        train = _line("python", script if script.is_file() else "YOUR_SCRIPT.py", *of_plan)
     else:
         train = _line("d2-memfit", "train", *of_plan, *data)
     return f"Written: {args.output}\nNext, train it:\n  {train}"
