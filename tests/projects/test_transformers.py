@@ -325,7 +325,7 @@ def test_weights_that_leave_the_backbone_random_are_an_error_that_names_layers(t
     for part in (
         "would leave 2 layers of the backbone random",
         f"{embeddings}position_embeddings is 1x65x32 in the weights, and 1x257x32 in the model",
-        f"{embeddings}patch_embeddings.projection.weight is 32x3x16x16 in the weights, and 32x3x8x8",
+        f"{embeddings}patch_embeddings.projection.weight is 32x3x16x16 in the weights, and 32x3x8",
         "Set TRANSFORMERS.SIZE to the config.json of these weights",
     ):
         assert part in str(error.value)
