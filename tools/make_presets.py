@@ -78,7 +78,8 @@ MODELS_OF_TRANSFORMERS = (
 
 # Presets for the commands of a guide, projects/Transformers/README.md: config, --batch, --accum,
 # --multi_scale, and a micro-batch that fits. Those with masks have their criterion in chunks from
-# the start, which is exact and needs no transfers. So has that of the recipe for 4 GB.
+# the start, which is exact and needs no transfers; images with more than 32 objects take longer. So
+# has that of the recipe for 4 GB.
 GUIDE = {
     "rf_detr_seg_nano_4GB": ("rf_detr_seg_nano", 4, 4, 0, 1),
     "guide_detector_4GB": ("rf_detr_nano", 2, 4, 0, 2),
