@@ -8,12 +8,13 @@
 For each model and each card that it makes sense on, two plans of one GPU, with the recipe's 16
 images in each iteration: the fastest exact one, and, if it is faster, the fastest one with mixed
 precision ("_amp"). Half an hour on two cores for all of the zoo. Those of projects/Transformers are
-made with --transformers, and take some minutes each.
+made with --transformers, and take some minutes each; so are its guide_*.yaml, exact plans for the
+commands of a guide.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +76,33 @@ MODELS_OF_TRANSFORMERS = (
 )
 
 
+# Presets for the commands of a guide, projects/Transformers/README.md: config, --batch, --accum,
+# --multi_scale, and a micro-batch that fits. Those with masks have their criterion in chunks from
+# the start, which is exact and needs no transfers; images with more than 32 objects take longer. So
+# has that of the recipe for 4 GB.
+GUIDE = {
+    "rf_detr_seg_nano_4GB": ("rf_detr_seg_nano", 4, 4, 0, 1),
+    "guide_detector_4GB": ("rf_detr_nano", 2, 4, 0, 2),
+    "guide_detector_6GB": ("rf_detr_nano", 4, 2, 1, 2),
+    "guide_detector_8GB": ("rf_detr_small", 4, 2, 1, 2),
+    "guide_detector_16GB": ("rf_detr_base", 8, 1, 1, 4),
+    "guide_masks_4GB": ("rf_detr_seg_nano", 1, 8, 0, 1),
+    "guide_masks_6GB": ("rf_detr_seg_nano", 2, 4, 1, 1),
+    "guide_masks_8GB": ("rf_detr_seg_small", 2, 4, 1, 1),
+    "guide_masks_16GB": ("rf_detr_seg_base", 4, 2, 1, 1),
+}
+
+
 def zoo_job(model: str) -> Job:
     return Job.from_cfg(load_cfg(str(CONFIGS / f"{model}.yaml")), 1)
 
 
-def transformers_job(model: str) -> Job:
+def transformers_job(model: str, opts: Sequence[Any] = ()) -> Job:
     sys.path.insert(0, str(TRANSFORMERS))
     from d2_transformers import Trainer, add_transformers_config
 
     file = TRANSFORMERS / "configs" / f"{model}.yaml"
-    return Job.from_trainer(Trainer, load_cfg(str(file), (), [add_transformers_config]), 1)
+    return Job.from_trainer(Trainer, load_cfg(str(file), opts, [add_transformers_config]), 1)
 
 
 def presets(job: Job, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
@@ -109,19 +127,46 @@ def presets(job: Job, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
                 yield name, plan
 
 
-def preset_text(model: str, name: str, plan: Plan) -> str:
+def guide_preset(name: str) -> str:
+    """Text of a preset with the guide's settings, and with those that make it fit."""
+    model, batch, accum, multi_scale, micro_batch = GUIDE[name]
+    card = name.rsplit("_", 1)[1]
+    settings: dict[str, Any] = {
+        "SOLVER.IMS_PER_BATCH": batch,
+        "SOLVER.ACCUMULATION_STEPS": accum,
+        "TRANSFORMERS.MULTI_SCALE_STEPS": 3 * multi_scale,
+    }
+    if micro_batch < batch:
+        settings["MEMFIT.MICRO_BATCH"] = micro_batch
+    if "seg" in model:
+        settings["MEMFIT.CRITERION.CHUNK_SIZE"] = 32
+    job = transformers_job(model, [part for pair in settings.items() for part in pair])
+    plan = Planner(job, DeviceModel.load("cuda")).plan(budget_of_preset(card), ["exact"])
+    if not plan.fits or plan.is_tight:
+        raise SystemExit(f"{name} needs a budget of {plan.smallest_budget_gb} GB")
+    source = "the guide" if name.startswith("guide") else "the recipe"
+    return preset_text(model, card, plan, settings, source)
+
+
+def preset_text(
+    model: str,
+    name: str,
+    plan: Plan,
+    more_settings: Mapping[str, Any] = {},
+    source: str = "the recipe",
+) -> str:
     estimate, card = plan.estimate, name.split("_", maxsplit=1)[0]
     images = estimate.images_per_gpu * estimate.accumulation_steps
     lines = [
         f"# {Path(model).name} on one GPU of {card}: {images} images in each "
-        f"iteration, as in the recipe,",
+        f"iteration, as in {source},",
         f"# {estimate.micro_batch_size} at a time. Estimated at "
         f"{estimate.device_total_gb:.1f} of {plan.budget_gb:g} GB.",
         "# Written by tools/make_presets.py.",
         f'_BASE_: "{Path(model).name}.yaml"',
     ]
     tree: dict[str, Any] = {}
-    settings = {**plan.settings, "MEMFIT.PRESET": card}
+    settings = {**more_settings, **plan.settings, "MEMFIT.PRESET": card}
     del settings["MEMFIT.BUDGET_GB"]
     for key, value in sorted(settings.items()):
         *nodes, name = key.split(".")
@@ -187,6 +232,7 @@ Written by `python tools/make_presets.py`.
 
 
 def main() -> None:
+    make_job: Callable[[str], Job]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -196,17 +242,22 @@ def main() -> None:
     if args.transformers:
         folder, models, make_job = (
             TRANSFORMERS / "configs",
-            MODELS_OF_TRANSFORMERS,
+            (*MODELS_OF_TRANSFORMERS, *GUIDE),
             transformers_job,
         )
     else:
         folder, models, make_job = CONFIGS, MODELS, zoo_job
     rows = []
     for model in args.names or models:
-        cards = next((cards for part, cards in CARDS.items() if part in model), ALL_CARDS)
+        if model in GUIDE:
+            (folder / f"{model}.yaml").write_text(guide_preset(model))
+            continue
+        all_cards = next((cards for part, cards in CARDS.items() if part in model), ALL_CARDS)
         file = str(folder / f"{model}_{{}}.yaml")
         for old in folder.glob(f"{model}_*GB*.yaml"):
-            old.unlink()
+            if old.stem not in GUIDE:
+                old.unlink()
+        cards = [card for card in all_cards if f"{model}_{card}" not in GUIDE]
         for name, plan in presets(make_job(model), cards):
             Path(file.format(name)).write_text(preset_text(model, name, plan))
             rows.append(preset_row(model, name, plan))

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from d2_transformers import ResizeSquare, Trainer, build_mapper
+from d2_transformers.build import _size_of
 from d2_transformers.families import FAMILIES
 from detectron2.data import DatasetCatalog, build_detection_test_loader
 from detectron2.evaluation import inference_on_dataset
@@ -310,6 +311,79 @@ def test_other_classes_keep_their_random_weights(tmp_path, log):
     assert "stay random: class_embed.bias, class_embed.weight" in log.text
 
 
+def test_weights_that_leave_the_backbone_random_are_an_error_that_names_layers(tmp_path):
+    model = made()
+    model.save_pretrained(str(tmp_path))
+    cfg = tiny_transformers_cfg(has_masks=True)
+    dinov2 = dict(dict(cfg.TRANSFORMERS.OPTIONS)["backbone_config"], patch_size=8, num_windows=1)
+    cfg.TRANSFORMERS.OPTIONS.append(["backbone_config", dinov2])
+    other = tiny_model(cfg, seed=1)
+    before = parameters(other)
+    with pytest.raises(ConfigError) as error:
+        other.load_pretrained(str(tmp_path))
+    embeddings = "backbone.backbone.embeddings."
+    for part in (
+        "would leave 2 layers of the backbone random",
+        f"{embeddings}position_embeddings is 1x65x32 in the weights, and 1x257x32 in the model",
+        f"{embeddings}patch_embeddings.projection.weight is 32x3x16x16 in the weights, and 32x3x8",
+        "Set TRANSFORMERS.SIZE to the config.json of these weights",
+    ):
+        assert part in str(error.value)
+    assert relative_difference(parameters(other), before) == 0
+
+
+# rf-detr's config.py: patch, windows, resolution, layers of the decoder, queries. Of seg_large it
+# takes 200 of the 300 queries in the weights.
+RELEASED = {
+    "nano": (16, 2, 384, 2, 300),
+    "small": (16, 2, 512, 3, 300),
+    "medium": (16, 2, 576, 4, 300),
+    "large_2026": (16, 2, 704, 4, 300),
+    "seg_preview": (12, 2, 432, 4, 200),
+    "seg_nano": (12, 1, 312, 4, 100),
+    "seg_small": (12, 2, 384, 4, 100),
+    "seg_medium": (12, 2, 432, 5, 200),
+    "seg_large": (12, 2, 504, 5, 300),
+    "seg_xlarge": (12, 2, 624, 6, 300),
+    "seg_2xlarge": (12, 2, 768, 6, 300),
+}
+
+
+@pytest.mark.parametrize("size", RELEASED)
+def test_released_rf_detrs_have_all_shapes_of_their_weights(size):
+    patch, windows, resolution, layers, queries = RELEASED[size]
+    backbone = {
+        "model_type": "rf_detr_dinov2",
+        "hidden_size": 384,
+        "num_attention_heads": 6,
+        "out_features": ["stage3", "stage6", "stage9", "stage12"],
+        "image_size": resolution,
+        "num_windows": windows,
+        "patch_size": patch,
+    }
+    has_masks = size.startswith("seg")
+    config = transformers.RfDetrConfig(
+        backbone_config=backbone,
+        decoder_layers=layers,
+        decoder_n_points=2,
+        num_queries=queries,
+        num_labels=91,
+        **({"class_loss_coefficient": 5.0} if has_masks else {}),
+    )
+    name = FAMILIES["rf_detr"].mask_class if has_masks else FAMILIES["rf_detr"].box_class
+    cfg = tiny_transformers_cfg("rf_detr", has_masks)
+    cfg.MODEL.ROI_HEADS.NUM_CLASSES, cfg.MODEL.DEVICE = 91, "meta"
+    cfg.TRANSFORMERS.SIZE, cfg.TRANSFORMERS.RESOLUTION = size, resolution
+    cfg.TRANSFORMERS.OPTIONS, cfg.TRANSFORMERS.NUM_QUERIES = [], 0
+    with torch.device("meta"):
+        model, released = tiny_model(cfg), getattr(transformers, name)(config)
+    shapes = {n: p.shape for n, p in released.state_dict().items()}
+    assert {n: p.shape for n, p in model.model.state_dict().items()} == shapes
+    (embedding,) = (shape for n, shape in shapes.items() if n.endswith("position_embeddings"))
+    assert embedding == (1, (resolution // patch) ** 2 + 1, 384)
+    assert _size_of(config) == size
+
+
 def test_weights_that_cannot_be_fetched_are_an_error_that_says_what_to_do(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"WEIGHTS 'nobody/nothing' is neither a folder"):
@@ -352,7 +426,11 @@ def test_the_whole_gradient_is_clipped():
     ("keys", "message"),
     [
         ({"TYPE": "yolo"}, "TRANSFORMERS.TYPE must be 'rf_detr', "),
-        ({"SIZE": "huge"}, "TRANSFORMERS.SIZE must be nano, small, base, medium, large, or a conf"),
+        (
+            {"SIZE": "huge"},
+            "TRANSFORMERS.SIZE must be nano, small, base, medium, large, large_2026, seg_preview, "
+            "seg_nano, seg_small, seg_medium, seg_large, seg_xlarge, seg_2xlarge, or a config.json",
+        ),
         ({"RESOLUTION": 100}, "has 100 pixels, which must be divisible by 32"),
         ({"NUM_QUERIES": 65}, "TRANSFORMERS.NUM_QUERIES must be at most 64, the patches of an im"),
         ({"OPTIONS": [["dropuot", 0.1]]}, r"RfDetrConfig has no dropuot \(did you mean dropout"),
@@ -379,7 +457,7 @@ def test_masks_are_asked_of_models_that_have_them(kind, has_masks):
 def test_every_size_is_one_that_transformers_builds(kind, size):
     cfg = tiny_transformers_cfg(kind, FAMILIES[kind].box_class is None)
     cfg.TRANSFORMERS.SIZE, cfg.TRANSFORMERS.OPTIONS = size, []
-    cfg.TRANSFORMERS.RESOLUTION = 448
+    cfg.TRANSFORMERS.RESOLUTION = 672  # divisible by patches and windows of all
     cfg.MODEL.DEVICE = "meta"
     with torch.device("meta"):
         model = tiny_model(cfg)

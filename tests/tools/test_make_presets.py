@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 import make_presets
 import pytest
+from d2_transformers import add_transformers_config
 from tiny import ROOT
 
 from d2_memfit import estimate_memory, model_zoo
@@ -37,6 +38,30 @@ def test_recipes_are_those_of_detectron2(model):
         pytest.skip("Detectron2's zoo has no such backbone")
     ours = model_zoo.get_config(f"{model}.yaml")
     assert ours.dump() == load_cfg(str(detectron2_zoo() / f"{in_zoo}.yaml")).dump()
+
+
+@pytest.mark.parametrize("name", make_presets.GUIDE)
+def test_a_preset_for_the_guide_has_its_settings(name):
+    model, batch, accum, multi_scale, _ = make_presets.GUIDE[name]
+    folder = make_presets.TRANSFORMERS / "configs"
+    cfg, base = (
+        load_cfg(str(folder / f"{file}.yaml"), (), [add_transformers_config])
+        for file in (name, model)
+    )
+    check_config(cfg)
+    assert cfg.MODEL == base.MODEL
+    assert (batch, accum) == (cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS)
+    assert 3 * multi_scale == cfg.TRANSFORMERS.MULTI_SCALE_STEPS
+    assert cfg.TRANSFORMERS.RESOLUTION == base.TRANSFORMERS.RESOLUTION
+    assert name.endswith(f"_{cfg.MEMFIT.PRESET}")
+    assert (cfg.MEMFIT.CRITERION.CHUNK_SIZE == 32) == cfg.MODEL.MASK_ON
+
+
+@pytest.mark.exhaustive
+def test_masks_at_384_pixels_fit_4_gb():
+    for name in ("guide_masks_4GB", "rf_detr_seg_nano_4GB"):
+        text = (make_presets.TRANSFORMERS / "configs" / f"{name}.yaml").read_text()
+        assert make_presets.guide_preset(name) == text
 
 
 @pytest.mark.exhaustive

@@ -3,8 +3,9 @@
 
 import json
 import logging
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from detectron2.config import CfgNode
 from torch import nn
@@ -17,6 +18,8 @@ from .families import FAMILIES
 __all__ = ["build_transformers_model", "load_pretrained"]
 
 logger = logging.getLogger("d2_memfit.transformers")
+
+_OF_BACKBONE = re.compile(r"(^|\.)(backbone|embeddings|pixel_level_module\.encoder)\.")
 
 
 def build_transformers_model(cfg: CfgNode) -> nn.Module:
@@ -95,7 +98,8 @@ def load_pretrained(model: nn.Module, weights: str) -> None:
     change, and are logged. A segmentation model also takes the weights of its detector.
 
     Raises:
-        ConfigError: there are no such weights, or they belong to another model.
+        ConfigError: there are no such weights, they belong to another model, or they would leave
+            layers of the backbone random.
     """
     target: Any = model
     try:
@@ -117,8 +121,12 @@ def load_pretrained(model: nn.Module, weights: str) -> None:
             f"TRANSFORMERS.WEIGHTS {weights!r} is a {source.model_type}, and TRANSFORMERS.TYPE is "
             f"{target.config.model_type}"
         )
+    problems = {key: "is not among the weights" for key in info["missing_keys"]}
+    for key, there, here in info["mismatched_keys"]:
+        problems[key] = f"is {_shape(there)} in the weights, and {_shape(here)} in the model"
+    _check_backbone(target, weights, source, problems)
     target.load_state_dict(loaded.state_dict())
-    fresh = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    fresh = sorted(problems)
     logger.info(
         "Weights of %s are loaded. %d of %d tensors are not among them, and stay random: %s",
         weights,
@@ -126,6 +134,45 @@ def load_pretrained(model: nn.Module, weights: str) -> None:
         len(target.state_dict()),
         ", ".join(fresh[:8]) + (", ..." if len(fresh) > 8 else "") or "none",
     )
+
+
+def _check_backbone(model: Any, weights: str, source: Any, problems: dict[str, str]) -> None:
+    """Raise :class:`ConfigError` if trained layers of the backbone have no weights.
+
+    Args:
+        source: transformers' config of the weights.
+        problems: reasons why parameters stay random, by name.
+    """
+    fresh = [
+        f"{name} {problems[name]}"
+        for name, _ in model.named_parameters()
+        if name in problems and _OF_BACKBONE.search(name) and not name.endswith(".mask_token")
+    ]
+    if fresh:
+        size = _size_of(source)
+        raise ConfigError(
+            f"TRANSFORMERS.WEIGHTS {weights!r} would leave {len(fresh)} layers of the backbone "
+            f"random, with which the others are of no use: {'; '.join(fresh[:4])}"
+            f"{'; ...' if len(fresh) > 4 else ''}. Set TRANSFORMERS.SIZE to "
+            + (f"{size}, the size of these weights" if size else "the config.json of these weights")
+        )
+
+
+def _size_of(source: Any) -> Optional[str]:
+    """Name of the size of a transformers config; None if no size has its values."""
+    values = source.to_dict()
+    sizes = FAMILIES[source.model_type].sizes
+    return next((name for name, size in sizes.items() if size and _has(values, size)), None)
+
+
+def _has(values: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return all(_has(values.get(name), value) for name, value in expected.items())
+    return bool(values == expected)
+
+
+def _shape(sizes: Any) -> str:
+    return "x".join(map(str, sizes))
 
 
 def _first_line(error: Exception) -> str:

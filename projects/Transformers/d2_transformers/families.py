@@ -59,6 +59,17 @@ def _rf_detr(
     }
 
 
+def _rf_detr_seg(
+    decoder_layers: int, num_queries: int, image_size: int, num_windows: int = 2
+) -> dict[str, Any]:
+    """An RF-DETR-Seg as released, with patches of 12 pixels."""
+    return {
+        **_rf_detr(decoder_layers, 12, num_windows, image_size),
+        "num_queries": num_queries,
+        "class_loss_coefficient": 5.0,
+    }
+
+
 def _rt_detr(depths: list[int], decoder_layers: int = 6, **values: Any) -> dict[str, Any]:
     backbone = {"model_type": "rt_detr_resnet", "depths": depths, "out_indices": [2, 3, 4]}
     return {"backbone_config": backbone, "decoder_layers": decoder_layers, **values}
@@ -81,7 +92,8 @@ def _swin(depths: list[int]) -> dict[str, Any]:
 
 
 FAMILIES = {
-    # rfdetr/config.py, version 1.3. Its large has two levels of features, and transformers one.
+    # rfdetr/config.py, version 1.4, and convert_rf_detr_weights_to_hf.py of transformers. Large is
+    # that of version 1.3, which has two levels of features in rfdetr, and one in transformers.
     "rf_detr": Family(
         "RfDetrForObjectDetection",
         "RfDetrForInstanceSegmentation",
@@ -91,6 +103,14 @@ FAMILIES = {
             "base": _rf_detr(3, 14, 4, 518),
             "medium": _rf_detr(4, 16, 2, 576),
             "large": _rf_detr(3, 14, 4, 518, is_base=True),
+            "large_2026": _rf_detr(4, 16, 2, 704),
+            "seg_preview": _rf_detr_seg(4, 200, 432),
+            "seg_nano": _rf_detr_seg(4, 100, 312, num_windows=1),
+            "seg_small": _rf_detr_seg(4, 100, 384),
+            "seg_medium": _rf_detr_seg(5, 200, 432),
+            "seg_large": _rf_detr_seg(5, 300, 504),
+            "seg_xlarge": _rf_detr_seg(6, 300, 624),
+            "seg_2xlarge": _rf_detr_seg(6, 300, 768),
         },
         takes_mask=True,
     ),
