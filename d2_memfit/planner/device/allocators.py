@@ -45,11 +45,9 @@ class CachingAllocator:
         allocated_bytes, reserved_bytes: current values, as of ``torch.cuda.memory_allocated`` (with
             remainders too small for a block of their own) and ``torch.cuda.memory_reserved``.
         peak_allocated_bytes, peak_reserved_bytes: their peaks.
-        num_retries: allocations for which free memory was returned, as ``num_alloc_retries``.
     """
 
     def __init__(self, limit_bytes: Optional[int] = None, expandable: bool = False) -> None:
-        self.num_retries = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self._limit_bytes = limit_bytes
@@ -168,7 +166,6 @@ class CachingAllocator:
 
     def _give_back(self) -> None:
         """Return free memory to the device: whole segments, or pages of growing segments."""
-        self.num_retries += 1
         for block in [entry[2] for free in self._free.values() for entry in free]:
             if self._expandable:
                 size = block.size // _page(block.is_small) * _page(block.is_small)
@@ -205,7 +202,6 @@ class PageAllocator:
 
     def __init__(self, limit_bytes: Optional[int] = None) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.num_retries = 0  # it keeps nothing that could be returned
         self._limit_bytes = limit_bytes
 
     def allocate(self, num_bytes: int) -> int:

@@ -17,7 +17,7 @@ from ...config import CARDS
 from ...errors import ConfigError
 from ...memory import process_memory, take_blas_buffer
 from ..dry_run import Allocate, Allocation, Convolution, Free, Operator, Timeline, Work
-from .allocators import CachingAllocator, DoesNotFit, PageAllocator
+from .allocators import CachingAllocator, PageAllocator
 
 __all__ = ["WORKSPACES", "DeviceModel", "DeviceUse", "device_names"]
 
@@ -233,9 +233,7 @@ class DeviceModel:
             ranks: processes that train together.
 
         Raises:
-            DoesNotFit: the timeline needs more than the limit, or fits only if the allocator
-                returns free memory. Each iteration would do so, and recovery takes that for a sign
-                that memory runs out (:class:`~d2_memfit.memory.RisingRetries`).
+            DoesNotFit: the timeline needs more than the limit.
         """
         outside = self._outside_bytes(ranks)
         limit = None if limit_bytes is None else limit_bytes - sum(outside.values())
@@ -248,8 +246,6 @@ class DeviceModel:
                 account.allocate(event.allocation)
             else:
                 account.free(event.allocation)
-            if allocator.num_retries:
-                raise DoesNotFit
         allocated, reserved = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
         if limit_bytes is None:  # else it reserves no more than it may
             reserved = max(allocated, round(reserved * self.reserved_factor))

@@ -67,19 +67,6 @@ def test_the_breakdown_adds_up_and_workspaces_count_while_they_are_needed():
     assert use.total_bytes == use.reserved_bytes + 600 * MB
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-def test_what_fits_only_when_the_cache_is_given_back_does_not_fit(expandable):
-    first = Allocation(60 * MB, "activations", "forward")
-    second = Allocation(80 * MB, "activations", "forward")
-    held = Allocation(10 * MB, "activations", "forward")
-    run = timeline(Allocate(first), Allocate(held), Free(first), Allocate(second))
-    device = replace(DeviceModel.load("cuda"), cublas_workspace_mb=0.0, other_tensors_mb=0.0)
-    enough = device.use(run, None, expandable).total_bytes
-    device.use(run, enough, expandable)
-    with pytest.raises(DoesNotFit):
-        device.use(run, enough - 2 * MB, expandable)
-
-
 def test_workspaces_depend_on_what_is_convolved():
     device = DeviceModel.load("cuda")
     small = convolution(256, (25, 42))
