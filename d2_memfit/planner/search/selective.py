@@ -84,7 +84,7 @@ def _fastest_blocks(
             if trials.dry_job(found).seconds() < _WORTH_IT * seconds:
                 best, seconds = found, trials.dry_job(found).seconds()
         else:  # memory between the allocator's blocks, or evaluation
-            reserve = max(2 * reserve, 0.01 * trials.limit_bytes)
+            reserve += 0.01 * trials.limit_bytes
     return best
 
 
