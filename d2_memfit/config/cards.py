@@ -42,8 +42,8 @@ def preset_of_card(text: str) -> str:
     known = [*PRESETS, *(known.upper() for known in CARDS)]
     raise ConfigError(
         f"--card: {text!r} is not known{did_you_mean(name.upper(), known)}. There are "
-        f"{', '.join(PRESETS)}, and names of NVIDIA's cards. For another size, --budget takes any "
-        "number"
+        f"{', '.join(PRESETS)}, and names of NVIDIA's cards. For a card of another name, give its "
+        "size. For another size, --budget takes any number"
     )
 
 
