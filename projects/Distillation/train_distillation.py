@@ -109,6 +109,7 @@ class Distilled(nn.Module):
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
         if not self.training:
             return super().forward(batched_inputs)
+        targets = self._targets(batched_inputs)  # first, while there are no activations
         features: dict[str, torch.Tensor] = {}
 
         def keep(_module: nn.Module, _inputs: Any, outputs: dict[str, torch.Tensor]) -> None:
@@ -116,7 +117,6 @@ class Distilled(nn.Module):
 
         with self.backbone.register_forward_hook(keep):
             losses = super().forward(batched_inputs)
-        targets = self._targets(batched_inputs)
         terms = []
         for level, stride in self._strides.items():
             for number, image in enumerate(batched_inputs):
