@@ -91,16 +91,18 @@ def to_int8(model: nn.Module, calibrate: Optional[Calibration] = None) -> nn.Mod
 def _prepared(layer: Any) -> Int8Layer:
     if isinstance(layer, nn.Linear):
         # As a 1 x 1 convolution, whose int8 weights Detectron2's checkpoints can hold.
-        plain = nn.Conv2d(layer.in_features, layer.out_features, 1, bias=layer.bias is not None)
+        plain = nn.Conv2d(layer.in_features, layer.out_features, 1)
         plain.weight = nn.Parameter(layer.weight.detach()[:, :, None, None])
         plain.bias = layer.bias
-        return Int8Layer(plain, [])
-    plain = plain_convolution(layer)
+    else:
+        plain = plain_convolution(layer)
     after = norm_and_activation(layer)
     if after and isinstance(after[0], (nn.BatchNorm2d, FrozenBatchNorm2d)):
         norm: Any = after.pop(0)
         statistics = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
         plain.weight, plain.bias = fuse_conv_bn_weights(plain.weight, plain.bias, *statistics)
+    if plain.bias is None:  # a checkpoint cannot hold a bias that is not there
+        plain.bias = nn.Parameter(plain.weight.new_zeros(plain.out_channels))
     return Int8Layer(plain, after)
 
 

@@ -69,8 +69,11 @@ def images_of(model):
     return model.preprocess_image(BATCH).tensor
 
 
-def test_int8_weights_are_loaded_by_the_trainer_that_predict_takes(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", ["resnet", "shufflenet_v2_x0_5"])
+def test_int8_weights_are_loaded_by_the_trainer_that_predict_takes(backbone, tmp_path):
     cfg = tiny_cfg("mask_rcnn")
+    cfg.MODEL.BACKBONE.NAME = f"build_{backbone}_fpn_backbone"
     int8 = quantize.to_int8(tiny_model(cfg), lambda prepared: prepared(BATCH))
     loaded = load(quantize.Trainer.build_model(cfg), save(int8, tmp_path / "int8.pth"))
     for expected, actual in zip(found(int8), found(loaded)):
