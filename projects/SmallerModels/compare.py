@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, DatasetMapper
@@ -86,10 +87,16 @@ def main() -> None:
     times = seconds_of([model for *_, model in loaded], images)
     with args.results.open("a") as file:
         for (name, *_), (kind, cfg, model), seconds in zip(args.model, loaded, times):
-            row = {"dataset": dataset, "model": name, "megabytes": round(megabytes(model), 2)}
+            row: dict[str, Any] = {
+                "dataset": dataset,
+                "model": name,
+                "megabytes": round(megabytes(model), 2),
+            }
             row["cpu_seconds_per_image"] = round(seconds, 4)
             for task, values in kind.test(cfg, model).items():
-                row |= {f"{task}/{key}": round(values[key], 1) for key in ("AP", "AP50")}
+                for key in ("AP", "AP50"):
+                    # Without any prediction Detectron2 has no number.
+                    row[f"{task}/{key}"] = round(np.nan_to_num(values[key]).item(), 1)
             file.write(json.dumps(row) + "\n")
             print(row)
 
