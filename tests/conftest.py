@@ -18,6 +18,8 @@ _numbers = itertools.count()
 # Scripts import what lies beside them.
 for folder in (
     "projects/Coins",
+    "projects/Distillation",
+    "projects/SmallerModels",
     "projects/TiledImages",
     "projects/Transformers",
     "projects/ViTDet",
