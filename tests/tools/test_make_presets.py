@@ -64,6 +64,12 @@ def test_masks_at_384_pixels_fit_4_gb():
         assert make_presets.guide_preset(name) == text
 
 
+def test_a_preset_needs_what_its_file_says():
+    name = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x_6GB.yaml"
+    gb = estimate_memory(model_zoo.get_config(name), device="cuda").device_total_gb
+    assert f"Estimated at {gb:.1f} of 5.5 GB" in (make_presets.CONFIGS / name).read_text()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "card"),
