@@ -121,7 +121,8 @@ def _classes(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator[S
         if key in given:
             raise ConfigError(
                 f"{key} {value} does not fit the data: {file.json_file} has {num_classes} "
-                f"categories ({_names(file.classes)}). Leave the key out, or set it {num_classes}"
+                f"categories ({_names(file.classes)}). Leave the key out, or set it {num_classes}. "
+                "For a model that is trained already, name the file of its training"
             )
         yield Setting(key, num_classes, f"the categories of {file.name}: {_names(file.classes)}")
 
