@@ -110,6 +110,7 @@ def run_forked(*arguments, timeout_s=180, **options):
 
 def _run(arguments, files, folder, environment, limits):
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the suite runs behind "&"
     multiprocessing.set_start_method(None, force=True)  # that of workers: the system's
     for number, file in enumerate(files, 1):
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

@@ -650,7 +650,7 @@ def test_fresh_and_resumed_commands_end_with_a_checkpoint_and_leave_no_process(
                 }[target]
                 assert re.search(what, shown)
     first, second = reached
-    assert second >= first + 19
+    assert second >= first + 19, shown
 
 
 @pytest.mark.slow
