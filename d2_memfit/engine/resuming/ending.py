@@ -63,6 +63,7 @@ class SaveOnEnding(HookBase):
         self._status = 0
         self._is_training = False
         self._is_interrupted = False
+        self._run_step_tells = False  # how far it is; one of the project's own may not
         self._training = 0
         self._evaluation_key = ""
         self._inner: Any = None  # the trainer that runs the steps
@@ -75,6 +76,7 @@ class SaveOnEnding(HookBase):
         self._status = 0
         self._is_training = True
         self._is_interrupted = False
+        self._run_step_tells = False
         self._training = next(_training_numbers)
         if self._stops_on_signals:
             self._undo.callback(handle(filter(is_free, SIGNALS), self._note))
@@ -90,12 +92,16 @@ class SaveOnEnding(HookBase):
         self._inner.stop_signal = self._inner.stop_signal or number
 
     def before_step(self) -> None:
-        self._inner.progress = None
+        if not self._run_step_tells:
+            self._inner.progress = None
 
     def after_step(self) -> None:
-        if self._inner.progress is None:  # of a run_step of the project's own
-            self._inner.progress = Progress(self.trainer.iter, has_stepped=True)
         number = self._inner.agreed_stop_signal
+        progress = self._inner.progress
+        is_told = progress is not None and progress.iteration == self.trainer.iter
+        if not is_told:
+            self._inner.progress = Progress(self.trainer.iter, has_stepped=True)
+        self._run_step_tells = is_told and number is not None
         if number is None:  # a project's run_step took no vote
             number = max(comm.all_gather(self._inner.stop_signal))
         elif comm.get_world_size() == 1:

@@ -306,6 +306,38 @@ def test_an_iteration_that_cannot_begin_loses_no_step(coins, tmp_path, log):
     assert "The state after iteration 2 is in" in log.text
 
 
+def test_an_error_between_hooks_and_step_loses_no_step(coins, tmp_path, log):
+    """There PyTorch may say, as anywhere, that a worker was killed."""
+
+    def before_the_step(trainer, now):
+        trainer._trainer.check_train = lambda: now() and fail()
+
+    run_until(coins_cfg(tmp_path, "retinanet"), 3, before_the_step, Injected)
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
+    assert "The state after iteration 2 is in" in log.text
+
+
+def test_a_step_of_a_project_s_own_that_fails_halfway_is_not_saved(coins, tmp_path, log):
+    """It may have changed some weights: how far it was, nobody knows."""
+
+    def own_step(trainer, now):
+        def run_step():
+            batch = next(trainer._trainer._data_loader_iter)
+            sum(trainer.model(batch).values()).backward()
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            if now():
+                fail()
+
+        trainer.run_step = run_step
+
+    plain = {"MEMFIT.OOM.POLICY": "raise", "SOLVER.ACCUMULATION_STEPS": 1}
+    cfg = coins_cfg(tmp_path, "retinanet", **plain)
+    run_until(cfg, 3, own_step, Injected)
+    assert not (tmp_path / "last_checkpoint").exists()
+    assert "how far this trainer's own run_step was is not known" in log.text
+
+
 def test_a_half_done_step_is_not_saved(coins, tmp_path, log):
     cfg = coins_cfg(tmp_path, "retinanet", **{"SOLVER.CHECKPOINT_PERIOD": 2})
     run_until(cfg, 3, in_the_step, Injected)
