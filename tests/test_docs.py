@@ -122,7 +122,11 @@ def check_arguments(script, arguments):
     if str(args.get("config_file")).endswith(".py"):
         return  # the keys are those of a LazyConfig
     if script in (ROOT / "tools" / "train_net.py", "d2-memfit"):
-        load_cfg("", args.get("opts", []))  # names and values of config keys
+        opts = args.get("opts", [])
+        if args.get("project") or args.get("trainer"):  # which may have keys of their own
+            pairs = zip(opts[::2], opts[1::2])
+            opts = [text for pair in pairs if pair[0].split(".")[0] in get_cfg() for text in pair]
+        load_cfg("", opts)  # names and values of config keys
 
 
 @each_page
