@@ -12,6 +12,7 @@ from functools import lru_cache
 import pytest
 import yaml
 from detectron2.config import CfgNode
+from detectron2.utils.registry import Registry
 from tiny import ROOT
 from torch.distributed.run import get_args_parser as torchrun_parser
 
@@ -102,6 +103,8 @@ def parser_of(script):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", stop)
         patch.setattr(sys, "argv", [str(script)])
+        # A script may define a model that another test has imported already.
+        patch.setattr(Registry, "_do_register", lambda *_: None)
         try:
             if script == "d2-memfit":
                 d2_memfit_command([])
