@@ -57,7 +57,7 @@ def interrupted(tmp_path, number, lines):
             time.sleep(0.05)
     finally:
         os.killpg(process.pid, number)  # its worker too
-    process.wait(180)
+    process.wait(60)
     return Results.read(log), sorted(p.suffix for p in (tmp_path / "out").iterdir())
 
 
