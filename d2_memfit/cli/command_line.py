@@ -2,8 +2,10 @@
 """The command line of d2-memfit: commands and options, without PyTorch and Detectron2."""
 
 import argparse
+import difflib
+import re
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from .. import __version__
 
@@ -27,6 +29,25 @@ COMMANDS = {
 }
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """The parser of a program with commands, which suggests an option for an unknown one."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.commands = self.add_subparsers(
+            dest="command", required=True, parser_class=argparse.ArgumentParser
+        )
+
+    def parse_args(self, *args: Any) -> argparse.Namespace:  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(*args)
+        if unknown:
+            options = re.findall(r"--[\w-]+", self.commands.choices[parsed.command].format_help())
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed
+
+
 def command_parser(
     training: Optional[argparse.ArgumentParser] = None,
 ) -> argparse.ArgumentParser:
@@ -36,9 +57,9 @@ def command_parser(
         training: the parser of the command ``train``, which needs Detectron2; None leaves its
             options out.
     """
-    parser = argparse.ArgumentParser(prog="d2-memfit", description=_DESCRIPTION)
+    parser = _CommandParser(prog="d2-memfit", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"d2_memfit {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.commands
     asking = _parser_of_asking()
     estimate = commands.add_parser("estimate", parents=[asking], help=COMMANDS["estimate"])
     estimate.add_argument(
@@ -281,7 +302,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="FILE",
-        help="the trained weights (default: model_final.pth beside the config, or MODEL.WEIGHTS)",
+        help="the trained weights (default: the last ones beside the config, or MODEL.WEIGHTS)",
     )
     parser.set_defaults(num_gpus=1, batch=None, image_size=None, instances=None, json=False)
 

@@ -45,7 +45,7 @@ from . import train
 from .command_line import command_parser
 from .draw import draw_predictions
 from .job_options import job_of, load_any_config
-from .next_step import after_a_look, after_convert, after_plan
+from .next_step import after_a_look, after_convert, after_draw, after_plan
 from .options import check_opts, opts_of_budget
 from .trained_model import export_model, predict_files
 
@@ -191,7 +191,7 @@ def _draw(args: argparse.Namespace) -> None:
         raise ConfigError(f"--output {output} must end in {', '.join(_PICTURES)}")
     check_classes(cfg, file)
     draw_predictions(cfg, name, output, args.num_images, args.min_score)
-    print(f"Written: {output}")
+    print(f"Written: {output}\n{after_draw(args)}")
 
 
 def _convert(args: argparse.Namespace) -> None:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["after_a_look", "after_convert", "after_plan", "after_training"]
+__all__ = [
+    "after_a_look",
+    "after_convert",
+    "after_draw",
+    "after_export",
+    "after_plan",
+    "after_predict",
+    "after_training",
+]
 
 # Options of a job and of its plan; those that are True have no value.
 _OPTIONS = [
@@ -44,6 +52,30 @@ def after_plan(args: argparse.Namespace) -> str:
     return f"Written: {args.output}\nNext, train it:\n  {train}"
 
 
+def after_draw(args: argparse.Namespace) -> str:
+    """The line after a picture of a trained model's detections."""
+    files = ["--input", "FOLDER", "--output", "predictions"]
+    use = _line("d2-memfit", "predict", "--config-file", args.config_file, *files, *args.opts)
+    return f"Next, find objects in other images:\n  {use}"
+
+
+def after_export(file: Path) -> str:
+    """The line after an export."""
+    loads = "torch.jit.load" if file.suffix == ".ts" else "onnxruntime.InferenceSession"
+    return f"Next, load it: {loads}({str(file)!r}); docs/PREDICT.md says what it takes and returns"
+
+
+def after_predict(args: argparse.Namespace, image: Path) -> str:
+    """The line after predictions, the first of them of ``image``."""
+    model = ["--config-file", args.config_file]
+    model += ["--weights", args.weights] if args.weights else []
+    model += ["--trainer", args.trainer] if args.trainer else []
+    model += _repeated("--project", args.project)
+    files = ["--input", image, "--output", "model.ts"]
+    write = _line("d2-memfit", "export", *model, *files, *args.opts)
+    return f"Next, write the model for use without Detectron2:\n  {write}"
+
+
 def after_training(output_dir: str, coco: Sequence[Sequence[str]], weights: str) -> str:
     """The lines after a run: its files, and how to use its weights.
 
@@ -78,11 +110,15 @@ def _plan(args: argparse.Namespace) -> str:
         if value:
             words += ["--" + name.replace("_", "-"), *([] if value is True else [value])]
     words += ["--num-gpus", args.num_gpus] if args.num_gpus > 1 else []
-    words += [word for project in args.project for word in ("--project", project)]
+    words += _repeated("--project", args.project)
     words += [word for dataset in args.coco for word in ("--coco", *dataset)]
     if not (args.card or getattr(args, "budget", None)):
         words += ["--card", "6GB"]
     return _line("d2-memfit", "plan", *words, "--output", "plan.yaml", *args.opts)
+
+
+def _repeated(option: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (option, value)]
 
 
 def _line(*words: Any) -> str:

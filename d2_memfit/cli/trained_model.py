@@ -29,6 +29,7 @@ from ..inference import (
 )
 from ..memory import device_memory, use_expandable_segments
 from .job_options import is_lazy, job_of, load_any_config
+from .next_step import after_export, after_predict
 
 __all__ = ["export_model", "predict_files"]
 
@@ -71,7 +72,8 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
         f"{number} images, {prediction.seconds / max(number, 1):.3f} s each, "
         f"{device_memory(device).peak_allocated_bytes / 2**30:.2f} GB peak on the {device.type}\n"
         f"Written: {args.output / 'pictures'}, {args.output / 'coco_instances_results.json'}, "
-        f"{args.output / 'images.json'} (the images of these results)"
+        f"{args.output / 'images.json'} (the images of these results)\n"
+        f"{after_predict(args, files[0])}"
     )
     if prediction.failures:
         say(f"{len(prediction.failures)} of {len(files)} files were left out, or ended early")
@@ -86,7 +88,7 @@ def export_model(args: argparse.Namespace, say: Say) -> None:
     predictor, _ = _predictor(args, ["MODEL.DEVICE", "cpu"], say)
     image = next(read_images(file, predictor.image_format))
     compared = export(predictor.model, predictor.inputs(image)["image"].float(), args.output)
-    print(f"Written: {args.output} ({compared})")
+    print(f"Written: {args.output} ({compared})\n{after_export(args.output)}")
 
 
 def _input(args: argparse.Namespace) -> Path:

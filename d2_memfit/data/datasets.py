@@ -55,17 +55,21 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
     used = {"DATASETS.TEST": cfg.DATASETS.TEST}
     if not eval_only:
         used["DATASETS.TRAIN"] = cfg.DATASETS.TRAIN
-    for key, names in used.items():
-        for name in names:
-            if name not in DatasetCatalog:
-                raise ConfigError(
-                    f"{key} names {name!r}, and there is no such dataset"
-                    f"{did_you_mean(name, DatasetCatalog.list())}. Register it, for example with "
-                    "--coco NAME JSON IMAGE_DIR"
-                )
-            json_file = MetadataCatalog.get(name).get("json_file")
-            if json_file and not PathManager.isfile(json_file):
-                raise DataError(
-                    f"{key} {name}: the annotation file {json_file} does not exist. Built-in "
-                    "datasets are looked for in the folder that DETECTRON2_DATASETS names"
-                )
+    named = [(key, name) for key, names in used.items() for name in names]
+    known = DatasetCatalog.list()
+    unknown = [
+        f"{key} names {name!r}, and there is no such dataset{did_you_mean(name, known)}"
+        for key, name in named
+        if name not in known
+    ]
+    if unknown:
+        raise ConfigError(
+            f"{'. '.join(unknown)}. Register each, for example with --coco NAME JSON IMAGE_DIR"
+        )
+    for key, name in named:
+        json_file = MetadataCatalog.get(name).get("json_file")
+        if json_file and not PathManager.isfile(json_file):
+            raise DataError(
+                f"{key} {name}: the annotation file {json_file} does not exist. Built-in "
+                "datasets are looked for in the folder that DETECTRON2_DATASETS names"
+            )

@@ -76,7 +76,8 @@ def _frames(file: Path) -> Iterator[Pixels]:
         yield frame
     if number == 0:
         raise DataError(f"{file} cannot be read as a video")
-    if number < announced - video.get(cv2.CAP_PROP_FPS):  # the number is an estimate
+    tolerance = min(video.get(cv2.CAP_PROP_FPS), announced / 10)  # the number is an estimate
+    if number < announced - tolerance:
         raise DataError(f"{file} is damaged: it ends after {number} of {announced:.0f} images")
 
 

@@ -28,17 +28,20 @@ _MERGE_IOU = 0.5
 
 
 def weights_of(config_file: str, configured: str, given: Optional[str]) -> str:
-    """The trained weights: those given, those beside a training's config, or MODEL.WEIGHTS.
+    """The trained weights: those given, the last ones beside a training's config, or MODEL.WEIGHTS.
 
     Raises:
         ConfigError: there are none.
     """
-    beside = Path(config_file).parent / "model_final.pth"
-    weights = given or (str(beside) if beside.is_file() else configured)
+    folder = Path(config_file).parent
+    last = folder / "last_checkpoint"  # the name of the last file, final or not
+    names = ["model_final.pth", *(last.read_text().splitlines() if last.is_file() else [])]
+    beside = [str(folder / name) for name in names if (folder / name).is_file()]
+    weights = given or next(iter(beside), configured)
     if not weights:
         raise ConfigError(
             "--weights: name the file of a trained model. The config names none, and no "
-            "model_final.pth is beside it"
+            "checkpoint is beside it"
         )
     return weights
 

@@ -62,3 +62,8 @@ def test_keypoints_of_a_users_own_can_be_flipped(coins, tmp_path):
     finally:
         DatasetCatalog.remove("coins_with_keypoints")
         MetadataCatalog.remove("coins_with_keypoints")
+
+
+def test_all_names_that_are_missing_are_told_at_once():
+    with pytest.raises(ConfigError, match="names 'mine'.* names 'others'"):
+        check_datasets(cfg_with(("mine", "others")))

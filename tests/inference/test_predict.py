@@ -1,5 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 import json
+import shlex
+import shutil
 import sys
 
 import cv2
@@ -46,15 +48,18 @@ def results_of(output):
     return json.loads((output / "coco_instances_results.json").read_text())
 
 
-def make_video(path, image, frames):
+def make_video(path, image, frames, code="mp4v"):
     height, width = image.shape[:2]
-    video = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 5.0, (width, height))
+    video = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*code), 5.0, (width, height))
     for _ in range(frames):
         video.write(image)
     video.release()
 
 
-def test_results_are_those_of_the_default_predictor(config, photographs, coins, tmp_path, capsys):
+def test_results_are_those_of_the_default_predictor(
+    config, photographs, coins, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # for the export that comes next
     output = tmp_path / "found"
     coco = ["--coco", "predicted_val", coins / "val.json", coins / "val"]
     predict(config, photographs, output, "--min-score", "0", *coco)
@@ -80,6 +85,19 @@ def test_results_are_those_of_the_default_predictor(config, photographs, coins, 
         drawn = Image.open(output / "pictures" / name)
         plain = Image.open(photographs / name).resize(drawn.size)
         assert np.abs(np.asarray(drawn, float) - np.asarray(plain, float)).mean() > 5
+    program, *export = shlex.split(printed.out.splitlines()[-1])
+    assert (program, export[0]) == ("d2-memfit", "export")
+    main(export)
+    assert (tmp_path / "model.ts").is_file()
+
+
+def test_an_interrupted_run_has_its_last_checkpoint(config, photographs, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(config.parent, run)
+    (run / "model_final.pth").rename(run / "model_0000004.pth")
+    (run / "last_checkpoint").write_text("model_0000004.pth")
+    predict(run / config.name, photographs / "000.png", tmp_path / "found")
+    assert str(run / "model_0000004.pth") in capsys.readouterr().err
 
 
 def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
@@ -100,6 +118,16 @@ def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
     assert {r["image_id"] for r in results_of(tmp_path / "found")} == {1, 2}
     pictures = sorted(p.name for p in (tmp_path / "found" / "pictures").iterdir())
     assert pictures == ["000.png", "001.png"]
+
+
+def test_a_short_video_that_was_cut_is_told(config, photographs, tmp_path, capsys):
+    image = cv2.imread(str(photographs / "000.png"))[:100, :150]
+    make_video(tmp_path / "whole.avi", image, 4, "MJPG")
+    whole = (tmp_path / "whole.avi").read_bytes()
+    (photographs / "cut.avi").write_bytes(whole[: len(whole) * 6 // 10])
+    with pytest.raises(SystemExit):
+        predict(config, photographs / "cut.avi", tmp_path / "found")
+    assert "cut.avi is damaged: it ends after " in capsys.readouterr().err
 
 
 def test_a_video_becomes_one(config, photographs, tmp_path):
