@@ -173,7 +173,11 @@ class SaveOnEnding(HookBase):
         ended_by = signal.Signals(number).name if number else type(said).__name__
         file = write_traceback(error)
         traceback = f". The traceback is in {file}" if file else ""
-        advice = f". What to do: {START_HERE}" if is_out_of_memory(said) else ""
+        advice = ""
+        if is_out_of_memory(said):
+            advice = f". What to do: {START_HERE}"
+        elif isinstance(said, FloatingPointError):
+            advice = ". Mend the cause before you resume, or it comes again"
         logger.error(
             "%s ended the run in iteration %d. %s%s%s",
             ended_by,
