@@ -51,6 +51,11 @@ _EMPTY = {
 # They make large results from small inputs (such as a keypoint's heatmap), and nothing depends on
 # the values.
 _UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
+# The CPU's, which PyTorch's registry of matrix products does not have.
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+}
 # Operators that add a bias: its position among the arguments, and its dimension in the result.
 _BIASES = {
     aten.addmm.default: (0, -1),
@@ -293,7 +298,8 @@ def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
         filled = on_meta(func, args, {**kwargs, "device": torch.device("meta")})
         is_real = filled.nbytes < _LARGE_BYTES or not filled.is_floating_point()
         return func(*args, **kwargs) if is_real else _from_meta(filled)
-    if not _makes_much(func, args, kwargs) and not is_fake(given):
+    is_needed = not _makes_much(func, args, kwargs) and not _multiplies_gradients(func)
+    if is_needed and not is_fake(given):
         return func(*args, **kwargs)
     try:
         return _without_computing(func, args, kwargs)
@@ -314,6 +320,12 @@ def _makes_much(func: Any, args: _Args, kwargs: _Kwargs) -> bool:
         is_target = dtype.is_floating_point and not args[0].is_floating_point()
         return is_target and num_bytes >= _DENSE_BYTES
     return func.overloadpacket in _UPSAMPLING and not args[0].is_meta
+
+
+def _multiplies_gradients(func: Any) -> bool:
+    """Whether an operator is a matrix product in a backward, where no size depends on values."""
+    is_product = func.overloadpacket in flop_registry or func.overloadpacket in _ATTENTION
+    return is_product and autograd_node_number() is not None
 
 
 def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
