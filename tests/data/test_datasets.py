@@ -65,5 +65,5 @@ def test_keypoints_of_a_users_own_can_be_flipped(coins, tmp_path):
 
 
 def test_all_names_that_are_missing_are_told_at_once():
-    with pytest.raises(ConfigError, match="names 'mine'.* names 'others'"):
+    with pytest.raises(ConfigError, match=r"names 'mine'.* names 'others'"):
         check_datasets(cfg_with(("mine", "others")))
