@@ -167,6 +167,7 @@ def preset_text(
     ]
     tree: dict[str, Any] = {}
     settings = {**more_settings, **plan.settings, "MEMFIT.PRESET": card}
+    settings["MEMFIT.PLAN.PREDICTED_GB"] = plan.predicted_gb
     del settings["MEMFIT.BUDGET_GB"]
     for key, value in sorted(settings.items()):
         *nodes, name = key.split(".")

@@ -229,7 +229,8 @@ def check_plan(cfg: CN) -> None:
     if plan.ENABLED and cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
         raise ConfigError("MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
     margin = plan.MARGIN
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+    if margin is not None and not (is_number and 0 <= margin < 1):
         raise ConfigError(f"MEMFIT.PLAN.MARGIN must be a number from 0 to 1, got {margin!r}")
     check_choice("MEMFIT.PLAN.PREFER", plan.PREFER, ("exact", "speed"))
     check_strings("MEMFIT.PLAN.ALLOW", plan.ALLOW)

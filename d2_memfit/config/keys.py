@@ -102,8 +102,9 @@ _C.MEMFIT.PLAN = CN()
 # Whether fit_config, which d2-memfit train calls, plans before training so that the job fits
 # BUDGET_GB.
 _C.MEMFIT.PLAN.ENABLED = False
-# Share of the budget that a plan leaves free for what an estimate does not know.
-_C.MEMFIT.PLAN.MARGIN = 0.1
+# Share of the budget that a plan leaves free for what an estimate does not know. None is as much as
+# other software and another context may take, by the range of the estimate.
+_C.MEMFIT.PLAN.MARGIN = None
 # Tiers of techniques that a plan may use: "exact", "precision", "recipe".
 _C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
 # What a plan prefers where an exact plan fits: "exact" keeps the gradients, unless another plan is

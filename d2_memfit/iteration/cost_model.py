@@ -122,7 +122,8 @@ class CostModel:
         if not node.BYTES:
             return None
         sums = tuple(tuple(map(float, numbers)) for numbers in node.BYTES)
-        limit_gb = cfg.MEMFIT.BUDGET_GB * (1 - cfg.MEMFIT.PLAN.MARGIN) - node.ERROR_GB
+        margin = cfg.MEMFIT.PLAN.MARGIN or 0.0  # a plan with a cost model writes its own
+        limit_gb = cfg.MEMFIT.BUDGET_GB * (1 - margin) - node.ERROR_GB
         return cls(sums, int(limit_gb * _GB), node.OVERHEAD_PIXELS)
 
     def bytes_of(self, images: ImageFacts, padding: Padding) -> float:

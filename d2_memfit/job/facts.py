@@ -15,11 +15,9 @@ from ..common.side_work import alone, no_information, unchanged_random_state
 from .label_images import labels_in
 from .largest_images import Size, dict_of_size, num_instances_of, with_instances
 
-__all__ = ["WIDER", "Facts", "facts_of"]
+__all__ = ["Facts", "facts_of"]
 
 logger = logging.getLogger(__name__)
-
-WIDER = ", for which a plan leaves more of the budget free"
 
 _MOST_HEADERS = 10_000  # image files whose sizes are read: some 3 s on a local disk
 _ORIENTATION = 0x0112  # the tag of EXIF
@@ -86,7 +84,7 @@ class Facts:
         is_guess = num_read < len(self.label_files)
         line = (
             f"no label image of {', '.join(names)} has more classes than {num_read} of "
-            f"{len(self.label_files)}: {labels.counts[0]}, a guess{WIDER}"
+            f"{len(self.label_files)}: {labels.counts[0]}, a guess"
         )
         return replace(
             self,

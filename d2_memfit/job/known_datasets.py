@@ -16,7 +16,7 @@ from typing import Optional
 
 from detectron2.data import MetadataCatalog
 
-from .facts import WIDER, Facts
+from .facts import Facts
 from .largest_images import DEFAULT_INSTANCES, Size, invented_dict
 
 __all__ = ["KnownDataset", "assumed_facts", "known_dataset"]
@@ -164,7 +164,7 @@ def assumed_facts(names: Sequence[str], with_labels: bool = False) -> Facts:
     num = min(num_all, math.ceil(_CROWDED_CLASSES * _MEAN_CLASSES))
     missing = (
         f"{num} of {num_all} classes in each label image, a guess (ADE20K has {_MEAN_CLASSES} in "
-        f"the mean; arXiv:1608.05442){WIDER}"
+        "the mean; arXiv:1608.05442)"
     )
     return replace(
         facts,
@@ -178,8 +178,5 @@ def assumed_facts(names: Sequence[str], with_labels: bool = False) -> Facts:
 
 def _source_of_objects(known: Optional[KnownDataset]) -> str:
     if known is None:
-        return f"a guess{WIDER}"
-    wider = WIDER if known.is_guess else ""
-    return (
-        f"as {known.title} may have ({known.mean_instances:g} in the mean; {known.source}{wider})"
-    )
+        return "a guess"
+    return f"as {known.title} may have ({known.mean_instances:g} in the mean; {known.source})"

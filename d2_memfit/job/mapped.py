@@ -71,7 +71,7 @@ class MappedBatches:
         num_instances: annotated objects in the most crowded training image.
         assumptions: one line per unknown fact, with the value assumed for it.
         evaluation_assumptions: the same for evaluation, without lines of ``assumptions``.
-        is_guess: whether ``num_instances`` is a guess; a plan should then leave more room.
+        is_guess: whether ``num_instances`` is a guess.
         typical: batches with the mean number of objects in each image; None if it is unknown, or
             nearly the largest.
 

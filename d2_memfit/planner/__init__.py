@@ -38,13 +38,12 @@ The device (``device_model``, ``allocators``, ``devices/*.yaml``)
     - A CPU's process takes 220 MB in addition to its tensors: measured (docs/PLANNER.md). A small
       job takes 50 MB: measured (tests/planner/test_tight_budgets.py).
 
-The margin (``dry_job``)
-    - MEMFIT.PLAN.MARGIN of a budget stays free, by default 10%: a guess. It is 5% more if the
-      number of objects is a guess, another guess.
-    - A plan that needs its margin is made all the same, with a warning.
-
-The range (``ranges``)
+The range, and the margin of plans (``ranges``)
     - Objects, software, allocator and context, each with its source or as a guess.
+    - The margin is the range's part for software and context, above the worst case.
+    - A plan that needs its margin is made all the same, with a warning.
+    - What the allocator keeps must fit the budget without being given back. One iteration is
+      simulated: that later ones keep no more is a guess.
 
 The time (``device_model``, ``dry_job``)
     - Each operator takes its computation or its memory traffic, whichever is longer, at shares of

@@ -22,7 +22,6 @@ from torch import nn
 from d2_memfit import Job, estimate_memory, get_cfg
 from d2_memfit.job.facts import facts_of
 from d2_memfit.job.label_images import labels_in, tiles
-from d2_memfit.planner.estimates import margin_of
 from d2_memfit.planner.writing import describe_estimate
 
 pytestmark = pytest.mark.slow
@@ -181,7 +180,6 @@ def test_of_many_label_images_a_hundred_are_read_and_that_is_said(drawn, monkeyp
     assert job.batches.is_guess
     (line,) = job.batches.assumptions
     assert line.startswith("no label image of drawn_sem_seg has more classes than 2 of 3: 6")
-    assert margin_of(job) == pytest.approx(0.15)
     assert job.batches.typical.num_instances == 4  # the mean of 2 and 6
 
 
@@ -208,7 +206,7 @@ def test_missing_label_images_have_the_classes_of_the_dataset_by_its_name(name, 
     (image,) = job.training_batch(1)
     assert len(image["instances"]) == job.batches.num_instances == num
     assert "a guess (ADE20K has 10.5 in the mean" in job.batches.assumptions[0]
-    assert margin_of(job) == pytest.approx(0.15)
+    assert job.batches.is_guess
     assert len(job.batches.typical.training(1)[0]["instances"]) == 10
 
 

@@ -14,7 +14,6 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.job import tensors_of
 from d2_memfit.job.known_datasets import known_dataset
 from d2_memfit.job.mapped import _Mapper
-from d2_memfit.planner.estimates import margin_of
 
 pytestmark = pytest.mark.slow
 
@@ -68,16 +67,15 @@ def test_without_a_dataset_images_have_any_shape_and_100_instances_and_it_is_sai
         ("nobody_has_it", 100, True),
     ],
 )
-def test_detectron2s_datasets_are_known_by_name_and_guesses_leave_more_room(name, num, is_guess):
+def test_detectron2s_datasets_are_known_by_name_and_guesses_are_said(name, num, is_guess):
     cfg = make_cfg(DATASETS__TRAIN=(name,))
     job = Job.from_cfg(cfg, 1)
     assert job.batches.num_instances == num
     assert ("a guess" in job.batches.assumptions[0]) == is_guess
-    assert ("more of the budget free" in job.batches.assumptions[0]) == is_guess
-    assert margin_of(job) == pytest.approx(0.15 if is_guess else 0.1)
+    assert job.batches.is_guess == is_guess
     told = Job.from_cfg(cfg, 1, num_instances=30)
     assert told.batches.num_instances == 30
-    assert margin_of(told) == pytest.approx(0.1)
+    assert not told.batches.is_guess
 
 
 def test_where_all_images_of_a_dataset_have_one_size_it_is_taken():

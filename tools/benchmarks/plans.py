@@ -22,7 +22,6 @@ from d2_memfit.planner.search import Choice, Plan, Planner, Trials, choice_of
 
 from .common import machine, markdown_table
 
-_GB = 2**30
 CONFIGS = (
     "COCO-Detection/faster_rcnn_R_50_FPN_3x",
     "COCO-Detection/retinanet_R_50_FPN_3x",
@@ -61,7 +60,8 @@ def run(args: argparse.Namespace) -> None:
             budget_gb = round(needed_gb * share, 2)
             planner = Planner(job, device)
             plan = planner.plan(budget_gb, ["exact", "precision"], "speed")
-            best = fastest_of_all(every, plan.margin, budget_gb, args.techniques)
+            every.limit_bytes, every.budget_bytes = planner.limit_bytes, planner.budget_bytes
+            best = fastest_of_all(every, args.techniques)
             seconds = plan.estimate.seconds_per_iteration
             slower = f"{seconds / every.dry_job(best).seconds() - 1:+.1%}" if best else ""
             cpu = "" if args.no_cpu_seconds else cpu_seconds(config, budget_gb, opts, args.device)
@@ -78,15 +78,12 @@ def plan_names(plan: Plan) -> list[str]:
     return [images, *(s.name for s in plan.steps if s.name != "smaller micro-batches")]
 
 
-def fastest_of_all(
-    trials: Trials, margin: float, budget_gb: float, techniques: Sequence[str]
-) -> Optional[Choice]:
+def fastest_of_all(trials: Trials, techniques: Sequence[str]) -> Optional[Choice]:
     """By dry runs of all subsets, each with its largest micro-batch, which is its fastest.
 
     A micro-batch is not run dry where the subset's times for one and two images say that it is more
     than 1% slower than the best so far: they tell other times to 0.3%.
     """
-    trials.limit_bytes = int(budget_gb * (1 - margin) * _GB)
     window = trials.job.geometry.window
     sizes = sorted({-(-window // n) for n in range(1, window + 1)}, reverse=True)
     helpful = [name for name in techniques if trials.helps(name)]

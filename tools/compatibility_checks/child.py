@@ -19,7 +19,7 @@ from d2_memfit import Job
 from d2_memfit.doctor import Finding, examine, examine_runs
 from d2_memfit.measure.worker import say
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob
+from d2_memfit.planner.estimates import DryJob, margin_of
 from d2_memfit.planner.search import plan_memory
 
 from .project import PROJECTS, made
@@ -53,8 +53,9 @@ def _plan(job: Job) -> Finding:
     """Plan the project's own recipe for a card with less memory than it needs."""
     try:
         job = job.with_settings({"SOLVER.IMS_PER_BATCH": 2})
-        needs = DryJob(job, DeviceModel.load(_CARD)).least_bytes()
-        budget_gb = _OF_ALL * needs / _GB / (1 - job.cfg.MEMFIT.PLAN.MARGIN)
+        device = DeviceModel.load(_CARD)
+        needs = DryJob(job, device).least_bytes()
+        budget_gb = margin_of(job, device).budget_bytes(_OF_ALL * needs) / _GB
         plan = plan_memory(job, budget_gb, device=_CARD)
     except Exception as e:
         traceback.print_exc()

@@ -91,6 +91,7 @@ class DeviceModel:
         memory_gb: nominal memory of the card.
         reserved_factor: memory that the allocator has reserved over what its model finds.
         is_this_process: whether ``context_mb`` is that of this process.
+        tensors_are_measured: whether ``other_tensors_mb`` is from a run of the same model.
         from_run: a line about the run that these values are from; "" without one.
     """
 
@@ -119,6 +120,7 @@ class DeviceModel:
     memory_gb: Optional[float] = None
     reserved_factor: float = 1.0
     is_this_process: bool = False
+    tensors_are_measured: bool = False
     from_run: str = ""
 
     @classmethod
@@ -235,7 +237,7 @@ class DeviceModel:
         Raises:
             DoesNotFit: the timeline needs more than the limit.
         """
-        outside = self._outside_bytes(ranks)
+        outside = self.outside_bytes(ranks)
         limit = None if limit_bytes is None else limit_bytes - sum(outside.values())
         allocator = (
             CachingAllocator(limit, expandable_segments) if self.is_gpu else PageAllocator(limit)
@@ -280,7 +282,7 @@ class DeviceModel:
             return 0
         return c.dtype.itemsize * sum(math.prod(shape) for shape in (c.input, c.weight, c.output))
 
-    def _outside_bytes(self, ranks: int) -> Counter[str]:
+    def outside_bytes(self, ranks: int) -> Counter[str]:
         """Memory outside the allocator, by owner.
 
         DDP has one communicator. Detectron2's other groups use gloo, or share it.

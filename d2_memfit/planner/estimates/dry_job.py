@@ -11,18 +11,13 @@ from ...techniques import loader_bytes
 from ..device import DeviceModel, DeviceUse, DoesNotFit
 from ..dry_run import Timeline, one_line_errors
 from . import steps
-from .ranges import OF_TENSORS, Widths, widths_of
+from .ranges import OF_TENSORS, Widths, margin_of, widths_of
 from .times import Range, factor_range, seconds_range
 
-__all__ = ["DryJob", "MemoryEstimate", "margin_of", "usable_bytes"]
+__all__ = ["DryJob", "MemoryEstimate"]
 
 _GB = 2**30
 _RESOLUTION = 2**24
-
-# The effect of a wrong number of objects depends on the model. From 100 to 300 objects, Mask R-CNN
-# R50-FPN grows by 69% with images of Cityscapes, where labels of anchors decide, and not at all
-# with those of LVIS, where classes do. Half of the usual margin is a guess.
-_OF_A_GUESS = 0.05
 
 
 @dataclass(frozen=True)
@@ -123,10 +118,9 @@ class DryJob:
     ) -> None:
         self.job = job
         self.device = device
-        with one_line_errors():
-            margin = margin_of(job)
         budget_gb = job.budget_gb
-        self.limit_bytes = None if budget_gb is None else usable_bytes(budget_gb, margin)
+        margin = margin_of(job, device)
+        self.limit_bytes = None if budget_gb is None else margin.limit_bytes(budget_gb * _GB)
         self.expandable_segments = segments_expand(under_budget=budget_gb is not None)
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         accumulates = len(job.geometry.micro_batch_sizes()) > 1
@@ -297,17 +291,3 @@ class DryJob:
 def _range_gb(value: int, widths: Widths, sources: Iterable[str]) -> tuple[float, float]:
     low, high = (sum(ends) for ends in zip(*(widths[source] for source in sources)))
     return (value - low) / _GB, (value + high) / _GB
-
-
-def margin_of(job: Job) -> float:
-    """Share of a budget that a plan leaves free.
-
-    It is MEMFIT.PLAN.MARGIN, plus 0.05 if the number of objects in an image is a guess.
-    """
-    margin: float = job.cfg.MEMFIT.PLAN.MARGIN
-    return min(margin + _OF_A_GUESS, 1.0) if job.batches.is_guess else margin
-
-
-def usable_bytes(budget_gb: float, margin: float) -> int:
-    """Bytes of a budget without its margin."""
-    return int(budget_gb * (1 - margin) * _GB)

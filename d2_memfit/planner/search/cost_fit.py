@@ -65,7 +65,8 @@ def with_cost_model(
         return plan
     fit = CostFit(planned, device, Padding.of(model), progress)
     fit.run()
-    return replace(plan, settings={**plan.settings, **fit.settings()}, cost_model=fit.description())
+    settings = {**plan.settings, **fit.settings(), "MEMFIT.PLAN.MARGIN": round(plan.margin, 4)}
+    return replace(plan, settings=settings, cost_model=fit.description())
 
 
 class CostFit:

@@ -94,3 +94,10 @@ class Plan:
     left_out: tuple[str, ...] = ()
     other: Optional[OtherPlan] = None
     cost_model: str = ""
+
+    @property
+    def predicted_gb(self) -> list[float]:
+        """Value of MEMFIT.PLAN.PREDICTED_GB: allocated, reserved, and outside the allocator."""
+        e = self.estimate
+        outside = e.peak_allocated_gb + sum(e.outside.values()) - e.peak_reserved_gb
+        return [round(gb, 3) for gb in (e.peak_allocated_gb, e.peak_reserved_gb, outside)]

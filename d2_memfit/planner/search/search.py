@@ -18,7 +18,7 @@ from ...job import Job, Size
 from ...memory import check_budget
 from ...techniques import TIERS, get_technique
 from ..device import DeviceModel
-from ..estimates import as_in_runs, job_class, margin_of, usable_bytes
+from ..estimates import as_in_runs, job_class, margin_of
 from .cost_fit import with_cost_model
 from .fastest import Fastest
 from .plan import OtherPlan, Plan, PlanStep
@@ -107,8 +107,10 @@ class Planner(Trials):
             tiers: tiers that may be used, in the order of harm.
             prefer: as for :func:`plan_memory`.
         """
-        margin = margin_of(self.job)
-        self.limit_bytes = usable_bytes(budget_gb, margin)
+        margin = margin_of(self.job, self.device)
+        self.budget_bytes = budget_gb * _GB
+        self.limit_bytes = margin.limit_bytes(self.budget_bytes)
+        free = 1 - self.limit_bytes / self.budget_bytes
         start = choice_of((), self._images)
         fastest = Fastest(self)
         choice = fastest.choice(tiers, prefer)
@@ -117,18 +119,21 @@ class Planner(Trials):
         must_allow: Sequence[str] = ()
         if choice is None:
             choice = self._without_what_changes_nothing(fastest.smallest(tiers))
-            needed = self.dry_job(choice).least_bytes()
-            smallest_gb = _rounded_up(needed / (1 - margin) / _GB)
+            smallest = self.dry_job(choice)
+            needed = smallest.least_bytes()
+            with_margin = max(margin.budget_bytes(needed), smallest.total_bytes())
+            smallest_gb = _rounded_up(with_margin / _GB)
             least_gb = _rounded_up((needed - self.device.reserve_bytes) / _GB)
             must_allow = next((t for t in _more(tiers) if self.fits(fastest.smallest(t))), ())
             fits = budget_gb >= least_gb
         if fits and not leaves_margin:
-            self.limit_bytes = usable_bytes(budget_gb, margin=0) + self.device.reserve_bytes
+            self.limit_bytes = int(budget_gb * _GB) + self.device.reserve_bytes
+            self.budget_bytes = math.inf
             choice = fastest.choice(tiers, prefer) or choice
         before, after = self.dry_job(start), self.dry_job(choice)
         return Plan(
             budget_gb=budget_gb,
-            margin=margin,
+            margin=free,
             fits=fits,
             is_tight=fits and not leaves_margin,
             steps=self._steps(choice),

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Dry runs of a job with techniques, as tried by a plan."""
 
+import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, NamedTuple, Optional
@@ -84,10 +85,13 @@ class Trials:
 
     Attributes:
         limit_bytes: device memory within which a choice must fit.
+        budget_bytes: memory within which the allocator must never have to give its cache back.
+            Each iteration would give it back, and recovery then takes smaller micro-batches.
         left_out: techniques with which the job does not run, and why; a line each.
     """
 
     limit_bytes: int
+    budget_bytes: float = math.inf
 
     def __init__(
         self,
@@ -185,7 +189,10 @@ class Trials:
         return one + 2 * (two - one) * (1 - 1 / num_images)
 
     def fits(self, choice: Choice) -> bool:
-        return self.runs(choice) and self.dry_job(choice).fits(self.limit_bytes)
+        if not self.runs(choice):
+            return False
+        dry_job = self.dry_job(choice)
+        return dry_job.fits(self.limit_bytes) and dry_job.total_bytes() <= self.budget_bytes
 
     def settings(self, choice: Choice) -> dict[str, Any]:
         """The config keys of a choice and their values."""

@@ -26,13 +26,10 @@ def planned_config(cfg: Union[CfgNode, DictConfig], plan: Plan) -> Union[CfgNode
 
 def _settings(plan: Plan) -> dict[str, Any]:
     """The plan's settings, and those of a config that has its plan."""
-    e = plan.estimate
-    outside_gb = e.peak_allocated_gb + sum(e.outside.values()) - e.peak_reserved_gb
-    predicted = [e.peak_allocated_gb, e.peak_reserved_gb, outside_gb]
     return {
         **plan.settings,
         "MEMFIT.PLAN.ENABLED": False,
-        "MEMFIT.PLAN.PREDICTED_GB": [round(gb, 3) for gb in predicted],
+        "MEMFIT.PLAN.PREDICTED_GB": plan.predicted_gb,
     }
 
 

@@ -78,6 +78,8 @@ def test_what_a_run_took_more_counts_for_the_next_estimate(cfg, wrong):
     after = estimate(cfg, wrong)
     assert after.peak_allocated_gb == pytest.approx(900 / 1024, rel=1e-3)
     assert after.outside["context"] == pytest.approx(300 / 1024, rel=1e-6)
+    assert before.widths["context"][1] > 0
+    assert after.widths["context"] == (0, 0)
     line = "Starts from a run here on 2026-11-24 13:05 UTC, 5 iterations: 0.88 GB allocated where "
     assert line in describe_estimate(after)
     assert after.from_run.endswith("Without it: MEMFIT.PLAN.FROM_RUNS False")

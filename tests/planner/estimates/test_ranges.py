@@ -6,13 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from d2_memfit.config import load_cfg
+from d2_memfit.job import Job
 from d2_memfit.planner.device import DeviceModel, DeviceUse
-from d2_memfit.planner.estimates.ranges import widths_of
+from d2_memfit.planner.estimates.ranges import OF_MARGIN, margin_of, widths_of
 
 MB = 2**20
 OUTSIDE = Counter({"between blocks": 30 * MB, "context": 400 * MB, "loaded kernels": 200 * MB})
 USE = DeviceUse(1000 * MB, 1030 * MB, 1630 * MB, Counter(), OUTSIDE)
 CUDA = DeviceModel.load("cuda")
+CPU = DeviceModel.load("cpu")
+AFTER_A_RUN = replace(CUDA, name="cuda, as measured", tensors_are_measured=True)
 
 
 def test_each_source_has_its_width():
@@ -28,11 +32,47 @@ def test_a_guess_of_objects_is_as_uncertain_upwards():
     assert widths_of(USE, CUDA, None, is_guess=True)["objects"] == (0, 0)
 
 
-def test_a_measured_context_has_no_width_and_a_cpu_only_that_of_objects():
+def test_a_measured_context_has_no_width():
     own = replace(CUDA, name="my_gpu")
     assert widths_of(USE, own, None, is_guess=False)["context"] == (0, 0)
-    widths = widths_of(USE, DeviceModel.load("cpu"), 900 * MB, is_guess=False)
-    assert {source for source, width in widths.items() if width != (0, 0)} == {"objects"}
+
+
+def test_a_cpus_process_takes_50_to_360_mb_in_addition_to_its_tensors():
+    widths = widths_of(USE, CPU, 900 * MB, is_guess=False)
+    assert widths["context"] == (170 * MB, 140 * MB)
+    assert widths["allocator"] == (0, 0)
+
+
+@pytest.mark.parametrize("device", [CUDA, CPU])
+def test_a_run_of_the_same_model_narrows_the_range(device):
+    measured = replace(device, name=f"{device.name}, as measured", tensors_are_measured=True)
+    widths = widths_of(USE, measured, None, is_guess=False)
+    assert widths["context"] == (0, 0)
+    assert widths["software"] == (20 * MB, 20 * MB)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("budget_gb", [3.5, 24])
+@pytest.mark.parametrize("device", [CUDA, CPU, AFTER_A_RUN, DeviceModel.load("h100")])
+def test_the_margin_is_the_width_of_software_and_context_of_what_is_planned(
+    device, budget_gb, ranks
+):
+    job = Job.from_cfg(load_cfg("COCO-Detection/retinanet_R_50_FPN_1x.yaml"), ranks)
+    limit = margin_of(job, device).limit_bytes(budget_gb * 2**30)
+    outside = device.outside_bytes(ranks)
+    tensors = limit - sum(outside.values())
+    use = DeviceUse(tensors, tensors, limit, Counter(), outside)
+    widths = widths_of(use, device, None, is_guess=False)
+    margin = sum(widths[source][1] for source in OF_MARGIN)
+    assert limit + margin == pytest.approx(budget_gb * 2**30, abs=4)
+    assert margin_of(job, device).budget_bytes(limit) == pytest.approx(budget_gb * 2**30, abs=4)
+
+
+def test_a_share_by_hand_is_of_the_budget():
+    cfg = load_cfg("COCO-Detection/retinanet_R_50_FPN_1x.yaml", ["MEMFIT.PLAN.MARGIN", 0.1])
+    margin = margin_of(Job.from_cfg(cfg, 1), CUDA)
+    assert margin.limit_bytes(1000) == 900
+    assert margin.budget_bytes(900) == pytest.approx(1000)
 
 
 @pytest.mark.parametrize("typical_mb", [1000, 1100])

@@ -140,9 +140,22 @@ def test_what_the_allocator_can_give_back_does_not_count_in_a_budget(mask):
     without = estimate_memory(mask, device="cuda", batch=CASE, evaluates=False)
     limited = mask.clone()
     limited.MEMFIT.BUDGET_GB = (without.device_total_gb - 0.02) / 0.9
+    limited.MEMFIT.PLAN.MARGIN = 0.1
     within = estimate_memory(limited, device="cuda", batch=CASE, evaluates=False)
     assert within.peak_allocated_gb == pytest.approx(without.peak_allocated_gb, rel=0.01)
     assert within.device_total_gb <= without.device_total_gb - 0.02
+
+
+def test_the_cache_is_given_back_for_the_margin_alone_and_not_in_the_budget(mask):
+    """Each iteration would give it back, which recovery takes for too little memory."""
+    needed_gb = plan(mask, 24).before.device_total_gb
+    cfg = mask.clone()
+    cfg.MEMFIT.PLAN.MARGIN = 0.01
+    assert plan(cfg, needed_gb + 0.001, allow=["exact"]).steps == ()
+    too_little = plan(cfg, needed_gb - 0.02, allow=["exact"])
+    assert not too_little.is_tight
+    assert [s.name for s in too_little.steps] == ["smaller micro-batches"]
+    assert too_little.estimate.device_total_gb < needed_gb - 0.02
 
 
 def test_techniques_are_taken_as_far_as_they_are_needed(mask):
@@ -170,7 +183,9 @@ def test_micro_batches_are_of_the_exact_tier(mask):
 
 
 def test_what_does_not_fit_says_what_would_have_to_be_allowed(mask):
-    p = plan(mask, 1.2, allow=["exact"])
+    cfg = mask.clone()
+    cfg.MEMFIT.PLAN.MARGIN = 0.1
+    p = plan(cfg, 1.2, allow=["exact"])
     assert not p.fits
     assert 1.3 < p.smallest_budget_gb < 2
     assert p.must_allow[:2] == ("exact", "precision")  # with 8-bit states that may be enough
