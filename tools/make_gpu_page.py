@@ -65,7 +65,8 @@ values: send it in an issue. To add your card to this page, copy `measured.jsonl
   names, arguments and order, and not the behaviour of CUDA.
 - Checks of these tests are made to fail by faults, such as memory of a library or a budget that is
   not enforced.
-- `d2-memfit measure-gpu --device cpu` rehearses each group with a small job.
+- `d2-memfit measure-gpu --device cpu` rehearses each group but transformers with a small job. The
+  jobs of that group have been estimated at full size; none of their steps has been computed.
 - No CUDA kernel has run. `pytest -m gpu tests/gpu` on a card runs the same tests there.
 
 Written by `python tools/make_gpu_page.py`.
