@@ -25,7 +25,7 @@ from .. import compat
 from ..common.side_work import no_information
 from ..config import with_settings
 from ..engine import MemfitMixin, build_trainer
-from ..engine.resuming import GatherStates, MemfitCheckpointer
+from ..engine.resuming import GatherStates, MemfitCheckpointer, ResumableBatches, UnknownLoader
 from ..errors import MemfitError
 from ..job import Job
 from ..measure.injection import seed_all
@@ -91,10 +91,23 @@ def resumes(job: Job, trainer: Optional[type]) -> str:
     if changed or len(whole) != len(resumed):
         raise Unwell(
             f"{len(changed)} of {len(whole)} tensors of model and optimizer differ from those of a "
-            f"run that was not ended, such as {', '.join(changed[:2])}"
+            f"run that was not ended, such as {', '.join(changed[:2])}. {_about_its_order(job)}"
         )
     how = f"class Trainer(MemfitMixin, {trainer.__name__})" if trainer else "build_trainer"
     return f"{how} trains as if it was not ended, bit by bit, on the dataset's own images"
+
+
+def _about_its_order(job: Job) -> str:
+    """Say whether the order of a job's images could be saved."""
+    try:
+        with no_information(logging.WARNING):
+            ResumableBatches(job.parts.build_train_loader())
+    except UnknownLoader as e:
+        return (
+            f"Its loader is {e}, whose order is not known: the data begin again. Use "
+            "build_detection_train_loader"
+        )
+    return "Its data went on where they were"
 
 
 def agrees_on_two_ranks(remake: Remake) -> str:

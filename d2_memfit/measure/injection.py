@@ -28,6 +28,7 @@ class Injector(TorchDispatchMode):
         super().__init__()
         self.fail_at = set(fail_at)
         self.num_allocations = 0
+        self._has_failed = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -38,8 +39,15 @@ class Injector(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and _storage_of(tensor) not in given:
                 self.num_allocations += 1
                 if self.num_allocations in self.fail_at:
+                    self._has_failed = True
                     raise torch.OutOfMemoryError(f"injected at {self.num_allocations}")
         return result
+
+    def __exit__(self, kind: Any, error: Optional[BaseException], traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        # TorchScript keeps the text of an allocator's error, and nothing of one from Python.
+        if self._has_failed and "TorchScript" in str(error):
+            raise torch.OutOfMemoryError("injected in TorchScript") from error
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

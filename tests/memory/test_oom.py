@@ -137,6 +137,19 @@ def test_a_backward_that_failed_keeps_nothing():
     assert max(held) > 0  # so there was something to release
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_memory_that_runs_out_within_torchscript_is_known():
+    @torch.jit.script
+    def repeated(x: torch.Tensor, times: int) -> torch.Tensor:
+        return (x + 1).expand(times, -1).clone()
+
+    with pytest.raises(RuntimeError, match="TorchScript") as real:
+        repeated(torch.ones(3), 2**50)
+    assert is_out_of_memory(real.value)
+    with pytest.raises(torch.OutOfMemoryError, match="injected"), Injector([2]):
+        repeated(torch.ones(3), 2)
+
+
 def test_three_iterations_with_retries_in_a_row_are_too_close():
     watch = RisingRetries()
     counts = [0, 1, 2, 2, 3, 4, 5, 6, 7, 8, 8]

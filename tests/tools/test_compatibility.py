@@ -72,6 +72,19 @@ def test_the_page_has_a_row_and_the_facts_of_each_project():
         ),
         ("plan", True, "4.7 GB in 3.6 by smaller micro-batches", "y: 4.7 GB in 3.6 by smaller"),
         ("resume", False, "3 of 9 tensors differ", "3 of 9 tensors differ"),
+        (
+            "resume",
+            False,
+            "3 of 9 tensors differ. Its loader is a Grouped, whose order is not known: ...",
+            "no, the order of its own Grouped is not known |",
+        ),
+        (
+            "two ranks",
+            False,
+            "MEMFIT.OOM.POLICY split: MEMFIT.OOM.POLICY split cannot run a rank's images again, "
+            "because all_gather in a.py:1 (Gather) communicates with other ranks in each forward.",
+            "y with `raise`; not with `split`, because all_gather in a.py:1 (Gather) communicates",
+        ),
         ("two ranks", None, "not tested: the training dataset is not here", "not tested: the"),
     ],
 )

@@ -12,6 +12,7 @@ from detectron2.config import CfgNode, LazyConfig
 from detectron2.data import DatasetMapper, build_detection_test_loader, build_detection_train_loader
 from detectron2.modeling import build_model
 from detectron2.solver import build_lr_scheduler, build_optimizer
+from detectron2.utils import comm
 
 from .project import load
 
@@ -70,7 +71,14 @@ class d2go:
 
     @classmethod
     def runner(cls) -> Any:
-        return load("d2go.runner:GeneralizedRCNNRunner")()
+        class Runner(load("d2go.runner:GeneralizedRCNNRunner")):  # type: ignore[misc]
+            @staticmethod
+            def get_data_loader_vis_wrapper() -> None:
+                """Leave the training loader unwrapped, so that its order can be resumed."""
+
+        # d2go's own launcher sets both.
+        load("mobile_cv.torch.utils_pytorch:comm")._LOCAL_PROCESS_GROUP = comm._LOCAL_PROCESS_GROUP
+        return Runner()
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> torch.nn.Module:

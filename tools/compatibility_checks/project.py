@@ -4,6 +4,7 @@
 import importlib
 import json
 import os
+import pkgutil
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -111,8 +112,8 @@ class Project:
             sys.path.insert(0, str((tree / path).resolve()))
         install_stubs(self.stubs)
         for name, value in self.patches.items():
-            module, _, attribute = name.partition(":")
-            setattr(importlib.import_module(module), attribute, load(value))
+            owner, _, attribute = name.replace(":", ".").rpartition(".")
+            setattr(pkgutil.resolve_name(owner), attribute, load(value))
         if self.names_cuda:
             _OPEN.enter_context(cuda_as_cpu())
 

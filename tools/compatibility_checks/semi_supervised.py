@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from detectron2.config import CfgNode
 from torch import nn
 
@@ -11,7 +12,7 @@ from d2_memfit import MemfitMixin
 
 from .project import load
 
-__all__ = ["make_trainer"]
+__all__ = ["make_trainer", "synchronize"]
 
 
 def make_trainer() -> type:
@@ -48,3 +49,9 @@ def make_trainer() -> type:
             self._trainer.run_step()
 
     return Trainer
+
+
+def synchronize(model: nn.parallel.DistributedDataParallel) -> None:
+    """Give all ranks the weights of rank 0, as a method did that PyTorch has removed."""
+    for tensor in model.module.state_dict().values():
+        dist.broadcast(tensor, 0)

@@ -24,6 +24,20 @@ COLUMNS = {
     "estimate": ["estimate"],
     "plan": ["plan"],
 }
+# Columns that show a figure of a line.
+_FIGURES = {
+    "accumulation": r"exact: (\S+ [^;.]+)",
+    "estimate": r"\(([-+.\d]+%)\)",
+    "plan": r"(.*)",
+}
+# Lines that are shorter in a cell.
+_REASONS = {
+    r"batch normalisation makes (\S+ \S+) from": "no, by its batch normalisation: {}",
+    r"Its loader is an? (\S+),": "no, the order of its own {} is not known",
+    r"^MEMFIT.OOM.POLICY split: .* because (.*?) communicates": (
+        "y with `raise`; not with `split`, because {} communicates in each forward"
+    ),
+}
 _LONGEST = 200  # characters in a cell
 
 
@@ -77,14 +91,11 @@ def _cell(findings: Mapping[str, Mapping[str, Any]], column: str) -> str:
         return findings.get("end", {"text": "its step is not `model(batch)`"})["text"]
     wrong = [f["text"] for f in found if not f["is_well"]]
     text = wrong[0] if wrong else found[0]["text"]
-    measured = {
-        "accumulation": r"(?s).*batch normalisation makes (\S+ \S+) from|exact: (\S+ [^;.]+)",
-        "estimate": r"\(([-+.\d]+%)\)",
-        "plan": r"(.*)",
-    }.get(column, "^$")
-    figure = re.search(measured, text)
-    if figure and figure.lastindex == 1 and column == "accumulation":
-        return f"no, by its batch normalisation: {figure[1]}"
+    for pattern, cell in _REASONS.items():
+        reason = re.search(pattern, text, re.DOTALL)
+        if wrong and reason:
+            return cell.format(reason[1])
+    figure = re.search(_FIGURES.get(column, "^$"), text, re.DOTALL)
     if figure and (column == "accumulation" or not wrong):
-        return f"{'no' if wrong else 'y'}: {figure[figure.lastindex or 0]}"
+        return f"{'no' if wrong else 'y'}: {figure[1]}"
     return "y" if not wrong else text.replace("|", "/")[:_LONGEST]

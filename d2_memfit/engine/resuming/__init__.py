@@ -3,6 +3,7 @@
 
 from .checkpoint import MemfitCheckpointer
 from .ending import SaveOnEnding
+from .resumable_batches import ResumableBatches, UnknownLoader
 from .resumable_trainer import GatherStates, Progress, ResumableTrainer
 from .signals import end_with_launcher, raising_handlers_held_back, signals_passed_on
 
@@ -10,8 +11,10 @@ __all__ = [
     "GatherStates",
     "MemfitCheckpointer",
     "Progress",
+    "ResumableBatches",
     "ResumableTrainer",
     "SaveOnEnding",
+    "UnknownLoader",
     "end_with_launcher",
     "raising_handlers_held_back",
     "signals_passed_on",
