@@ -15,32 +15,20 @@ tools/benchmark.py zoo              estimates against the memory that Detectron2
 """
 
 import argparse
+from importlib import import_module
 
-from benchmarks import (
-    accumulation,
-    crowded,
-    dry_runs,
-    estimates,
-    gradients,
-    recovery,
-    selective,
-    techniques,
-    times,
-    zoo,
+BENCHMARKS = (
+    "accumulation",
+    "crowded",
+    "dry_runs",
+    "estimates",
+    "gradients",
+    "recovery",
+    "selective",
+    "techniques",
+    "times",
+    "zoo",
 )
-
-BENCHMARKS = {
-    "accumulation": accumulation,
-    "crowded": crowded,
-    "dry_runs": dry_runs,
-    "estimates": estimates,
-    "gradients": gradients,
-    "recovery": recovery,
-    "selective": selective,
-    "techniques": techniques,
-    "times": times,
-    "zoo": zoo,
-}
 
 
 def main() -> None:
@@ -48,7 +36,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name, benchmark in BENCHMARKS.items():
+    for name in BENCHMARKS:
+        benchmark = import_module(f"benchmarks.{name}")
         command = commands.add_parser(
             name,
             description=benchmark.__doc__,

@@ -22,6 +22,7 @@ from tabulate import tabulate
 
 from d2_memfit.config import budget_of_preset, load_cfg
 from d2_memfit.job import Job
+from d2_memfit.model_zoo import list_configs
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import in_words
 from d2_memfit.planner.search import Plan, Planner
@@ -42,29 +43,7 @@ CARDS = {
     "X_101": ("6GB", "8GB", "12GB", "16GB", "24GB"),
 }
 
-MODELS = (
-    "COCO-Detection/faster_rcnn_mobilenet_v3_large_FPN_3x",
-    "COCO-Detection/faster_rcnn_shufflenet_v2_x1_0_FPN_3x",
-    "COCO-Detection/faster_rcnn_R_18_FPN_3x",
-    "COCO-Detection/faster_rcnn_R_50_FPN_3x",
-    "COCO-Detection/faster_rcnn_R_101_FPN_3x",
-    "COCO-Detection/faster_rcnn_X_101_32x8d_FPN_3x",
-    "COCO-Detection/retinanet_R_18_FPN_3x",
-    "COCO-Detection/retinanet_R_50_FPN_3x",
-    "COCO-Detection/retinanet_R_101_FPN_3x",
-    "COCO-InstanceSegmentation/mask_rcnn_mobilenet_v3_large_FPN_3x",
-    "COCO-InstanceSegmentation/mask_rcnn_shufflenet_v2_x1_0_FPN_3x",
-    "COCO-InstanceSegmentation/mask_rcnn_R_18_FPN_3x",
-    "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x",
-    "COCO-InstanceSegmentation/mask_rcnn_R_101_FPN_3x",
-    "COCO-InstanceSegmentation/mask_rcnn_X_101_32x8d_FPN_3x",
-    "COCO-InstanceSegmentation/cascade_mask_rcnn_R_50_FPN_3x",
-    "COCO-Keypoints/keypoint_rcnn_R_50_FPN_3x",
-    "COCO-Keypoints/keypoint_rcnn_R_101_FPN_3x",
-    "COCO-PanopticSegmentation/panoptic_fpn_R_50_3x",
-    "COCO-PanopticSegmentation/panoptic_fpn_R_101_3x",
-)
-
+MODELS = [name.removesuffix(".yaml") for name in list_configs() if name.endswith("_3x.yaml")]
 
 TRANSFORMERS = ROOT / "projects" / "Transformers"
 ALL_CARDS = ("4GB", "6GB", "8GB", "12GB", "16GB", "24GB")

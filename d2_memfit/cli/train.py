@@ -59,7 +59,7 @@ from .next_step import after_training
 from .options import check_opts, opts_of_budget, opts_of_settings, settings_of_data
 from .screen import leave_out_dumps, progress_hooks
 
-__all__ = ["Trainer", "argument_parser", "run", "run_script"]
+__all__ = ["Trainer", "argument_parser", "make_cfg", "run", "run_script"]
 
 logger = logging.getLogger(__name__)
 

@@ -36,6 +36,7 @@ from d2_memfit.config import load_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import ConfigError, exit_on_error
+from d2_memfit.inference import weights_of
 from d2_memfit.job import find_function
 
 # The last layers decide on classes and boxes. They are small, and rounding shows most in them.
@@ -158,7 +159,7 @@ def main() -> None:
     args = parser.parse_args()
     for dataset in args.coco:
         register_coco(*dataset)
-    weights = args.weights or str(Path(args.config_file).parent / "model_final.pth")
+    weights = weights_of(args.config_file, "", args.weights)
     cfg = load_cfg(args.config_file, [*args.opts, "MODEL.DEVICE", "cpu"])
     trainer: Any = find_function(args.trainer, "--trainer")
     model = quantize(cfg, trainer, weights, args.images)

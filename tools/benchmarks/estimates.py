@@ -8,9 +8,6 @@ of its private memory in the real run, beyond the tensors. Each config runs in i
 
 import argparse
 import multiprocessing
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from d2_memfit.config import load_cfg
 from d2_memfit.job import Job, WorstCase
@@ -18,7 +15,7 @@ from d2_memfit.memory import TensorMeter, process_memory, return_large_blocks
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, run_for_real
 
-from .common import machine, markdown_table
+from .common import machine, markdown_table, sampled_data_bytes
 
 CASE = WorstCase((480, 640), 20)
 CONFIGS = (
@@ -67,25 +64,8 @@ def compare(config: str) -> list[str]:
             cells += [f"{estimated / _MB:.1f}", f"{measured / _MB:.1f}", error]
             meter.peak_bytes = meter.live_bytes
     peaks = [sum(timeline.peak().values()) for timeline in timelines]
-    with highest_data_bytes() as highest:
+    with sampled_data_bytes() as samples:
         for _ in run_for_real(dry_job, "cpu"):
             pass
-    return [*cells, f"{(highest[0] - before - max(peaks)) / _MB:.0f}"]
-
-
-@contextmanager
-def highest_data_bytes() -> Iterator[list[int]]:
-    """While open, the yielded list holds the process's peak of private memory."""
-    highest, ended = [0], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.002):
-            highest[0] = max(highest[0], process_memory().data_bytes)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield highest
-    finally:
-        ended.set()
-        thread.join()
+    highest = max(num_bytes for _, num_bytes in samples)
+    return [*cells, f"{(highest - before - max(peaks)) / _MB:.0f}"]
