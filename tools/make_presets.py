@@ -95,7 +95,8 @@ def presets(job: Job, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
     before: dict[str, dict[str, Any]] = {}
     for card in cards:
         for ending, (tiers, prefer) in PLANS.items():
-            name, plan = card + ending, planner.plan(budget_of_preset(card), tiers, prefer)
+            name = card + ending
+            plan = planner.plan(budget_of_preset(card), tiers, prefer)
             settings = {k: v for k, v in plan.settings.items() if k != "MEMFIT.BUDGET_GB"}
             is_new = settings != before.get(ending)
             is_exact = all(step.tier == "exact" for step in plan.steps)
@@ -134,7 +135,8 @@ def preset_text(
     more_settings: Mapping[str, Any] = {},
     source: str = "the recipe",
 ) -> str:
-    estimate, card = plan.estimate, name.split("_", maxsplit=1)[0]
+    estimate = plan.estimate
+    card = name.split("_", maxsplit=1)[0]
     images = estimate.images_per_gpu * estimate.accumulation_steps
     lines = [
         f"# {Path(model).name} on one GPU of {card}: {images} images in each "
@@ -215,17 +217,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of models; all if there is none")
-    parser.add_argument("--transformers", action="store_true", help="those of that project")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a model (default: all)")
+    parser.add_argument(
+        "--transformers", action="store_true", help="presets of projects/Transformers"
+    )
     args = parser.parse_args()
     if args.transformers:
-        folder, models, make_job = (
-            TRANSFORMERS / "configs",
-            (*MODELS_OF_TRANSFORMERS, *GUIDE),
-            transformers_job,
-        )
+        folder = TRANSFORMERS / "configs"
+        models = (*MODELS_OF_TRANSFORMERS, *GUIDE)
+        make_job = transformers_job
     else:
-        folder, models, make_job = CONFIGS, MODELS, zoo_job
+        folder = CONFIGS
+        models = MODELS
+        make_job = zoo_job
     rows = []
     for model in args.names or models:
         if model in GUIDE:

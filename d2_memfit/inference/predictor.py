@@ -76,7 +76,8 @@ class Predictor:
         checkpointer.load(weights)
         if isinstance(config, DictConfig):
             mapper = instantiate(config.dataloader.test.mapper)
-            self.image_format, self._augmentations = mapper.image_format, mapper.augmentations
+            self.image_format = mapper.image_format
+            self._augmentations = mapper.augmentations
         else:
             self.image_format = config.INPUT.FORMAT
             self._augmentations = T.AugmentationList(build_augmentation(config, is_train=False))

@@ -42,7 +42,8 @@ class Peaks:
         What is outside the allocator is as much as CUDA says, other processes included.
         """
         if self.meter is not None:
-            peak, self.meter.peak_bytes = self.meter.peak_bytes, self.meter.live_bytes
+            peak = self.meter.peak_bytes
+            self.meter.peak_bytes = self.meter.live_bytes
             return {"allocated_gb": peak / _GB}
         wait_for(self.device)
         stats = torch.cuda.memory_stats(self.device)

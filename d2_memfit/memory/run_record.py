@@ -141,7 +141,8 @@ def _read(path: Path) -> Optional[RunRecord]:
 def _is_plausible(record: RunRecord) -> bool:
     hints = get_type_hints(RunRecord)
     for field in fields(record):
-        value, kind = getattr(record, field.name), hints[field.name]
+        value = getattr(record, field.name)
+        kind = hints[field.name]
         plain = {dict[str, Any]: dict, list[int]: list, list[float]: list}
         allowed = plain.get(kind, kind)
         if kind == Optional[int]:

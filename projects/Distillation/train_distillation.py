@@ -117,7 +117,8 @@ class Distilled(nn.Module):
                 # Without padding, which depends on the other images of the micro-batch.
                 height, width = (-(-side // stride) for side in image["image"].shape[-2:])
                 own = (number, slice(None), slice(height), slice(width))
-                student, teacher = features[level][own], targets[level][own]
+                student = features[level][own]
+                teacher = targets[level][own]
                 terms.append(channel_wise_loss(student, teacher, self._temperature))
         losses["loss_distillation"] = self._weight * torch.stack(terms).mean()
         return losses

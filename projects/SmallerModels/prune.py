@@ -90,7 +90,8 @@ def prune(model: nn.Module, ratio: float) -> None:
             round_to=_MULTIPLE,
         ).step()
     for layer, layers in plain.items():
-        layer.weight, layer.bias = layers[0].weight, layers[0].bias
+        layer.weight = layers[0].weight
+        layer.bias = layers[0].bias
         _note_channels(layer)
     replace(backbone, {layers: layer for layer, layers in plain.items()})
 

@@ -120,7 +120,7 @@ class Trainer(MemfitTrainer):
 
 
 class PrunedTrainer(Trainer, prune.Trainer):
-    """The same for a model that was pruned before."""
+    """Builds the int8 model of a pruned one, for ``--trainer quantize:PrunedTrainer``."""
 
 
 def quantize(

@@ -120,10 +120,12 @@ def batches(photographs: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, An
 
 def crowd(photograph: dict[str, Any]) -> dict[str, Any]:
     """Make one image of 2 x 2 copies of a photograph."""
-    image, instances = photograph["image"], photograph["instances"]
+    image = photograph["image"]
+    instances = photograph["instances"]
     height, width = image.shape[1:]
     everything = Instances((2 * height, 2 * width))
-    boxes, masks = [], []
+    boxes = []
+    masks = []
     for top in (0, height):
         for left in (0, width):
             boxes.append(instances.gt_boxes.tensor + torch.tensor([left, top] * 2))

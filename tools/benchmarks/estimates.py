@@ -34,7 +34,7 @@ _MB = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--configs", nargs="+", default=CONFIGS, help="of Detectron2's zoo")
+    parser.add_argument("--configs", nargs="+", default=CONFIGS, help="configs of Detectron2's zoo")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -52,14 +52,16 @@ def compare(config: str) -> list[str]:
     return_large_blocks()
     cfg = load_cfg(config)
     cfg.MODEL.DEVICE = "cpu"
-    cfg.SOLVER.IMS_PER_BATCH, cfg.MEMFIT.MICRO_BATCH = 2, 1
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.MEMFIT.MICRO_BATCH = 1
     before = process_memory().data_bytes
     dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))
     cells = []
     timelines = [t for t in (dry_job.training, dry_job.evaluation) if t is not None]
     with TensorMeter() as meter:
         for timeline, _ in zip(timelines, run_for_real(dry_job, "cpu")):
-            estimated, measured = sum(timeline.peak().values()), meter.peak_bytes
+            estimated = sum(timeline.peak().values())
+            measured = meter.peak_bytes
             error = f"{estimated / measured - 1:+.3%}"
             cells += [f"{estimated / _MB:.1f}", f"{measured / _MB:.1f}", error]
             meter.peak_bytes = meter.live_bytes

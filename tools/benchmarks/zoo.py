@@ -105,7 +105,8 @@ class Result:
         return low * _GB <= self.row.gb <= high * _GB
 
     def cells(self) -> list[str]:
-        row, e = self.row, self.estimate
+        row = self.row
+        e = self.estimate
         cells = [f"{row.config} {row.options}".strip(), row.used or "nothing", f"{row.gb:g}"]
         if e is None:
             return [*cells, "", "", "", "", self.why]
