@@ -46,7 +46,7 @@ from ..config import (
 from ..data import check_datasets, register_coco
 from ..engine import MemfitTrainer, launch, usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer
-from ..errors import CheckpointError, ConfigError, exit_on_error
+from ..errors import CheckpointError, ConfigError, MemfitError, exit_on_error
 from ..evaluation import build_evaluator
 from ..iteration import Precision
 from ..job import RecoveryOptions
@@ -205,6 +205,8 @@ def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
     try:
         with torch.device("meta"):
             trainer.build_model(with_settings(cfg, {"MODEL.DEVICE": "meta"}))
+    except MemfitError:
+        raise
     except Exception as e:
         frames = list(walk_tb(e.__traceback__))
         place = f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}"
