@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What is measured: items, the job of each, and the memory and time that are expected of it."""
+"""Items to measure, the job of each, and the memory and time that are expected of it."""
 
 import sys
 from collections.abc import Mapping

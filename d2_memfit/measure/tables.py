@@ -31,7 +31,7 @@ _TITLES = {
     "recovery": "Recovery from a batch that does not fit",
     "trainers": "Trainers, Mask R-CNN R50-FPN",
 }
-# What is compared, with its title. Ratios are expected over measured.
+# Compared values and their titles. Ratios are expected over measured.
 _COMPARED = {
     "allocated_gb": "allocated GB",
     "reserved_gb": "reserved GB",
@@ -47,7 +47,7 @@ def markdown(results: Results) -> str:
     machine = results.machine
     lines = [f"## {machine['card']}", ""]
     if machine["rehearsal"]:
-        lines += ["A rehearsal on a CPU: these figures are of no card.", ""]
+        lines += ["A rehearsal on a CPU. These are not figures of a card.", ""]
     total = f"{machine['total_gb']:.2f} GB. " if "total_gb" in machine else ""
     stated = [f"{name} {machine[key]}" for name, key in _VERSIONS.items() if machine.get(key)]
     lines += [f"{total}{', '.join(stated)}. {machine['date']}.", ""]
@@ -109,7 +109,7 @@ def _of_outside(record: Record) -> Record:
 
 
 def _constants(records: Sequence[Record]) -> list[Record]:
-    """What was measured of the constants of a device file, and what the file has."""
+    """Rows that compare measured constants with those of the device file."""
     files = [r for r in records if "file" in r]
     return [
         {"constant": name, "measured": value, f"in {of_file['file']}.yaml": of_file[name]}

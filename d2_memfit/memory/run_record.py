@@ -81,7 +81,7 @@ class RunRecord:
 
 
 def device_and_software(device: torch.device) -> dict[str, Any]:
-    """What a record applies to: the device, and the software that decides about memory."""
+    """The device, and the software that decides about memory, to which a record applies."""
     here: dict[str, Any] = {"d2_memfit": __version__, "torch": torch.__version__}
     if device.type != "cuda":
         here.update(device=_cpu_name(), cores=os.cpu_count())

@@ -23,8 +23,8 @@ from torch import nn
 from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.cli.train import run_script
 from d2_memfit.config import load_cfg
-from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import CheckpointError, ConfigError
+from d2_memfit.inference import load_whole_model
 
 __all__ = ["Distilled", "Trainer", "add_distillation_config", "channel_wise_loss"]
 
@@ -164,18 +164,6 @@ def _teacher_cfg(cfg: CfgNode) -> CfgNode:
     return load_cfg(file, ["MODEL.DEVICE", cfg.MODEL.DEVICE], [add_distillation_config])
 
 
-class _WholeTeacher(MemfitCheckpointer):
-    """Loads weights only if the teacher's backbone has all of them."""
-
-    def _log_incompatible_keys(self, incompatible: Any) -> None:
-        wrong = [*incompatible.missing_keys, *(shape[0] for shape in incompatible.incorrect_shapes)]
-        if wrong:
-            raise CheckpointError(
-                f"DISTILLATION.TEACHER_WEIGHTS do not fit DISTILLATION.TEACHER_CONFIG: {wrong[0]} "
-                f"and {len(wrong) - 1} others are missing or have another shape"
-            )
-
-
 class Trainer(MemfitTrainer):
     """Trains the student of a config, with its meta-architecture replaced by a distilled one."""
 
@@ -199,7 +187,12 @@ class Trainer(MemfitTrainer):
                 "DISTILLATION.TEACHER_WEIGHTS is empty: name the weights of a trained model"
             )
         model: Any = self.model.module if hasattr(self.model, "module") else self.model
-        _WholeTeacher(model.teacher).load(weights)
+        try:
+            load_whole_model(model.teacher, weights)
+        except CheckpointError as e:
+            raise CheckpointError(
+                f"DISTILLATION.TEACHER_WEIGHTS do not fit DISTILLATION.TEACHER_CONFIG: {e}"
+            ) from e
         super().resume_or_load(resume)
 
 

@@ -28,9 +28,8 @@ from torch import nn
 from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.cli.train import argument_parser, make_cfg, run
 from d2_memfit.common.files import whole_file
-from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import ConfigError, exit_on_error
-from d2_memfit.inference import weights_of
+from d2_memfit.inference import load_whole_model, weights_of
 
 _MULTIPLE = 8  # channels are removed by so many, which keeps vector units busy
 _SIDE = 128  # of the image that finds which layers depend on each other, in pixels
@@ -149,7 +148,7 @@ class Trainer(MemfitTrainer):
 def write_pruned(cfg: CfgNode, ratio: float, file: Path) -> None:
     """Prune the trained model of a config, and write its weights to a file."""
     model = MemfitTrainer.build_model(cfg)
-    MemfitCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+    load_whole_model(model, cfg.MODEL.WEIGHTS)
     before = sum(p.numel() for p in model.parameters())
     prune(model, ratio)
     after = sum(p.numel() for p in model.parameters())
