@@ -5,11 +5,12 @@ import random
 
 import numpy as np
 import torch
+from detectron2.utils.events import EventStorage
 from tiny import parameters
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine.window import image_names
-from d2_memfit.measure.injection import InjectedTrainer, Injector, iterate, seed_all
+from d2_memfit.measure.injection import InjectedTrainer, Injector, seed_all
 
 __all__ = [
     "FailingTrainer",
@@ -21,6 +22,15 @@ __all__ = [
     "scalars",
     "seed_all",
 ]
+
+
+def iterate(trainer, num_iterations=1, first=0):
+    """Run iterations like TrainerBase.train; return the event storage."""
+    with EventStorage() as storage:
+        for trainer.iter in range(first, first + num_iterations):
+            storage.iter = trainer.iter
+            trainer.run_step()
+    return storage
 
 
 class FailingTrainer(AccumulatingTrainer):

@@ -90,7 +90,7 @@ def parser_of(script):
     None for a script that takes no arguments, and so must not be started here.
     """
     if script != "d2-memfit" and not re.search(
-        r"argparse|argument_parser|cli import", script.read_text()
+        r"argparse|argument_parser|run_script|cli import", script.read_text()
     ):
         return None
 

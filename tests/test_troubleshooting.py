@@ -53,7 +53,7 @@ INTERNAL = {
     "injected at the end of a forward",
     "its images did not fit while its counts were looked for",
     "module \0 has no attribute \0",
-    "it is measured in a checkout only: there is no \0",
+    "a project is measured in a checkout: there is no \0",
     "no plan fits; \0 GB are needed",
     "the size of the result depends on values",
     "the last try returns or raises",

@@ -7,7 +7,6 @@ tools/benchmark.py crowded          memory over iterations, with crowded images 
 tools/benchmark.py dry_runs         time and RAM of dry runs
 tools/benchmark.py estimates        estimates against the same jobs run on the CPU
 tools/benchmark.py gradients        distance of accumulated gradients from the full batch's
-tools/benchmark.py plans            plans against all subsets of techniques, and their cost
 tools/benchmark.py recovery         cost of recovery from out-of-memory errors
 tools/benchmark.py selective        blocks chosen one by one against checkpoints of all blocks
 tools/benchmark.py techniques       savings and costs of each technique
@@ -16,34 +15,20 @@ tools/benchmark.py zoo              estimates against the memory that Detectron2
 """
 
 import argparse
+from importlib import import_module
 
-from benchmarks import (
-    accumulation,
-    crowded,
-    dry_runs,
-    estimates,
-    gradients,
-    plans,
-    recovery,
-    selective,
-    techniques,
-    times,
-    zoo,
+BENCHMARKS = (
+    "accumulation",
+    "crowded",
+    "dry_runs",
+    "estimates",
+    "gradients",
+    "recovery",
+    "selective",
+    "techniques",
+    "times",
+    "zoo",
 )
-
-BENCHMARKS = {
-    "accumulation": accumulation,
-    "crowded": crowded,
-    "dry_runs": dry_runs,
-    "estimates": estimates,
-    "gradients": gradients,
-    "plans": plans,
-    "recovery": recovery,
-    "selective": selective,
-    "techniques": techniques,
-    "times": times,
-    "zoo": zoo,
-}
 
 
 def main() -> None:
@@ -51,7 +36,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name, benchmark in BENCHMARKS.items():
+    for name in BENCHMARKS:
+        benchmark = import_module(f"benchmarks.{name}")
         command = commands.add_parser(
             name,
             description=benchmark.__doc__,

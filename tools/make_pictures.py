@@ -5,8 +5,6 @@
     tools/make_pictures.py [NAME ...]
 
 steps        docs/plan_steps.png: who has the memory before a plan, and after each of its steps
-timeline     docs/step_timeline.png: who has it over one iteration
-transaction  docs/transaction.svg: a window on two ranks, one of which runs out of memory
 plan_page    docs/plan_page.png: the page of `d2-memfit plan --html`
 memory_page  docs/memory_page.png: the page of d2-memfit plot, of a short run on Coins
 
@@ -16,13 +14,11 @@ All of them take some minutes on one core. The pages need Chromium.
 import argparse
 from pathlib import Path
 
-from pictures import pages, steps, timeline, transaction
+from pictures import pages, steps
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PICTURES = {
     "steps": (steps.draw, "plan_steps.png"),
-    "timeline": (timeline.draw, "step_timeline.png"),
-    "transaction": (transaction.draw, "transaction.svg"),
     "plan_page": (pages.draw_plan_page, "plan_page.png"),
     "memory_page": (pages.draw_memory_page, "memory_page.png"),
 }

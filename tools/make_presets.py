@@ -22,6 +22,7 @@ from tabulate import tabulate
 
 from d2_memfit.config import budget_of_preset, load_cfg
 from d2_memfit.job import Job
+from d2_memfit.model_zoo import list_configs
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import in_words
 from d2_memfit.planner.search import Plan, Planner
@@ -42,29 +43,7 @@ CARDS = {
     "X_101": ("6GB", "8GB", "12GB", "16GB", "24GB"),
 }
 
-MODELS = (
-    "COCO-Detection/faster_rcnn_mobilenet_v3_large_FPN_3x",
-    "COCO-Detection/faster_rcnn_shufflenet_v2_x1_0_FPN_3x",
-    "COCO-Detection/faster_rcnn_R_18_FPN_3x",
-    "COCO-Detection/faster_rcnn_R_50_FPN_3x",
-    "COCO-Detection/faster_rcnn_R_101_FPN_3x",
-    "COCO-Detection/faster_rcnn_X_101_32x8d_FPN_3x",
-    "COCO-Detection/retinanet_R_18_FPN_3x",
-    "COCO-Detection/retinanet_R_50_FPN_3x",
-    "COCO-Detection/retinanet_R_101_FPN_3x",
-    "COCO-InstanceSegmentation/mask_rcnn_mobilenet_v3_large_FPN_3x",
-    "COCO-InstanceSegmentation/mask_rcnn_shufflenet_v2_x1_0_FPN_3x",
-    "COCO-InstanceSegmentation/mask_rcnn_R_18_FPN_3x",
-    "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x",
-    "COCO-InstanceSegmentation/mask_rcnn_R_101_FPN_3x",
-    "COCO-InstanceSegmentation/mask_rcnn_X_101_32x8d_FPN_3x",
-    "COCO-InstanceSegmentation/cascade_mask_rcnn_R_50_FPN_3x",
-    "COCO-Keypoints/keypoint_rcnn_R_50_FPN_3x",
-    "COCO-Keypoints/keypoint_rcnn_R_101_FPN_3x",
-    "COCO-PanopticSegmentation/panoptic_fpn_R_50_3x",
-    "COCO-PanopticSegmentation/panoptic_fpn_R_101_3x",
-)
-
+MODELS = [name.removesuffix(".yaml") for name in list_configs() if name.endswith("_3x.yaml")]
 
 TRANSFORMERS = ROOT / "projects" / "Transformers"
 ALL_CARDS = ("4GB", "6GB", "8GB", "12GB", "16GB", "24GB")
@@ -116,7 +95,8 @@ def presets(job: Job, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
     before: dict[str, dict[str, Any]] = {}
     for card in cards:
         for ending, (tiers, prefer) in PLANS.items():
-            name, plan = card + ending, planner.plan(budget_of_preset(card), tiers, prefer)
+            name = card + ending
+            plan = planner.plan(budget_of_preset(card), tiers, prefer)
             settings = {k: v for k, v in plan.settings.items() if k != "MEMFIT.BUDGET_GB"}
             is_new = settings != before.get(ending)
             is_exact = all(step.tier == "exact" for step in plan.steps)
@@ -155,7 +135,8 @@ def preset_text(
     more_settings: Mapping[str, Any] = {},
     source: str = "the recipe",
 ) -> str:
-    estimate, card = plan.estimate, name.split("_", maxsplit=1)[0]
+    estimate = plan.estimate
+    card = name.split("_", maxsplit=1)[0]
     images = estimate.images_per_gpu * estimate.accumulation_steps
     lines = [
         f"# {Path(model).name} on one GPU of {card}: {images} images in each "
@@ -237,17 +218,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of models; all if there is none")
-    parser.add_argument("--transformers", action="store_true", help="those of that project")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a model (default: all)")
+    parser.add_argument(
+        "--transformers", action="store_true", help="presets of projects/Transformers"
+    )
     args = parser.parse_args()
     if args.transformers:
-        folder, models, make_job = (
-            TRANSFORMERS / "configs",
-            (*MODELS_OF_TRANSFORMERS, *GUIDE),
-            transformers_job,
-        )
+        folder = TRANSFORMERS / "configs"
+        models = (*MODELS_OF_TRANSFORMERS, *GUIDE)
+        make_job = transformers_job
     else:
-        folder, models, make_job = CONFIGS, MODELS, zoo_job
+        folder = CONFIGS
+        models = MODELS
+        make_job = zoo_job
     rows = []
     for model in args.names or models:
         if model in GUIDE:

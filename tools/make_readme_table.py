@@ -44,7 +44,7 @@ HEADER = ["job", "card", "GB, plain", "GB, planned", "time x", "or, with other r
 
 
 def planned(card: str, config: str, *options: str) -> dict[str, Any]:
-    """What the command says of a job."""
+    """The result of ``d2-memfit plan --json`` for a job."""
     command = ["plan", "--json", "--device", "cuda", "--card", card, "--config-file", config]
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "d2_memfit", *command, *options],

@@ -10,17 +10,10 @@ from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 
-from d2_memfit.cli.train import Trainer, argument_parser, main
-from d2_memfit.cli.train import run as run_with
-from d2_memfit.errors import exit_on_error
+from d2_memfit.cli.train import Trainer, main
+from d2_memfit.cli.train import run_script as run
 
 __all__ = ["Trainer", "main", "run"]
-
-
-@exit_on_error
-def run() -> None:
-    run_with(argument_parser().parse_args())
-
 
 if __name__ == "__main__":
     run()

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Optional
@@ -45,7 +46,7 @@ from ..config import (
 from ..data import check_datasets, register_coco
 from ..engine import MemfitTrainer, launch, usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer
-from ..errors import CheckpointError, ConfigError, exit_on_error
+from ..errors import CheckpointError, ConfigError, MemfitError, exit_on_error
 from ..evaluation import build_evaluator
 from ..iteration import Precision
 from ..job import RecoveryOptions
@@ -58,7 +59,11 @@ from .next_step import after_training
 from .options import check_opts, opts_of_budget, opts_of_settings, settings_of_data
 from .screen import leave_out_dumps, progress_hooks
 
-__all__ = ["Trainer", "argument_parser", "run"]
+__all__ = ["Trainer", "argument_parser", "make_cfg", "run", "run_script"]
+
+logger = logging.getLogger(__name__)
+
+AddKeys = Sequence[Callable[[CfgNode], Any]]
 
 
 class Trainer(MemfitTrainer):
@@ -75,6 +80,17 @@ class Trainer(MemfitTrainer):
         evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
         results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
         return OrderedDict((k + "_TTA", v) for k, v in results.items())
+
+    @classmethod
+    def load_weights(cls, cfg: CfgNode, model: nn.Module, resume: bool) -> None:
+        """Load the weights to evaluate: the last checkpoint, or MODEL.WEIGHTS."""
+        checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
+        if not cfg.MODEL.WEIGHTS and not (resume and checkpointer.has_checkpoint()):
+            logger.warning(
+                "--eval-only evaluates random weights, because MODEL.WEIGHTS is empty. Set it, or "
+                "add --resume for the last checkpoint of OUTPUT_DIR"
+            )
+        checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -98,20 +114,25 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_cfg(args: argparse.Namespace) -> CfgNode:
+def make_cfg(args: argparse.Namespace, add_keys: AddKeys = ()) -> CfgNode:
     for dataset in args.coco:
         register_coco(*dataset)
-    cfg = load_cfg(args.config_file, args.opts)
+    cfg = load_cfg(args.config_file, args.opts, add_keys)
     cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
     cfg.freeze()
     return cfg
 
 
-def prepare(args: argparse.Namespace) -> None:
+def prepare(
+    args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()
+) -> None:
     """Check all that can be checked before a process starts, and complete the arguments.
 
     OUTPUT_DIR is not touched. ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data,
     before the user's. ``args.notes`` gets lines about the settings from the data.
+
+    Args:
+        trainer, add_keys: as for :func:`run`.
     """
     check_opts(args.opts)
     opts = [*opts_of_budget(args.card, args.budget, args.opts), *args.opts]
@@ -121,6 +142,7 @@ def prepare(args: argparse.Namespace) -> None:
         args.coco,
         args.config_file,
         opts,
+        add_keys,
         eval_only=args.eval_only,
         reads_images=True,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
@@ -128,8 +150,8 @@ def prepare(args: argparse.Namespace) -> None:
     args.notes = [str(setting) for setting in settings]
     args.opts = [*opts_of_settings(settings), *opts]
     if args.fit:
-        args.opts = [*_opts_of_fit(make_cfg(args), args.eval_only), *args.opts]
-    _check(args)
+        args.opts = [*_opts_of_fit(make_cfg(args, add_keys), args.eval_only), *args.opts]
+    _check(args, trainer, add_keys)
 
 
 def _opts_of_fit(cfg: CfgNode, eval_only: bool) -> list[str]:
@@ -140,8 +162,8 @@ def _opts_of_fit(cfg: CfgNode, eval_only: bool) -> list[str]:
     return opts
 
 
-def _check(args: argparse.Namespace) -> None:
-    cfg = make_cfg(args)
+def _check(args: argparse.Namespace, trainer: type[Trainer], add_keys: AddKeys) -> None:
+    cfg = make_cfg(args, add_keys)
     if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
     check_int("--num-gpus", args.num_gpus, at_least=0)
@@ -152,14 +174,14 @@ def _check(args: argparse.Namespace) -> None:
             f"--num-machines {args.num_machines}, got {args.machine_rank}"
         )
     ranks = world_size(args.num_gpus, args.num_machines)
-    device = load_cfg("", args.opts).MODEL.DEVICE
+    device = load_cfg("", args.opts, add_keys).MODEL.DEVICE
     if "MODEL.DEVICE" in args.opts[::2] and device != cfg.MODEL.DEVICE:
         raise ConfigError(f"MODEL.DEVICE {device}: no GPU is visible")
     check_model_keys(cfg)
-    _check_model(cfg)
+    _check_model(cfg, trainer)
     check_data_keys(cfg)
     if not args.eval_only:
-        check_config(Trainer.auto_scale_workers(cfg, ranks), ranks)
+        check_config(trainer.auto_scale_workers(cfg, ranks), ranks)
         check_solver_keys(cfg)
     args.config_file = find_config_file(args.config_file)  # which is logged
     Precision.from_cfg(cfg)
@@ -178,11 +200,13 @@ def _check(args: argparse.Namespace) -> None:
         _fetch(cfg.MODEL.WEIGHTS)
 
 
-def _check_model(cfg: CfgNode) -> None:
+def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
     """Build the model without memory for its weights, which takes a tenth of a second."""
     try:
         with torch.device("meta"):
-            Trainer.build_model(with_settings(cfg, {"MODEL.DEVICE": "meta"}))
+            trainer.build_model(with_settings(cfg, {"MODEL.DEVICE": "meta"}))
+    except MemfitError:
+        raise
     except Exception as e:
         frames = list(walk_tb(e.__traceback__))
         place = f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}"
@@ -220,40 +244,36 @@ def _check_output_dir(output_dir: str) -> None:
 
 
 @exit_on_error
-def main(args: argparse.Namespace) -> None:
+def main(
+    args: argparse.Namespace, trainer_class: type[Trainer] = Trainer, add_keys: AddKeys = ()
+) -> None:
     """Run one rank, with the arguments completed by :func:`prepare`."""
-    cfg = make_cfg(args)
+    cfg = make_cfg(args, add_keys)
     logging.raiseExceptions = False  # on a full disk, each line of the log would have a traceback
     try:
         leave_out_dumps(cfg.OUTPUT_DIR, comm.get_rank())
         default_setup(cfg, args)
     except OSError as e:  # such as a full disk
         raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR} cannot be written ({e.strerror})") from e
-    logger = setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
+    setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
     if cfg.MODEL.DEVICE == "cpu" and not torch.cuda.is_available():
         logger.warning("No GPU is visible: running on the CPU")
     for note in args.notes:
         logger.info("From the data: %s", note)
 
     if args.eval_only:
-        model = Trainer.build_model(cfg)
-        checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
-        if not cfg.MODEL.WEIGHTS and not (args.resume and checkpointer.has_checkpoint()):
-            logger.warning(
-                "--eval-only evaluates random weights, because MODEL.WEIGHTS is empty. Set it, or "
-                "add --resume for the last checkpoint of OUTPUT_DIR"
-            )
-        checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
-        results = Trainer.test(cfg, model)
+        model = trainer_class.build_model(cfg)
+        trainer_class.load_weights(cfg, model, args.resume)
+        results = trainer_class.test(cfg, model)
         if cfg.TEST.AUG.ENABLED:
-            results.update(Trainer.test_with_TTA(cfg, model))
+            results.update(trainer_class.test_with_TTA(cfg, model))
         if comm.is_main_process():
             verify_results(cfg, results)
         return
 
-    _warn_of_batch(args, cfg)
-    cfg = _fitted(cfg)
-    trainer = Trainer(cfg)
+    _warn_of_batch(args, cfg, add_keys)
+    cfg = _fitted(cfg, trainer_class)
+    trainer = trainer_class(cfg)
     trainer.resume_or_load(resume=args.resume)
     if cfg.TEST.AUG.ENABLED:
         trainer.register_hooks(
@@ -265,19 +285,20 @@ def main(args: argparse.Namespace) -> None:
         first_images = FirstImages(cfg.INPUT.FORMAT, metadata)
         trainer.register_hooks([first_images, *progress_hooks(trainer.max_iter)])
     trainer.train()
-    if comm.is_main_process():
+    if comm.is_main_process() and trainer_class is Trainer:  # others need options to predict
         weights = trainer.checkpointer.get_checkpoint_file()
         print(after_training(cfg.OUTPUT_DIR, args.coco, weights), flush=True)
 
 
-def _warn_of_batch(args: argparse.Namespace, cfg: CfgNode) -> None:
+def _warn_of_batch(args: argparse.Namespace, cfg: CfgNode, add_keys: AddKeys = ()) -> None:
     """Warn if the command changes the config file's effective batch and not its learning rate."""
-    recipe, solver = load_cfg(args.config_file).SOLVER, cfg.SOLVER
+    recipe = load_cfg(args.config_file, (), add_keys).SOLVER
+    solver = cfg.SOLVER
     factor = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS
     factor /= recipe.IMS_PER_BATCH * recipe.ACCUMULATION_STEPS
     if factor == 1 or solver.REFERENCE_WORLD_SIZE or "SOLVER.BASE_LR" in args.opts[::2]:
         return
-    logging.getLogger(__name__).warning(
+    logger.warning(
         "SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d is %.3g times the batch of the "
         "config file, and SOLVER.BASE_LR %g is the same. Scaled with the batch (arXiv:1706.02677): "
         "SOLVER.BASE_LR %g. For the same batch: SOLVER.ACCUMULATION_STEPS",
@@ -289,12 +310,12 @@ def _warn_of_batch(args: argparse.Namespace, cfg: CfgNode) -> None:
     )
 
 
-def _fitted(cfg: CfgNode) -> CfgNode:
+def _fitted(cfg: CfgNode, trainer: type[Trainer]) -> CfgNode:
     """The config with its plan.
 
     OUTPUT_DIR/config.yaml has the plan too, for later evaluations, but not the measured budget.
     """
-    planned = fit_config(cfg, Trainer)
+    planned = fit_config(cfg, trainer)
     if planned is not cfg and comm.is_main_process():
         kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
         with whole_file(Path(cfg.OUTPUT_DIR) / "config.yaml", "w") as file:
@@ -302,10 +323,37 @@ def _fitted(cfg: CfgNode) -> CfgNode:
     return planned
 
 
-def run(args: argparse.Namespace) -> None:
-    """Check the arguments, then start the ranks, or join those that torchrun started."""
-    if args.config_file.endswith(".py"):
+def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()) -> None:
+    """Check the arguments, then start the ranks, or join those that torchrun started.
+
+    Args:
+        trainer: the class that trains and evaluates.
+        add_keys: functions that add a project's keys to a config.
+    """
+    if args.config_file.endswith(".py") and trainer is Trainer:
         train_lazy.run(args)
         return
-    prepare(args)
-    launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
+    prepare(args, trainer, add_keys)
+    launch(
+        main,
+        args.num_gpus,
+        args.num_machines,
+        args.machine_rank,
+        args.dist_url,
+        args=(args, trainer, add_keys),
+    )
+
+
+@exit_on_error
+def run_script(
+    trainer: type[Trainer] = Trainer, add_keys: AddKeys = (), usage: Optional[str] = None
+) -> None:
+    """Run the command train as a project's script, with its trainer and config keys.
+
+    Args:
+        trainer, add_keys: as for :func:`run`.
+        usage: the text under the options in the script's help.
+    """
+    parser = argument_parser()
+    parser.epilog = usage or parser.epilog
+    run(parser.parse_args(), trainer, add_keys)

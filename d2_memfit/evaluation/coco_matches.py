@@ -69,7 +69,8 @@ class CocoMatches:
             p: parameters of any part.
         """
         shape = len(p.iouThrs), len(p.recThrs), len(p.catIds), len(p.areaRng), len(p.maxDets)
-        precision, scores = -np.ones(shape), -np.ones(shape)
+        precision = -np.ones(shape)
+        scores = -np.ones(shape)
         recall = -np.ones((shape[0], *shape[2:]))
         for k, of_images in self._of_category.items():
             found = _OfCategory(*map(np.concatenate, zip(*of_images)))
@@ -115,9 +116,12 @@ def _accumulated(
     This is for one threshold, category, range of areas and number of detections.
     """
     single = COCOeval(iouType=p.iouType)
-    single.params.imgIds, single.params.catIds = [0], [0]
-    single.params.areaRng, single.params.maxDets = p.areaRng[:1], [_NO_LIMIT]
-    single.params.iouThrs, single.params.recThrs = p.iouThrs[:1], p.recThrs
+    single.params.imgIds = [0]
+    single.params.catIds = [0]
+    single.params.areaRng = p.areaRng[:1]
+    single.params.maxDets = [_NO_LIMIT]
+    single.params.iouThrs = p.iouThrs[:1]
+    single.params.recThrs = p.recThrs
     single._paramsEval = single.params
     image = {"dtScores": scores, "dtMatches": matched, "dtIgnore": ignored}
     single.evalImgs = [{**image, "gtIgnore": annotated_ignored}]

@@ -15,7 +15,8 @@ __all__ = ["SpilledPredictions", "save_as_list"]
 
 # Pickle protocol with which pickles of items can be joined to the pickle of a list.
 _PROTOCOL = 2
-_BEFORE, _AFTER = b"\x80\x02", b"."
+_BEFORE = b"\x80\x02"
+_AFTER = b"."
 _SENT_BYTES = 8 * 2**20  # at once, from each rank to rank 0
 
 

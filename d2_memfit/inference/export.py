@@ -21,7 +21,9 @@ __all__ = ["SUFFIXES", "export"]
 SUFFIXES = (".onnx", ".ts")
 _NEEDED = ("onnx", "onnxruntime")
 _OPSET = 17  # the first that has all operators of Detectron2's models
-_MOST_PIXELS, _MOST_SCORE = 1.0, 0.01  # differences of boxes, and of scores and masks
+# The largest differences of boxes in pixels, and of scores and masks.
+_MOST_PIXELS = 1.0
+_MOST_SCORE = 0.01
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -55,7 +57,8 @@ def export(model: nn.Module, image: torch.Tensor, to: Path) -> str:
         with whole_file(to) as file, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the tracer, about values that may not change
             run = (_onnx if to.suffix == ".onnx" else _torchscript)(adapter, image, file)
-            number, distance = 0, 0.0
+            number = 0
+            distance = 0.0
             for pixels in (image, part):
                 eager = _instances(adapter, adapter(pixels.to(_device_of(adapter))))
                 number += len(eager)
@@ -137,5 +140,6 @@ def _distance(eager: Instances, other: Instances) -> float:
 
 def _places(instances: Instances) -> torch.Tensor:
     """Points [N, 6] that are close for objects that are the same."""
-    classes, scores = instances.pred_classes, instances.scores
+    classes = instances.pred_classes
+    scores = instances.scores
     return torch.cat([instances.pred_boxes.tensor, 1e4 * classes[:, None], scores[:, None]], dim=1)

@@ -52,7 +52,8 @@ class Grid:
         if not 0 <= index < len(self):
             raise IndexError(f"there are {len(self)} tiles, and none has the number {index}")
         row, column = divmod(index, len(self.lefts))
-        y, x = int(self.tops[row]), int(self.lefts[column])
+        y = int(self.tops[row])
+        x = int(self.lefts[column])
         return Tile(x, y, min(x + self._size, self.width), min(y + self._size, self.height))
 
     def showing(self, box: NDArray[Any], min_visible: float) -> list[int]:
@@ -66,7 +67,8 @@ class Grid:
         across = _visible(self.lefts, self._size, box[0], box[2])
         down = _visible(self.tops, self._size, box[1], box[3])
         at_most = min(box[2] - box[0], self._size) * min(box[3] - box[1], self._size)
-        rows, columns = np.flatnonzero(down), np.flatnonzero(across)
+        rows = np.flatnonzero(down)
+        columns = np.flatnonzero(across)
         enough = np.outer(down[rows], across[columns]) >= min_visible * at_most
         numbers = rows[:, None] * len(self.lefts) + columns
         return numbers[enough].tolist()

@@ -113,7 +113,8 @@ class SeamMerger:
         alike: list[tuple[float, float, _Part, _Part]] = []  # similarity there and in the image
         within: list[tuple[_Part, _Part]] = []  # the first is cut and lies in the second
         for i, j in np.argwhere(_intersections(mine_in, theirs_in) > 0):
-            a, b = mine[i], theirs[j]
+            a = mine[i]
+            b = theirs[j]
             if a.found.category != b.found.category:
                 continue
             shared, area_a, area_b = _areas(a, b, mine_in[i], theirs_in[j], zone)
@@ -158,7 +159,8 @@ class SeamMerger:
         united = np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])
         is_cut = any(self._is_cut(part) for part in parts)
         if not is_cut and _area(best.found.box) >= self._ALMOST_ALL * _area(united):
-            parts, united = [best], best.found.box
+            parts = [best]
+            united = best.found.box
         mask = None
         if best.found.mask:
             image = Tile(0, 0, self._grid.width, self._grid.height)
@@ -191,7 +193,8 @@ def _areas(
 
 def _mask_in(part: _Part, frame: Tile) -> Rle:
     assert part.found.mask is not None
-    x, y = part.tile.x0 - frame.x0, part.tile.y0 - frame.y0
+    x = part.tile.x0 - frame.x0
+    y = part.tile.y0 - frame.y0
     return move(part.found.mask, x, y, frame.height, frame.width)
 
 
@@ -202,7 +205,8 @@ def _overlap(a: Tile, b: Tile) -> Optional[Tile]:
 
 
 def _clip(boxes: NDArray[Any], zone: Tile) -> NDArray[Any]:
-    low, high = [zone.x0, zone.y0] * 2, [zone.x1, zone.y1] * 2
+    low = [zone.x0, zone.y0] * 2
+    high = [zone.x1, zone.y1] * 2
     return np.clip(boxes, low, high)
 
 

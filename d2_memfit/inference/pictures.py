@@ -13,7 +13,9 @@ from ..errors import ConfigError
 
 __all__ = ["draw", "import_visualizer"]
 
-_LEAST_SIDE, _MOST_SIDE = 600, 4096  # pixels of a picture's longer side
+# Limits of a picture's longer side, in pixels.
+_LEAST_SIDE = 600
+_MOST_SIDE = 4096
 
 
 def import_visualizer() -> Any:

@@ -13,6 +13,7 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 from numpy.typing import NDArray
 from omegaconf import DictConfig
+from torch import nn
 
 from ..engine.resuming import MemfitCheckpointer
 from ..errors import CheckpointError, ConfigError
@@ -21,7 +22,7 @@ from .grid import Grid
 from .merge import Detection, SeamMerger, found_in_tile
 from .results import to_coco
 
-__all__ = ["Predictor", "weights_of"]
+__all__ = ["Predictor", "load_whole_model", "weights_of"]
 
 _OVERLAP = 0.2  # share of a tile, as in SAHI
 _MERGE_IOU = 0.5
@@ -71,12 +72,11 @@ class Predictor:
         tile_size: Optional[int] = None,
     ) -> None:
         self.model = job.build_model(announce=False).eval()
-        checkpointer = _WholeModel(self.model)
-        checkpointer.check(weights, resume=False)
-        checkpointer.load(weights)
+        load_whole_model(self.model, weights)
         if isinstance(config, DictConfig):
             mapper = instantiate(config.dataloader.test.mapper)
-            self.image_format, self._augmentations = mapper.image_format, mapper.augmentations
+            self.image_format = mapper.image_format
+            self._augmentations = mapper.augmentations
         else:
             self.image_format = config.INPUT.FORMAT
             self._augmentations = T.AugmentationList(build_augmentation(config, is_train=False))
@@ -122,9 +122,19 @@ class Predictor:
         return output["instances"].to("cpu")
 
 
-class _WholeModel(MemfitCheckpointer):
-    """Loads weights only if they are those of the whole model."""
+def load_whole_model(model: nn.Module, weights: str) -> None:
+    """Load weights into a model.
 
+    Raises:
+        CheckpointError: the file cannot be read, or has no values for some of the model's
+            parameters.
+    """
+    checkpointer = _WholeModel(model)
+    checkpointer.check(weights, resume=False)
+    checkpointer.load(weights)
+
+
+class _WholeModel(MemfitCheckpointer):
     def load(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._path = path
         return super().load(path, *args, **kwargs)

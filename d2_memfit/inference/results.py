@@ -54,7 +54,8 @@ class CocoResultsWriter:
 
     def write(self, results: Iterable[dict[str, Any]]) -> None:
         """Write results as they arrive; after an error, none of them is kept."""
-        place, separator = self._file.tell(), self._separator
+        place = self._file.tell()
+        separator = self._separator
         try:
             for result in results:
                 self._file.write(self._separator + json.dumps(result))

@@ -42,7 +42,8 @@ def move(rle: Rle, x: int, y: int, height: int, width: int) -> Rle:
         )
     columns, tops, bottoms = _runs(rle)
     columns = columns + x
-    tops, bottoms = np.clip(tops + y, 0, height), np.clip(bottoms + y, 0, height)
+    tops = np.clip(tops + y, 0, height)
+    bottoms = np.clip(bottoms + y, 0, height)
     inside = (columns >= 0) & (columns < width) & (tops < bottoms)
     return _encode(_Runs(columns[inside], tops[inside], bottoms[inside]), height, width)
 
@@ -51,7 +52,8 @@ def _runs(rle: Rle) -> _Runs:
     height = rle["size"][0]
     counts = rle["counts"]
     ends = np.cumsum(counts if isinstance(counts, list) else _counts(counts), dtype=np.int64)
-    starts, ends = ends[:-1:2], ends[1::2]
+    starts = ends[:-1:2]
+    ends = ends[1::2]
     starts, ends = starts[: len(ends)][starts < ends], ends[starts < ends]
     # Runs that continue in the next column are cut there.
     pieces = (ends - 1) // height - starts // height + 1

@@ -7,14 +7,13 @@ from typing import Any, Optional, Union
 
 import numpy as np
 import torch
-from detectron2.utils.events import EventStorage
 
 from ..compat.pytorch import TorchDispatchMode, storage_id, tree_iter
 from ..engine import AccumulatingTrainer
 from ..engine.recovery import RecoveryReport
 from ..engine.window import MicroBatch, Window, WindowStorage
 
-__all__ = ["InjectedTrainer", "Injector", "iterate", "relative_difference", "seed_all"]
+__all__ = ["InjectedTrainer", "Injector", "relative_difference", "seed_all"]
 
 
 class Injector(TorchDispatchMode):
@@ -75,15 +74,6 @@ class InjectedTrainer(AccumulatingTrainer):
         result = super()._accumulate(window, storage)
         self.window_sizes = tuple(m.num_images for m in window.micro_batches)
         return result
-
-
-def iterate(trainer: AccumulatingTrainer, num_iterations: int = 1, first: int = 0) -> EventStorage:
-    """Run iterations like TrainerBase.train; return the event storage."""
-    with EventStorage() as storage:
-        for trainer.iter in range(first, first + num_iterations):
-            storage.iter = trainer.iter
-            trainer.run_step()
-    return storage
 
 
 def seed_all(seed: int = 0) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What is measured: items, the job of each, and the memory and time that are expected of it."""
+"""Items to measure, the job of each, and the memory and time that are expected of it."""
 
 import sys
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
 _AMP: dict[str, Any] = {"SOLVER.AMP.ENABLED": True}
 # Random weights then keep activations small, also in float16.
 _SMALL_ACTIVATIONS: dict[str, Any] = {"MODEL.PIXEL_STD": [300.0] * 3}
-# Of a Mask R-CNN whose weights take little in addition to its activations.
+# A Mask R-CNN whose weights take little in addition to its activations.
 TINY_MODEL: dict[str, Any] = {
     "MODEL.BACKBONE.FREEZE_AT": 0,
     "MODEL.RESNETS.STEM_OUT_CHANNELS": 8,
@@ -72,9 +72,9 @@ class Item:
     """One measurement.
 
     Attributes:
-        group: of the items in one table.
+        group: group of the items in one table.
         name: unique in its group.
-        config: of the zoo, of d2_memfit or of a project.
+        config: config of Detectron2's zoo, of d2_memfit or of a project.
         settings: config keys of its job.
         project: folder in projects/, or "" without one.
         technique: name of a technique that is on.
@@ -100,10 +100,10 @@ class Item:
         return self.group in _ESTIMATED
 
     def job(self, device: torch.device, scale: Scale) -> Job:
-        """The job, with random weights in mind.
+        """Make the job, with settings for random weights.
 
         Raises:
-            MemfitError: a project or its library is not there.
+            MemfitError: a project or its library is missing.
         """
         # Predictions are compared with what is measured, so they do not start from it.
         settings = {"MODEL.DEVICE": str(device), "MEMFIT.PLAN.FROM_RUNS": False, **self.settings}
@@ -120,7 +120,7 @@ class Item:
     def _project_job(self, settings: dict[str, Any], scale: Scale) -> Job:
         file = _PROJECTS / self.project / "configs" / self.config
         if not file.is_file():
-            raise MemfitError(f"it is measured in a checkout only: there is no {file}")
+            raise MemfitError(f"a project is measured in a checkout: there is no {file}")
         if file.suffix == ".py":
             cfg = LazyConfig.load(str(file))
             case = scale.case
@@ -233,7 +233,7 @@ def expected(item: Item, device: torch.device, model: DeviceModel, scale: Scale)
     """Memory and time that are expected of an item, and the settings that a plan chooses.
 
     Raises:
-        MemfitError: no plan fits, or a project is not there.
+        MemfitError: no plan fits, or a project is missing.
     """
     job = item.job(device, scale)
     settings: dict[str, Any] = {}

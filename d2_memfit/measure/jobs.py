@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The measurement of an item: what depends on the card alone, and what depends on a job."""
+"""The measurement of an item, of the card alone or of a job."""
 
 import platform
 import time

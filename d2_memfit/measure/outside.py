@@ -123,7 +123,8 @@ def _workspaces(device: torch.device) -> Iterator[Record]:
     """
     x = torch.randn(512, 512, device=device, requires_grad=True)
     x.grad = torch.zeros_like(x)
-    weight, bias = torch.randn(512, 512, device=device), torch.zeros(512, device=device)
+    weight = torch.randn(512, 512, device=device)
+    bias = torch.zeros(512, device=device)
     clear_cublas_workspaces()
     calls = {
         "cuBLAS": lambda: x @ weight,

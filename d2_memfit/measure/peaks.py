@@ -39,10 +39,11 @@ class Peaks:
     def take(self) -> dict[str, float]:
         """Return the peaks in GB of 2^30 bytes, and reset them.
 
-        What is outside the allocator is as much as CUDA says, other processes included.
+        Memory outside the allocator is what CUDA reports, including that of other processes.
         """
         if self.meter is not None:
-            peak, self.meter.peak_bytes = self.meter.peak_bytes, self.meter.live_bytes
+            peak = self.meter.peak_bytes
+            self.meter.peak_bytes = self.meter.live_bytes
             return {"allocated_gb": peak / _GB}
         wait_for(self.device)
         stats = torch.cuda.memory_stats(self.device)
@@ -109,7 +110,7 @@ def load_kernels(device: torch.device) -> None:
 
 
 def outside_bytes(device: torch.device) -> int:
-    """Bytes of a GPU outside this process's allocator, those of other processes too."""
+    """Bytes of a GPU outside this process's allocator, including those of other processes."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The records of a card: what was expected, and what was measured."""
+"""The records of a card: expected and measured values."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ class Results:
 
     @property
     def outside(self) -> list[Record]:
-        """What is outside the allocator, step by step."""
+        """Rows about the memory outside the allocator, step by step."""
         rows: list[Record] = self.stages["measured"].get("outside/", {}).get("rows", [])
         return rows
 

@@ -141,7 +141,8 @@ def train_under_budget(
     assert job.budget_gb is not None
     with under_budget(device, job.budget_gb), peaks_of(device) as peaks:
         training = Steps(job, device, make, windows)
-        recovery, sizes = training.trainer.recovery, []
+        recovery = training.trainer.recovery
+        sizes = []
         training.trainer.model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
         for _ in range(num_iterations):
             sizes.clear()

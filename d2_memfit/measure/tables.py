@@ -1,9 +1,8 @@
 # Copyright (c) the d2_memfit developers.
-"""Tables, a picture and a summary of the measurements of a card."""
+"""Tables and a picture of the measurements of a card."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tabulate import tabulate
@@ -11,7 +10,7 @@ from tabulate import tabulate
 from .outside import constants_of
 from .results import Record, Results
 
-__all__ = ["draw", "markdown", "summary"]
+__all__ = ["draw", "markdown"]
 
 _VERSIONS = {
     "PyTorch": "pytorch",
@@ -32,7 +31,7 @@ _TITLES = {
     "recovery": "Recovery from a batch that does not fit",
     "trainers": "Trainers, Mask R-CNN R50-FPN",
 }
-# What is compared, with its title. Ratios are expected over measured.
+# Compared values and their titles. Ratios are expected over measured.
 _COMPARED = {
     "allocated_gb": "allocated GB",
     "reserved_gb": "reserved GB",
@@ -48,7 +47,7 @@ def markdown(results: Results) -> str:
     machine = results.machine
     lines = [f"## {machine['card']}", ""]
     if machine["rehearsal"]:
-        lines += ["A rehearsal on a CPU: these figures are of no card.", ""]
+        lines += ["A rehearsal on a CPU. These are not figures of a card.", ""]
     total = f"{machine['total_gb']:.2f} GB. " if "total_gb" in machine else ""
     stated = [f"{name} {machine[key]}" for name, key in _VERSIONS.items() if machine.get(key)]
     lines += [f"{total}{', '.join(stated)}. {machine['date']}.", ""]
@@ -62,31 +61,6 @@ def markdown(results: Results) -> str:
         if rows:
             lines += [f"### {title}", "", _table(rows), ""]
     return "\n".join(lines)
-
-
-def summary(results: Results) -> Record:
-    """What a card showed, as one line of JSON that can be sent.
-
-    Each comparison has the median of expected over measured, and the two ends.
-    """
-    compared: dict[str, Any] = {}
-    for group in _TITLES:
-        keys = [key for key, *_ in results.pairs() if key.partition("/")[0] == group]
-        for value in _COMPARED:
-            ratios = [ratio for key in keys if (ratio := results.ratio(key, value)) is not None]
-            if ratios:
-                ends = (median(ratios), min(ratios), max(ratios))
-                compared.setdefault(group, {})[value] = [round(ratio, 3) for ratio in ends]
-    errors = {key: r["error"][:80] for key, _, r in results.pairs() if "error" in r}
-    values = results.device_file()
-    speeds = ("flops_per_s", "bytes_per_s", "host_bytes_per_s")
-    return {
-        "machine": {k: v for k, v in results.machine.items() if k not in ("stage", "item")},
-        "constants": constants_of(results.outside),
-        "speeds": {name: values[name] for name in speeds if name in values},
-        "expected_over_measured": compared,
-        "errors": errors,
-    }
 
 
 def _of_group(results: Results, group: str) -> list[Record]:
@@ -135,7 +109,7 @@ def _of_outside(record: Record) -> Record:
 
 
 def _constants(records: Sequence[Record]) -> list[Record]:
-    """What was measured of the constants of a device file, and what the file has."""
+    """Rows that compare measured constants with those of the device file."""
     files = [r for r in records if "file" in r]
     return [
         {"constant": name, "measured": value, f"in {of_file['file']}.yaml": of_file[name]}

@@ -81,7 +81,7 @@ class RunRecord:
 
 
 def device_and_software(device: torch.device) -> dict[str, Any]:
-    """What a record applies to: the device, and the software that decides about memory."""
+    """The device, and the software that decides about memory, to which a record applies."""
     here: dict[str, Any] = {"d2_memfit": __version__, "torch": torch.__version__}
     if device.type != "cuda":
         here.update(device=_cpu_name(), cores=os.cpu_count())
@@ -141,7 +141,8 @@ def _read(path: Path) -> Optional[RunRecord]:
 def _is_plausible(record: RunRecord) -> bool:
     hints = get_type_hints(RunRecord)
     for field in fields(record):
-        value, kind = getattr(record, field.name), hints[field.name]
+        value = getattr(record, field.name)
+        kind = hints[field.name]
         plain = {dict[str, Any]: dict, list[int]: list, list[float]: list}
         allowed = plain.get(kind, kind)
         if kind == Optional[int]:

@@ -19,14 +19,7 @@ _CHUNK_BYTES = 2**26  # bytes of rows computed at a time; smaller tensors are co
 _interpolate = F.interpolate  # a dry run replaces the function
 _Rows = Callable[[Sequence[int]], torch.Tensor]  # row numbers -> [number of rows, *row]
 
-# Operators whose result for a row depends only on this row.
-_COMPARISONS = {aten.gt, aten.ge, aten.lt, aten.le, aten.eq, aten.ne, aten.isnan}
-_ARITHMETIC = {aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.abs, aten.clamp}
-_FUNCTIONS = {aten.exp, aten.log, aten.pow, aten.sigmoid, aten.relu}
-_LOGICAL = {aten.logical_and, aten.logical_or, aten.logical_not}
-_BITWISE = {aten.bitwise_and, aten.bitwise_or, aten.bitwise_not}
-_COPIES = {aten._to_copy, aten.clone, aten.detach, aten.alias}
-_ELEMENTWISE = _COMPARISONS | _ARITHMETIC | _FUNCTIONS | _LOGICAL | _BITWISE | _COPIES
+_COPIES = {aten._to_copy, aten.detach, aten.alias}
 _REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.any, aten.all, aten.argmax}
 _UPSAMPLING = {aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.upsample_nearest2d}
 _VIEWS_OF_DIM = {aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim}
@@ -153,7 +146,7 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     num_leading = len(lazy.leading)
     num_dims = lazy.dim()
     packet = func.overloadpacket
-    if packet in _ELEMENTWISE:
+    if packet in _COPIES or _is_elementwise(func):
         return _of_rows(lazy, func, args, kwargs)
     if args[0] is not lazy:
         raise _NeedsAllRows
@@ -182,6 +175,12 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is aten.expand.default or func in _VIEWS:
         return _in_shape(lazy, func, list(args[1]))
     raise _NeedsAllRows
+
+
+def _is_elementwise(func: Any) -> bool:
+    """Whether an operator's result for a row depends only on this row, and is always the same."""
+    others = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
+    return torch.Tag.pointwise in func.tags and others.isdisjoint(func.tags)
 
 
 def _num_indexed(index: Optional[torch.Tensor]) -> int:

@@ -12,25 +12,19 @@ levels of FPN. The teacher's backbone runs in each forward, without gradients. I
 model, so estimates, plans and budgets count its memory. Checkpoints have the student alone.
 """
 
-import argparse
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from detectron2.config import CfgNode
-from detectron2.engine import default_argument_parser, default_setup
 from detectron2.modeling import META_ARCH_REGISTRY, GeneralizedRCNN, RetinaNet, build_model
 from torch import nn
 
-from d2_memfit import fit_config
-from d2_memfit.cli.command_line import add_coco_option
-from d2_memfit.cli.options import check_opts, opts_of_settings, settings_of_data
 from d2_memfit.cli.train import Trainer as MemfitTrainer
-from d2_memfit.config import check_config, load_cfg
-from d2_memfit.data import check_datasets, register_coco
-from d2_memfit.engine import launch, usable_device, world_size
-from d2_memfit.engine.resuming import MemfitCheckpointer
-from d2_memfit.errors import CheckpointError, ConfigError, exit_on_error
+from d2_memfit.cli.train import run_script
+from d2_memfit.config import load_cfg
+from d2_memfit.errors import CheckpointError, ConfigError
+from d2_memfit.inference import load_whole_model
 
 __all__ = ["Distilled", "Trainer", "add_distillation_config", "channel_wise_loss"]
 
@@ -123,7 +117,8 @@ class Distilled(nn.Module):
                 # Without padding, which depends on the other images of the micro-batch.
                 height, width = (-(-side // stride) for side in image["image"].shape[-2:])
                 own = (number, slice(None), slice(height), slice(width))
-                student, teacher = features[level][own], targets[level][own]
+                student = features[level][own]
+                teacher = targets[level][own]
                 terms.append(channel_wise_loss(student, teacher, self._temperature))
         losses["loss_distillation"] = self._weight * torch.stack(terms).mean()
         return losses
@@ -169,18 +164,6 @@ def _teacher_cfg(cfg: CfgNode) -> CfgNode:
     return load_cfg(file, ["MODEL.DEVICE", cfg.MODEL.DEVICE], [add_distillation_config])
 
 
-class _WholeTeacher(MemfitCheckpointer):
-    """Loads weights only if the teacher's backbone has all of them."""
-
-    def _log_incompatible_keys(self, incompatible: Any) -> None:
-        wrong = [*incompatible.missing_keys, *(shape[0] for shape in incompatible.incorrect_shapes)]
-        if wrong:
-            raise CheckpointError(
-                f"DISTILLATION.TEACHER_WEIGHTS do not fit DISTILLATION.TEACHER_CONFIG: {wrong[0]} "
-                f"and {len(wrong) - 1} others are missing or have another shape"
-            )
-
-
 class Trainer(MemfitTrainer):
     """Trains the student of a config, with its meta-architecture replaced by a distilled one."""
 
@@ -204,43 +187,14 @@ class Trainer(MemfitTrainer):
                 "DISTILLATION.TEACHER_WEIGHTS is empty: name the weights of a trained model"
             )
         model: Any = self.model.module if hasattr(self.model, "module") else self.model
-        _WholeTeacher(model.teacher).load(weights)
+        try:
+            load_whole_model(model.teacher, weights)
+        except CheckpointError as e:
+            raise CheckpointError(
+                f"DISTILLATION.TEACHER_WEIGHTS do not fit DISTILLATION.TEACHER_CONFIG: {e}"
+            ) from e
         super().resume_or_load(resume)
 
 
-def make_cfg(args: argparse.Namespace) -> CfgNode:
-    for dataset in args.coco:
-        register_coco(*dataset)
-    cfg = load_cfg(args.config_file, args.opts, [add_distillation_config])
-    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
-    cfg.freeze()
-    return cfg
-
-
-@exit_on_error
-def main(args: argparse.Namespace) -> None:
-    """Run one rank."""
-    cfg = make_cfg(args)
-    default_setup(cfg, args)
-    trainer = Trainer(fit_config(cfg, Trainer))
-    trainer.resume_or_load(resume=args.resume)
-    trainer.train()
-
-
-@exit_on_error
-def run() -> None:
-    parser = default_argument_parser(epilog=__doc__)
-    add_coco_option(parser)
-    args = parser.parse_args()
-    check_opts(args.opts)
-    add_keys = [add_distillation_config]
-    settings = settings_of_data(args.coco, args.config_file, args.opts, add_keys, reads_images=True)
-    args.opts = [*opts_of_settings(settings), *args.opts]
-    cfg = make_cfg(args)
-    check_config(cfg, world_size(args.num_gpus, args.num_machines))
-    check_datasets(cfg)
-    launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
-
-
 if __name__ == "__main__":
-    run()
+    run_script(Trainer, [add_distillation_config], __doc__)

@@ -28,8 +28,8 @@ from torch import nn
 from d2_memfit.cli.command_line import add_coco_option
 from d2_memfit.config import load_cfg
 from d2_memfit.data import register_coco
-from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import exit_on_error
+from d2_memfit.inference import load_whole_model
 from d2_memfit.job import find_function
 
 _ROUNDS = 1
@@ -61,7 +61,7 @@ def load(trainer: str, config: str, weights: str, dataset: str) -> tuple[Any, Cf
     opts = ["MODEL.DEVICE", "cpu", "DATASETS.TEST", f"('{dataset}',)"]
     cfg = load_cfg(config, opts)
     model = kind.build_model(cfg).eval()
-    MemfitCheckpointer(model).load(weights)
+    load_whole_model(model, weights)
     return kind, cfg, model
 
 

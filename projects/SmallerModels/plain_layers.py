@@ -24,7 +24,8 @@ def plain_convolution(layer: nn.Conv2d) -> nn.Conv2d:
         layer.bias is not None,
         device="meta",
     )
-    plain.weight, plain.bias = layer.weight, layer.bias
+    plain.weight = layer.weight
+    plain.bias = layer.bias
     return plain
 
 
@@ -32,7 +33,8 @@ def norm_and_activation(layer: nn.Module) -> list[nn.Module]:
     """The norm and the activation that one of Detectron2's convolutions has in itself."""
     if not isinstance(layer, Conv2d):
         return []
-    norm, activation = layer.norm, layer.activation
+    norm = layer.norm
+    activation = layer.activation
     layers = [] if norm is None else [norm]
     if activation is not None:
         layers.append(nn.ReLU() if activation in (F.relu, F.relu_) else activation)

@@ -13,29 +13,23 @@ the training's checkpoints, and a config. To use the result:
         --config-file output/pruned/config.yaml --input photos/ --output predicted
 """
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import default_setup
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import FPN
 from detectron2.modeling.roi_heads import FastRCNNConvFCHead
 from plain_layers import norm_and_activation, plain_convolution, replace
 from torch import nn
 
-from d2_memfit import fit_config
-from d2_memfit.cli.command_line import add_coco_option
 from d2_memfit.cli.train import Trainer as MemfitTrainer
+from d2_memfit.cli.train import argument_parser, make_cfg, run
 from d2_memfit.common.files import whole_file
-from d2_memfit.config import load_cfg
-from d2_memfit.data import register_coco
-from d2_memfit.engine import usable_device
-from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import ConfigError, exit_on_error
+from d2_memfit.inference import load_whole_model, weights_of
 
 _MULTIPLE = 8  # channels are removed by so many, which keeps vector units busy
 _SIDE = 128  # of the image that finds which layers depend on each other, in pixels
@@ -95,7 +89,8 @@ def prune(model: nn.Module, ratio: float) -> None:
             round_to=_MULTIPLE,
         ).step()
     for layer, layers in plain.items():
-        layer.weight, layer.bias = layers[0].weight, layers[0].bias
+        layer.weight = layers[0].weight
+        layer.bias = layers[0].bias
         _note_channels(layer)
     replace(backbone, {layers: layer for layer, layers in plain.items()})
 
@@ -153,7 +148,7 @@ class Trainer(MemfitTrainer):
 def write_pruned(cfg: CfgNode, ratio: float, file: Path) -> None:
     """Prune the trained model of a config, and write its weights to a file."""
     model = MemfitTrainer.build_model(cfg)
-    MemfitCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+    load_whole_model(model, cfg.MODEL.WEIGHTS)
     before = sum(p.numel() for p in model.parameters())
     prune(model, ratio)
     after = sum(p.numel() for p in model.parameters())
@@ -165,28 +160,20 @@ def write_pruned(cfg: CfgNode, ratio: float, file: Path) -> None:
 
 @exit_on_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config-file", required=True, help="the config of the trained model")
+    parser = argument_parser()
+    parser.epilog = __doc__
     parser.add_argument(
-        "--weights", help="its weights (default: model_final.pth beside the config)"
+        "--weights",
+        help="weights of the trained model (default: model_final.pth beside its config)",
     )
     parser.add_argument("--ratio", type=float, default=0.5, help="share of channels to remove")
-    add_coco_option(parser)
-    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="of the training after it")
     args = parser.parse_args()
-    for dataset in args.coco:
-        register_coco(*dataset)
-    weights = args.weights or str(Path(args.config_file).parent / "model_final.pth")
-    cfg = load_cfg(args.config_file, [*args.opts, "MODEL.WEIGHTS", weights])
-    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
+    args.opts += ["MODEL.WEIGHTS", weights_of(args.config_file, "", args.weights)]
+    cfg = make_cfg(args)
     pruned = Path(cfg.OUTPUT_DIR) / "pruned.pth"
     write_pruned(cfg, args.ratio, pruned)
-    cfg.MODEL.WEIGHTS = str(pruned)
-    cfg.freeze()
-    default_setup(cfg, args)
-    trainer = Trainer(fit_config(cfg, Trainer))
-    trainer.resume_or_load(resume=False)
-    trainer.train()
+    args.opts += ["MODEL.WEIGHTS", str(pruned)]
+    run(args, Trainer)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.common.files import whole_file
 from d2_memfit.config import load_cfg
 from d2_memfit.data import register_coco
-from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import ConfigError, exit_on_error
+from d2_memfit.inference import load_whole_model, weights_of
 from d2_memfit.job import find_function
 
 # The last layers decide on classes and boxes. They are small, and rounding shows most in them.
@@ -119,7 +119,7 @@ class Trainer(MemfitTrainer):
 
 
 class PrunedTrainer(Trainer, prune.Trainer):
-    """The same for a model that was pruned before."""
+    """Builds the int8 model of a pruned one, for ``--trainer quantize:PrunedTrainer``."""
 
 
 def quantize(
@@ -127,7 +127,7 @@ def quantize(
 ) -> nn.Module:
     """A trained model in int8, with scales from the first training images of its config."""
     model = trainer.build_model(cfg).eval()
-    MemfitCheckpointer(model).load(weights)
+    load_whole_model(model, weights)
     mapper = DatasetMapper(cfg, is_train=False)
     images = DatasetCatalog.get(cfg.DATASETS.TRAIN[0])[:num_images]
 
@@ -158,7 +158,7 @@ def main() -> None:
     args = parser.parse_args()
     for dataset in args.coco:
         register_coco(*dataset)
-    weights = args.weights or str(Path(args.config_file).parent / "model_final.pth")
+    weights = weights_of(args.config_file, "", args.weights)
     cfg = load_cfg(args.config_file, [*args.opts, "MODEL.DEVICE", "cpu"])
     trainer: Any = find_function(args.trainer, "--trainer")
     model = quantize(cfg, trainer, weights, args.images)

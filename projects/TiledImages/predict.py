@@ -21,20 +21,13 @@ import os
 
 from detectron2.modeling import build_model
 from detectron2.utils.logger import setup_logger
-from tiled_images import (
-    CocoResultsWriter,
-    CorruptImageError,
-    TiledPredictor,
-    load_tiled_cfg,
-    to_coco,
-    warn_left_out,
-)
+from tiled_images import CorruptImageError, TiledPredictor, load_tiled_cfg, warn_left_out
 
 from d2_memfit.config import with_budget
 from d2_memfit.data import check_coco_file
 from d2_memfit.engine.recovery import recovering_inference
-from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import exit_on_error
+from d2_memfit.inference import CocoResultsWriter, load_whole_model, to_coco
 from d2_memfit.job import RecoveryOptions
 from d2_memfit.memory import enforce_budget, use_expandable_segments
 from d2_memfit.techniques import ready_to_evaluate
@@ -76,7 +69,7 @@ def main() -> None:
     cfg = with_budget(cfg)
     enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
     model = build_model(cfg).eval()
-    MemfitCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+    load_whole_model(model, cfg.MODEL.WEIGHTS)
     predictor = TiledPredictor(cfg, model)
     with (
         ready_to_evaluate(model, cfg),

@@ -11,18 +11,12 @@ from forks import run_forked
 from pycocotools import mask as coco_mask
 from tiled_images import (
     BalancedTileSampler,
-    CocoResultsWriter,
-    Detection,
-    Grid,
     ImageReader,
-    SeamMerger,
-    Tile,
     TiledDataset,
     TiledPredictor,
     TileMapper,
     build_tiled_train_loader,
     load_tiled_cfg,
-    to_coco,
 )
 from tiled_images.clip import clip_annotation
 from tiled_images.planning import with_datasets_of_tiles
@@ -30,7 +24,15 @@ from tiny import ROOT, read_metrics
 
 from d2_memfit import Job
 from d2_memfit.errors import ConfigError, DataError
-from d2_memfit.inference import move
+from d2_memfit.inference import (
+    CocoResultsWriter,
+    Detection,
+    Grid,
+    SeamMerger,
+    Tile,
+    move,
+    to_coco,
+)
 
 pytestmark = pytest.mark.slow
 

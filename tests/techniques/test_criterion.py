@@ -5,12 +5,11 @@ import pickle
 import pytest
 import torch
 from benchmarks.detr_like import (
+    NUM_CLASSES,
     HungarianMatcher,
     SetCriterion,
     add_detr_config,
     mask_losses,
-    random_outputs,
-    random_targets,
 )
 from detectron2.utils.events import EventStorage
 from scipy.optimize import linear_sum_assignment
@@ -36,6 +35,34 @@ def criterion(kind, chunk_size=None, matcher=None):
     losses = list(dict.fromkeys(["labels", "boxes", kind]))
     made = SetCriterion(matcher or HungarianMatcher(KINDS[kind]), losses, KINDS[kind])
     return apply(made, chunk_size) if chunk_size else made
+
+
+def random_outputs(num_images, num_queries, size=16, num_layers=2):
+    """Predictions of each layer, as leaves that require gradients."""
+    rng = torch.Generator().manual_seed(0)
+
+    def layer():
+        logits = torch.randn(num_images, num_queries, NUM_CLASSES + 1, generator=rng)
+        boxes = torch.rand(num_images, num_queries, 4, generator=rng) * 0.5 + 0.1
+        masks = torch.randn(num_images, num_queries, size, size, generator=rng)
+        named = {"pred_logits": logits, "pred_boxes": boxes, "pred_masks": masks}
+        return {k: v.requires_grad_() for k, v in named.items()}
+
+    return {**layer(), "aux_outputs": [layer() for _ in range(num_layers - 1)]}
+
+
+def random_targets(counts, size=32):
+    """Targets with the given number of objects in each image."""
+    rng = torch.Generator().manual_seed(0)
+    return [
+        {
+            "labels": torch.randint(0, NUM_CLASSES, (num,), generator=rng),
+            "boxes": torch.rand(num, 4, generator=rng) * 0.5 + 0.1,
+            "masks": torch.rand(num, size, size, generator=rng) > 0.5,
+            "size": torch.tensor([size, size]),
+        }
+        for num in counts
+    ]
 
 
 def step(criterion, counts, num_queries=40):

@@ -98,7 +98,7 @@ def test_the_committed_page_is_of_these_projects():
     assert rows_of(PAGE, "jobs") == rows_of(page_of(), "jobs"), "make the page again"
 
 
-@pytest.mark.parametrize("name", ["centernet2", "detic", "d2go", "make_trainer"])
+@pytest.mark.parametrize("name", ["detic", "d2go", "make_trainer"])
 def test_the_page_has_the_code_that_was_run(name):
     if name == "make_trainer":
         source = inspect.getsource(semi_supervised.make_trainer)

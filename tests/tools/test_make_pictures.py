@@ -2,15 +2,9 @@
 import make_pictures
 import pytest
 from browser import CHROMIUM
-from pictures import owners, transaction
+from pictures import owners
 from PIL import Image
 from tiny import ROOT
-
-
-def test_the_diagram_is_the_one_that_is_committed(tmp_path):
-    file = tmp_path / "transaction.svg"
-    transaction.draw(file)
-    assert file.read_text() == (ROOT / "docs" / "transaction.svg").read_text()
 
 
 def test_all_pictures_are_shown_somewhere():

@@ -4,6 +4,7 @@
 import platform
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,10 @@ from detectron2.modeling import build_model
 from detectron2.utils.events import EventStorage
 
 from d2_memfit.config import load_cfg
+from d2_memfit.memory import process_memory
 from d2_memfit.techniques import apply_techniques
+
+SAMPLE_S = 0.002
 
 CONFIG = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
@@ -46,6 +50,29 @@ def coins(height: int, width: int) -> Iterator[tuple[list[dict[str, Any]], Datas
         make_dataset(Path(folder))
         # With a dataset name, categories are numbered from 0.
         yield load_coco_json(f"{folder}/train.json", f"{folder}/train", "benchmark_coins"), mapper
+
+
+@contextmanager
+def sampled_data_bytes() -> Iterator[list[tuple[float, int]]]:
+    """While open, the yielded list gets the process's private memory every 2 ms.
+
+    Yields:
+        pairs of a time, as of ``time.perf_counter``, and bytes.
+    """
+    samples: list[tuple[float, int]] = []
+    is_done = threading.Event()
+
+    def sample() -> None:
+        while not is_done.wait(SAMPLE_S):
+            samples.append((time.perf_counter(), process_memory().data_bytes))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        is_done.set()
+        thread.join()
 
 
 class Side:

@@ -14,7 +14,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from d2_memfit.config import load_cfg
 from d2_memfit.job import RecoveryOptions
 from d2_memfit.memory import enforce_budget, is_out_of_memory, process_memory, return_large_blocks
 
-from .common import CONFIG, coins, machine
+from .common import CONFIG, coins, machine, sampled_data_bytes
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SIDES = ("Detectron2", "d2_memfit")
@@ -39,7 +38,6 @@ CROWDED_AT = (12, 20)
 SIZE = (320, 432)  # height and width of a photograph
 THUMBNAIL = (128, 160)
 EXTRA_GB = 1.6  # room for training in addition to the process's memory before
-SAMPLE_S = 0.002
 BINS = 25  # bins of an iteration; each keeps its largest value
 _GB = 2**30
 
@@ -80,7 +78,7 @@ def train(side: str, folder: Path) -> None:
     with coins(*THUMBNAIL) as (dicts, mapper):  # one-time allocations of the process come first
         SimpleTrainer(model, [[mapper(dicts[0])]], optimizer).train(0, 1)
     optimizer.zero_grad(set_to_none=True)
-    memory = MemoryOverIterations()
+    iterations = EndsOfIterations()
     with coins(*SIZE) as (dicts, mapper):
         photographs = [mapper(d) for d in dicts]
         budget_gb = process_memory().data_bytes / _GB + EXTRA_GB
@@ -90,9 +88,10 @@ def train(side: str, folder: Path) -> None:
         else:
             options = RecoveryOptions(output_dir=str(folder))
             trainer = AccumulatingTrainer(model, batches(photographs), optimizer, recovery=options)
-        trainer.register_hooks([memory])
+        trainer.register_hooks([iterations])
         end = "all of them"
-        with memory:
+        start = time.perf_counter()
+        with sampled_data_bytes() as samples:
             try:
                 trainer.train(0, ITERATIONS)
             except Exception as e:
@@ -105,10 +104,10 @@ def train(side: str, folder: Path) -> None:
         "side": side,
         "machine": machine(),
         "budget_gb": budget_gb,
-        "iterations": len(memory.ends),
+        "iterations": len(iterations.ends),
         "end": end,
         "events": [{key: event[key] for key in ("iteration", "action")} for event in events],
-        "memory": memory.over_iterations(),
+        "memory": over_iterations(samples, start, iterations.ends),
     }
     (folder / "line.json").write_text(json.dumps(line))
 
@@ -121,10 +120,12 @@ def batches(photographs: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, An
 
 def crowd(photograph: dict[str, Any]) -> dict[str, Any]:
     """Make one image of 2 x 2 copies of a photograph."""
-    image, instances = photograph["image"], photograph["instances"]
+    image = photograph["image"]
+    instances = photograph["instances"]
     height, width = image.shape[1:]
     everything = Instances((2 * height, 2 * width))
-    boxes, masks = [], []
+    boxes = []
+    masks = []
     for top in (0, height):
         for left in (0, width):
             boxes.append(instances.gt_boxes.tensor + torch.tensor([left, top] * 2))
@@ -138,50 +139,38 @@ def crowd(photograph: dict[str, Any]) -> dict[str, Any]:
     return {**photograph, "image": image.repeat(1, 2, 2), "instances": everything, **size}
 
 
-class MemoryOverIterations(HookBase):
-    """Reads the memory under the limit while open as a context.
-
-    Attributes:
-        ends: end times of the completed iterations, in seconds.
-    """
+class EndsOfIterations(HookBase):
+    """Notes when each iteration ends, in seconds of ``time.perf_counter``."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
-        self._start = 0.0
-        self._samples: list[tuple[float, float]] = []
-        self._is_done = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-        self._thread.start()
-
-    def __exit__(self, *error: Any) -> None:
-        self._is_done.set()
-        self._thread.join()
 
     def after_step(self) -> None:
-        self.ends.append(time.perf_counter() - self._start)
+        self.ends.append(time.perf_counter())
 
-    def _sample(self) -> None:
-        while not self._is_done.wait(SAMPLE_S):
-            now = time.perf_counter() - self._start
-            self._samples.append((now, process_memory().data_bytes / _GB))
 
-    def over_iterations(self) -> list[list[float]]:
-        """Times in iterations, with the largest memory in GB at each."""
-        last = self._samples[-1][0]
-        times = [0.0, *self.ends, *([last] if last > self.ends[-1] else [])]
-        most: dict[int, float] = {}
-        iteration = 0
-        for now, gb in self._samples:
-            while iteration + 2 < len(times) and now > times[iteration + 1]:
-                iteration += 1
-            begin, end = times[iteration : iteration + 2]
-            share = min((now - begin) / (end - begin), 1 - 1e-6)
-            bin_ = int((iteration + share) * BINS)
-            most[bin_] = max(most.get(bin_, 0.0), gb)
-        return [[bin_ / BINS, round(gb, 3)] for bin_, gb in sorted(most.items())]
+def over_iterations(
+    samples: Sequence[tuple[float, int]], start: float, ends: Sequence[float]
+) -> list[list[float]]:
+    """Times in iterations, with the largest memory in GB at each.
+
+    Args:
+        samples: times and bytes.
+        start: time at which the first iteration begins.
+        ends: times at which iterations end.
+    """
+    last = samples[-1][0]
+    times = [start, *ends, *([last] if last > ends[-1] else [])]
+    most: dict[int, float] = {}
+    iteration = 0
+    for now, num_bytes in samples:
+        while iteration + 2 < len(times) and now > times[iteration + 1]:
+            iteration += 1
+        begin, end = times[iteration : iteration + 2]
+        share = min((now - begin) / (end - begin), 1 - 1e-6)
+        bin_ = int((iteration + share) * BINS)
+        most[bin_] = max(most.get(bin_, 0.0), num_bytes / _GB)
+    return [[bin_ / BINS, round(gb, 3)] for bin_, gb in sorted(most.items())]
 
 
 def draw(lines: list[dict[str, Any]], path: Path) -> None:

@@ -176,36 +176,6 @@ def mask_losses(
     return {"loss_mask": cross.sum() / num_masks, "loss_dice": dice.sum() / num_masks}
 
 
-def random_outputs(
-    num_images: int, num_queries: int, size: int = 16, num_layers: int = 2
-) -> Outputs:
-    """Predictions of each layer, as leaves that require gradients."""
-    rng = torch.Generator().manual_seed(0)
-
-    def layer() -> Outputs:
-        logits = torch.randn(num_images, num_queries, NUM_CLASSES + 1, generator=rng)
-        boxes = torch.rand(num_images, num_queries, 4, generator=rng) * 0.5 + 0.1
-        masks = torch.randn(num_images, num_queries, size, size, generator=rng)
-        named = {"pred_logits": logits, "pred_boxes": boxes, "pred_masks": masks}
-        return {k: v.requires_grad_() for k, v in named.items()}
-
-    return {**layer(), "aux_outputs": [layer() for _ in range(num_layers - 1)]}
-
-
-def random_targets(counts: Sequence[int], size: int = 32) -> Targets:
-    """Targets with the given number of objects in each image."""
-    rng = torch.Generator().manual_seed(0)
-    return [
-        {
-            "labels": torch.randint(0, NUM_CLASSES, (num,), generator=rng),
-            "boxes": torch.rand(num, 4, generator=rng) * 0.5 + 0.1,
-            "masks": torch.rand(num, size, size, generator=rng) > 0.5,
-            "size": torch.tensor([size, size]),
-        }
-        for num in counts
-    ]
-
-
 def add_detr_config(cfg: CfgNode) -> None:
     """Add NUM_POINTS (points per mask; 0 is all pixels), PANOPTIC and other keys."""
     keys = {"NUM_OBJECT_QUERIES": 30, "NUM_POINTS": 64, "PANOPTIC": True}

@@ -34,8 +34,8 @@ _GB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--configs", nargs="+", help="of Detectron2's zoo; all if not")
-    parser.add_argument("--steps", type=int, default=3, help="to take the median of")
+    parser.add_argument("--configs", nargs="+", help="configs of Detectron2's zoo (default: all)")
+    parser.add_argument("--steps", type=int, default=3, help="steps to take the median of")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -65,5 +65,6 @@ def measure(config: str, num_steps: int) -> list[str]:
         seconds.append(time.perf_counter() - start)
     resident = process_memory().peak_resident_bytes
     peak = sum(timeline.peak().values())
-    first, step = seconds[0], statistics.median(seconds[1:])
+    first = seconds[0]
+    step = statistics.median(seconds[1:])
     return [f"{first:.2f}", f"{step:.2f}", f"{peak / _GB:.2f}", f"{resident / _GB:.2f}"]

@@ -8,9 +8,6 @@ of its private memory in the real run, beyond the tensors. Each config runs in i
 
 import argparse
 import multiprocessing
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from d2_memfit.config import load_cfg
 from d2_memfit.job import Job, WorstCase
@@ -18,7 +15,7 @@ from d2_memfit.memory import TensorMeter, process_memory, return_large_blocks
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, run_for_real
 
-from .common import machine, markdown_table
+from .common import machine, markdown_table, sampled_data_bytes
 
 CASE = WorstCase((480, 640), 20)
 CONFIGS = (
@@ -37,7 +34,7 @@ _MB = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--configs", nargs="+", default=CONFIGS, help="of Detectron2's zoo")
+    parser.add_argument("--configs", nargs="+", default=CONFIGS, help="configs of Detectron2's zoo")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,37 +52,22 @@ def compare(config: str) -> list[str]:
     return_large_blocks()
     cfg = load_cfg(config)
     cfg.MODEL.DEVICE = "cpu"
-    cfg.SOLVER.IMS_PER_BATCH, cfg.MEMFIT.MICRO_BATCH = 2, 1
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.MEMFIT.MICRO_BATCH = 1
     before = process_memory().data_bytes
     dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))
     cells = []
     timelines = [t for t in (dry_job.training, dry_job.evaluation) if t is not None]
     with TensorMeter() as meter:
         for timeline, _ in zip(timelines, run_for_real(dry_job, "cpu")):
-            estimated, measured = sum(timeline.peak().values()), meter.peak_bytes
+            estimated = sum(timeline.peak().values())
+            measured = meter.peak_bytes
             error = f"{estimated / measured - 1:+.3%}"
             cells += [f"{estimated / _MB:.1f}", f"{measured / _MB:.1f}", error]
             meter.peak_bytes = meter.live_bytes
     peaks = [sum(timeline.peak().values()) for timeline in timelines]
-    with highest_data_bytes() as highest:
+    with sampled_data_bytes() as samples:
         for _ in run_for_real(dry_job, "cpu"):
             pass
-    return [*cells, f"{(highest[0] - before - max(peaks)) / _MB:.0f}"]
-
-
-@contextmanager
-def highest_data_bytes() -> Iterator[list[int]]:
-    """While open, the yielded list holds the process's peak of private memory."""
-    highest, ended = [0], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.002):
-            highest[0] = max(highest[0], process_memory().data_bytes)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield highest
-    finally:
-        ended.set()
-        thread.join()
+    highest = max(num_bytes for _, num_bytes in samples)
+    return [*cells, f"{(highest - before - max(peaks)) / _MB:.0f}"]

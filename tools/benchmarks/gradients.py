@@ -62,7 +62,9 @@ FAMILIES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="of models; all if none")
+    parser.add_argument(
+        "families", nargs="*", metavar="FAMILY", help="a family of models (default: all)"
+    )
     parser.add_argument("--train", type=int, default=60, help="iterations before the measurement")
     parser.add_argument("--size", type=int, nargs=2, default=[160, 224], help="height, width")
 

@@ -28,10 +28,12 @@ _GB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config-file", default=CONFIG, help="of yacs, or a LazyConfig (.py)")
+    parser.add_argument(
+        "--config-file", default=CONFIG, help="a yacs config, or a LazyConfig (.py)"
+    )
     parser.add_argument("--size", type=int, nargs=2, default=[480, 640], help="height, width")
     parser.add_argument("--images", type=int, default=2, help="images in an iteration")
-    parser.add_argument("--share", type=float, default=0.5, help="of what all blocks save")
+    parser.add_argument("--share", type=float, default=0.5, help="share of what all blocks save")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
     parser.add_argument("opts", nargs="*", help="overrides of the config")
 

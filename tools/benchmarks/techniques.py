@@ -94,7 +94,8 @@ def training(images: list[dict[str, Any]], rounds: int, names: list[str], others
     for name in others:
         sides[name] = new_side(amp if name == "MixedPrecision" else AccumulatingTrainer, [name])
     take_turns(sides.values(), rounds)
-    rows, base = [], None
+    rows = []
+    base = None
     for name, side in sides.items():
         seconds = statistics.median(side.seconds) / len(images)
         peak, activations = memory(side)
@@ -139,7 +140,8 @@ def matching(rounds: int) -> str:
         extent = torch.rand(num, 2, generator=generator) * 200 + 1
         return Boxes(torch.cat([corner, corner + extent], dim=1)).to(device)
 
-    instances, anchors = boxes(NUM_INSTANCES), boxes(NUM_ANCHORS)
+    instances = boxes(NUM_INSTANCES)
+    anchors = boxes(NUM_ANCHORS)
     matcher = Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True)
     chunk_size = get_technique("ChunkedMatching").enabling_settings(get_cfg())[
         "MEMFIT.MATCHING.CHUNK_SIZE"
@@ -163,13 +165,15 @@ def matching(rounds: int) -> str:
             start = time.perf_counter()
             label()[0].sum().item()  # waits for the device
             seconds[name].append(time.perf_counter() - start)
-    rows, base = [], None
+    rows = []
+    base = None
     for name, label in sides.items():
         with TensorMeter() as meter:
             label()
         figures = meter.peak_bytes, statistics.median(seconds[name][1:])
         base = base or figures
         peak_ratio, time_ratio = (value / b for value, b in zip(figures, base))
-        peak, seconds_ = f"{figures[0] / MB:.0f}", f"{figures[1]:.3f}"
+        peak = f"{figures[0] / MB:.0f}"
+        seconds_ = f"{figures[1]:.3f}"
         rows.append([name, peak, f"{peak_ratio:.3f}", seconds_, f"{time_ratio:.2f}"])
     return markdown_table(["labelling of anchors", "peak MiB", "ratio", "s", "ratio"], rows)

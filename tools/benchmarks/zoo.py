@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-import torch
 from compatibility_checks.stubs import install_stubs
 
 from d2_memfit.config import load_cfg
@@ -106,7 +105,8 @@ class Result:
         return low * _GB <= self.row.gb <= high * _GB
 
     def cells(self) -> list[str]:
-        row, e = self.row, self.estimate
+        row = self.row
+        e = self.estimate
         cells = [f"{row.config} {row.options}".strip(), row.used or "nothing", f"{row.gb:g}"]
         if e is None:
             return [*cells, "", "", "", "", self.why]
@@ -218,13 +218,3 @@ def summary(results: Sequence[Result]) -> str:
         f"{errors[-1]:.1%} at most; "
         f"{len(results) - len(done)} fail"
     )
-
-
-def rank_correlation(pairs: list[tuple[float, float]]) -> float:
-    """Spearman's correlation: Pearson's of the ranks, with the mean rank for ties."""
-    ranks = [[_rank(values, v) for v in values] for values in zip(*pairs)]
-    return torch.corrcoef(torch.tensor(ranks))[0, 1].item()
-
-
-def _rank(values: tuple[float, ...], value: float) -> float:
-    return sum(v < value for v in values) + (values.count(value) - 1) / 2

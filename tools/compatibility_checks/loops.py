@@ -1,8 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """The code before the loop in the scripts of projects with their own loop.
 
-Each class has what ``Job.from_trainer`` needs of a trainer; a user of the project writes it in the
-project's script.
+Each class has the methods of ``DefaultTrainer`` that differ in the project. A user of the project
+writes it in the project's script, and gives it to ``Job.from_trainer``.
 """
 
 from typing import Any
@@ -10,40 +10,14 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode, LazyConfig
 from detectron2.data import DatasetMapper, build_detection_test_loader, build_detection_train_loader
-from detectron2.modeling import build_model
-from detectron2.solver import build_lr_scheduler, build_optimizer
 from detectron2.utils import comm
 
 from .project import load
 
-__all__ = ["centernet2", "d2go", "d2go_cfg", "detic", "detrex_config"]
+__all__ = ["d2go", "d2go_cfg", "detic", "detrex_config"]
 
 
-class centernet2:
-    """CenterNet2's ``train_net.py``."""
-
-    @classmethod
-    def build_model(cls, cfg: CfgNode) -> torch.nn.Module:
-        return build_model(cfg)
-
-    @classmethod
-    def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(cfg, model)
-
-    @classmethod
-    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> Any:
-        return build_lr_scheduler(cfg, optimizer)
-
-    @classmethod
-    def build_train_loader(cls, cfg: CfgNode) -> Any:
-        return build_detection_train_loader(cfg, mapper=DatasetMapper(cfg, True))
-
-    @classmethod
-    def build_test_loader(cls, cfg: CfgNode, name: str) -> Any:
-        return build_detection_test_loader(cfg, name, mapper=DatasetMapper(cfg, False))
-
-
-class detic(centernet2):
+class detic:
     """Detic's ``train_net.py``."""
 
     @classmethod

@@ -69,7 +69,7 @@ class Project:
         tree: a folder within ``--projects``, as in the project's repository.
         url: URL of its repository.
         config_file: config file in the tree.
-        trainer: MODULE:CLASS; for a project with its own loop it is in ``loops``.
+        trainer: MODULE:CLASS; for a project with its own loop, a class with the code before it.
         kind: "trainer", "loop" or "lazy": a trainer class, its own loop, LazyConfigs.
         paths: folders in the tree from which Python imports.
         add: MODULE:FUNCTION names that add the project's keys to a config, in order.
@@ -132,9 +132,7 @@ class Project:
         facts = {"image_size": (480, 640)} if full_size else {}
         if self.kind == "lazy":
             return Job.from_lazy(self._lazy_config(tree, full_size), ranks, **facts)
-        kind = self.trainer_class()
-        if kind is None:
-            kind = load(f"compatibility_checks.loops:{self.trainer}")
+        kind = self.trainer_class() or load(self.trainer)
         return Job.from_trainer(kind, self._cfg(tree, full_size), ranks, **facts)
 
     def _cfg(self, tree: Path, full_size: bool) -> CfgNode:

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What techniques share: blocks, modules, objects, state, recomputation."""
+"""Shared parts of techniques: blocks, modules, objects, state, recomputation."""
 
 from .blocks import find_blocks
 from .module_state import LARGE_BYTES, MOST_BYTES, ModuleState, plain_attributes

@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Training and prediction, tile by tile, on images that do not fit as a whole."""
 
-from d2_memfit.inference import CocoResultsWriter, Detection, Grid, SeamMerger, Tile, to_coco
-
 from .config import add_tiled_config, check_tiles, load_tiled_cfg
 from .dataset import BalancedTileSampler, TiledDataset
 from .mapper import TileMapper, build_tiled_train_loader
@@ -13,13 +11,8 @@ from .trainer import TiledTrainer
 
 __all__ = [
     "BalancedTileSampler",
-    "CocoResultsWriter",
     "CorruptImageError",
-    "Detection",
-    "Grid",
     "ImageReader",
-    "SeamMerger",
-    "Tile",
     "TileMapper",
     "TiledDataset",
     "TiledPredictor",
@@ -29,6 +22,5 @@ __all__ = [
     "check_tiles",
     "fit_tiled_config",
     "load_tiled_cfg",
-    "to_coco",
     "warn_left_out",
 ]

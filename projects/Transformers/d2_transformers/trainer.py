@@ -14,15 +14,14 @@ from detectron2.data import (
     build_detection_train_loader,
 )
 from detectron2.engine import HookBase
-from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from d2_memfit import MemfitTrainer
+from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.compat import without_ddp
+from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import ConfigError
-from d2_memfit.evaluation import build_evaluator
 
 from .data import build_mapper
 from .model import TransformersDetector
@@ -43,12 +42,6 @@ class Trainer(MemfitTrainer):
         return build_detection_test_loader(cfg, dataset_name, mapper=mapper)
 
     @classmethod
-    def build_evaluator(
-        cls, cfg: CfgNode, dataset_name: str, output_folder: Optional[str] = None
-    ) -> DatasetEvaluator:
-        return build_evaluator(cfg, dataset_name, output_folder)
-
-    @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Optimizer:
         return build_optimizer(cfg, model)
 
@@ -65,6 +58,17 @@ class Trainer(MemfitTrainer):
         if weights and not (resume and self.checkpointer.has_checkpoint()):
             _detector(self).load_pretrained(weights)
         return super().resume_or_load(resume)
+
+    @classmethod
+    def load_weights(cls, cfg: CfgNode, model: nn.Module, resume: bool) -> None:
+        if not cfg.TRANSFORMERS.WEIGHTS:
+            super().load_weights(cfg, model, resume)
+            return
+        assert isinstance(model, TransformersDetector)
+        model.load_pretrained(cfg.TRANSFORMERS.WEIGHTS)
+        if resume or cfg.MODEL.WEIGHTS:
+            checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
+            checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
