@@ -3,7 +3,7 @@
 
 from .checkpoint import MemfitCheckpointer
 from .ending import SaveOnEnding
-from .resumable_trainer import GatherStates, Progress, ResumableTrainer
+from .resumable_trainer import GatherStates, Progress, ResumableTrainer, TrainingEnded
 from .signals import end_with_launcher, raising_handlers_held_back, signals_passed_on
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Progress",
     "ResumableTrainer",
     "SaveOnEnding",
+    "TrainingEnded",
     "end_with_launcher",
     "raising_handlers_held_back",
     "signals_passed_on",
