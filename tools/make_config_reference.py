@@ -93,6 +93,7 @@ _PURPOSES = {
     "MEMFIT.OPTIMIZER": "the optimizer's states and gradients",
     "MEMFIT.CHECKPOINT": "activation checkpointing",
     "MEMFIT.CRITERION": "matching and losses of DETR-likes",
+    "MEMFIT.FINE_TUNE": "fewer trained parameters",
     "MEMFIT.HOST": "RAM, workers, dataset",
     "MEMFIT.MATCHING": "matching of anchors",
     "MEMFIT.OFFLOAD": "activations on the host",

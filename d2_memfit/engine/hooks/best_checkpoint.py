@@ -93,7 +93,7 @@ class BestCheckpoint(BestCheckpointer):
 
     def _end(self, iteration: int) -> None:
         """End as if ``iteration`` were MAX_ITER."""
-        logger.info(
+        logger.warning(
             "MEMFIT.BEST.PATIENCE: the run ends after iteration %d, because %s was not better in "
             "%d evaluations. %s",
             iteration - 1,
