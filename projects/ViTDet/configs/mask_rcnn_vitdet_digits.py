@@ -6,18 +6,19 @@ The dataset is made by ``python projects/SmallerModels/make_digits.py output/dig
 
 from d2_memfit.data import register_coco
 
-from .mask_rcnn_vitdet_coins import dataloader, lr_multiplier, model, optimizer, train
+from .coins import dataloader, lr_multiplier, optimizer, train
+from .mask_rcnn_vitdet_coins import model
 
 DATASET = "output/digits/dataset"
 
 for split in ("train", "val"):
     register_coco(f"vitdet_digits_{split}", f"{DATASET}/{split}.json", f"{DATASET}/{split}")
 
-dataloader.train.dataset.names = "vitdet_digits_train"
-dataloader.train.mapper.augmentations = dataloader.train.mapper.augmentations[:1]  # no flips
-dataloader.train.mapper.use_instance_mask = False
-dataloader.test.dataset.names = "vitdet_digits_val"
-dataloader.evaluator.dataset_name = "vitdet_digits_val"
+dataloader["train"].dataset.names = "vitdet_digits_train"
+dataloader["train"].mapper.augmentations = dataloader["train"].mapper.augmentations[:1]  # no flips
+dataloader["train"].mapper.use_instance_mask = False
+dataloader["test"].dataset.names = "vitdet_digits_val"
+dataloader["evaluator"].dataset_name = "vitdet_digits_val"
 
 model.roi_heads.num_classes = 10
 for part in ("mask_in_features", "mask_pooler", "mask_head"):
