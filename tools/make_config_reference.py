@@ -81,7 +81,8 @@ only. Mixed precision is `train.amp.enabled`. In your own training loop, the key
 
 _PURPOSES = {
     "SOLVER": "accumulation",
-    "MEMFIT": "micro-batches, precision, budget, signals",
+    "MEMFIT": "micro-batches, precision, budget, signals, averaged weights",
+    "MEMFIT.BEST": "the best checkpoint, early stopping",
     "MEMFIT.COST_MODEL": "micro-batches that are cut by bytes",
     "MEMFIT.OOM": "recovery from out-of-memory errors",
     "MEMFIT.NORMALIZERS": "counts that losses are divided by",
@@ -92,6 +93,7 @@ _PURPOSES = {
     "MEMFIT.OPTIMIZER": "the optimizer's states and gradients",
     "MEMFIT.CHECKPOINT": "activation checkpointing",
     "MEMFIT.CRITERION": "matching and losses of DETR-likes",
+    "MEMFIT.FINE_TUNE": "fewer trained parameters",
     "MEMFIT.HOST": "RAM, workers, dataset",
     "MEMFIT.MATCHING": "matching of anchors",
     "MEMFIT.OFFLOAD": "activations on the host",

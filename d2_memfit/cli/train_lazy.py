@@ -32,6 +32,7 @@ from omegaconf import DictConfig
 from ..compat import create_ddp_model
 from ..config import check_config, find_config_file
 from ..engine import build_trainer, evaluating, launch, usable_device, world_size
+from ..engine.hooks import BestCheckpoint
 from ..engine.resuming import MemfitCheckpointer, SaveOnEnding
 from ..errors import ConfigError, exit_on_error
 from ..evaluation.evaluation import use_available_implementation
@@ -67,6 +68,7 @@ def train(cfg: DictConfig, job: Job, resume: bool) -> None:
             hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
             hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if is_main else None,
             hooks.EvalHook(cfg.train.eval_period, lambda: evaluate(job, model)),
+            BestCheckpoint(job, checkpointer) if job.cfg.MEMFIT.BEST.METRIC else None,
             hooks.PeriodicWriter(writers, period=cfg.train.log_period) if is_main else None,
             SaveOnEnding(checkpointer, job.cfg.MEMFIT.STOP_ON_SIGNALS),
             *(progress_hooks(cfg.train.max_iter) if is_main else []),

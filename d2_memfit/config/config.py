@@ -201,6 +201,7 @@ def check_config(cfg: CN, world_size: Optional[int] = None) -> None:
     check_plan(cfg)
     check_cost_model(cfg)
     check_monitor(cfg)
+    check_weights(cfg)
     check_bool("MEMFIT.EVALUATION.ON_DISK", cfg.MEMFIT.EVALUATION.ON_DISK)
     _check_techniques(cfg)
     check_positive_int("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH)
@@ -257,6 +258,26 @@ def check_monitor(cfg: CN) -> None:
     if monitor.SNAPSHOT_ITER is not None:
         check_int("MEMFIT.MONITOR.SNAPSHOT_ITER", monitor.SNAPSHOT_ITER, at_least=0)
     check_bool("MEMFIT.MONITOR.SNAPSHOT_ON_OOM", monitor.SNAPSHOT_ON_OOM)
+
+
+def check_weights(cfg: CN) -> None:
+    """Raise :class:`ConfigError` if EMA_DECAY or BEST cannot work."""
+    decay, best = cfg.MEMFIT.EMA_DECAY, cfg.MEMFIT.BEST
+    if decay is not None and not (isinstance(decay, float) and 0 < decay < 1):
+        raise ConfigError(
+            f"MEMFIT.EMA_DECAY must be a number above 0 and below 1, such as 0.999, got {decay!r}"
+        )
+    check_choice("MEMFIT.BEST.MODE", best.MODE, ("max", "min"))
+    if best.PATIENCE is not None:
+        check_positive_int("MEMFIT.BEST.PATIENCE", best.PATIENCE)
+        if not best.METRIC:
+            raise ConfigError('MEMFIT.BEST.PATIENCE needs a MEMFIT.BEST.METRIC, such as "bbox/AP"')
+    if best.METRIC and not (cfg.TEST.EVAL_PERIOD > 0 and cfg.DATASETS.TEST):
+        raise ConfigError(
+            f"MEMFIT.BEST.METRIC {best.METRIC}: nothing is evaluated before the end of the run. "
+            "Set TEST.EVAL_PERIOD and DATASETS.TEST, or in a LazyConfig train.eval_period and "
+            "dataloader.test"
+        )
 
 
 def _check_techniques(cfg: CN) -> None:

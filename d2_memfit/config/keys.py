@@ -39,6 +39,22 @@ _C.MEMFIT.PRESET = ""
 # Whether SIGTERM, SIGINT, SIGUSR2 and SIGHUP end the run after the current iteration, with a
 # checkpoint.
 _C.MEMFIT.STOP_ON_SIGNALS = True
+# Decay of an exponential moving average of the weights, such as 0.999, which each optimizer step
+# updates. Evaluations use the averaged weights, and so does whoever loads a checkpoint: they are
+# its "model". A resumed run goes on from the trained ones. It takes the memory of the trained
+# weights once more. None is no average.
+_C.MEMFIT.EMA_DECAY = None
+
+_C.MEMFIT.BEST = CN()
+# Result of the evaluations every TEST.EVAL_PERIOD iterations, such as "bbox/AP", by which
+# OUTPUT_DIR/model_best.pth is chosen. With several test sets, the set's name comes first, as in
+# "coco_2017_val/bbox/AP". "" is none.
+_C.MEMFIT.BEST.METRIC = ""
+# Whether the best METRIC is the largest, "max", or the smallest, "min".
+_C.MEMFIT.BEST.MODE = "max"
+# Evaluations in a row without a better METRIC after which the run ends, as if it were finished.
+# None is never.
+_C.MEMFIT.BEST.PATIENCE = None
 
 _C.MEMFIT.COST_MODEL = CN()
 # Lists of numbers that give the bytes that a rank needs for a micro-batch. Each list gives a sum,

@@ -28,6 +28,7 @@ _OF_RUN_STEP = (
     "MEMFIT.COST_MODEL.BYTES",
     "MEMFIT.OOM.POLICY",
     "MEMFIT.AMP_DTYPE",
+    "MEMFIT.EMA_DECAY",
     "MEMFIT.MONITOR.SNAPSHOT_ON_OOM",
 )
 
@@ -50,6 +51,7 @@ def trainer_options(job: Job) -> dict[str, Any]:
         "cost_model": CostModel.from_cfg(job.cfg),
         "recovery": job.recovery,
         "normalizers": job.normalizers,
+        "ema_decay": job.cfg.MEMFIT.EMA_DECAY,
     }
 
 

@@ -27,9 +27,9 @@ from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques
 from .build import check_applied, check_run_step, trainer_options
 from .evaluating import evaluating
-from .hooks import explains_hooks, job_hooks
+from .hooks import BestCheckpoint, explains_hooks, job_hooks
 from .project_parts import project_parts
-from .resuming import MemfitCheckpointer, Progress, SaveOnEnding
+from .resuming import MemfitCheckpointer, Progress, SaveOnEnding, TrainingEnded
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["MemfitMixin", "MemfitTrainer"]
@@ -79,6 +79,8 @@ def _saved_at_end(train: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: "MemfitMixin", *args: Any, **kwargs: Any) -> Any:
         try:
             return train(self, *args, **kwargs)
+        except TrainingEnded:
+            return None
         finally:
             if self._ending is not None:
                 self._ending.end()
@@ -188,6 +190,8 @@ class MemfitMixin(_Trainer):
         self._hooks = []
         self.register_hooks(job_hooks(self._job))  # before the project's, which write and save
         self._hooks += others
+        if cfg.MEMFIT.BEST.METRIC:  # after those that evaluate
+            self.register_hooks([BestCheckpoint(self._job, self.checkpointer)])
         logger.info(
             "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, on %d ranks",
             cfg.SOLVER.IMS_PER_BATCH,

@@ -10,6 +10,7 @@ from torch import nn
 from .. import compat
 from ..config import with_budget, with_memfit_keys
 from ..evaluation import distinct_annotation_ids, predictions_on_disk
+from ..iteration import with_averaged_weights
 from ..job import RecoveryOptions, checked_test_loaders
 from ..memory import enforce_budget
 from ..techniques import ready_to_evaluate
@@ -29,7 +30,8 @@ def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
         with evaluating(job.cfg, model):
             inference_on_dataset(model, test_loader, evaluator)
 
-    Within itself, for the same model, it does nothing.
+    Within itself, for the same model, it does nothing. If a trainer keeps an average of its
+    weights, the model has the average meanwhile.
 
     Yields:
         CfgNode: the config, with its budget as a number.
@@ -41,6 +43,7 @@ def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
     if cfg.MEMFIT.BUDGET_GB is not None:
         enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
     with (
+        with_averaged_weights(compat.without_ddp(model)),
         ready_to_evaluate(compat.without_ddp(model), cfg),
         recovering_inference(model, RecoveryOptions.from_cfg(cfg)),
         checked_test_loaders(cfg),

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import compat
 from ..common.checks import check_positive_int
 from ..errors import OutOfMemoryError
-from ..iteration import CostModel, Precision
+from ..iteration import AveragedWeights, CostModel, Precision
 from ..job import NormalizerOptions, RecoveryOptions
 from ..memory import with_room
 from .hooks import compare_number_formats, explains_hooks, likely_cause
@@ -83,6 +83,7 @@ class AccumulatingTrainer(ResumableTrainer):
         gather_metric_period: iterations between metrics. Losses are checked in every iteration.
         zero_grad_before_forward: False keeps the last iteration's gradients, and their memory, for
             the next forward, as Detectron2 does. They are not used.
+        ema_decay: as MEMFIT.EMA_DECAY. ``evaluating`` and ``MemfitCheckpointer`` use the average.
 
     Attributes:
         out_of_memory_observers: called when memory runs out, before anything is freed.
@@ -108,6 +109,7 @@ class AccumulatingTrainer(ResumableTrainer):
         gather_metric_period: int = 1,
         zero_grad_before_forward: bool = True,
         cost_model: Optional[CostModel] = None,
+        ema_decay: Optional[float] = None,
     ) -> None:
         check_positive_int("SOLVER.ACCUMULATION_STEPS", accumulation_steps)
         check_positive_int("gather_metric_period", gather_metric_period)
@@ -144,6 +146,10 @@ class AccumulatingTrainer(ResumableTrainer):
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
             check_ddp(model, recovers=recovers)
         super().__init__(model, data_loader, optimizer)
+        self.average: Optional[AveragedWeights] = None
+        if ema_decay is not None:
+            self.average = AveragedWeights(bare_model, ema_decay)
+            self.average.keep_for(bare_model)
         self.loss_fn = loss_fn
         self.clip_gradients = clip_gradients
         self.gather_metric_period = gather_metric_period
@@ -186,7 +192,9 @@ class AccumulatingTrainer(ResumableTrainer):
             self._clip()
             with raising_handlers_held_back():
                 progress.is_stepping = True
-                self.precision.step(self.optimizer, self.iter)
+                has_changed = self.precision.step(self.optimizer, self.iter)
+                if self.average is not None and has_changed:
+                    self.average.update(compat.without_ddp(self.model))
                 self._end_step(progress, reports)
 
     def _run_batch(self, window: Window) -> list[Report]:
@@ -375,6 +383,8 @@ class AccumulatingTrainer(ResumableTrainer):
             state["recovery"] = self.recovery.state_dict()
         if normalizers := self.normalizers.state_dict():
             state["normalizers"] = normalizers
+        if self.average is not None:
+            state["ema"] = self.average.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -383,3 +393,7 @@ class AccumulatingTrainer(ResumableTrainer):
         if self.recovery is not None and "recovery" in state_dict:
             self.recovery.load_state_dict(state_dict["recovery"])
         self.normalizers.load_state_dict(state_dict.get("normalizers", {}))
+        if "ema" in state_dict:  # a run that keeps no average goes on from the trained weights too
+            model = compat.without_ddp(self.model)
+            average = self.average or AveragedWeights(model, 0.5)
+            average.load_state_dict(state_dict["ema"], model)

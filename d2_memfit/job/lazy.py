@@ -182,4 +182,5 @@ def cfg_of_lazy(cfg: DictConfig) -> CfgNode:
     keys.MODEL.DEVICE, keys.MODEL.WEIGHTS = train.device, train.get("init_checkpoint", "")
     keys.OUTPUT_DIR = train.output_dir
     keys.DATASETS.TEST = ("dataloader.test",) if _evaluates(cfg) else ()
+    keys.TEST.EVAL_PERIOD = train.get("eval_period", 0)
     return keys

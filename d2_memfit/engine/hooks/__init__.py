@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Hooks that watch a run."""
 
+from .best_checkpoint import BestCheckpoint
 from .explained_hooks import explains_hooks
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
@@ -11,6 +12,7 @@ from .number_formats import compare_number_formats
 
 __all__ = [
     "MONITORS",
+    "BestCheckpoint",
     "LeakDetector",
     "MemoryMonitor",
     "MemorySnapshot",

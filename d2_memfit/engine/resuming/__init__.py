@@ -4,7 +4,7 @@
 from .checkpoint import MemfitCheckpointer
 from .ending import SaveOnEnding
 from .resumable_batches import ResumableBatches, UnknownLoader
-from .resumable_trainer import GatherStates, Progress, ResumableTrainer
+from .resumable_trainer import GatherStates, Progress, ResumableTrainer, TrainingEnded
 from .signals import end_with_launcher, raising_handlers_held_back, signals_passed_on
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "ResumableBatches",
     "ResumableTrainer",
     "SaveOnEnding",
+    "TrainingEnded",
     "UnknownLoader",
     "end_with_launcher",
     "raising_handlers_held_back",

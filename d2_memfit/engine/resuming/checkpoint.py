@@ -14,6 +14,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 
 from ...common.files import LEFTOVERS, FolderLock, is_local, whole_file
 from ...errors import CheckpointError
+from ...iteration import with_averaged_weights
 from .checkpoint_file import read_lazily, verify_checksums, why_it_does_not_fit_the_run
 
 __all__ = ["MemfitCheckpointer"]
@@ -27,7 +28,8 @@ class MemfitCheckpointer(DetectionCheckpointer):
     A file replaces an older one only when it is completely on disk. A failed save is logged and the
     run continues, unless it is the last, ``*_final``. Files are verified before they are loaded.
     :meth:`resume_or_load` takes the newest good checkpoint. A run that does not resume moves an
-    earlier run's checkpoints aside before its first save.
+    earlier run's checkpoints aside before its first save. If an average of the weights is kept, it
+    is what a checkpoint has as "model".
 
     Raises:
         CheckpointError: a file cannot be loaded, whatever its format, or the last save failed.
@@ -64,7 +66,8 @@ class MemfitCheckpointer(DetectionCheckpointer):
         self.begin_run()
         self.path_manager.keeps_all = True  # a failed save must not remove an older file
         try:
-            super().save(name, **kwargs)
+            with with_averaged_weights(self.model):
+                super().save(name, **kwargs)
         except (OSError, RuntimeError) as e:
             error = e.__context__ if isinstance(e, RuntimeError) else e  # torch.save's own follows
             if not isinstance(error, OSError):

@@ -2,6 +2,7 @@
 """A trainer whose checkpoints hold all that a run needs to resume without a difference."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -16,7 +17,11 @@ from ...techniques import ShardedOptimizer
 from .resumable_batches import ResumableBatches
 from .run_state import RunState
 
-__all__ = ["GatherStates", "Progress", "ResumableTrainer"]
+__all__ = ["GatherStates", "Progress", "ResumableTrainer", "TrainingEnded"]
+
+
+class TrainingEnded(BaseException):
+    """Raised by a hook that ends a run as finished; Detectron2's loop logs an ``Exception``."""
 
 
 @dataclass
@@ -73,6 +78,10 @@ class ResumableTrainer(SimpleTrainer):
                 "MEMFIT.MONITOR is on, and a loop of run_step() calls no hooks: train with "
                 "trainer.train(start_iter, max_iter), or leave MEMFIT.MONITOR at its defaults"
             )
+
+    def train(self, start_iter: int, max_iter: int) -> None:
+        with suppress(TrainingEnded):
+            super().train(start_iter, max_iter)
 
     def before_train(self) -> None:
         self.needs_train = False

@@ -32,8 +32,8 @@ _ORDER = {
     "precision": ("MixedPrecision", "EightBitOptimizerStates"),
     "recipe": (
         *("PolygonMasks", "FewerDetections", "FewerProposals", "SmallerRpnBatch"),
-        *("SmallerRoiBatch", "OneImageSize", "MoreFrozenStages", "SmallerImages"),
-        *("FewerQueries", "LighterBackbone"),
+        *("SmallerRoiBatch", "OneImageSize", "MoreFrozenStages", "LowRankAdapters"),
+        *("SmallerImages", "FrozenModules", "FewerQueries", "LighterBackbone"),
     ),
 }
 

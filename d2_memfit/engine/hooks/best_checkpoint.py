@@ -1,0 +1,122 @@
+# Copyright (c) the d2_memfit developers.
+"""The best checkpoint by a result of the evaluations, and the end of a run that gets no better."""
+
+import logging
+from typing import Any
+
+from detectron2.engine.hooks import BestCheckpointer, PeriodicCheckpointer
+from detectron2.utils import comm
+from fvcore.common.checkpoint import Checkpointer
+
+from ... import compat
+from ...job import Job
+from ..resuming import TrainingEnded
+
+__all__ = ["BestCheckpoint"]
+
+logger = logging.getLogger(__name__)
+
+
+class BestCheckpoint(BestCheckpointer):
+    """Saves ``model_best.pth`` after the best evaluation, and ends the run after too many others.
+
+    It is Detectron2's ``BestCheckpointer`` with a state, so that a resumed run knows its best.
+    Register it on all ranks, after the hook that evaluates. The keys are those of MEMFIT.BEST.
+
+    Args:
+        checkpointer: writes the files on rank 0.
+    """
+
+    def __init__(self, job: Job, checkpointer: Checkpointer) -> None:
+        best = job.cfg.MEMFIT.BEST
+        super().__init__(job.cfg.TEST.EVAL_PERIOD, checkpointer, best.METRIC, best.MODE)
+        self._patience = best.PATIENCE
+        self._evaluations_since = 0
+        self._has_ended = False
+
+    def _best_checking(self) -> None:
+        result = self.trainer.storage.latest().get(self._val_metric)
+        result = comm.all_gather(result)[0]  # evaluators give it to rank 0 alone
+        if result is None:
+            known = [name for name in self.trainer.storage.latest() if "/AP" in name]
+            logger.warning(
+                "MEMFIT.BEST.METRIC %s is not among the results of the evaluation. Those of AP "
+                "are: %s",
+                self._val_metric,
+                ", ".join(known) or "none",
+            )
+            return
+        value, _ = result
+        iteration = min(self.trainer.iter, self.trainer.max_iter - 1)
+        is_better = self.best_metric is None or self._compare(value, self.best_metric)
+        if is_better and self._update_best(value, iteration):  # False if it is not finite
+            self._evaluations_since = 0
+            self._save(self._file_prefix)
+            logger.info("%s %.4f is the best, and in model_best.pth", self._val_metric, value)
+            return
+        # Counted by iterations: a checkpoint of the same one is saved before the evaluation.
+        best_iter = -1 if self.best_iter is None else self.best_iter
+        self._evaluations_since = (iteration - best_iter) // self._period
+        logger.info("%s %.4f. %s", self._val_metric, value, self._best_so_far())
+
+    def _best_so_far(self) -> str:
+        if self.best_metric is None:
+            return "There is no best yet"
+        return f"The best is {self.best_metric:.4f}, after iteration {self.best_iter}"
+
+    def _save(self, name: str) -> None:
+        """Save the state after the last iteration, which after training is another."""
+        now = self.trainer.iter
+        self.trainer.iter = iteration = min(now, self.trainer.max_iter - 1)
+        try:
+            if comm.is_main_process():
+                self._checkpointer.save(name, iteration=iteration)
+        finally:
+            self.trainer.iter = now
+
+    def before_step(self) -> None:
+        if self._is_too_long():  # the run that is resumed has ended so
+            self._end(self.trainer.iter)
+
+    def after_step(self) -> None:
+        super().after_step()
+        if self._is_too_long() and self.trainer.iter + 1 < self.trainer.max_iter:
+            self.trainer.gather_states()
+            if any(isinstance(h, PeriodicCheckpointer) for h in compat.hooks_of(self.trainer)):
+                self._save("model_final")  # as after the last iteration
+            # Those of this period have just been done.
+            compat.replace_evaluations(self.trainer, lambda run: lambda: None, self._period)
+            self._end(self.trainer.iter + 1)
+
+    def _is_too_long(self) -> bool:
+        return self._patience is not None and self._evaluations_since >= self._patience
+
+    def _end(self, iteration: int) -> None:
+        """End as if ``iteration`` were MAX_ITER."""
+        logger.warning(
+            "MEMFIT.BEST.PATIENCE: the run ends after iteration %d, because %s was not better in "
+            "%d evaluations. %s",
+            iteration - 1,
+            self._val_metric,
+            self._evaluations_since,
+            self._best_so_far(),
+        )
+        self._has_ended = True
+        self.trainer.iter = self.trainer.max_iter = iteration
+        raise TrainingEnded
+
+    def after_train(self) -> None:
+        if not self._has_ended:
+            super().after_train()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best_metric": self.best_metric,
+            "best_iter": self.best_iter,
+            "evaluations_since": self._evaluations_since,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_metric = state_dict["best_metric"]
+        self.best_iter = state_dict["best_iter"]
+        self._evaluations_since = state_dict["evaluations_since"]
