@@ -39,6 +39,7 @@ def cfg_of(example, **arguments):
     cfg = function(**arguments)
     cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
     cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 64
+    cfg.MODEL.ROI_MASK_HEAD.NUM_CONV, cfg.MODEL.ROI_MASK_HEAD.CONV_DIM = 1, 16
     return cfg
 
 

@@ -8,10 +8,11 @@ from typing import Any, Optional, Union
 import numpy as np
 import torch
 
-from ..compat.pytorch import TorchDispatchMode, storage_id, tree_iter
+from ..compat.pytorch import TorchDispatchMode, storage_id
 from ..engine import AccumulatingTrainer
 from ..engine.recovery import RecoveryReport
 from ..engine.window import MicroBatch, Window, WindowStorage
+from ..memory import storages
 
 __all__ = ["InjectedTrainer", "Injector", "relative_difference", "seed_all"]
 
@@ -29,13 +30,17 @@ class Injector(TorchDispatchMode):
         self.num_allocations = 0
         self._has_failed = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as for TensorMeter
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_storage_of(t) for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and _storage_of(tensor) not in given:
+        given = {storage_id(storage) for storage in storages((args, kwargs))}
+        for storage in storages(result):
+            if storage_id(storage) not in given:
                 self.num_allocations += 1
                 if self.num_allocations in self.fail_at:
                     self._has_failed = True
@@ -47,10 +52,6 @@ class Injector(TorchDispatchMode):
         # TorchScript keeps the text of an allocator's error, and nothing of one from Python.
         if self._has_failed and "TorchScript" in str(error):
             raise torch.OutOfMemoryError("injected in TorchScript") from error
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return storage_id(tensor.untyped_storage())
 
 
 class InjectedTrainer(AccumulatingTrainer):

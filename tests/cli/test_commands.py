@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def config_file(tmp_path):
     cfg = tiny_cfg("faster_rcnn")
-    cfg.SOLVER.IMS_PER_BATCH = 4
+    cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 4
     file = tmp_path / "tiny.yaml"
     file.write_text(cfg.dump())
     return str(file)
@@ -30,9 +30,8 @@ def test_an_estimate_is_a_table_or_json_with_the_names_of_python(config_file, ca
     assert "peak reserved" in table
     assert "activations: backbone" in table
     assert "Assumed: the training dataset" in table
-    main(
-        ["estimate", "--config-file", config_file, "--device", "cuda", "--json", "--num-gpus", "2"]
-    )
+    args = ["--config-file", config_file, "--device", "cuda", "--json", "--num-gpus", "2"]
+    main(["estimate", *args, "DATASETS.TEST", "('nobody_has_it',)"])
     estimate = json.loads(capsys.readouterr().out)
     assert estimate["images_per_gpu"] == 2
     assert 0 < estimate["peak_allocated_gb"] <= estimate["peak_reserved_gb"]
@@ -81,22 +80,23 @@ def test_a_plan_is_a_config_that_can_be_used_as_it_is(config_file, tmp_path, cap
 
 
 def test_a_card_is_the_budget_of_an_estimate_too(config_file, capsys):
-    main(["estimate", "--card", "6GB", "--config-file", config_file, "--device", "cuda"])
+    estimate = ["estimate", "--config-file", config_file]
+    main([*estimate, "--card", "6GB", "--device", "cuda"])
     printed = capsys.readouterr().out
     assert "Segments of the allocator: expandable" in printed
-    main(["estimate", "--card", "6 gb", "--config-file", config_file, "--device", "cuda"])
+    main([*estimate, "--card", "6 gb", "--device", "cuda"])
     of_card, next_step = capsys.readouterr().out.rsplit("\n\n", 1)
     assert of_card == printed.rsplit("\n\n", 1)[0]
     assert "--card '6 gb'" in next_step
-    main(["estimate", "--card", "RTX 4090 Laptop", "--config-file", config_file])
+    main([*estimate, "--card", "RTX 4090 Laptop"])
     card = capsys.readouterr()
     assert "as those of rtx_4090, which is faster" in card.err
     assert "NVIDIA GeForce RTX 4090" in card.out
-    main(["estimate", "--card", "RTX 3060 Laptop", "--config-file", config_file])
+    main([*estimate, "--card", "RTX 3060 Laptop"])
     card = capsys.readouterr()
     assert not card.err
     assert "NVIDIA GeForce RTX 3060 Laptop GPU" in card.out
-    main(["estimate", "--config-file", config_file, "--device", "cuda"])
+    main([*estimate, "--device", "cuda"])
     assert "Segments of the allocator: of PyTorch's default" in capsys.readouterr().out
 
 
@@ -196,7 +196,7 @@ def test_no_warning_of_a_library_stands_before_the_answer(config_file, command):
 def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(config_file, capsys):
     args = ["plan", "--budget", "0.5", "--allow", "exact", "--device", "cuda"]
     with pytest.raises(SystemExit) as e:
-        main([*args, "--config-file", config_file])
+        main([*args, "--config-file", config_file, "SOLVER.IMS_PER_BATCH", "1"])
     assert e.value.code == 3
     assert "The smallest budget is 0." in capsys.readouterr().out
 

@@ -5,9 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from detectron2.data import DatasetCatalog
 from detectron2.engine import DefaultTrainer
 from detectron2.utils import comm
+from forks import start_server
 from lazy_configs import lazy_config
 from tiny import tiny_cfg
 
@@ -18,6 +20,18 @@ from d2_memfit.doctor.patient import Unwell
 from d2_memfit.doctor.run_checks import agrees_on_two_ranks
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks(monkeypatch):
+    """Ranks import nothing, and get what they run by pickle, as those that are spawned."""
+    start = mp.start_processes
+
+    def start_forked(*args, start_method, **kwargs):
+        start_server()
+        start(*args, start_method="forkserver", **kwargs)
+
+    monkeypatch.setattr(mp, "start_processes", start_forked)
 
 
 class Forgetting(DefaultTrainer):

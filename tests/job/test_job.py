@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from tiny import tiny_cfg, tiny_model
 from torch import nn
 
-from d2_memfit import Job, MemfitMixin, estimate_memory, plan_memory
+from d2_memfit import Job, MemfitMixin, estimate_memory
 from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import cfg_of_lazy, overrides_of, with_overrides
@@ -82,9 +82,9 @@ def test_the_optimizer_of_the_trainer_is_estimated():
         build_optimizer = AdamWTrainer.build_optimizer
 
     cfg = tiny_cfg("faster_rcnn")
-    cfg.MODEL.DEVICE = "cpu"
-    sgd, adamw = estimate_memory(cfg), estimate_memory(cfg, trainer=WithAdamW)
-    assert adamw.breakdown["optimizer"] > 1.5 * sgd.breakdown["optimizer"]  # two moments, not one
+    cfg.MODEL.DEVICE, cfg.DATASETS.TEST = "cpu", ()
+    e = estimate_memory(cfg, trainer=WithAdamW)
+    assert e.breakdown["optimizer"] > 1.9 * e.breakdown["parameters"]  # two moments, not one
 
 
 def test_methods_that_are_no_class_methods_are_an_error():
@@ -154,18 +154,11 @@ def test_a_lazy_config_is_a_job_with_its_own_optimizer_mapper_and_batch():
     assert isinstance(instantiate(cfg.model), nn.Module)
 
 
-def test_a_lazy_config_is_estimated_and_planned():
-    cfg = lazy_config()
-    e = estimate_memory(cfg, device="cuda")
+def test_a_lazy_config_is_estimated():
+    e = estimate_memory(lazy_config(), device="cuda")
     assert e.evaluation_gb > 0
     assert any("nobody_has_it cannot be read" in line for line in e.assumptions)
     assert e.breakdown["optimizer"] >= 2 * e.breakdown["parameters"]  # AdamW's two moments
-    plan = plan_memory(cfg, 24, device="cuda")
-    assert plan.fits
-    planned = with_overrides(cfg, overrides_of(plan.settings))
-    assert planned.train.budget_gb == 24
-    assert planned.train.oom.policy == "split"
-    assert Job.from_lazy(planned, 1).recovery is not None
 
 
 def test_keys_of_a_lazy_config_have_their_places():

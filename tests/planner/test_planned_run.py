@@ -21,6 +21,7 @@ GB = 2**30
 @pytest.fixture
 def cfg(tmp_path):
     cfg = tiny_cfg("faster_rcnn")
+    cfg.DATASETS.TEST = ()
     cfg.SOLVER.IMS_PER_BATCH = 4
     cfg.MEMFIT.PLAN.ENABLED = True
     cfg.OUTPUT_DIR = str(tmp_path / "output")
@@ -92,6 +93,7 @@ def plan_on_ranks(rank, output_dir, what_fails):
     """The budget that each rank plans for, or the error that it ends with."""
     cfg = tiny_cfg("faster_rcnn")
     cfg.OUTPUT_DIR = output_dir
+    cfg.DATASETS.TEST = ()
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.MEMFIT.PLAN.ENABLED, cfg.MEMFIT.BUDGET_GB = True, "auto"
     with pytest.MonkeyPatch.context() as patch:
@@ -120,6 +122,7 @@ def test_an_error_of_any_kind_on_one_rank_ends_all(two_ranks, tmp_path, what_fai
 
 
 def test_what_does_not_fit_is_an_error_with_the_smallest_budget(cfg, tmp_path):
+    cfg.SOLVER.IMS_PER_BATCH = 1
     cfg.MEMFIT.BUDGET_GB = 0.3
     cfg.MEMFIT.PLAN.ALLOW = ["exact"]
     with pytest.raises(ConfigError, match=r"MEMFIT.BUDGET_GB 0.3: the job does not fit. The small"):

@@ -6,10 +6,11 @@ import pytest
 from detectron2.config import CfgNode
 from tiny import ROOT, tiny_cfg
 
-from d2_memfit import estimate_memory, get_cfg, plan_memory
+from d2_memfit import Job, estimate_memory, get_cfg, plan_memory
 from d2_memfit.config import check_config
 from d2_memfit.errors import ConfigError
-from d2_memfit.planner.search.trials import _ORDER
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.search.trials import _ORDER, Trials
 from d2_memfit.techniques import TECHNIQUES, TIERS, Technique, apply_techniques, get_technique
 from d2_memfit.techniques.registry import PARTS
 
@@ -117,7 +118,7 @@ def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, lo
     applied = []
     monkeypatch.setattr(skeleton, "apply", lambda model, cfg: applied.append(cfg) or model)
     cfg = tiny_cfg("faster_rcnn")
-    cfg.SOLVER.IMS_PER_BATCH = 4
+    cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 4
     cfg.MEMFIT.MINE = True
     check_config(cfg)
     needed = estimate_memory(cfg, device="cuda").device_total_gb
@@ -129,9 +130,10 @@ def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, lo
 
 
 def test_a_technique_without_settings_is_not_planned(skeleton):
+    """A plan tries what is usable, and what ``names`` has: see the test above."""
+    trials = Trials(Job.from_cfg(tiny_cfg("faster_rcnn"), 1), DeviceModel.load("cuda"))
+    assert "MyTechnique" in trials.names("exact")
+    assert trials.is_usable("MyTechnique")
     del skeleton.enabling_settings
-    cfg = tiny_cfg("faster_rcnn")
-    lines = []
-    plan_memory(cfg, 0.2, device="cuda", allow=["exact"], progress=lines.append)
-    assert lines
-    assert not any("MyTechnique" in line for line in lines)
+    trials = Trials(Job.from_cfg(tiny_cfg("faster_rcnn"), 1), DeviceModel.load("cuda"))
+    assert not trials.is_usable("MyTechnique")

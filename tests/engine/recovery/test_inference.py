@@ -18,7 +18,10 @@ from d2_memfit.memory import TensorMeter
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
+FAMILIES = [
+    *("proposal_network", "mask_rcnn", "keypoint_rcnn", "retinanet"),
+    pytest.param("faster_rcnn", marks=pytest.mark.exhaustive),  # a mask_rcnn without masks
+]
 
 
 class Collector:

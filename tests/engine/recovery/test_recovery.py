@@ -98,7 +98,10 @@ def assert_same(actual, expected):
 
 
 def points_of(family, precision, num):
-    """So many allocations, evenly spread over the first window."""
+    """So many allocations, evenly spread over the first window.
+
+    A process's first backward, which may round otherwise, is here.
+    """
     trainer, _ = one_iteration(family, precision)
     last = trainer.injector.num_allocations
     return sorted({round(1 + i * (last - 1) / (num - 1)) for i in range(num)})
@@ -106,18 +109,11 @@ def points_of(family, precision, num):
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [
-        *(("mask_rcnn", precision) for precision in ("fp32", "fp16")),
-        ("retinanet", "fp32"),  # it has no proposals, and a running normaliser
-        *(
-            pytest.param(family, "fp32", marks=pytest.mark.exhaustive)
-            for family in ("proposal_network", "faster_rcnn", "keypoint_rcnn")
-        ),
-    ],
+    [("mask_rcnn", "fp32"), ("retinanet", "fp16")],  # which has a running normaliser, too
 )
 def test_a_window_that_failed_somewhere_ends_as_one_that_did_not(family, precision):
-    one_iteration(family, precision)  # a process's first backward may round otherwise
-    splits = check_recovery_at(family, precision, points_of(family, precision, NUM_SAMPLED))
+    points = points_of(family, precision, NUM_SAMPLED)
+    splits = check_recovery_at(family, precision, points)
     assert set(splits) == {(1, 1, 1, 1), (2, 1, 1)}
 
 
@@ -125,7 +121,6 @@ def test_a_window_that_failed_somewhere_ends_as_one_that_did_not(family, precisi
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_window_that_failed_anywhere_ends_as_one_that_did_not(family, precision):
-    one_iteration(family, precision)
     points = points_of(family, precision, NUM_POINTS)
     assert len(points) == NUM_POINTS
     check_recovery_at(family, precision, points)
@@ -213,8 +208,7 @@ ACTIONS = [
 ]
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(("phase", "times"), [("forward", 1), ("backward", 2)])
 def test_an_image_that_does_not_fit_alone_is_eased_without_changing_what_is_computed(
     phase, times, tmp_path
 ):
@@ -249,7 +243,7 @@ def test_an_image_that_does_not_fit_alone_in_a_model_with_attention(tmp_path):
     assert_same(states[2], states[1])
 
 
-@pytest.mark.parametrize("times", [3, 4, 5])
+@pytest.mark.parametrize("times", [3, 5])
 def test_it_is_made_smaller_only_if_that_is_allowed(times, tmp_path):
     model = tiny_model(tiny_cfg("mask_rcnn"))
     fails = FailsTimes(1, times)
@@ -319,9 +313,7 @@ def test_an_iteration_of_skipped_images_makes_no_step(log):
 
 
 def test_too_many_skipped_images_end_the_run():
-    trainer = failing(
-        lambda names: True, 1, model_with_trainable_bn("proposal_network"), 3, last_resort="skip"
-    )
+    trainer = failing(lambda names: True, 1, CountingModel(6), 3, last_resort="skip")
     with pytest.raises(OutOfMemoryError, match=r"2 of 2 images.*MAX_SKIPPED 0.001"):
         iterate(trainer, 3)
 
