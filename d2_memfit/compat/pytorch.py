@@ -33,7 +33,6 @@ __all__ = [
     "constructors",
     "default_store",
     "dump_memory_snapshot",
-    "functional_collectives",
     "has_communication_hooks",
     "is_in_backward",
     "is_loader_worker",
@@ -53,9 +52,6 @@ __all__ = [
     "without_torch_function",
     "workers_of",
 ]
-
-# The operators of torch.distributed._functional_collectives.
-functional_collectives = torch.ops._c10d_functional
 
 # A ``__torch_function__`` for subclasses of tensors: their results are plain tensors.
 without_torch_function = torch._C._disabled_torch_function_impl

@@ -42,9 +42,7 @@ NAMES = {
     # planner/cuda_as_cpu.py replaces it where it is
     "torch.amp.autocast_mode._cast": ("value", "device", "dtype"),
     # collectives.py replaces them where they are
-    "torch.ops._c10d_functional.all_reduce": None,
     "torch.distributed.ProcessGroup._allgather_base": None,
-    "torch.distributed.ProcessGroup._reduce_scatter_base": None,
     # library_warnings.py has its name only
     "torch.fx._symbolic_trace": None,
     # operators of ATen and torchvision

@@ -150,7 +150,7 @@ class Answers:
             return self._communicate(call)
         tensor = call.tensors[0].detach()
         answers = tensor.clone().reshape(-1)
-        ranks = call.num_ranks if call.is_sum else 1
+        ranks = call.scale or 1
         for i, own in enumerate(tensor.clone().reshape(-1)):
             site = self._note(sites.SUM, own)
             if self._totals is not None and site in self._totals.counts:
