@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Optional
@@ -38,12 +38,10 @@ _NAMES = {
     "all_gather_single": "all_gather_into_tensor",
 }
 
-_PACKAGE = str(Path(__file__).parents[1])
-
 # Files of helper functions: a collective's place is the code that calls them.
 _PASSED_ON = (
     str(Path(torch.__file__).parent),
-    _PACKAGE,
+    str(Path(__file__).parents[1]),
     "/detectron2/utils/comm.py",
 )
 
@@ -134,7 +132,6 @@ class PretendedRanks:
     otherwise, open :func:`noticed_collectives` too, because there is no group to run collectives.
 
     Attributes:
-        was_asked: whether code has asked for ranks.
         spared: functions that are told the truth, by file and line.
     """
 
@@ -143,10 +140,6 @@ class PretendedRanks:
     def __init__(self) -> None:
         self.spared: set[str] = set()
         self._asked: set[str] = set()
-
-    @property
-    def was_asked(self) -> bool:
-        return len(self._asked) > 0
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -197,15 +190,16 @@ def _name(code: CodeType) -> str:
 
 
 def _callers() -> Iterator[FrameType]:
-    """Frames of the model's code, innermost first, up to the trainer that calls the model."""
-    is_in_model = False
-    for frame in _frames():
-        file = frame.f_code.co_filename
-        if not any(part in file for part in _PASSED_ON):
-            is_in_model = True
-            yield frame
-        elif is_in_model and file.startswith(_PACKAGE):
-            return
+    """Frames of the model's code, innermost first, up to the module whose forward it is.
+
+    They are the same if a part of the forward is computed again in the backward.
+    """
+    frames = dropwhile(_passes_on, _frames())
+    return takewhile(lambda frame: not _passes_on(frame), frames)
+
+
+def _passes_on(frame: FrameType) -> bool:
+    return any(part in frame.f_code.co_filename for part in _PASSED_ON)
 
 
 def _frames() -> Iterator[FrameType]:
@@ -266,7 +260,4 @@ class _Done:
     """The handle of a finished collective."""
 
     def wait(self, *args: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
         return True

@@ -9,6 +9,7 @@ from tiny import ROOT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from d2_memfit.common.patching import replaced_functions
 from d2_memfit.compat import pytorch as torch_private
 
 PACKAGE = ROOT / "d2_memfit"
@@ -110,7 +111,8 @@ def test_cross_entropies_end_in_one_operator(loss):
     def note(original):
         return lambda *args: calls.append(args) or original(*args)
 
-    with torch_private.replaced_cross_entropy(note):
+    owner = torch_private.cross_entropy_owner
+    with replaced_functions([owner], {"cross_entropy_loss": note}):
         loss(logits, target, weight)
     [(_, _, given, reduction, ignore_index, label_smoothing)] = calls
     assert given is weight

@@ -1,56 +1,17 @@
 # Copyright (c) the d2_memfit developers.
 """The counts of a window, before its first forward."""
 
-from collections.abc import Callable, Sequence
-from itertools import dropwhile
-from typing import Any, NamedTuple, Optional
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Optional
 
-import numpy as np
 from torch import nn
 
-from ...memory import is_out_of_memory, release_memory
+from ...memory import is_out_of_memory, with_room
 from ..window import MicroBatch, Window
-from . import sites
-from .sites import Counts, Site
 from .trial_forwards import without_traces
 
-__all__ = ["Rule", "run_for_counts"]
-
-_EXACT = 1e-5  # relative; weights of classes are float32
-
-
-class Rule(NamedTuple):
-    """A count that follows from the annotations: DETR's ``num_boxes``, or its class weights.
-
-    It only saves a forward. Each window's real counts are compared with it before the step.
-    """
-
-    per_object: float
-    per_image: float
-
-    @classmethod
-    def through(cls, site: Site, observed: Sequence[Counts]) -> Optional["Rule"]:
-        """The rule that explains a site's counts in some forwards; None if there is none.
-
-        Args:
-            observed: what they counted. Those before the first one that counts at the site are left
-                out: a model may count there only after a while.
-        """
-        observed = list(dropwhile(lambda n: site not in n, observed))
-        known = np.array([(n[sites.OBJECTS], n[sites.IMAGES]) for n in observed], dtype=float)
-        counts = np.array([n.get(site, 0.0) for n in observed])
-        if np.linalg.matrix_rank(known) < 2:
-            return None
-        rule = cls(*np.linalg.lstsq(known, counts, rcond=None)[0].tolist())
-        return rule if all(rule.explains(site, n) for n in observed) else None
-
-    def predicted(self, counts: Counts) -> float:
-        return self.per_object * counts[sites.OBJECTS] + self.per_image * counts[sites.IMAGES]
-
-    def explains(self, site: Site, counts: Counts) -> bool:
-        count = counts.get(site, 0.0)
-        other = self.predicted(counts)
-        return abs(count - other) <= _EXACT * max(abs(count), abs(other), 1.0)
+__all__ = ["run_for_counts"]
 
 
 def run_for_counts(
@@ -68,26 +29,22 @@ def run_for_counts(
             not fit alone is left out. Training handles it later with stronger means.
     """
     images, across_batches = take
-
-    def fits(micro_batch: MicroBatch) -> bool:
-        try:
-            forward(micro_batch)
-        except Exception as e:
-            if not (recovers and is_out_of_memory(e)):
-                raise
-            return False
-        return True
-
+    device = next(model.parameters()).device
+    run = partial(with_room, device=device) if recovers else _run
     try:
         with without_traces(model):
             while (micro_batch := window.take(images, across_batches)) is not None:
-                if fits(micro_batch):
-                    continue
-                release_memory(next(model.parameters()).device)
-                if micro_batch.can_be_split:
-                    images = micro_batch.num_images // 2
-                    window.put_back()
-                else:
-                    fits(micro_batch)  # once more
+                try:
+                    run(partial(forward, micro_batch))
+                except Exception as e:
+                    if not (recovers and is_out_of_memory(e)):
+                        raise
+                    if micro_batch.can_be_split:
+                        images = micro_batch.num_images // 2
+                        window.put_back()
     finally:
         window.start_over()
+
+
+def _run(forward: Callable[[], Any]) -> None:
+    forward()
