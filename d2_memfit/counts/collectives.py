@@ -90,7 +90,7 @@ class Collective:
         if self.name in ("all_gather", "all_gather_into_tensor") and len(self.sent) == 1:
             for received in self.tensors:
                 received.view(-1, *self.sent[0].shape).copy_(self.sent[0])
-        elif self.name in ("all_reduce", "all_reduce_coalesced", "reduce"):
+        elif self.name in ("all_reduce", "reduce"):
             for tensor in self.tensors:
                 tensor.mul_(self.scale or 1)
         else:

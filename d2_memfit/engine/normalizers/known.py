@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from ...counts import Place
 from . import sites
 from .sites import Counts, Site
 from .trial import OVER_RANKS, Findings
@@ -45,6 +46,7 @@ class Known:
         self.rules: dict[Site, Rule] = {}
         self._findings: list[Findings] = []
         self._broken: set[Site] = set()
+        self._places: set[tuple[str, Place]] = set()  # with the kind of count
 
     @property
     def used_sites(self) -> set[Site]:
@@ -61,8 +63,7 @@ class Known:
 
     def is_new(self, counts: Counts) -> bool:
         """Whether a forward counts where none did in a trial, if there was one."""
-        places = {s[:2] for found in self._findings for n in found.counts for s in n}
-        return len(places) > 0 and not {site[:2] for site in counts} <= places
+        return len(self._places) > 0 and not {site[:2] for site in counts} <= self._places
 
     def broken_rules(self, counts: Counts) -> set[Site]:
         """Rules that a forward's counts do not follow."""
@@ -123,6 +124,7 @@ class Known:
     def _conclude(self, findings: list[Findings]) -> None:
         self._findings = findings
         self.verdict = judged(findings)
+        self._places = {site[:2] for f in findings for counts in f.counts for site in counts}
         rules = {site: _rule(site, findings) for site in self.used_sites - self._broken}
         self.rules = {site: rule for site, rule in rules.items() if rule is not None}
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -17,7 +18,7 @@ from torch import nn
 from ...counts import PretendedRanks
 from ...errors import ConfigError, OutOfMemoryError
 from ...job import NormalizerOptions
-from ...memory import error_line, is_out_of_memory, release_memory
+from ...memory import error_line, is_out_of_memory, release_memory, with_room
 from ..window import MicroBatch, Window, count_objects, may_have_objects
 from . import sites
 from .adapters import adapt_criteria
@@ -25,8 +26,8 @@ from .answers import Answers, Totals
 from .communication import Communication, CommunicationError, raise_on_all
 from .known import Known
 from .sites import Counts, Site
-from .totals import run_for_counts
 from .trial import OVER_RANKS, Findings, Trial, trial_images
+from .trial_forwards import without_traces
 from .verdict import Verdict, published_distance
 
 __all__ = ["CountReport", "Normalizers"]
@@ -109,8 +110,7 @@ class Normalizers:
     @property
     def may_run_again(self) -> bool:
         """Whether this window's counts may turn out wrong after it ran."""
-        is_counted = self._ranks > 1 or len(self._known.used_sites) > 0
-        return self._answers is not None and is_counted
+        return self._answers is not None
 
     def begin(self, window: Window, images: Optional[int], forward: Callable[..., Any]) -> None:
         """Find what a window's losses are divided by, before its first forward.
@@ -179,10 +179,9 @@ class Normalizers:
         """
         report = CountReport(found)
         known = self._known
-        if self.may_run_again:
-            for counts in self._answers.counts if self._answers else ():
-                report.broken |= known.broken_rules(counts)
-                report.is_untested |= known.is_new(counts)
+        for counts in self._answers.counts if self._answers is not None else ():
+            report.broken |= known.broken_rules(counts)
+            report.is_untested |= known.is_new(counts)
         if known.trials_left and self.verdict.seen:
             losses = [item for m in window.micro_batches for item in m.losses.items()]
             report.is_untested |= any(k not in self.verdict.seen and v.item() for k, v in losses)
@@ -320,16 +319,17 @@ class Normalizers:
     ) -> dict[bool, Counts]:
         """The window's counts, by a forward of all images without gradients."""
         self._answers = self._new_answers()
-        recovers = self.communication.may_recover
         found = error = ""
         try:
-            run_for_counts(self._model, window, (images, self._is_cut), forward, recovers)
+            with without_traces(self._model):
+                self._run_for_counts(window, images, forward)
         except CommunicationError as e:
             found = str(e)
         except Exception as e:
-            if not (recovers and is_out_of_memory(e)):
+            if not (self.communication.may_recover and is_out_of_memory(e)):
                 raise
             error = error_line(e)
+        window.start_over()
         own = sites.added_up(self._answers.counts)
         all_found, errors, of_ranks = zip(*comm.all_gather((found, error, own)))
         raise_on_all(all_found)
@@ -340,6 +340,26 @@ class Normalizers:
                 "MEMFIT.NORMALIZERS.POLICY off"
             )
         return self._behind(of_ranks)
+
+    def _run_for_counts(
+        self, window: Window, images: Optional[int], forward: Callable[..., Any]
+    ) -> None:
+        """Run a window's forwards; if memory runs out, again in smaller pieces.
+
+        An image that does not fit alone is left out. Training handles it with stronger means.
+        """
+        recovers = self.communication.may_recover
+        device = next(self._model.parameters()).device
+        while (micro_batch := window.take(images, self._is_cut)) is not None:
+            run = partial(forward, micro_batch)
+            try:
+                with_room(run, device) if recovers else run()
+            except Exception as e:
+                if not (recovers and is_out_of_memory(e)):
+                    raise
+                if micro_batch.can_be_split:
+                    images = micro_batch.num_images // 2
+                    window.put_back()
 
     def _say(self, errors: Sequence[str]) -> None:
         """Log which losses are not the full batch's."""
