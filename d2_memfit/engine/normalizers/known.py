@@ -101,7 +101,7 @@ class Known:
     def forget(self) -> None:
         """Weight micro-batches by images, and test again."""
         self._conclude([])
-        self.trials_left -= 1
+        self.trials_left = max(self.trials_left - 1, 0)
         self.test_again()
 
     def state_dict(self) -> dict[str, Any]:

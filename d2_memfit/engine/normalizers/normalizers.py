@@ -267,7 +267,8 @@ class Normalizers:
             try:
                 return self._trial.run(trial_images(images, number)), ""
             except Exception as e:  # of the model's code
-                if isinstance(e, CommunicationError) and not self.communication.known:
+                is_news = isinstance(e, CommunicationError) and not self.communication.known
+                if is_news and self._ranks > 1:
                     raise
                 error = _one_line(e)
             release_memory(next(self._model.parameters()).device)
