@@ -4,8 +4,6 @@
 PyTorch may rename them in any release. ``tests/compat/test_pytorch.py`` tests each name.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
@@ -31,9 +29,9 @@ __all__ = [
     "change_count",
     "clear_cublas_workspaces",
     "constructors",
+    "cross_entropy_owner",
     "default_store",
     "dump_memory_snapshot",
-    "functional_collectives",
     "has_communication_hooks",
     "is_in_backward",
     "is_loader_worker",
@@ -43,7 +41,6 @@ __all__ = [
     "pair",
     "parameters_by_name",
     "record_memory_history",
-    "replaced_cross_entropy",
     "schema",
     "storage_id",
     "tree_flatten",
@@ -54,8 +51,9 @@ __all__ = [
     "workers_of",
 ]
 
-# The operators of torch.distributed._functional_collectives.
-functional_collectives = torch.ops._c10d_functional
+# F.cross_entropy calls its cross_entropy_loss(logits, target, weight, reduction (1 is the mean),
+# ignore_index, label_smoothing).
+cross_entropy_owner = torch._C._nn
 
 # A ``__torch_function__`` for subclasses of tensors: their results are plain tensors.
 without_torch_function = torch._C._disabled_torch_function_impl
@@ -118,25 +116,6 @@ def know_as_builtin(function: Any, original: Any) -> None:
     name = builtins._find_builtin(original)
     if name is not None:
         builtins._register_builtin(function, name)
-
-
-@contextmanager
-def replaced_cross_entropy(
-    make: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Iterator[None]:
-    """While open, replace the operator that ``F.cross_entropy`` calls.
-
-    Args:
-        make: takes the operator and returns its replacement. Both take logits, target, weight,
-            reduction (1 is the mean, 2 the sum), ignore_index and label_smoothing.
-    """
-    owner = torch._C._nn
-    original = owner.cross_entropy_loss
-    owner.cross_entropy_loss = make(original)
-    try:
-        yield
-    finally:
-        owner.cross_entropy_loss = original
 
 
 def has_communication_hooks(model: DistributedDataParallel) -> bool:

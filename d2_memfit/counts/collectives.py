@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Optional
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ..common.patching import replaced_functions
-from ..compat.pytorch import functional_collectives
 
 __all__ = [
     "Collective",
@@ -37,31 +36,12 @@ _NAMES = {
     "allgather": "all_gather",
     "_allgather_base": "all_gather_into_tensor",
     "all_gather_single": "all_gather_into_tensor",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
 }
-# Functional collectives are operators, which find their group without Python.
-_OPERATORS = (
-    "all_reduce",
-    "all_reduce_",
-    "all_reduce_coalesced",
-    "all_reduce_coalesced_",
-    "all_gather_into_tensor",
-    "all_gather_into_tensor_coalesced",
-    "all_to_all_single",
-    "broadcast",
-    "broadcast_",
-    "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced",
-)
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 # Files of helper functions: a collective's place is the code that calls them.
 _PASSED_ON = (
     str(Path(torch.__file__).parent),
-    _PACKAGE,
+    str(Path(__file__).parents[1]),
     "/detectron2/utils/comm.py",
 )
 
@@ -81,8 +61,8 @@ class Collective:
         module: class of the innermost module that calls it.
         tensors: the tensors that the call changes in place.
         sent: the tensors that it sends, if they are others, as in an all_gather.
-        num_ranks: ranks of its group.
-        is_sum: True for a sum over ranks, False for a mean; None for others.
+        scale: what equal values of all ranks are multiplied by: the ranks of its group for a sum,
+            1 for a mean; None for other calls.
         is_differentiable: whether gradients flow through it.
     """
 
@@ -91,15 +71,14 @@ class Collective:
     module: str
     tensors: Sequence[torch.Tensor]
     sent: Sequence[torch.Tensor]
-    num_ranks: int
-    is_sum: Optional[bool]
+    scale: Optional[int]
     is_differentiable: bool
 
     @property
     def is_count(self) -> bool:
         """Whether it may sum numbers that losses are divided by."""
         return (
-            self.is_sum is not None
+            self.scale is not None
             and self.name == "all_reduce"
             and not self.is_differentiable
             and self.tensors[0].numel() <= _MOST_COUNTS
@@ -111,9 +90,9 @@ class Collective:
         if self.name in ("all_gather", "all_gather_into_tensor") and len(self.sent) == 1:
             for received in self.tensors:
                 received.view(-1, *self.sent[0].shape).copy_(self.sent[0])
-        elif self.name in ("all_reduce", "all_reduce_coalesced", "reduce"):
-            for tensor in self.tensors if self.is_sum else ():
-                tensor.mul_(self.num_ranks)
+        elif self.name in ("all_reduce", "reduce"):
+            for tensor in self.tensors:
+                tensor.mul_(self.scale or 1)
         else:
             return self.name in ("barrier", "broadcast", "monitored_barrier")
         return True
@@ -129,11 +108,11 @@ Handler = Callable[[Collective], bool]
 
 @contextmanager
 def noticed_collectives(handle: Handler) -> Iterator[None]:
-    """While open, pass all collectives of this process that Python knows to ``handle``.
+    """While open, pass the collectives of this process to ``handle``.
 
-    They are seen where PyTorch passes them to a process group, or to the operator of a functional
-    collective. The name or library of the call does not matter. DistributedDataParallel's own are
-    not seen.
+    They are seen where PyTorch passes them to a process group. The name or library of the call does
+    not matter. DistributedDataParallel's own are not seen, nor are functional collectives, which
+    torch.compile and DTensor use.
     """
     if not dist.is_available():
         yield
@@ -142,15 +121,7 @@ def noticed_collectives(handle: Handler) -> Iterator[None]:
         name: _method(_NAMES.get(name, name), handle)
         for name in filter(_METHOD.match, dir(dist.ProcessGroup))
     }
-    operators = {
-        name: _operator(name, handle)
-        for name in _OPERATORS
-        if hasattr(functional_collectives, name)
-    }
-    with (
-        replaced_functions([dist.ProcessGroup], methods),
-        replaced_functions([functional_collectives], operators),
-    ):
+    with replaced_functions([dist.ProcessGroup], methods):
         yield
 
 
@@ -161,7 +132,6 @@ class PretendedRanks:
     otherwise, open :func:`noticed_collectives` too, because there is no group to run collectives.
 
     Attributes:
-        was_asked: whether code has asked for ranks.
         spared: functions that are told the truth, by file and line.
     """
 
@@ -170,10 +140,6 @@ class PretendedRanks:
     def __init__(self) -> None:
         self.spared: set[str] = set()
         self._asked: set[str] = set()
-
-    @property
-    def was_asked(self) -> bool:
-        return len(self._asked) > 0
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -224,15 +190,16 @@ def _name(code: CodeType) -> str:
 
 
 def _callers() -> Iterator[FrameType]:
-    """Frames of the model's code, innermost first, up to the trainer that calls the model."""
-    is_in_model = False
-    for frame in _frames():
-        file = frame.f_code.co_filename
-        if not any(part in file for part in _PASSED_ON):
-            is_in_model = True
-            yield frame
-        elif is_in_model and file.startswith(_PACKAGE):
-            return
+    """Frames of the model's code, innermost first, up to the module whose forward it is.
+
+    They are the same if a part of the forward is computed again in the backward.
+    """
+    frames = dropwhile(_passes_on, _frames())
+    return takewhile(lambda frame: not _passes_on(frame), frames)
+
+
+def _passes_on(frame: FrameType) -> bool:
+    return any(part in frame.f_code.co_filename for part in _PASSED_ON)
 
 
 def _frames() -> Iterator[FrameType]:
@@ -261,8 +228,7 @@ def _collective(name: str, args: Sequence[Any], num_ranks: int) -> Collective:
         module,
         tensors,
         sent,
-        num_ranks,
-        _is_sum(op) if "reduce" in name and not sent else None,
+        _scale(op, num_ranks) if "reduce" in name and not sent else None,
         is_differentiable or any(t.requires_grad for t in tensors),
     )
 
@@ -278,27 +244,10 @@ def _method(name: str, handle: Handler) -> Callable[..., Any]:
     return replacement
 
 
-def _operator(name: str, handle: Handler) -> Callable[..., Any]:
-    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
-        def operator(*args: Any, **kwargs: Any) -> Any:
-            ranks = dist.get_world_size() if dist.is_initialized() else 1
-            call = _collective(name, args, ranks)
-            if name == "all_reduce":  # not in place, and may be a count
-                call.tensors = [call.tensors[0].detach().clone()]
-            if not handle(call):
-                return original(*args, **kwargs)
-            return call.tensors[0] if name == "all_reduce" else args[0]
-
-        return operator
-
-    return replacement
-
-
-def _is_sum(op: Any) -> Optional[bool]:
-    """True for a sum, False for a mean, None for another reduction."""
-    if op == dist.ReduceOp.SUM or op == "sum":
-        return True
-    return False if op == getattr(dist.ReduceOp, "AVG", None) or op == "avg" else None
+def _scale(op: Any, num_ranks: int) -> Optional[int]:
+    if op == dist.ReduceOp.SUM:
+        return num_ranks
+    return 1 if op == dist.ReduceOp.AVG else None
 
 
 def _flat(value: Any) -> list[Any]:
@@ -311,7 +260,4 @@ class _Done:
     """The handle of a finished collective."""
 
     def wait(self, *args: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
         return True

@@ -3,36 +3,26 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Optional, Protocol, TypeVar, Union
+from typing import Any, TypeVar, Union
 
 import torch
 import torch.distributed as dist
 from detectron2.utils import comm
 
-__all__ = ["Counts", "counts_answered_by", "mean_factor", "window_count", "window_share"]
+__all__ = ["counts_answered_by", "mean_factor", "window_count", "window_share"]
 
 Number = TypeVar("Number", float, torch.Tensor)
 
 
-class Counts(Protocol):
-    """The source of the window's counts while its micro-batches run: the trainer."""
-
-    @property
-    def share(self) -> float:
-        """Images of the running micro-batch over those of the window on this rank."""
-        ...
-
-    def answer(self, count: Number, minimum: float, of_rank: bool) -> Number:
-        """Answer a call of :func:`window_count` or, ``of_rank``, :func:`mean_factor`."""
-        ...
-
-
-_answering: Optional[Counts] = None
+# What answers while a trainer's micro-batches run.
+_answering: Any = None
 
 
 @contextmanager
-def counts_answered_by(counts: Counts) -> Iterator[None]:
-    """While open, :func:`window_count` asks ``counts``."""
+def counts_answered_by(counts: Any) -> Iterator[None]:
+    """While open, the functions below ask ``counts``: its ``count(own, minimum)``,
+    ``factor(own, minimum)`` and ``share``.
+    """
     global _answering  # noqa: PLW0603  model code asks, and knows no trainer
     outer = _answering
     _answering = counts
@@ -61,7 +51,7 @@ def window_count(count: Number, minimum: float = 1.0) -> Number:
         minimum: lower limit of the whole window's count.
     """
     if _answering is not None:
-        return _answering.answer(count, minimum, of_rank=False)
+        return _answering.count(count, minimum)
     if isinstance(count, torch.Tensor):
         count = count.detach().float()
         if comm.get_world_size() > 1:
@@ -77,11 +67,7 @@ def mean_factor(count: Union[float, torch.Tensor]) -> Union[float, torch.Tensor]
 
     It is 1 without accumulation: each rank then has its own mean.
     """
-    if _answering is None:
-        return 1.0
-    if isinstance(count, torch.Tensor):
-        return count.clamp(min=1) / _answering.answer(count, 1.0, of_rank=True)
-    return max(count, 1) / _answering.answer(count, 1.0, of_rank=True)
+    return 1.0 if _answering is None else _answering.factor(count, 1.0)
 
 
 def window_share() -> float:

@@ -244,6 +244,7 @@ class AccumulatingTrainer(ResumableTrainer):
     def _attempt(self, window: Window, storage: WindowStorage) -> Report:
         """Accumulate a window's gradients on this rank, and report how that went."""
         recovery = None
+        found = ""
         try:
             with self._final_error("window", window):
                 self._begin_window(window, storage)
@@ -251,12 +252,12 @@ class AccumulatingTrainer(ResumableTrainer):
                     recovery = self._accumulate(window, storage)
                 self._free_old_gradients()  # if all images were skipped
         except CommunicationError as e:
-            self.normalizers.communication.found = str(e)  # the report tells all ranks
+            found = str(e)  # the report tells all ranks
         except OutOfMemoryError as e:
             if self.normalizers.communication.known:  # the other ranks wait in a forward
                 raise
             recovery = RecoveryReport(final_error=str(e))
-        return self._report(window, recovery)
+        return self._report(window, recovery, found)
 
     def _begin_window(self, window: Window, storage: WindowStorage) -> None:
         """Find what the window's losses are divided by, before its first forward."""
@@ -326,12 +327,14 @@ class AccumulatingTrainer(ResumableTrainer):
             self.optimizer.zero_grad(set_to_none=True)
         self._has_old_gradients = False
 
-    def _report(self, window: Window, recovery: Optional[RecoveryReport] = None) -> Report:
+    def _report(
+        self, window: Window, recovery: Optional[RecoveryReport] = None, found: str = ""
+    ) -> Report:
         """This rank's report of its window; only the error if there is no memory to make one."""
         try:
             with self._final_error("vote", window):
                 mine = report(window, self.model.parameters(), self._likely_cause)
-                mine.counts = self.normalizers.report(window)
+                mine.counts = self.normalizers.report(window, found)
                 mine.recovery = recovery
         except OutOfMemoryError as e:
             mine = Report(recovery=RecoveryReport(final_error=str(e)))

@@ -20,11 +20,13 @@ class _Means(NamedTuple):
         method: the method that returns a dict of them.
         count: the number of elements, from the module and the method's positional arguments.
         losses: names of the losses; all if there are none.
+        is_exact: whether only MEMFIT.NORMALIZERS.POLICY exact counts them.
     """
 
     method: str
     count: Callable[..., Any]
     losses: tuple[str, ...] = ()
+    is_exact: bool = False
 
 
 def _matched(criterion: nn.Module, *args: Any) -> int:
@@ -53,12 +55,10 @@ _MEANS = {
     "SparseInstCriterion": _Means("get_loss", _matched, ("loss_mask", "loss_objectness")),
     # CondInst and BoxInst.
     "DynamicMaskHead": _Means("__call__", _instances, ("loss_mask", "loss_prj")),
-}
-# Images are nearly the right weights of these, and only a forward can tell the window's counts.
-_EXACT_MEANS = {
-    "FastRCNNOutputLayers": _Means("losses", _proposals),
-    "BaseMaskRCNNHead": _Means("forward", _proposals),
-    "SemSegFPNHead": _Means("losses", _pixels),
+    # Images are nearly the right weights of these, and only a forward can tell the window's counts.
+    "FastRCNNOutputLayers": _Means("losses", _proposals, is_exact=True),
+    "BaseMaskRCNNHead": _Means("forward", _proposals, is_exact=True),
+    "SemSegFPNHead": _Means("losses", _pixels, is_exact=True),
 }
 
 
@@ -68,10 +68,8 @@ def adapt_criteria(model: nn.Module, is_exact: bool) -> None:
     Args:
         is_exact: whether those, too, that cost a forward more and are close without.
     """
-    adapters = {name: _mixin(means) for name, means in _MEANS.items()}
+    adapters = {n: _mixin(means) for n, means in _MEANS.items() if is_exact or not means.is_exact}
     adapters["DenseDetector"] = _RunningNormalizer
-    if is_exact:
-        adapters.update((name, _mixin(means)) for name, means in _EXACT_MEANS.items())
     for module in list(model.modules()):
         names = [kind.__name__ for kind in type(module).__mro__]
         for name in adapters.keys() & names:

@@ -9,7 +9,7 @@ from detectron2.utils import comm
 from ...counts import Collective
 from ...errors import ConfigError
 
-__all__ = ["Communication", "CommunicationError", "Spared"]
+__all__ = ["Communication", "CommunicationError", "Spared", "raise_on_all"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,12 @@ class Spared(CommunicationError):
     """A function of the model cannot work with what it is told of another rank."""
 
 
+def raise_on_all(found: Iterable[str]) -> None:
+    """Raise :class:`CommunicationError`, on all ranks, if any of them found a collective."""
+    for text in filter(None, found):
+        raise CommunicationError(text)
+
+
 class Communication:
     """Knowledge about a model's communication in its forward.
 
@@ -32,12 +38,10 @@ class Communication:
 
     Attributes:
         known: the first collective, as text; "" if there is none.
-        found: a new collective in this window; "" if there is none.
     """
 
     def __init__(self, may_retry: bool, is_size_fixed: bool) -> None:
         self.known = ""
-        self.found = ""
         self._may_retry = may_retry
         self._is_size_fixed = is_size_fixed
         self._is_alone = comm.get_world_size() == 1  # a forward may be told otherwise
@@ -53,31 +57,20 @@ class Communication:
         Raises:
             CommunicationError: it is the first collective that is found.
         """
-        if self._is_alone:
-            return self.handle_alone(call)
-        if not self.known:
-            raise CommunicationError(str(call))
-        return False
+        if self.known:  # the other ranks make the same call
+            return False
+        return self.handle_alone(call)
 
     def handle_alone(self, call: Collective) -> bool:
         """Handle a collective in a forward that no other rank runs, whether there is one or not.
 
         Raises:
-            CommunicationError: it cannot be answered without them.
+            CommunicationError: as above, or it cannot be answered without other ranks.
         """
-        if self._is_alone:
-            is_answered = call.name in ("barrier", "broadcast", "reduce") and call.run_alone()
-        else:
-            self.found = self.found or str(call)
-            is_answered = call.run_alone()
-        if not is_answered:
+        is_known = call.name in ("barrier", "broadcast", "reduce") if self._is_alone else self.known
+        if not is_known or not call.run_alone():
             raise CommunicationError(str(call))
         return True
-
-    def hear(self, found: Iterable[str]) -> None:
-        """Raise :class:`CommunicationError`, on all ranks, if any of them found a collective."""
-        for text in filter(None, found):
-            raise CommunicationError(text)
 
     def allow(self, found: str) -> None:
         """Decide, on all ranks, how to continue after any rank found a collective.

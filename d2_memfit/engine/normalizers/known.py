@@ -1,23 +1,32 @@
 # Copyright (c) the d2_memfit developers.
 """What is known of a model's counts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from math import isclose
+from typing import Any, Optional
 
+import numpy as np
+
+from ...counts import Place
 from . import sites
 from .sites import Counts, Site
-from .totals import Rule
-from .trial import Findings
+from .trial import OVER_RANKS, Findings
 from .verdict import Verdict, judged
 
 __all__ = ["Known"]
+
+_EXACT = 1e-5  # relative; weights of classes are float32
+
+# A count that follows from the annotations, such as DETR's num_boxes or its class weights: so many
+# per object, and so many per image.
+Rule = tuple[float, float]
 
 
 class Known:
     """What is known of a model's counts: all ranks have the same, and so has a resumed run.
 
-    It follows from the findings of trials and from counts of forwards, and from nothing else.
+    It follows from the findings of trials and from rules that were broken, and from nothing else.
 
     Args:
         most_trials: windows that may have a trial.
@@ -26,7 +35,8 @@ class Known:
         verdict: how micro-batches are weighted.
         needs_trial: whether the next window has a trial.
         trials_left: windows that may still have one.
-        rules: of sites whose counts follow from the annotations.
+        rules: of used sites whose counts follow from the annotations. They only save a forward:
+            each window's real counts are compared with them before the step.
     """
 
     def __init__(self, most_trials: int) -> None:
@@ -35,27 +45,35 @@ class Known:
         self.trials_left = most_trials
         self.rules: dict[Site, Rule] = {}
         self._findings: list[Findings] = []
-        self._observed: list[Counts] = []
-
-    @property
-    def sites(self) -> set[Site]:
-        """Sites where a forward has counted."""
-        return {sites.IMAGES, sites.OBJECTS}.union(*self._observed)
+        self._broken: set[Site] = set()
+        self._places: set[tuple[str, Place]] = set()  # with the kind of count
 
     @property
     def used_sites(self) -> set[Site]:
         """Sites whose totals are needed."""
-        answered = {s for s in self.sites if s[0] in (sites.SUM, sites.COUNT, sites.MEAN)}
-        used = answered if self.verdict.answers else set()
-        return used.union(self.verdict.weights.values()) - {sites.IN_FULL}
+        if self.verdict.is_by_images:
+            return set()
+        used = {site for found in self._findings for site in found.used}
+        return {s for s in used if self.verdict.way == OVER_RANKS or s[0] != sites.SUM}
 
-    def explains(self, counts: Counts) -> bool:
-        """Whether a forward's counts are at known sites, and follow from the rules."""
-        used = self.used_sites & self.rules.keys()
-        is_known = counts.keys() <= self.sites
-        return is_known and all(self.rules[site].explains(site, counts) for site in used)
+    def predicted(self, site: Site, counts: Counts) -> float:
+        """What a site's rule says of some images."""
+        per_object, per_image = self.rules[site]
+        return per_object * counts[sites.OBJECTS] + per_image * counts[sites.IMAGES]
 
-    def learn(self, found: Sequence[Findings], is_over: bool, has_memory: bool) -> None:
+    def is_new(self, counts: Counts) -> bool:
+        """Whether a forward counts where none did in a trial, if there was one."""
+        return len(self._places) > 0 and not {site[:2] for site in counts} <= self._places
+
+    def broken_rules(self, counts: Counts) -> set[Site]:
+        """Rules that a forward's counts do not follow."""
+        return {
+            site
+            for site in self.rules.keys() & self.used_sites
+            if not _is_same(self.predicted(site, counts), counts.get(site, 0.0))
+        }
+
+    def learn(self, found: list[Findings], is_over: bool, has_memory: bool) -> None:
         """Learn from a window's trial.
 
         Args:
@@ -65,19 +83,16 @@ class Known:
         """
         if found:
             # An open question gets more findings. Otherwise the old ones were contradicted.
-            self._findings = [*self._findings, *found] if self.verdict.is_open else [*found]
-            self.verdict = judged(self._findings)
-            self._observe([*self._observed, *(counts for f in found for counts in f.counts)])
+            self._conclude([*self._findings, *found] if self.verdict.is_open else found)
         if is_over:
             self.trials_left -= 1
-            is_open = self.verdict.is_open or not has_memory
-            self.needs_trial = is_open and self.trials_left > 0
+            self.needs_trial = self.verdict.is_open or not has_memory
+            self.needs_trial &= self.trials_left > 0
 
-    def correct(self, surprises: Sequence[Counts]) -> None:
-        """Learn from counts that were not explained."""
-        if any(counts.keys() - self.sites for counts in surprises):
-            self.test_again()
-        self._observe([*self._observed, *surprises])
+    def correct(self, broken: Iterable[Site]) -> None:
+        """Count at these sites from now on: their rules were broken."""
+        self._broken.update(broken)
+        self._conclude(self._findings)
 
     def test_again(self) -> None:
         """Let the next window, or this one's next run, be tested anew."""
@@ -85,31 +100,46 @@ class Known:
 
     def forget(self) -> None:
         """Weight micro-batches by images, and test again."""
-        self.verdict = Verdict()
-        self._findings = []
-        self.trials_left = max(self.trials_left, 1)
-        self.needs_trial = True
+        self._conclude([])
+        self.trials_left = max(self.trials_left - 1, 0)
+        self.test_again()
 
     def state_dict(self) -> dict[str, Any]:
         """All of it in plain types; empty if nothing is known."""
-        if not self.verdict.seen:
+        if not self._findings:
             return {}
         return {
             "needs_trial": self.needs_trial,
             "trials_left": self.trials_left,
             "findings": [asdict(f) for f in self._findings],
-            "observed": self._observed,
+            "broken": sorted(self._broken),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.needs_trial = state["needs_trial"]
         self.trials_left = state["trials_left"]
-        self._findings = [Findings(**f) for f in state["findings"]]
-        self.verdict = judged(self._findings)
-        self._observe(state["observed"])
+        self._broken = set(state["broken"])
+        self._conclude([Findings(**f) for f in state["findings"]])
 
-    def _observe(self, observed: list[Counts]) -> None:
-        """Take counts as those that were observed, and find the rules that they follow."""
-        self._observed = observed
-        rules = {site: Rule.through(site, observed) for site in self.sites if site[1]}
+    def _conclude(self, findings: list[Findings]) -> None:
+        self._findings = findings
+        self.verdict = judged(findings)
+        self._places = {site[:2] for f in findings for counts in f.counts for site in counts}
+        rules = {site: _rule(site, findings) for site in self.used_sites - self._broken}
         self.rules = {site: rule for site, rule in rules.items() if rule is not None}
+
+
+def _rule(site: Site, findings: list[Findings]) -> Optional[Rule]:
+    """The rule that a site's counts follow in all trials that know it; None if there is none."""
+    counts = [n for found in findings if site in found.used for n in found.counts]
+    known = np.array([(n[sites.OBJECTS], n[sites.IMAGES]) for n in counts], dtype=float)
+    own = np.array([n.get(site, 0.0) for n in counts])
+    if np.linalg.matrix_rank(known) < 2:
+        return None
+    per_object, per_image = np.linalg.lstsq(known, own, rcond=None)[0].tolist()
+    follows = map(_is_same, known @ (per_object, per_image), own)
+    return (per_object, per_image) if all(follows) else None
+
+
+def _is_same(one: float, other: float) -> bool:
+    return isclose(one, other, rel_tol=_EXACT, abs_tol=_EXACT)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -17,16 +18,16 @@ from torch import nn
 from ...counts import PretendedRanks
 from ...errors import ConfigError, OutOfMemoryError
 from ...job import NormalizerOptions
-from ...memory import error_line, is_out_of_memory, release_memory
+from ...memory import error_line, is_out_of_memory, release_memory, with_room
 from ..window import MicroBatch, Window, count_objects, may_have_objects
 from . import sites
 from .adapters import adapt_criteria
 from .answers import Answers, Totals
-from .communication import Communication, CommunicationError
+from .communication import Communication, CommunicationError, raise_on_all
 from .known import Known
 from .sites import Counts, Site
-from .totals import run_for_counts
-from .trial import Findings, Trial, trial_images
+from .trial import OVER_RANKS, Findings, Trial, trial_images
+from .trial_forwards import without_traces
 from .verdict import Verdict, published_distance
 
 __all__ = ["CountReport", "Normalizers"]
@@ -34,7 +35,6 @@ __all__ = ["CountReport", "Normalizers"]
 logger = logging.getLogger(__name__)
 
 _MOST_TRIALS = 4  # windows with a trial
-_MOST_RUNS = 4  # runs of one window
 _NO_MEMORY = "memory ran out"
 _HELP = "docs/ACCUMULATION.md#what-losses-are-divided-by"
 
@@ -45,12 +45,12 @@ class CountReport:
 
     Attributes:
         communicates: a collective that was not expected; "" if there was none.
-        surprises: counts of micro-batches that what was observed so far does not explain.
-        is_untested: whether a loss is not zero that was zero, or missing, in all trials.
+        broken: sites whose counts do not follow their rule.
+        is_untested: whether something counts, or a loss is not zero, that was not so in any trial.
     """
 
     communicates: str = ""
-    surprises: list[Counts] = field(default_factory=list)
+    broken: set[Site] = field(default_factory=set)
     is_untested: bool = False
 
 
@@ -96,7 +96,6 @@ class Normalizers:
         self._pretended = PretendedRanks() if self._ranks == 1 else None
         handle = self.communication.handle_alone
         self._trial = Trial(model, losses, handle, self._pretended, self._told)
-        self._runs = 1  # of this window
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
         self._to_say: Optional[list[str]] = None  # errors of the last trial, until they are logged
         self._with_gradient: set[str] = set()
@@ -111,8 +110,7 @@ class Normalizers:
     @property
     def may_run_again(self) -> bool:
         """Whether this window's counts may turn out wrong after it ran."""
-        is_counted = self._ranks > 1 or len(self._known.used_sites) > 0
-        return self._answers is not None and is_counted
+        return self._answers is not None
 
     def begin(self, window: Window, images: Optional[int], forward: Callable[..., Any]) -> None:
         """Find what a window's losses are divided by, before its first forward.
@@ -127,14 +125,13 @@ class Normalizers:
             ConfigError: on every rank, if the model cannot be trained so.
             OutOfMemoryError: on every rank, if one cannot even begin to count.
         """
-        self.communication.found = ""
         self._answers = None
         self.lacks_counts = False
         known = self._known
         is_by_images = self.verdict.is_by_images and not known.needs_trial
         if is_by_images and not self.communication.known:
             if self._ranks > 1:
-                self._answers = self._new_answers(None)
+                self._answers = self._new_answers()
             return
         parts, numbers = zip(*comm.all_gather(self._part(window, images)))
         self.lacks_counts = self._ranks == 1 and numbers[0] == 1
@@ -145,16 +142,20 @@ class Normalizers:
         if self.verdict.is_by_images and self._ranks == 1:
             return
         self.communication.check(numbers)
-        everything = sites.added_up(parts)
-        of_rank = parts[comm.get_rank()] if self._is_whole else everything
-        totals = {
-            site: known.rules[site].predicted(of_rank if sites.is_of_rank(site) else everything)
-            for site in known.used_sites & known.rules.keys()
-        }
-        if missing := known.used_sites - {sites.OBJECTS, *totals}:
-            totals.update(self._counted(missing, window, images, forward))
-        totals.update(everything)
-        self._answers = self._new_answers(Totals(totals, of_rank[sites.IMAGES], self._ranks))
+        behind = self._behind(parts)
+        totals = dict(behind[False])
+        images_of_rank = behind[True][sites.IMAGES]
+        is_counted = known.used_sites <= known.rules.keys()
+        counted = behind if is_counted else self._counted(window, images, forward)
+        for site in known.used_sites:
+            is_mean = site[0] == sites.MEAN
+            if site in known.rules:
+                totals[site] = known.predicted(site, behind[is_mean])
+            else:
+                totals[site] = counted[is_mean].get(site, 0.0)
+        self._answers = self._new_answers(
+            Totals(totals, totals[sites.IMAGES], images_of_rank, self._ranks)
+        )
 
     def of(self, micro_batch: MicroBatch, replays: bool = False) -> AbstractContextManager[None]:
         """Count during a micro-batch's forward, and again (``replays``) during its backward.
@@ -170,18 +171,27 @@ class Normalizers:
             self._with_gradient.update(n for n, loss in losses.items() if loss.requires_grad)
         return losses if self._answers is None else self._answers.weighted(losses)
 
-    def report(self, window: Window) -> CountReport:
-        """The facts by which ranks agree whether the window ran with the right counts."""
-        report = CountReport(self.communication.found)
-        counts = map(sites.added_up, ([n] for n in self._answers.noted)) if self._answers else ()
-        report.surprises = [n for n in counts if not self._known.explains(n)]
-        if self._known.trials_left and self.verdict.seen:
+    def report(self, window: Window, found: str) -> CountReport:
+        """The facts by which ranks agree whether the window ran with the right counts.
+
+        Args:
+            found: text of the :class:`CommunicationError` that ended it, if one did.
+        """
+        report = CountReport(found)
+        known = self._known
+        for counts in self._answers.counts if self._answers is not None else ():
+            report.broken |= known.broken_rules(counts)
+            report.is_untested |= known.is_new(counts)
+        if known.trials_left and self.verdict.seen:
             losses = [item for m in window.micro_batches for item in m.losses.items()]
-            report.is_untested = any(k not in self.verdict.seen and v.item() for k, v in losses)
+            report.is_untested |= any(k not in self.verdict.seen and v.item() for k, v in losses)
         return report
 
     def must_run_again(self, reports: Sequence[CountReport]) -> bool:
         """Learn from a window, and return whether all ranks must run it again.
+
+        It ends, because whatever is learned is learned once: there are so many trials, and a rule
+        that was broken is not used again.
 
         Args:
             reports: of all ranks, so that all learn the same.
@@ -190,22 +200,18 @@ class Normalizers:
             ConfigError: on every rank, if the model communicates and cannot be trained so.
         """
         found = next((r.communicates for r in reports if r.communicates), "")
-        surprises = [counts for r in reports for counts in r.surprises]
-        is_untested = any(r.is_untested for r in reports)
-        if found:
-            self._hear_of(found)
-        if surprises:
-            self._known.correct(surprises)
-        if is_untested:
+        broken = set().union(*(r.broken for r in reports))
+        was_due = self._known.needs_trial
+        if found and self._ranks > 1:
+            self.communication.allow(found)
+        elif found:  # a function was told of a second rank, and is no more: its counts are missing
+            self._known.forget()
+        if broken:
+            self._known.correct(broken)
+        if any(r.is_untested for r in reports):
             self._known.test_again()
-        is_contradicted = self.may_run_again and (is_untested or len(surprises) > 0)
-        again = (found != "" or is_contradicted) and self._runs < _MOST_RUNS
-        self._runs = self._runs + 1 if again else 1
-        if found and not again:
-            raise ConfigError(
-                f"the model communicates in its forward, {found}, and its window still ended "
-                f"there in run {_MOST_RUNS}. Train without it, or set MEMFIT.NORMALIZERS.POLICY off"
-            )
+        is_due = self._known.needs_trial and not was_due
+        again = found != "" or len(broken) > 0 or (is_due and self.may_run_again)
         if not again and self._to_say is not None:
             self._say(self._to_say)
             self._to_say = None
@@ -218,7 +224,7 @@ class Normalizers:
         return {**state, "spared": sorted(spared)} if state else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "observed" not in state or not self._known.trials_left:
+        if "broken" not in state or not self._known.trials_left:
             return
         self._known.load_state_dict(state)
         if self._pretended is not None:
@@ -238,19 +244,21 @@ class Normalizers:
         tells = count_objects(images) > 0 or not may_have_objects(images)
         findings = None
         error = "" if images else "batches cannot be cut into images"
+        found = ""
         if images and (tells or not self.verdict.seen):  # images without objects: once
-            findings, error = self._tried(images)
-        reports = comm.all_gather((findings, error, tells, self.communication.found))
-        of_ranks, of_errors, all_tell, heard = zip(*reports)
-        if not self.communication.known:
-            self.communication.hear(heard)
-        self.communication.found = ""
-        found = [f for f in of_ranks if f is not None]
-        errors = [e for e in of_errors if e]
-        self._check(found)
-        self._known.learn(found, any(all_tell), _NO_MEMORY not in errors)
+            try:
+                findings, error = self._tried(images)
+            except CommunicationError as e:
+                found = str(e)
+        of_ranks, errors, all_tell, all_found = zip(
+            *comm.all_gather((findings, error, tells, found))
+        )
+        raise_on_all(all_found)
+        tried = [f for f in of_ranks if f is not None]
+        self._check(tried)
+        self._known.learn(tried, any(all_tell), _NO_MEMORY not in errors)
         if any(all_tell) and not self._known.needs_trial:
-            self._to_say = errors
+            self._to_say = [e for e in errors if e]
 
     def _tried(self, images: Sequence[Any]) -> tuple[Optional[Findings], str]:
         """The findings of a trial, or the error of the last one."""
@@ -259,6 +267,9 @@ class Normalizers:
             try:
                 return self._trial.run(trial_images(images, number)), ""
             except Exception as e:  # of the model's code
+                is_news = isinstance(e, CommunicationError) and not self.communication.known
+                if is_news and self._ranks > 1:
+                    raise
                 error = _one_line(e)
             release_memory(next(self._model.parameters()).device)
         return None, error
@@ -272,22 +283,15 @@ class Normalizers:
                     f"MEMFIT.NORMALIZERS.LOSSES: no loss matches {pattern!r}. The model's losses "
                     f"are {', '.join(losses)}"
                 )
-        unused = [set(f.unused) for f in found if f.answered]
-        for _, place, _ in set.intersection(*unused) if unused else ():
+        unused = [set(f.unused) for f in found if len(f.off) > 1]
+        for kind, place, _ in set.intersection(*unused) if unused else ():
+            if kind == sites.SUM:  # for the log
+                continue
             file, line = place[0]
             raise ConfigError(
                 f"window_count in {file}:{line}: no loss depends on what it returns. Divide the "
                 "loss by it, in the same forward"
             )
-
-    def _hear_of(self, found: str) -> None:
-        """Learn, on all ranks, of a collective that was not expected."""
-        self.communication.found = ""
-        if self._ranks > 1:
-            self.communication.allow(found)
-            return
-        # A function was told of a second rank, and is no more. What it counted is not known now.
-        self._known.forget()
 
     def _part(self, window: Window, images: Optional[int]) -> tuple[Counts, int]:
         """This rank's images and objects, and in how many micro-batches they are."""
@@ -300,41 +304,63 @@ class Normalizers:
         window.start_over()
         return part, number
 
-    def _new_answers(self, totals: Optional[Totals]) -> Answers:
-        pretended = self._pretended if self.verdict.answers else None
-        return Answers(self.communication.handle, totals, self.verdict.weights, pretended)
+    def _new_answers(self, totals: Optional[Totals] = None) -> Answers:
+        pretended = self._pretended if self.verdict.way == OVER_RANKS else None
+        weights = self.verdict.weights if totals else {}
+        return Answers(self.communication.handle, totals, weights, pretended)
+
+    def _behind(self, of_ranks: Sequence[Counts]) -> dict[bool, Counts]:
+        """The counts of all ranks, and (True) those behind a mean."""
+        everything = sites.added_up(of_ranks)
+        of_mean = of_ranks[comm.get_rank()] if self._is_whole else everything
+        return {False: everything, True: of_mean}
 
     def _counted(
-        self,
-        missing: set[Site],
-        window: Window,
-        images: Optional[int],
-        forward: Callable[..., Any],
-    ) -> dict[Site, float]:
-        """Counts that no rule tells, by a forward of all images without gradients."""
-        self._answers = self._new_answers(None)
-        recovers = self.communication.may_recover
+        self, window: Window, images: Optional[int], forward: Callable[..., Any]
+    ) -> dict[bool, Counts]:
+        """The window's counts, by a forward of all images without gradients."""
+        self._answers = self._new_answers()
         found = error = ""
         try:
-            run_for_counts(self._model, window, (images, self._is_cut), forward, recovers)
+            with without_traces(self._model):
+                self._run_for_counts(window, images, forward)
         except CommunicationError as e:
             found = str(e)
         except Exception as e:
-            if not (recovers and is_out_of_memory(e)):
+            if not (self.communication.may_recover and is_out_of_memory(e)):
                 raise
             error = error_line(e)
-        own = sites.added_up(self._answers.noted)
+        window.start_over()
+        own = sites.added_up(self._answers.counts)
         all_found, errors, of_ranks = zip(*comm.all_gather((found, error, own)))
-        self.communication.hear(all_found)
+        raise_on_all(all_found)
         if any(errors):
             raise OutOfMemoryError(
                 "there was no memory to count what losses are divided by "
                 f"({next(filter(None, errors))}). Lower MEMFIT.MICRO_BATCH, or set "
                 "MEMFIT.NORMALIZERS.POLICY off"
             )
-        everything = sites.added_up(of_ranks)
-        of_rank = own if self._is_whole else everything
-        return {s: (of_rank if sites.is_of_rank(s) else everything).get(s, 0.0) for s in missing}
+        return self._behind(of_ranks)
+
+    def _run_for_counts(
+        self, window: Window, images: Optional[int], forward: Callable[..., Any]
+    ) -> None:
+        """Run a window's forwards; if memory runs out, again in smaller pieces.
+
+        An image that does not fit alone is left out. Training handles it with stronger means.
+        """
+        recovers = self.communication.may_recover
+        device = next(self._model.parameters()).device
+        while (micro_batch := window.take(images, self._is_cut)) is not None:
+            run = partial(forward, micro_batch)
+            try:
+                with_room(run, device) if recovers else run()
+            except Exception as e:
+                if not (recovers and is_out_of_memory(e)):
+                    raise
+                if micro_batch.can_be_split:
+                    images = micro_batch.num_images // 2
+                    window.put_back()
 
     def _say(self, errors: Sequence[str]) -> None:
         """Log which losses are not the full batch's."""

@@ -14,17 +14,11 @@ Counts = dict[Site, float]
 # Kinds of counts.
 SUM = "sum"  # the model adds it up over ranks: all_reduce(num_boxes)
 COUNT = "count"  # window_count
-MEAN = "mean"  # mean_factor, by an adapter of the criterion's class
-WEIGHTS = "weights"  # the sum of weights of a weighted F.cross_entropy, a mean over the batch
+MEAN = "mean"  # of a mean over the batch: mean_factor of an adapter, or a weighted F.cross_entropy
 
 IMAGES: Site = ("images", (), 0)
 OBJECTS: Site = ("objects", (), 0)  # annotated ones: MEMFIT.NORMALIZERS.LOSSES
 IN_FULL: Site = ("in full", (), 0)  # weights of a loss that the forward divides by the window's sum
-
-
-def is_of_rank(site: Site) -> bool:
-    """Whether each rank counts its own images, if nothing is accumulated."""
-    return site[0] in (MEAN, WEIGHTS)
 
 
 def added_up(counts: Iterable[Mapping[Site, Any]]) -> Counts:

@@ -3,8 +3,8 @@
 
 A window's gradient must be that of one forward over all its images. So must its losses be. The
 test takes three images of the job: the most crowded one, one with fewer objects, one without any.
-They go through the model together, then one by one. Weights of the parts are right if the parts'
-losses add up to those of the images together, loss by loss.
+They go through the model together, then one by one, in each way of weighting them that there is. A
+way is right if the parts' losses add up to those of the images together, loss by loss.
 
 No gradient is computed, and nothing is left behind. Batch normalisation uses its running
 statistics, nothing is dropped, and random numbers do not depend on the batch (:class:`SameDraws`).
@@ -12,16 +12,17 @@ statistics, nothing is dropped, and random numbers do not depend on the batch (:
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from math import isclose
 from typing import Any, Optional
 
 import torch
 from detectron2.structures import Instances
 from torch import nn
 
+from ...compat.pytorch import BatchNorm
 from ...counts import Handler, PretendedRanks
 from ...job import size_of
 from ..window import MicroBatch, Row, count_objects
@@ -29,15 +30,18 @@ from . import sites
 from .answers import Answers, Totals
 from .communication import Spared
 from .sites import Counts, Site
-from .trial_forwards import SameDraws, without_dropout, without_traces
+from .trial_forwards import SameDraws, without_traces
 
-__all__ = ["RIGHT", "ROUNDING", "Findings", "Trial", "trial_images"]
+__all__ = ["BY_IMAGES", "DECLARED", "OVER_RANKS", "RIGHT", "Findings", "Trial", "trial_images"]
+
+# Ways to weight parts.
+BY_IMAGES = "images"  # all losses by images
+DECLARED = "declared"  # counts that an adapter, a weighted cross entropy or the user declares
+OVER_RANKS = "over ranks"  # these, and counts that the model adds up over ranks
 
 RIGHT = 1e-3  # relative distance of a loss from that of the images together
-ROUNDING = 1e-5  # relative; of losses in float32
-
-# By loss and weights (None is the images): the parts' sum, less the loss of the images together.
-Differences = dict[str, dict[Optional[Site], float]]
+_ROUNDING = 1e-5  # relative; of losses in float32
+_DIVIDED = 0.75  # a loss that is divided by a count has about half, if the count is doubled
 
 
 @dataclass
@@ -46,24 +50,35 @@ class Findings:
 
     Attributes:
         whole: losses of the images together.
+        off: for each way and loss, the sum of the weighted parts, less the loss of the images
+            together. Ways are not tried after all losses are right.
         counts: those of each part.
-        plain: differences if no count is answered.
-        answered: differences if counts are answered with those of all images; empty if there are
-            none, or if all losses are right without.
-        in_full: losses that are divided by sums over ranks.
+        weights: for some losses, the count that weighs parts if counts are answered.
+        used: sites whose counts are those of a batch, and change a loss.
+        unused: sites of ``window_count`` that change no loss.
         noise: what the losses of the images together differ by with other random numbers.
-        unused: sites of ``window_count`` whose answer changes no loss.
     """
 
     whole: dict[str, float]
+    off: dict[str, dict[str, float]] = field(default_factory=dict)
     counts: list[Counts] = field(default_factory=list)
-    plain: Differences = field(default_factory=dict)
-    answered: Differences = field(default_factory=dict)
-    in_full: list[str] = field(default_factory=list)
-    noise: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, Site] = field(default_factory=dict)
+    used: list[Site] = field(default_factory=list)
     unused: list[Site] = field(default_factory=list)
+    noise: dict[str, float] = field(default_factory=dict)
+
+    def weights_of(self, way: str) -> dict[str, Site]:
+        """The weights of losses in a way, where they are not the images."""
+        allowed = {OVER_RANKS: (sites.OBJECTS, sites.IN_FULL), DECLARED: (sites.OBJECTS,)}
+        return {name: w for name, w in self.weights.items() if w in allowed.get(way, ())}
+
+    def is_right(self, limit: float) -> bool:
+        """Whether each loss is right in the last way tried, up to a relative distance."""
+        *_, off = self.off.values()
+        return all(abs(off[name]) <= limit * abs(loss) for name, loss in self.whole.items())
 
 
+@dataclass
 class Trial:
     """The test on some images of one rank.
 
@@ -78,140 +93,107 @@ class Trial:
         same_rows: as for :class:`SameDraws`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        losses: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]],
-        communicate: Handler,
-        pretended: Optional[PretendedRanks],
-        told: Sequence[str] = (),
-        freezes: bool = True,
-        same_rows: bool = True,
-    ) -> None:
-        self._model = model
-        self._losses = losses
-        self._communicate = communicate
-        self._pretended = pretended
-        self._told = told
-        self._freezes = freezes
-        self._same_rows = same_rows
+    model: nn.Module
+    losses: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]]
+    communicate: Handler
+    pretended: Optional[PretendedRanks]
+    told: Sequence[str] = ()
+    freezes: bool = True
+    same_rows: bool = True
 
     def run(self, images: Sequence[Any]) -> Findings:
         """Test images together against one at a time."""
-        groups = [[image] for image in images]
-        [whole], _ = self._run([images])
-        parts, answers = self._run(groups)
-        found = Findings(whole)
-        found.counts = [sites.added_up([counts]) for counts in answers.noted]
-        found.plain = self._compare(found, parts)
-        if _are_right(found, ROUNDING):
-            return found
-        if self._asks_for_ranks(groups[0]):
-            _, answers = self._run(groups, tells=True)
-            found.counts = [sites.added_up([counts]) for counts in answers.noted]
-        if answers.is_asked:
-            sums = sites.added_up(found.counts)
-            totals = Totals(sums, sums[sites.IMAGES])
-            parts, _ = self._run(groups, totals, tells=True)
-            found.answered = self._compare(found, parts, is_answered=True)
-            found.in_full = self._in_full(groups[0], totals, parts[0])
-            found.unused = self._unused(groups[0], totals, parts[0])
-        if not _are_right(found, RIGHT):
+        singles = [[image] for image in images]
+        [whole], together = self._run([images])
+        parts, apart = self._run(singles)
+        found = Findings(whole, {BY_IMAGES: _off(whole, parts)}, apart.counts)
+        # Where more is counted for several images, each of them is counted for itself.
+        of_parts = set().union(*apart.counts)
+        by_image = {site[:2] for site in together.counts[0].keys() - of_parts}
+        if self.pretended and not found.is_right(_ROUNDING):
+            _, of_ranks = self._run([images], pretends=True)
+            if any(site[0] == sites.SUM for site in of_ranks.counts[0]):
+                self._try(found, OVER_RANKS, singles, of_ranks.counts[0], by_image)
+        if (together.is_asked or self.told) and not found.is_right(_ROUNDING):
+            way = DECLARED if self.pretended else OVER_RANKS
+            self._try(found, way, singles, together.counts[0], by_image)
+        if not found.is_right(RIGHT):
             [other], _ = self._run([images], seed=1)
             found.noise = {name: other.get(name, 0.0) - loss for name, loss in whole.items()}
         return found
 
-    def _asks_for_ranks(self, images: Sequence[Any]) -> bool:
-        """Whether the model asks how many ranks there are, if there is one."""
-        if self._pretended is None:
-            return False
-        self._run([images], tells=True)
-        return self._pretended.was_asked
-
-    def _in_full(self, images: Any, totals: Totals, losses: Mapping[str, float]) -> list[str]:
-        """Losses that are divided by a sum over ranks: they halve if all sums are doubled."""
-        doubled = {s: 2 * n if s[0] == sites.SUM else n for s, n in totals.counts.items()}
-        [other], _ = self._run([images], replace(totals, counts=doubled), tells=True)
-        return [k for k, v in losses.items() if v and isclose(2 * other[k], v, rel_tol=ROUNDING)]
-
-    def _unused(self, images: Any, totals: Totals, losses: Mapping[str, float]) -> list[Site]:
-        """Declared counts that change no loss."""
-        unused = []
-        for site, count in totals.counts.items():
-            if site[0] == sites.COUNT:
-                more = {**totals.counts, site: 2 * count + 2}
-                [other], _ = self._run([images], replace(totals, counts=more), tells=True)
-                if other == losses:
-                    unused.append(site)
-        return unused
-
-    def _compare(
+    def _try(
         self,
         found: Findings,
-        parts: Sequence[Mapping[str, float]],
-        is_answered: bool = False,
-    ) -> Differences:
-        """Add up the parts' losses with each kind of weights that a loss may have."""
-        counts = found.counts
-        sums = sites.added_up(counts)
-        objects = [max(n[sites.OBJECTS], 1.0) for n in counts]
-        weights: dict[Optional[Site], Sequence[float]] = {
-            None: [n[sites.IMAGES] / sums[sites.IMAGES] for n in counts],
-            sites.OBJECTS: [n / max(sums[sites.OBJECTS], 1.0) for n in objects],
-        }
-        if is_answered:
-            weights[sites.IN_FULL] = [1.0] * len(counts)
-        for site, total in sums.items():
-            if site[0] == sites.WEIGHTS and total:
-                weights[site] = [n.get(site, 0.0) / total for n in counts]
-        differences: Differences = {}
-        for name, loss in found.whole.items():
-            is_told = any(fnmatchcase(name, pattern) for pattern in self._told)
-            differences[name] = {
-                site: sum(part.get(name, 0.0) * w for part, w in zip(parts, ws)) - loss
-                for site, ws in weights.items()
-                if site != sites.OBJECTS or is_told
-            }
-        return differences
+        way: str,
+        singles: Sequence[Any],
+        together: Counts,
+        by_image: AbstractSet[Any],
+    ) -> None:
+        """Test the parts with answers, which are what the images together have counted."""
+        counts = {site: n for site, n in together.items() if site[:2] not in by_image}
+        totals = Totals(counts, len(singles), len(singles))
+        pretends = way == OVER_RANKS
+        self._find_uses(found, singles[0], totals, pretends)
+        parts, apart = self._run(singles, totals, pretends, found.weights_of(way))
+        found.off[way] = _off(found.whole, parts)
+        found.counts = [{**own, **known} for own, known in zip(apart.counts, found.counts)]
+
+    def _find_uses(self, found: Findings, images: Any, totals: Totals, pretends: bool) -> None:
+        """Find which losses depend on which counts: each count is doubled in turn."""
+        for name, off in found.off[BY_IMAGES].items():
+            is_off = abs(off) > RIGHT * abs(found.whole[name])
+            if is_off and any(fnmatchcase(name, pattern) for pattern in self.told):
+                found.weights[name] = sites.OBJECTS
+        found.used += [site for site in totals.counts if site[0] == sites.MEAN]
+        declared = [site for site in totals.counts if site[0] in (sites.SUM, sites.COUNT)]
+        if declared:
+            [losses], _ = self._run([images], totals, pretends)
+        for site in declared:
+            more = 2 * totals.counts[site] + (2 if site[0] == sites.COUNT else 0)
+            doubled = replace(totals, counts={**totals.counts, site: more})
+            [other], _ = self._run([images], doubled, pretends)
+            (found.unused if other == losses else found.used).append(site)
+            if site[0] == sites.SUM:
+                halved = [k for k, v in losses.items() if v and other.get(k, v) / v < _DIVIDED]
+                found.weights.update(dict.fromkeys(halved, sites.IN_FULL))
 
     def _run(
         self,
         groups: Sequence[Sequence[Any]],
         totals: Optional[Totals] = None,
-        tells: bool = False,
+        pretends: bool = False,
+        weights: Optional[Mapping[str, Site]] = None,
         seed: int = 0,
     ) -> tuple[list[dict[str, float]], Answers]:
         """Losses of groups of images, one forward each.
 
         Args:
-            totals: answers to counts.
-            tells: whether the model is told of a second rank, if there is none.
+            totals, weights: as for :class:`Answers`.
+            pretends: whether the model is told of a second rank, if there is none.
         """
-        pretended = self._pretended if tells else None
+        pretended = self.pretended if pretends else None
         while True:
-            answers = Answers(self._communicate, totals, pretended=pretended)
+            answers = Answers(self.communicate, totals, weights, pretended)
             with suppress(Spared):
                 return [self._forward(group, answers, seed) for group in groups], answers
 
     def _forward(self, images: Sequence[Any], answers: Answers, seed: int) -> dict[str, float]:
         micro_batch = MicroBatch(copy.deepcopy(list(images)))  # models may change images
-        with (
-            without_traces(self._model),
-            without_dropout(self._model, self._freezes),
-            SameDraws(seed, self._same_rows),
-            answers.of(micro_batch),
-        ):
-            losses = self._losses(self._model, micro_batch.batch)
-            return {name: float(loss) for name, loss in losses.items()}
+        with without_traces(self.model), SameDraws(seed, self.same_rows):
+            for module in self.model.modules():
+                if isinstance(module, BatchNorm) and self.freezes:
+                    module.training = False
+                if isinstance(module, nn.MultiheadAttention):
+                    module.dropout = 0.0
+            with answers.of(micro_batch):
+                losses = self.losses(self.model, micro_batch.batch)
+                return {name: float(v) for name, v in answers.weighted(losses).items()}
 
 
-def _are_right(found: Findings, limit: float) -> bool:
-    """Whether each loss is right with some weights, up to a relative distance."""
-    differences = found.answered or found.plain
-    return all(
-        min(map(abs, differences[name].values())) <= limit * abs(loss)
-        for name, loss in found.whole.items()
-    )
+def _off(whole: Mapping[str, float], parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By how much the mean of the parts, of an image each, is not the loss of all."""
+    return {k: sum(part.get(k, 0.0) for part in parts) / len(parts) - v for k, v in whole.items()}
 
 
 def trial_images(images: Sequence[Any], number: int = 3) -> list[Any]:
@@ -226,12 +208,11 @@ def trial_images(images: Sequence[Any], number: int = 3) -> list[Any]:
     second = min(filter(count_objects, others), key=count_objects, default=others[0])
     third = next(image for image in others if image is not second)
     chosen = [crowded, second, third][:number]
-    if all(isinstance(i, dict) and isinstance(i.get("instances"), Instances) for i in chosen):
-        objects = count_objects(crowded)
-        if count_objects(second) == objects > 1:
-            chosen[1] = _with_objects(second, max(objects // 3, 1))
-        chosen[2:] = [_with_objects(image, 0) for image in chosen[2:]]
-    return chosen
+    if not all(isinstance(i, dict) and isinstance(i.get("instances"), Instances) for i in chosen):
+        return chosen
+    objects = count_objects(crowded)
+    limits = (objects, max(objects // 3, 1), 0)
+    return [{**i, "instances": i["instances"][:most]} for i, most in zip(chosen, limits)]
 
 
 def _size_of(image: Any) -> tuple[int, int]:
@@ -243,7 +224,3 @@ def _shifted(image: Any, number: int) -> Any:
     if not isinstance(pixels, torch.Tensor):
         return image
     return {**image, "image": pixels.roll(16 * number, -1)}
-
-
-def _with_objects(image: dict[str, Any], number: int) -> dict[str, Any]:
-    return {**image, "instances": image["instances"][:number]}

@@ -13,10 +13,9 @@ from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...compat.pytorch import BatchNorm, Dropout
 from ..state import Snapshot
 
-__all__ = ["SameDraws", "without_dropout", "without_traces"]
+__all__ = ["SameDraws", "without_traces"]
 
 # As they are now: other contexts may replace them.
 _RANDPERM = torch.randperm
@@ -38,37 +37,16 @@ _DROPOUT = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
 
 @contextmanager
 def without_traces(model: nn.Module) -> Iterator[None]:
-    """Run forwards without gradients that leave the model, random states and log unchanged."""
+    """Run forwards without gradients that leave the model, random states and log unchanged.
+
+    Attributes of the model's modules, such as ``training``, are put back, too.
+    """
     snapshot = Snapshot(model)
     try:
         with torch.no_grad(), EventStorage(get_event_storage().iter):
             yield
     finally:
         snapshot.restore()
-
-
-@contextmanager
-def without_dropout(model: nn.Module, freezes: bool) -> Iterator[None]:
-    """While open, no module of the model drops anything.
-
-    Args:
-        freezes: whether batch normalisation uses its running statistics.
-    """
-    kinds: tuple[type, ...] = (Dropout, BatchNorm) if freezes else (Dropout,)
-    quiet = [m for m in model.modules() if isinstance(m, kinds) and m.training]
-    attention = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
-    dropped = [m.dropout for m in attention]
-    for m in quiet:
-        m.training = False
-    for m in attention:
-        m.dropout = 0.0
-    try:
-        yield
-    finally:
-        for m in quiet:
-            m.training = True
-        for m, p in zip(attention, dropped):
-            m.dropout = p
 
 
 class SameDraws(TorchFunctionMode):

@@ -5,17 +5,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from torch import nn
 
-from . import sites
 from .sites import Site
-from .trial import RIGHT, ROUNDING, Findings
+from .trial import BY_IMAGES, DECLARED, OVER_RANKS, RIGHT, Findings
 
 __all__ = ["Published", "Verdict", "judged", "published_distance"]
 
-_CLEARLY = 10  # times as far away is clearly farther
 _NOISES = 2  # a random loss may be so many standard deviations away
 _SMALL = 1e-6  # of all losses; a smaller one is compared with this
 
@@ -63,7 +61,7 @@ class Verdict:
     """How micro-batches are weighted. By default each counts by its images.
 
     Attributes:
-        answers: whether sums over ranks and declared counts are answered with the window's.
+        way: which counts are answered with the window's.
         weights: for some losses, the count that weighs micro-batches in place of images.
         distances: relative distance of each loss from that of the images together.
         by_images: the same if nothing is answered, and images are the weights.
@@ -72,7 +70,7 @@ class Verdict:
         is_open: whether noise hides what is right. More windows can tell.
     """
 
-    answers: bool = False
+    way: str = BY_IMAGES
     weights: Mapping[str, Site] = field(default_factory=dict)
     distances: Mapping[str, float] = field(default_factory=dict)
     by_images: Mapping[str, float] = field(default_factory=dict)
@@ -82,93 +80,64 @@ class Verdict:
 
     @property
     def is_by_images(self) -> bool:
-        return not self.answers and not self.weights
+        return self.way == BY_IMAGES
 
 
 def judged(findings: Sequence[Findings]) -> Verdict:
     """Judge the trials of all ranks and windows.
 
-    What is right without an answer stays so. Otherwise what has fewer losses wrong is taken, or
-    what is nearer.
+    What is right by images stays so. Otherwise the way is taken that has fewer losses wrong, or
+    whose losses are nearer.
     """
-    names = dict.fromkeys(name for f in findings for name in f.whole)
-    losses = [_Loss(name, findings) for name in names]
-    plain = [loss.best(answers=False) for loss in losses]
-    answered = [loss.best(answers=True) for loss in losses]
-    spoils = any(one <= RIGHT < other for (_, one), (_, other) in zip(plain, answered))
-    answers = not spoils and _badness(losses, answered) < _badness(losses, plain)
-    best = answered if answers else plain
+    losses = [_Loss(n, findings) for n in dict.fromkeys(n for f in findings for n in f.whole)]
+    best = BY_IMAGES
+    for way in (DECLARED, OVER_RANKS):
+        spoils = any(loss.off[BY_IMAGES] <= RIGHT < loss.off[way] for loss in losses)
+        if not spoils and _badness(losses, way) < _badness(losses, best):
+            best = way
     return Verdict(
-        answers,
-        {loss.name: weights for loss, (weights, _) in zip(losses, best) if weights is not None},
-        {loss.name: distance for loss, (_, distance) in zip(losses, best)},
-        {loss.name: loss.distances(answers=False)[None] for loss in losses},
-        tuple(loss.name for loss, (_, distance) in zip(losses, best) if distance > loss.limit),
-        frozenset(loss.name for loss in losses if loss.is_seen),
-        any(
-            loss.is_open(one, other) for loss, (_, one), (_, other) in zip(losses, plain, answered)
-        ),
+        best,
+        {name: w for f in findings for name, w in f.weights_of(best).items()},
+        {loss.name: loss.off[best] for loss in losses},
+        {loss.name: loss.off[BY_IMAGES] for loss in losses},
+        tuple(loss.name for loss in losses if loss.off[best] > loss.limit),
+        frozenset(name for f in findings for name, loss in f.whole.items() if loss),
+        any(loss.is_open for loss in losses),
     )
 
 
-def _badness(
-    losses: Sequence["_Loss"], best: Sequence[tuple[Optional[Site], float]]
-) -> tuple[int, float]:
-    distances = [distance for _, distance in best]
-    num_wrong = sum(distance > loss.limit for loss, distance in zip(losses, distances))
-    return num_wrong, sum(min(distance, 1.0) for distance in distances)
+def _badness(losses: Sequence["_Loss"], way: str) -> tuple[int, float]:
+    num_wrong = sum(loss.off[way] > loss.limit for loss in losses)
+    return num_wrong, sum(min(loss.off[way], 1.0) for loss in losses)
 
 
 class _Loss:
-    """The findings of all trials about one loss."""
+    """The findings of all trials about one loss.
+
+    Attributes:
+        off: for each way, its relative distance; infinite if the way was not tried.
+        limit: the largest distance that is right.
+        is_open: whether its distances differ, and noise may hide which of them is right.
+    """
 
     def __init__(self, name: str, findings: Sequence[Findings]) -> None:
         self.name = name
-        self._findings = [f for f in findings if name in f.whole]
-        sizes = [abs(f.whole[name]) for f in self._findings]
-        self.is_seen = any(sizes)
-        others = [abs(v) for f in findings for v in f.whole.values() if math.isfinite(v)]
-        self._small = _SMALL * sum(others)
-        noise = math.sqrt(sum(f.noise.get(name, 0.0) ** 2 for f in self._findings))
-        self._noise = _ratio(noise, sum(sizes) + self._small)
-        self.limit = max(RIGHT, _NOISES * self._noise)
-
-    def distances(self, answers: bool) -> dict[Optional[Site], float]:
-        """Relative distance of the loss with each kind of weights; infinite if one is untried."""
-        trials = [(f.whole, f.answered if answers else f.plain) for f in self._findings]
-        trials = [(whole, found) for whole, found in trials if self.name in found]
-        size = sum(abs(whole[self.name]) for whole, _ in trials) + self._small
-        result: dict[Optional[Site], float] = {None: math.inf}
-        for site in dict.fromkeys(site for _, found in trials for site in found[self.name]):
-            off = [found[self.name].get(site, math.inf) for _, found in trials]
+        of_loss = [f for f in findings if name in f.whole]
+        all_losses = [abs(v) for f in findings for v in f.whole.values()]
+        small = _SMALL * sum(filter(math.isfinite, all_losses))
+        noise = math.sqrt(sum(f.noise.get(name, 0.0) ** 2 for f in of_loss))
+        noise = _ratio(noise, sum(abs(f.whole[name]) for f in of_loss) + small)
+        self.limit = max(RIGHT, _NOISES * noise)
+        self.off: dict[str, float] = {}
+        for way in (BY_IMAGES, DECLARED, OVER_RANKS):
+            tried = [f for f in of_loss if way in f.off]
+            offs = [f.off[way][name] for f in tried]
             # Differences of a random loss cancel each other, if its weights are right.
-            total = abs(sum(off)) if self._noise > RIGHT else sum(map(abs, off))
-            result[site] = _ratio(total, size)
-        return result
-
-    def best(self, answers: bool) -> tuple[Optional[Site], float]:
-        """The weights that are right, the images first, and the distance.
-
-        If none are, the window's sum counts where the loss is divided by it, and images elsewhere.
-        """
-        distances = self.distances(answers)
-        # A loss may be nearly the same for all images while weights are random.
-        nearest = max(ROUNDING, _CLEARLY * min(distances.values()))
-        limit = self.limit if self._noise > RIGHT else min(self.limit, nearest)
-        for site, distance in distances.items():
-            # What the weights of classes happen to be near, noise cannot tell from what they are.
-            if distance <= (RIGHT if site is not None and site[0] == sites.WEIGHTS else limit):
-                return site, distance
-        is_in_full = answers and any(self.name in f.in_full for f in self._findings)
-        weights = sites.IN_FULL if is_in_full else None
-        return weights, distances[weights]
-
-    def is_open(self, plain: float, answered: float) -> bool:
-        """Whether two distances differ, and noise may hide which of them is right.
-
-        One is infinite if there is nothing to answer, or if the loss is not a number with it.
-        """
-        return self._noise > RIGHT and RIGHT < abs(plain - answered) < math.inf
+            total = abs(sum(offs)) if noise > RIGHT else sum(map(abs, offs))
+            size = sum(abs(f.whole[name]) for f in tried) + small
+            self.off[way] = _ratio(total, size) if tried else math.inf
+        plain, *others = self.off.values()
+        self.is_open = noise > RIGHT and any(RIGHT < abs(plain - o) < math.inf for o in others)
 
 
 def _ratio(off: float, scale: float) -> float:

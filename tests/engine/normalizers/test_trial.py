@@ -193,6 +193,20 @@ def test_the_remedies_in_that_message_help(log):
     assert WRONG not in log.text
 
 
+class Metric(Detr):
+    """As DETR, it has a figure for the log among its losses."""
+
+    def forward(self, batch):
+        error = torch.tensor(100.0 / max(objects_of(batch), 1))
+        return {**super().forward(batch), "class_error": error}
+
+
+def test_a_loss_without_gradient_is_not_named(log):
+    distance, _ = worst(Metric)
+    assert distance < 2e-7
+    assert WRONG not in log.text
+
+
 class Total(Detr):
     """Returns one loss, of which only a part is divided by the count."""
 
@@ -274,6 +288,22 @@ def test_the_test_is_made_once(kind, first, later):
     counts = forwards_of(kind, windows_of([(9, 3, 1, 5), (1, 8, 2, 6), (3, 7, 4, 9)]))
     assert counts[0] <= first
     assert counts[1:] == [later, later]
+
+
+class LogsASum(Detr):
+    """Adds up a loss over ranks, for its log."""
+
+    def forward(self, batch):
+        losses = super().forward(batch)
+        if is_initialized():
+            dist.all_reduce(losses["loss_bbox"].detach().clone())
+        return losses
+
+
+def test_a_sum_that_no_loss_depends_on_costs_no_forward(log):
+    windows = windows_of([(9, 3, 1, 5), (1, 8, 2, 6), (3, 7, 4, 9)])
+    assert forwards_of(LogsASum, windows)[1:] == [4, 4]
+    assert WRONG not in log.text
 
 
 def test_nothing_stands_around_a_forward_whose_losses_are_means_over_images():

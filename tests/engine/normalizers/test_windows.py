@@ -69,6 +69,23 @@ class ClassMeans(Detector):
         return {"loss_cls": F.cross_entropy(torch.cat(per_object), labels, weights)}
 
 
+class Ignores(Detector):
+    """A weighted mean over positions, some of which are not labelled."""
+
+    def __init__(self):
+        super().__init__()
+        self.classes = nn.Linear(8, 3)
+
+    def forward(self, batch):
+        logits = self.classes(self.features(batch).flatten(2).transpose(1, 2))
+        labels = torch.arange(logits.shape[1]).repeat(len(batch), 1) % 3
+        for row, image in zip(labels, batch):
+            row[: len(image["instances"])] = 255
+        weights = torch.tensor([1.0, 5.0, 0.3], dtype=logits.dtype)
+        logits = logits.transpose(1, 2)
+        return {"loss_cls": F.cross_entropy(logits, labels, weights, ignore_index=255)}
+
+
 def gradients(kind, windows, dtype=torch.float64, forwards=None, precision="fp32", **options):
     """Gradients and losses of some iterations that change nothing."""
     torch.manual_seed(0)
@@ -104,7 +121,7 @@ CUTS = {
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", [Detr, Fcos, Counted, ClassMeans])
+@pytest.mark.parametrize("kind", [Detr, Fcos, Counted, ClassMeans, Ignores])
 def test_a_window_has_the_gradient_and_the_losses_of_one_forward(kind, dtype, cut):
     images = images_of()
     divide, options = CUTS[cut]
@@ -249,6 +266,27 @@ def test_ranks_with_different_cuts_have_the_gradient_of_one_forward(ranks, kind,
     outcomes = ranks.run(on_ranks, ranks.num_ranks, kind, parts, "window", options)
     for actual in outcomes:
         assert max(differences(actual, full)) < 2e-7
+
+
+class ThirstyMeans(ClassMeans):
+    """Has memory for one image."""
+
+    def forward(self, batch):
+        if torch.is_grad_enabled() and len(batch) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. injected")
+        return super().forward(batch)
+
+
+def test_a_mean_is_that_of_each_rank_if_no_batches_are_accumulated(two_ranks):
+    """As in Detectron2, also if memory runs out and the batch is cut."""
+    images = [annotated_images((10, 3, 0, 5, 1, 7, 2), seed) for seed in range(2)]
+    parts = [[[w[:3]], [w[3:]]] for w in images]
+    options = {"recovery": RecoveryOptions()}
+    plain = two_ranks.run(on_ranks, 2, ClassMeans, parts, "off", options)
+    for kind in (ClassMeans, ThirstyMeans):
+        outcomes = two_ranks.run(on_ranks, 2, kind, parts, "window", options)
+        for actual, expected in zip(outcomes, plain):
+            assert max(differences(actual, expected)) < 2e-7
 
 
 def with_errors(rank, num_ranks, kind, num_iterations, seed, steps):
