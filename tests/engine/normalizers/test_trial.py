@@ -488,6 +488,19 @@ def test_a_run_of_two_ranks_is_resumed_on_one(two_ranks):
     assert max(float((c - f).norm() / f.norm()) for c, f in zip(cut, full)) < 2e-7
 
 
+class LaterOnOneRank(Later):
+    def forward(self, batch):
+        losses = super().forward(batch)
+        return {**losses, "loss_mask": losses["loss_mask"] * dist.get_rank()}
+
+
+def test_a_loss_that_is_new_on_one_rank_is_tested_on_all(two_ranks):
+    windows = windows_of([(4, 3, 1, 5), (1, 2, 4, 2), (3, 4, 2, 4)])
+    (_, weights), (_, others) = two_ranks.run(on_ranks, 2, LaterOnOneRank, windows, None)
+    assert weights == others
+    assert weights["loss_mask"] == IN_FULL
+
+
 @pytest.mark.parametrize("recovery", [None, RecoveryOptions()])
 @pytest.mark.parametrize("kind", [Detr, PerImageClasses, RaisesOnOneRank])
 def test_ranks_decide_the_same(kind, recovery, two_ranks):
