@@ -24,13 +24,16 @@ _POLICIES = ("window", "exact")
 def accumulates(patient: Patient) -> str:
     """Compare five images one by one with all at once, loss by loss, with each policy."""
     images = five_images(patient.batch())
+    without = ""
     try:
         verdicts = {p: patient.call(_verdict, patient, images, p) for p in _POLICIES}
-    except Exception:  # some models cannot train on an image without objects
+    except Exception as e:  # some models cannot train on an image without objects
+        without = f" (the model raises {type(e).__name__} for an image without objects)"
         images = five_images(patient.batch(), with_empty=False)
         verdicts = {p: patient.call(_verdict, patient, images, p) for p in _POLICIES}
     model, distances = patient.model(), verdicts["window"].distances
-    text = f"losses of {len(images)} images, one by one against one forward, {_table(verdicts)}"
+    which = f"{len(images)} images{without}, one by one against one forward"
+    text = f"losses of {which}, {_table(verdicts)}"
     off = [name for name, distance in distances.items() if distance > RIGHT]
     published = {name: published_distance(model, name) for name in off}
     unknown = [name for name in off if distances[name] > published[name].distance]

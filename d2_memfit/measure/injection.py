@@ -51,7 +51,7 @@ class Injector(TorchDispatchMode):
         super().__exit__(kind, error, traceback)
         # TorchScript keeps the text of an allocator's error, and nothing of one from Python.
         if self._has_failed and "TorchScript" in str(error):
-            raise torch.OutOfMemoryError("injected in TorchScript") from error
+            raise torch.OutOfMemoryError(f"injected at {self.num_allocations}") from error
 
 
 class InjectedTrainer(AccumulatingTrainer):

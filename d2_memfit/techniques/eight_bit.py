@@ -2,11 +2,13 @@
 """Optimizer states in 8 bits."""
 
 import inspect
+import logging
 from typing import Any
 
 from detectron2.config import CfgNode
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ..common.side_work import no_information
 from ..errors import ConfigError
 from .optimizer_implementation import has_known_step
 from .registry import TECHNIQUES, BooleanTechnique
@@ -45,7 +47,8 @@ class EightBitOptimizerStates(BooleanTechnique):
     @classmethod
     def apply(cls, optimizer: Optimizer, cfg: CfgNode) -> Optimizer:
         try:
-            import bitsandbytes
+            with no_information(logging.WARNING):  # of its other operators
+                import bitsandbytes
         except ImportError as e:
             raise ConfigError(
                 f"MEMFIT.OPTIMIZER.STATES_8BIT needs bitsandbytes ({e}): pip install bitsandbytes"

@@ -183,6 +183,20 @@ def test_a_family_with_published_distances_is_well():
     assert float(exact) < 1e-5
 
 
+def test_a_model_that_needs_objects_is_tested_without_the_image_that_has_none(images):
+    class NeedsObjects(Model):
+        def forward(self, batch):
+            return {"loss": torch.stack([self.of_one(d) for d in batch]).mean()}
+
+        def of_one(self, d):
+            return self.layer(d["image"].float() / 255).mean() * d["instances"].gt_classes[0]
+
+    found = findings(NeedsObjects, images)["accumulation"]
+    assert found.is_well
+    start = "losses of 4 images (the model raises IndexError for an image without objects), one by"
+    assert found.text.startswith(start)
+
+
 def test_batch_normalisation_that_is_trained_is_named(images):
     class Normalised(Model):
         def __init__(self):
