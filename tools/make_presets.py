@@ -43,7 +43,7 @@ CARDS = {
     "X_101": ("6GB", "8GB", "12GB", "16GB", "24GB"),
 }
 
-MODELS = [name.removesuffix(".yaml") for name in list_configs() if name.endswith("_3x.yaml")]
+MODELS = tuple(n.removesuffix(".yaml") for n in list_configs() if n.endswith("_3x.yaml"))
 
 TRANSFORMERS = ROOT / "projects" / "Transformers"
 ALL_CARDS = ("4GB", "6GB", "8GB", "12GB", "16GB", "24GB")
