@@ -101,7 +101,7 @@ def parser_of(script):
         raise Found(parser)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
         patch.setattr(sys, "argv", [str(script)])
         # A script may define a model that another test has imported already.
         patch.setattr(Registry, "_do_register", lambda *_: None)

@@ -164,7 +164,7 @@ def main() -> None:
     parser.epilog = __doc__
     parser.add_argument(
         "--weights",
-        help="weights of the trained model (default: model_final.pth beside its config)",
+        help="weights of the trained model (default: the last ones beside its config)",
     )
     parser.add_argument("--ratio", type=float, default=0.5, help="share of channels to remove")
     args = parser.parse_args()

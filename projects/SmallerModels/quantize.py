@@ -142,9 +142,7 @@ def quantize(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config-file", required=True, help="the config of the trained model")
-    parser.add_argument(
-        "--weights", help="its weights (default: model_final.pth beside the config)"
-    )
+    parser.add_argument("--weights", help="its weights (default: the last ones beside the config)")
     parser.add_argument(
         "--trainer",
         default="d2_memfit.cli.train:Trainer",

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Who has the memory: what breakdowns and timelines call owners, in few groups, with colours."""
+"""The owners of memory in a breakdown, in a few groups with colours."""
 
 from collections import defaultdict
 from collections.abc import Iterable
