@@ -6,6 +6,7 @@ import weakref
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
+from injection import InjectedTrainer, Injector, iterate
 from resumed import coins_cfg, train, train_on_rank
 from tiny import images, parameters, tiny_cfg, tiny_model
 from torch import nn
@@ -15,7 +16,6 @@ from d2_memfit import AccumulatingTrainer, MemfitTrainer
 from d2_memfit.engine import MemfitCheckpointer, evaluating
 from d2_memfit.iteration import AveragedWeights, average_of
 from d2_memfit.job import RecoveryOptions
-from d2_memfit.measure.injection import InjectedTrainer, Injector, iterate
 
 DECAY = 0.75
 

@@ -10,6 +10,7 @@ from detectron2.modeling import build_model
 from detectron2.solver import build_optimizer
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
+from injection import iterate
 from tiny import images, parameters, tiny_cfg
 from tiny_transformers import tiny_transformers_cfg
 from torch import nn
@@ -18,7 +19,6 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine import MemfitCheckpointer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
-from d2_memfit.measure.injection import iterate
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.estimates import steps
