@@ -51,11 +51,6 @@ _EMPTY = {
 # They make large results from small inputs (such as a keypoint's heatmap), and nothing depends on
 # the values.
 _UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
-# The CPU's, which PyTorch's registry of matrix products does not have.
-_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-}
 # Operators that add a bias: its position among the arguments, and its dimension in the result.
 _BIASES = {
     aten.addmm.default: (0, -1),
@@ -324,7 +319,9 @@ def _makes_much(func: Any, args: _Args, kwargs: _Kwargs) -> bool:
 
 def _multiplies_gradients(func: Any) -> bool:
     """Whether an operator is a matrix product in a backward, where no size depends on values."""
-    is_product = func.overloadpacket in flop_registry or func.overloadpacket in _ATTENTION
+    operator = func.overloadpacket
+    # The registry does not have the CPU's attention.
+    is_product = operator in flop_registry or "attention" in operator.__name__
     return is_product and autograd_node_number() is not None
 
 
