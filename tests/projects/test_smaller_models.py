@@ -1,14 +1,16 @@
 # Copyright (c) the d2_memfit developers.
-"""Int8 and pruned models of projects/SmallerModels."""
+"""Small digits, int8 and pruned models of projects/SmallerModels."""
 
 import copy
 import importlib.util
+import json
 
 import prune
 import pytest
 import quantize
 import torch
 from compare import megabytes
+from make_digits import make_digits
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
@@ -141,3 +143,23 @@ def test_what_cannot_be_pruned_is_said_in_one_line():
 def test_pruned_weights_must_be_named():
     with pytest.raises(ConfigError, match=r"MODEL.WEIGHTS must name the pruned weights"):
         prune.Trainer.build_model(tiny_cfg())
+
+
+def test_digits_are_the_same_each_time(tmp_path):
+    pytest.importorskip("sklearn")
+    for folder in ("first", "second"):
+        make_digits(tmp_path / folder)
+    files = [sorted(p for p in (tmp_path / f).rglob("*.*")) for f in ("first", "second")]
+    assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
+    coco = json.loads((tmp_path / "first" / "val.json").read_text())
+    assert {a["category_id"] for a in coco["annotations"]} == set(range(1, 11))
+    for annotation in coco["annotations"]:
+        x, y, width, height = annotation["bbox"]
+        assert 0 <= x <= x + width <= 224
+        assert 0 <= y <= y + height <= 160
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is not None, reason="scikit-learn is here")
+def test_without_scikit_learn_the_error_names_the_command(tmp_path):
+    with pytest.raises(SystemExit, match=r"pip install scikit-learn"):
+        make_digits(tmp_path)

@@ -9,13 +9,14 @@ Images have the mean size of the training's: the mean of its short sides, and 4/
 7 objects, COCO's mean. A row that counts for its "ratio" has other software than Detectron2's, so
 only the ratio of its two number formats is compared.
 
-Commit 52ee629 has the fit of the model's constants, ``--fit``. Which rows were fitted was decided
-by a rule, before the first fit. In Detectron2's zoo and in ViTDet's README, every second family of
-models is held out, in alphabetical order. Of the other sources, every second one is.
+Which rows were fitted was decided by a rule, before the first fit. In Detectron2's zoo and in
+ViTDet's README, every second family of models is held out, in alphabetical order. Of the other
+sources, every second one is.
 """
 
 import argparse
 import csv
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -32,7 +33,7 @@ from detectron2.config import LazyConfig
 
 from d2_memfit.config import load_cfg
 from d2_memfit.job import Job, WorstCase
-from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.device import DeviceModel, device_model
 from d2_memfit.planner.estimates import DryJob, Range, factor_range, in_words
 from d2_memfit.planner.estimates.times import seconds_range
 
@@ -48,6 +49,17 @@ _PROJECTS = {
     "SparseInst": (".", "tools", "sparseinst", "add_sparse_inst_config"),
     "AdelaiDet": (".", "tools", "adet.config", ""),
 }
+# Constants of the model of time: where the fit begins, and how far it may go, as a standard
+# deviation of the logarithm.
+_CONSTANTS = {
+    "_FLOAT32_UNITS": (0.8, 0.3),
+    "_TENSOR_CORES": (0.3, 0.5),
+    "_MEMORY": (0.75, 0.3),
+    "_GROUPED": (0.2, math.inf),
+    "seconds_per_operator": (15e-6, 0.5),
+    "seconds_per_micro_batch": (10e-3, 1.0),
+}
+_WEIGHT_OF_BEGIN = 0.05
 
 
 @dataclass(frozen=True)
@@ -93,10 +105,13 @@ class Ratio:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--projects", type=Path, help="a folder with the projects of other rows")
+    parser.add_argument("--fit", action="store_true", help="fit the constants again, minutes")
 
 
 def run(args: argparse.Namespace) -> None:
     rows = predicted_rows(args.projects)
+    if args.fit:
+        fit(rows)
     for use in (FITTED, HELD_OUT):
         show(use, [row for row in rows if row.use == use])
 
@@ -275,3 +290,36 @@ def _ratio(row: Row, base: Row, images: int) -> Ratio:
         row.predicted / base.predicted / images,
         row.number_format != base.number_format,
     )
+
+
+def fit(rows: Sequence[Row]) -> None:
+    """Fit the constants to the fitted rows, print them, and use them for the tables."""
+    from scipy.optimize import minimize
+
+    fitted = [row for row in rows if row.use == FITTED]
+    names = list(_CONSTANTS)
+    begin = [math.log(value) for value, _ in _CONSTANTS.values()]
+
+    def loss(logarithms: Sequence[float]) -> float:
+        _use(dict(zip(names, map(math.exp, logarithms))), rows)
+        errors = [math.log(r.predicted / r.seconds) for r in fitted if not r.counts_for_ratio_only]
+        errors += [math.log(r.predicted / r.published) for r in format_ratios(fitted)]
+        away = [
+            (x - x0) / deviation
+            for x, x0, (_, deviation) in zip(logarithms, begin, _CONSTANTS.values())
+        ]
+        return sum(map(abs, errors)) + _WEIGHT_OF_BEGIN * sum(a * a for a in away)
+
+    options = {"xatol": 1e-3, "fatol": 1e-3, "adaptive": True, "maxfev": 1500}
+    best = minimize(loss, begin, method="Nelder-Mead", options=options)
+    loss(best.x)
+    print({name: float(f"{math.exp(x):.3g}") for name, x in zip(names, best.x)}, f"{best.fun:.3f}")
+
+
+def _use(constants: dict[str, float], rows: Iterable[Row]) -> None:
+    of_files: dict[str, Any] = {name: c for name, c in constants.items() if name[0] != "_"}
+    for name in constants.keys() - of_files.keys():
+        setattr(device_model, name, constants[name])
+    for row in rows:
+        assert row.dry_job is not None
+        row.dry_job.device = replace(row.dry_job.device, **of_files)
