@@ -50,6 +50,7 @@ PASSED_ON |= {"_DOES_NOT_FIT", "_INCOMPLETE", "_UNWELL", "STICKY_ERROR", "answer
 # Not for users: caught where it is raised, or written into the results of measure-gpu.
 INTERNAL = {
     "injected at \0",
+    "injected in TorchScript",
     "injected at the end of a forward",
     "its images did not fit while its counts were looked for",
     "module \0 has no attribute \0",
