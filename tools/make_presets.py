@@ -215,6 +215,7 @@ Written by `python tools/make_presets.py`.
 
 def main() -> None:
     make_job: Callable[[str], Job]
+    models: Sequence[str]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
