@@ -17,7 +17,7 @@ from ..common.checks import check_positive_number
 from ..errors import ConfigError
 from .items import Item, items_of
 from .results import MACHINE, Results
-from .tables import draw, markdown
+from .tables import draw, markdown, summary
 from .worker import run_worker
 
 __all__ = ["measure_gpu"]
@@ -38,8 +38,8 @@ def measure_gpu(
     What is expected is worked out first, on the CPU. Then the items are measured one by one, in a
     process that is started again if an error leaves nothing that works. Each record is on the disk
     at once, in ``measured.jsonl``. A later call with the same folder goes on after the last record.
-    However it ends, it also writes a table ``<card>.md``, a plot ``<card>.png``, and a device file
-    ``<card>.yaml``.
+    However it ends, it also writes a table ``<card>.md``, a plot ``<card>.png``, a device file
+    ``<card>.yaml``, and a line of JSON in ``<card>.json``, to send.
 
     Args:
         device: such as "cuda:0"; "cpu" is a small rehearsal.
@@ -169,9 +169,11 @@ class _Part:
         name = re.sub("[^a-z0-9]+", "_", machine["card"].lower()).strip("_")
         path = self._path.with_name(f"{name}.md")
         path.write_text(markdown(self._results))
+        line = path.with_suffix(".json")
+        line.write_text(json.dumps(summary(self._results)) + "\n")
         picture = path.with_suffix(".png")
         draw(self._results, picture)
-        files = [self._path, path, picture]
+        files = [self._path, path, line, picture]
         values = self._results.device_file()
         if values:
             file = path.with_suffix(".yaml")

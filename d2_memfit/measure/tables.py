@@ -1,8 +1,9 @@
 # Copyright (c) the d2_memfit developers.
-"""Tables and a picture of the measurements of a card."""
+"""Tables, a picture and a summary of the measurements of a card."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tabulate import tabulate
@@ -10,7 +11,7 @@ from tabulate import tabulate
 from .outside import constants_of
 from .results import Record, Results
 
-__all__ = ["draw", "markdown"]
+__all__ = ["draw", "markdown", "summary"]
 
 _VERSIONS = {
     "PyTorch": "pytorch",
@@ -61,6 +62,31 @@ def markdown(results: Results) -> str:
         if rows:
             lines += [f"### {title}", "", _table(rows), ""]
     return "\n".join(lines)
+
+
+def summary(results: Results) -> Record:
+    """What a card showed, as one line of JSON that can be sent.
+
+    Each comparison has the median of expected over measured, and the two ends.
+    """
+    compared: dict[str, Any] = {}
+    for group in _TITLES:
+        keys = [key for key, *_ in results.pairs() if key.partition("/")[0] == group]
+        for value in _COMPARED:
+            ratios = [ratio for key in keys if (ratio := results.ratio(key, value)) is not None]
+            if ratios:
+                ends = (median(ratios), min(ratios), max(ratios))
+                compared.setdefault(group, {})[value] = [round(ratio, 3) for ratio in ends]
+    errors = {key: r["error"][:80] for key, _, r in results.pairs() if "error" in r}
+    values = results.device_file()
+    speeds = ("flops_per_s", "bytes_per_s", "host_bytes_per_s")
+    return {
+        "machine": {k: v for k, v in results.machine.items() if k not in ("stage", "item")},
+        "constants": constants_of(results.outside),
+        "speeds": {name: values[name] for name in speeds if name in values},
+        "expected_over_measured": compared,
+        "errors": errors,
+    }
 
 
 def _of_group(results: Results, group: str) -> list[Record]:

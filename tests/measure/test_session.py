@@ -2,7 +2,6 @@
 import json
 import os
 import signal
-import statistics
 import time
 from types import SimpleNamespace
 
@@ -21,12 +20,6 @@ MACHINE_RECORD = {"stage": "measured", "item": MACHINE, "card": "Some Card", "py
 MACHINE_RECORD |= {"date": "2026-11-24", "rehearsal": False}
 
 
-def median_ratio(results, keys, value, default=None):
-    """Median of expected over measured."""
-    ratios = [r for key in keys if (r := results.ratio(key, value)) is not None]
-    return statistics.median(ratios) if ratios else default
-
-
 @pytest.mark.exhaustive
 def test_a_rehearsal_measures_a_little_of_all(tmp_path):
     lines = []
@@ -37,11 +30,11 @@ def test_a_rehearsal_measures_a_little_of_all(tmp_path):
     assert not [record for record in records if "error" in record]
     assert results.machine["rehearsal"]
     expected = {key.partition("/")[0] for key in results.stages["expected"]}
-    for group in expected:
-        keys = [key for key, *_ in results.pairs() if key.partition("/")[0] == group]
-        assert median_ratio(results, keys, "allocated_gb") == pytest.approx(1, abs=0.01)
-        evaluated = median_ratio(results, keys, "evaluation_allocated_gb", 1)
-        assert evaluated == pytest.approx(1, abs=0.05)
+    compared = json.loads((tmp_path / f"{files[1].stem}.json").read_text())
+    assert compared["expected_over_measured"].keys() == expected
+    for group in compared["expected_over_measured"].values():
+        assert group["allocated_gb"][0] == pytest.approx(1, abs=0.01)
+        assert group.get("evaluation_allocated_gb", [1])[0] == pytest.approx(1, abs=0.05)
     recovery = results.stages["measured"]["recovery/"]
     assert recovery["oom_events"] >= 1
     assert recovery["micro_batch"] < recovery["images"]
@@ -80,7 +73,7 @@ def test_what_is_killed_leaves_what_was_measured(tmp_path):
 @pytest.mark.slow
 def test_an_interrupt_writes_the_pages(tmp_path):
     _, files = interrupted(tmp_path, signal.SIGINT, 1)
-    assert files == [".jsonl", ".md", ".png"]
+    assert files == [".json", ".jsonl", ".md", ".png"]
 
 
 def test_an_interrupt_before_the_first_record_leaves_a_file(tmp_path, monkeypatch):
@@ -143,6 +136,7 @@ def test_each_item_has_a_record_and_nothing_is_measured_twice(tmp_path, monkeypa
     assert [f.name for f in files] == [
         "measured.jsonl",
         "some_card.md",
+        "some_card.json",
         "some_card.png",
     ]
 

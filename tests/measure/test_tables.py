@@ -4,7 +4,7 @@ import json
 import pytest
 
 from d2_memfit.measure.results import MACHINE, Results
-from d2_memfit.measure.tables import draw, markdown
+from d2_memfit.measure.tables import draw, markdown, summary
 
 FAILED = "OutOfMemoryError: CUDA out of memory (steps.py:99)"
 RPN = "zoo/COCO-Detection/rpn_R_50_FPN_1x"
@@ -68,6 +68,14 @@ def test_tables_have_what_was_expected_and_what_was_measured():
     assert row(table, "context_mb") == ["context_mb", "310.000", "500.000"]
     assert row(table, "kernels_mb")[1] == "42.250"
     assert "nccl_mb" not in table
+
+
+def test_the_line_to_send_has_what_the_card_showed():
+    line = json.loads(json.dumps(summary(results_of(RECORDS))))
+    assert line["machine"]["card"] == "Some Card"
+    assert line["expected_over_measured"]["zoo"]["device_gb"] == [1.1, 1.1, 1.1]
+    assert line["errors"] == {"plans/4GB": FAILED}
+    assert line["constants"]["kernels_mb"] == 42.25
 
 
 @pytest.mark.slow
