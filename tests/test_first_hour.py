@@ -134,7 +134,7 @@ def test_the_commands_of_getting_started(checkout):
     assert (output / "model_final.pth").exists()
     assert "Total inference time" in trained
     assert "Total inference time" in evaluated
-    assert drawn.strip().endswith("output/mine/predictions.png")
+    assert drawn.startswith("Written: output/mine/predictions.png\n")
     assert cv2.imread(str(output / "predictions.png")).std() > 10
     assert "1 images, " in predicted
     assert "The largest images: " in estimated

@@ -110,7 +110,8 @@ class Normalizers:
     @property
     def may_run_again(self) -> bool:
         """Whether this window's counts may turn out wrong after it ran."""
-        return self._answers is not None
+        is_counted = self._ranks > 1 or len(self._known.used_sites) > 0
+        return self._answers is not None and is_counted
 
     def begin(self, window: Window, images: Optional[int], forward: Callable[..., Any]) -> None:
         """Find what a window's losses are divided by, before its first forward.
