@@ -53,8 +53,9 @@ Each record has peaks of allocated, active and reserved memory, memory outside t
 allocation retries, and seconds per iteration. Memory outside the allocator is all that CUDA says,
 so nothing else may run on the card.
 
-The folder also gets `<card>.md` and `<card>.png`, and `<card>.yaml`, which `--device` of
-`d2-memfit plan` takes. Send `measured.jsonl` in an issue. To add your card to this page, copy it to
+The folder also gets `<card>.md` and `<card>.png`, `<card>.yaml`, which `--device` of
+`d2-memfit plan` takes, and `<card>.json`. That is one line with all ratios of expected to measured
+values: send it in an issue. To add your card to this page, copy `measured.jsonl` to
 `docs/gpu/<card>.jsonl`, run `python tools/make_gpu_page.py`, and open a pull request.
 
 ## Tried without a card
