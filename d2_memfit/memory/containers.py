@@ -14,6 +14,7 @@ import torch
 __all__ = ["GrowingContainers"]
 
 _CONTAINERS = (list, dict, set, deque)
+_WITH_ELEMENTS = (*_CONTAINERS, tuple)
 _MOST_HOPS = 4  # from a container to something that has a name
 
 
@@ -28,16 +29,16 @@ class GrowingContainers:
     def __init__(self, at_least: int, others: Iterable[Any] = ()) -> None:
         skip = {id(other) for other in others}
         self._lengths = [
-            (obj, len(obj))
+            (obj, _length(obj))
             for obj in _all_containers()
-            if len(obj) >= at_least and id(obj) not in skip
+            if _length(obj) >= at_least and id(obj) not in skip
         ]
 
     def grown(self, by: int) -> dict[str, int]:
         """Names of containers with at least ``by`` more elements, and these elements' bytes."""
-        grown = [(obj, n) for obj, n in self._lengths if len(obj) >= n + by]
+        grown = [(obj, n) for obj, n in self._lengths if _length(obj) >= n + by]
         self._lengths = []  # which refers to all of them
-        return {_name_of(obj): _bytes_of(_last(obj, len(obj) - n)) for obj, n in grown}
+        return {_name_of(obj): _bytes_of(_elements(obj)[n:]) for obj, n in grown}
 
 
 def _all_containers() -> Iterator[Any]:
@@ -50,18 +51,27 @@ def _all_containers() -> Iterator[Any]:
                 yield inner
 
 
-def _last(container: Any, num: int) -> list[Any]:
-    values = list(container.values() if isinstance(container, dict) else container)
-    return values[-num:]
+def _base(container: Any) -> Any:
+    """The type whose methods are called: those of a subclass may load anything, or raise."""
+    return next((kind for kind in _WITH_ELEMENTS if issubclass(type(container), kind)), None)
+
+
+def _length(container: Any) -> int:
+    length: int = _base(container).__len__(container)
+    return length
+
+
+def _elements(container: Any) -> list[Any]:
+    base = _base(container)
+    return list(dict.values(container) if base is dict else base.__iter__(container))
 
 
 def _bytes_of(value: Any, depth: int = 3) -> int:
     """Approximate bytes, with the content of containers; these may contain themselves."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.nbytes
-    inner = list(value.values()) if isinstance(value, dict) else value
-    if depth and isinstance(inner, (list, tuple, set, deque)):
-        return sum(_bytes_of(v, depth - 1) for v in list(inner)) + sys.getsizeof(value)
+    if depth and _base(value) is not None:
+        return sum(_bytes_of(v, depth - 1) for v in _elements(value)) + sys.getsizeof(value)
     return sys.getsizeof(value) + (sys.getsizeof(vars(value)) if hasattr(value, "__dict__") else 0)
 
 
@@ -77,7 +87,7 @@ def _name_of(container: Any) -> str:
         if held is None:
             break
         path = f"[...]{path}"
-    return f"a {type(container).__name__} of {len(container)} elements"
+    return f"a {type(container).__name__} of {_length(container)} elements"
 
 
 def _name_in_owner(obj: Any) -> str:
