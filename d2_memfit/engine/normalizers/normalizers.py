@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 import torch
 from detectron2.utils import comm
+from detectron2.utils.events import get_event_storage
 from torch import nn
 
 from ...counts import PretendedRanks
@@ -35,6 +36,7 @@ __all__ = ["CountReport", "Normalizers"]
 logger = logging.getLogger(__name__)
 
 _MOST_TRIALS = 4  # windows with a trial
+_TRIED_AGAIN = (100, 1000)  # iterations; a head that starts at zero has like losses at first
 _NO_MEMORY = "memory ran out"
 _HELP = "docs/ACCUMULATION.md#what-losses-are-divided-by"
 
@@ -99,6 +101,7 @@ class Normalizers:
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
         self._to_say: Optional[list[str]] = None  # errors of the last trial, until they are logged
         self._with_gradient: set[str] = set()
+        self._said: set[str] = set()  # losses that are not the full batch's
         if options.policy != "off":
             adapt_criteria(model, is_exact=options.policy == "exact")
 
@@ -216,6 +219,8 @@ class Normalizers:
         if not again and self._to_say is not None:
             self._say(self._to_say)
             self._to_say = None
+        if self.verdict.seen and get_event_storage().iter + 1 in _TRIED_AGAIN and not again:
+            self._known.test_again()
         return again
 
     def state_dict(self) -> dict[str, Any]:
@@ -373,7 +378,8 @@ class Normalizers:
                 errors[0],
                 _HELP,
             )
-        wrong = [n for n in self.verdict.wrong if n in self._with_gradient]
+        wrong = [n for n in self.verdict.wrong if n in self._with_gradient - self._said]
+        self._said.update(wrong)
         published = {n: published_distance(self._model, n).distance for n in wrong}
         stated = [n for n in wrong if distances[n] <= published[n]]
         if stated:

@@ -32,7 +32,16 @@ from .communication import Spared
 from .sites import Counts, Site
 from .trial_forwards import SameDraws, without_traces
 
-__all__ = ["BY_IMAGES", "DECLARED", "OVER_RANKS", "RIGHT", "Findings", "Trial", "trial_images"]
+__all__ = [
+    "BY_IMAGES",
+    "DECLARED",
+    "OVER_RANKS",
+    "RIGHT",
+    "ROUNDING",
+    "Findings",
+    "Trial",
+    "trial_images",
+]
 
 # Ways to weight parts.
 BY_IMAGES = "images"  # all losses by images
@@ -40,7 +49,7 @@ DECLARED = "declared"  # counts that an adapter, a weighted cross entropy or the
 OVER_RANKS = "over ranks"  # these, and counts that the model adds up over ranks
 
 RIGHT = 1e-3  # relative distance of a loss from that of the images together
-_ROUNDING = 1e-5  # relative; of losses in float32
+ROUNDING = 1e-5  # relative; of losses in float32
 _DIVIDED = 0.75  # a loss that is divided by a count has about half, if the count is doubled
 
 
@@ -110,11 +119,12 @@ class Trial:
         # Where more is counted for several images, each of them is counted for itself.
         of_parts = set().union(*apart.counts)
         by_image = {site[:2] for site in together.counts[0].keys() - of_parts}
-        if self.pretended and not found.is_right(_ROUNDING):
+        if self.pretended and not found.is_right(ROUNDING):
             _, of_ranks = self._run([images], pretends=True)
             if any(site[0] == sites.SUM for site in of_ranks.counts[0]):
                 self._try(found, OVER_RANKS, singles, of_ranks.counts[0], by_image)
-        if (together.is_asked or self.told) and not found.is_right(_ROUNDING):
+        is_told = together.is_asked or len(self.told) > 0
+        if is_told and (len(found.off) == 1 or not found.is_right(ROUNDING)):
             way = DECLARED if self.pretended else OVER_RANKS
             self._try(found, way, singles, together.counts[0], by_image)
         if not found.is_right(RIGHT):

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from . import sites
 from .sites import Site
-from .trial import BY_IMAGES, DECLARED, OVER_RANKS, RIGHT, Findings
+from .trial import BY_IMAGES, DECLARED, OVER_RANKS, RIGHT, ROUNDING, Findings
 
 __all__ = ["Published", "Verdict", "judged", "published_distance"]
 
@@ -87,13 +88,16 @@ def judged(findings: Sequence[Findings]) -> Verdict:
     """Judge the trials of all ranks and windows.
 
     What is right by images stays so. Otherwise the way is taken that has fewer losses wrong, or
-    whose losses are nearer.
+    whose losses are nearer. If two ways are as good, counts are used: elements of a head that
+    starts at zero have the same loss, however they are weighted.
     """
     losses = [_Loss(n, findings) for n in dict.fromkeys(n for f in findings for n in f.whole)]
+    kinds = {site[0] for f in findings for site in f.used}
     best = BY_IMAGES
-    for way in (DECLARED, OVER_RANKS):
+    for way, counted in ((DECLARED, kinds - {sites.SUM}), (OVER_RANKS, kinds)):
         spoils = any(loss.off[BY_IMAGES] <= RIGHT < loss.off[way] for loss in losses)
-        if not spoils and _badness(losses, way) < _badness(losses, best):
+        new, old = _badness(losses, way), _badness(losses, best)
+        if not spoils and (new < old or (counted and new == old)):
             best = way
     return Verdict(
         best,
@@ -107,8 +111,9 @@ def judged(findings: Sequence[Findings]) -> Verdict:
 
 
 def _badness(losses: Sequence["_Loss"], way: str) -> tuple[int, float]:
+    offs = [loss.off[way] for loss in losses]
     num_wrong = sum(loss.off[way] > loss.limit for loss in losses)
-    return num_wrong, sum(min(loss.off[way], 1.0) for loss in losses)
+    return num_wrong, sum(min(off, 1.0) for off in offs if off > ROUNDING)
 
 
 class _Loss:

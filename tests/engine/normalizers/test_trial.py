@@ -20,6 +20,7 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer, compat, window_count
+from d2_memfit.engine.normalizers import normalizers
 from d2_memfit.engine.normalizers.sites import IN_FULL
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import NormalizerOptions, RecoveryOptions
@@ -159,6 +160,58 @@ def test_what_is_right_only_before_a_model_has_learned_is_not_taken(log):
     distance, _ = worst(Untrained, [(10, 3, 2, 5), (1, 0, 4, 2)])
     assert distance < 1e-12
     assert WRONG not in log.text
+
+
+class UntrainedWeighted(Detector):
+    """A weighted mean over all pixels, by a head that starts at zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.classes = nn.Conv2d(CHANNELS, CLASSES, 1)
+        self.register_buffer("class_weights", torch.tensor([1.0, 5.0, 0.3]))
+        nn.init.zeros_(self.classes.weight)
+        nn.init.zeros_(self.classes.bias)
+
+    def forward(self, batch):
+        logits = self.classes(self.features(batch)).flatten(2)
+        labels = torch.zeros(len(batch), logits.shape[2], dtype=torch.long)
+        for own, image in zip(labels, batch):
+            classes = image["instances"].gt_classes
+            own[: len(classes)] = classes[: len(own)]
+        return {"loss": self.mean(logits, labels)}
+
+    def mean(self, logits, labels):
+        return F.cross_entropy(logits, labels, self.class_weights.to(logits.dtype))
+
+
+class UntrainedWeightedPerImage(UntrainedWeighted):
+    def mean(self, logits, labels):
+        ones = zip(logits.split(1), labels.split(1))
+        return torch.stack([UntrainedWeighted.mean(self, *one) for one in ones]).mean()
+
+
+@pytest.mark.parametrize("kind", [UntrainedWeighted, UntrainedWeightedPerImage])
+def test_a_head_that_starts_at_zero_does_not_hide_weights_of_classes(kind):
+    distance, _ = worst(kind)
+    assert distance < 1e-7  # the weights are float32
+
+
+class UntrainedWithIgnored(UntrainedWeighted):
+    """Its mean is over some pixels, which shows when its head no longer is zero."""
+
+    def mean(self, logits, labels):
+        logits = logits + max(get_iteration() - 1, 0) * torch.arange(3.0)[:, None]
+        labels[:, -1] = 1
+        return F.cross_entropy(logits, labels, ignore_index=0)
+
+
+def test_what_a_head_that_starts_at_zero_hides_is_told_later(log, monkeypatch):
+    numbers = [(10, 3, 4, 5), (1, 8, 2, 2), (6, 4, 4, 4), (2, 2, 7, 2)]
+    train(UntrainedWithIgnored, windows_of(numbers[:3]), steps=4)
+    assert WRONG not in log.text
+    monkeypatch.setattr(normalizers, "_TRIED_AGAIN", (2, 3))
+    train(UntrainedWithIgnored, windows_of(numbers), steps=4)
+    assert log.text.count(WRONG) == 1
 
 
 class MeanOverObjects(Detector):
