@@ -15,6 +15,7 @@ from tiny import ROOT, read_metrics, run_process, tiny_cfg
 
 from d2_memfit.cli import train
 from d2_memfit.config import load_cfg
+from d2_memfit.memory import enforce_budget
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +47,8 @@ def call(capsys, *arguments):
             train_net.run()
         except SystemExit as e:
             return e.code, capsys.readouterr().err
+        finally:
+            enforce_budget(None, "cpu")  # this process runs other tests
     return 0, capsys.readouterr().err
 
 
