@@ -75,7 +75,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     if args.command == "predict":
         predict_files(args, _opts_of_budget(args), _say)
         return
-    for name in ("output", "timeline", "html", "snapshot"):
+    for name in ("output", "html", "snapshot"):
         _check_folder(f"--{name}", getattr(args, name, None))
     if args.command == "draw":
         check_opts(args.opts)
@@ -124,8 +124,6 @@ def _ask(args: argparse.Namespace) -> None:
     if args.command == "estimate":
         dry_job = run_dry(job, device, args.probe, evaluates)
         estimate = dry_job.estimate(dry_job.limit_bytes, with_typical=True)
-        if args.timeline is not None:
-            dry_job.training.write_csv(args.timeline)
         if args.html is not None:
             draw_estimate(dry_job, args.html, _say)
         _write_snapshot(dry_job, args.snapshot)
