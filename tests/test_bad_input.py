@@ -168,7 +168,10 @@ COCO = {
     "iscrowd 2": (put(*ANNOTATION, "iscrowd", value=2), "has the iscrowd 2 with the id 1, which i"),
     "iscrowd null": (put(*ANNOTATION, "iscrowd", value=None), "has the iscrowd None with the id 1"),
     "iscrowd is a list": (put(*ANNOTATION, "iscrowd", value=[0]), "has the iscrowd [0] with the i"),
-    "true as mask": (put(*ANNOTATION, "segmentation", value=True), "1 masks in {file} cannot be d"),
+    "true as mask": (
+        put(*ANNOTATION, "segmentation", value=True),
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
+    ),
     "true in a bbox": (put(*ANNOTATION, "bbox", value=[True, 2, 3, 4]), "has the bbox [True, 2, 3"),
     "bbox of 1e308": (put(*ANNOTATION, "bbox", value=[1e308] * 4), "has the bbox [1e+308, 1e+308,"),
     "bbox of 400 digits": (put(*ANNOTATION, "bbox", value=[10**400, 1, 1, 1]), "has the bbox [100"),
@@ -234,65 +237,71 @@ COCO = {
     ),
     "no mask": (
         drop(*ANNOTATION, "segmentation"),
-        "1 of 2 annotations in {file} have no segmentat",
+        "bad, {file}: MODEL.MASK_ON True, and 1 of 2 objects have no mask",
     ),
     "mask null": (
         put(*ANNOTATION, "segmentation", value=None),
-        "1 of 2 annotations in {file} have",
+        "bad, {file}: MODEL.MASK_ON True, and 1 of 2 objects have no mask",
     ),
     "polygon with NaN": (
         polygon(NAN, *TRIANGLE[1:]),
-        "1 masks in {file} cannot be drawn, the first",
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
     ),
     "infinite polygon": (
         polygon(INFINITY, *TRIANGLE[1:]),
-        "1 masks in {file} cannot be drawn, the",
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
     ),
     "polygon far away": (
         polygon(1e9, *TRIANGLE[1:]),
-        "1 masks in {file} cannot be drawn, the first",
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
     ),
     "polygon of texts": (
         polygon(*"123456"),
-        "1 masks in {file} cannot be drawn, the first has the",
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
     ),
     "polygon of pairs": (
         polygon(*[[1, 2]] * 6),
-        "1 masks in {file} cannot be drawn, the first has",
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
     ),
     "odd polygon": (
         polygon(*TRIANGLE, 1),
-        "1 masks in {file} cannot be drawn, the first has the id",
+        "bad, {file}: 1 of 2 masks have a polygon with an odd number of coord",
     ),
-    "a number as mask": (put(*ANNOTATION, "segmentation", value=7), "1 masks in {file} cannot be"),
+    "a number as mask": (
+        put(*ANNOTATION, "segmentation", value=7),
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
+    ),
     "text as mask": (
         put(*ANNOTATION, "segmentation", value="abc"),
-        "1 masks in {file} cannot be",
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
     ),
     "code without counts": (
         code(None),
-        "1 masks in {file} cannot be drawn, the first has the id 1",
+        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
     ),
-    "negative counts": (code([-5, 581]), "1 masks in {file} cannot be drawn, the first has the id"),
+    "negative counts": (
+        code([-5, 581]),
+        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
+    ),
     "counts of too few": (
         code([3, 4]),
-        "1 masks in {file} cannot be drawn, the first has the id 1",
+        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
     ),
     "code of no size": (
         code([576], []),
-        "1 masks in {file} cannot be drawn, the first has the id 1",
+        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
     ),
     "code of other size": (
         code([1], [1, 1]),
-        "1 masks in {file} cannot be drawn, the first has the",
+        "bad, {file}: 1 of 2 masks are run-length codes of another size",
     ),
     "code of huge size": (
         code([10**12], [10**6] * 2),
-        "1 masks in {file} cannot be drawn, the fir",
+        "bad, {file}: 1 of 2 masks are run-length codes of another size",
     ),
     "code for polygons": (
         code([576]),
-        "INPUT.MASK_FORMAT polygon: 1 annotations in {file} have mas",
+        "bad, {file}: INPUT.MASK_FORMAT polygon, and 1 of 2 masks are run-",
     ),
 }
 
@@ -432,7 +441,7 @@ OPTIONS = {
     "MODEL.ROI_HEADS.POSITIVE_FRACTION 2.0": "POSITIVE_FRACTION must be 0 to 1, got 2.0",
     "MODEL.ROI_BOX_HEAD.NAME Head": "(KeyError(\"No object named 'Head' found in 'ROI_BOX_HEAD' re",
     "MODEL.ROI_MASK_HEAD.NAME Head": "(KeyError(\"No object named 'Head' found in 'ROI_MASK_HEAD'",
-    "MODEL.KEYPOINT_ON True": "MODEL.KEYPOINT_ON True: 2 of 2 annotations in {file} have no keypoi",
+    "MODEL.KEYPOINT_ON True": "{file}: MODEL.KEYPOINT_ON True, and 2 of 2 objects have no keypoint",
     "MODEL.PIXEL_STD [0.0,1.0,1.0]": "MODEL.PIXEL_STD must not be 0, got [0.0, 1.0, 1.0]",
     "MODEL.PIXEL_STD [1.0]": "MODEL.PIXEL_STD must be one finite number per channel, got [1.0]",
     "MODEL.PIXEL_MEAN ['a']": "MODEL.PIXEL_MEAN must be one finite number per channel, got ['a']",
@@ -702,7 +711,7 @@ def test_the_command_as_a_process(config, tmp_path):
     arguments += ["OUTPUT_DIR", tmp_path / "output"]
     run = run_forked(TRAIN_NET, *arguments, limits=[ADDRESS_SPACE])
     assert run.returncode == 2
-    assert run.stderr.startswith(f"error: MODEL.MASK_ON True: 1 masks in {file} cannot be drawn")
+    assert run.stderr.startswith(f"error: bad, {file}: 1 of 2 objects have a polygon with a corner")
     assert run.stderr.count("\n") == 1
 
 

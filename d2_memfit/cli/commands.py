@@ -200,8 +200,8 @@ def _convert(args: argparse.Namespace) -> None:
         file = check_coco_file(part.name, str(part.json_file), str(part.image_dir), trains)
         has_masks |= file.has_masks
         print(
-            f"{part.name}: {part.json_file}, {file.num_images} images in {part.image_dir}, "
-            f"{file.num_objects} objects of {len(file.classes)} classes"
+            f"{part.name}: {part.json_file}, {file.facts.num_images} images in {part.image_dir}, "
+            f"{file.facts.num_objects} objects of {len(file.classes)} classes"
         )
     datasets = [(p.name, str(p.json_file), str(p.image_dir)) for p in parts]
     print(after_convert(datasets, has_masks))

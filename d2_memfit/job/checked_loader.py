@@ -14,8 +14,7 @@ from detectron2.utils import comm
 from ..common.patching import replaced_functions
 from ..data import (
     AnnotationFacts,
-    check_boxes,
-    check_crowd,
+    check_annotations,
     check_polygons,
     look_at_annotations,
     look_at_dataset,
@@ -112,19 +111,18 @@ def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: boo
     names = list(cfg.DATASETS.TRAIN) if says_all else []
     metadata = [MetadataCatalog.get(name) for name in names]
     facts = look_at_dataset(dicts, logger.info)
-    _check_annotations(facts.annotations, cfg, says_all)
+    _check_annotations(facts, cfg, says_all)
     class_names = metadata[0].get("thing_classes") if metadata else None
     for warning in warnings_about_data(cfg if says_all else None, facts, class_names):
         logger.warning(warning)
     if says_all:
-        warn_of_small_shm(cfg, facts.annotations, comm.get_world_size())
+        warn_of_small_shm(cfg, facts, comm.get_world_size())
 
 
 def _check_annotations(facts: AnnotationFacts, cfg: CfgNode, says_all: bool) -> None:
     if says_all:
         check_polygons(cfg, facts)
-    check_boxes(facts.cases, facts.num_objects)
-    check_crowd(facts)
+    check_annotations(facts)
 
 
 def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
