@@ -168,7 +168,10 @@ COCO = {
     "iscrowd 2": (put(*ANNOTATION, "iscrowd", value=2), "has the iscrowd 2 with the id 1, which i"),
     "iscrowd null": (put(*ANNOTATION, "iscrowd", value=None), "has the iscrowd None with the id 1"),
     "iscrowd is a list": (put(*ANNOTATION, "iscrowd", value=[0]), "has the iscrowd [0] with the i"),
-    "true as mask": (put(*ANNOTATION, "segmentation", value=True), "1 masks in {file} cannot be d"),
+    "true as mask": (
+        put(*ANNOTATION, "segmentation", value=True),
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
+    ),
     "true in a bbox": (put(*ANNOTATION, "bbox", value=[True, 2, 3, 4]), "has the bbox [True, 2, 3"),
     "bbox of 1e308": (put(*ANNOTATION, "bbox", value=[1e308] * 4), "has the bbox [1e+308, 1e+308,"),
     "bbox of 400 digits": (put(*ANNOTATION, "bbox", value=[10**400, 1, 1, 1]), "has the bbox [100"),
@@ -234,65 +237,71 @@ COCO = {
     ),
     "no mask": (
         drop(*ANNOTATION, "segmentation"),
-        "1 of 2 annotations in {file} have no segmentat",
+        "bad, {file}: MODEL.MASK_ON True, and 1 of 2 objects have no mask",
     ),
     "mask null": (
         put(*ANNOTATION, "segmentation", value=None),
-        "1 of 2 annotations in {file} have",
+        "bad, {file}: MODEL.MASK_ON True, and 1 of 2 objects have no mask",
     ),
     "polygon with NaN": (
         polygon(NAN, *TRIANGLE[1:]),
-        "1 masks in {file} cannot be drawn, the first",
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
     ),
     "infinite polygon": (
         polygon(INFINITY, *TRIANGLE[1:]),
-        "1 masks in {file} cannot be drawn, the",
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
     ),
     "polygon far away": (
         polygon(1e9, *TRIANGLE[1:]),
-        "1 masks in {file} cannot be drawn, the first",
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
     ),
     "polygon of texts": (
         polygon(*"123456"),
-        "1 masks in {file} cannot be drawn, the first has the",
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
     ),
     "polygon of pairs": (
         polygon(*[[1, 2]] * 6),
-        "1 masks in {file} cannot be drawn, the first has",
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
     ),
     "odd polygon": (
         polygon(*TRIANGLE, 1),
-        "1 masks in {file} cannot be drawn, the first has the id",
+        "bad, {file}: 1 of 2 masks have a polygon with an odd number of coord",
     ),
-    "a number as mask": (put(*ANNOTATION, "segmentation", value=7), "1 masks in {file} cannot be"),
+    "a number as mask": (
+        put(*ANNOTATION, "segmentation", value=7),
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
+    ),
     "text as mask": (
         put(*ANNOTATION, "segmentation", value="abc"),
-        "1 masks in {file} cannot be",
+        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
     ),
     "code without counts": (
         code(None),
-        "1 masks in {file} cannot be drawn, the first has the id 1",
+        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
     ),
-    "negative counts": (code([-5, 581]), "1 masks in {file} cannot be drawn, the first has the id"),
+    "negative counts": (
+        code([-5, 581]),
+        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
+    ),
     "counts of too few": (
         code([3, 4]),
-        "1 masks in {file} cannot be drawn, the first has the id 1",
+        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
     ),
     "code of no size": (
         code([576], []),
-        "1 masks in {file} cannot be drawn, the first has the id 1",
+        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
     ),
     "code of other size": (
         code([1], [1, 1]),
-        "1 masks in {file} cannot be drawn, the first has the",
+        "bad, {file}: 1 of 2 masks are run-length codes of another size",
     ),
     "code of huge size": (
         code([10**12], [10**6] * 2),
-        "1 masks in {file} cannot be drawn, the fir",
+        "bad, {file}: 1 of 2 masks are run-length codes of another size",
     ),
     "code for polygons": (
         code([576]),
-        "INPUT.MASK_FORMAT polygon: 1 annotations in {file} have mas",
+        "bad, {file}: INPUT.MASK_FORMAT polygon, and 1 of 2 masks are run-",
     ),
 }
 
@@ -415,24 +424,24 @@ OPTIONS = {
     "INPUT.MAX_SIZE_TRAIN 0": "INPUT.MAX_SIZE_TRAIN must be a positive integer, got 0",
     "INPUT.MIN_SIZE_TRAIN_SAMPLING any": "INPUT.MIN_SIZE_TRAIN_SAMPLING must be 'choice' or 'range",
     "INPUT.MIN_SIZE_TRAIN_SAMPLING range": "range needs an INPUT.MIN_SIZE_TRAIN of two numbers, go",
-    "MODEL.META_ARCHITECTURE RCNN": "META_ARCHITECTURE 'RCNN' is not registered (did you mean ",
-    "MODEL.BACKBONE.NAME resnet": "MODEL.BACKBONE.NAME 'resnet' is not registered",
+    "MODEL.META_ARCHITECTURE RCNN": "(KeyError(\"No object named 'RCNN' found in 'META_ARCH'",
+    "MODEL.BACKBONE.NAME resnet": "(KeyError(\"No object named 'resnet' found in 'BACKBONE' reg",
     "MODEL.BACKBONE.FREEZE_AT 99": "MODEL.BACKBONE.FREEZE_AT must be 0 to 5, got 99",
     "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION 0": "POOLER_RESOLUTION must be a positive integer, got 0",
     "INPUT.FORMAT XYZ": "INPUT.FORMAT must be '1', 'CMYK', 'F'",
     "SEED 12345678901234567890": "SEED must be at most 4294901760, got 12345678901234567890",
-    "MODEL.RESNETS.DEPTH 51": "MODEL.RESNETS.DEPTH must be one of 18, 34, 50, 101, 152, got 51",
-    "MODEL.PROPOSAL_GENERATOR.NAME RPM": "MODEL.PROPOSAL_GENERATOR.NAME 'RPM' is not registered (d",
-    "MODEL.RPN.HEAD_NAME Head": "MODEL.RPN.HEAD_NAME 'Head' is not registered",
+    "MODEL.RESNETS.DEPTH 51": "the model cannot be built from this config (KeyError(51), in",
+    "MODEL.PROPOSAL_GENERATOR.NAME RPM": "(KeyError(\"No object named 'RPM' found in 'PROPOSAL",
+    "MODEL.RPN.HEAD_NAME Head": "(KeyError(\"No object named 'Head' found in 'RPN_HEAD' registry!",
     "MODEL.RPN.BATCH_SIZE_PER_IMAGE 0": "MODEL.RPN.BATCH_SIZE_PER_IMAGE must be a positive integer",
-    "MODEL.ROI_HEADS.NAME Heads": "MODEL.ROI_HEADS.NAME 'Heads' is not registered",
+    "MODEL.ROI_HEADS.NAME Heads": "(KeyError(\"No object named 'Heads' found in 'ROI_HEADS' regist",
     "MODEL.ROI_HEADS.NUM_CLASSES 0": "MODEL.ROI_HEADS.NUM_CLASSES 0 does not fit the data: {file}",
     "MODEL.ROI_HEADS.NUM_CLASSES 80": "MODEL.ROI_HEADS.NUM_CLASSES 80 does not fit the data: ",
     "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE 0": "BATCH_SIZE_PER_IMAGE must be a positive integer, go",
     "MODEL.ROI_HEADS.POSITIVE_FRACTION 2.0": "POSITIVE_FRACTION must be 0 to 1, got 2.0",
-    "MODEL.ROI_BOX_HEAD.NAME Head": "MODEL.ROI_BOX_HEAD.NAME 'Head' is not registered",
-    "MODEL.ROI_MASK_HEAD.NAME Head": "MODEL.ROI_MASK_HEAD.NAME 'Head' is not registered",
-    "MODEL.KEYPOINT_ON True": "MODEL.KEYPOINT_ON True: 2 of 2 annotations in {file} have no keypoi",
+    "MODEL.ROI_BOX_HEAD.NAME Head": "(KeyError(\"No object named 'Head' found in 'ROI_BOX_HEAD' re",
+    "MODEL.ROI_MASK_HEAD.NAME Head": "(KeyError(\"No object named 'Head' found in 'ROI_MASK_HEAD'",
+    "MODEL.KEYPOINT_ON True": "{file}: MODEL.KEYPOINT_ON True, and 2 of 2 objects have no keypoint",
     "MODEL.PIXEL_STD [0.0,1.0,1.0]": "MODEL.PIXEL_STD must not be 0, got [0.0, 1.0, 1.0]",
     "MODEL.PIXEL_STD [1.0]": "MODEL.PIXEL_STD must be one finite number per channel, got [1.0]",
     "MODEL.PIXEL_MEAN ['a']": "MODEL.PIXEL_MEAN must be one finite number per channel, got ['a']",
@@ -702,7 +711,7 @@ def test_the_command_as_a_process(config, tmp_path):
     arguments += ["OUTPUT_DIR", tmp_path / "output"]
     run = run_forked(TRAIN_NET, *arguments, limits=[ADDRESS_SPACE])
     assert run.returncode == 2
-    assert run.stderr.startswith(f"error: MODEL.MASK_ON True: 1 masks in {file} cannot be drawn")
+    assert run.stderr.startswith(f"error: bad, {file}: 1 of 2 objects have a polygon with a corner")
     assert run.stderr.count("\n") == 1
 
 

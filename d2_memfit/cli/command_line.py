@@ -63,12 +63,6 @@ def command_parser(
     asking = _parser_of_asking()
     estimate = commands.add_parser("estimate", parents=[asking], help=COMMANDS["estimate"])
     estimate.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="FILE",
-        help="write all allocations of a training step, as CSV",
-    )
-    estimate.add_argument(
         "--inference-only",
         action="store_true",
         help="estimate memory and time of one image with a trained model instead",

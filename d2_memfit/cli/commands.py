@@ -75,7 +75,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     if args.command == "predict":
         predict_files(args, _opts_of_budget(args), _say)
         return
-    for name in ("output", "timeline", "html", "snapshot"):
+    for name in ("output", "html", "snapshot"):
         _check_folder(f"--{name}", getattr(args, name, None))
     if args.command == "draw":
         check_opts(args.opts)
@@ -124,8 +124,6 @@ def _ask(args: argparse.Namespace) -> None:
     if args.command == "estimate":
         dry_job = run_dry(job, device, args.probe, evaluates)
         estimate = dry_job.estimate(dry_job.limit_bytes, with_typical=True)
-        if args.timeline is not None:
-            dry_job.training.write_csv(args.timeline)
         if args.html is not None:
             draw_estimate(dry_job, args.html, _say)
         _write_snapshot(dry_job, args.snapshot)
@@ -202,8 +200,8 @@ def _convert(args: argparse.Namespace) -> None:
         file = check_coco_file(part.name, str(part.json_file), str(part.image_dir), trains)
         has_masks |= file.has_masks
         print(
-            f"{part.name}: {part.json_file}, {file.num_images} images in {part.image_dir}, "
-            f"{file.num_objects} objects of {len(file.classes)} classes"
+            f"{part.name}: {part.json_file}, {file.facts.num_images} images in {part.image_dir}, "
+            f"{file.facts.num_objects} objects of {len(file.classes)} classes"
         )
     datasets = [(p.name, str(p.json_file), str(p.image_dir)) for p in parts]
     print(after_convert(datasets, has_masks))

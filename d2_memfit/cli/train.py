@@ -35,10 +35,8 @@ from ..common.checks import check_int, check_positive_int
 from ..common.files import FolderLock, whole_file
 from ..config import (
     check_config,
-    check_data_keys,
-    check_model_keys,
+    check_detectron2_keys,
     check_plan,
-    check_solver_keys,
     find_config_file,
     load_cfg,
     with_settings,
@@ -177,12 +175,10 @@ def _check(args: argparse.Namespace, trainer: type[Trainer], add_keys: AddKeys) 
     device = load_cfg("", args.opts, add_keys).MODEL.DEVICE
     if "MODEL.DEVICE" in args.opts[::2] and device != cfg.MODEL.DEVICE:
         raise ConfigError(f"MODEL.DEVICE {device}: no GPU is visible")
-    check_model_keys(cfg)
+    check_detectron2_keys(cfg)
     _check_model(cfg, trainer)
-    check_data_keys(cfg)
     if not args.eval_only:
         check_config(trainer.auto_scale_workers(cfg, ranks), ranks)
-        check_solver_keys(cfg)
     args.config_file = find_config_file(args.config_file)  # which is logged
     Precision.from_cfg(cfg)
     RecoveryOptions.from_cfg(cfg)

@@ -13,7 +13,7 @@ from .config import (
     with_settings,
     without_memfit_keys,
 )
-from .detectron2_keys import check_data_keys, check_model_keys, check_solver_keys
+from .detectron2_keys import check_detectron2_keys
 from .files import OUR_ZOO, find_config_file, keys_in_own_files
 from .keys import default_keys, keys_of
 from .presets import PRESETS, budget_of_preset, why_no_card_has, with_budget
@@ -27,10 +27,8 @@ __all__ = [
     "card_name",
     "cfg_of_techniques",
     "check_config",
-    "check_data_keys",
-    "check_model_keys",
+    "check_detectron2_keys",
     "check_plan",
-    "check_solver_keys",
     "default_keys",
     "find_config_file",
     "get_cfg",

@@ -1,10 +1,15 @@
 # Copyright (c) the d2_memfit developers.
 """Users' own datasets: registration by files, checks, and the settings that follow from them."""
 
-from .annotations import AnnotationFacts, check_boxes, check_crowd, look_at_annotations
+from .annotations import (
+    AnnotationFacts,
+    check_annotations,
+    check_polygons,
+    look_at_annotations,
+)
 from .coco_file import CocoFile, check_coco_file
 from .convert import ConvertedSplit, convert_folder
-from .dataset_check import DatasetFacts, check_polygons, look_at_dataset, warnings_about_data
+from .dataset_check import look_at_dataset, warnings_about_data
 from .dataset_settings import Setting, check_classes, fit_to_data, goes_with_data
 from .datasets import check_datasets, register_coco
 from .schedule import fine_tuning_schedule
@@ -14,12 +19,10 @@ __all__ = [
     "AnnotationFacts",
     "CocoFile",
     "ConvertedSplit",
-    "DatasetFacts",
     "Setting",
-    "check_boxes",
+    "check_annotations",
     "check_classes",
     "check_coco_file",
-    "check_crowd",
     "check_datasets",
     "check_polygons",
     "convert_folder",

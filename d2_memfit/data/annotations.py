@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any, Optional
 
 import numpy as np
+from detectron2.config import CfgNode
 from detectron2.structures import BoxMode
 
 from ..errors import DataError
@@ -16,12 +17,10 @@ __all__ = [
     "FAR",
     "AnnotationFacts",
     "Case",
-    "check_boxes",
-    "check_crowd",
+    "check_annotations",
+    "check_polygons",
     "complaints_about_boxes",
-    "count_case",
-    "fault_of_box",
-    "fault_of_segmentation",
+    "complaints_about_labels",
     "look_at_annotations",
 ]
 
@@ -36,6 +35,31 @@ _TINY = 2  # pixels
 _OVER_EDGE = 0.05  # of the image's side
 _OVER_EDGE_PIXELS = 2
 _EXAMPLES = 3
+# Of crowds, only these count: nobody trains on them, and an evaluation draws them.
+_FAULTS_OF_CROWDS = ("bad_polygon", "bad_rle", "odd_polygon", "rle_size")
+
+# What is wrong with masks and keypoints, by fault.
+_MASKS = {
+    "no_mask": "MODEL.MASK_ON True, and {number} of {total} objects have no mask. Such an object, "
+    "or an image of them alone, is left out or ends training. Add masks, take a config of "
+    "COCO-Detection, or set MODEL.MASK_ON False: {first}",
+    "thin_mask": "MODEL.MASK_ON True, and {number} of {total} objects have a mask without a "
+    "polygon of three corners. They are left out: {first}",
+    "rle_size": "{number} of {total} masks are run-length codes of another size than their image. "
+    "They end training, or are trained on wrongly: {first}",
+    "bad_rle": "{number} of {total} masks are mappings without the size and counts of a run-length "
+    "code. Training ends where one is loaded: {first}",
+    "odd_polygon": "{number} of {total} masks have a polygon with an odd number of coordinates. "
+    "Training ends where one is loaded: {first}",
+}
+_CODES = {
+    "rle": "INPUT.MASK_FORMAT polygon, and {number} of {total} masks are run-length codes. Set it "
+    "bitmask: {first}",
+}
+_KEYPOINTS = {
+    "no_keypoints": "MODEL.KEYPOINT_ON True, and {number} of {total} objects have no keypoints. "
+    "Training ends where one is loaded: {first}",
+}
 # Objects in one image. Their masks and their comparison with 10,000 boxes take minutes and 20 GB.
 _MOST_OBJECTS = 50_000
 
@@ -61,18 +85,23 @@ class AnnotationFacts:
 
     Attributes:
         num_images, num_objects: totals over all dicts.
+        num_images_with_objects: number of images that have any.
         most_objects: the most objects in one image.
         most_crowded: the name of that image.
-        cases: cases by fault, such as "negative_box", without faults that do not occur.
+        cases: cases by fault, such as "negative_box", without faults that do not occur. Those of
+            masks count crowds, too.
         classes: cases by ``category_id``, written as in Python.
+        images: cases by fault of image files, as of :func:`~.images.look_at_images`.
     """
 
     num_images: int = 0
     num_objects: int = 0
+    num_images_with_objects: int = 0
     most_objects: int = 0
     most_crowded: str = ""
     cases: dict[str, Case] = field(default_factory=dict)
     classes: dict[str, Case] = field(default_factory=dict)
+    images: dict[str, Case] = field(default_factory=dict)
 
     def case(self, fault: str) -> Case:
         return self.cases.get(fault, Case())
@@ -83,24 +112,29 @@ def look_at_annotations(dicts: Iterable[Mapping[str, Any]]) -> AnnotationFacts:
     facts = AnnotationFacts()
     for image in dicts:
         facts.num_images += 1
-        objects = [a for a in image.get("annotations", ()) if not a.get("iscrowd", 0)]
-        facts.num_objects += len(objects)
-        if len(objects) > facts.most_objects:
-            facts.most_objects = len(objects)
+        annotations = image.get("annotations", ())
+        num = sum(not a.get("iscrowd", 0) for a in annotations)
+        facts.num_objects += num
+        facts.num_images_with_objects += num > 0
+        if num > facts.most_objects:
+            facts.most_objects = num
             facts.most_crowded = str(image.get("file_name", image.get("image_id")))
         size = image.get("height"), image.get("width")
         if not all(isinstance(side, (int, float)) for side in size):
             size = None, None
-        for number, annotation in enumerate(objects):
+        for number, annotation in enumerate(annotations):
+            is_crowd = annotation.get("iscrowd", 0)
             for fault in _faults(annotation, size):
-                count_case(facts.cases, fault, image, number, annotation)
-            category = annotation.get("category_id")
-            name = str(int(category)) if isinstance(category, Integral) else repr(category)
-            count_case(facts.classes, name, image, number, annotation)
+                if not is_crowd or fault in _FAULTS_OF_CROWDS:
+                    _count(facts.cases, fault, image, number, annotation)
+            if not is_crowd:
+                category = annotation.get("category_id")
+                name = str(int(category)) if isinstance(category, Integral) else repr(category)
+                _count(facts.classes, name, image, number, annotation)
     return facts
 
 
-def count_case(
+def _count(
     cases: dict[str, Case],
     key: str,
     image: Mapping[str, Any],
@@ -119,12 +153,13 @@ def count_case(
 
 def _faults(annotation: Mapping[str, Any], size: tuple[Any, Any]) -> list[str]:
     faults = []
-    if fault := fault_of_box(annotation.get("bbox"), annotation.get("bbox_mode"), *size):
+    mode = annotation.get("bbox_mode", BoxMode.XYWH_ABS)  # COCO's own
+    if fault := _fault_of_box(annotation.get("bbox"), mode, *size):
         faults.append(fault)
     segmentation = annotation.get("segmentation")
     if isinstance(segmentation, dict):
         faults.append("rle")
-    if fault := fault_of_segmentation(segmentation, *size):
+    if fault := _fault_of_segmentation(segmentation, *size):
         faults.append(fault)
     keypoints = annotation.get("keypoints")
     if keypoints is None or not len(keypoints):
@@ -132,9 +167,7 @@ def _faults(annotation: Mapping[str, Any], size: tuple[Any, Any]) -> list[str]:
     return faults
 
 
-def fault_of_box(
-    box: Any, mode: Any, height: Optional[float] = None, width: Optional[float] = None
-) -> str:
+def _fault_of_box(box: Any, mode: Any, height: Optional[float], width: Optional[float]) -> str:
     """The fault of a box in an image of this size, in pixels, or of unknown size.
 
     Returns:
@@ -177,7 +210,7 @@ def complaints_about_boxes(
     """Each fault of boxes with a line that gives its number, three examples, and its likely cause.
 
     Args:
-        cases: by what :func:`fault_of_box` returns.
+        cases: as of :class:`AnnotationFacts`.
         num_objects: number of objects with and without a fault.
     """
     left_out = "Detectron2's mapper leaves them out without a word"
@@ -203,8 +236,33 @@ def complaints_about_boxes(
             )
 
 
-def check_crowd(facts: AnnotationFacts) -> None:
-    """Raise :class:`DataError` if an image has more objects than Detectron2 can compare."""
+def complaints_about_labels(cfg: CfgNode, facts: AnnotationFacts) -> Iterator[tuple[str, str]]:
+    """Each fault of masks and keypoints that the model learns, with a line about it."""
+    texts = {
+        **(_MASKS if cfg.MODEL.MASK_ON else {}),
+        **(_CODES if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "polygon" else {}),
+        **(_KEYPOINTS if cfg.MODEL.KEYPOINT_ON else {}),
+    }
+    for fault, text in texts.items():
+        if case := facts.case(fault):
+            yield (
+                fault,
+                text.format(number=case.number, total=facts.num_objects, first=case.first),
+            )
+
+
+def check_annotations(facts: AnnotationFacts, where: str = "") -> None:
+    """Raise :class:`DataError` for annotations with which training makes no sense.
+
+    More than half of the boxes have the same fault, or an image has more objects than Detectron2
+    can compare.
+
+    Args:
+        where: the beginning of the message.
+    """
+    for case, complaint in complaints_about_boxes(facts.cases, facts.num_objects):
+        if 2 * case.number > facts.num_objects:
+            raise DataError(where + complaint)
     if facts.most_objects > _MOST_OBJECTS:
         raise DataError(
             f"the image {facts.most_crowded} has {facts.most_objects:,} objects, and training "
@@ -213,23 +271,23 @@ def check_crowd(facts: AnnotationFacts) -> None:
         )
 
 
-def check_boxes(cases: Mapping[str, Case], num_objects: int, where: str = "") -> None:
-    """Raise :class:`DataError` if more than half of the boxes have the same fault.
+def check_polygons(cfg: CfgNode, facts: AnnotationFacts, where: str = "") -> None:
+    """Raise :class:`DataError` for a polygon that would take all of the machine's RAM."""
+    bad = facts.case("bad_polygon")
+    if bad and cfg.MODEL.MASK_ON:
+        raise DataError(
+            f"{where}{bad.number} of {facts.num_objects} objects have a polygon with a corner that "
+            "is NaN, infinite, beyond a million pixels or not a number; the first is "
+            f"{bad.first}. To draw it would take all RAM: correct or remove them, or set "
+            "MODEL.MASK_ON False"
+        )
 
-    Args:
-        cases, num_objects: as for :func:`complaints_about_boxes`.
-        where: the beginning of the message.
-    """
-    for case, complaint in complaints_about_boxes(cases, num_objects):
-        if 2 * case.number > num_objects:
-            raise DataError(where + complaint)
 
-
-def fault_of_segmentation(segmentation: Any, height: Any = None, width: Any = None) -> str:
+def _fault_of_segmentation(segmentation: Any, height: Any, width: Any) -> str:
     """The fault of a mask in a COCO file or a dataset dict.
 
     Returns:
-        str: "" without a fault. "no_mask" is no mask, or only polygons of fewer than three corners.
+        str: "" without a fault. "thin_mask" has only polygons of fewer than three corners.
         "odd_polygon" is an odd number of coordinates. "bad_polygon" is a NaN or a corner out of
         reach. "bad_rle" is an invalid run-length code, and "rle_size" one of another size than the
         image.
@@ -253,7 +311,7 @@ def fault_of_segmentation(segmentation: Any, height: Any = None, width: Any = No
 
 def _fault_of_polygons(polygons: Sequence[Any]) -> str:
     """The fault of polygons; Detectron2 drops those of fewer than three corners."""
-    fault = "no_mask"
+    fault = "thin_mask"
     for polygon in polygons:
         if len(polygon) < 6:
             continue

@@ -7,16 +7,14 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathManager
 
 from ..errors import DataError
-from .annotations import Case, count_case, fault_of_box, fault_of_segmentation
+from .annotations import AnnotationFacts, look_at_annotations
 from .images import check_images
 
 __all__ = ["CocoFile", "check_coco_file", "keypoint_names", "read_json"]
@@ -33,7 +31,10 @@ _VALUES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
     "images": {"file_name": _TEXT},
     "annotations": {
         "iscrowd": (lambda value: value in (0, 1), "0 or 1"),
-        "keypoints": (lambda value: not value or _are_numbers(value), "a list of numbers"),
+        "keypoints": (
+            lambda value: not value or (_are_numbers(value) and len(value) % 3 == 0),
+            "a list of numbers, three for each keypoint",
+        ),
         "bbox": (lambda box: _are_numbers(box) and len(box) == 4, "[x, y, width, height]"),
     },
     "categories": {
@@ -44,7 +45,6 @@ _VALUES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
         ),
     },
 }
-_BAD_MASKS = ("bad_polygon", "bad_rle", "rle_size", "odd_polygon")
 _LARGE_BYTES = 50 * 2**20  # from here on, reading is slow enough for a message
 
 
@@ -55,53 +55,25 @@ class CocoFile:
     Attributes:
         name, json_file: name and file of the dataset, as for ``register_coco``.
         classes: names of the categories, in the order of Detectron2's class numbers.
-        num_images: number of images.
-        num_images_with_objects: number of training images, if FILTER_EMPTY_ANNOTATIONS.
-        num_objects: number of objects in all images.
-        boxes: cases of objects whose boxes have a fault.
+        facts: facts about its annotations.
         without_area: ids of annotations that pycocotools cannot evaluate.
-        without_mask: ids of objects without a segmentation.
-        bad_masks: ids of objects, including crowds, whose masks cannot be drawn, or would take all
-            RAM.
-        has_masks: whether Detectron2 uses at least one mask.
-        with_rle: ids of objects whose segmentation is a run-length code.
-        without_keypoints: ids of objects without keypoints.
         keypoint_names: keypoint names of all categories with keypoints.
     """
 
     name: str
     json_file: str
     classes: tuple[str, ...]
-    num_images: int
-    num_images_with_objects: int
-    num_objects: int
-    boxes: dict[str, Case]
+    facts: AnnotationFacts
     without_area: Sequence[int]
-    without_mask: Sequence[int]
-    bad_masks: Sequence[int]
-    has_masks: bool
-    with_rle: Sequence[int]
-    without_keypoints: Sequence[int]
     keypoint_names: tuple[str, ...]
 
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """While open, or in a function that it decorates, disable Python's garbage collection.
-
-    It would scan all objects again and again while they are created. For a file of COCO's size,
-    this takes twice as long as the rest.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    @property
+    def has_masks(self) -> bool:
+        """Whether Detectron2 uses at least one mask."""
+        num_without = sum(self.facts.case(fault).number for fault in ("no_mask", "thin_mask"))
+        return num_without < self.facts.num_objects
 
 
-@_without_garbage_collection()
 def check_coco_file(
     name: str,
     json_file: str,
@@ -128,6 +100,24 @@ def check_coco_file(
     is_large = num_bytes > _LARGE_BYTES
     if is_large:
         progress(f"Reading {json_file}, {num_bytes / 2**20:.0f} MB ...")
+    # Garbage collection would look at all objects again and again while they are made: for a file
+    # of COCO's size, twice as long as the rest takes.
+    gc.disable()
+    try:
+        file = _checked_file(name, json_file, image_dir, for_training)
+    finally:
+        gc.enable()
+    if is_large:
+        progress(
+            f"{json_file}: {file.facts.num_objects:,} objects of {file.facts.num_images:,} images "
+            f"checked in {time.perf_counter() - start:.1f} s"
+        )
+    return file
+
+
+def _checked_file(
+    name: str, json_file: str, image_dir: Optional[str], for_training: bool
+) -> CocoFile:
     coco = read_json(name, json_file)
     if not for_training:
         coco.setdefault("annotations", [])
@@ -136,38 +126,23 @@ def check_coco_file(
     if not coco["images"]:
         raise DataError(f"dataset {name} is empty: the list 'images' of {json_file} has no entries")
     _check_references(name, json_file, coco)
-    objects = [a for a in coco["annotations"] if not a.get("iscrowd", 0)]
-    if for_training and not objects:
+    facts = _facts_of(coco)
+    if for_training and not facts.num_objects:
         raise DataError(
             f"dataset {name} is empty: {json_file} has no annotations but those of crowds, which "
             "are not trained on"
         )
     if image_dir is not None:
         check_images(name, coco["images"], image_dir)
-    if is_large:
-        progress(
-            f"{json_file}: {len(coco['annotations']):,} annotations of {len(coco['images']):,} "
-            f"images checked in {time.perf_counter() - start:.1f} s"
-        )
     return CocoFile(
         name=name,
         json_file=json_file,
         classes=tuple(c["name"] for c in sorted(coco["categories"], key=lambda c: c["id"])),
-        num_images=len(coco["images"]),
-        num_images_with_objects=len({a["image_id"] for a in objects}),
-        num_objects=len(objects),
-        boxes=_cases_of_boxes(coco["images"], objects),
+        facts=facts,
         without_area=[
             a["id"]
             for a in coco["annotations"]
             if not _are_numbers([a.get("area")]) or "iscrowd" not in a
-        ],
-        without_mask=[a["id"] for a in objects if not a.get("segmentation")],
-        bad_masks=_bad_masks(coco),
-        has_masks=any(_is_mask(a.get("segmentation")) for a in objects),
-        with_rle=[a["id"] for a in objects if isinstance(a.get("segmentation"), dict)],
-        without_keypoints=[
-            a["id"] for a in objects if not a.get("keypoints") or len(a["keypoints"]) % 3
         ],
         keypoint_names=tuple(keypoint_names(coco)),
     )
@@ -258,32 +233,13 @@ def _is_length(*numbers: Any) -> bool:
     return all(type(n) in (int, float) and 0 < n < math.inf for n in numbers)
 
 
-def _is_mask(segmentation: Any) -> bool:
-    """Whether Detectron2 uses a mask; it drops polygons of fewer than three corners."""
-    if isinstance(segmentation, dict):
-        return True
-    polygons = segmentation if isinstance(segmentation, list) else []
-    return any(isinstance(polygon, list) and len(polygon) >= 6 for polygon in polygons)
-
-
-def _cases_of_boxes(images: list[Any], objects: list[Any]) -> dict[str, Case]:
-    cases: dict[str, Case] = {}
-    image_of = {image["id"]: image for image in images}
-    for a in objects:
-        image = image_of[a["image_id"]]
-        fault = fault_of_box(a["bbox"], BoxMode.XYWH_ABS, image["height"], image["width"])
-        if fault:
-            count_case(cases, fault, image, 0, a)
-    return cases
-
-
-def _bad_masks(coco: dict[str, Any]) -> list[Any]:
-    sizes = {i["id"]: (i["height"], i["width"]) for i in coco["images"]}
-    return [
-        a["id"]
-        for a in coco["annotations"]
-        if fault_of_segmentation(a.get("segmentation"), *sizes[a["image_id"]]) in _BAD_MASKS
-    ]
+def _facts_of(coco: dict[str, Any]) -> AnnotationFacts:
+    annotations: dict[Any, list[Any]] = {}
+    for a in coco["annotations"]:
+        annotations.setdefault(a["image_id"], []).append(a)
+    return look_at_annotations(
+        {**image, "annotations": annotations.get(image["id"], [])} for image in coco["images"]
+    )
 
 
 def _first_twice(ids: list[Any]) -> Optional[Any]:

@@ -3,39 +3,25 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
 
-from ..errors import DataError
-from .annotations import AnnotationFacts, Case, complaints_about_boxes, look_at_annotations
+from .annotations import (
+    AnnotationFacts,
+    Case,
+    complaints_about_boxes,
+    complaints_about_labels,
+    look_at_annotations,
+)
 from .dataset_settings import classes_of_model
 from .images import look_at_images
 
-__all__ = ["DatasetFacts", "check_polygons", "look_at_dataset", "warnings_about_data"]
+__all__ = ["look_at_dataset", "warnings_about_data"]
 
 _MANY = 100_000  # annotations from which the check is slow enough for a message
 
 # Warnings by fault.
-_MASKS = {
-    "no_mask": "MODEL.MASK_ON True, and {number} of {total} objects have no mask. Such an object, "
-    "or an image of them alone, is left out or ends training: {first}",
-    "rle_size": "{number} of {total} masks are run-length codes of another size than their image. "
-    "They end training, or are trained on wrongly: {first}",
-    "bad_rle": "{number} of {total} masks are mappings without the size and counts of a run-length "
-    "code. Training ends where one is loaded: {first}",
-    "odd_polygon": "{number} of {total} masks have a polygon with an odd number of coordinates. "
-    "Training ends where one is loaded: {first}",
-}
-_CODES = {
-    "rle": "INPUT.MASK_FORMAT polygon, and {number} of {total} masks are run-length codes. Set it "
-    "bitmask: {first}",
-}
-_KEYPOINTS = {
-    "no_keypoints": "MODEL.KEYPOINT_ON True, and {number} of {total} objects have no keypoints. "
-    "Training ends where one is loaded: {first}",
-}
 _MISSING = {"missing": "{number} of {total} images do not exist, the first is {first}"}
 # The total is that of the opened images.
 _IMAGES = {
@@ -51,17 +37,9 @@ _IMAGES = {
 }
 
 
-@dataclass
-class DatasetFacts:
-    """Facts about a dataset, independent of any config."""
-
-    annotations: AnnotationFacts
-    images: dict[str, Case]
-
-
 def look_at_dataset(
     dicts: Sequence[Mapping[str, Any]], progress: Callable[[str], None]
-) -> DatasetFacts:
+) -> AnnotationFacts:
     """Check all dicts in one pass, and as many images as 3 s allow.
 
     Args:
@@ -72,33 +50,23 @@ def look_at_dataset(
     number = sum(len(d.get("annotations", ())) for d in dicts)
     if number >= _MANY:
         progress(f"Checking {number:,} annotations of {len(dicts):,} images ...")
-    annotations = look_at_annotations(dicts)
+    facts = look_at_annotations(dicts)
     named = [d for d in dicts if isinstance(d.get("file_name"), str)]
     files = [d["file_name"] for d in named]
-    images = look_at_images(files, [(d.get("width"), d.get("height")) for d in named])
-    if images.get("missing", Case()).number == len(files):
-        images = {"opened": Case()}  # names that are not files; only the mapper knows them
+    facts.images = look_at_images(files, [(d.get("width"), d.get("height")) for d in named])
+    if facts.images.get("missing", Case()).number == len(files):
+        facts.images = {"opened": Case()}  # names that are not files; only the mapper knows them
     if number >= _MANY:
+        num_opened = facts.images["opened"].number
         progress(
-            f"Checked {number:,} annotations, and {images['opened'].number:,} of {len(files):,} "
-            f"images, in {time.perf_counter() - start:.1f} s"
+            f"Checked {number:,} annotations, and {num_opened:,} of {len(files):,} images, in "
+            f"{time.perf_counter() - start:.1f} s"
         )
-    return DatasetFacts(annotations, images)
-
-
-def check_polygons(cfg: CfgNode, facts: AnnotationFacts) -> None:
-    """Raise :class:`DataError` for a polygon that would take all of the machine's RAM."""
-    bad = facts.case("bad_polygon")
-    if bad and cfg.MODEL.MASK_ON:
-        raise DataError(
-            f"{bad.number} of {facts.num_objects} objects have a polygon with a corner that is NaN "
-            f"or infinite, or beyond a million pixels; the first is {bad.first}. To draw it would "
-            "take all RAM: correct or remove them, or set MODEL.MASK_ON False"
-        )
+    return facts
 
 
 def warnings_about_data(
-    cfg: Optional[CfgNode], facts: DatasetFacts, class_names: Optional[Sequence[str]]
+    cfg: Optional[CfgNode], facts: AnnotationFacts, class_names: Optional[Sequence[str]]
 ) -> list[str]:
     """Warnings, with counts, about data that trains wrongly or ends training later.
 
@@ -106,17 +74,11 @@ def warnings_about_data(
         cfg: tells what the model learns; None if unknown.
         class_names: class names of the dataset, if known.
     """
-    found = facts.annotations
-    warnings = [text for _, text in complaints_about_boxes(found.cases, found.num_objects)]
+    warnings = [text for _, text in complaints_about_boxes(facts.cases, facts.num_objects)]
     if cfg is not None:
-        warnings += _warnings_about_classes(cfg, found, class_names)
-        texts = {
-            **(_MASKS if cfg.MODEL.MASK_ON else {}),
-            **(_CODES if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "polygon" else {}),
-            **(_KEYPOINTS if cfg.MODEL.KEYPOINT_ON else {}),
-        }
-        warnings += _warnings(texts, found.cases, found.num_objects)
-    warnings += _warnings(_MISSING, facts.images, found.num_images)
+        warnings += _warnings_about_classes(cfg, facts, class_names)
+        warnings += [text for _, text in complaints_about_labels(cfg, facts)]
+    warnings += _warnings(_MISSING, facts.images, facts.num_images)
     return warnings + _warnings(_IMAGES, facts.images, facts.images["opened"].number)
 
 

@@ -9,7 +9,7 @@ from detectron2.config import get_cfg as get_detectron2_cfg
 
 from ..common.checks import value_of
 from ..errors import ConfigError, DataError
-from .annotations import check_boxes
+from .annotations import check_annotations, check_polygons, complaints_about_labels
 from .coco_file import CocoFile
 from .schedule import RULE, SCHEDULE_KEYS, fine_tuning_schedule, periods
 
@@ -91,15 +91,14 @@ def fit_to_data(
             f"{files[0].json_file} does not have: register such a dataset in a script of your own, "
             "or take a config of COCO-InstanceSegmentation"
         )
-    for file in files:  # if some boxes are wrong, the trainer warns of these
-        check_boxes(file.boxes, file.num_objects, f"{file.name}, {file.json_file}: ")
+    for file in files:
+        _check_labels(cfg, file)
     for file in test:
-        _check_ground_truth(cfg, file)
-        if not file.num_objects:
+        _check_ground_truth(file)
+        if not file.facts.num_objects:
             note = f"{file.json_file} has no objects, so evaluation on {file.name} gives no AP"
             settings.append(_note(note))
     for file in train:
-        _check_masks(cfg, file)
         settings += _keypoints(cfg, file, given)
     if train:
         settings += _schedule(cfg, train, given)
@@ -153,7 +152,17 @@ def _class_keys(cfg: CfgNode) -> list[str]:
     ]
 
 
-def _check_ground_truth(cfg: CfgNode, file: CocoFile) -> None:
+def _check_labels(cfg: CfgNode, file: CocoFile) -> None:
+    """Check what training and evaluation draw, compare or count; the trainer warns of the rest."""
+    where = f"{file.name}, {file.json_file}: "
+    check_annotations(file.facts, where)
+    check_polygons(cfg, file.facts, where)
+    for fault, complaint in complaints_about_labels(cfg, file.facts):
+        if fault != "thin_mask" or not file.has_masks:
+            raise DataError(where + complaint)
+
+
+def _check_ground_truth(file: CocoFile) -> None:
     """Check what pycocotools needs to evaluate, before hours of training."""
     if file.without_area:
         raise DataError(
@@ -162,57 +171,11 @@ def _check_ground_truth(cfg: CfgNode, file: CocoFile) -> None:
             f"{file.without_area[0]}. Add them: area is that of the mask, or of the box without "
             "one, and iscrowd 0"
         )
-    _check_drawable(cfg, file)
-    if cfg.MODEL.MASK_ON and file.without_mask:
-        raise DataError(
-            f"MODEL.MASK_ON True, and {file.name} cannot be evaluated: {len(file.without_mask)} of "
-            f"{file.num_objects} annotations in {file.json_file} have no segmentation, the first "
-            f"has the id {file.without_mask[0]}. Add them, or set MODEL.MASK_ON False"
-        )
-
-
-def _check_masks(cfg: CfgNode, file: CocoFile) -> None:
-    if not cfg.MODEL.MASK_ON or not file.num_objects:
-        return
-    if not file.has_masks:
-        raise ConfigError(
-            f"MODEL.MASK_ON True, and {file.name} has no masks: no annotation of {file.json_file} "
-            "has a segmentation. Take a config of COCO-Detection, or set MODEL.MASK_ON False"
-        )
-    _check_drawable(cfg, file)
-    if file.without_mask:
-        raise DataError(
-            f"MODEL.MASK_ON True: {len(file.without_mask)} of {file.num_objects} annotations in "
-            f"{file.json_file} have no segmentation, the first has the id {file.without_mask[0]}. "
-            "Add or remove them, or set MODEL.MASK_ON False"
-        )
-    if file.with_rle and cfg.INPUT.MASK_FORMAT == "polygon":
-        raise ConfigError(
-            f"INPUT.MASK_FORMAT polygon: {len(file.with_rle)} annotations in {file.json_file} have "
-            f"masks as run-length codes, the first has the id {file.with_rle[0]}. Set "
-            "INPUT.MASK_FORMAT bitmask"
-        )
-
-
-def _check_drawable(cfg: CfgNode, file: CocoFile) -> None:
-    if cfg.MODEL.MASK_ON and file.bad_masks:
-        raise DataError(
-            f"MODEL.MASK_ON True: {len(file.bad_masks)} masks in {file.json_file} cannot be drawn, "
-            f"the first has the id {file.bad_masks[0]}. A polygon needs pairs of finite numbers "
-            "below a million, and a run-length code the size of its image, and counts that add up "
-            "to it. Correct or remove them, or set MODEL.MASK_ON False"
-        )
 
 
 def _keypoints(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator[Setting]:
     if not cfg.MODEL.KEYPOINT_ON:
         return
-    if file.without_keypoints:
-        raise DataError(
-            f"MODEL.KEYPOINT_ON True: {len(file.without_keypoints)} of {file.num_objects} "
-            f"annotations in {file.json_file} have no keypoints, the first has the id "
-            f"{file.without_keypoints[0]}. Add or remove them, or set MODEL.KEYPOINT_ON False"
-        )
     key = "MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS"
     number = len(file.keypoint_names)
     value = value_of(cfg, key)
@@ -232,7 +195,9 @@ def _keypoints(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator
 
 def _schedule(cfg: CfgNode, train: Sequence[CocoFile], given: Collection[str]) -> Iterator[Setting]:
     filters = cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
-    num_images = sum(f.num_images_with_objects if filters else f.num_images for f in train)
+    num_images = sum(
+        f.facts.num_images_with_objects if filters else f.facts.num_images for f in train
+    )
     solver = cfg.SOLVER
     batch = solver.IMS_PER_BATCH * solver.get("ACCUMULATION_STEPS", 1)
     of_recipe = (solver.WARMUP_ITERS, solver.CHECKPOINT_PERIOD)

@@ -6,10 +6,9 @@ from .checked_loader import checked_loader, checked_test_loaders
 from .job import Job
 from .largest_images import Size, WorstCase, boxes_anywhere, rotated
 from .lazy import cfg_of_lazy, load_lazy_config, overrides_of, with_overrides
-from .normalizer_options import NormalizerOptions
+from .options import NormalizerOptions, RecoveryOptions
 from .projects import PROJECT, find_function, projects_of
 from .real_images import readable_loader, worst_real_images
-from .recovery_options import RecoveryOptions
 
 __all__ = [
     "PROJECT",

@@ -28,10 +28,9 @@ from .checked_loader import checked_loader
 from .largest_images import Size, WorstCase
 from .lazy import LazyParts, cfg_of_lazy
 from .mapped import MappedBatches
-from .normalizer_options import NormalizerOptions
+from .options import NormalizerOptions, RecoveryOptions
 from .parts import GivenParts, Parts, TrainerParts
 from .projects import own_registry
-from .recovery_options import RecoveryOptions
 
 __all__ = ["Job"]
 

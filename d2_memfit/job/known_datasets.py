@@ -72,14 +72,6 @@ _KNOWN = {
         False,
         _COCO,
     ),
-    "keypoints_coco": KnownDataset(
-        "COCO",
-        DEFAULT_INSTANCES,
-        7,
-        "of all objects, by the paper of DETR, arXiv:2005.12872, which counts 63 at most",
-        False,
-        _COCO,
-    ),
     # LVIS v1 has 1,270,141 objects in 100,170 images (lvisdataset.org), 12.7 in the mean.
     "lvis": KnownDataset(
         "LVIS",
@@ -135,6 +127,8 @@ def known_dataset(names: Sequence[str]) -> Optional[KnownDataset]:
 
 
 def _by_name(name: str) -> Optional[KnownDataset]:
+    """The dataset of a name; those with keypoints count all objects."""
+    name = name.removeprefix("keypoints_")
     return next((d for prefix, d in _KNOWN.items() if name.startswith(f"{prefix}_")), None)
 
 

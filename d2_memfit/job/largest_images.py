@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import cv2
 import numpy as np
 import torch
 from detectron2.data import MetadataCatalog
@@ -88,13 +87,11 @@ def _scale(annotation: dict[str, Any], scale: tuple[float, float], size: Size) -
     if isinstance(segmentation, list):
         scaled = [(np.reshape(p, (-1, 2)) * (x, y)).reshape(-1).tolist() for p in segmentation]
         annotation["segmentation"] = scaled
-    elif isinstance(segmentation, dict):
-        if isinstance(segmentation["counts"], list):
-            segmentation = coco_mask.frPyObjects(segmentation, *segmentation["size"])
-        mask = cv2.resize(
-            coco_mask.decode(segmentation), size[::-1], interpolation=cv2.INTER_NEAREST
-        )
-        annotation["segmentation"] = coco_mask.encode(np.asfortranarray(mask))
+    elif isinstance(segmentation, dict):  # the shape of a mask does not matter
+        mode = annotation.get("bbox_mode", BoxMode.XYWH_ABS)
+        x0, y0, x1, y1 = BoxMode.convert(annotation["bbox"], mode, BoxMode.XYXY_ABS)
+        codes = coco_mask.frPyObjects([[x0, y0, x1, y0, x1, y1, x0, y1]], *size)
+        annotation["segmentation"] = coco_mask.merge(codes)
     if "keypoints" in annotation:
         points = np.reshape(annotation["keypoints"], (-1, 3)) * (x, y, 1)
         annotation["keypoints"] = points.reshape(-1).tolist()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..common.checks import check_positive_int
-from ..config import cfg_of_techniques
+from ..config import cfg_of_techniques, with_settings
 from ..errors import ConfigError
 
 __all__ = ["LazyParts", "cfg_of_lazy", "load_lazy_config", "overrides_of", "with_overrides"]
@@ -169,18 +169,10 @@ def cfg_of_lazy(cfg: DictConfig) -> CfgNode:
             "train.memfit.host.budget_gb cannot be used in a LazyConfig: lower "
             "dataloader.train.num_workers"
         )
-    amp = train.get("amp", {})
-    keys.SOLVER.AMP.ENABLED = amp.get("enabled", False)
-    keys.MEMFIT.AMP_DTYPE = amp.get("dtype", "float16")
-    keys.MEMFIT.MICRO_BATCH = micro_batch
-    keys.MEMFIT.BUDGET_GB = train.get("budget_gb")
-    keys.SOLVER.ACCUMULATION_STEPS = steps
-    keys.SOLVER.IMS_PER_BATCH = loader.total_batch_size
-    keys.SOLVER.MAX_ITER = train.max_iter
-    keys.DATALOADER.NUM_WORKERS = loader.get("num_workers", 0)
+    keys.DATALOADER.NUM_WORKERS = 0
+    values = {key: OmegaConf.select(cfg, place) for key, place in _NAMES.items()}
+    keys = with_settings(keys, {key: v for key, v in values.items() if v is not None})
     keys.DATALOADER.ASPECT_RATIO_GROUPING = loader.get("aspect_ratio_grouping", True)
-    keys.MODEL.DEVICE, keys.MODEL.WEIGHTS = train.device, train.get("init_checkpoint", "")
-    keys.OUTPUT_DIR = train.output_dir
     keys.DATASETS.TEST = ("dataloader.test",) if _evaluates(cfg) else ()
     keys.TEST.EVAL_PERIOD = train.get("eval_period", 0)
     return keys

@@ -19,7 +19,7 @@ The step (``steps``, ``dry_run``, ``worst_outputs``)
       them are false. Hungarian matching takes any match.
     - ROI heads get as many proposals as their generator may give, enough of them on objects to fill
       the quota. ``fast_rcnn_inference`` detects as many as it may, each as large as the image.
-      Another model that detects nothing runs again with scores of 0.5.
+      Of another model that detects nothing, the estimate is at least.
     - PyTorch's meta kernels and autograd of this machine save what those of the GPU save. Casts of
       autocast are CUDA's: ATen/autocast_mode.h.
     - Operators that only Detectron2 or Deformable DETR compile take the buffers of their CUDA code.

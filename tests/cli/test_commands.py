@@ -1,5 +1,4 @@
 # Copyright (c) the d2_memfit developers.
-import csv
 import json
 import os
 import shlex
@@ -41,23 +40,6 @@ def test_an_estimate_is_a_table_or_json_with_the_names_of_python(config_file, ca
     assert {"context", "loaded kernels", "NCCL"} < set(estimate["outside"])
     of_training = estimate["peak_allocated_gb"] + sum(estimate["outside"].values())
     assert of_training == pytest.approx(estimate["device_total_gb"])
-
-
-def test_the_timeline_says_who_is_alive_at_the_peak(config_file, tmp_path, capsys):
-    file = tmp_path / "timeline.csv"
-    args = ["--config-file", config_file, "--device", "cuda", "--json", "--timeline", str(file)]
-    main(["estimate", *args])
-    estimate = json.loads(capsys.readouterr().out)
-    with file.open(newline="") as f:
-        rows = list(csv.DictReader(f))
-    assert {"parameters", "gradients", "optimizer", "inputs"} < {r["owner"] for r in rows}
-    assert {r["phase"] for r in rows} == {"setup", "forward", "backward", "optimizer"}
-    at_peak = sum(int(r["bytes"]) for r in rows if r["at_peak"] == "1")
-    of_libraries = ("workspace", "cuBLAS workspaces", "other")
-    beside = sum(estimate["breakdown"].get(owner, 0) for owner in of_libraries) * 2**30
-    assert at_peak == pytest.approx(estimate["peak_allocated_gb"] * 2**30 - beside, rel=0.1)
-    (first,) = {r["end"] for r in rows if r["owner"] == "parameters"}
-    assert first == ""  # they stay
 
 
 def test_a_plan_is_a_config_that_can_be_used_as_it_is(config_file, tmp_path, capsys):
@@ -241,7 +223,7 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         (["estimate", "--device", "v10"], "there is no device 'v10' (did you mean v100?)"),
         (["estimate", "--device", "cpu", "--probe"], "--probe runs the largest batch on a GPU"),
         (["estimate", "MODEL.DEVICE", "gpu"], "MODEL.DEVICE 'gpu' is not a device of PyTorch"),
-        (["estimate", "--timeline", "/no/folder/x.csv"], "--timeline /no/folder/x.csv: there is n"),
+        (["estimate", "--html", "/no/folder/x.html"], "--html /no/folder/x.html: there is no"),
         (["plan", "--budget", "6", "--output", "/no/folder/x.yaml"], "there is no folder /no/fold"),
         (["estimate", "--num-gpus", "0"], "num_gpus must be a positive integer, got 0"),
         (["estimate", "MEMFIT.NO_KEY", "1"], "there is no config key MEMFIT.NO_KEY"),

@@ -16,11 +16,11 @@ def test_coins_are_fine(coins):
         json_file, folder = str(coins / f"{split}.json"), str(coins / split)
         file = check_coco_file(f"coins_{split}", json_file, folder, True)
         assert file.classes == ("coin",)
-        assert file.num_images == file.num_images_with_objects == num_images
-        assert file.num_objects > num_images
-        assert not file.without_mask
-        assert not file.with_rle
-        assert len(file.without_keypoints) == file.num_objects
+        facts = file.facts
+        assert facts.num_images == facts.num_images_with_objects == num_images
+        assert facts.num_objects > num_images
+        assert set(facts.cases) == {"no_keypoints"}
+        assert facts.cases["no_keypoints"].number == facts.num_objects
 
 
 def test_classes_are_in_the_order_of_detectron2(coins, tmp_path):
@@ -33,9 +33,11 @@ def test_classes_are_in_the_order_of_detectron2(coins, tmp_path):
     file.write_text(json.dumps(coco))
     found = check_coco_file("other", str(file), None, True)
     assert found.classes == ("coin", "note")
-    assert found.num_objects == len(coco["annotations"]) - 1
-    assert found.with_rle == [1000]
-    assert found.without_mask == [coco["annotations"][1]["id"]]
+    assert found.facts.num_objects == len(coco["annotations"]) - 1
+    (code,) = found.facts.cases["rle"].examples
+    assert code.startswith("id 1000 of ")
+    (without,) = found.facts.cases["no_mask"].examples
+    assert without.startswith(f"id {coco['annotations'][1]['id']} of ")
 
 
 def many(num_annotations, num_images=1000):
@@ -92,9 +94,9 @@ def test_as_many_annotations_as_coco_has_are_checked_in_less_time_than_they_are_
     start = time.process_time()
     found = check_coco_file("coco", str(file), None, for_training=True, progress=lines.append)
     assert time.process_time() - start < 2 * reading
-    assert found.num_objects == 860_000
+    assert found.facts.num_objects == 860_000
     assert lines[0].startswith(f"Reading {file}, ")
-    assert "860,000 annotations of 118,000 images checked in" in lines[1]
+    assert "860,000 objects of 118,000 images checked in" in lines[1]
 
 
 def crowd_only(coco):
@@ -173,6 +175,19 @@ def test_a_file_that_is_not_coco_is_named(tmp_path, content, message):
     with pytest.raises(DataError, match=message) as e:
         check_coco_file("broken", str(file), str(tmp_path), for_training=True)
     assert str(file) in str(e.value)
+
+
+def test_masks_of_crowds_are_looked_at_too(coins, tmp_path):
+    """An evaluation draws them."""
+    coco = json.loads((coins / "val.json").read_text())
+    coco["annotations"][0].update(
+        iscrowd=1, segmentation={"size": [1, 1], "counts": [7]}, bbox=[0] * 4
+    )
+    file = tmp_path / "crowd.json"
+    file.write_text(json.dumps(coco))
+    cases = check_coco_file("crowd", str(file), None, True).facts.cases
+    assert cases["bad_rle"].number == 1
+    assert set(cases) == {"bad_rle", "no_keypoints"}
 
 
 def test_a_dataset_to_evaluate_on_needs_no_annotations(coins, tmp_path):

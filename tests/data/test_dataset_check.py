@@ -11,8 +11,7 @@ from PIL import Image
 
 from d2_memfit import get_cfg
 from d2_memfit.data import (
-    check_boxes,
-    check_crowd,
+    check_annotations,
     check_polygons,
     look_at_annotations,
     look_at_dataset,
@@ -112,7 +111,10 @@ WRONG = {
         annotation(segmentation=...),
         "MODEL.MASK_ON True, and 1 of 4 objects have no mask",
     ),
-    "two corners": (annotation(segmentation=[[1, 1, 2, 2]]), "1 of 4 objects have no mask"),
+    "two corners": (
+        annotation(segmentation=[[1, 1, 2, 2]]),
+        "1 of 4 objects have a mask without a polygon of three corners",
+    ),
     "odd": (annotation(segmentation=[[*TRIANGLE, 1]]), "a polygon with an odd number of coord"),
     "code": (
         annotation(segmentation={"size": [20, 30], "counts": b"X"}),
@@ -157,20 +159,20 @@ def test_it_is_an_error_if_most_boxes_are_wrong(fault):
     facts = look_at_annotations(dicts_of(*wrong))
     assert facts.cases[fault].number == 4
     with pytest.raises(DataError, match=r"^4 of 7 ") as e:
-        check_boxes(facts.cases, facts.num_objects)
+        check_annotations(facts)
     assert str(e.value).count(" of b.png, bbox [") == 3  # examples
     assert "\n" not in str(e.value)
     facts = look_at_annotations(dicts_of(*wrong[1:]))
-    check_boxes(facts.cases, facts.num_objects)
+    check_annotations(facts)
 
 
 def test_an_image_with_more_objects_than_can_be_compared_is_refused_in_seconds():
     start = time.process_time()
     facts = look_at_annotations(dicts_of(*[annotation()] * 100_000))
     with pytest.raises(DataError, match=r"the image b\.png has 100,000 objects"):
-        check_crowd(facts)
+        check_annotations(facts)
     assert time.process_time() - start < 10
-    check_crowd(look_at_annotations(dicts_of(*[annotation()] * 2000)))
+    check_annotations(look_at_annotations(dicts_of(*[annotation()] * 2000)))
 
 
 def test_boxes_in_an_image_of_unknown_size_may_lie_anywhere():
@@ -273,6 +275,6 @@ def test_as_many_annotations_as_coco_has_take_ten_seconds_at_most():
     start = time.process_time()
     facts = look_at_dataset(dicts, lines.append)
     assert time.process_time() - start < 10
-    assert facts.annotations.num_objects > 860_000
+    assert facts.num_objects > 860_000
     assert lines[0] == "Checking 861,400 annotations of 118,000 images ..."
     assert lines[1].startswith("Checked 861,400 annotations, and 0 of 118,000 images, in ")

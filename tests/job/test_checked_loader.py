@@ -20,7 +20,7 @@ from d2_memfit.data import AnnotationFacts
 from d2_memfit.errors import DataError
 from d2_memfit.evaluation import build_evaluator
 from d2_memfit.job import checked_loader, checked_test_loaders
-from d2_memfit.job.shared_memory_check import shm_bytes
+from d2_memfit.job.checked_loader import shm_bytes
 from d2_memfit.techniques.shared_dataset import SharedList
 
 NAME = "registered"

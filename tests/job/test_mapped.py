@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import DatasetCatalog
+from detectron2.structures import BoxMode
+from pycocotools import mask as coco_mask
 
 from d2_memfit import Job, get_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import tensors_of
 from d2_memfit.job.known_datasets import known_dataset
+from d2_memfit.job.largest_images import dict_of_size
 from d2_memfit.job.mapped import _Mapper
 
 pytestmark = pytest.mark.slow
@@ -278,3 +281,12 @@ def test_a_crowded_image_is_mapped_once_where_neither_size_nor_objects_differ(cr
     cfg.INPUT.CROP.SIZE = [300, 600]
     assert len(sizes(cfg, 2)) == 2
     assert (len(sizes_of_crowded) > len(set(sizes_of_crowded))) == crops
+
+
+def test_a_run_length_code_gets_the_size_of_another_image():
+    code = coco_mask.encode(np.asfortranarray(np.ones((100, 200), np.uint8)))
+    annotation = {"bbox": [10, 10, 40, 30], "bbox_mode": BoxMode.XYXY_ABS, "segmentation": code}
+    d = {"file_name": "", "height": 100, "width": 200, "annotations": [annotation]}
+    (scaled,) = dict_of_size(d, (300, 400))["annotations"]
+    assert scaled["segmentation"]["size"] == [300, 400]
+    assert list(coco_mask.toBbox(scaled["segmentation"])) == [20, 30, 60, 60]

@@ -1,10 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """A timeline of what a job allocates and frees."""
 
-import csv
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple, Optional, Union
 
 import torch
@@ -199,19 +197,6 @@ class Timeline:
             has_begun |= isinstance(event, Allocate) and event.allocation.phase == phase
             most = max(most, total * has_begun)
         return most
-
-    def write_csv(self, path: Path) -> None:
-        """Write one line per allocation. Times are numbers of events; a live one has no end."""
-        ends = {e.allocation: i for i, e in enumerate(self.events) if isinstance(e, Free)}
-        at_peak = self.alive_at_peak()
-        with path.open("w", newline="") as f:
-            writer = csv.writer(f)
-            writer.writerow(["begin", "end", "bytes", "owner", "phase", "at_peak"])
-            for i, event in enumerate(self.events):
-                if isinstance(event, Allocate):
-                    a = event.allocation
-                    end = ends.get(a, "")
-                    writer.writerow([i, end, a.num_bytes, a.owner, a.phase, int(a in at_peak)])
 
 
 def _signed_bytes(event: Union[Allocate, Free]) -> int:

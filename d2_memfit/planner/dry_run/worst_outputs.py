@@ -20,7 +20,6 @@ Note = Callable[[str], None]
 _Size = tuple[int, int]  # height and width in pixels
 
 _OF_BOXES = {"pred_boxes", "scores", "pred_classes"}  # almost no memory
-_UNLIKELY = -2.0  # largest logit of a focal loss's prior; CenterNet has -2.19, RetinaNet -4.6
 
 
 @contextmanager
@@ -52,8 +51,7 @@ def detect_most(model: nn.Module, batch: Any, note: Note = lambda line: None) ->
     """Run a model in evaluation so that it detects the most objects possible.
 
     Detections of Detectron2's ``fast_rcnn_inference`` are as many as the config allows, each as
-    large as the image. Other models decide by scores. If theirs are too low for any detection, the
-    model runs again with scores at 0.5, and its own limits decide.
+    large as the image. Other models decide by scores, which may be too low for any detection.
 
     Args:
         note: called with a line for the user if the largest number is not known.
@@ -62,14 +60,11 @@ def detect_most(model: nn.Module, batch: Any, note: Note = lambda line: None) ->
     has_roi_heads = knows_function(files, "fast_rcnn_inference")
     most = {"fast_rcnn_inference": partial(_detecting_most, _once(note))} if has_roi_heads else {}
     with replaced_functions(files, most):
-        if not _is_empty(model(batch)):
-            return
-        with _likely_objects(model):
-            if _is_empty(model(batch)):
-                note(
-                    f"{type(model).__name__} detects nothing in a dry run; an image with objects "
-                    "needs more"
-                )
+        if _is_empty(model(batch)):
+            note(
+                f"{type(model).__name__} detects nothing in a dry run; an image with objects needs "
+                "more"
+            )
 
 
 def _heads_of(part: nn.Module) -> Any:
@@ -205,29 +200,6 @@ def _is_empty(output: Any) -> bool:
     return any(
         not len(i) and set(i.get_fields()) - _OF_BOXES for i in found if isinstance(i, Instances)
     )
-
-
-@contextmanager
-def _likely_objects(model: nn.Module) -> Iterator[None]:
-    """While open, biases give scores of 0.5 in place of a prior, and boxes that are not empty.
-
-    A focal loss's prior is a bias of one low value. A layer of four outputs regresses a box.
-    """
-    of_modules = [getattr(module, "bias", None) for module in model.modules()]
-    biases = [bias for bias in of_modules if isinstance(bias, nn.Parameter)]
-    before = [bias.detach().clone() for bias in biases]
-    with torch.no_grad():
-        for bias in biases:
-            if bias.max() == bias.min() <= _UNLIKELY:
-                bias.zero_()
-            elif len(bias) == 4 and not bias.any():
-                bias.fill_(1)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for bias, values in zip(biases, before):
-                bias.copy_(values)
 
 
 def _most_detections(

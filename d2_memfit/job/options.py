@@ -1,8 +1,8 @@
 # Copyright (c) the d2_memfit developers.
-"""Options for recovery from an out-of-memory error."""
+"""Options for recovery, and for the counts that losses are divided by."""
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Optional
 
@@ -11,7 +11,9 @@ from detectron2.config import CfgNode
 from ..common.checks import check_bool, check_choice, check_positive_int
 from ..errors import ConfigError
 
-__all__ = ["RecoveryOptions"]
+__all__ = ["NormalizerOptions", "RecoveryOptions"]
+
+_COUNTS = ("objects",)
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,33 @@ class RecoveryOptions:
     @classmethod
     def from_cfg(cls, cfg: CfgNode) -> Optional["RecoveryOptions"]:
         return cls.from_keys(cfg.MEMFIT.OOM, cfg.OUTPUT_DIR, cfg.MEMFIT.BUDGET_GB)
+
+
+@dataclass(frozen=True)
+class NormalizerOptions:
+    """The keys of the config's node MEMFIT.NORMALIZERS.
+
+    Args:
+        policy, losses: as the keys.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    policy: str = "window"
+    losses: Sequence[Sequence[str]] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("MEMFIT.NORMALIZERS.POLICY", self.policy, ("window", "exact", "off"))
+        for pair in self.losses:
+            is_pair = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+            if not is_pair or not isinstance(pair[0], str) or pair[1] not in _COUNTS:
+                raise ConfigError(
+                    "MEMFIT.NORMALIZERS.LOSSES must be pairs of a pattern of names of losses and "
+                    f'"objects", such as [["loss_mask*", "objects"]], got {pair!r}'
+                )
+
+    @classmethod
+    def from_cfg(cls, cfg: CfgNode) -> "NormalizerOptions":
+        node: Mapping[str, Any] = cfg.MEMFIT.NORMALIZERS
+        return cls(**{key.lower(): value for key, value in node.items()})
