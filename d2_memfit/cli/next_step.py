@@ -3,9 +3,10 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 __all__ = [
     "after_a_look",
@@ -76,13 +77,21 @@ def after_predict(args: argparse.Namespace, image: Path) -> str:
     return f"Next, write the model for use without Detectron2:\n  {write}"
 
 
-def after_training(output_dir: str, coco: Sequence[Sequence[str]], weights: str) -> str:
+def after_training(
+    output_dir: str,
+    coco: Sequence[Sequence[str]],
+    weights: str,
+    trainer: Optional[type] = None,
+    add_keys: Sequence[Callable[..., Any]] = (),
+) -> str:
     """The lines after a run: its files, and how to use its weights.
 
     Args:
         output_dir: OUTPUT_DIR of the run.
         coco: values of ``--coco``, as the run got them.
         weights: the last checkpoint.
+        trainer: the class of a project's script; None is that of the command train.
+        add_keys: the functions of the script that add its keys.
     """
     config = Path(output_dir) / "config.yaml"
     model = ["--config-file", config, "MODEL.WEIGHTS", weights]
@@ -90,13 +99,21 @@ def after_training(output_dir: str, coco: Sequence[Sequence[str]], weights: str)
     names = ["--coco", *held_out] if held_out else []  # of the classes
     files = ["--input", "FOLDER", "--output", "predictions"]
     trained = ["--config-file", config, "--weights", weights]
-    use = _line("d2-memfit", "predict", *files, *names, *trained)
     lines = [
         f"Written: {weights} (weights), {Path(output_dir) / 'metrics.json'}, {config}",
         f"Curves:\n  {_line('tensorboard', '--logdir', output_dir)}",
-        f"Next, find objects in other images:\n  {use}",
     ]
-    if held_out:
+    code: list[str] = []
+    found = ""
+    if trainer is not None:
+        code = ["--trainer", _name(trainer), *_repeated("--project", map(_name, add_keys))]
+        folder = Path(sys.argv[0]).parent
+        if folder.resolve() != Path.cwd():  # as python looks there for what the script imports
+            found = f"export PYTHONPATH={shlex.quote(str(folder))}:$PYTHONPATH\n  "
+    if not any("<" in name for name in code):  # in a function, where no command finds it
+        use = _line("d2-memfit", "predict", *code, *files, *names, *trained)
+        lines.append(f"Next, find objects in other images:\n  {found}{use}")
+    if held_out and trainer is None:  # draw takes no other
         draw = _line("d2-memfit", "draw", "--coco", *held_out, *model)
         lines.append(f"And draw them in images of {held_out[0]}:\n  {draw}")
     return "\n".join(lines)
@@ -117,7 +134,14 @@ def _plan(args: argparse.Namespace) -> str:
     return _line("d2-memfit", "plan", *words, "--output", "plan.yaml", *args.opts)
 
 
-def _repeated(option: str, values: Sequence[str]) -> list[str]:
+def _name(code: Any) -> str:
+    """MODULE:NAME of a class or function, also of the script that runs."""
+    is_script = code.__module__ in ("__main__", "__mp_main__")  # or the script of a rank
+    module = Path(sys.argv[0]).stem if is_script else code.__module__
+    return f"{module}:{code.__qualname__}"
+
+
+def _repeated(option: str, values: Iterable[str]) -> list[str]:
     return [word for value in values for word in (option, value)]
 
 

@@ -281,9 +281,11 @@ def main(
         first_images = FirstImages(cfg.INPUT.FORMAT, metadata)
         trainer.register_hooks([first_images, *progress_hooks(trainer.max_iter)])
     trainer.train()
-    if comm.is_main_process() and trainer_class is Trainer:  # others need options to predict
+    if comm.is_main_process():
         weights = trainer.checkpointer.get_checkpoint_file()
-        print(after_training(cfg.OUTPUT_DIR, args.coco, weights), flush=True)
+        of_script = None if trainer_class is Trainer else trainer_class
+        lines = after_training(cfg.OUTPUT_DIR, args.coco, weights, of_script, add_keys)
+        print(lines, flush=True)
 
 
 def _warn_of_batch(args: argparse.Namespace, cfg: CfgNode, add_keys: AddKeys = ()) -> None:

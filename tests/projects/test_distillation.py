@@ -1,13 +1,18 @@
 # Copyright (c) the d2_memfit developers.
 """A teacher in projects/Distillation: its gradients, its memory, and checkpoints without it."""
 
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils.events import EventStorage
+from forks import run_forked
 from tiny import (
+    ROOT,
     every_anchor_counts,
     images,
     parameters,
@@ -126,6 +131,32 @@ def test_a_dry_run_has_the_memory_of_the_teacher_and_of_a_computed_step(cfg, mon
     monkeypatch.setattr(steps, "WithoutValues", nullcontext)
     monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
     assert dry == pytest.approx(peak(cfg, Trainer), rel=0.001)
+
+
+@pytest.mark.slow
+def test_the_command_that_ends_a_training_works_when_it_is_pasted(cfg, coins, tmp_path):
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ()
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER = 1, 1
+    cfg.DATALOADER.NUM_WORKERS = 0
+    (tmp_path / "student.yaml").write_text(cfg.dump())
+    (tmp_path / "here").symlink_to(ROOT / "projects" / "Distillation")
+    trained = run_forked(
+        *("here/train_distillation.py", "--config-file", "student.yaml"),
+        *("--coco", "coins_train", coins / "train.json", coins / "train"),
+        cwd=tmp_path,
+    )
+    assert trained.returncode == 0, trained.stderr[-4000:]
+    command = trained.stdout.partition("Next, find objects in other images:")[2]
+    (tmp_path / "d2-memfit").write_text(f'#!/bin/sh\nexec {sys.executable} -m d2_memfit "$@"')
+    (tmp_path / "d2-memfit").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        ["bash", "-ec", command.replace("FOLDER", str(coins / "val"))],
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, **path},
+    )
+    assert len(list((tmp_path / "predictions" / "pictures").iterdir())) == 16
 
 
 def test_weights_of_another_teacher_are_refused(cfg, tmp_path, monkeypatch):

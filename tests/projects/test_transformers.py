@@ -22,6 +22,7 @@ from d2_memfit.job import NormalizerOptions
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, run_for_real
+from d2_memfit.techniques import apply_techniques
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -289,6 +290,26 @@ def test_what_is_saved_is_loaded_by_transformers_and_by_the_config(kind, has_mas
     again = tiny_model(cfg, seed=1)
     again.load_pretrained(str(tmp_path))
     assert relative_difference(parameters(again.model), parameters(model.model)) == 0
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.5])
+def test_a_model_with_adapters_is_averaged_and_saved_as_a_plain_one(ema_decay, tmp_path):
+    pytest.importorskip("peft")
+    cfg = tiny_transformers_cfg()
+    cfg.MEMFIT.FINE_TUNE.LORA_RANK = 2
+    cfg.TRANSFORMERS.EMA_DECAY, cfg.TRANSFORMERS.EMA_TAU = ema_decay, 1e-9
+    model = apply_techniques("model", tiny_model(cfg), cfg).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.fill_(0.1)
+    for _ in range(30 if ema_decay else 0):  # until the average is there
+        model.update_ema()
+    model.save_pretrained(str(tmp_path))
+    loaded = type(model.model).from_pretrained(str(tmp_path))
+    assert parameters(loaded).keys() == parameters(made().model).keys()
+    pixels = torch.rand(1, 3, RESOLUTION, RESOLUTION)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(pixels).logits, model.model(pixels).logits)
 
 
 def test_a_segmentation_model_takes_the_weights_of_its_detector(tmp_path, log):

@@ -11,11 +11,11 @@ from detectron2.solver import build_optimizer
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
 from injection import iterate
-from tiny import images, parameters, tiny_cfg
+from tiny import images, parameters, relative_difference, tiny_cfg
 from tiny_transformers import tiny_transformers_cfg
 from torch import nn
 
-from d2_memfit import AccumulatingTrainer
+from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.engine import MemfitCheckpointer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
@@ -175,6 +175,25 @@ def test_a_resumed_run_goes_on_from_the_adapters_themselves(tmp_path):
     iterate(second, 2, first=2)
     expected, actual = parameters(straight.model), parameters(second.model)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def steps_on_rank(rank, cfg, num_ranks):
+    """Adapters after two steps with two images each, on one rank or on two."""
+    model = model_of(cfg)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    wrapped = compat.create_ddp_model(model) if num_ranks > 1 else model
+    share = slice(rank, rank + 1) if num_ranks > 1 else slice(None)
+    iterate(AccumulatingTrainer(wrapped, [batch()[share]] * 2, optimizer), 2)
+    return {name: value for name, value in parameters(model).items() if "lora_" in name}
+
+
+def test_two_ranks_train_the_adapters_of_one_process(two_ranks):
+    cfg = cfg_of("vit", rank=2)
+    expected = steps_on_rank(0, cfg, 1)
+    actual, other = two_ranks.run(steps_on_rank, cfg, 2)
+    assert relative_difference(actual, expected) < 1e-5
+    assert all(torch.equal(actual[name], other[name]) for name in actual)
+    assert any(value.any() for name, value in actual.items() if "lora_B" in name)
 
 
 def test_a_dry_run_has_the_memory_of_one_that_is_computed(monkeypatch):

@@ -66,6 +66,12 @@ def final_weights(folder):
     return torch.load(folder / "model_final.pth", weights_only=True)["model"]
 
 
+def best_weights(folder):
+    """The weights of the best checkpoint: the average, and the trained ones."""
+    file = torch.load(folder / "model_best.pth", weights_only=True)
+    return {**file["model"], **file["trainer"]["_trainer"]["ema"]["weights"]}
+
+
 KILLED_IN_ITERATION_7 = """
 import os, runpy, signal, sys
 from d2_memfit.engine import AccumulatingTrainer
@@ -90,10 +96,16 @@ def ranks_of(torchrun):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"DATALOADER.NUM_WORKERS": 2},
+        {
+            "DATALOADER.NUM_WORKERS": 2,
+            "MEMFIT.EMA_DECAY": 0.9,
+            "MEMFIT.BEST.METRIC": "bbox/AP",
+            "DATASETS.TEST": ("coins_train",),
+            "TEST.EVAL_PERIOD": 4,  # not in the iteration of the checkpoint: RELIABILITY.md
+        },
         pytest.param({"SOLVER.AMP.ENABLED": True}, marks=pytest.mark.exhaustive),
     ],
-    ids=["float32", "float16"],
+    ids=["float32, its average and its best", "float16"],
 )
 def test_a_run_that_was_killed_ends_with_the_same_weights(coins, tmp_path, keys):
     log = tmp_path / "log"
@@ -108,8 +120,9 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(coins, tmp_path, keys)
     assert (tmp_path / "resumed" / "last_checkpoint").read_text() == "model_0000005.pth"
     finish(start(resumed, log), log)
     assert "The data go on where they were" in log.read_text()
-    expected, actual = (final_weights(tmp_path / name) for name in ("straight", "resumed"))
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    for weights in [final_weights, *([best_weights] if "MEMFIT.EMA_DECAY" in keys else [])]:
+        expected, actual = (weights(tmp_path / name) for name in ("straight", "resumed"))
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 LATE_RANK = """

@@ -164,7 +164,7 @@ class TransformersDetector(nn.Module):
         current = self.model.state_dict()
         for name, average in self.ema.state_dict().items():
             if average.is_floating_point():
-                average.lerp_(current[name], 1 - decay)
+                average.lerp_(current[name].to(average.device), 1 - decay)
             else:
                 average.copy_(current[name])
 
@@ -180,7 +180,13 @@ class TransformersDetector(nn.Module):
         if class_names:
             model.config.id2label = dict(enumerate(class_names))
             model.config.label2id = {name: i for i, name in enumerate(class_names)}
-        model.save_pretrained(folder)
+        # Layers with adapters (MEMFIT.FINE_TUNE.LORA_RANK) have their merged weights, too.
+        plain = {
+            name: value
+            for name, value in model.state_dict().items()
+            if ".base_layer." not in name and ".lora_" not in name
+        }
+        model.save_pretrained(folder, state_dict=plain)
 
     def _instances(
         self, output: Any, index: int, data: dict[str, Any], shown: tuple[float, float]
