@@ -1,13 +1,11 @@
 # Copyright (c) the d2_memfit developers.
 """Devices as data: allocator, workspaces, context."""
 
-from .allocators import Block, CachingAllocator, DoesNotFit
+from .allocators import DoesNotFit
 from .calibration import calibrate
 from .device_model import DeviceModel, DeviceUse, device_names
 
 __all__ = [
-    "Block",
-    "CachingAllocator",
     "DeviceModel",
     "DeviceUse",
     "DoesNotFit",
