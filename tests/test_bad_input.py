@@ -134,7 +134,7 @@ COCO = {
     "file_name is a list": (put(*IMAGE, "file_name", value=["1.jpg"]), "has the file_name ['1.jp"),
     "file_name of another folder": (
         put(*IMAGE, "file_name", value="/etc/passwd"),
-        "the image /etc/passwd (UnidentifiedImageError: ",
+        "opened images cannot be decoded. Training ends where one is loaded: /etc/passwd (Unid",
     ),
     "file_name is an address": (
         put(*IMAGE, "file_name", value="http://127.0.0.1:9/a.jpg"),

@@ -32,7 +32,7 @@ WRITERS = {
     "why_no_card_has",
 }
 # Tables of texts by fault, which are filled in elsewhere.
-TABLES = {"_CODES", "_IMAGES", "_KEYPOINTS", "_MASKS", "_MISSING"}
+TABLES = {"_CODES", "_IMAGES", "_KEYPOINTS", "_MASKS"}
 PASSED_ON = {
     "'\\n'.join(errors)",
     "complaint",

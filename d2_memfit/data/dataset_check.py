@@ -15,26 +15,11 @@ from .annotations import (
     look_at_annotations,
 )
 from .dataset_settings import classes_of_model
-from .images import look_at_images
+from .images import complaints_about_images, look_at_images
 
 __all__ = ["look_at_dataset", "warnings_about_data"]
 
 _MANY = 100_000  # annotations from which the check is slow enough for a message
-
-# Warnings by fault.
-_MISSING = {"missing": "{number} of {total} images do not exist, the first is {first}"}
-# The total is that of the opened images.
-_IMAGES = {
-    "unreadable": "{number} of {total} opened images cannot be decoded. Training ends where one is "
-    "loaded: {first}",
-    "size": "{number} of {total} opened images have another size than their dict says. Detectron2 "
-    "turns photographs as their EXIF data say. Training ends where one is loaded: {first}",
-    "turned": "{number} of {total} opened images are turned or mirrored as their EXIF data say. "
-    "Were their annotations drawn on the turned image? The first is {first}",
-    "deep": "{number} of {total} opened images have more than 8 bits in a channel. Detectron2 "
-    "reads all brighter pixels as 255, so these images are nearly white: convert them to 8 bits: "
-    "{first}",
-}
 
 
 def look_at_dataset(
@@ -78,14 +63,7 @@ def warnings_about_data(
     if cfg is not None:
         warnings += _warnings_about_classes(cfg, facts, class_names)
         warnings += [text for _, text in complaints_about_labels(cfg, facts)]
-    warnings += _warnings(_MISSING, facts.images, facts.num_images)
-    return warnings + _warnings(_IMAGES, facts.images, facts.images["opened"].number)
-
-
-def _warnings(texts: Mapping[str, str], cases: Mapping[str, Case], total: int) -> list[str]:
-    """The texts of the faults that occur, filled in."""
-    found = [(text, cases[fault]) for fault, text in texts.items() if cases.get(fault)]
-    return [text.format(number=c.number, total=total, first=c.first) for text, c in found]
+    return warnings + [text for _, text in complaints_about_images(facts.images, facts.num_images)]
 
 
 def _warnings_about_classes(

@@ -3,7 +3,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from detectron2.utils.file_io import PathManager
@@ -12,7 +12,7 @@ from PIL import Image
 from ..errors import DataError
 from .annotations import Case
 
-__all__ = ["check_images", "look_at_images"]
+__all__ = ["check_images", "complaints_about_images", "look_at_images"]
 
 # Wall-clock seconds to open files, spread evenly over the dataset: some 10,000 on a local disk. The
 # order is always the same.
@@ -23,6 +23,21 @@ _LIES_ON_ITS_SIDE = (5, 6, 7, 8)
 _DEEP = ("I", "F")  # PIL's modes of more than 8 bits; "I;16" is one of several
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 _TAIL = 1024  # bytes at the end of a file that contain its end marker
+
+_ERRORS = ("missing", "unreadable", "size")  # of a COCO file; others are warnings
+# What is wrong with image files, by fault. The total is that of the opened images, or of all.
+_IMAGES = {
+    "missing": "{number} of {total} images do not exist, the first is {first}",
+    "unreadable": "{number} of {total} opened images cannot be decoded. Training ends where one is "
+    "loaded: {first}",
+    "size": "{number} of {total} opened images have another size than their dict says. Detectron2 "
+    "turns photographs as their EXIF data say. Training ends where one is loaded: {first}",
+    "turned": "{number} of {total} opened images are turned or mirrored as their EXIF data say. "
+    "Were their annotations drawn on the turned image? The first is {first}",
+    "deep": "{number} of {total} opened images have more than 8 bits in a channel. Detectron2 "
+    "reads all brighter pixels as 255, so these images are nearly white: convert them to 8 bits: "
+    "{first}",
+}
 
 
 def check_images(name: str, images: Sequence[dict[str, Any]], folder: str) -> None:
@@ -37,23 +52,23 @@ def check_images(name: str, images: Sequence[dict[str, Any]], folder: str) -> No
         DataError: an image does not exist, cannot be read, or has another size than its entry.
     """
     files = [os.path.join(folder, str(image["file_name"])) for image in images]
-    sizes = [(image["width"], image["height"]) for image in images]
-    cases = look_at_images(files, sizes)
-    if missing := cases.get("missing"):
-        raise DataError(
-            f"dataset {name}: {missing.number} of {len(files)} images do not exist, the first is "
-            f"{missing.first}"
-        )
-    if unreadable := cases.get("unreadable"):
-        raise DataError(
-            f"dataset {name}: the image {unreadable.first} cannot be read; {unreadable.number} of "
-            f"{cases['opened'].number} opened images cannot"
-        )
-    if other := cases.get("size"):
-        raise DataError(
-            f"dataset {name}: {other.first}. Detectron2 turns photographs as their EXIF data say; "
-            f"{other.number} of {cases['opened'].number} opened images have another size"
-        )
+    cases = look_at_images(files, [(image["width"], image["height"]) for image in images])
+    for fault, complaint in complaints_about_images(cases, len(files)):
+        if fault in _ERRORS:
+            raise DataError(f"dataset {name}: {complaint}")
+
+
+def complaints_about_images(cases: Mapping[str, Case], total: int) -> Iterator[tuple[str, str]]:
+    """Each fault of image files with a line about it.
+
+    Args:
+        cases: as of :func:`look_at_images`; none if there are none.
+        total: number of all images.
+    """
+    for fault, text in _IMAGES.items():
+        if case := cases.get(fault):
+            of = total if fault == "missing" else cases["opened"].number
+            yield fault, text.format(number=case.number, total=of, first=case.first)
 
 
 def look_at_images(
