@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 from ..common.checks import check_positive_int
-from ..errors import OutOfMemoryError
+from ..errors import ConfigError, OutOfMemoryError
 from ..iteration import AveragedWeights, CostModel, Precision
 from ..job import NormalizerOptions, RecoveryOptions
 from ..memory import with_room
@@ -34,7 +34,6 @@ from .window import (
     MicroBatch,
     Window,
     WindowStorage,
-    cut_window,
     dataset_dicts,
 )
 
@@ -262,7 +261,12 @@ class AccumulatingTrainer(ResumableTrainer):
     def _begin_window(self, window: Window, storage: WindowStorage) -> None:
         """Find what the window's losses are divided by, before its first forward."""
         if self.cut is not None:
-            cut_window(window, self.cut, self.normalizers.communication.known != "")
+            if found := self.normalizers.communication.known:
+                raise ConfigError(
+                    "MEMFIT.COST_MODEL.BYTES cuts the images of each rank alone, and the model "
+                    f"communicates in its forward, {found}. Train without it"
+                )
+            window.cut(self.cut.cut)
         size = self.recovery.micro_batch_size if self.recovery else self.micro_batch_size
         self.normalizers.begin(window, size, self._forward)
         if self._before_window is None and self.normalizers.may_run_again:

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The images of one optimizer step, and how they are cut into micro-batches."""
 
-from .byte_cut import ByteCut, SizeLimit, cut_window
+from .byte_cut import ByteCut, SizeLimit
 from .columns import Row, dataset_dicts
 from .forward_counters import ForwardCounters, numbers_of
 from .micro_batch_size import MicroBatchSize
@@ -28,7 +28,6 @@ __all__ = [
     "WindowStorage",
     "count_images",
     "count_objects",
-    "cut_window",
     "dataset_dicts",
     "host_memory_error",
     "image_names",

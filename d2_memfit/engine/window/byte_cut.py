@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional, Union
 
-from detectron2.utils import comm
 from torch import nn
 
 from ...errors import ConfigError
@@ -16,7 +15,7 @@ from .columns import Row
 from .micro_batch_size import MicroBatchSize
 from .window import MicroBatch, Window, count_objects
 
-__all__ = ["ByteCut", "SizeLimit", "cut_window"]
+__all__ = ["ByteCut", "SizeLimit"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +60,8 @@ class ByteCut:
         """Memory, in GB, that the process may need with a micro-batch of several images."""
         return (self._base + self._room * (self._share.images or _PARTS) / _PARTS) / _GB
 
-    def cut(self, images: Sequence[Any], at_least: int = 1) -> list[list[Any]]:
+    def cut(self, images: Sequence[Any]) -> list[list[Any]]:
         """Cut images into micro-batches, the largest first, while there are no gradients yet.
-
-        Args:
-            at_least: smallest number of micro-batches, if there are as many images.
 
         Raises:
             ConfigError: the size of an image is not known.
@@ -81,10 +77,6 @@ class ByteCut:
             )
         )
         _, parts = min((self._cheapest(order, facts) for order in orders), key=lambda c: c[0])
-        while len(parts) < min(at_least, len(images)):
-            largest = max(parts, key=len)
-            parts.remove(largest)
-            parts += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
         parts.sort(key=lambda part: -self._bytes_of(_together(facts[i] for i in part)))
         return [[images[i] for i in part] for part in parts]
 
@@ -145,30 +137,6 @@ class ByteCut:
 
 
 SizeLimit = Union[MicroBatchSize, ByteCut]  # what limits micro-batches, in images or in bytes
-
-
-def cut_window(window: Window, cut: ByteCut, in_step: bool) -> None:
-    """Cut the rest of a window into micro-batches that fit.
-
-    Args:
-        in_step: whether ranks wait for each other in the forward. All then need the same number of
-            micro-batches.
-
-    Raises:
-        ConfigError: one rank has fewer images than another has micro-batches. All ranks raise it.
-    """
-    window.cut(cut.cut)
-    if not in_step:
-        return
-    parts = comm.all_gather((window.num_waiting, window.num_images_waiting))
-    most = max(num for num, _ in parts)
-    if most > min(images for _, images in parts):
-        raise ConfigError(
-            f"ranks have {[images for _, images in parts]} images, and one needs {most} "
-            "micro-batches, which all must have because the model may communicate in its forward. "
-            "Give all ranks as many images, or train without MEMFIT.COST_MODEL.BYTES"
-        )
-    window.cut(lambda images: cut.cut(images, most))
 
 
 def _facts_of(image: Any) -> ImageFacts:

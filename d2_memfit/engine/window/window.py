@@ -105,15 +105,6 @@ class Window:
         parts = [_images_of(data) for data in self._waiting]
         return [] if None in parts else [image for part in parts for image in part or ()]
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of micro-batches that are cut and not yet taken."""
-        return len(self._waiting)
-
-    @property
-    def num_images_waiting(self) -> int:
-        return sum(map(count_images, self._waiting))
-
     def take(
         self, num_images: Optional[int] = None, across_batches: bool = True
     ) -> Optional[MicroBatch]:
