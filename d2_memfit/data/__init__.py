@@ -3,7 +3,8 @@
 
 from .annotations import (
     AnnotationFacts,
-    check_annotations,
+    check_boxes,
+    check_crowd,
     check_polygons,
     look_at_annotations,
 )
@@ -20,9 +21,10 @@ __all__ = [
     "CocoFile",
     "ConvertedSplit",
     "Setting",
-    "check_annotations",
+    "check_boxes",
     "check_classes",
     "check_coco_file",
+    "check_crowd",
     "check_datasets",
     "check_polygons",
     "convert_folder",

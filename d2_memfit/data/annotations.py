@@ -17,7 +17,8 @@ __all__ = [
     "FAR",
     "AnnotationFacts",
     "Case",
-    "check_annotations",
+    "check_boxes",
+    "check_crowd",
     "check_polygons",
     "complaints_about_boxes",
     "complaints_about_labels",
@@ -251,11 +252,8 @@ def complaints_about_labels(cfg: CfgNode, facts: AnnotationFacts) -> Iterator[tu
             )
 
 
-def check_annotations(facts: AnnotationFacts, where: str = "") -> None:
-    """Raise :class:`DataError` for annotations with which training makes no sense.
-
-    More than half of the boxes have the same fault, or an image has more objects than Detectron2
-    can compare.
+def check_boxes(facts: AnnotationFacts, where: str = "") -> None:
+    """Raise :class:`DataError` if more than half of the boxes have the same fault.
 
     Args:
         where: the beginning of the message.
@@ -263,6 +261,10 @@ def check_annotations(facts: AnnotationFacts, where: str = "") -> None:
     for case, complaint in complaints_about_boxes(facts.cases, facts.num_objects):
         if 2 * case.number > facts.num_objects:
             raise DataError(where + complaint)
+
+
+def check_crowd(facts: AnnotationFacts) -> None:
+    """Raise :class:`DataError` if an image has more objects than training can compare."""
     if facts.most_objects > _MOST_OBJECTS:
         raise DataError(
             f"the image {facts.most_crowded} has {facts.most_objects:,} objects, and training "

@@ -14,7 +14,8 @@ from detectron2.utils import comm
 from ..common.patching import replaced_functions
 from ..data import (
     AnnotationFacts,
-    check_annotations,
+    check_boxes,
+    check_crowd,
     check_polygons,
     look_at_annotations,
     look_at_dataset,
@@ -119,7 +120,8 @@ def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: boo
 def _check_annotations(facts: AnnotationFacts, cfg: CfgNode, says_all: bool) -> None:
     if says_all:
         check_polygons(cfg, facts)
-    check_annotations(facts)
+    check_boxes(facts)
+    check_crowd(facts)
 
 
 def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:

@@ -11,7 +11,8 @@ from PIL import Image
 
 from d2_memfit import get_cfg
 from d2_memfit.data import (
-    check_annotations,
+    check_boxes,
+    check_crowd,
     check_polygons,
     look_at_annotations,
     look_at_dataset,
@@ -159,20 +160,20 @@ def test_it_is_an_error_if_most_boxes_are_wrong(fault):
     facts = look_at_annotations(dicts_of(*wrong))
     assert facts.cases[fault].number == 4
     with pytest.raises(DataError, match=r"^4 of 7 ") as e:
-        check_annotations(facts)
+        check_boxes(facts)
     assert str(e.value).count(" of b.png, bbox [") == 3  # examples
     assert "\n" not in str(e.value)
     facts = look_at_annotations(dicts_of(*wrong[1:]))
-    check_annotations(facts)
+    check_boxes(facts)
 
 
 def test_an_image_with_more_objects_than_can_be_compared_is_refused_in_seconds():
     start = time.process_time()
     facts = look_at_annotations(dicts_of(*[annotation()] * 100_000))
     with pytest.raises(DataError, match=r"the image b\.png has 100,000 objects"):
-        check_annotations(facts)
+        check_crowd(facts)
     assert time.process_time() - start < 10
-    check_annotations(look_at_annotations(dicts_of(*[annotation()] * 2000)))
+    check_crowd(look_at_annotations(dicts_of(*[annotation()] * 2000)))
 
 
 def test_boxes_in_an_image_of_unknown_size_may_lie_anywhere():
