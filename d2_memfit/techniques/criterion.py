@@ -2,6 +2,7 @@
 """Criteria of DETR-like models, computed for a few objects at a time."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -135,7 +136,8 @@ def _in_chunks(
     @wraps(function)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = kind(function, module, args, kwargs)
-        if call.counts is not None and len(list(chunks_of(call.counts, chunk_size))) == 1:
+        size = chunk_size * call.pairs_per_object
+        if call.counts is not None and len(list(chunks_of(call.counts, size))) == 1:
             return function(module, *args, **kwargs)
         name = f"{type(module).__qualname__}.{function.__name__}"
         if name not in can_chunk:
@@ -149,7 +151,7 @@ def _in_chunks(
                 )
         if call.counts is None or not can_chunk[name]:
             return function(module, *args, **kwargs)
-        return call.run(chunk_size)[0]
+        return call.run(size)[0]
 
     return run
 
@@ -203,6 +205,8 @@ class _MatcherCall:
         counts: numbers of objects in each image; None if the arguments do not tell.
         device: device of the predictions.
     """
+
+    pairs_per_object = 1
 
     def __init__(
         self,
@@ -300,6 +304,7 @@ class _LossCall:
 
     Attributes:
         counts: numbers of pairs in each image; None if the arguments have another form.
+        pairs_per_object: more than one if groups of queries are each matched with all objects.
         device: device of the predictions.
     """
 
@@ -318,8 +323,11 @@ class _LossCall:
         self._position = list(signature(loss).parameters).index("indices") - 1
         targets, self._indices = self._arguments[self._position - 1 : self._position + 1]
         self.counts: Optional[list[int]] = None
-        if is_targets(targets) and objects_per_image(targets) and _are_pairs(self._indices):
+        self.pairs_per_object = 1
+        objects = objects_per_image(targets) if is_targets(targets) else None
+        if objects and _are_pairs(self._indices):
             self.counts = [len(queries) for queries, _ in self._indices]
+            self.pairs_per_object = max(1, *map(_ratio, self.counts, objects))
         self.device = device_of(self._arguments)
 
     def of(self, chosen: Sequence[slice]) -> "_LossCall":
@@ -386,6 +394,10 @@ class _DrawnForAll(TorchFunctionMode):
             if shape[:1] == (self._part.stop - self._part.start,):
                 return func(self._num, *shape[1:], **kwargs)[self._part].clone()
         return func(*args, **kwargs)
+
+
+def _ratio(num_pairs: int, num_objects: int) -> int:
+    return math.ceil(num_pairs / max(num_objects, 1))
 
 
 def _are_pairs(indices: Any) -> bool:

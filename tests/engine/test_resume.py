@@ -117,7 +117,7 @@ def test_a_checkpoint_that_lacks_the_state_is_resumed_and_it_is_said(coins, tmp_
     torch.save(checkpoint, file)
     log.clear()
     train(cfg, 2, 3)
-    assert log.text.count("The checkpoint has neither the order of the data nor random") == 1
+    assert log.text.count("because the checkpoint has neither their order nor random states") == 1
 
 
 def test_a_loader_that_is_not_known_begins_again_and_it_is_said(coins, tmp_path, log):
@@ -129,10 +129,10 @@ def test_a_loader_that_is_not_known_begins_again_and_it_is_said(coins, tmp_path,
     cfg = coins_cfg(tmp_path, "faster_rcnn")
     train(cfg, 0, 2, OwnLoader)
     train(cfg, 2, 3, OwnLoader)
-    assert log.text.count("The data begin again: only the order of a loader of") == 1
+    assert log.text.count("The data begin again: only a loader of build_detection") == 1
     assert "the training loader is a generator" in log.text
     train(cfg, 3, 4)
-    assert log.text.count("The data begin again: the checkpoint is of a run with another") == 1
+    assert log.text.count("The data begin again: the run of the checkpoint had another loader") == 1
 
 
 def test_another_dataset_begins_again_and_it_is_said(coins, tmp_path, log):
@@ -141,6 +141,7 @@ def test_another_dataset_begins_again_and_it_is_said(coins, tmp_path, log):
     cfg.DATASETS.TRAIN = ("coins_val",)
     train(cfg, 2, 3)
     expected = (
-        "they are others: 64 images by a TrainingSampler then, 16 images by a TrainingSampler"
+        "dataset or sampler have changed: 64 images by a TrainingSampler then, 16 images by a "
+        "TrainingSampler now"
     )
     assert expected in log.text

@@ -368,7 +368,7 @@ def test_a_checkpoint_without_the_trainer_says_what_is_lost_and_how_to_keep_it(t
     straight.train()
     expected = parameters(straight.model)
     assert relative_difference(resumed_weights(tmp_path / "1", log), expected) > 0
-    found = re.search(r"neither the order of the data .* saves them after (.*)", log.text)
+    found = re.search(r"neither their order .* saves them after (.*)", log.text)
     log.clear()
     actual = resumed_weights(tmp_path / "2", log, remedy=found[1])
     assert "order of the data" not in log.text

@@ -147,6 +147,24 @@ def test_queries_in_groups_are_matched_the_same():
     assert relative_difference(found[1], expected[1]) < 1e-6
 
 
+@pytest.mark.parametrize(("num_objects", "pairs"), [(8, [16]), (30, [15] * 4)])
+def test_losses_of_groups_have_as_many_chunks_as_their_objects(num_objects, pairs):
+    calls = []
+
+    class Counting(SetCriterion):
+        def loss_boxes(self, outputs, targets, indices, num_boxes):
+            calls.append(sum(len(queries) for queries, _ in indices))
+            return super().loss_boxes(outputs, targets, indices, num_boxes)
+
+    changed = apply(Counting(GroupMatcher(), ["labels", "boxes"], 0), 8)
+    outputs = random_outputs(1, 120, num_layers=1)
+    with torch.no_grad():
+        changed(outputs, random_targets([num_objects]))
+        calls.clear()  # chunks were tried with a few objects
+        changed(outputs, random_targets([num_objects]))
+    assert calls == pairs
+
+
 class CostsOfMeans(HungarianMatcher):
     def forward(self, outputs, targets):
         mean = torch.cat([t["boxes"] for t in targets]).mean(0)

@@ -185,7 +185,7 @@ def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
             try:
                 observe()
             except Exception as failed:  # the run may still continue
-                logger.warning("What was to be seen of the memory is lost: %s", failed)
+                logger.warning("The memory at this error could not be recorded: %s", failed)
         raise
 
 

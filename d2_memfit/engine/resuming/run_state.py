@@ -102,9 +102,9 @@ class RunState:
         self._is_known = True
         if state is None:
             logger.warning(
-                "The checkpoint has neither the order of the data nor random states (those of "
-                "plain Detectron2 have none): the data begin again. A checkpointer of your own "
-                'saves them after checkpointer.add_checkpointable("trainer", trainer)'
+                "The data begin again, because the checkpoint has neither their order nor random "
+                "states. Those of plain Detectron2 have none. A checkpointer of your own saves "
+                'them after checkpointer.add_checkpointable("trainer", trainer)'
             )
             return
         ranks = state["ranks"]
@@ -115,8 +115,8 @@ class RunState:
             self._set_random_state(self._loaded["random_states"])
         elif rank < len(ranks):
             logger.warning(
-                "The checkpoint has no random states of rank %d: it was saved in an iteration in "
-                "which no GatherStates was due",
+                "The checkpoint has no random states of rank %d, because it was saved without "
+                "trainer.gather_states()",
                 rank,
             )
         self._load_data(state["data"], [r and r["data"] for r in ranks])
@@ -132,13 +132,13 @@ class RunState:
     def _load_data(self, stream: Optional[dict[str, Any]], ranks: list[Any]) -> None:
         if self._data is None:
             logger.warning(
-                "The data begin again: only the order of a loader of build_detection_train_loader "
-                "can be taken up, and the training loader is %s",
+                "The data begin again: only a loader of build_detection_train_loader can be "
+                "resumed, and the training loader is %s",
                 self._why_unknown,
             )
             return
         if stream is None:
-            logger.warning("The data begin again: the checkpoint is of a run with another loader")
+            logger.warning("The data begin again: the run of the checkpoint had another loader")
             return
         known = next(state for state in ranks if state)
         unknown = {"workers": [None] * len(known["workers"]), "seeds": None, "waiting": []}
@@ -147,11 +147,11 @@ class RunState:
                 stream, [state or {**known, **unknown} for state in ranks]
             )
         except ValueError as e:
-            logger.warning("The data begin again, as they are others: %s", e)
+            logger.warning("The data begin again, because dataset or sampler have changed: %s", e)
             return
         changed = (
-            "The numbers of ranks, workers or images are others: what was not taken is dealt anew, "
-            "and augmented by other random numbers"
+            "The number of ranks, workers or images has changed, so the remaining images are "
+            "distributed again, with other random augmentations"
         )
         logger.info("The data go on where they were. %s", "" if is_same else changed)
 

@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path, log):
     trainer.__class__ = Failing
     trainer.register_hooks([MemorySnapshot(str(file), on_oom=True)])
     trainer.train(0, 2)
-    assert "What was to be seen of the memory is lost" in log.text
+    assert "The memory at this error could not be recorded" in log.text
 
 
 def test_a_trainer_that_cannot_be_observed_is_an_error(tmp_path):
