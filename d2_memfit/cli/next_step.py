@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from ..config import CARDS, card_name
+
 __all__ = [
     "after_a_look",
     "after_convert",
@@ -130,7 +132,8 @@ def _plan(args: argparse.Namespace) -> str:
     words += _repeated("--project", args.project)
     words += [word for dataset in args.coco for word in ("--coco", *dataset)]
     if not (args.card or getattr(args, "budget", None)):
-        words += ["--card", "6GB"]
+        is_card = card_name(str(getattr(args, "device", ""))) in CARDS
+        words += ["--card", args.device if is_card else "6GB"]
     return _line("d2-memfit", "plan", *words, "--output", "plan.yaml", *args.opts)
 
 

@@ -15,7 +15,7 @@ from ..iteration import CostModel
 from ..job import Job
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques, techniques_on
-from .hooks import MONITORS, job_hooks
+from .hooks import job_hooks
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["build_trainer", "check_applied", "check_run_step", "trainer_options"]
@@ -127,5 +127,5 @@ def build_trainer(
         "These hooks run in trainer.train(start_iter, max_iter), not in a loop of run_step(): %s",
         ", ".join(type(hook).__name__ for hook in hooks),
     )
-    trainer.needs_train = any(isinstance(hook, MONITORS) for hook in hooks)
+    trainer.needs_train = job.cfg.MEMFIT.MONITOR != default_keys().MEMFIT.MONITOR
     return trainer

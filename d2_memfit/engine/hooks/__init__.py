@@ -6,12 +6,11 @@ from .explained_hooks import explains_hooks
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
-from .monitors import MONITORS, job_hooks
+from .monitors import job_hooks
 from .not_finite import likely_cause
 from .number_formats import compare_number_formats
 
 __all__ = [
-    "MONITORS",
     "BestCheckpoint",
     "LeakDetector",
     "MemoryMonitor",

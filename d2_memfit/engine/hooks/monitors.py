@@ -13,9 +13,7 @@ from .memory_snapshot import MemorySnapshot
 from .peak_record import RecordPeaks
 from .shared_device import MakeRoom
 
-__all__ = ["MONITORS", "job_hooks"]
-
-MONITORS = (LeakDetector, MemoryMonitor, MemorySnapshot)  # of MEMFIT.MONITOR
+__all__ = ["job_hooks"]
 
 
 def job_hooks(job: Job) -> list[HookBase]:

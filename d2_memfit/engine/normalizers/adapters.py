@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Criteria whose counts cannot be seen from outside, by the name of their class."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ class _Means(NamedTuple):
 
     Attributes:
         method: the method that returns a dict of them.
-        count: the number of elements, from the module and the method's positional arguments.
+        count: the number of elements, from the module and the method's arguments in the order of
+            its signature, even if it is called with their names.
         losses: names of the losses; all if there are none.
         is_exact: whether only MEMFIT.NORMALIZERS.POLICY exact counts them.
     """
@@ -79,10 +81,12 @@ def adapt_criteria(model: nn.Module, is_exact: bool) -> None:
 
 def _mixin(means: _Means) -> type:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(super(mixin, self), means.method)(*args, **kwargs)
+        original = getattr(super(mixin, self), means.method)
+        result = original(*args, **kwargs)
         if not self.training:
             return result
-        factor = mean_factor(means.count(self, *args))
+        in_order = inspect.signature(original).bind(*args, **kwargs).args
+        factor = mean_factor(means.count(self, *in_order))
         is_mean = {name: not means.losses or name in means.losses for name in result}
         return {k: loss * factor if is_mean[k] else loss for k, loss in result.items()}
 

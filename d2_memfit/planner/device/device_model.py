@@ -128,24 +128,25 @@ class DeviceModel:
         """Load a device file by name.
 
         Args:
-            name: a family in ``devices/``, a card in ``config/cards.csv``, or a path of a file of
-                ``tools/calibrate_device.py``.
+            name: a family or a measured card in ``devices/``, a card in ``config/cards.csv``, or a
+                path of a file of ``tools/calibrate_device.py``.
 
         Raises:
             ConfigError: the file does not exist, or is not a device file.
         """
         path = Path(name)
-        is_own = path.suffix in (".yaml", ".yml")
-        if not is_own:
+        is_row = path.suffix not in (".yaml", ".yml")
+        if is_row:
             path = _FOLDER / f"{name}.yaml"
-        if not is_own and not path.is_file() and name not in _cards():
+            is_row = not path.is_file()  # a card that was measured has a file, and maybe a row too
+        if is_row and name not in _cards():
             hint = did_you_mean(str(name), device_names())
             raise ConfigError(
                 f"there is no device {str(name)!r}{hint}. There are "
                 f"{', '.join(device_names())}, and files of tools/calibrate_device.py"
             )
         try:
-            values = _values_of_card(str(name)) if name in _cards() else _read(path)
+            values = _values_of_card(str(name)) if is_row else _read(path)
             device = cls(name=path.stem, **values)
         except (OSError, TypeError, yaml.YAMLError) as e:
             raise ConfigError(f"{path} is not a device file: {e}") from e
@@ -211,7 +212,12 @@ class DeviceModel:
                 return device
         alike = [d for d in devices if d.compute_capability == capability and d.memory_gb]
         gigabytes = properties.total_memory / _GB
-        nearest = min(alike, key=lambda d: abs((d.memory_gb or 0) - gigabytes), default=None)
+
+        def distance(device: DeviceModel) -> tuple[float, bool]:
+            is_variant = gpu.startswith(str(device.device_name))  # an RTX 4090 D of the RTX 4090
+            return abs((device.memory_gb or 0) - gigabytes), not is_variant
+
+        nearest = min(alike, key=distance, default=None)
         if nearest is None:
             nearest = cls.load("cuda")
         text = f"{gpu}, taken for {nearest.description}"
@@ -343,7 +349,7 @@ class _Account:
 
 
 def device_names() -> list[str]:
-    return sorted([*(path.stem for path in _FOLDER.glob("*.yaml")), *_cards()])
+    return sorted({*(path.stem for path in _FOLDER.glob("*.yaml")), *_cards()})
 
 
 def _read(path: Path) -> Any:

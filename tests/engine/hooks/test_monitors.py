@@ -2,35 +2,48 @@
 """Which hooks the keys of MEMFIT.MONITOR turn on."""
 
 import pytest
-from tiny import tiny_cfg
+from tiny import ROOT, tiny_cfg
 
 from d2_memfit import get_cfg
 from d2_memfit.config import check_config
-from d2_memfit.engine.hooks import MONITORS, job_hooks
+from d2_memfit.engine import GatherStates
+from d2_memfit.engine.hooks import job_hooks
+from d2_memfit.engine.hooks.peak_record import RecordPeaks
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
 
 KEYS = list(get_cfg().MEMFIT.MONITOR)
 
 
-def monitors(key=None, value=None):
+def hooks_of(cfg):
+    return [type(hook) for hook in job_hooks(Job.from_cfg(cfg))]
+
+
+def monitors(key, value):
+    """The hooks that a key turns on."""
     cfg = tiny_cfg("mask_rcnn")
-    if key is not None:
-        cfg.MEMFIT.MONITOR[key] = value
+    default = hooks_of(cfg)
+    cfg.MEMFIT.MONITOR[key] = value
     check_config(cfg)
-    return [type(hook) for hook in job_hooks(Job.from_cfg(cfg)) if isinstance(hook, MONITORS)]
+    return [hook for hook in hooks_of(cfg) if hook not in default]
 
 
 def test_none_is_on_by_default():
-    assert not monitors()
+    assert hooks_of(tiny_cfg("mask_rcnn")) == [GatherStates, RecordPeaks]
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_each_key_turns_one_on(key):
     is_bool = isinstance(get_cfg().MEMFIT.MONITOR[key], bool)
     assert len(monitors(key, True if is_bool else 40)) == 1, (
-        f"MEMFIT.MONITOR.{key}: job_hooks makes no hook of MONITORS (engine/hooks/monitors.py)"
+        f"MEMFIT.MONITOR.{key} turns no hook on: make it in job_hooks (engine/hooks/monitors.py)"
     )
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_has_a_row(key):
+    page = (ROOT / "docs" / "MONITORING.md").read_text()
+    assert f"| `MEMFIT.MONITOR.{key}` |" in page, f"docs/MONITORING.md has no row for {key}"
 
 
 @pytest.mark.parametrize("key", KEYS)

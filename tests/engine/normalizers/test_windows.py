@@ -415,6 +415,9 @@ def test_retinanet_is_divided_by_a_running_mean_of_windows():
         plain.run_step()
 
 
+# Criteria of public projects, which have an adapter
+
+
 class SetCriterionDynamicK(nn.Module):
     """The part of DiffusionDet's that divides."""
 
@@ -433,14 +436,25 @@ class Matches(Detector):
         indices = [
             (torch.arange(n), torch.arange(n)) for n in (2 * len(x["instances"]) + 1 for x in batch)
         ]
+        return self.losses(outputs, batch, indices)
+
+    def losses(self, outputs, batch, indices):
         return self.criterion.get_loss("loss", outputs, batch, indices, 1)
 
 
-def test_diffusiondet_is_divided_by_the_matches_of_the_window():
+class MatchesByName(Matches):
+    def losses(self, outputs, batch, indices):
+        return self.criterion.get_loss(
+            loss="loss", indices=indices, outputs=outputs, targets=batch, num_boxes=1
+        )
+
+
+@pytest.mark.parametrize("kind", [Matches, MatchesByName])
+def test_a_known_criterion_is_divided_by_the_count_of_the_window(kind):
     images = images_of()
-    full, _ = gradients(Matches, [[window] for window in images])
+    full, _ = gradients(kind, [[window] for window in images])
     divide, options = CUTS["4 x 1"]
-    actual, _ = gradients(Matches, list(map(divide, images)), **options)
+    actual, _ = gradients(kind, list(map(divide, images)), **options)
     assert max(differences(actual, full)) < 1e-12
 
 

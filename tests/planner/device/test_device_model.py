@@ -13,7 +13,7 @@ from scipy.stats import spearmanr
 from tiny import ROOT
 
 from d2_memfit.errors import ConfigError
-from d2_memfit.planner.device import DeviceModel, DoesNotFit
+from d2_memfit.planner.device import DeviceModel, DoesNotFit, device_model
 from d2_memfit.planner.device.device_model import device_names
 from d2_memfit.planner.dry_run import (
     Allocate,
@@ -118,7 +118,10 @@ class Gpu:
         (Gpu("NVIDIA GeForce RTX 2070", (7, 5), 7.8), "rtx_2070"),
         (Gpu("Tesla P100-PCIE-16GB", (6, 0), 15.9), "p100"),
         (Gpu("NVIDIA GeForce RTX 3080 Laptop GPU", (8, 6), 7.8), "rtx_3050"),  # as large
-        (Gpu("NVIDIA L4", (8, 9), 22), "rtx_4090"),
+        (Gpu("NVIDIA L4", (8, 9), 22), "l4"),
+        (Gpu("NVIDIA RTX A4000", (8, 6), 15.7), "rtx_a4000"),
+        (Gpu("NVIDIA GeForce RTX 4090 D", (8, 9), 23.5), "rtx_4090"),  # as large as l4
+        (Gpu("NVIDIA L40S", (8, 9), 44.4), "l40"),
         (Gpu("NVIDIA GeForce RTX 5090", (12, 0), 31.3), "cuda"),
     ],
 )
@@ -191,6 +194,16 @@ def test_what_is_outside_the_allocator_has_names():
         assert use.total_bytes == sum(use.breakdown.values()) + sum(use.outside.values())
     with pytest.raises(DoesNotFit):
         device.use(events, limit_bytes=one.total_bytes + 100 * MB, ranks=2)
+
+
+def test_a_file_counts_instead_of_the_row_of_its_card(tmp_path, monkeypatch):
+    family = (FOLDER / "cuda.yaml").read_text()
+    (tmp_path / "cuda.yaml").write_text(family)
+    (tmp_path / "rtx_3060.yaml").write_text(family.replace("context_mb: 400", "context_mb: 321"))
+    monkeypatch.setattr(device_model, "_FOLDER", tmp_path)
+    assert DeviceModel.load("rtx_3060").context_mb == 321
+    assert DeviceModel.load("rtx_3070").context_mb == 400
+    assert Counter(device_names())["rtx_3060"] == 1
 
 
 def test_a_file_of_ones_own(tmp_path):
