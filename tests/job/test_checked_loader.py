@@ -2,6 +2,8 @@
 """Training with registered datasets, of which nothing was checked: what is said."""
 
 import copy
+import os
+from collections import namedtuple
 
 import pytest
 from detectron2.data import (
@@ -14,9 +16,11 @@ from PIL import Image
 from tiny import tiny_cfg
 
 from d2_memfit import MemfitTrainer
+from d2_memfit.data import AnnotationFacts
 from d2_memfit.errors import DataError
 from d2_memfit.evaluation import build_evaluator
 from d2_memfit.job import checked_loader, checked_test_loaders
+from d2_memfit.job.checked_loader import shm_bytes
 from d2_memfit.techniques.shared_dataset import SharedList
 
 NAME = "registered"
@@ -165,3 +169,32 @@ def test_the_loader_of_the_test_set_shares_its_dataset_too(cfg, dicts, coins, sh
     model = Trainer.build_model(cfg)
     Trainer.test(cfg, model)
     assert isinstance(loaders[0].dataset._dataset, SharedList) is shared
+
+
+def test_dev_shm_is_measured_before_the_start(cfg, dicts, log, monkeypatch):
+    """A container has 64 MB."""
+    cfg.DATALOADER.NUM_WORKERS = 8
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (800,), 1333
+    status = namedtuple("status", ["f_bavail", "f_frsize"])
+    monkeypatch.setattr(os, "statvfs", lambda path: status(16384, 4096))
+    build = checked_loader(build_detection_train_loader, cfg)
+    build(cfg)
+    (warning,) = warnings(log)
+    # 8 workers x 2 images, a window of 2, and two groups of 2: 22 images of 3.2 MB.
+    assert "/dev/shm has 64 MB free, and the loader's workers may hold 67 MB" in warning
+    assert "docker run --shm-size=134m" in warning
+    assert warning.endswith("or set DATALOADER.NUM_WORKERS 7")
+    log.clear()
+    cfg.DATALOADER.NUM_WORKERS = 7
+    build(cfg)
+    assert warnings(log) == []
+
+
+def test_bit_masks_take_room_in_shared_memory(cfg):
+    facts = AnnotationFacts(num_images=10, num_objects=70, most_objects=30)
+    polygons = shm_bytes(cfg, facts, 1, 2)
+    cfg.INPUT.MASK_FORMAT = "bitmask"
+    pixels, images = 64 * 128, 2 * 2 + 2 + 4
+    assert polygons == pixels * 3 * images
+    assert shm_bytes(cfg, facts, 1, 2) == polygons + pixels * (7 * images + 30)
+    assert shm_bytes(cfg, facts, 1, 0) == 0
