@@ -29,8 +29,8 @@ from ..job import Job, find_function
 from ..measure.session import measure_gpu
 from ..memory import use_expandable_segments
 from ..planner.device import device_names
-from ..planner.estimates import run_dry
-from ..planner.search import plan_memory
+from ..planner.estimates import DryJob, run_dry
+from ..planner.search import Plan, plan_memory
 from ..planner.writing import (
     describe_estimate,
     describe_plan,
@@ -38,6 +38,7 @@ from ..planner.writing import (
     draw_plan,
     lazy_file,
     planned_yaml,
+    write_memory_snapshot,
 )
 from ..report import read_run, write_html, write_png
 from . import train
@@ -74,7 +75,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     if args.command == "predict":
         predict_files(args, _opts_of_budget(args), _say)
         return
-    for name in ("output", "html"):
+    for name in ("output", "html", "snapshot"):
         _check_folder(f"--{name}", getattr(args, name, None))
     if args.command == "draw":
         check_opts(args.opts)
@@ -125,6 +126,7 @@ def _ask(args: argparse.Namespace) -> None:
         estimate = dry_job.estimate(dry_job.limit_bytes, with_typical=True)
         if args.html is not None:
             draw_estimate(dry_job, args.html, _say)
+        _write_snapshot(dry_job, args.snapshot)
         _print(args, estimate, describe_estimate(estimate), after_a_look(args))
         return
     if job.budget_gb is None:
@@ -144,10 +146,8 @@ def _ask(args: argparse.Namespace) -> None:
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
     )
     # Files first: who reads what is printed may end early.
-    if args.html is not None:
-        before = run_dry(job, device, evaluates=False)
-        after = run_dry(job.with_settings(plan.settings), device, evaluates=False)
-        draw_plan(plan, before, after, args.html, _say)
+    if args.html is not None or args.snapshot is not None:
+        _draw_plan(args, job, plan, device)
     if args.output is not None and plan.fits:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
@@ -156,6 +156,19 @@ def _ask(args: argparse.Namespace) -> None:
     _print(args, plan, describe_plan(plan), after_plan(args) if plan.fits else "")
     if not plan.fits:
         sys.exit(_DOES_NOT_FIT)
+
+
+def _draw_plan(args: argparse.Namespace, job: Job, plan: Plan, device: Optional[str]) -> None:
+    after = run_dry(job.with_settings(plan.settings), device, evaluates=False)
+    if args.html is not None:
+        before = run_dry(job, device, evaluates=False)
+        draw_plan(plan, before, after, args.html, _say)
+    _write_snapshot(after, args.snapshot)
+
+
+def _write_snapshot(dry_job: DryJob, path: Optional[Path]) -> None:
+    if path is not None:
+        write_memory_snapshot(dry_job.device.events(dry_job.training), path)
 
 
 def _draw(args: argparse.Namespace) -> None:

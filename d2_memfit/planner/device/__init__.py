@@ -1,11 +1,13 @@
 # Copyright (c) the d2_memfit developers.
 """Devices as data: allocator, workspaces, context."""
 
-from .allocators import DoesNotFit
+from .allocators import Block, CachingAllocator, DoesNotFit
 from .calibration import calibrate
 from .device_model import DeviceModel, DeviceUse, device_names
 
 __all__ = [
+    "Block",
+    "CachingAllocator",
     "DeviceModel",
     "DeviceUse",
     "DoesNotFit",

@@ -3,8 +3,8 @@ import random
 
 import pytest
 
-from d2_memfit.planner.device import DoesNotFit
-from d2_memfit.planner.device.allocators import CachingAllocator, PageAllocator
+from d2_memfit.planner.device import CachingAllocator, DoesNotFit
+from d2_memfit.planner.device.allocators import PageAllocator
 
 MB = 2**20
 
