@@ -27,7 +27,6 @@ from detectron2.engine import default_argument_parser, default_setup, hooks
 from detectron2.evaluation import DatasetEvaluator, verify_results
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
-from detectron2.utils.file_io import PathManager
 from detectron2.utils.logger import setup_logger
 from torch import nn
 
@@ -192,8 +191,6 @@ def _check(args: argparse.Namespace, trainer: type[Trainer], add_keys: AddKeys) 
         raise CheckpointError(f"MODEL.WEIGHTS {cfg.MODEL.WEIGHTS} is a folder: name a file in it")
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR)
     checkpointer.check(cfg.MODEL.WEIGHTS, resume=args.resume)
-    if not (args.resume and checkpointer.has_checkpoint()):
-        _fetch(cfg.MODEL.WEIGHTS)
 
 
 def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
@@ -207,22 +204,6 @@ def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
         frames = list(walk_tb(e.__traceback__))
         place = f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}"
         raise ConfigError(f"the model cannot be built from this config ({e!r}, in {place})") from e
-
-
-def _fetch(weights: str) -> None:
-    """Download weights to the cache, where the ranks look for them."""
-    if "://" not in weights:
-        return
-    try:
-        file = PathManager.get_local_path(weights.partition("?")[0])  # main takes options there
-        problem = None if os.path.isfile(file) else f"{file} is not a file"
-    except Exception as e:  # each handler has its own
-        problem = f"{type(e).__name__}: {e}"
-    if problem is not None:
-        raise CheckpointError(
-            f"MODEL.WEIGHTS {weights} cannot be fetched ({problem}). Name a file that is here, or "
-            '"" for random weights'
-        )
 
 
 def _check_output_dir(output_dir: str) -> None:

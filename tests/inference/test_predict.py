@@ -183,6 +183,11 @@ def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp
         (["--output", "a_file"], "--output a_file is a file: name a folder"),
         (["--tile-size", "0"], "--tile-size must be an integer of at least 16"),
         (["--weights", "no.pth"], "the checkpoint no.pth does not exist"),
+        (
+            ["--weights", "http://127.0.0.1:9/w.pkl"],
+            "cannot be downloaded (URLError: <urlopen error [Errno 111] Connection refused>). "
+            "Download http://127.0.0.1:9/w.pkl where there is a network",
+        ),
         (["--config-file", "untrained.yaml"], "--weights: name the file of a trained model"),
         (["--budget", "5", "--card", "6GB"], "are two budgets: name one"),
         (["MODEL.ROI_HEADS.NUM_CLASSES", "7"], "does not fit the config: roi_heads.box_predictor."),

@@ -11,6 +11,7 @@ import re
 from typing import Any, Optional
 
 from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.utils.file_io import Detectron2Handler
 
 from ...common.files import LEFTOVERS, FolderLock, is_local, whole_file
 from ...errors import CheckpointError
@@ -158,11 +159,14 @@ class MemfitCheckpointer(DetectionCheckpointer):
     def check(self, path: str, *, resume: bool) -> None:
         """Verify the file that :meth:`resume_or_load` would load, before anything is written.
 
-        Only local files in PyTorch's format are read. Other local files must exist.
+        Only local files in PyTorch's format are read. Other local files must exist. A URL is
+        downloaded to the cache, where the ranks look for it.
         """
         if resume and self._newest_good()[0]:
             return
         self._check_exists(path)
+        if "://" in path:
+            self._download(path.partition("?")[0])  # main takes options there
         if path.endswith(".pth") and is_local(path):
             self._verified(path)
 
@@ -236,6 +240,22 @@ class MemfitCheckpointer(DetectionCheckpointer):
         # A URL may still have to be downloaded. Main takes options after a question mark.
         if path and is_local(path) and not self.path_manager.isfile(path.partition("?")[0]):
             raise CheckpointError(f"the checkpoint {path} does not exist")
+
+    def _download(self, url: str) -> None:
+        try:
+            file = self.path_manager.get_local_path(url)
+            problem = None if os.path.isfile(file) else f"{file} is not a file"
+        except Exception as e:  # each handler has its own
+            problem = f"{type(e).__name__}: {e}"
+        if problem is not None:
+            of_detectron2 = Detectron2Handler.PREFIX
+            address = url.replace(of_detectron2, Detectron2Handler.S3_DETECTRON2_PREFIX)
+            raise CheckpointError(
+                f"the weights {url} cannot be downloaded ({problem}). Download {address} where "
+                "there is a network, copy the file here, and name it in their place: MODEL.WEIGHTS "
+                'FILE, --weights FILE in predict, train.init_checkpoint=FILE for .py; or "" for '
+                "random weights"
+            )
 
     def _check_fits(self, file: str, checkpoint: Any) -> None:
         try:
