@@ -113,7 +113,9 @@ class SaveOnEnding(HookBase):
         self._inner.stop_signal = number
         self._status = 128 + number
         name = signal.Signals(number).name
-        logger.warning("%s: ending after iteration %d", name, self.trainer.iter)
+        logger.warning(
+            "%s: ending after iteration %d. --resume goes on from there", name, self.trainer.iter
+        )
         raise SystemExit(self._status)
 
     def after_train(self) -> None:

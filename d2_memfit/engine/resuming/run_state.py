@@ -150,10 +150,10 @@ class RunState:
             logger.warning("The data begin again, because dataset or sampler have changed: %s", e)
             return
         changed = (
-            "The number of ranks, workers or images has changed, so the remaining images are "
+            ". The number of ranks, workers or images has changed, so the remaining images are "
             "distributed again, with other random augmentations"
         )
-        logger.info("The data go on where they were. %s", "" if is_same else changed)
+        logger.info("The data go on where they were%s", "" if is_same else changed)
 
     def _set_random_state(self, states: dict[str, Any]) -> None:
         RandomState.from_state_dict(states, self._device).restore()
