@@ -110,8 +110,8 @@ def _classes(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator[S
     keys = [k for k in (_CLASS_KEYS.get(cfg.MODEL.META_ARCHITECTURE), *_class_keys(cfg)) if k]
     if not keys and cfg.MODEL.META_ARCHITECTURE not in _CLASS_KEYS:
         yield _note(
-            f"{file.name} has {num_classes} classes. Which key says so to a "
-            f"{cfg.MODEL.META_ARCHITECTURE} is not known: set it yourself"
+            f"{file.name} has classes: {num_classes}. Set the key that tells their number to "
+            f"{cfg.MODEL.META_ARCHITECTURE}, such as MODEL.ROI_HEADS.NUM_CLASSES"
         )
     for key in keys:
         value = value_of(cfg, key)

@@ -65,7 +65,7 @@ def test_where_the_key_is_not_known_it_is_said(file_of):
     cfg = get_cfg()
     cfg.MODEL.META_ARCHITECTURE = "MyModel"
     notes = [str(s) for s in fit_to_data(cfg, [file_of()], [], ())]
-    assert any("Which key says so to a MyModel is not known" in note for note in notes)
+    assert any("the key that tells their number to MyModel" in note for note in notes)
 
 
 def test_a_number_of_classes_that_the_user_gives_must_fit(file_of):
