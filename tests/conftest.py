@@ -1,4 +1,5 @@
 # Copyright (c) the d2_memfit developers.
+import gc
 import itertools
 import logging
 import os
@@ -34,6 +35,13 @@ def no_tiny_numbers():
     import torch
 
     torch.set_flush_denormal(True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_frozen():
+    """Each release of memory calls gc.collect(), which would look through all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ as ``__main__``, with arguments, environment, folder and limits of its own.
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import resource
@@ -110,6 +111,7 @@ def run_forked(*arguments, timeout_s=180, **options):
 
 def _run(arguments, files, folder, environment, limits):
     os.setsid()
+    gc.freeze()  # as in conftest.py
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the suite runs behind "&"
     multiprocessing.set_start_method(None, force=True)  # that of workers: the system's
     for number, file in enumerate(files, 1):

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Gloo ranks for tests: real processes, kept from test to test because they start slowly."""
 
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -67,6 +68,7 @@ def _serve(rank, num_ranks, init_method, pipe):
     multiprocessing.set_start_method(None, force=True)  # that of loaders' workers: the system's
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # as in conftest.py
+    gc.freeze()  # as there
     dist.init_process_group(
         "gloo",
         init_method=init_method,

@@ -39,8 +39,9 @@ def coins_cfg(output_dir, family="mask_rcnn", **keys):
 
 def train_on_rank(rank, folder, *args):
     """:func:`train` in a process of :class:`Ranks`, whose losses are those of all ranks."""
-    if "coins_train" not in DatasetCatalog:
-        register_coco("coins_train", str(folder / "train.json"), str(folder / "train"))
+    for split in ("train", "val"):
+        if f"coins_{split}" not in DatasetCatalog:
+            register_coco(f"coins_{split}", str(folder / f"{split}.json"), str(folder / split))
     return train(*args)
 
 

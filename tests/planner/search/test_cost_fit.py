@@ -52,8 +52,13 @@ def test_no_term_is_below_zero():
     "config",
     [
         "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml",
-        "COCO-Detection/retinanet_R_50_FPN_1x.yaml",
-        "COCO-Keypoints/keypoint_rcnn_R_50_FPN_1x.yaml",
+        *(
+            pytest.param(config, marks=pytest.mark.exhaustive)
+            for config in (
+                "COCO-Detection/retinanet_R_50_FPN_1x.yaml",
+                "COCO-Keypoints/keypoint_rcnn_R_50_FPN_1x.yaml",
+            )
+        ),
     ],
 )
 def test_dry_runs_that_were_not_seen_are_predicted(config):
