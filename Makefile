@@ -1,6 +1,7 @@
 # make demo   trains a Mask R-CNN on photographs of coins, evaluates it, and draws what it found
-# make test   runs the test suite
+# make test   runs the test suite, in about 8 minutes on two cores
 # make quick  runs the part of it that needs less than a minute
+# make long   runs real trainings of many seconds each, which make test leaves out
 # make docs   makes a site of the documentation, with Python 3.11 or later: open
 #             build/site/index.html, or, so that its search works too, the address that
 #             `python3 -m http.server --directory build/site` says
@@ -16,7 +17,7 @@ PROCESSES ?= 2
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo test quick exhaustive docs lint types venv
+.PHONY: demo test quick long exhaustive docs lint types venv
 
 PYTEST = "$(VENV)/bin/python" -m pytest -n $(PROCESSES) --dist worksteal
 
@@ -27,7 +28,10 @@ test: venv
 	$(PYTEST) $(PYTEST_ARGS)
 
 quick: venv
-	$(PYTEST) -m "not slow and not exhaustive" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not long and not exhaustive" $(PYTEST_ARGS)
+
+long: venv
+	$(PYTEST) -m long $(PYTEST_ARGS)
 
 exhaustive: venv
 	$(PYTEST) -m exhaustive $(PYTEST_ARGS)

@@ -18,7 +18,7 @@ from tiny import ROOT
 
 from d2_memfit.config import load_cfg
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 README, GETTING_STARTED = ROOT / "README.md", ROOT / "docs" / "GETTING_STARTED.md"
 CARD_GB = 5.79  # what PyTorch reports for a card that is sold with 6 GB

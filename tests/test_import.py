@@ -166,6 +166,7 @@ def test_what_is_installed_says_whose_it_is(installed, tmp_path):
     assert run.stdout.splitlines() == [whose, "LICENSE"]
 
 
+@pytest.mark.long
 def test_the_installed_command_plans_and_trains(installed, coins, tmp_path):
     python, _ = installed
     command = [python.parent / "d2-memfit"]

@@ -6,13 +6,12 @@ import os
 import pty
 import re
 import struct
-import subprocess
-import sys
 import termios
+from select import select
 
 import pytest
+from forks import Forked, run_forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +19,8 @@ SHORT = [
     *("MODEL.WEIGHTS", "", "MODEL.DEVICE", "cpu", "MODEL.ROI_BOX_HEAD.FC_DIM", "64"),
     *("MODEL.ANCHOR_GENERATOR.SIZES", "[[8], [16], [32], [64], [128]]"),
     *("INPUT.MIN_SIZE_TRAIN", "(32,)", "INPUT.MAX_SIZE_TRAIN", "48", "INPUT.MIN_SIZE_TEST", "32"),
+    *("MODEL.RPN.POST_NMS_TOPK_TRAIN", "50", "MODEL.RPN.POST_NMS_TOPK_TEST", "20"),
+    *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", "16"),
     *("DATALOADER.NUM_WORKERS", "0", "SOLVER.IMS_PER_BATCH", "1", "SOLVER.MAX_ITER", "22"),
 ]
 
@@ -28,17 +29,16 @@ SHORT = [
 def runs(coins, tmp_path_factory):
     """A folder, and what the command shows: in a terminal, and into a pipe when it is resumed."""
     folder = tmp_path_factory.mktemp("screen")
-    command = [sys.executable, "-m", "d2_memfit", "train", "--resume"]
+    command = ["-m", "d2_memfit", "train", "--resume"]
     command += ["--config-file", "COCO-Detection/faster_rcnn_R_18_FPN_3x"]
     for split in ("train", "val"):
         command += ["--coco", f"screen_{split}", coins / f"{split}.json", coins / split]
-    started = {
-        "cwd": folder,
-        "env": {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    }
+    started = {"cwd": folder, "env": {"OMP_NUM_THREADS": "1"}}
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))  # rows, columns
-    process = subprocess.Popen([*command, *SHORT], stdout=theirs, stderr=theirs, **started)
+    process = Forked([*command, *SHORT], os.ttyname(theirs), **started)
+    while process.poll() is None and not select([ours], [], [], 0.1)[0]:
+        pass  # until it has opened the terminal
     os.close(theirs)
     terminal = b""
     while chunk := read(ours):
@@ -46,8 +46,9 @@ def runs(coins, tmp_path_factory):
     os.close(ours)
     assert process.wait(60) == 0, terminal.decode()
     longer = [*SHORT[:-1], "24"]
-    piped = subprocess.run([*command, *longer], capture_output=True, check=True, **started)
-    return folder / "output", terminal.decode(), piped.stdout.decode()
+    piped = run_forked(*command, *longer, **started)
+    assert piped.returncode == 0, piped.stderr
+    return folder / "output", terminal.decode(), piped.stdout
 
 
 def read(descriptor):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from forks import run_forked
+from forks import FORKED_RANKS, run_forked
 from tiny import ROOT, read_metrics, run_process
 
 from d2_memfit.cli.commands import main
@@ -100,7 +100,7 @@ def test_accumulation_mixed_precision_evaluation_and_resuming(arguments, tmp_pat
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
 def test_two_ranks(arguments, tmp_path):
     options = ["--num-gpus", 2, "--dist-url", "auto", "train.accumulation_steps=3"]
-    result = run_forked(TRAIN_NET, *arguments, *options)
+    result = run_forked("-c", FORKED_RANKS, TRAIN_NET, *arguments, *options)
     assert result.returncode == 0, result.stderr[-4000:]
     metrics = read_metrics(tmp_path / "output")
     assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [6, 6]

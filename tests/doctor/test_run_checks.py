@@ -87,7 +87,11 @@ def findings(folder, trainer, job_of=job_of):
 
 
 @pytest.mark.parametrize(
-    "trainer", [DefaultTrainer, pytest.param(None, marks=pytest.mark.exhaustive)]
+    "trainer",
+    [
+        pytest.param(DefaultTrainer, marks=pytest.mark.long),
+        pytest.param(None, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_runs_that_are_well(coins, trainer):
     found = findings(coins, trainer)

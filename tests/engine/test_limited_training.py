@@ -12,6 +12,7 @@ from tiny import ROOT, relative_difference
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process"),
 ]
 

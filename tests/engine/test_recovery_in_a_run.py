@@ -49,6 +49,7 @@ atexit.register(lambda: print("options:", os.environ.get("PYTORCH_CUDA_ALLOC_CON
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
 def test_a_budget_that_detectron2_exceeds_is_kept_and_can_be_planned_for(cfg, coins, tmp_path):
     """In training and in evaluation, and each worker of the loader has one of its own."""

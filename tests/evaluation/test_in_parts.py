@@ -4,7 +4,6 @@
 import json
 import os
 import random
-import sys
 import time
 
 import numpy as np
@@ -15,7 +14,8 @@ import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Boxes, Instances
-from tiny import run_process, tiny_cfg
+from forks import run_forked
+from tiny import tiny_cfg
 
 from d2_memfit import MemfitTrainer
 from d2_memfit.config import check_config
@@ -361,7 +361,7 @@ def measure(folder, num_images):
         f"print('growth', growth_mb(Path({str(folder)!r}), {num_images}, True))"
     )
     start = time.perf_counter()
-    run = run_process([sys.executable, "-c", script], timeout_s=1200, cwd=os.path.dirname(__file__))
+    run = run_forked("-c", script, timeout_s=1200, cwd=os.path.dirname(__file__))
     assert run.returncode == 0, run.stderr[-3000:]
     growth = float(run.stdout.split()[-1])
     print(f"{num_images} images: {growth:.0f} MB, {time.perf_counter() - start:.0f} s")

@@ -88,7 +88,7 @@ def device(request):
 
 def side():
     """Of images in pixels: small ones where a CPU computes, large ones beside workspaces."""
-    return 256 if torch.cuda.get_device_name() == "Made-up" else 512
+    return 160 if torch.cuda.get_device_name() == "Made-up" else 512
 
 
 def on_a_made_up_card_too(test):

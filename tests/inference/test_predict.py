@@ -2,7 +2,6 @@
 import json
 import shlex
 import shutil
-import sys
 
 import cv2
 import numpy as np
@@ -13,9 +12,10 @@ from detectron2.data.detection_utils import read_image
 from detectron2.data.transforms import ResizeShortestEdge
 from detectron2.engine import DefaultPredictor
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
+from forks import run_forked
 from PIL import Image
 from pycocotools.coco import COCO
-from tiny import run_process, tiny_cfg, tiny_model
+from tiny import tiny_cfg, tiny_model
 from trained import save_trained
 
 from d2_memfit.cli.commands import main
@@ -162,15 +162,15 @@ def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp
     """Under a budget that the kernel enforces."""
     config = save_trained(tmp_path / "wide", MODEL__RESNETS__STEM_OUT_CHANNELS=128)
     Image.open(photographs / "000.png").resize((1800, 1800)).save(photographs / "large.jpg")
-    command = [sys.executable, "-m", "d2_memfit", "predict", "--config-file", config]
+    command = ["-m", "d2_memfit", "predict", "--config-file", config]
     command += ["--input", photographs, "--budget", "1.2"]
     keys = ["INPUT.MIN_SIZE_TEST", "0"]
-    run = run_process([*command, "--output", tmp_path / "found", *keys])
+    run = run_forked(*command, "--output", tmp_path / "found", *keys)
     assert run.returncode == 3, run.stderr
     (line,) = [line for line in run.stderr.splitlines() if "memory" in line]
     assert line.startswith(f"{photographs / 'large.jpg'} does not fit into the memory: ")
     assert "2 images" in run.stdout
-    run = run_process([*command, "--output", tmp_path / "tiles", "--tile-size", "600", *keys])
+    run = run_forked(*command, "--output", tmp_path / "tiles", "--tile-size", "600", *keys)
     assert run.returncode == 0, run.stderr
     assert "3 images" in run.stdout
 

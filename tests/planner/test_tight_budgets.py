@@ -5,7 +5,8 @@ import json
 import sys
 
 import pytest
-from tiny import ROOT, run_process
+from forks import run_forked
+from tiny import ROOT
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,7 +18,7 @@ TIGHT_MB, TOO_LITTLE_MB = 90, 20
 
 def run(kind, folder, *extras_mb):
     script = ROOT / "tests" / "tight_training.py"
-    return run_process([sys.executable, script, kind, folder, *extras_mb], timeout_s=600)
+    return run_forked(script, kind, folder, *extras_mb, timeout_s=600)
 
 
 def test_a_job_trains_in_a_tight_budget_and_cannot_in_one_that_is_refused(tmp_path):

@@ -55,6 +55,7 @@ def test_the_recipe_is_that_of_detectron2():
     assert ours == upstream
 
 
+@pytest.mark.long
 def test_it_trains_and_is_evaluated_under_a_budget_that_was_planned_for(tmp_path):
     script = [PROJECT / "coins.py", "--output-dir", tmp_path]
     size = ["INPUT.MIN_SIZE_TRAIN", "(96,)", "INPUT.MIN_SIZE_TEST", "96"]

@@ -123,7 +123,9 @@ def test_a_tile_larger_than_the_image_is_the_image(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "overlap"), [(256, 64), (256, 31), (300, 200)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))]
+)
 def test_merged_tiles_find_what_the_whole_image_has_every_object_once(
     size, overlap, seed, tmp_path
 ):
@@ -520,9 +522,9 @@ def test_a_plan_is_made_for_tiles_not_for_images(tmp_path):
 def test_a_real_model_finds_in_tiles_what_it_finds_in_the_whole(tmp_path):
     """Its results in the middle of a tile do not depend on where the tile ends."""
     torch.manual_seed(0)
-    config = cfg("TILES.SIZE", 512, "TILES.OVERLAP", 256, "TEST.DETECTIONS_PER_IMAGE", 100)
+    config = cfg("TILES.SIZE", 320, "TILES.OVERLAP", 160, "TEST.DETECTIONS_PER_IMAGE", 100)
     model = build_model(config).eval()
-    pixels = spots(512)
+    pixels = spots(320)
     (whole,) = model([{"image": torch.as_tensor(pixels).expand(3, -1, -1)}])
     whole = whole["instances"]
     found = list(TiledPredictor(config, model).detect(save(tmp_path, pixels)))
@@ -640,6 +642,7 @@ def test_the_large_images_have_their_coins_where_the_annotations_say(large_image
     assert pixels[on_coins == 1].mean() > 2 * pixels[on_coins == 0].mean()
 
 
+@pytest.mark.long
 def test_training_evaluation_and_prediction_by_the_scripts(large_images, tmp_path):
     datasets = []
     for split in ("train", "val"):

@@ -6,7 +6,7 @@ import torch
 from d2_transformers import Trainer
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
-from forks import run_forked
+from forks import FORKED_RANKS, run_forked
 from injection import FailingTrainer, InjectedTrainer, Injector, iterate
 from tiny import (
     ROOT,
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.slow
 PROJECT = ROOT / "projects" / "Transformers"
 
 
-def train(config, coins, *options, timeout_s=180):
+def train(config, coins, *options, before=(), timeout_s=180):
     arguments = ["--config-file", config]
     for split in ("train", "val"):
         arguments += ["--coco", f"coins_{split}", coins / f"{split}.json", coins / split]
     script = PROJECT / "train_transformers.py"
-    result = run_forked(script, *arguments, *options, timeout_s=timeout_s)
+    result = run_forked(*before, script, *arguments, *options, timeout_s=timeout_s)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
@@ -75,7 +75,8 @@ def test_a_job_trains_in_a_budget_is_resumed_saved_and_evaluated(kind, has_masks
 
 def test_on_two_ranks(tmp_path, coins):
     config = tiny_config(tmp_path, "rf_detr", True)
-    train(config, coins, "--num-gpus", "2", "MEMFIT.BUDGET_GB", "None", timeout_s=300)
+    options = ["--num-gpus", "2", "MEMFIT.BUDGET_GB", "None"]
+    train(config, coins, *options, before=["-c", FORKED_RANKS], timeout_s=300)
     metrics = read_metrics(tmp_path / "output")
     assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [4]
     assert (tmp_path / "output" / "pretrained" / "model.safetensors").exists()

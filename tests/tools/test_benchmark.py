@@ -24,7 +24,7 @@ def test_accumulation():
 @pytest.mark.parametrize(
     "others",
     [
-        [],
+        pytest.param([], marks=pytest.mark.long),
         pytest.param(["RetinaNet"], marks=pytest.mark.exhaustive),
         pytest.param(["DETR-like"], marks=pytest.mark.exhaustive),
     ],

@@ -145,6 +145,7 @@ launch(main, 1)
 """
 
 
+@pytest.mark.long
 def test_a_restarted_rank_does_not_look_for_a_dead_one(tmp_path):
     """It found the address of the last attempt when the other rank started later."""
     script, log = tmp_path / "late_rank.py", tmp_path / "log"

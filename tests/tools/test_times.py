@@ -6,7 +6,7 @@ import statistics
 import pytest
 from benchmarks import times
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

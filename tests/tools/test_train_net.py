@@ -10,7 +10,7 @@ import pytest
 import torch
 import train_net
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from forks import run_forked
+from forks import FORKED_RANKS, run_forked
 from tiny import ROOT, read_metrics, run_process, tiny_cfg
 
 from d2_memfit.cli import train
@@ -181,9 +181,9 @@ def commands_of_two_ranks(launcher, url):
 @pytest.mark.parametrize(
     "launcher",
     [
-        "num-gpus",
+        pytest.param("num-gpus", marks=pytest.mark.long),
         pytest.param("machines", marks=pytest.mark.exhaustive),
-        "torchrun",
+        pytest.param("torchrun", marks=pytest.mark.long),
         pytest.param("torchrun-nodes", marks=pytest.mark.exhaustive),
     ],
 )
@@ -210,7 +210,8 @@ def test_an_error_of_a_rank_is_one_line(arguments):
     weights = Path(arguments[1]).with_name("weights.pkl")
     weights.write_text("not weights")
     arguments = [*arguments, "MODEL.WEIGHTS", weights]
-    result = run_forked(TRAIN_NET, "--num-gpus", 2, "--dist-url", "auto", *arguments)
+    ranks = ["--num-gpus", 2, "--dist-url", "auto"]
+    result = run_forked("-c", FORKED_RANKS, TRAIN_NET, *ranks, *arguments)
     assert result.returncode == 2
     assert f"error: cannot read the checkpoint {weights}" in result.stderr
     assert "Traceback" not in result.stderr

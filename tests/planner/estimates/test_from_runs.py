@@ -217,6 +217,7 @@ def command(name, *options):
     return run.stdout
 
 
+@pytest.mark.long
 def test_a_wrong_device_file_is_put_right_by_one_run(coins, wrong, tmp_path):
     """End to end: what the job takes in another run is within 2% of the estimate."""
     data = "--coco", "learned_train", coins / "train.json", coins / "train"
