@@ -29,6 +29,14 @@ for folder in (
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
 
 
+@pytest.hookimpl(tryfirst=True)  # before options select tests by their markers
+def pytest_collection_modifyitems(items):
+    """Ranks start slowly: `make quick` starts none."""
+    for item in items:
+        if {"two_ranks", "three_ranks"} & set(item.fixturenames):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_tiny_numbers():
     """Random weights have gradients so small that each takes a CPU a hundred times as long."""

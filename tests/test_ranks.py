@@ -3,7 +3,10 @@
 
 import sys
 
+import pytest
 from ranks import Ranks
+
+pytestmark = pytest.mark.slow
 
 
 def double(rank, number):

@@ -69,6 +69,7 @@ def cpu_seconds(coco, tmp_path):
     return time.process_time() - start
 
 
+@pytest.mark.slow
 def test_the_time_grows_with_the_annotations_and_not_with_their_square(tmp_path):
     """60,000 took over 195 s, of which the last is there twice. The bound is that of the CPU's
     time, and ten times what it takes.

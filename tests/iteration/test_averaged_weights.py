@@ -4,6 +4,7 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from injection import InjectedTrainer, Injector, iterate
@@ -16,6 +17,8 @@ from d2_memfit import AccumulatingTrainer, MemfitTrainer
 from d2_memfit.engine import MemfitCheckpointer, evaluating
 from d2_memfit.iteration import AveragedWeights, average_of
 from d2_memfit.job import RecoveryOptions
+
+pytestmark = pytest.mark.slow
 
 DECAY = 0.75
 

@@ -16,6 +16,8 @@ from d2_memfit.measure.items import items_of
 from d2_memfit.measure.results import MACHINE, Results
 from d2_memfit.measure.session import measure_gpu
 
+pytestmark = pytest.mark.slow
+
 MACHINE_RECORD = {"stage": "measured", "item": MACHINE, "card": "Some Card", "pytorch": "2.14"}
 MACHINE_RECORD |= {"date": "2026-11-24", "rehearsal": False}
 
@@ -61,7 +63,6 @@ def interrupted(tmp_path, number, lines):
     return Results.read(log), sorted(p.suffix for p in (tmp_path / "out").iterdir())
 
 
-@pytest.mark.slow
 def test_what_is_killed_leaves_what_was_measured(tmp_path):
     results, files = interrupted(tmp_path, signal.SIGKILL, 2)
     assert results.machine["rehearsal"]
@@ -70,7 +71,6 @@ def test_what_is_killed_leaves_what_was_measured(tmp_path):
     assert files == [".jsonl"]
 
 
-@pytest.mark.slow
 def test_an_interrupt_writes_the_pages(tmp_path):
     _, files = interrupted(tmp_path, signal.SIGINT, 1)
     assert files == [".json", ".jsonl", ".md", ".png"]
@@ -189,9 +189,7 @@ def test_a_folder_has_figures_of_one_card(tmp_path, monkeypatch):
     [
         ("tpu", 1, "--device must be cuda:0, of another number, or cpu, got 'tpu'"),
         ("cpu", 0, "--minutes must be a positive number, got 0"),
-        pytest.param(
-            *("cuda:99", 1, "--device cuda:99 cannot be used: status 1: "), marks=pytest.mark.slow
-        ),
+        ("cuda:99", 1, "--device cuda:99 cannot be used: status 1: "),
     ],
 )
 def test_what_cannot_be_measured_is_an_error(device, minutes, error, tmp_path):

@@ -76,6 +76,7 @@ def test_nothing_else_is_taken_for_it(error):
     assert not is_out_of_memory(error)
 
 
+@pytest.mark.slow
 def test_what_onednn_says_counts_only_under_a_limit_whoever_set_it():
     code = """
 import resource

@@ -15,6 +15,8 @@ from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, detect_most
 from d2_memfit.planner.writing import describe_estimate, describe_plan
 
+pytestmark = pytest.mark.slow
+
 MOST = 10  # detections
 
 

@@ -15,6 +15,8 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques import get_technique
 
+pytestmark = pytest.mark.slow
+
 
 def apply(model, *modules):
     cfg = tiny_cfg()

@@ -9,6 +9,8 @@ from tiny import images, relative_difference, tiny_cfg, tiny_model
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques import checkpointed
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
 
 

@@ -26,7 +26,11 @@ from d2_memfit.techniques import apply_techniques
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("peft")
+
+@pytest.fixture(scope="module", autouse=True)
+def peft():
+    pytest.importorskip("peft")  # here, because its import takes two seconds
+
 
 SWIN = {
     "backbone_config": {

@@ -114,6 +114,7 @@ def test_a_kind_of_project_has_its_part_of_the_page():
     assert links == {"detrex", "unbiased-teacher", "projects-with-their-own-loop"}
 
 
+@pytest.mark.slow
 def test_a_tree_that_is_not_there_is_told(tmp_path):
     tool = ROOT / "tools" / "compatibility.py"
     output = tmp_path / "page.md"

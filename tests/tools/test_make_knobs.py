@@ -2,8 +2,10 @@
 import re
 
 import make_knobs
+import pytest
 
 
+@pytest.mark.slow
 def test_the_guide_is_what_the_planner_says():
     text = (make_knobs.DOCS / "KNOBS.md").read_text()
     for knobs in make_knobs.KNOBS.values():

@@ -14,6 +14,8 @@ from d2_memfit.config import check_config
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 class Trainer(MemfitTrainer):
     """Evaluations have the AP of a list, by iteration; ``iterations`` are those that were made."""

@@ -12,6 +12,8 @@ from d2_memfit import Job, MemfitTrainer
 from d2_memfit.engine.hooks.peak_record import RecordPeaks
 from d2_memfit.memory import process_memory, records_here
 
+pytestmark = pytest.mark.slow
+
 MB = 2**20
 CPU = torch.device("cpu")
 

@@ -357,6 +357,7 @@ def owner(tmp_path, request):
     process.wait(60)
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_folder_is_told_of_the_first_and_changes_nothing(tmp_path, owner):
     (tmp_path / "model_0000009.pth").touch()
     before = names(tmp_path)
@@ -370,6 +371,7 @@ def test_a_second_run_in_a_folder_is_told_of_the_first_and_changes_nothing(tmp_p
     assert "model_0000000.pth" in names(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner", [["shared"]], indirect=True)
 def test_processes_that_only_look_at_the_lock_do_not_see_each_other(tmp_path, owner):
     """As torchrun's ranks before they start."""

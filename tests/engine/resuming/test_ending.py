@@ -307,6 +307,7 @@ def test_an_error_loses_nothing_in_fresh_and_resumed_runs(
     torch.testing.assert_close(weights, straight, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_an_iteration_that_cannot_begin_loses_no_step(coins, tmp_path, log):
     def at_the_start(trainer, now):
         mark = trainer._trainer.run_state.mark
@@ -317,6 +318,7 @@ def test_an_iteration_that_cannot_begin_loses_no_step(coins, tmp_path, log):
     assert "The state after iteration 2 is in" in log.text
 
 
+@pytest.mark.slow
 def test_an_error_between_hooks_and_step_loses_no_step(coins, tmp_path, log):
     """There PyTorch may say, as anywhere, that a worker was killed."""
 
@@ -368,6 +370,7 @@ def test_weights_that_are_not_finite_are_not_saved(coins, tmp_path, log):
     assert "Its state is not saved: the weights are not finite" in log.text
 
 
+@pytest.mark.slow
 def test_the_traceback_is_in_the_file_alone(coins, tmp_path, capfd):
     cfg = coins_cfg(tmp_path, "retinanet")
     names = ("d2_memfit", "detectron2")

@@ -17,6 +17,8 @@ from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques import apply_techniques, checkpointed, offload
 from d2_memfit.techniques.support import recompute_in_backward
 
+pytestmark = pytest.mark.slow
+
 
 def seed():
     torch.manual_seed(0)
