@@ -103,6 +103,7 @@ def packages_of(python):
     return run_process([python, "-c", code], env={}).stdout.splitlines()
 
 
+@pytest.mark.long
 def test_pip_installs_d2_memfit_and_changes_nothing_else(installed):
     python, before = installed
     after = packages_of(python)
@@ -113,6 +114,7 @@ def test_pip_installs_d2_memfit_and_changes_nothing_else(installed):
     assert Path(new).is_relative_to(python.parents[1])
 
 
+@pytest.mark.long
 def test_what_is_installed_has_its_data(installed, tmp_path):
     python, _ = installed
     code = (
@@ -132,6 +134,7 @@ def test_what_is_installed_has_its_data(installed, tmp_path):
     assert has_files == "True"
 
 
+@pytest.mark.long
 def test_the_installed_command_says_its_version_and_its_commands(installed, tmp_path):
     python, _ = installed
     command = python.parent / "d2-memfit"
@@ -154,6 +157,7 @@ def test_help_and_errors_of_the_command_line_do_not_import_pytorch(arguments):
     assert "imported: False" in run_process([sys.executable, "-c", code]).stdout
 
 
+@pytest.mark.long
 def test_what_is_installed_says_whose_it_is(installed, tmp_path):
     python, _ = installed
     code = (

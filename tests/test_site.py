@@ -95,6 +95,7 @@ def test_the_public_names_are_in_the_reference(site):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to open pages with")
+@pytest.mark.long
 def test_pages_open_without_an_error_and_without_the_network(address, tmp_path):
     with browser(tmp_path) as opened:
         for page in pages():

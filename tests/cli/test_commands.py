@@ -166,7 +166,9 @@ def test_a_config_file_that_cannot_be_read_is_one_line(content, coins, tmp_path,
     assert f"error: {file}: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["--version"], ["estimate"]])
+@pytest.mark.parametrize(
+    "command", [["--version"], pytest.param(["estimate"], marks=pytest.mark.long)]
+)
 def test_no_warning_of_a_library_stands_before_the_answer(config_file, command):
     options = ["--config-file", config_file] if "estimate" in command else []
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}

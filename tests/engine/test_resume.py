@@ -81,9 +81,9 @@ def test_other_models_too(coins, tmp_path, family):
 
 
 OF_TWO_RANKS = {
-    "2 workers": {"DATALOADER.NUM_WORKERS": 2},
+    "2 workers": {"DATALOADER.NUM_WORKERS": 2, "SOLVER.ACCUMULATION_STEPS": 1},
     "split": {"MEMFIT.OOM.POLICY": "split"},
-    "sharded optimizer": {"MEMFIT.OPTIMIZER.ZERO": True},
+    "sharded optimizer": {"MEMFIT.OPTIMIZER.ZERO": True, "SOLVER.ACCUMULATION_STEPS": 1},
 }
 
 

@@ -368,6 +368,7 @@ def measure(folder, num_images):
     return growth
 
 
+@pytest.mark.long
 def test_ram_does_not_grow_with_the_predictions(tmp_path):
     """What is kept of 100,000 objects is 3 MB; a list of them would take 100 MB, and what
     pycocotools makes of them 600 MB. A part takes 90 MB.

@@ -158,6 +158,7 @@ def test_one_tile_finds_what_the_whole_image_has_and_many_find_more(config, phot
     assert all(r["segmentation"]["size"] == [height, width] for r in many)
 
 
+@pytest.mark.long
 def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp_path):
     """Under a budget that the kernel enforces."""
     config = save_trained(tmp_path / "wide", MODEL__RESNETS__STEM_OUT_CHANNELS=128)

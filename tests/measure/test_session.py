@@ -63,6 +63,7 @@ def interrupted(tmp_path, number, lines):
     return Results.read(log), sorted(p.suffix for p in (tmp_path / "out").iterdir())
 
 
+@pytest.mark.long
 def test_what_is_killed_leaves_what_was_measured(tmp_path):
     results, files = interrupted(tmp_path, signal.SIGKILL, 2)
     assert results.machine["rehearsal"]
@@ -71,6 +72,7 @@ def test_what_is_killed_leaves_what_was_measured(tmp_path):
     assert files == [".jsonl"]
 
 
+@pytest.mark.long
 def test_an_interrupt_writes_the_pages(tmp_path):
     _, files = interrupted(tmp_path, signal.SIGINT, 1)
     assert files == [".json", ".jsonl", ".md", ".png"]
@@ -189,7 +191,9 @@ def test_a_folder_has_figures_of_one_card(tmp_path, monkeypatch):
     [
         ("tpu", 1, "--device must be cuda:0, of another number, or cpu, got 'tpu'"),
         ("cpu", 0, "--minutes must be a positive number, got 0"),
-        ("cuda:99", 1, "--device cuda:99 cannot be used: status 1: "),
+        pytest.param(
+            *("cuda:99", 1, "--device cuda:99 cannot be used: status 1: "), marks=pytest.mark.long
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_an_error(device, minutes, error, tmp_path):

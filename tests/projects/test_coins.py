@@ -50,7 +50,10 @@ def test_annotations_fit_their_images(coins):
 @pytest.mark.parametrize(
     ("iterations", "least_ap50", "small"),
     [
-        (2, 0, ["INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", 64]),
+        pytest.param(
+            *(2, 0, ["INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", 64]),
+            marks=pytest.mark.long,
+        ),
         pytest.param(60, 50, [], marks=pytest.mark.exhaustive),
     ],
 )

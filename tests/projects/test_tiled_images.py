@@ -541,6 +541,7 @@ def test_a_real_model_finds_in_tiles_what_it_finds_in_the_whole(tmp_path):
     np.testing.assert_allclose(*boxes, atol=1e-2)
 
 
+@pytest.mark.long
 def test_tiles_that_do_not_fit_together_are_run_one_at_a_time(tmp_path):
     """A budget that the kernel enforces, for one tile and not for eight."""
     script = tmp_path / "limited.py"

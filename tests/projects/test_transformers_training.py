@@ -52,7 +52,10 @@ def tiny_config(folder, kind, has_masks):
 
 @pytest.mark.parametrize(
     ("kind", "has_masks"),
-    [("rf_detr", True), pytest.param("rt_detr_v2", False, marks=pytest.mark.exhaustive)],
+    [
+        pytest.param("rf_detr", True, marks=pytest.mark.long),
+        pytest.param("rt_detr_v2", False, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_job_trains_in_a_budget_is_resumed_saved_and_evaluated(kind, has_masks, tmp_path, coins):
     config = tiny_config(tmp_path, kind, has_masks)
@@ -111,7 +114,10 @@ def train_with_failures(rank, kind, has_masks):
     return parameters(model.module), trainer.recovery.oom_events
 
 
-@pytest.mark.parametrize(("kind", "has_masks"), [("rf_detr", True), ("mask2former", True)])
+@pytest.mark.parametrize(
+    ("kind", "has_masks"),
+    [pytest.param("rf_detr", True, marks=pytest.mark.exhaustive), ("mask2former", True)],
+)
 def test_ranks_that_fail_in_turn_do_not_hang_and_agree(kind, has_masks, two_ranks):
     (first, num_events), (second, _) = two_ranks.run(train_with_failures, kind, has_masks)
     assert num_events == 2

@@ -50,7 +50,10 @@ def folder(coins, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("config", [FPN, pytest.param(VITDET, marks=NEEDS_VIT)])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(FPN, marks=pytest.mark.long), pytest.param(VITDET, marks=NEEDS_VIT)],
+)
 def test_it_trains_with_checkpointing_and_is_evaluated(config, folder, log):
     main(["train", "--config-file", str(config), *SHORT])
     assert "Technique ActivationCheckpointing (exact) is on" in log.text

@@ -118,7 +118,7 @@ def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, lo
     applied = []
     monkeypatch.setattr(skeleton, "apply", lambda model, cfg: applied.append(cfg) or model)
     cfg = tiny_cfg("faster_rcnn")
-    cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 4
+    cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 1
     cfg.MEMFIT.MINE = True
     check_config(cfg)
     needed = estimate_memory(cfg, device="cuda").device_total_gb

@@ -88,6 +88,8 @@ def own_data(coins):
     opts = ["MODEL.WEIGHTS", "", "MODEL.PIXEL_STD", "[300.0, 300.0, 300.0]"]
     opts += ["INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", "64"]
     opts += ["MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", "16", "MODEL.RPN.POST_NMS_TOPK_TEST", "20"]
+    opts += ["MODEL.RESNETS.DEPTH", "18", "MODEL.RESNETS.RES2_OUT_CHANNELS", "64"]
+    opts += ["MODEL.ROI_BOX_HEAD.FC_DIM", "64"]
     return arguments, [*opts, "DATALOADER.NUM_WORKERS", "0", "SOLVER.IMS_PER_BATCH", "2"]
 
 

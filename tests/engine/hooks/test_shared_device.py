@@ -105,6 +105,7 @@ def train_in_a_cgroup(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_limit_of_a_real_cgroup():
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     of_memory = [line.split(":")[2].lstrip("/") for line in lines if ":memory:" in line]

@@ -316,7 +316,7 @@ def with_errors(rank, num_ranks, kind, num_iterations, seed, steps):
 
 
 @pytest.mark.parametrize("kind", [Detr, Fcos])
-@pytest.mark.parametrize("num", [26, pytest.param(121, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num", [13, pytest.param(121, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("ranks", "steps"),
     [

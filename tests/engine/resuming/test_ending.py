@@ -613,6 +613,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2
 TIME_LIMIT_S = 240  # a machine may be busy with other things
 NUM_SEEN = 10  # iterations before a command is ended
 slow = pytest.mark.slow
+long = pytest.mark.long
 exhaustive = pytest.mark.exhaustive
 
 
@@ -652,7 +653,7 @@ def send(number, target, job):
         pytest.param([], RANKS, signal.SIGHUP, "all", {129}, marks=exhaustive),
         pytest.param([], RANKS, signal.SIGTERM, "rank 1", {143}, marks=exhaustive),
         pytest.param([], RANKS + NO_WORKERS, signal.SIGINT, "all", {130}, marks=exhaustive),
-        pytest.param(FORKED, RANKS, signal.SIGKILL, "rank 1", {137}, marks=slow),
+        pytest.param(FORKED, RANKS, signal.SIGKILL, "rank 1", {137}, marks=[slow, long]),
         pytest.param([], RANKS, signal.SIGKILL, "job", {-9}, marks=exhaustive),
         pytest.param([], RANKS, signal.SIGKILL, "worker", {2}, marks=exhaustive),
         pytest.param(TORCHRUN, [], signal.SIGTERM, "job", {1, 143}, marks=exhaustive),

@@ -30,7 +30,13 @@ LARGE = WorstCase((800, 1333), 30)
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-@pytest.mark.parametrize("family", ["proposal_network", "mask_rcnn", "keypoint_rcnn", "retinanet"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("proposal_network", marks=pytest.mark.exhaustive),  # a part of the others
+        *("mask_rcnn", "keypoint_rcnn", "retinanet"),
+    ],
+)
 def test_a_real_run_has_the_peaks_of_the_dry_one(family):
     cfg = tiny_cfg(family)
     cfg.SOLVER.IMS_PER_BATCH = 4
