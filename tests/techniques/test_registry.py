@@ -117,7 +117,7 @@ def skeleton():
 def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, log):
     applied = []
     monkeypatch.setattr(skeleton, "apply", lambda model, cfg: applied.append(cfg) or model)
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("retinanet")
     cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 1
     cfg.MEMFIT.MINE = True
     check_config(cfg)
