@@ -43,6 +43,7 @@ _FILLS = {
     *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default),
     *(aten.ones.default, aten.ones_like.default, aten.new_ones.default),
     *(aten.full.default, aten.full_like.default, aten.new_full.default),
+    *(aten.rand.default, aten.randn.default),
 }
 _EMPTY = {
     *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
@@ -51,6 +52,8 @@ _EMPTY = {
 # They make large results from small inputs (such as a keypoint's heatmap), and nothing depends on
 # the values.
 _UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
+# They copy the masks of objects, and nothing but a loss depends on the values.
+_GATHERING = {aten.cat.default, aten.index.Tensor}
 # Operators that add a bias: its position among the arguments, and its dimension in the result.
 _BIASES = {
     aten.addmm.default: (0, -1),
@@ -294,7 +297,7 @@ def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
         is_real = filled.nbytes < _LARGE_BYTES or not filled.is_floating_point()
         return func(*args, **kwargs) if is_real else _from_meta(filled)
     is_needed = not _makes_much(func, args, kwargs) and not _multiplies_gradients(func)
-    if is_needed and not is_fake(given):
+    if is_needed and not is_fake(given) and not _makes_predictions(func, args, kwargs, given):
         return func(*args, **kwargs)
     try:
         return _without_computing(func, args, kwargs)
@@ -314,7 +317,26 @@ def _makes_much(func: Any, args: _Args, kwargs: _Kwargs) -> bool:
         num_bytes = args[0].numel() * dtype.itemsize
         is_target = dtype.is_floating_point and not args[0].is_floating_point()
         return is_target and num_bytes >= _DENSE_BYTES
+    if func in _GATHERING and tensors_in(args[0])[0].dtype is torch.bool:
+        return _most_bytes(func, args, kwargs) >= _DENSE_BYTES
     return func.overloadpacket in _UPSAMPLING and not args[0].is_meta
+
+
+def _makes_predictions(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> bool:
+    """Whether an operator makes large predictions or gradients, whose values are invented."""
+    has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    if not has_gradient and autograd_node_number() is None:
+        return False
+    return _most_bytes(func, args, kwargs, is_float=True) >= _LARGE_BYTES
+
+
+def _most_bytes(func: Any, args: _Args, kwargs: _Kwargs, is_float: bool = False) -> int:
+    """Bytes of an operator's largest result; 0 if its size depends on values."""
+    try:
+        made = tensors_in(on_meta(func, args, kwargs))
+    except RuntimeError:
+        return 0
+    return max((t.nbytes for t in made if not is_float or t.is_floating_point()), default=0)
 
 
 def _multiplies_gradients(func: Any) -> bool:
