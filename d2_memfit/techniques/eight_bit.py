@@ -46,13 +46,6 @@ class EightBitOptimizerStates(BooleanTechnique):
 
     @classmethod
     def apply(cls, optimizer: Optimizer, cfg: CfgNode) -> Optimizer:
-        try:
-            with no_information(logging.WARNING):  # of its other operators
-                import bitsandbytes
-        except ImportError as e:
-            raise ConfigError(
-                f"MEMFIT.OPTIMIZER.STATES_8BIT needs bitsandbytes ({e}): pip install bitsandbytes"
-            ) from e
         original = type(optimizer)
         base = next((c for c in original.__mro__ if c in _IN_8_BITS), None)
         if base is None or not has_known_step(original):
@@ -68,6 +61,13 @@ class EightBitOptimizerStates(BooleanTechnique):
                 "MEMFIT.OPTIMIZER.STATES_8BIT needs SOLVER.MOMENTUM above 0, which is the state, "
                 "and SOLVER.NESTEROV False, as bitsandbytes does not know it"
             )
+        try:
+            with no_information(logging.WARNING):  # of its other operators
+                import bitsandbytes
+        except ImportError as e:
+            raise ConfigError(
+                f"MEMFIT.OPTIMIZER.STATES_8BIT needs bitsandbytes ({e}): pip install bitsandbytes"
+            ) from e
         new = getattr(bitsandbytes.optim, _IN_8_BITS[base])
         if original is not base:  # Detectron2's, with a step that clips gradients first
             new = type(original.__name__, (new,), dict(vars(original)))
