@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Optional
 
 from ...job import Job, size_of
@@ -142,6 +143,7 @@ class DryJob:
         self.assumptions = tuple(dict.fromkeys(assumed))
         self.at_least = tuple(dict.fromkeys(notes))
 
+    @cached_property
     def trace(self) -> tuple[list[int], ...]:
         """Sizes of allocations and frees, equal for jobs that do the same."""
         return tuple(t.sizes() for t in (self.training, self.evaluation) if t is not None)

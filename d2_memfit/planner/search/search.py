@@ -155,7 +155,7 @@ class Planner(Trials):
         kept = choice_of((), choice.num_images)
         for name in choice.names:
             with_it = choice_of((*kept.names, name), choice.num_images)
-            if self.runs(with_it) and self.dry_job(with_it).trace() != self.dry_job(kept).trace():
+            if self.runs(with_it) and self.dry_job(with_it).trace != self.dry_job(kept).trace:
                 kept = with_it
         return kept
 

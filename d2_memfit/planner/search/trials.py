@@ -111,7 +111,7 @@ class Trials:
         self._dry_jobs: dict[Choice, DryJob] = {}
         self._failed: set[Choice] = set()
         self._evaluations: dict[tuple[str, ...], Timeline] = {}  # by the relevant techniques
-        self._usable: dict[str, bool] = {}
+        self._usable: dict[tuple[str, bool], bool] = {}  # by name, and whether it was built
         with one_line_errors():  # made once, for all choices that differ only in other settings
             _ = self.job.batches.assumptions
 
@@ -149,19 +149,25 @@ class Trials:
             if not choice.names:
                 raise
             self._failed.add(choice)
-            line = f"{', '.join(choice.names)}: left out, {e}"
-            if line not in self.left_out:
-                self.left_out.append(line)
-                self._progress(line)
+            if len(choice.names) == 1 and e.__cause__ is None:  # the technique itself says no
+                self._usable[choice.names[0], False] = False
+                self._progress(f"{choice.names[0]} is left out: {e}")
+            else:
+                self._leave_out(f"{', '.join(choice.names)}: left out, {e}")
             return False
         return True
+
+    def _leave_out(self, line: str) -> None:
+        if line not in self.left_out:
+            self.left_out.append(line)
+            self._progress(line)
 
     def helps(self, name: str) -> bool:
         """Whether the job runs with a technique, and differs from the job without it."""
         with_it, without = choice_of((name,), 1), choice_of((), 1)
-        if not self.is_usable(name) or not self.runs(with_it):
+        if not self.is_usable(name, builds=False) or not self.runs(with_it):
             return False
-        return self.dry_job(with_it).trace() != self.dry_job(without).trace()
+        return self.dry_job(with_it).trace != self.dry_job(without).trace
 
     def can_decide(self, name: str) -> bool:
         """Whether a technique may be needed: the only phase that it helps, if any, may not fit."""
@@ -230,27 +236,34 @@ class Trials:
         with one_line_errors():
             return steps.build(self.job)[0]
 
-    def is_usable(self, name: str) -> bool:
-        """Whether a technique can be turned on here."""
-        if name not in self._usable:
-            self._usable[name] = self._can_turn_on(name)
-        return self._usable[name]
+    def is_usable(self, name: str, builds: bool = True) -> bool:
+        """Whether a technique can be turned on here.
 
-    def _can_turn_on(self, name: str) -> bool:
+        Args:
+            builds: whether to build a model with it, unless a dry run has.
+        """
+        builds = builds and choice_of((name,), 1) not in self._dry_jobs
+        if (name, builds) not in self._usable:
+            is_usable = self._usable.get((name, not builds), True)
+            self._usable[name, builds] = is_usable and self._can_turn_on(name, builds)
+        return self._usable[name, builds]
+
+    def _can_turn_on(self, name: str, builds: bool) -> bool:
         if get_technique(name).gpu_only and not self.device.is_gpu:
             return False
         if name == "ShardedOptimizerStates" and self.job.ranks == 1:
             return False
         if name == "MixedPrecision" and self.device.float16_fails:
             card = self.device.description
-            self.left_out.append(f"{name}: left out, float16 is known to fail on {card}")
+            self._leave_out(f"{name}: left out, float16 is known to fail on {card}")
             return False
         try:
             with one_line_errors():
                 job = self.job.with_settings(get_technique(name).enabling_settings(self.job.cfg))
                 if job.cfg == self.job.cfg:
                     return False
-                steps.build(job)
+                if builds:
+                    steps.build(job)
         except MemfitError as e:
             self._progress(f"{name} is left out: {e}")
             return False
