@@ -5,10 +5,11 @@
 
 A budget is EXTRA_MB MiB more than a process takes before training. "plan" writes each plan to
 OUTPUT_DIR/EXTRA_MB.yaml, and prints its fields in a line. "train" trains with one for two
-iterations.
+iterations, and is killed if that takes more than a minute of the CPU.
 """
 
 import json
+import resource
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,8 @@ from d2_memfit.config import load_cfg
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.search import Planner
 from d2_memfit.planner.writing import describe_plan, planned_yaml
+
+MOST_CPU_S = 60  # training takes 10
 
 
 class Trainer(MemfitTrainer):
@@ -47,4 +50,6 @@ if __name__ == "__main__":
     if kind == "plan":
         plan(output_dir, extras_mb)
     else:
+        # Without memory, a run can ask for it again and again, and then it ignores SIGTERM too.
+        resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
         Trainer(load_cfg(f"{output_dir}/{extras_mb[0]}.yaml")).train()
