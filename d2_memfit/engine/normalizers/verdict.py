@@ -33,7 +33,7 @@ PUBLISHED = {
     "MaskIoUHead": {"loss_mask": 0.5, "loss_maskiou": 0.5},
     # BoxInst's mean over pixels of similar colour.
     "DynamicMaskHead": {"loss_pairwise": 1.5},
-    "SOLOv2": {"loss_cate": 0.1},
+    "SOLOv2": {"loss_cate": 0.3, "loss_ins": 0.05},
     # Its contrastive loss compares the images of a batch.
     "OneFormer": {"loss_contrastive": 2.0, "loss_ce*": 0.05},
     # DiffusionDet's matching has near ties, which the rounding of float32 decides.
