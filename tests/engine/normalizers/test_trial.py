@@ -565,3 +565,28 @@ def test_ranks_decide_the_same(kind, recovery, two_ranks):
     for one, other, whole in zip(first, second, full):
         assert torch.equal(one, other)
         assert float((one - whole).norm() / whole.norm()) < 2e-7
+
+
+def on_ranks_tested_again(rank, num_ranks, windows):
+    """Train; after the second window go on with another trainer, as a resumed run does."""
+    normalizers._TRIED_AGAIN = (2, 3)
+    trainers = [
+        make_on_ranks(rank, num_ranks, UntrainedWithIgnored, part, RecoveryOptions())
+        for part in (windows[:2], windows[2:])
+    ]
+    with EventStorage() as storage:
+        for storage.iter in range(len(windows)):
+            trainer = trainers[storage.iter // 2]
+            if storage.iter == 2:
+                trainer.normalizers.load_state_dict(trainers[0].normalizers.state_dict())
+            trainer.run_step()
+    return [t.normalizers.verdict for t in trainers], trainer.normalizers.state_dict()
+
+
+def test_ranks_and_a_resumed_run_test_again_together(two_ranks):
+    windows = windows_of([(10, 3, 4, 5), (0, 8, 1000, 2), (6, 4, 0, 4), (2, 2, 7, 2)])
+    one, other = two_ranks.run(on_ranks_tested_again, 2, windows)
+    assert one == other
+    (before, after), _ = one
+    assert before.wrong == ()
+    assert after.wrong == ("loss",)
