@@ -12,6 +12,7 @@ from ..config import CARDS, card_name
 
 __all__ = [
     "after_a_look",
+    "after_certify",
     "after_convert",
     "after_draw",
     "after_export",
@@ -44,15 +45,26 @@ def after_plan(args: argparse.Namespace) -> str:
     """The lines after a plan that fits: its file and how to train it, or how to write it."""
     if args.output is None:
         return f"Next, write it to a file:\n  {_plan(args)}"
+    train = _train(args, ["--config-file", args.output])
+    return f"Written: {args.output}\nNext, train it:\n  {train}"
+
+
+def after_certify(args: argparse.Namespace) -> str:
+    """The line after a certificate."""
+    of_plan = ["--config-file", args.config_file, "--certificate", args.output]
+    return f"Next, train with it:\n  {_train(args, of_plan, args.opts)}"
+
+
+def _train(args: argparse.Namespace, of_plan: Sequence[Any], opts: Sequence[str] = ()) -> str:
+    """The command that trains a plan, with the data and ranks of another command."""
     data = [word for dataset in args.coco for word in ("--coco", *dataset)]
     ranks = ["--num-gpus", args.num_gpus] if args.num_gpus > 1 else []
-    of_plan = ["--config-file", args.output, *ranks]
     if args.trainer or args.project:
         script = Path((args.trainer or "").partition(":")[0].replace(".", "/") + ".py")
-        train = _line("python", script if script.is_file() else "YOUR_SCRIPT.py", *of_plan)
-    else:
-        train = _line("d2-memfit", "train", *of_plan, *data)
-    return f"Written: {args.output}\nNext, train it:\n  {train}"
+        return _line(
+            "python", script if script.is_file() else "YOUR_SCRIPT.py", *of_plan, *ranks, *opts
+        )
+    return _line("d2-memfit", "train", *of_plan, *ranks, *data, *opts)
 
 
 def after_draw(args: argparse.Namespace) -> str:

@@ -107,6 +107,9 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--training-only", action="store_true", help="neither evaluate nor plan for evaluation"
     )
+    parser.add_argument(
+        "--certificate", metavar="FILE", help="train with the certificate of d2-memfit certify"
+    )
     add_card_and_coco_options(parser)
     return parser
 
@@ -252,6 +255,10 @@ def main(
     cfg = _fitted(cfg, trainer_class)
     trainer = trainer_class(cfg)
     trainer.resume_or_load(resume=args.resume)
+    if args.certificate:
+        from ..certificate import follow
+
+        follow(trainer, args.certificate, trainer.start_iter)
     if cfg.TEST.AUG.ENABLED:
         trainer.register_hooks(
             [hooks.EvalHook(0, lambda: trainer.test_with_TTA(cfg, trainer.model))]
