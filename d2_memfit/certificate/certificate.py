@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The certificate of a run: what each of its windows needs, and the order of its data."""
 
+import os
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, Optional, Union
@@ -16,6 +17,7 @@ _GB = 2**30
 _BINS = 10
 _NARROWEST_GB = 0.02
 _WIDTH = 40  # of the longest bar
+_NAMES = 4  # of images that are shown
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,10 @@ class Certificate:
         for worst in self.worst:
             gb = int(self.needs_bytes[worst.iteration, worst.rank]) / _GB
             where = f"iteration {worst.iteration:,}" + f", rank {worst.rank}" * (ranks > 1)
-            lines.append(f"  {gb:.2f} GB  {where}: {', '.join(worst.images)}")
+            names = [os.path.basename(name) for name in worst.images[:_NAMES]]
+            others = len(worst.images) - _NAMES
+            names += [f"{others} others"] if others > 0 else []
+            lines.append(f"  {gb:.2f} GB  {where}: {', '.join(names)}")
         return "\n".join(lines)
 
     def _histogram(self) -> list[str]:

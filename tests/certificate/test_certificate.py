@@ -10,11 +10,13 @@ from detectron2.data import DatasetCatalog
 from detectron2.engine import hooks
 from detectron2.utils.env import seed_all_rng
 from forks import run_forked
+from lazy_configs import lazy_config
 from resumed import Trainer, coins_cfg
 
 from d2_memfit import Job
 from d2_memfit.certificate import Certificate, certify, follow
 from d2_memfit.data import register_coco
+from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
 
 ITERATIONS = 12
@@ -27,7 +29,8 @@ def cfg_of(folder, **keys):
     """A run of Coins, in windows of 6 images on each rank, that are cut by bytes."""
     workers = {"DATALOADER.NUM_WORKERS": 2, "INPUT.MIN_SIZE_TRAIN": (48, 64, 80)}
     memfit = {"MEMFIT.BUDGET_GB": BUDGET_GB, "MEMFIT.COST_MODEL.BYTES": SUMS}
-    return coins_cfg(folder, **{"INPUT.CROP.ENABLED": False, **workers, **memfit, **keys})
+    family = "proposal_network"
+    return coins_cfg(folder, family, **{"INPUT.CROP.ENABLED": False, **workers, **memfit, **keys})
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +109,31 @@ def test_two_ranks_follow_one_certificate(coins, two_ranks, tmp_path):
     assert certified(certificate, 0) != certified(certificate, 1)
 
 
+def test_a_lazy_config(coins, tmp_path):
+    cfg = lazy_config(memfit={"cost_model": {"bytes": SUMS}}, budget_gb=BUDGET_GB, max_iter=3)
+    cfg.dataloader.train.dataset.names = "coins_train"
+    cfg.dataloader.train.num_workers = 1
+    cfg.dataloader.train.mapper.augmentations[0].short_edge_length = (48, 64, 80)
+    cfg.dataloader.train.mapper.augmentations[0].sample_style = "choice"
+    cfg.train.output_dir = str(tmp_path)
+    job = Job.from_lazy(cfg)
+    certificate = certify(job)
+    certificate.write(tmp_path / "c.pt")
+    trainer = build_trainer(job)
+    follow(trainer, tmp_path / "c.pt")
+    needs = []
+    note = hooks.CallbackHook(after_step=lambda t: needs.append(t.cut.needs_bytes))
+    trainer.register_hooks([note])
+    trainer.train(0, 3)
+    assert_as_certified(needs, certified(certificate))
+
+
 def test_what_is_not_certified_is_said(certificate, cfg, tmp_path, log):
     less = dataclasses.replace(certificate, needs_bytes=certificate.needs_bytes - 10)
     less.write(tmp_path / "c.pt")
-    train(cfg, tmp_path / "c.pt")
+    train(cfg, tmp_path / "c.pt", end=3)
     assert log.text.count("the images are not those of the certificate") == 1
-    assert "held for 0 of 12 windows" in log.text
+    assert "held for 0 of 3 windows" in log.text
 
 
 def test_a_certificate_is_read_as_it_was_written(certificate, tmp_path):
