@@ -21,7 +21,7 @@ from ..common.files import whole_file
 from ..config import card_name, find_config_file, load_cfg
 from ..data import check_classes, check_coco_file, convert_folder, register_coco
 from ..doctor import examine
-from ..engine import usable_device
+from ..engine import usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer
 from ..errors import ConfigError, exit_on_error
 from ..inference import estimate_inference
@@ -62,6 +62,8 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     if args.command == "train":
         train.run(args)
         return
+    if world_size(1) > 1:
+        raise ConfigError(f"{args.command} is one process's work: start it without torchrun")
     if args.command == "measure-gpu":
         files = measure_gpu(args.device, args.minutes, args.output, _say, args.estimate)
         print(*files, sep="\n")

@@ -69,7 +69,7 @@ def _train(args: argparse.Namespace, of_plan: Sequence[Any], opts: Sequence[str]
 
 def after_draw(args: argparse.Namespace) -> str:
     """The line after a picture of a trained model's detections."""
-    files = ["--input", "FOLDER", "--output", "predictions"]
+    files = ["--input", "FOLDER", "--output", "predictions", "--coco", *args.coco[0]]
     use = _line("d2-memfit", "predict", "--config-file", args.config_file, *files, *args.opts)
     return f"Next, find objects in other images:\n  {use}"
 
@@ -97,19 +97,21 @@ def after_training(
     weights: str,
     trainer: Optional[type] = None,
     add_keys: Sequence[Callable[..., Any]] = (),
+    *,
+    eval_only: bool = False,
 ) -> str:
     """The lines after a run: its files, and how to use its weights.
 
     Args:
         output_dir: OUTPUT_DIR of the run.
         coco: values of ``--coco``, as the run got them.
-        weights: the last checkpoint.
+        weights: the last checkpoint, or what was evaluated.
         trainer: the class of a project's script; None is that of the command train.
         add_keys: the functions of the script that add its keys.
     """
     config = Path(output_dir) / "config.yaml"
     model = ["--config-file", config, "MODEL.WEIGHTS", weights]
-    held_out = coco[1] if len(coco) > 1 else ()
+    held_out = next(iter(coco if eval_only else coco[1:]), ())
     names = ["--coco", *held_out] if held_out else []  # of the classes
     files = ["--input", "FOLDER", "--output", "predictions"]
     trained = ["--config-file", config, "--weights", weights]
@@ -117,6 +119,8 @@ def after_training(
         f"Written: {weights} (weights), {Path(output_dir) / 'metrics.json'}, {config}",
         f"Curves:\n  {_line('tensorboard', '--logdir', output_dir)}",
     ]
+    if eval_only:
+        lines = [f"Written: {Path(output_dir) / 'inference'} (results)"]
     code: list[str] = []
     found = ""
     if trainer is not None:

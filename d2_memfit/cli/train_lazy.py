@@ -113,6 +113,9 @@ def main(args: argparse.Namespace) -> None:
         model = job.parts.build_model(cfg.train.device)
         MemfitCheckpointer(model).load(cfg.train.init_checkpoint)
         evaluate(job, create_ddp_model(model))
+        weights = cfg.train.init_checkpoint
+        if comm.is_main_process() and weights:
+            print(after_training(cfg.train.output_dir, [], weights, eval_only=True))
     else:
         cfg = fit_config(cfg)
         train(cfg, Job.from_lazy(cfg), args.resume, args.certificate)

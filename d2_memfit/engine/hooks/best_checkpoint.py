@@ -51,6 +51,7 @@ class BestCheckpoint(BestCheckpointer):
         is_better = self.best_metric is None or self._compare(value, self.best_metric)
         if is_better and self._update_best(value, iteration):  # False if it is not finite
             self._evaluations_since = 0
+            self.trainer.gather_states()  # again: the evaluation has drawn random numbers
             self._save(self._file_prefix)
             logger.info("%s %.4f is the best, and in model_best.pth", self._val_metric, value)
             return
