@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def config_file(tmp_path):
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("proposal_network", fpn=False)
     cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 4
     file = tmp_path / "tiny.yaml"
     file.write_text(cfg.dump())
@@ -62,7 +62,7 @@ def test_a_plan_is_a_config_that_can_be_used_as_it_is(config_file, tmp_path, cap
 
 
 def test_a_card_is_the_budget_of_an_estimate_too(config_file, capsys):
-    estimate = ["estimate", "--config-file", config_file]
+    estimate = ["estimate", "--config-file", config_file, "--instances", "3"]
     main([*estimate, "--card", "6GB", "--device", "cuda"])
     printed = capsys.readouterr().out
     assert "Segments of the allocator: expandable" in printed

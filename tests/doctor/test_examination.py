@@ -221,7 +221,7 @@ def test_the_command_prints_a_line_for_each_and_its_status_tells(tmp_path, monke
         "    def build_optimizer(cls, cfg, model):\n"
         "        raise ValueError('no such optimizer')\n"
     )
-    (tmp_path / "tiny.yaml").write_text(tiny_cfg("faster_rcnn").dump())
+    (tmp_path / "tiny.yaml").write_text(tiny_cfg("proposal_network", fpn=False).dump())
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as e:
         main(["doctor", "--trainer", "broken_project:Trainer", "--config-file", "tiny.yaml"])
