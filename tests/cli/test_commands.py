@@ -91,7 +91,9 @@ def test_the_data_say_classes_and_schedule(coins, tmp_path, capsys):
     args = ["--config-file", "COCO-Detection/faster_rcnn_R_50_FPN_3x", "--device", "cuda"]
     for split in ("train", "val"):  # no image is looked at
         args += ["--coco", f"plan_{split}", str(coins / f"{split}.json"), "images"]
-    opts = ["SOLVER.IMS_PER_BATCH", "1", "INPUT.MAX_SIZE_TRAIN", "300", "TEST.EVAL_PERIOD", "7"]
+    opts = ["SOLVER.IMS_PER_BATCH", "1", "INPUT.MAX_SIZE_TRAIN", "96", "TEST.EVAL_PERIOD", "7"]
+    opts += ["MODEL.RESNETS.DEPTH", "18", "MODEL.RESNETS.RES2_OUT_CHANNELS", "64"]
+    opts += ["INPUT.MIN_SIZE_TEST", "64", "INPUT.MAX_SIZE_TEST", "96"]
     main(["plan", "--card", "6GB", "--output", str(plan_file), *args, *opts])
     printed = capsys.readouterr().out
     assert "From the data: MODEL.ROI_HEADS.NUM_CLASSES 1: the categories of plan_train" in printed
