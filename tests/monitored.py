@@ -20,8 +20,8 @@ from d2_memfit.engine.hooks import LeakDetector
 __all__ = ["batches", "cheap_trainer", "make_trainer"]
 
 
-def make_trainer(loader, family="proposal_network", **kwargs):
-    model = tiny_model(tiny_cfg(family))
+def make_trainer(loader, family="proposal_network", fpn=False, **kwargs):
+    model = tiny_model(tiny_cfg(family, fpn=fpn))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     return AccumulatingTrainer(model, loader, optimizer, **kwargs)
 

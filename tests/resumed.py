@@ -21,7 +21,7 @@ class Trainer(MemfitTrainer):
 
 def coins_cfg(output_dir, family="mask_rcnn", **keys):
     """A tiny detector that learns Coins, from 3 batches of 2 images each, flipped and cropped."""
-    cfg = tiny_cfg(family)
+    cfg = tiny_cfg(family, fpn=False)
     cfg.DATASETS.TRAIN = ("coins_train",)
     cfg.DATASETS.TEST = ()
     cfg.DATALOADER.NUM_WORKERS = 0

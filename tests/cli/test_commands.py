@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def config_file(tmp_path):
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("proposal_network", fpn=False)
     cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 4
     file = tmp_path / "tiny.yaml"
     file.write_text(cfg.dump())
@@ -86,7 +86,7 @@ def test_a_plan_is_a_config_that_can_be_used_as_it_is(config_file, tmp_path, cap
 
 
 def test_a_card_is_the_budget_of_an_estimate_too(config_file, capsys):
-    estimate = ["estimate", "--config-file", config_file]
+    estimate = ["estimate", "--config-file", config_file, "--instances", "3"]
     main([*estimate, "--card", "6GB", "--device", "cuda"])
     printed = capsys.readouterr().out
     assert "Segments of the allocator: expandable" in printed
@@ -115,7 +115,9 @@ def test_the_data_say_classes_and_schedule(coins, tmp_path, capsys):
     args = ["--config-file", "COCO-Detection/faster_rcnn_R_50_FPN_3x", "--device", "cuda"]
     for split in ("train", "val"):  # no image is looked at
         args += ["--coco", f"plan_{split}", str(coins / f"{split}.json"), "images"]
-    opts = ["SOLVER.IMS_PER_BATCH", "1", "INPUT.MAX_SIZE_TRAIN", "300", "TEST.EVAL_PERIOD", "7"]
+    opts = ["SOLVER.IMS_PER_BATCH", "1", "INPUT.MAX_SIZE_TRAIN", "96", "TEST.EVAL_PERIOD", "7"]
+    opts += ["MODEL.RESNETS.DEPTH", "18", "MODEL.RESNETS.RES2_OUT_CHANNELS", "64"]
+    opts += ["INPUT.MIN_SIZE_TEST", "64", "INPUT.MAX_SIZE_TEST", "96"]
     main(["plan", "--card", "6GB", "--output", str(plan_file), *args, *opts])
     printed = capsys.readouterr().out
     assert "From the data: MODEL.ROI_HEADS.NUM_CLASSES 1: the categories of plan_train" in printed

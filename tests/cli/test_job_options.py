@@ -37,7 +37,8 @@ class Trainer(DefaultTrainer):
 
 
 def largest_batch(cfg):
-    return Job.from_cfg(tiny_cfg("faster_rcnn"), 1, num_instances=3).training_batch(1)
+    small = tiny_cfg("proposal_network", fpn=False)
+    return Job.from_cfg(small, 1, num_instances=3).training_batch(1)
 
 
 def no_batch(cfg):
@@ -80,6 +81,7 @@ LAZY = """
 from lazy_configs import lazy_config
 
 _cfg = lazy_config()
+_cfg.model.cfg.fpn = False
 globals().update({name: _cfg[name] for name in _cfg})
 """
 
@@ -88,7 +90,7 @@ globals().update({name: _cfg[name] for name in _cfg})
 def folder(tmp_path, monkeypatch):
     (tmp_path / "project_of_test.py").write_text(PROJECT)
     (tmp_path / "train_net.py").write_text(SCRIPT)
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("proposal_network", fpn=False)
     cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 2
     (tmp_path / "tiny.yaml").write_text(cfg.dump())
     (tmp_path / "own.yaml").write_text("_BASE_: tiny.yaml\nMODEL: {OWN: {KEY: 2}}\n")
@@ -215,6 +217,7 @@ def test_a_run_plans_the_job_of_its_trainer(folder):
 def test_a_run_of_a_lazy_config_plans(folder, log):
     keys = {"plan": {"enabled": True}}
     cfg = lazy_config(output_dir=str(folder / "lazy"), budget_gb=20.0, memfit=keys)
+    cfg.model.cfg.fpn = False
     planned = fit_config(cfg)
     assert planned.train.oom.policy == "split"
     assert not planned.train.memfit.plan.enabled

@@ -174,7 +174,8 @@ def test_the_distances_that_are_accepted_are_published():
 
 def test_a_family_with_published_distances_is_well():
     """Means over sampled proposals are not the full batch's; with POLICY exact they are."""
-    found = {f.what: f for f in examine(Job.from_cfg(tiny_cfg("mask_rcnn"), 1), DefaultTrainer)}
+    job = Job.from_cfg(tiny_cfg("mask_rcnn", fpn=False), 1, num_instances=10)
+    found = {f.what: f for f in examine(job, DefaultTrainer)}
     assert not any(f.is_well is False for f in found.values()), [str(f) for f in found.values()]
     text = found["accumulation"].text
     assert text.endswith("ACCUMULATION.md states loss_mask up to 0.5 (BaseMaskRCNNHead)")
@@ -221,7 +222,7 @@ def test_the_command_prints_a_line_for_each_and_its_status_tells(tmp_path, monke
         "    def build_optimizer(cls, cfg, model):\n"
         "        raise ValueError('no such optimizer')\n"
     )
-    (tmp_path / "tiny.yaml").write_text(tiny_cfg("faster_rcnn").dump())
+    (tmp_path / "tiny.yaml").write_text(tiny_cfg("proposal_network", fpn=False).dump())
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as e:
         main(["doctor", "--trainer", "broken_project:Trainer", "--config-file", "tiny.yaml"])

@@ -63,10 +63,10 @@ class Disagreeing(DefaultTrainer):
                 next(self.model.parameters()).add_(1)
 
 
-def job_of(folder, ranks, trainer=None):
+def job_of(folder, ranks, trainer=None, fpn=True):
     if "coins_train" not in DatasetCatalog:
         register_coco("coins_train", str(folder / "train.json"), str(folder / "train"))
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("faster_rcnn", fpn=fpn)
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ()
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (96, 128), 160
     cfg.DATALOADER.NUM_WORKERS = 1
@@ -78,6 +78,7 @@ def lazy_job_of(folder, ranks, trainer=None):
     job_of(folder, ranks)  # registers the dataset
     cfg = lazy_config(ddp={"broadcast_buffers": False})
     cfg.dataloader.train.dataset.names = "coins_train"
+    cfg.model.cfg.fpn = False
     return Job.from_lazy(cfg, ranks), trainer
 
 
@@ -116,7 +117,7 @@ def test_two_ranks_of_a_lazy_config(coins):
 
 
 def test_what_a_resumed_run_does_not_find_again_is_told(coins):
-    found = {f.what: f for f in examine_runs(*job_of(coins, 1, Forgetting))}["resume"]
+    found = {f.what: f for f in examine_runs(*job_of(coins, 1, Forgetting, fpn=False))}["resume"]
     assert not found.is_well
     assert "differ from those of a run that was not ended, such as " in found.text
 
@@ -124,7 +125,7 @@ def test_what_a_resumed_run_does_not_find_again_is_told(coins):
 def test_ranks_that_differ_are_told(coins):
     text = "MEMFIT.OOM.POLICY raise: weights differ between the ranks"
     with pytest.raises(Unwell, match=text):
-        agrees_on_two_ranks(partial(job_of, coins, 2, Disagreeing))
+        agrees_on_two_ranks(partial(job_of, coins, 2, Disagreeing, fpn=False))
 
 
 def test_without_a_dataset_it_is_said_that_nothing_was_tested():

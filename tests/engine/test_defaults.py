@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def cfg(coins, tmp_path):
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.DATASETS.TRAIN = ("coins_train",)
     cfg.DATASETS.TEST = ("coins_val",)
     cfg.SOLVER.IMS_PER_BATCH = 2
@@ -107,6 +107,7 @@ def momenta(trainer):
 
 
 def test_the_default_config_trains_as_detectron2_to_the_last_bit(cfg, tmp_path):
+    cfg.MODEL = tiny_cfg("mask_rcnn").MODEL
     cfg.SOLVER.MAX_ITER = 5
     cfg.TEST.EVAL_PERIOD = 0
 

@@ -106,7 +106,7 @@ def test_one_forward_per_iteration_is_detectron2_to_the_last_bit(family):
     ],
 )
 def test_accumulated_steps_equal_those_of_the_full_batch(sizes, micro_batch, dtype, tolerance):
-    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
+    cfg = every_anchor_counts(tiny_cfg("proposal_network", fpn=False))
     start = tiny_model(cfg, dtype=dtype)
     # The proposals are not in the loss, and torchvision's NMS takes no float64.
     start.proposal_generator.predict_proposals = lambda *args: None
@@ -135,7 +135,7 @@ def test_accumulated_steps_equal_those_of_the_full_batch(sizes, micro_batch, dty
     [("value", 1e-3, 2.0), ("norm", 0.01, 2.0), ("norm", 0.01, 1.0)],
 )
 def test_clipping_sees_the_complete_gradient(clip_type, value, norm_type):
-    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
+    cfg = every_anchor_counts(tiny_cfg("proposal_network", fpn=False))
     clip = cfg.SOLVER.CLIP_GRADIENTS
     clip.ENABLED, clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE = (
         True,
@@ -293,7 +293,7 @@ def test_old_gradients_are_gone_before_the_forward_or_before_the_backward(before
 @pytest.mark.parametrize("steps", [1, 2])
 def test_gradients_are_there_after_an_iteration(steps):
     """As in Detectron2, whose hooks may look at them after the step."""
-    model = tiny_model(tiny_cfg("proposal_network"))
+    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
     trainer = AccumulatingTrainer(model, [images(1)] * steps, sgd(model), steps)
     run(trainer, 1)
     assert any(p.grad is not None and p.grad.any() for p in model.parameters())
@@ -301,7 +301,7 @@ def test_gradients_are_there_after_an_iteration(steps):
 
 @pytest.mark.parametrize("period", [1, 3])
 def test_metrics_are_written_once_in_a_period(period):
-    model = tiny_model(tiny_cfg("proposal_network"))
+    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
     trainer = AccumulatingTrainer(model, [images(1)] * 6, sgd(model), gather_metric_period=period)
     storage = run(trainer, 6)
     written = [iteration for _, iteration in storage.history("total_loss").values()]
@@ -368,7 +368,7 @@ def test_float16_steps_once_per_window():
 
 
 def test_float16_gradients_are_those_of_the_full_batch():
-    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
+    cfg = every_anchor_counts(tiny_cfg("proposal_network", fpn=False))
     results = []
     for sizes, steps, precision in (((8,), 1, "fp32"), ((8,), 1, "fp16"), ((3, 3, 2), 3, "fp16")):
         model = tiny_model(cfg)
@@ -424,7 +424,7 @@ def test_a_scaler_is_saved_and_loaded_and_its_absence_is_logged(log):
 
 
 def test_float16_clips_unscaled_gradients():
-    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
+    cfg = every_anchor_counts(tiny_cfg("proposal_network", fpn=False))
     clip = cfg.SOLVER.CLIP_GRADIENTS
     clip.ENABLED, clip.CLIP_TYPE, clip.CLIP_VALUE = True, "norm", 0.01
     results = []

@@ -79,7 +79,7 @@ class NamesSimpleTrainer(OwnDefaultTrainer):
 
 
 def tiny_cfg_of(tmp_path, ims_per_batch):
-    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
+    cfg = every_anchor_counts(tiny_cfg("proposal_network", fpn=False))
     cfg.OUTPUT_DIR = str(tmp_path)
     cfg.SOLVER.IMS_PER_BATCH = ims_per_batch
     cfg.SOLVER.ACCUMULATION_STEPS = 8 // ims_per_batch

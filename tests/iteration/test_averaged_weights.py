@@ -137,7 +137,7 @@ def check_same(one, other):
     averages = [file["trainer"]["_trainer"]["ema"]["weights"] for file in (one, other)]
     assert equal(*averages)
     names = {name.removeprefix("module.").replace("/", ".") for name in averages[0]}
-    assert "backbone.fpn_lateral2.weight" in names
+    assert "backbone.res2.0.conv1.weight" in names
 
 
 def test_a_resumed_run_has_the_same_average(coins, tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import DatasetCatalog
+from detectron2.data.transforms import ResizeTransform
 from detectron2.structures import BoxMode
 from pycocotools import mask as coco_mask
 
@@ -14,6 +15,7 @@ from d2_memfit import Job, get_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import tensors_of
+from d2_memfit.job.capture import empty_images
 from d2_memfit.job.known_datasets import known_dataset
 from d2_memfit.job.largest_images import dict_of_size
 from d2_memfit.job.mapped import _Mapper
@@ -281,6 +283,19 @@ def test_a_crowded_image_is_mapped_once_where_neither_size_nor_objects_differ(cr
     cfg.INPUT.CROP.SIZE = [300, 600]
     assert len(sizes(cfg, 2)) == 2
     assert (len(sizes_of_crowded) > len(set(sizes_of_crowded))) == crops
+
+
+def test_only_images_with_values_are_resized(monkeypatch):
+    resized = []
+    monkeypatch.setattr(ResizeTransform, "apply_image", lambda *args: resized.append(args))
+    transform = ResizeTransform(8, 6, 4, 3)
+    with empty_images():
+        for channels in (1, 3):
+            image = np.zeros((8, 6, channels), np.uint8)
+            assert transform.apply_image(image).shape == (4, 3, channels)
+        assert not resized
+        transform.apply_image(image + 1)
+    assert len(resized) == 1
 
 
 def test_a_run_length_code_gets_the_size_of_another_image():

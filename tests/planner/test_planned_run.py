@@ -20,7 +20,7 @@ GB = 2**30
 
 @pytest.fixture
 def cfg(tmp_path):
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("proposal_network", fpn=False)
     cfg.DATASETS.TEST = ()
     cfg.SOLVER.IMS_PER_BATCH = 4
     cfg.MEMFIT.PLAN.ENABLED = True
@@ -91,7 +91,7 @@ def test_on_a_cpu_it_is_the_ram_that_is_available(cfg):
 
 def plan_on_ranks(rank, output_dir, what_fails):
     """The budget that each rank plans for, or the error that it ends with."""
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("proposal_network", fpn=False)
     cfg.OUTPUT_DIR = output_dir
     cfg.DATASETS.TEST = ()
     cfg.SOLVER.IMS_PER_BATCH = 2

@@ -2,6 +2,7 @@
 """Each exact technique of models: the same losses, gradients, statistics and logged scalars."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -61,13 +62,24 @@ def cfg_of(family):
     return cfg
 
 
-def assert_same_step(cfg, names, dtype=None):
-    batch = images(2, size=128 if dtype else 64)
-    step(tiny_model(cfg), batch, dtype)  # the first backward of a process may round differently
-    plain = tiny_model(cfg)
+def batch_of(dtype):
+    return images(2, size=128 if dtype else 64)
+
+
+@functools.cache
+def plain_steps(family, dtype):
+    """Two of a model: running statistics of the first count in the second."""
+    cfg = cfg_of(family)
+    step(tiny_model(cfg), batch_of(dtype), dtype)  # a process's first backward may round otherwise
+    model = tiny_model(cfg)
+    return [step(model, batch_of(dtype), dtype) for _ in range(2)]
+
+
+def assert_same_steps(family, names, dtype=None):
+    cfg = cfg_of(family)
     changed = apply_techniques("model", tiny_model(cfg), with_techniques(cfg, names))
-    for _ in range(2):  # running statistics of the first count in the second
-        expected, actual = step(plain, batch, dtype), step(changed, batch, dtype)
+    for expected in plain_steps(family, dtype):
+        actual = step(changed, batch_of(dtype), dtype)
         assert actual[3].keys() == expected[3].keys()  # scalars
         assert dtype or actual[3] == expected[3]
         for e, a in zip(expected[:3], actual[:3]):
@@ -84,7 +96,7 @@ def test_alone(name, family):
     cfg = cfg_of(family)
     if not settings(name, cfg):
         pytest.skip(f"{name} has nothing to do in a {family}")
-    assert_same_step(cfg, [name])
+    assert_same_steps(family, [name])
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -92,4 +104,4 @@ def test_alone(name, family):
 def test_all_together(family, dtype):
     cfg = cfg_of(family)
     names = [name for name in TECHNIQUES_OF_MODELS if settings(name, cfg)]
-    assert_same_step(cfg, names, dtype)
+    assert_same_steps(family, names, dtype)

@@ -117,15 +117,15 @@ def skeleton():
 def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, log):
     applied = []
     monkeypatch.setattr(skeleton, "apply", lambda model, cfg: applied.append(cfg) or model)
-    cfg = tiny_cfg("retinanet")
+    cfg = tiny_cfg("proposal_network", fpn=False)
     cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 1
-    cfg.MEMFIT.MINE = True
+    cfg.MEMFIT.MINE, cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN = True, 10, 0.1
     check_config(cfg)
     needed = estimate_memory(cfg, device="cuda").device_total_gb
     assert applied
     cfg.MEMFIT.MINE = False
     lines = []
-    plan_memory(cfg, needed * 0.98 / 0.9, device="cuda", allow=["exact"], progress=lines.append)
+    plan_memory(cfg, needed * 0.999 / 0.9, device="cuda", allow=["exact"], progress=lines.append)
     assert any("MyTechnique" in line for line in lines)  # it was tried
 
 

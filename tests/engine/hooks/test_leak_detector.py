@@ -203,7 +203,7 @@ def test_a_leak_in_the_loader_is_told_from_hooks(log, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["proposal_network", "mask_rcnn", "retinanet"])
 def test_a_healthy_run_of_2000_iterations_raises_no_alarm(family, log):
-    trainer = make_trainer(batches(), family)
+    trainer = make_trainer(batches(), family, fpn=True)
     trainer.register_hooks([LeakDetector()])
     trainer.train(0, 2000)
     assert not warnings(log)
@@ -249,7 +249,7 @@ def growing_images(num_iterations):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("window", [50, 100])
 def test_a_healthy_run_of_growing_images_raises_no_alarm(window, log):
-    trainer = make_trainer(growing_images(600))
+    trainer = make_trainer(growing_images(600), fpn=True)
     trainer.register_hooks([LeakDetector(window=window)])
     trainer.train(0, 600)
     assert not warnings(log)

@@ -315,15 +315,19 @@ def with_errors(rank, num_ranks, kind, num_iterations, seed, steps):
     return [p.detach().clone() for p in model.parameters()], errors
 
 
-@pytest.mark.parametrize("kind", [Detr, Fcos])
 @pytest.mark.parametrize("num", [13, pytest.param(121, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    ("ranks", "steps"),
+    ("ranks", "steps", "kind"),
     [
-        ("two_ranks", 1),
-        ("three_ranks", 2),
-        pytest.param("two_ranks", 2, marks=pytest.mark.exhaustive),
-        pytest.param("three_ranks", 1, marks=pytest.mark.exhaustive),
+        ("two_ranks", 1, Fcos),
+        ("three_ranks", 2, Detr),
+        pytest.param("two_ranks", 1, Detr, marks=pytest.mark.exhaustive),
+        pytest.param("three_ranks", 2, Fcos, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(*one, kind, marks=pytest.mark.exhaustive)
+            for one in [("two_ranks", 2), ("three_ranks", 1)]
+            for kind in (Detr, Fcos)
+        ),
     ],
 )
 def test_errors_on_any_rank_change_nothing_and_no_rank_waits(ranks, num, kind, steps, request):

@@ -672,7 +672,7 @@ def test_fresh_and_resumed_commands_end_with_a_checkpoint_and_leave_no_process(
     coins, tmp_path, launcher, options, number, target, statuses
 ):
     """With workers of the loader. A terminal, or Slurm, signals all processes of a job."""
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("cli_train",), ()
     cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER = 2, 5000
     cfg.DATALOADER.NUM_WORKERS = 2

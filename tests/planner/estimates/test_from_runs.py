@@ -31,7 +31,7 @@ DEVICES = Path(device.__file__).parent / "devices"
 
 @pytest.fixture(scope="module")
 def cfg():
-    cfg = tiny_cfg("retinanet")
+    cfg = tiny_cfg("retinanet", fpn=False)
     cfg.DATASETS.TEST = ()
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.freeze()

@@ -268,15 +268,19 @@ def test_planning_draws_no_random_numbers():
     assert torch.rand(1) == expected
 
 
-def with_seed(cfg, seed):
-    """A job whose dry runs no other test has made, of one image."""
-    cfg = cfg.clone()
-    cfg.SEED = seed
-    cfg.SOLVER.IMS_PER_BATCH = 1
+SMALL = WorstCase((64, 64), 3)
+
+
+def small_job(seed):
+    """A job whose dry runs no other test has made, of one image and a small model."""
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
+    cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN, cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 2000, 512
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SEED = 1, seed
+    cfg.MEMFIT.PLAN.MARGIN = 0.01
     return cfg
 
 
-def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(mask, monkeypatch):
+def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(monkeypatch):
     from d2_memfit.techniques.heads import ChunkedHeads
 
     def broken(model, cfg):
@@ -285,15 +289,15 @@ def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(m
 
     monkeypatch.setattr(ChunkedHeads, "apply", broken)
     lines = []
-    cfg = with_seed(mask, 0)
-    before = estimate_memory(cfg, device="cuda", batch=CASE, evaluates=False)
-    p = plan(cfg, before.device_total_gb, allow=["exact"], progress=lines.append)
+    cfg = small_job(0)
+    before = estimate_memory(cfg, device="cuda", batch=SMALL, evaluates=False)
+    p = plan(cfg, before.device_total_gb, batch=SMALL, allow=["exact"], progress=lines.append)
     assert "ChunkedHeads" not in [s.name for s in p.steps]
     assert any("ChunkedHeads: left out, the model of this job does not run" in x for x in lines)
     assert any("ChunkedHeads: left out" in line for line in p.left_out)
 
 
-def test_techniques_that_only_run_alone_do_not_end_a_plan(mask, monkeypatch):
+def test_techniques_that_only_run_alone_do_not_end_a_plan(monkeypatch):
     from d2_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 
     apply = ActivationCheckpointing.apply
@@ -304,7 +308,7 @@ def test_techniques_that_only_run_alone_do_not_end_a_plan(mask, monkeypatch):
         return apply(model, cfg)
 
     monkeypatch.setattr(ActivationCheckpointing, "apply", with_chunks_it_is_broken)
-    p = plan(with_seed(mask, 1), 1, allow=["exact"])
+    p = plan(small_job(1), 0.5, batch=SMALL, allow=["exact"])
     assert not p.fits  # the smallest one is known all the same
     assert "ChunkedHeads" in [s.name for s in p.steps]
     assert "ActivationCheckpointing" not in [s.name for s in p.steps]
@@ -314,11 +318,11 @@ def test_techniques_that_only_run_alone_do_not_end_a_plan(mask, monkeypatch):
     assert p.left_out[0] in describe_plan(p)
 
 
-def test_a_technique_that_changes_nothing_is_in_no_plan(mask, monkeypatch):
+def test_a_technique_that_changes_nothing_is_in_no_plan(monkeypatch):
     from d2_memfit.techniques.heads import ChunkedHeads
 
     monkeypatch.setattr(ChunkedHeads, "apply", lambda model, cfg: model)
-    p = plan(with_seed(mask, 2), 1, allow=["exact"])
+    p = plan(small_job(2), 0.5, batch=SMALL, allow=["exact"])
     assert "ChunkedHeads" not in [s.name for s in p.steps]
     assert p.left_out == ()
 
