@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Optional
 
@@ -18,8 +19,7 @@ from torch.utils.data import DataLoader
 from ... import compat
 from ...common.random_state import RandomState
 from ...compat.pytorch import workers_of
-from .data_layout import Layout, Rest
-from .loader_worker import Images, RestOfStream, WithStates
+from .loader_worker import Layout, Rest, RestOfStream, ResumedImages, WithStates
 from .signals import signals_held_back
 
 __all__ = ["ResumableBatches", "UnknownLoader"]
@@ -81,22 +81,21 @@ class ResumableBatches(Iterator[Any]):
         sampler = RestOfStream(self._sampler, rest)
         is_grouped = self._group_size > 0
         self._received = _Received(self._loader, sampler, self._layout, is_grouped, taken)
-        self._batches: Optional[Iterator[Any]] = None
+        self._batches: Iterator[Any] = self._received
+        if is_grouped:
+            self._batches = _grouped(self._received, self._group_size)
+            if self._collate is not None:  # Detectron2 drops a batch that is None
+                collated = map(self._collate, self._batches)
+                self._batches = (batch for batch in collated if batch is not None)
 
     def __iter__(self) -> Iterator[Any]:
         """Start when Detectron2 does, because the workers' seeds are drawn then."""
-        if self._batches is None and self._group_size:
-            self._batches = _grouped(self._received, self._group_size)
-            if self._collate is not None:
-                self._batches = filter(_is_there, map(self._collate, self._batches))
-        elif self._batches is None:
-            self._batches = self._received
+        if not self._group_size and self._received.source is None:
             self._received.start()
         return self
 
     def __next__(self) -> Any:
         iter(self)
-        assert self._batches is not None
         return next(self._batches)
 
     @property
@@ -124,12 +123,7 @@ class ResumableBatches(Iterator[Any]):
 
         The batches themselves do not come again.
         """
-        taken = self._received.taken
-
-        def put_back() -> None:
-            self._received.taken = taken
-
-        return put_back
+        return partial(setattr, self._received, "taken", self._received.taken)
 
     def packed(self) -> tuple[Any, ...]:
         """The state of this rank, quick to make and to send."""
@@ -192,7 +186,6 @@ class ResumableBatches(Iterator[Any]):
             self._start_at(rest, _Taken.of(ranks[rank], self._images))
         else:
             self._start_at(rest.after(_places(layout, ranks)))
-        iter(self)
         self._received.start()  # draws the seeds now: later, other numbers are due
         return is_same
 
@@ -251,7 +244,7 @@ class _Received(Iterator[Any]):
     ) -> None:
         self.taken = taken
         self._loader = copy.copy(loader)
-        vars(self._loader)["dataset"] = Images(
+        vars(self._loader)["dataset"] = ResumedImages(
             loader.dataset, sampler, layout, taken.batches, taken.workers, is_grouped
         )
         self._loader.collate_fn = WithStates(loader.collate_fn)
@@ -308,11 +301,6 @@ def _facts(image: dict[str, Any]) -> tuple[Any, ...]:
     """What an image is known by, wherever its folder is."""
     name = image.get("file_name", image.get("image_id"))
     return os.path.basename(str(name)), image.get("height"), image.get("width")
-
-
-def _is_there(batch: Any) -> bool:
-    """Whether a collate function gave a batch; Detectron2 drops None."""
-    return batch is not None
 
 
 def _places(layout: Layout, ranks: list[dict[str, Any]]) -> torch.Tensor:

@@ -60,7 +60,7 @@ class ByteCut:
         """Memory, in GB, that the process may need with a micro-batch of several images."""
         return (self._base + self._room * (self._share.images or _PARTS) / _PARTS) / _GB
 
-    def cut(self, images: Sequence[Any]) -> list[list[Any]]:
+    def micro_batches(self, images: Sequence[Any]) -> list[list[Any]]:
         """Cut images into micro-batches, the largest first, while there are no gradients yet.
 
         Raises:
@@ -121,7 +121,7 @@ class ByteCut:
             parts = min(_PARTS, math.ceil(_PARTS * share) + 1)
         self._share.halve(max(2, parts))
         if window is not None:
-            window.cut(self.cut)
+            window.cut(self.micro_batches)
         return f"micro-batches of several images are limited to {self.described()}"
 
     def end_iteration(self, clean: bool) -> bool:
