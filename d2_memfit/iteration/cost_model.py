@@ -103,12 +103,12 @@ class CostModel:
     """The predicted memory of micro-batches, and its limit.
 
     The peak of a micro-batch is in its forward or in its backward, and each grows in its own way.
-    So there are several sums; the largest counts.
+    Therefore there are several sums; the largest counts.
 
     Args:
         sums: bytes for each of ``FEATURES``.
         limit_bytes: memory of the process that a micro-batch may need.
-        overhead_pixels: time of a micro-batch besides its images' time, expressed in padded pixels.
+        overhead_pixels: time of a micro-batch in addition to its images' time, in padded pixels.
     """
 
     sums: tuple[tuple[float, ...], ...]
