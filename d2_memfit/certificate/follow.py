@@ -47,7 +47,7 @@ def _check(certificate: Certificate, inner: Any, name: str, start_iter: int) -> 
             f"{name} is for {ranks} ranks, and this run has {comm.get_world_size()}: run "
             "d2-memfit certify --num-gpus with their number"
         )
-    cost_model = inner.cut and inner.cut.cost_model
+    cost_model = inner.byte_cut and inner.byte_cut.cost_model
     sums = cost_model and [list(numbers) for numbers in cost_model.sums]
     if sums != certificate.sums or cost_model.limit_bytes != certificate.limit_bytes:
         raise ConfigError(
@@ -91,7 +91,7 @@ class _Follow(HookBase):
     def after_step(self) -> None:
         if self.trainer.iter >= len(self._certified):
             return
-        needs, certified = self._inner.cut.needs_bytes, self._certified[self.trainer.iter]
+        needs, certified = self._inner.byte_cut.needs_bytes, self._certified[self.trainer.iter]
         self._needs.append(needs)
         if needs <= certified:
             return
