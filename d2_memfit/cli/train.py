@@ -230,10 +230,16 @@ def main(
 ) -> None:
     """Run one rank, with the arguments completed by :func:`prepare`."""
     cfg = make_cfg(args, add_keys)
+    config_file = Path(cfg.OUTPUT_DIR) / "config.yaml"
     logging.raiseExceptions = False  # on a full disk, each line of the log would have a traceback
     try:
+        is_kept = args.eval_only and comm.is_main_process() and config_file.is_file()
+        of_training = config_file.read_text() if is_kept else None
         leave_out_dumps(cfg.OUTPUT_DIR, comm.get_rank())
         default_setup(cfg, args)
+        if of_training is not None:  # evaluations may be with other keys
+            with whole_file(config_file, "w") as file:
+                file.write(of_training)
     except OSError as e:  # such as a full disk
         raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR} cannot be written ({e.strerror})") from e
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")

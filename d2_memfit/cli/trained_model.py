@@ -72,11 +72,13 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
         f"{number} images, {prediction.seconds / max(number, 1):.3f} s each, "
         f"{device_memory(device).peak_allocated_bytes / 2**30:.2f} GB peak on the {device.type}\n"
         f"Written: {args.output / 'pictures'}, {args.output / 'coco_instances_results.json'}, "
-        f"{args.output / 'images.json'} (the images of these results)\n"
-        f"{after_predict(args, files[0])}"
+        f"{args.output / 'images.json'} (the images of these results)"
     )
-    if prediction.failures:
-        say(f"{len(prediction.failures)} of {len(files)} files were left out, or ended early")
+    if prediction.done:
+        print(after_predict(args, prediction.done[0]))
+    left = len(files) - len(prediction.done)
+    if left:
+        say(f"{left} of {len(files)} files were left out, or ended early")
         sys.exit(_INCOMPLETE)
 
 

@@ -40,7 +40,7 @@ class FilePrediction:
     Attributes:
         images: those predicted on, as in a dataset of COCO. Their ids count from 1.
         seconds: time that the images took, without reading and drawing.
-        failures: one line for each file that cannot be used, or not completely.
+        done: the files that were read and predicted on to their ends.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class FilePrediction:
     ) -> None:
         self.images: list[dict[str, Any]] = []
         self.seconds = 0.0
-        self.failures: list[str] = []
+        self.done: list[Path] = []
         self._predictor = predictor
         self._output = output
         self._metadata = metadata
@@ -68,6 +68,7 @@ class FilePrediction:
             for file in files:
                 try:
                     self._predict(file, results)
+                    self.done.append(file)
                     continue
                 except DataError as e:
                     failure = str(e)
@@ -80,7 +81,6 @@ class FilePrediction:
                     )
                     failure = str(error)
                 release_memory(device)  # without the traceback, which keeps tensors
-                self.failures.append(failure)
                 say(failure)
         self._write_images()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import train_net
 from detectron2.engine import default_argument_parser
+from detectron2.projects.point_rend import add_pointrend_config
 
 from d2_memfit.cli.next_step import after_training
 from d2_memfit.compat import has_compiled_ops
@@ -39,8 +40,7 @@ def main() -> None:
     command = ["--config-file", str(CONFIG), "OUTPUT_DIR", args.output_dir, *args.opts]
     train_net.main(default_argument_parser().parse_args(command))
     weights = f"{args.output_dir}/model_final.pth"
-    keys = [train_net.add_pointrend_config]
-    print(after_training(args.output_dir, [], weights, train_net.Trainer, keys))
+    print(after_training(args.output_dir, [], weights, train_net.Trainer, [add_pointrend_config]))
 
 
 if __name__ == "__main__":

@@ -104,16 +104,17 @@ def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
     config, photographs, tmp_path, capsys
 ):
     whole = (photographs / "000.png").read_bytes()
-    (photographs / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (photographs / "0.png").write_bytes(whole[: len(whole) // 2])
     (photographs / "text.jpg").write_text("no image")
     (photographs / "text.mp4").write_text("no video")
     with pytest.raises(SystemExit) as e:
         predict(config, photographs, tmp_path / "found")
     assert e.value.code == 3
     printed = capsys.readouterr()
-    for name in ("cut.png", "text.jpg", "text.mp4"):
+    for name in ("/0.png", "text.jpg", "text.mp4"):
         assert sum(f"{name} cannot be read" in line for line in printed.err.splitlines()) == 1
     assert "3 of 5 files were left out" in printed.err
+    assert f"--input {photographs / '000.png'} --output model.ts" in printed.out
     assert "2 images" in printed.out
     assert {r["image_id"] for r in results_of(tmp_path / "found")} == {1, 2}
     pictures = sorted(p.name for p in (tmp_path / "found" / "pictures").iterdir())

@@ -76,8 +76,11 @@ def test_training_evaluation_and_resuming(arguments, tmp_path, capsys):
     results = output_dir / "inference" / "coco_instances_results.json"
     results.unlink()
     weights = output_dir / "model_final.pth"
-    assert call(capsys, "--eval-only", *arguments, "MODEL.WEIGHTS", weights)[0] == 0
+    config = (output_dir / "config.yaml").read_text()
+    options = ["MODEL.WEIGHTS", weights, "DATASETS.TEST", "('cli_train',)"]
+    assert call(capsys, "--eval-only", *arguments, *options)[0] == 0
     assert results.exists()
+    assert (output_dir / "config.yaml").read_text() == config
 
 
 def test_evaluation_of_weights_for_other_classes_is_one_line(arguments, tmp_path, capsys):

@@ -4,7 +4,7 @@
 import logging
 from typing import Any
 
-from detectron2.engine.hooks import BestCheckpointer, PeriodicCheckpointer
+from detectron2.engine.hooks import BestCheckpointer, EvalHook, PeriodicCheckpointer
 from detectron2.utils import comm
 from fvcore.common.checkpoint import Checkpointer
 
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 class BestCheckpoint(BestCheckpointer):
     """Saves ``model_best.pth`` after the best evaluation, and ends the run after too many others.
 
-    It is Detectron2's ``BestCheckpointer`` with a state, so that a resumed run knows its best.
+    It is Detectron2's ``BestCheckpointer`` with a state, so that a resumed run knows its best. An
+    evaluation comes after the checkpoint of its iteration: a run resumed there begins with it.
     Register it on all ranks, after the hook that evaluates. The keys are those of MEMFIT.BEST.
 
     Args:
@@ -32,9 +33,11 @@ class BestCheckpoint(BestCheckpointer):
         super().__init__(job.cfg.TEST.EVAL_PERIOD, checkpointer, best.METRIC, best.MODE)
         self._patience = best.PATIENCE
         self._evaluations_since = 0
+        self._evaluated = -1  # the last iteration with an evaluation
         self._has_ended = False
 
     def _best_checking(self) -> None:
+        self._evaluated = iteration = min(self.trainer.iter, self.trainer.max_iter - 1)
         result = self.trainer.storage.latest().get(self._val_metric)
         result = comm.all_gather(result)[0]  # evaluators give it to rank 0 alone
         if result is None:
@@ -47,7 +50,6 @@ class BestCheckpoint(BestCheckpointer):
             )
             return
         value, _ = result
-        iteration = min(self.trainer.iter, self.trainer.max_iter - 1)
         is_better = self.best_metric is None or self._compare(value, self.best_metric)
         if is_better and self._update_best(value, iteration):  # False if it is not finite
             self._evaluations_since = 0
@@ -78,6 +80,18 @@ class BestCheckpoint(BestCheckpointer):
     def before_step(self) -> None:
         if self._is_too_long():  # the run that is resumed has ended so
             self._end(self.trainer.iter)
+        now = self.trainer.iter
+        is_first = now == self.trainer.start_iter
+        if is_first and now % self._period == 0 and now != self._evaluated + 1:
+            self._evaluate_as_after(now - 1)
+            self.trainer.iter = self.trainer.storage.iter = now
+
+    def _evaluate_as_after(self, iteration: int) -> None:
+        self.trainer.iter = self.trainer.storage.iter = iteration
+        for hook in compat.hooks_of(self.trainer):
+            if isinstance(hook, EvalHook):
+                hook.after_step()
+        self.after_step()
 
     def after_step(self) -> None:
         super().after_step()
@@ -115,9 +129,11 @@ class BestCheckpoint(BestCheckpointer):
             "best_metric": self.best_metric,
             "best_iter": self.best_iter,
             "evaluations_since": self._evaluations_since,
+            "evaluated": self._evaluated,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_metric = state_dict["best_metric"]
         self.best_iter = state_dict["best_iter"]
         self._evaluations_since = state_dict["evaluations_since"]
+        self._evaluated = state_dict.get("evaluated", -1)

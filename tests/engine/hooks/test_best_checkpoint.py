@@ -111,7 +111,17 @@ def test_its_best_and_its_patience_are_resumed(coins, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(cfg, own_hooks=[Stop()])
     trainer = run(cfg, resume=True)
-    assert trainer.iterations == [3, 4]
+    assert trainer.iterations == [2, 3, 4]  # that of the checkpoint's iteration comes after it
+    assert iteration_of(tmp_path / "model_best.pth") == 1
+
+
+def test_an_evaluation_that_was_cut_short_is_made_when_the_run_goes_on(coins, tmp_path):
+    cfg = cfg_of(tmp_path, max_iter=4)
+    cfg.SOLVER.CHECKPOINT_PERIOD = 2
+    with pytest.raises(KeyError):  # there is no result after iteration 1
+        run(cfg, by_iteration={0: 10.0})
+    trainer = run(cfg, resume=True)
+    assert trainer.iterations == [1, 2, 3]
     assert iteration_of(tmp_path / "model_best.pth") == 1
 
 
