@@ -134,7 +134,13 @@ def test_the_commands_of_getting_started(checkout):
     assert (output / "model_final.pth").exists()
     assert "Total inference time" in trained
     assert "Total inference time" in evaluated
+    weights = "--weights output/mine/model_final.pth"
+    assert (
+        f"--coco my_val val.json images/ --config-file output/mine/config.yaml {weights}"
+        in (evaluated.partition("Written: output/mine/inference (results)\nNext")[2])
+    )
     assert drawn.startswith("Written: output/mine/predictions.png\n")
+    assert "--output predictions --coco my_val val.json images/" in drawn
     assert cv2.imread(str(output / "predictions.png")).std() > 10
     assert "1 images, " in predicted
     assert "The largest images: " in estimated

@@ -3,6 +3,7 @@
 """Measure the costs and the results of d2_memfit.
 
 tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
+tools/benchmark.py certificate     certified windows against what they really need
 tools/benchmark.py crowded          memory over iterations, with crowded images under a limit
 tools/benchmark.py dry_runs         time and RAM of dry runs
 tools/benchmark.py estimates        estimates against the same jobs run on the CPU
@@ -20,6 +21,7 @@ from importlib import import_module
 
 BENCHMARKS = (
     "accumulation",
+    "certificate",
     "crowded",
     "dry_runs",
     "estimates",

@@ -18,6 +18,7 @@ _DESCRIPTION = (
 COMMANDS = {
     "estimate": "estimate the memory that a job needs",
     "plan": "make a job fit a budget",
+    "certify": "say what each iteration of a planned run will need, and fix its data's order",
     "doctor": "test what works with a job, in small iterations on the CPU with injected errors",
     "convert": "make files in COCO's format of a folder of YOLO, Pascal VOC or Roboflow",
     "draw": "draw what a trained model detects",
@@ -85,6 +86,8 @@ def command_parser(
         "--cost-model", action="store_true", help="cut windows by predicted bytes, not by images"
     )
     plan.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")
+    certify = commands.add_parser("certify", help=COMMANDS["certify"])
+    _add_certify_options(certify)
     doctor = commands.add_parser("doctor", help=COMMANDS["doctor"])
     _add_job_options(doctor)
     convert = commands.add_parser("convert", help=COMMANDS["convert"])
@@ -131,12 +134,7 @@ def command_parser(
 def _parser_of_asking() -> argparse.ArgumentParser:
     """The options that estimate and plan share."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
-        "--device",
-        help="the device that the job runs on: a card (rtx_3060, t4, a100, ...), cuda, cpu, "
-        "or a device file (default: this machine's GPU, or cuda if there "
-        "is none)",
-    )
+    _add_device_option(parser)
     parser.add_argument(
         "--probe", action="store_true", help="measure on this machine's GPU, instead of a dry run"
     )
@@ -155,6 +153,34 @@ def _parser_of_asking() -> argparse.ArgumentParser:
     )
     _add_job_options(parser)
     return parser
+
+
+def _add_device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        help="the device that the job runs on: a card (rtx_3060, t4, a100, ...), cuda, cpu, "
+        "or a device file (default: this machine's GPU, or cuda if there "
+        "is none)",
+    )
+
+
+def _add_certify_options(parser: argparse.ArgumentParser) -> None:
+    _add_device_option(parser)
+    _add_job_options(parser)
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        metavar="N",
+        help="go through the first iterations only (default: the whole schedule)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("certificate.pt"),
+        metavar="FILE",
+        help="the file that train --certificate takes (default: certificate.pt)",
+    )
+    parser.set_defaults(json=False)
 
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from ..common.files import whole_file
 from ..config import card_name, find_config_file, load_cfg
 from ..data import check_classes, check_coco_file, convert_folder, register_coco
 from ..doctor import examine
-from ..engine import usable_device
+from ..engine import usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer
 from ..errors import ConfigError, exit_on_error
 from ..inference import estimate_inference
@@ -45,7 +45,7 @@ from . import train
 from .command_line import command_parser
 from .draw import draw_predictions
 from .job_options import job_of, load_any_config
-from .next_step import after_a_look, after_convert, after_draw, after_plan
+from .next_step import after_a_look, after_certify, after_convert, after_draw, after_plan
 from .options import check_opts, opts_of_budget
 from .trained_model import export_model, predict_files
 
@@ -62,6 +62,8 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     if args.command == "train":
         train.run(args)
         return
+    if world_size(1) > 1:
+        raise ConfigError(f"{args.command} is one process's work: start it without torchrun")
     if args.command == "measure-gpu":
         files = measure_gpu(args.device, args.minutes, args.output, _say, args.estimate)
         print(*files, sep="\n")
@@ -77,6 +79,9 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         return
     for name in ("output", "html", "snapshot"):
         _check_folder(f"--{name}", getattr(args, name, None))
+    if args.command == "certify":
+        _certify(args)
+        return
     if args.command == "draw":
         check_opts(args.opts)
         _draw(args)
@@ -101,6 +106,16 @@ def _examine(args: argparse.Namespace) -> None:
     if not is_well:
         sys.exit(_UNWELL)
     print(f"\n{after_a_look(args)}")
+
+
+def _certify(args: argparse.Namespace) -> None:
+    from ..certificate import certify
+
+    job, _ = _job_and_trainer(args)
+    device = args.device or _device_of_card(args.card)
+    certificate = certify(job, args.iterations, device, _say)
+    certificate.write(args.output)
+    print(f"{certificate}\n\nWritten: {args.output}\n{after_certify(args)}")
 
 
 def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:

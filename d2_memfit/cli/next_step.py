@@ -12,6 +12,7 @@ from ..config import CARDS, card_name
 
 __all__ = [
     "after_a_look",
+    "after_certify",
     "after_convert",
     "after_draw",
     "after_export",
@@ -44,20 +45,31 @@ def after_plan(args: argparse.Namespace) -> str:
     """The lines after a plan that fits: its file and how to train it, or how to write it."""
     if args.output is None:
         return f"Next, write it to a file:\n  {_plan(args)}"
+    train = _train(args, ["--config-file", args.output])
+    return f"Written: {args.output}\nNext, train it:\n  {train}"
+
+
+def after_certify(args: argparse.Namespace) -> str:
+    """The line after a certificate."""
+    of_plan = ["--config-file", args.config_file, "--certificate", args.output]
+    return f"Next, train with it:\n  {_train(args, of_plan, args.opts)}"
+
+
+def _train(args: argparse.Namespace, of_plan: Sequence[Any], opts: Sequence[str] = ()) -> str:
+    """The command that trains a plan, with the data and ranks of another command."""
     data = [word for dataset in args.coco for word in ("--coco", *dataset)]
     ranks = ["--num-gpus", args.num_gpus] if args.num_gpus > 1 else []
-    of_plan = ["--config-file", args.output, *ranks]
     if args.trainer or args.project:
         script = Path((args.trainer or "").partition(":")[0].replace(".", "/") + ".py")
-        train = _line("python", script if script.is_file() else "YOUR_SCRIPT.py", *of_plan)
-    else:
-        train = _line("d2-memfit", "train", *of_plan, *data)
-    return f"Written: {args.output}\nNext, train it:\n  {train}"
+        return _line(
+            "python", script if script.is_file() else "YOUR_SCRIPT.py", *of_plan, *ranks, *opts
+        )
+    return _line("d2-memfit", "train", *of_plan, *ranks, *data, *opts)
 
 
 def after_draw(args: argparse.Namespace) -> str:
     """The line after a picture of a trained model's detections."""
-    files = ["--input", "FOLDER", "--output", "predictions"]
+    files = ["--input", "FOLDER", "--output", "predictions", "--coco", *args.coco[0]]
     use = _line("d2-memfit", "predict", "--config-file", args.config_file, *files, *args.opts)
     return f"Next, find objects in other images:\n  {use}"
 
@@ -85,19 +97,21 @@ def after_training(
     weights: str,
     trainer: Optional[type] = None,
     add_keys: Sequence[Callable[..., Any]] = (),
+    *,
+    eval_only: bool = False,
 ) -> str:
     """The lines after a run: its files, and how to use its weights.
 
     Args:
         output_dir: OUTPUT_DIR of the run.
         coco: values of ``--coco``, as the run got them.
-        weights: the last checkpoint.
+        weights: the last checkpoint, or what was evaluated.
         trainer: the class of a project's script; None is that of the command train.
         add_keys: the functions of the script that add its keys.
     """
     config = Path(output_dir) / "config.yaml"
     model = ["--config-file", config, "MODEL.WEIGHTS", weights]
-    held_out = coco[1] if len(coco) > 1 else ()
+    held_out = next(iter(coco if eval_only else coco[1:]), ())
     names = ["--coco", *held_out] if held_out else []  # of the classes
     files = ["--input", "FOLDER", "--output", "predictions"]
     trained = ["--config-file", config, "--weights", weights]
@@ -105,6 +119,8 @@ def after_training(
         f"Written: {weights} (weights), {Path(output_dir) / 'metrics.json'}, {config}",
         f"Curves:\n  {_line('tensorboard', '--logdir', output_dir)}",
     ]
+    if eval_only:
+        lines = [f"Written: {Path(output_dir) / 'inference'} (results)"]
     code: list[str] = []
     found = ""
     if trainer is not None:

@@ -22,7 +22,8 @@ from ..memory import device_memory
 
 __all__ = ["leave_out_dumps", "progress_hooks"]
 
-_DUMPS = ("Environment info", "Contents of args.config_file", "Running with full config", "Model:")
+_DUMPS = ("Environment info", "Command line arguments", "Contents of args.config_file")
+_DUMPS += ("Running with full config", "Model:")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LOGGERS = ("detectron2", "fvcore", "d2_memfit")
 _PERIOD = 20  # iterations between lines of Detectron2's log

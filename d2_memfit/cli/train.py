@@ -45,6 +45,7 @@ from ..engine import MemfitTrainer, launch, usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer
 from ..errors import CheckpointError, ConfigError, MemfitError, exit_on_error
 from ..evaluation import build_evaluator
+from ..inference import WholeModelCheckpointer
 from ..iteration import Precision
 from ..job import RecoveryOptions
 from ..memory import use_expandable_segments
@@ -81,7 +82,7 @@ class Trainer(MemfitTrainer):
     @classmethod
     def load_weights(cls, cfg: CfgNode, model: nn.Module, resume: bool) -> None:
         """Load the weights to evaluate: the last checkpoint, or MODEL.WEIGHTS."""
-        checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
+        checkpointer = WholeModelCheckpointer(model, cfg.OUTPUT_DIR)
         if not cfg.MODEL.WEIGHTS and not (resume and checkpointer.has_checkpoint()):
             logger.warning(
                 "--eval-only evaluates random weights, because MODEL.WEIGHTS is empty. Set it, or "
@@ -106,6 +107,9 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--training-only", action="store_true", help="neither evaluate nor plan for evaluation"
+    )
+    parser.add_argument(
+        "--certificate", metavar="FILE", help="train with the certificate of d2-memfit certify"
     )
     add_card_and_coco_options(parser)
     return parser
@@ -238,6 +242,11 @@ def main(
     for note in args.notes:
         logger.info("From the data: %s", note)
 
+    def say_next(weights: str, **options: bool) -> None:
+        own = None if trainer_class is Trainer else trainer_class
+        text = after_training(cfg.OUTPUT_DIR, args.coco, weights, own, add_keys, **options)
+        print(text, flush=True)
+
     if args.eval_only:
         model = trainer_class.build_model(cfg)
         trainer_class.load_weights(cfg, model, args.resume)
@@ -246,12 +255,20 @@ def main(
             results.update(trainer_class.test_with_TTA(cfg, model))
         if comm.is_main_process():
             verify_results(cfg, results)
+            checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
+            last = checkpointer.get_checkpoint_file() if args.resume else ""
+            if last or cfg.MODEL.WEIGHTS:
+                say_next(last or cfg.MODEL.WEIGHTS, eval_only=True)
         return
 
     _warn_of_batch(args, cfg, add_keys)
     cfg = _fitted(cfg, trainer_class)
     trainer = trainer_class(cfg)
     trainer.resume_or_load(resume=args.resume)
+    if args.certificate:
+        from ..certificate import follow
+
+        follow(trainer, args.certificate, trainer.start_iter)
     if cfg.TEST.AUG.ENABLED:
         trainer.register_hooks(
             [hooks.EvalHook(0, lambda: trainer.test_with_TTA(cfg, trainer.model))]
@@ -263,10 +280,7 @@ def main(
         trainer.register_hooks([first_images, *progress_hooks(trainer.max_iter)])
     trainer.train()
     if comm.is_main_process():
-        weights = trainer.checkpointer.get_checkpoint_file()
-        of_script = None if trainer_class is Trainer else trainer_class
-        lines = after_training(cfg.OUTPUT_DIR, args.coco, weights, of_script, add_keys)
-        print(lines, flush=True)
+        say_next(trainer.checkpointer.get_checkpoint_file())
 
 
 def _warn_of_batch(args: argparse.Namespace, cfg: CfgNode, add_keys: AddKeys = ()) -> None:

@@ -55,7 +55,7 @@ def evaluate(job: Job, model: torch.nn.Module) -> Optional[dict[str, Any]]:
     return results
 
 
-def train(cfg: DictConfig, job: Job, resume: bool) -> None:
+def train(cfg: DictConfig, job: Job, resume: bool, certificate: Optional[str]) -> None:
     trainer = build_trainer(job)
     model = trainer.model
     logging.getLogger("d2_memfit").info("Model:\n%s", model)
@@ -79,6 +79,10 @@ def train(cfg: DictConfig, job: Job, resume: bool) -> None:
     checkpointer.begin_run()
     # The checkpoint has the iteration that was just finished.
     start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
+    if certificate:
+        from ..certificate import follow
+
+        follow(trainer, certificate, start_iter)
     trainer.train(start_iter, cfg.train.max_iter)
     if is_main:
         print(after_training(cfg.train.output_dir, [], checkpointer.get_checkpoint_file()))
@@ -109,9 +113,12 @@ def main(args: argparse.Namespace) -> None:
         model = job.parts.build_model(cfg.train.device)
         MemfitCheckpointer(model).load(cfg.train.init_checkpoint)
         evaluate(job, create_ddp_model(model))
+        weights = cfg.train.init_checkpoint
+        if comm.is_main_process() and weights:
+            print(after_training(cfg.train.output_dir, [], weights, eval_only=True))
     else:
         cfg = fit_config(cfg)
-        train(cfg, Job.from_lazy(cfg), args.resume)
+        train(cfg, Job.from_lazy(cfg), args.resume, args.certificate)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -42,16 +42,16 @@ def whole_file(path: Union[str, os.PathLike[str]], mode: str = "wb") -> Iterator
         OSError: it could not be written, for example on a full disk.
     """
     path = os.fspath(path)
-    beside = temporary_name(path)
+    temporary = temporary_name(path)
     try:
-        with open(beside, mode) as f:
+        with open(temporary, mode) as f:
             yield f
             f.flush()
             _flush_to_disk(f.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.remove(beside)
+            os.remove(temporary)
         raise
     with contextlib.suppress(OSError):  # some network file systems do not open folders
         folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)

@@ -10,7 +10,7 @@ import torch
 __all__ = ["RandomState"]
 
 _CPU = torch.device("cpu")
-_WITHOUT_GENERATOR = ("cpu", "meta")  # devices that have none besides PyTorch's own
+_WITHOUT_GENERATOR = ("cpu", "meta")  # devices without one in addition to PyTorch's own
 
 
 class RandomState:

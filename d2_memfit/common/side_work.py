@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Contexts for work besides the training, such as planning: on one rank, and without logging."""
+"""Contexts for work that is not training, such as planning: on one rank, and without logging."""
 
 import logging
 from collections.abc import Iterator

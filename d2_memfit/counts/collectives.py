@@ -61,8 +61,8 @@ class Collective:
         module: class of the innermost module that calls it.
         tensors: the tensors that the call changes in place.
         sent: the tensors that it sends, if they are others, as in an all_gather.
-        scale: what equal values of all ranks are multiplied by: the ranks of its group for a sum,
-            1 for a mean; None for other calls.
+        scale: factor by which it multiplies a value that all ranks have: the ranks of its group
+            for a sum, 1 for a mean; None for other calls.
         is_differentiable: whether gradients flow through it.
     """
 

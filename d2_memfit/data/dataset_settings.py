@@ -84,7 +84,7 @@ def fit_to_data(
                 f"{_names(files[0].classes)} in {files[0].json_file}, and {_names(file.classes)} "
                 f"in {file.json_file}"
             )
-    settings = list(_classes(cfg, files[0], given))
+    settings = list(_classes(cfg, files[0], given, trains=bool(train)))
     if train and cfg.MODEL.META_ARCHITECTURE in _LEARN_FROM_PIXELS:
         raise ConfigError(
             f"a {cfg.MODEL.META_ARCHITECTURE} learns from labels of every pixel, which "
@@ -105,7 +105,9 @@ def fit_to_data(
     return settings
 
 
-def _classes(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator[Setting]:
+def _classes(
+    cfg: CfgNode, file: CocoFile, given: Collection[str], trains: bool
+) -> Iterator[Setting]:
     num_classes = len(file.classes)
     keys = [k for k in (_CLASS_KEYS.get(cfg.MODEL.META_ARCHITECTURE), *_class_keys(cfg)) if k]
     if not keys and cfg.MODEL.META_ARCHITECTURE not in _CLASS_KEYS:
@@ -118,10 +120,11 @@ def _classes(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator[S
         if value == num_classes:
             continue
         if key in given:
+            advice = f"Leave the key out, or set it {num_classes}"
             raise ConfigError(
                 f"{key} {value} does not fit the data: {file.json_file} has {num_classes} "
-                f"categories ({_names(file.classes)}). Leave the key out, or set it {num_classes}. "
-                "For a model that is trained already, name the file of its training"
+                f"categories ({_names(file.classes)}). "
+                f"{advice if trains else 'Name a file with the classes of the trained model'}"
             )
         yield Setting(key, num_classes, f"the categories of {file.name}: {_names(file.classes)}")
 
@@ -139,7 +142,7 @@ def check_classes(cfg: CfgNode, file: CocoFile) -> None:
     if key == "":
         raise ConfigError(f"a {cfg.MODEL.META_ARCHITECTURE} does not predict classes")
     if key is not None:
-        list(_classes(cfg, file, {key}))
+        list(_classes(cfg, file, {key}, trains=False))
 
 
 def _class_keys(cfg: CfgNode) -> list[str]:

@@ -112,7 +112,7 @@ def _moved(instances: Instances, pixels: int) -> Instances:
 
 
 def _verdict(patient: Patient, images: Sequence[Any], policy: str, freezes: bool = True) -> Verdict:
-    """The verdict on each image as a part. Of two ways to fix random numbers, the nearer counts."""
+    """The verdict on each image as a part: the nearer of two ways to fix random numbers."""
     verdicts = []
     for same_rows in (True, False):
         model = patient.model()

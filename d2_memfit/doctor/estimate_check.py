@@ -24,7 +24,7 @@ _ITERATIONS = 2  # the second finds the optimizer's states
 
 @dataclass(frozen=True)
 class RealStep:
-    """An estimate of training, beside a step of real images.
+    """An estimate of training, and the measurement of a step of real images.
 
     Attributes:
         estimated_bytes: peak of the tensors of the largest micro-batch, by a dry run.
@@ -56,9 +56,9 @@ def estimate_against_real_step(job: Job) -> RealStep:
     """Compare a job's estimate with a training step of real images, computed on the CPU.
 
     The dry run has the job's largest invented batch, and the most proposals possible. The real step
-    has annotated images of the dataset, and what the model itself makes of them: proposals, matches
-    and samples, with the weights of the first iteration. So it may need less, most of all if these
-    are random. It must not need more. Operators that are compiled for a GPU are stand-ins in both.
+    has annotated images of the dataset. The model makes its own proposals, matches and samples of
+    them, with the weights of the first iteration. It may need less, above all with random weights.
+    It must not need more. Operators that are compiled for a GPU are stand-ins in both.
 
     Args:
         job: at a size that a CPU can compute.

@@ -44,7 +44,7 @@ def examine(job: Job, trainer: Any = None, remake: Optional[Remake] = None) -> I
     Args:
         trainer: the class that trains, if there is one; it is tested with ``MemfitMixin``.
         remake: returns the job, made for two ranks, and the trainer. It is called in two other
-            processes, so it must be possible to pickle it. None leaves the check of ranks out.
+            processes, so it must be possible to pickle it; None leaves the check of ranks out.
     """
     patients: list[Patient] = []
 

@@ -115,11 +115,11 @@ def puts_state_back(patient: Patient) -> str:
     changed = [name for name, value in after.items() if not _same(before.get(name), value)]
     if changed:
         raise Unwell(
-            f"a forward changes {_some(changed)}, which a retry does not put back: keep it in a "
+            f"a forward changes {_few(changed)}, which a retry does not put back: keep it in a "
             "number or a list, or write save_for_retry() and restore_for_retry(state)"
         )
     if counting:
-        return f"all is put back. {_some(counting)} counts forwards, not iterations"
+        return f"all is put back. {_few(counting)} counts forwards, not iterations"
     return "all is put back"
 
 
@@ -152,7 +152,7 @@ def counts(patient: Patient) -> str:
     images = five_images(patient.batch(), with_empty=False)
     _, _, trainer = patient.step(micro_batch_size=1, images=images)
     places = trainer.normalizers.described()
-    return f"with accumulation, these are the window's: {_some(places)}" if places else "none found"
+    return f"with accumulation, these are the window's: {_few(places)}" if places else "none found"
 
 
 def is_silent(patient: Patient) -> str:
@@ -174,9 +174,9 @@ def is_silent(patient: Patient) -> str:
 
     patient.call(forward)
     if not found:
-        return "none but of counts"
+        return "only for counts"
     raise Unwell(
-        f"{_some(list(dict.fromkeys(found)))}: on several ranks MEMFIT.OOM.POLICY split cannot run "
+        f"{_few(list(dict.fromkeys(found)))}: on several ranks MEMFIT.OOM.POLICY split cannot run "
         "one rank's images again. Train with policy raise"
     )
 
@@ -217,6 +217,6 @@ def _kinds(job: Job) -> list[Any]:
     return [len(type(m).__mro__) for m in model.modules()] + [type(optimizer)]
 
 
-def _some(names: Sequence[str]) -> str:
+def _few(names: Sequence[str]) -> str:
     more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
     return ", ".join(names[:_FEW]) + more

@@ -94,7 +94,7 @@ def resumes(job: Job, trainer: Optional[type]) -> str:
             f"run that was not ended, such as {', '.join(changed[:2])}. {_about_its_order(job)}"
         )
     how = f"class Trainer(MemfitMixin, {trainer.__name__})" if trainer else "build_trainer"
-    return f"{how} trains as if it was not ended, bit by bit, on the dataset's own images"
+    return f"{how} trains as if it had not ended, bit by bit, on the dataset's own images"
 
 
 def _about_its_order(job: Job) -> str:

@@ -37,7 +37,7 @@ __all__ = ["MemfitMixin", "MemfitTrainer"]
 logger = logging.getLogger(__name__)
 
 
-if TYPE_CHECKING:  # it is no trainer by itself, and stands before one
+if TYPE_CHECKING:  # the mixin alone is not a trainer, and stands before one
     from detectron2.engine import DefaultTrainer as _Trainer
 else:
     _Trainer = object
@@ -121,19 +121,14 @@ class MemfitMixin(_Trainer):
         if DefaultTrainer in order and order.index(DefaultTrainer) < order.index(MemfitMixin):
             raise TypeError(f"MemfitMixin must be the first base class of {cls.__name__}")
 
-        def next_init(self: Any, *args: Any, **kwargs: Any) -> None:
-            super(cls, self).__init__(*args, **kwargs)
-
-        def next_train(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return super(cls, self).train(*args, **kwargs)
-
-        def next_test(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            return super(cls, kind).test(*args, **kwargs)
+        def inherited(name: str) -> Callable[..., Any]:
+            return lambda self, *args, **kwargs: getattr(super(cls, self), name)(*args, **kwargs)
 
         # A project's own may go past that of a base class: super(DefaultTrainer, self).__init__().
-        cls.__init__ = _of_a_job(vars(cls).get("__init__", next_init))  # type: ignore[method-assign]
-        cls.train = _saved_at_end(vars(cls).get("train", next_train))
-        test = vars(cls).get("test", classmethod(next_test))
+        init = vars(cls).get("__init__", inherited("__init__"))
+        cls.__init__ = _of_a_job(init)  # type: ignore[method-assign]
+        cls.train = _saved_at_end(vars(cls).get("train", inherited("train")))
+        test = vars(cls).get("test", classmethod(inherited("test")))
         if isinstance(test, classmethod):
             cls.test = _evaluating(test.__func__)
 

@@ -31,7 +31,7 @@ def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
             inference_on_dataset(model, test_loader, evaluator)
 
     Within itself, for the same model, it does nothing. If a trainer keeps an average of its
-    weights, the model has the average meanwhile.
+    weights, the model has the average while this is open.
 
     Yields:
         CfgNode: the config, with its budget as a number.

@@ -38,8 +38,8 @@ def launch(
     Under torchrun this process is one rank of the job, and the arguments about machines are not
     used. The same holds for any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
     MASTER_ADDR and MASTER_PORT. Without a GPU, ``num_gpus_per_machine`` processes share the CPU's
-    cores and communicate over gloo. So do more ranks of torchrun than there are GPUs, because NCCL
-    refuses two ranks on one GPU. The ranks' cuDNN keeps fewer plans
+    cores and communicate over gloo. Ranks of torchrun that outnumber the GPUs use gloo too, because
+    NCCL refuses two ranks on one GPU. The ranks' cuDNN keeps fewer plans
     (:func:`~d2_memfit.memory.limit_cudnn_cache`).
 
     Args:

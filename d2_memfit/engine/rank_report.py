@@ -2,7 +2,7 @@
 """Each rank's report of its window, and what all ranks conclude from the reports."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -16,11 +16,11 @@ from .normalizers import CountReport
 from .recovery import RecoveryReport
 from .window import MicroBatch, Window, image_names
 
-__all__ = ["Report", "check_finite", "report", "write_metrics"]
+__all__ = ["RankReport", "check_finite", "write_metrics"]
 
 
 @dataclass
-class Report:
+class RankReport:
     """One rank's report of its window, pickled for the others."""
 
     num_images: int = 0
@@ -34,39 +34,32 @@ class Report:
     stop_signal: int = 0  # the signal that asked this rank to end the run
     run_state: bytes = b""  # a packed RunState, on several ranks
 
+    @classmethod
+    def of(
+        cls,
+        window: Window,
+        parameters: Iterable[torch.Tensor],
+        likely_cause: Callable[[MicroBatch], str],
+    ) -> "RankReport":
+        """Sum a window's losses after its last backward. This waits for the device.
 
-def report(
-    window: Window,
-    parameters: Iterable[torch.Tensor],
-    likely_cause: Callable[[MicroBatch], str],
-) -> Report:
-    """Sum a window's losses after its last backward. This waits for the device.
-
-    Args:
-        parameters: those of the model.
-        likely_cause: the text for a micro-batch whose losses are not finite. An error in it is said
-            in the text, and goes no further.
-    """
-    made = Report(window.num_images, data_time=window.data_time)
-    made.has_gradient = [p.grad is not None for p in parameters]
-    for m in window.micro_batches:
-        losses = {name: loss.item() for name, loss in m.losses.items()}
-        for name, loss in losses.items():
-            made.loss_sums[name] = made.loss_sums.get(name, 0.0) + m.num_images * loss
-        if not math.isfinite(sum(losses.values())):
-            bad = ", ".join(f"{k} {v:g}" for k, v in losses.items() if not math.isfinite(v))
-            names = image_names(m.data)
-            try:
-                cause = f"Likely {likely_cause(m)}"
-            except Exception as e:  # the other ranks wait in the vote
-                cause = (
-                    f"Cause not known: the search for it failed, {type(e).__name__}: {one_line(e)}"
-                )
-            made.not_finite.append(f"{bad} on the images {names}. {cause}")
-    return made
+        Args:
+            parameters: those of the model.
+            likely_cause: the text for a micro-batch whose losses are not finite. An error in it
+                becomes part of the text, and goes no further.
+        """
+        made = cls(window.num_images, data_time=window.data_time)
+        made.has_gradient = [p.grad is not None for p in parameters]
+        for m in window.micro_batches:
+            losses = {name: loss.item() for name, loss in m.losses.items()}
+            for name, loss in losses.items():
+                made.loss_sums[name] = made.loss_sums.get(name, 0.0) + m.num_images * loss
+            if not math.isfinite(sum(losses.values())):
+                made.not_finite.append(_not_finite(m, losses, likely_cause))
+        return made
 
 
-def check_finite(reports: Sequence[Report], iteration: int) -> None:
+def check_finite(reports: Sequence[RankReport], iteration: int) -> None:
     """Raise FloatingPointError, on every rank, if any rank had a loss of infinity or NaN.
 
     Args:
@@ -80,7 +73,7 @@ def check_finite(reports: Sequence[Report], iteration: int) -> None:
         )
 
 
-def write_metrics(reports: Sequence[Report]) -> None:
+def write_metrics(reports: Sequence[RankReport]) -> None:
     """Write what ``SimpleTrainer`` writes, once per iteration, as means over all images.
 
     ``data_time`` is that of the slowest rank. ``effective_batch`` is the number of images.
@@ -97,3 +90,16 @@ def write_metrics(reports: Sequence[Report]) -> None:
     if len(losses) > 1:
         storage.put_scalars(**losses)
     storage.put_scalar("effective_batch", num_images, smoothing_hint=False)
+
+
+def _not_finite(
+    micro_batch: MicroBatch,
+    losses: Mapping[str, float],
+    likely_cause: Callable[[MicroBatch], str],
+) -> str:
+    bad = ", ".join(f"{k} {v:g}" for k, v in losses.items() if not math.isfinite(v))
+    try:
+        cause = f"Likely {likely_cause(micro_batch)}"
+    except Exception as e:  # the other ranks wait in the vote
+        cause = f"Cause not known: the search for it failed, {type(e).__name__}: {one_line(e)}"
+    return f"{bad} on the images {image_names(micro_batch.data)}. {cause}"

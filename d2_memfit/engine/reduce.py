@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compat.pytorch import has_communication_hooks
 from ..errors import ConfigError
-from .rank_report import Report
+from .rank_report import RankReport
 from .window import Window
 
 __all__ = ["average_gradients", "check_ddp", "image_share"]
@@ -36,7 +36,7 @@ def image_share(num_images: int, model: nn.Module) -> Union[float, torch.Tensor]
     return num_images * dist.get_world_size(model.process_group) / total
 
 
-def average_gradients(model: nn.Module, window: Window, reports: Sequence[Report]) -> None:
+def average_gradients(model: nn.Module, window: Window, reports: Sequence[RankReport]) -> None:
     """Make the window's gradients the mean over all its images, with DDP over all ranks' images.
 
     A rank without a gradient for a parameter contributes zeros. A parameter without a gradient on

@@ -23,7 +23,7 @@ from ..job import NormalizerOptions, RecoveryOptions
 from ..memory import with_room
 from .hooks import compare_number_formats, explains_hooks, likely_cause
 from .normalizers import CommunicationError, Normalizers
-from .rank_report import Report, check_finite, report, write_metrics
+from .rank_report import RankReport, check_finite, write_metrics
 from .recovery import Recovery, RecoveryReport, observed
 from .reduce import average_gradients, check_ddp, image_share
 from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
@@ -124,7 +124,7 @@ class AccumulatingTrainer(ResumableTrainer):
         recovers = recovery is not None
         is_cut = bool(cost_model or micro_batch_size)
         grow_after = (recovery or RecoveryOptions()).grow_after
-        self.cut = ByteCut(cost_model, bare_model, grow_after) if cost_model else None
+        self.byte_cut = ByteCut(cost_model, bare_model, grow_after) if cost_model else None
         self._reduces_in_backward = accumulation_steps == 1 and not is_cut and not recovers
         options = normalizers or NormalizerOptions()
         if self._reduces_in_backward:  # losses are divided as in Detectron2
@@ -140,7 +140,7 @@ class AccumulatingTrainer(ResumableTrainer):
                 self.micro_batch_size,
                 mixed_precision=precision.dtype != torch.float32,
                 communication=self.normalizers.communication,
-                cut=self.cut,
+                byte_cut=self.byte_cut,
             )
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
             check_ddp(model, recovers=recovers)
@@ -154,10 +154,10 @@ class AccumulatingTrainer(ResumableTrainer):
         self.gather_metric_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self._has_old_gradients = False
-        self._before_window: Optional[Snapshot] = None  # if all ranks may run the window again
+        self._window_start: Optional[Snapshot] = None  # if all ranks may run the window again
         self._counters = ForwardCounters(bare_model)
         # On several ranks, one whose forward fails would leave the others waiting in theirs.
-        self._compares = precision.dtype == torch.float16 and comm.get_world_size() == 1
+        self._compares_formats = precision.dtype == torch.float16 and comm.get_world_size() == 1
 
     def run_step(self) -> None:
         """Run one iteration, whose number the event storage has."""
@@ -196,8 +196,8 @@ class AccumulatingTrainer(ResumableTrainer):
                     self.average.update(compat.without_ddp(self.model))
                 self._end_step(progress, reports)
 
-    def _run_batch(self, window: Window) -> list[Report]:
-        """Run a window that is one batch, as Detectron2 does: DDP averages gradients meanwhile.
+    def _run_batch(self, window: Window) -> list[RankReport]:
+        """Run a window that is one batch, as Detectron2 does: DDP averages in the backward.
 
         Returns:
             The reports of all ranks.
@@ -208,7 +208,7 @@ class AccumulatingTrainer(ResumableTrainer):
         self._backward(self._forward(micro_batch), share)
         return comm.all_gather(self._report(window))
 
-    def _run_window(self, window: Window) -> list[Report]:
+    def _run_window(self, window: Window) -> list[RankReport]:
         """Accumulate a window's gradients without other ranks, then exchange reports with them.
 
         The reports are a vote. Before it, a rank that runs out of memory runs images again alone.
@@ -218,14 +218,14 @@ class AccumulatingTrainer(ResumableTrainer):
         Returns:
             The reports of all ranks.
         """
-        self._before_window = None
-        if self.recovery is not None and self.loads_in_this_process:
+        self._window_start = None
+        if self.recovery is not None and self.run_state.loads_in_this_process:
             window.load()  # a second run must not draw the loader's random numbers again
         with WindowStorage(get_event_storage()) as storage, self._no_sync():
             reports = comm.all_gather(self._attempt(window, storage))
             while self._must_run_again(reports):
-                if self._before_window is not None:  # it began
-                    self._before_window.restore()
+                if self._window_start is not None:  # it began
+                    self._window_start.restore()
                 self.optimizer.zero_grad(set_to_none=True)
                 window.start_over()
                 reports = comm.all_gather(self._attempt(window, storage))
@@ -234,20 +234,20 @@ class AccumulatingTrainer(ResumableTrainer):
             self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
         return reports
 
-    def _must_run_again(self, reports: list[Report]) -> bool:
+    def _must_run_again(self, reports: list[RankReport]) -> bool:
         """Whether losses were divided by counts that were not the window's, on any rank."""
         if any(r.recovery is not None and r.recovery.final_error for r in reports):
             return False
         return self.normalizers.must_run_again([r.counts for r in reports])
 
-    def _attempt(self, window: Window, storage: WindowStorage) -> Report:
+    def _attempt(self, window: Window, storage: WindowStorage) -> RankReport:
         """Accumulate a window's gradients on this rank, and report how that went."""
         recovery = None
         found = ""
         try:
             with self._final_error("window", window):
                 self._begin_window(window, storage)
-                with self._counters.watched(window):
+                with self._counters.compared(window):
                     recovery = self._accumulate(window, storage)
                 self._free_old_gradients()  # if all images were skipped
         except CommunicationError as e:
@@ -260,19 +260,19 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _begin_window(self, window: Window, storage: WindowStorage) -> None:
         """Find what the window's losses are divided by, before its first forward."""
-        if self.cut is not None:
+        if self.byte_cut is not None:
             if found := self.normalizers.communication.known:
                 raise ConfigError(
                     "MEMFIT.COST_MODEL.BYTES cuts the images of each rank alone, and the model "
                     f"communicates in its forward, {found}. Train without it"
                 )
-            window.cut(self.cut.cut)
+            window.cut(self.byte_cut.micro_batches)
         size = self.recovery.micro_batch_size if self.recovery else self.micro_batch_size
         self.normalizers.begin(window, size, self._forward)
-        if self._before_window is None and self.normalizers.may_run_again:
+        if self._window_start is None and self.normalizers.may_run_again:
             model = compat.without_ddp(self.model)
             device = next(model.parameters()).device
-            self._before_window = with_room(lambda: Snapshot(model, storage), device)
+            self._window_start = with_room(lambda: Snapshot(model, storage), device)
 
     def _accumulate(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
         """Run a window's micro-batches one after another; each counts by its images."""
@@ -296,8 +296,8 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a forward's losses. Each loss is kept in the micro-batch, too."""
-        if self._compares:
-            self._compares = False
+        if self._compares_formats:
+            self._compares_formats = False
             bare = compat.without_ddp(self.model)
             compare_number_formats(
                 bare,
@@ -333,15 +333,15 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _report(
         self, window: Window, recovery: Optional[RecoveryReport] = None, found: str = ""
-    ) -> Report:
+    ) -> RankReport:
         """This rank's report of its window; only the error if there is no memory to make one."""
         try:
             with self._final_error("vote", window):
-                mine = report(window, self.model.parameters(), self._likely_cause)
+                mine = RankReport.of(window, self.model.parameters(), self._likely_cause)
                 mine.counts = self.normalizers.report(window, found)
                 mine.recovery = recovery
         except OutOfMemoryError as e:
-            mine = Report(recovery=RecoveryReport(final_error=str(e)))
+            mine = RankReport(recovery=RecoveryReport(final_error=str(e)))
         mine.stop_signal = self.stop_signal
         if comm.get_world_size() > 1:  # for a checkpoint of rank 0, should this rank die
             mine.run_state = self.run_state.packed()
@@ -356,7 +356,7 @@ class AccumulatingTrainer(ResumableTrainer):
             in_float32 = partial(self._losses, model, micro_batch.batch)
         return likely_cause(model.parameters(), micro_batch.data, in_float32)
 
-    def _end_step(self, progress: Progress, reports: list[Report]) -> None:
+    def _end_step(self, progress: Progress, reports: list[RankReport]) -> None:
         """The iteration's state is whole: from here on, a checkpoint may have it."""
         progress.has_stepped = True
         self.run_state.keep(self.iter, [r.run_state for r in reports])
@@ -373,11 +373,7 @@ class AccumulatingTrainer(ResumableTrainer):
         """Explain an out-of-memory error where nothing can be run again."""
         if self.recovery is None:
             return contextlib.nullcontext()
-
-        def last() -> Any:
-            return window.micro_batches[-1].data if window.micro_batches else []
-
-        return self.recovery.with_final_error(phase, last)
+        return self.recovery.record.explained(phase, window.last_data)
 
     def _no_sync(self) -> AbstractContextManager[None]:
         """Keep DDP from reducing gradients; must be open in forward and backward."""

@@ -8,7 +8,7 @@ from .images import find_files, read_images
 from .merge import Detection, SeamMerger, found_in_tile
 from .pictures import draw, import_visualizer
 from .predict import FilePrediction, metadata_of
-from .predictor import Predictor, load_whole_model, weights_of
+from .predictor import Predictor, WholeModelCheckpointer, load_whole_model, weights_of
 from .results import CocoResultsWriter, to_coco
 from .rle import Rle, move
 
@@ -23,6 +23,7 @@ __all__ = [
     "Rle",
     "SeamMerger",
     "Tile",
+    "WholeModelCheckpointer",
     "draw",
     "estimate_inference",
     "export",

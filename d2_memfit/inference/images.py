@@ -65,6 +65,7 @@ def read_images(file: Path, image_format: str) -> Iterator[Pixels]:
 def _frames(file: Path) -> Iterator[Pixels]:
     import cv2
 
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # a damaged file is one line: ours
     video = cv2.VideoCapture(str(file))
     announced = video.get(cv2.CAP_PROP_FRAME_COUNT)
     number = 0

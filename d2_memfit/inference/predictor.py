@@ -22,7 +22,7 @@ from .grid import Grid
 from .merge import Detection, SeamMerger, found_in_tile
 from .results import to_coco
 
-__all__ = ["Predictor", "load_whole_model", "weights_of"]
+__all__ = ["Predictor", "WholeModelCheckpointer", "load_whole_model", "weights_of"]
 
 _OVERLAP = 0.2  # share of a tile, as in SAHI
 _MERGE_IOU = 0.5
@@ -129,12 +129,14 @@ def load_whole_model(model: nn.Module, weights: str) -> None:
         CheckpointError: the file cannot be read, or has no values for some of the model's
             parameters.
     """
-    checkpointer = _WholeModel(model)
+    checkpointer = WholeModelCheckpointer(model)
     checkpointer.check(weights, resume=False)
     checkpointer.load(weights)
 
 
-class _WholeModel(MemfitCheckpointer):
+class WholeModelCheckpointer(MemfitCheckpointer):
+    """A checkpointer for weights of the whole model: what a file lacks is an error."""
+
     def load(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._path = path
         return super().load(path, *args, **kwargs)
@@ -151,5 +153,5 @@ class _WholeModel(MemfitCheckpointer):
             raise CheckpointError(
                 f"{self._path} has no values for {len(missing)} of the model's "
                 f"{len(parameters)} parameters, such as {missing[0]}. Name the weights of a model "
-                "that was trained with this config: --weights FILE"
+                "that was trained with this config"
             )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
+import numpy as np
 from detectron2.config import CfgNode
 from torch import nn
 
@@ -64,6 +65,8 @@ class Padding:
 class ImageFacts:
     """The facts about a micro-batch's images that determine its memory.
 
+    Arrays in place of numbers are the facts of many micro-batches.
+
     Args:
         num: number of images.
         height, width: the largest of each, in pixels.
@@ -71,11 +74,11 @@ class ImageFacts:
         most_objects: annotated objects in the most crowded image.
     """
 
-    num: int = 0
-    height: int = 0
-    width: int = 0
-    objects: int = 0
-    most_objects: int = 0
+    num: Any = 0
+    height: Any = 0
+    width: Any = 0
+    objects: Any = 0
+    most_objects: Any = 0
 
     @classmethod
     def one(cls, height: int, width: int, objects: int) -> "ImageFacts":
@@ -103,12 +106,12 @@ class CostModel:
     """The predicted memory of micro-batches, and its limit.
 
     The peak of a micro-batch is in its forward or in its backward, and each grows in its own way.
-    So there are several sums; the largest counts.
+    Therefore there are several sums; the largest counts.
 
     Args:
         sums: bytes for each of ``FEATURES``.
         limit_bytes: memory of the process that a micro-batch may need.
-        overhead_pixels: time of a micro-batch besides its images' time, expressed in padded pixels.
+        overhead_pixels: time of a micro-batch in addition to its images' time, in padded pixels.
     """
 
     sums: tuple[tuple[float, ...], ...]
@@ -126,9 +129,11 @@ class CostModel:
         limit_gb = cfg.MEMFIT.BUDGET_GB * (1 - margin) - node.ERROR_GB
         return cls(sums, int(limit_gb * _GB), node.OVERHEAD_PIXELS)
 
-    def bytes_of(self, images: ImageFacts, padding: Padding) -> float:
+    def bytes_of(self, images: ImageFacts, padding: Padding) -> Any:
+        """Bytes of a micro-batch; of many if the facts are arrays."""
         features = images.features(padding)
-        return max(sum(b * x for b, x in zip(numbers, features)) for numbers in self.sums)
+        sums = [sum(b * x for b, x in zip(numbers, features)) for numbers in self.sums]
+        return np.maximum.reduce(sums)
 
     @property
     def bytes_before_images(self) -> float:

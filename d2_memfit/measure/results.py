@@ -3,15 +3,14 @@
 
 import json
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
+from .items import Record
 from .outside import constants_of
 
-__all__ = ["MACHINE", "Record", "Results"]
+__all__ = ["MACHINE", "Results"]
 
 MACHINE = "machine/"
-
-Record = dict[str, Any]
 
 
 class Results:

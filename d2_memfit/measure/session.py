@@ -38,8 +38,8 @@ def measure_gpu(
     What is expected is worked out first, on the CPU. Then the items are measured one by one, in a
     process that is started again if an error leaves nothing that works. Each record is on the disk
     at once, in ``measured.jsonl``. A later call with the same folder goes on after the last record.
-    However it ends, it also writes a table ``<card>.md``, a plot ``<card>.png``, a device file
-    ``<card>.yaml``, and a line of JSON in ``<card>.json``, to send.
+    At the end, also after an error, it writes a table ``<card>.md``, a plot ``<card>.png`` and a
+    device file ``<card>.yaml``. The line of JSON in ``<card>.json`` is to be sent.
 
     Args:
         device: such as "cuda:0"; "cpu" is a small rehearsal.

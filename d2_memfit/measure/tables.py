@@ -8,8 +8,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from .items import Record
 from .outside import constants_of
-from .results import Record, Results
+from .results import Results
 
 __all__ = ["draw", "markdown", "summary"]
 

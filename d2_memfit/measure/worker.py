@@ -1,8 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Processes that print records, and the one that measures items.
 
-``python -m d2_memfit.measure.worker STAGE DEVICE MODEL`` reads the keys of items, each with the
-settings of its plan, as JSON from its input. It prints each record as one line at once.
+``python -m d2_memfit.measure.worker STAGE DEVICE MODEL`` reads JSON from its input: the keys of
+items, each with the settings of its plan. It prints each record as one line at once.
 """
 
 import json

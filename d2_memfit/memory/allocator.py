@@ -76,9 +76,9 @@ def limit_onednn_cache() -> None:
     """Limit oneDNN's cache of convolution code, unless the user has set a limit.
 
     oneDNN reads the limit at the first convolution on the CPU. The code counts towards a budget,
-    and nothing empties the cache. If there is no memory for it, some convolutions crash instead of
-    failing: brgemm_convolution_bwd_strided of oneDNN 3 calls a kernel that was not made (SIGSEGV in
-    brgemm_kernel_execute, on CPUs with AVX-512).
+    and nothing empties the cache. Without memory for it, some convolutions crash, not only fail. In
+    oneDNN 3, brgemm_convolution_bwd_strided calls a kernel that was not made: SIGSEGV in
+    brgemm_kernel_execute, on CPUs with AVX-512.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_CONVOLUTIONS)
 
@@ -92,9 +92,9 @@ def limit_cudnn_cache() -> None:
 
 
 def take_blas_buffer() -> None:
-    """Let NumPy's OpenBLAS take its buffer of 32 MB, which it takes once, at its first product.
+    """Let NumPy's OpenBLAS take its buffer of 32 MB before there is a limit.
 
-    Without memory for it, OpenBLAS asks for it again and again, and never returns
-    (blas_memory_alloc in driver/others/memory.c). So the buffer is taken before there is a limit.
+    It takes the buffer once, at its first product. Without memory for it, OpenBLAS asks for it
+    again and again, and never returns (blas_memory_alloc in driver/others/memory.c).
     """
     _ = np.ones((2, 2)) @ np.ones((2, 2))

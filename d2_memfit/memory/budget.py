@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _GB = 2**30
 
-# Upper limits of a process's GPU memory besides its tensors. CUDA does not tell it from the memory
+# Upper limits of a process's GPU memory without its tensors. CUDA does not tell it from the memory
 # of other processes. What is above the first limit at the first look belongs to others.
 # CUDA context and kernels: 0.3 to 0.6 GB, by card, driver and PyTorch (pytorch#107667, #109888).
 _LARGEST_CONTEXT_GB = 0.75
@@ -158,7 +158,7 @@ def return_large_blocks() -> None:
 
 
 def cuda_context_bytes(device: Union[torch.device, int]) -> int:
-    """GPU memory of the process besides its tensors; an upper limit if others use the GPU."""
+    """GPU memory of the process without its tensors; an upper limit if others use the GPU."""
     index = device if isinstance(device, int) else _index(str(device))
     free, total = torch.cuda.mem_get_info(index)
     taken = total - free - torch.cuda.memory_reserved(index)

@@ -15,8 +15,8 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 def available_host_bytes() -> int:
     """RAM that processes can still take without swapping, in bytes.
 
-    In a container, or under systemd's or Slurm's limits, it is what the limits leave (cgroup v2 or
-    v1). psutil does not know these limits.
+    A container, systemd or Slurm may set limits (cgroup v2 or v1), which psutil does not know. Then
+    it is what they leave.
     """
     return min([psutil.virtual_memory().available, *_left_in_cgroups()])
 

@@ -51,9 +51,9 @@ class TensorMeter(TorchDispatchMode):
     """While open as a context, counts the bytes of all new tensors.
 
     It sees every storage that an operator returns, in forward and backward, and follows it until it
-    is freed. So views, in-place operators and tensors saved by autograd count correctly. Tensors
-    from before do not count, nor does an operator's scratch memory. The count is exact, and the
-    same on every run.
+    is freed. Views, in-place operators and tensors saved by autograd thus count correctly. Tensors
+    from before and an operator's scratch memory do not count. The count is exact, and the same on
+    every run.
 
     Attributes:
         live_bytes: bytes alive now.

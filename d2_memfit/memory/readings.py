@@ -5,9 +5,10 @@ import ctypes
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 
@@ -16,10 +17,11 @@ __all__ = ["DeviceMemory", "ProcessMemory", "device_memory", "process_memory", "
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Memory of this process, in bytes; 0 if the system is not Linux."""
+    """Memory of a process, in bytes; 0 if it has ended, or the system is not Linux."""
 
     resident_bytes: int  # in RAM
     peak_resident_bytes: int
+    anonymous_bytes: int  # of resident_bytes, without pages of files and shared memory
     file_bytes: int  # of resident_bytes, pages of files, such as libraries
     data_bytes: int  # private and writable, touched or not; limited by RLIMIT_DATA
 
@@ -34,13 +36,15 @@ class DeviceMemory:
     peak_reserved_bytes: int  # on the CPU, the current value
 
 
-def process_memory() -> ProcessMemory:
-    status = Path("/proc/self/status")
-    text = status.read_text() if status.exists() else ""
+def process_memory(pid: Union[int, str, None] = "self") -> ProcessMemory:
+    text = ""
+    with suppress(OSError):
+        text = Path(f"/proc/{pid}/status").read_text()
     kib = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
     return ProcessMemory(
         resident_bytes=int(kib.get("VmRSS", 0)) * 2**10,
         peak_resident_bytes=int(kib.get("VmHWM", 0)) * 2**10,
+        anonymous_bytes=int(kib.get("RssAnon", 0)) * 2**10,
         file_bytes=int(kib.get("RssFile", 0)) * 2**10,
         data_bytes=int(kib.get("VmData", 0)) * 2**10,
     )

@@ -35,8 +35,8 @@ class RunRecord:
         family: hash of the model's config; "" if it has none.
         settings: config keys that decide how much memory the model takes.
         iterations: number of iterations.
-        micro_batch: images in the micro-batch of the peak, height and width to which they are
-            padded, and objects in all of them; zeros if they are not known.
+        micro_batch: of the micro-batch of the peak, its images, their padded height and width, and
+            its objects; zeros if they are not known.
         had_errors: whether memory ran out.
         allocated_bytes: peak allocated. On the CPU it is the RAM that training takes, without pages
             of files.
@@ -116,7 +116,7 @@ def keep_record(record: RunRecord) -> None:
 
 
 def records_here(device: torch.device) -> Iterator[RunRecord]:
-    """Records of this device and software, oldest first. Files that are no records are left out."""
+    """Records of this device and software, oldest first. Other files are left out."""
     here = device_and_software(device)
     try:
         paths = sorted(records_folder().glob("run_*.json"))

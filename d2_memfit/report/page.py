@@ -46,7 +46,7 @@ class Chart:
         tensors: in the order of allocation.
         num_steps: allocations and frees, each one step to the right.
         phases: names, and the steps at which they begin.
-        context_bytes: memory of the process besides its tensors.
+        context_bytes: memory of the process in addition to its tensors.
         total_bytes: device memory of the process, including the allocator's cache.
         left_out_bytes: peak of the tensors that are too small to be drawn.
     """

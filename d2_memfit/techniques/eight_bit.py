@@ -51,15 +51,15 @@ class EightBitOptimizerStates(BooleanTechnique):
         if base is None or not has_known_step(original):
             names = ", ".join(c.__name__ for c in _IN_8_BITS)
             raise ConfigError(
-                f"MEMFIT.OPTIMIZER.STATES_8BIT knows {names} with PyTorch's or Detectron2's steps, "
-                f"and not {original.__name__}. Set it False"
+                f"MEMFIT.OPTIMIZER.STATES_8BIT supports {names} with PyTorch's or Detectron2's "
+                f"steps, and not {original.__name__}. Set it False"
             )
         if base is SGD and not all(
             g["momentum"] and not g["nesterov"] for g in optimizer.param_groups
         ):
             raise ConfigError(
                 "MEMFIT.OPTIMIZER.STATES_8BIT needs SOLVER.MOMENTUM above 0, which is the state, "
-                "and SOLVER.NESTEROV False, as bitsandbytes does not know it"
+                "and SOLVER.NESTEROV False, which bitsandbytes does not support"
             )
         try:
             with no_information(logging.WARNING):  # of its other operators

@@ -87,7 +87,7 @@ def results_on_host(
     """While open, Detectron2's functions that resize results to the image run on the host.
 
     Args:
-        detector_postprocess: makes a replacement from Detectron2's function of this name. None runs
+        detector_postprocess: makes a replacement from Detectron2's function of this name; None runs
             the original.
     """
     files = source_files(model.modules())

@@ -100,9 +100,9 @@ class _HostCopy:
 class _Offload:
     """Moves tensors saved by autograd to the host and back, with its own stream on a GPU.
 
-    All memory on the device is of the stream that computes. This stream waits for a copy before the
-    memory of its tensor is free, so that copies in flight are bounded however far the host is
-    ahead. A dry run keeps the same tensors.
+    All memory on the device belongs to the stream that computes. This stream waits for a copy
+    before the memory of its tensor is free. This bounds the copies in flight, however far the host
+    is ahead. A dry run keeps the same tensors.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

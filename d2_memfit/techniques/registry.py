@@ -45,8 +45,7 @@ class Technique:
     """One way to use less memory: config keys that turn it on, and what it does to a part of a job.
 
     A subclass says in its docstring what it saves, what it costs, and where that is from. It is
-    registered in ``TECHNIQUES`` under its own name; a file in this folder that does so is all that
-    it takes to add one.
+    registered in ``TECHNIQUES`` under its own name. A new technique needs one file in this folder.
 
     Attributes:
         tier: "exact" (the same gradients up to float rounding), "precision" (other number formats)
@@ -85,7 +84,7 @@ class Technique:
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         """The keys, and their values, that turn it on in this config.
 
-        Empty if it can do nothing, or if plans shall not use it.
+        Empty if it can do nothing, or if plans must not use it.
         """
         return {}
 

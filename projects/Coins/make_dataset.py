@@ -12,6 +12,7 @@ files.
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -117,4 +118,10 @@ def make_dataset(folder: Path, seed: int = 0) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    make_dataset(parser.parse_args().folder)
+    folder = parser.parse_args().folder
+    make_dataset(folder)
+    config = Path(__file__).parent / "configs" / "mask_rcnn_coins.yaml"
+    words = ["d2-memfit", "train", "--config-file", str(config)]
+    for split in SPLITS:
+        words += ["--coco", f"coins_{split}", f"{folder}/{split}.json", f"{folder}/{split}"]
+    print(f"Written: {folder}\nNext, train on it:\n  {shlex.join(words)}")

@@ -12,6 +12,7 @@ from pathlib import Path
 import train_net
 from detectron2.engine import default_argument_parser
 
+from d2_memfit.cli.next_step import after_training
 from d2_memfit.compat import has_compiled_ops
 from d2_memfit.data import register_coco
 
@@ -37,6 +38,9 @@ def main() -> None:
     train_net.COCOEvaluator = partial(train_net.COCOEvaluator, use_fast_impl=fast)  # type: ignore[attr-defined]
     command = ["--config-file", str(CONFIG), "OUTPUT_DIR", args.output_dir, *args.opts]
     train_net.main(default_argument_parser().parse_args(command))
+    weights = f"{args.output_dir}/model_final.pth"
+    keys = [train_net.add_pointrend_config]
+    print(after_training(args.output_dir, [], weights, train_net.Trainer, keys))
 
 
 if __name__ == "__main__":

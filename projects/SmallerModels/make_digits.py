@@ -13,6 +13,7 @@ and the right part. The same seed gives the same files.
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,4 +123,10 @@ def make_digits(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    make_digits(parser.parse_args().folder)
+    folder = parser.parse_args().folder
+    make_digits(folder)
+    config = Path(__file__).parent / "configs" / "digits_resnet18.yaml"
+    words = ["d2-memfit", "train", "--config-file", str(config)]
+    for split in NUM_IMAGES:
+        words += ["--coco", f"digits_{split}", f"{folder}/{split}.json", f"{folder}/{split}"]
+    print(f"Written: {folder}\nNext, train on it:\n  {shlex.join(words)}")

@@ -14,6 +14,7 @@ last layers, which predict, and all else stay in float32. To use the result:
 """
 
 import argparse
+import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -163,7 +164,14 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(args.output) as file:
         torch.save({"model": model.state_dict()}, file)
-    print(f"Written: {args.output} ({args.output.stat().st_size / 2**20:.1f} MB)")
+    size = args.output.stat().st_size / 2**20
+    int8 = PrunedTrainer if issubclass(trainer, prune.Trainer) else Trainer
+    words = ["d2-memfit", "predict", "--trainer", f"quantize:{int8.__name__}"]
+    words += ["--config-file", args.config_file, "--weights", str(args.output)]
+    words += ["--input", "FOLDER", "--output", "predictions", "MODEL.DEVICE", "cpu"]
+    path = f"PYTHONPATH={shlex.quote(str(Path(__file__).parent))}:$PYTHONPATH"
+    print(f"Written: {args.output} ({size:.1f} MB)")
+    print(f"Next, find objects in other images:\n  {path} {shlex.join(words)}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ an image has none. Needs rasterio. The same seed gives the same files.
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,13 @@ if __name__ == "__main__":
     parser.add_argument("--images", type=int, default=2)
     args = parser.parse_args()
     make_dataset(args.folder, args.split, args.size, args.images)
+    here = Path(__file__).parent
+    words = ["python", str(here / "train_tiles.py")]
+    words += ["--config-file", str(here / "configs" / "mask_rcnn_coins_tiled.yaml")]
+    for split in SPLITS:
+        file = args.folder / f"{split}.json"
+        if not file.exists():
+            words = ["python", __file__, str(args.folder), "--split", split]
+            break
+        words += ["--coco", f"tiled_{split}", str(file), str(args.folder / split)]
+    print(f"Written: {args.folder / args.split}\nNext:\n  {shlex.join(words)}")

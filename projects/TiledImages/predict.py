@@ -18,6 +18,7 @@ ignore_warnings_of_libraries()
 import argparse
 import json
 import os
+import shlex
 
 from detectron2.modeling import build_model
 from detectron2.utils.logger import setup_logger
@@ -84,6 +85,12 @@ def main() -> None:
                 if not cfg.TILES.SKIP_CORRUPT:
                     raise
                 warn_left_out(e)
+    words = ["d2-memfit", "predict", "--project", "tiled_images:add_tiled_config"]
+    words += ["--config-file", args.config_file, "--weights", cfg.MODEL.WEIGHTS]
+    words += ["--tile-size", str(cfg.TILES.SIZE), "--input", "IMAGE"]
+    words += ["--output", "predictions", "INPUT.MIN_SIZE_TEST", "0"]
+    path = f"PYTHONPATH={shlex.quote(os.path.dirname(__file__))}:$PYTHONPATH"
+    print(f"Written: {args.output}\nNext, draw objects in images:\n  {path} {shlex.join(words)}")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,30 @@ def test_an_estimate_is_a_table_or_json_with_the_names_of_python(config_file, ca
     assert of_training == pytest.approx(estimate["device_total_gb"])
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["predict", "--input", "photographs"],
+        ["export", "--input", "photograph.jpg"],
+        ["convert", "--input", "folder", "--output", "converted"],
+        ["draw"],
+        ["plot", "output"],
+        ["plan", "--card", "6GB"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_what_one_process_does_is_not_done_by_each_of_torchruns(monkeypatch, capsys, command):
+    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2"):
+        main(command)
+    expected = f"error: {command[0]} is one process's work: start it without torchrun\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_a_plan_is_a_config_that_can_be_used_as_it_is(config_file, tmp_path, capsys):
     plan_file = tmp_path / "plan.yaml"
     common = ["--config-file", config_file, "--device", "cuda", "SOLVER.MAX_ITER", "7"]

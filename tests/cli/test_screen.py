@@ -64,11 +64,13 @@ def test_it_shows_each_of_the_first_iterations_and_no_dumps(runs):
         assert [int(i) for i in re.findall(r"iter: (\d+) ", screen)] == iterations
         assert "MIN_SIZE_TRAIN:" not in screen
         assert "Conv2d(" not in screen
+        assert "Namespace(" not in screen
         assert f"are in {folder.name}/log.txt" in screen.replace("./", "")
     log = (folder / "log.txt").read_text()
     assert "MIN_SIZE_TRAIN:" in log
     assert "Conv2d(" in log
     assert "Environment info" in log
+    assert "Namespace(" in log
 
 
 def test_a_terminal_has_a_progress_bar_and_files_have_no_colours(runs):

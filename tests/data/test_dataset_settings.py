@@ -73,6 +73,8 @@ def test_a_number_of_classes_that_the_user_gives_must_fit(file_of):
     given = {"MODEL.ROI_HEADS.NUM_CLASSES"}
     with pytest.raises(ConfigError, match=r"NUM_CLASSES 3 does not fit the data: .* has 2 categ"):
         fit_to_data(cfg, [file_of(two_classes)], [], given)
+    with pytest.raises(ConfigError, match=r"Name a file with the classes of the trained model$"):
+        fit_to_data(cfg, [], [file_of(two_classes)], given)
     cfg.MODEL.ROI_HEADS.NUM_CLASSES = 2
     assert "MODEL.ROI_HEADS.NUM_CLASSES" not in settings(cfg, [file_of(two_classes)], given=given)
 

@@ -100,7 +100,7 @@ def test_a_job_that_works(images):
     assert "to the last bit" in found["iteration 0"].text
     assert "bit by bit" in found["recovery, memory runs out in the backward"].text
     assert found["recovery, memory runs out in evaluation"].text == "nothing is evaluated"
-    assert found["communication in the forward"].text == "none but of counts"
+    assert found["communication in the forward"].text == "only for counts"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_counts_that_losses_are_divided_by_are_named(images):
     assert found["accumulation"].is_well
     assert "doctor/test_examination.py:" in found["normalisers"].text
     assert "(from the annotations)" in found["normalisers"].text
-    assert found["communication in the forward"].text == "none but of counts"
+    assert found["communication in the forward"].text == "only for counts"
 
 
 def test_a_loss_of_denoising_queries_is_accepted_in_published_families_only(images):

@@ -217,7 +217,9 @@ def test_classes_of_another_dataset_are_one_line(config, photographs, coins, tmp
     coco = ["--coco", "two_classes", tmp_path / "two.json", coins / "val"]
     with pytest.raises(SystemExit):
         predict(config, photographs, tmp_path / "found", *coco)
-    assert "MODEL.ROI_HEADS.NUM_CLASSES 1 does not fit the data" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "MODEL.ROI_HEADS.NUM_CLASSES 1 does not fit the data" in error
+    assert error.endswith("Name a file with the classes of the trained model\n")
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(config, photographs, tmp_path, capsys):

@@ -13,7 +13,7 @@ from detectron2.engine.hooks import CallbackHook
 from forks import run_forked
 from monitored import cheap_trainer
 
-from d2_memfit.engine.hooks.budget import EnforceBudget
+from d2_memfit.engine.hooks.shared_device import EnforceBudget
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import (
     auto_budget_gb,

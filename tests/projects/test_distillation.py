@@ -1,9 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """A teacher in projects/Distillation: its gradients, its memory, and checkpoints without it."""
 
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -11,6 +8,7 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils.events import EventStorage
 from forks import run_forked
+from pasted import paste
 from tiny import (
     ROOT,
     every_anchor_counts,
@@ -146,16 +144,7 @@ def test_the_command_that_ends_a_training_works_when_it_is_pasted(cfg, coins, tm
         cwd=tmp_path,
     )
     assert trained.returncode == 0, trained.stderr[-4000:]
-    command = trained.stdout.partition("Next, find objects in other images:")[2]
-    (tmp_path / "d2-memfit").write_text(f'#!/bin/sh\nexec {sys.executable} -m d2_memfit "$@"')
-    (tmp_path / "d2-memfit").chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        ["bash", "-ec", command.replace("FOLDER", str(coins / "val"))],
-        check=True,
-        cwd=tmp_path,
-        env={**os.environ, **path},
-    )
+    paste(trained.stdout, tmp_path, FOLDER=coins / "val")
     assert len(list((tmp_path / "predictions" / "pictures").iterdir())) == 16
 
 

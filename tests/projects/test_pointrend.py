@@ -8,6 +8,7 @@ from detectron2.projects.point_rend import add_pointrend_config
 from detectron2.utils.events import EventStorage
 from diffs import diffs_in, of_detectron2, undo_diff
 from forks import run_forked
+from pasted import paste
 from tiny import ROOT, images, read_metrics, tiny_model
 
 from d2_memfit.cli.commands import main
@@ -68,6 +69,7 @@ def test_it_trains_and_is_evaluated_under_a_budget_that_was_planned_for(tmp_path
     assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [4]
     assert all(m["loss_mask_point"] > 0 for m in metrics if "loss_mask_point" in m)
     assert any("segm/AP" in m for m in metrics)
+    paste(result.stdout, tmp_path, FOLDER=tmp_path / "dataset" / "val")
 
 
 def test_the_command_plans_with_the_project_s_keys(tmp_path, capsys):

@@ -241,5 +241,5 @@ def test_eight_bits_of_an_unknown_optimizer_are_an_error():
     pytest.importorskip("bitsandbytes")
     cfg = cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True)
     optimizer = torch.optim.Rprop([torch.ones(1, requires_grad=True)])
-    with pytest.raises(ConfigError, match=r"STATES_8BIT knows SGD, Adam, AdamW .* not Rprop"):
+    with pytest.raises(ConfigError, match=r"STATES_8BIT supports SGD, Adam, AdamW .* not Rprop"):
         apply_techniques("optimizer", optimizer, cfg)

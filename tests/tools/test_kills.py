@@ -93,16 +93,32 @@ def ranks_of(torchrun):
     return [child for child in children if "train_net.py" in " ".join(child.cmdline())]
 
 
+BEST = {
+    "MEMFIT.EMA_DECAY": 0.9,
+    "MEMFIT.BEST.METRIC": "bbox/AP",
+    "DATASETS.TEST": ("coins_train",),
+    "TEST.EVAL_PERIOD": 4,  # not in the iteration of a checkpoint: RELIABILITY.md
+}
+
+
+def wait_for_end(process):
+    """Wait for the processes that it has started."""
+    end = time.monotonic() + TIME_LIMIT_S
+    while is_there(process.pid):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def check_same(tmp_path, has_best):
+    for weights in [final_weights, *([best_weights] if has_best else [])]:
+        expected, actual = (weights(tmp_path / name) for name in ("straight", "resumed"))
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize(
     "keys",
     [
-        {
-            "DATALOADER.NUM_WORKERS": 2,
-            "MEMFIT.EMA_DECAY": 0.9,
-            "MEMFIT.BEST.METRIC": "bbox/AP",
-            "DATASETS.TEST": ("coins_train",),
-            "TEST.EVAL_PERIOD": 4,  # not in the iteration of the checkpoint: RELIABILITY.md
-        },
+        {"DATALOADER.NUM_WORKERS": 2, **BEST},
         pytest.param({"SOLVER.AMP.ENABLED": True}, marks=pytest.mark.exhaustive),
     ],
     ids=["float32, its average and its best", "float16"],
@@ -113,16 +129,30 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(coins, tmp_path, keys)
     resumed = command(coins, tmp_path, "resumed", 1, **keys)
     process = start(["-c", KILLED_IN_ITERATION_7, *resumed], log)
     assert process.wait(TIME_LIMIT_S) == -signal.SIGKILL, log.read_text()[-4000:]
-    end = time.monotonic() + TIME_LIMIT_S
-    while is_there(process.pid):  # its workers
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for_end(process)  # of its workers
     assert (tmp_path / "resumed" / "last_checkpoint").read_text() == "model_0000005.pth"
     finish(start(resumed, log), log)
     assert "The data go on where they were" in log.read_text()
-    for weights in [final_weights, *([best_weights] if "MEMFIT.EMA_DECAY" in keys else [])]:
-        expected, actual = (weights(tmp_path / name) for name in ("straight", "resumed"))
-        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    check_same(tmp_path, "MEMFIT.EMA_DECAY" in keys)
+
+
+@pytest.mark.long
+def test_two_ranks_that_were_killed_go_on_from_the_best_and_end_with_the_same(coins, tmp_path):
+    log, script = tmp_path / "log", tmp_path / "killed.py"
+    script.write_text(KILLED_IN_ITERATION_7)
+
+    def two_ranks_of(name):
+        _, *options = command(coins, tmp_path, name, 1, **BEST)
+        keys = ["SOLVER.IMS_PER_BATCH", 4, "SOLVER.CHECKPOINT_PERIOD", 100]
+        return [TRAIN_NET, *options, "--num-gpus", 2, "--dist-url", "auto", *keys]
+
+    finish(start_with_forked_ranks(two_ranks_of("straight"), log), log)
+    process = start_with_forked_ranks([script, *two_ranks_of("resumed")], log)
+    assert process.wait(TIME_LIMIT_S) == 128 + signal.SIGKILL, log.read_text()[-4000:]
+    wait_for_end(process)
+    assert (tmp_path / "resumed" / "last_checkpoint").read_text() == "model_best.pth"
+    finish(start_with_forked_ranks(two_ranks_of("resumed"), log), log)
+    check_same(tmp_path, has_best=True)
 
 
 LATE_RANK = """

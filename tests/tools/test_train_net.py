@@ -11,7 +11,7 @@ import torch
 import train_net
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from forks import FORKED_RANKS, run_forked
-from tiny import ROOT, read_metrics, run_process, tiny_cfg
+from tiny import ROOT, read_metrics, run_process, tiny_cfg, tiny_model
 
 from d2_memfit.cli import train
 from d2_memfit.config import load_cfg
@@ -78,6 +78,16 @@ def test_training_evaluation_and_resuming(arguments, tmp_path, capsys):
     weights = output_dir / "model_final.pth"
     assert call(capsys, "--eval-only", *arguments, "MODEL.WEIGHTS", weights)[0] == 0
     assert results.exists()
+
+
+def test_evaluation_of_weights_for_other_classes_is_one_line(arguments, tmp_path, capsys):
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.MODEL.ROI_HEADS.NUM_CLASSES = 7
+    torch.save({"model": tiny_model(cfg).state_dict()}, tmp_path / "seven.pth")
+    options = [*arguments, "MODEL.WEIGHTS", tmp_path / "seven.pth"]
+    code, error = call(capsys, "--eval-only", *options)
+    assert code == 2
+    assert "seven.pth does not fit the config: roi_heads.box_predictor.cls_score" in error
 
 
 def own_data(coins):

@@ -40,8 +40,8 @@ class BestCheckpoint(BestCheckpointer):
         if result is None:
             known = [name for name in self.trainer.storage.latest() if "/AP" in name]
             logger.warning(
-                "MEMFIT.BEST.METRIC %s is not among the results of the evaluation. Those of AP "
-                "are: %s",
+                "MEMFIT.BEST.METRIC %s is not among the results of the evaluation. The results of "
+                "AP are: %s",
                 self._val_metric,
                 ", ".join(known) or "none",
             )
@@ -51,6 +51,7 @@ class BestCheckpoint(BestCheckpointer):
         is_better = self.best_metric is None or self._compare(value, self.best_metric)
         if is_better and self._update_best(value, iteration):  # False if it is not finite
             self._evaluations_since = 0
+            self.trainer.gather_states()  # again: the evaluation has drawn random numbers
             self._save(self._file_prefix)
             logger.info("%s %.4f is the best, and in model_best.pth", self._val_metric, value)
             return
@@ -84,7 +85,7 @@ class BestCheckpoint(BestCheckpointer):
             self.trainer.gather_states()
             if any(isinstance(h, PeriodicCheckpointer) for h in compat.hooks_of(self.trainer)):
                 self._save("model_final")  # as after the last iteration
-            # Those of this period have just been done.
+            # The evaluations of this period have just been done.
             compat.replace_evaluations(self.trainer, lambda run: lambda: None, self._period)
             self._end(self.trainer.iter + 1)
 

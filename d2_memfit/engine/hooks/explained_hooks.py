@@ -41,7 +41,7 @@ def _explaining(cls: type, name: str) -> Callable[[Any], None]:
             recovery: Optional[Recovery] = getattr(compat.inner_trainer(self), "recovery", None)
             if recovery is None:
                 raise
-            with recovery.with_final_error(f"hook {_hook_of(e)}"):
+            with recovery.record.explained(f"hook {_hook_of(e)}"):
                 raise
 
     return method

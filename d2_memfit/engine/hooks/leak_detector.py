@@ -5,7 +5,6 @@ import logging
 import multiprocessing
 import sys
 from collections import Counter, deque
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -18,10 +17,11 @@ from ...memory import (
     TensorCensus,
     bytes_by_kind,
     holders,
+    process_memory,
     steady_growth,
     used_bytes,
 )
-from .after_forwards import AfterForwards
+from .memory_hook import MemoryHook
 
 __all__ = ["LeakDetector"]
 
@@ -35,7 +35,7 @@ _OBJECTS_PER_ITERATION = 18
 _LOOK_AGAIN_AFTER = 8  # iterations, for containers that grow
 
 
-class LeakDetector(AfterForwards):
+class LeakDetector(MemoryHook):
     """Warns once for each kind of memory whose use after iterations grows steadily.
 
     It measures GPU tensors, host memory, small Python objects (which have their own allocator) and
@@ -50,15 +50,11 @@ class LeakDetector(AfterForwards):
     Args:
         window: iterations over which memory must grow.
         skip: iterations at the beginning, which fill caches.
-        at_least_bytes: smallest growth over the window that counts; None is 8 KiB per iteration.
     """
 
-    def __init__(
-        self, window: int = 400, skip: int = 50, at_least_bytes: Optional[int] = None
-    ) -> None:
+    def __init__(self, window: int = 400, skip: int = 50) -> None:
         self._window = window
         self._skip = skip
-        self._at_least_bytes = at_least_bytes or _BYTES_PER_ITERATION * window
         self._used: dict[str, deque[float]] = {}
         self._largest = 0  # numbers in the largest tensor of a batch
         self._growing: dict[str, float] = {}  # by kind; not warned of yet
@@ -103,18 +99,16 @@ class LeakDetector(AfterForwards):
         used["objects"] = sys.getallocatedblocks() - 2 * entries
         workers = multiprocessing.active_children()
         if workers:
-            used["workers"] = sum(_anonymous_bytes(w.pid) for w in workers)
+            used["workers"] = sum(process_memory(w.pid).anonymous_bytes for w in workers)
         return used
 
     def _growth(self) -> dict[str, float]:
         """Growth per iteration by kind, without the kinds that do not grow."""
         growth = {}
         for kind, used in self._used.items():
-            at_least = self._at_least_bytes
-            if kind == "objects":
-                at_least = _OBJECTS_PER_ITERATION * self._window
+            at_least = _OBJECTS_PER_ITERATION if kind == "objects" else _BYTES_PER_ITERATION
             if kind not in self._said and len(used) == self._window:
-                growth[kind] = steady_growth(list(used), at_least)
+                growth[kind] = steady_growth(list(used), at_least * self._window)
         return {kind: per_iteration for kind, per_iteration in growth.items() if per_iteration}
 
     def _warn(self) -> None:
@@ -138,7 +132,7 @@ class LeakDetector(AfterForwards):
             new = self._census.newcomers()
             logger.warning(
                 "Memory in use grows by %.1f MB per 1000 iterations, and has for the last %d%s. "
-                "Tensors that have come: %s. They are held by: %s. Containers that grow: %s",
+                "New tensors: %s. They are held by: %s. Containers that grow: %s",
                 sum(growing.get(kind, 0) for kind in ("host", "device")) * 1000 / 2**20,
                 self._window,
                 f"; Python objects by {objects:.0f} per iteration" if objects else "",
@@ -162,18 +156,8 @@ class LeakDetector(AfterForwards):
         inner = self._inner
         owners += [(name or type(model).__name__, module) for name, module in model.named_modules()]
         owners += [("the data loader", inner.data_loader), ("the optimizer", inner.optimizer)]
-        owners += [("the event storage", self.trainer.storage), ("the trainer", inner)]
-        return owners + ([("the trainer", self.trainer)] if inner is not self.trainer else [])
-
-
-def _anonymous_bytes(pid: Optional[int]) -> int:
-    """A process's RAM without file pages, in bytes; pages shared with its parent count."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:  # it has ended, or this is not Linux
-        return 0
-    values = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
-    return int(values[0]) * 2**10 if values else 0
+        owners += [("the event storage", self.trainer.storage)]
+        return [*owners, ("the trainer", inner), ("the trainer", self.trainer)]
 
 
 def _most(counts: Counter[str], num: int = 3) -> str:

@@ -13,7 +13,7 @@ from detectron2.utils.events import CommonMetricPrinter
 
 from ... import compat
 from ...memory import device_memory
-from .after_forwards import AfterForwards
+from .memory_hook import MemoryHook
 
 __all__ = ["MemoryMonitor"]
 
@@ -21,7 +21,7 @@ _GB = 2**30
 _LAG = 2**20  # bytes; Linux's peak of a process may rise this much after memory was freed
 
 
-class MemoryMonitor(AfterForwards):
+class MemoryMonitor(MemoryHook):
     """Reports the memory of all ranks to the event storage, and to the console.
 
     Every ``period`` iterations the storage gets these values, in GB (2^30 bytes) if they end in
@@ -68,7 +68,7 @@ class MemoryMonitor(AfterForwards):
         self._look()
         if (self.trainer.iter + 1) % self._period and self.trainer.iter + 1 < self.trainer.max_iter:
             return
-        ranks = comm.gather(self._report())
+        ranks = comm.gather(self._values())
         if not comm.is_main_process():
             return
         for name in ranks[0]:
@@ -87,18 +87,15 @@ class MemoryMonitor(AfterForwards):
     def _look(self) -> None:
         memory = device_memory(self._device)
         lag = 0 if self._device.type == "cuda" else _LAG
-        for i, (now, ever) in enumerate(
-            (
-                (memory.allocated_bytes, memory.peak_allocated_bytes),
-                (memory.reserved_bytes, memory.peak_reserved_bytes),
-            )
-        ):
-            has_risen = ever > self._ever[i] + lag
-            self._seen[i] = max(self._seen[i], ever if has_risen else now)
-            if has_risen or ever < self._ever[i]:
-                self._ever[i] = ever
+        now = (memory.allocated_bytes, memory.reserved_bytes)
+        ever = (memory.peak_allocated_bytes, memory.peak_reserved_bytes)
+        for i in range(2):
+            has_risen = ever[i] > self._ever[i] + lag
+            self._seen[i] = max(self._seen[i], ever[i] if has_risen else now[i])
+            if has_risen or ever[i] < self._ever[i]:
+                self._ever[i] = ever[i]
 
-    def _report(self) -> dict[str, float]:
+    def _values(self) -> dict[str, float]:
         memory = device_memory(self._device)
         report = {
             "allocated_gb": memory.allocated_bytes / _GB,
@@ -137,7 +134,7 @@ class _WithColumn(logging.LoggerAdapter):  # type: ignore[type-arg]  # it takes 
 
 
 def _rss_and_private(process: psutil.Process) -> tuple[int, int]:
-    """Of a process that may end meanwhile, or whose pages this user may not read."""
+    """All RAM of a process and its unshared part; 0 if it has ended or is another user's."""
     rss = private = 0
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         rss = private = process.memory_info().rss

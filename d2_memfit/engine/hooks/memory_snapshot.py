@@ -5,24 +5,23 @@ import json
 import logging
 import os
 import signal
-import threading
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Optional
 
-from detectron2.engine import HookBase
 from detectron2.utils.file_io import PathManager
 
-from ... import compat
 from ...compat.pytorch import dump_memory_snapshot, record_memory_history
 from ...errors import ConfigError
 from ...memory import OwnerMeter, live_tensors, used_bytes
+from ..resuming import handle
+from .memory_hook import MemoryHook
 
 __all__ = ["MemorySnapshot"]
 
 logger = logging.getLogger(__name__)
 
 
-class MemorySnapshot(HookBase):
+class MemorySnapshot(MemoryHook):
     """Writes the owners of the memory to a file, on request and when memory runs out.
 
     Files in ``output_dir``:
@@ -51,25 +50,23 @@ class MemorySnapshot(HookBase):
         self._num_ooms = 0
         self._is_asked_for = False
         self._meter: Optional[OwnerMeter] = None
-        self._observers: list[Callable[[], None]] = []
-        self._previous_handler: Any = None
-        self._inner: Any = None  # the trainer that has model and optimizer
+        self._undo = ExitStack()  # of what is done for the time of the training
 
     def before_train(self) -> None:
-        self._inner = compat.inner_trainer(self.trainer)
-        self._model = compat.without_ddp(self._inner.model)
-        self._device = next(self._model.parameters()).device
+        super().before_train()
         if self._on_oom:
             if not hasattr(self._inner, "out_of_memory_observers"):
                 raise ConfigError(
                     "MemorySnapshot(on_oom=True) needs an AccumulatingTrainer, and this is a "
                     f"{self._inner.__class__.__name__}"
                 )
-            self._observers = self._inner.out_of_memory_observers
-            self._observers.append(self._write_oom)
+            observers = self._inner.out_of_memory_observers
+            observers.append(self._write_oom)
+            self._undo.callback(observers.remove, self._write_oom)
             self._record_history(True)
-        if hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGUSR1, self._ask)
+        self._undo.callback(self._record_history, False)
+        if hasattr(signal, "SIGUSR1"):
+            self._undo.callback(handle([signal.SIGUSR1], self._ask))
 
     def before_step(self) -> None:
         if self._is_asked_for or self.trainer.iter == self._iteration:
@@ -87,21 +84,14 @@ class MemorySnapshot(HookBase):
             self._record_history(self._on_oom)
 
     def after_train(self) -> None:
-        if self._inner is None:  # an error came before this hook's before_train
-            return
+        super().after_train()
         if self._meter is not None:  # the iteration has failed
             self._meter.__exit__(None, None, None)
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGUSR1, self._previous_handler)
-        if self._write_oom in self._observers:
-            self._observers.remove(self._write_oom)
-        self._record_history(False)
+        self._undo.close()
 
     def _record_history(self, is_on: bool) -> None:
-        if self._device.type == "cuda" and is_on:
-            record_memory_history(self._MAX_HISTORY)
-        elif self._device.type == "cuda":
-            record_memory_history(None)
+        if self._device.type == "cuda":
+            record_memory_history(self._MAX_HISTORY if is_on else None)
 
     def _ask(self, *_: Any) -> None:
         self._is_asked_for = True

@@ -6,12 +6,11 @@ from detectron2.utils import comm
 
 from ...job import Job
 from ..resuming import GatherStates
-from .budget import EnforceBudget
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
 from .peak_record import RecordPeaks
-from .shared_device import MakeRoom
+from .shared_device import EnforceBudget, MakeRoom
 
 __all__ = ["job_hooks"]
 

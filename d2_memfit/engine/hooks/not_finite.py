@@ -31,30 +31,30 @@ def likely_cause(
             were in float32.
     """
     if not all(p.isfinite().all() for p in parameters):
-        return "the learning rate, for the weights are not finite: lower SOLVER.BASE_LR"
+        return "the learning rate, because the weights are not finite: lower SOLVER.BASE_LR"
     for image in dataset_dicts(data):
         if fault := _fault(image):
-            return f"the data, for {image.get('file_name', 'an image')} has {fault}"
+            return f"the data, because {image.get('file_name', 'an image')} has {fault}"
     if in_float32 is not None:
         with torch.no_grad():
             losses = in_float32()
         if math.isfinite(sum(loss.item() for loss in losses.values())):
             return (
-                "mixed precision, for in float32 the losses are finite: MEMFIT.AMP_DTYPE bfloat16, "
-                "or SOLVER.AMP.ENABLED False"
+                "mixed precision, because the losses are finite in float32: MEMFIT.AMP_DTYPE "
+                "bfloat16, or SOLVER.AMP.ENABLED False"
             )
     last = _last_losses()
     if last and last[-1] > _GROWN * min(last):
         return (
-            "the learning rate, for the losses have grown: lower SOLVER.BASE_LR, lengthen "
+            "the learning rate, because the losses have grown: lower SOLVER.BASE_LR, lengthen "
             "SOLVER.WARMUP_ITERS, or set SOLVER.CLIP_GRADIENTS.ENABLED True"
         )
     if not last and get_event_storage().iter > 0:  # just after a resume
         return (
-            "the data or the learning rate, for the weights are good and earlier losses are not "
-            "known: look at these annotations, then lower SOLVER.BASE_LR"
+            "the data or the learning rate, because the weights are good and earlier losses are "
+            "not known: look at these annotations, then lower SOLVER.BASE_LR"
         )
-    return "the data, for weights and earlier losses are good: look at these annotations"
+    return "the data, because weights and earlier losses are good: look at these annotations"
 
 
 def _fault(image: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ def compare_number_formats(
                 full = {name: loss.item() for name, loss in losses().items()}
             with SameDraws(), autocast:
                 half = {name: loss.item() for name, loss in losses().items()}
-    except Exception as e:  # of the model, or there is no memory for it
+    except Exception as e:  # an error of the model, or of memory
         failure = type(e).__name__
     if failure:
         logger.info("Losses in 16 bits are not compared with those in float32: %s", failure)
@@ -50,6 +50,6 @@ def compare_number_formats(
     else:
         logger.warning(
             "Losses in 16 bits are not those in float32: %s. If training diverges, set "
-            "SOLVER.AMP.ENABLED False, or MEMFIT.AMP_DTYPE bfloat16 where the card has it",
+            "SOLVER.AMP.ENABLED False, or MEMFIT.AMP_DTYPE bfloat16 where the card supports it",
             said,
         )

@@ -10,7 +10,6 @@ from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.structures import Instances
 from torch import nn
 
 from ...common.checks import value_of
@@ -21,13 +20,15 @@ from ...memory import (
     RunRecord,
     cuda_context_bytes,
     device_and_software,
+    device_memory,
     keep_record,
     process_memory,
     records_folder,
     segments_expand,
     storages,
 )
-from .after_forwards import AfterForwards
+from ..window import count_objects
+from .memory_hook import MemoryHook
 
 __all__ = ["RecordPeaks", "settings_of"]
 
@@ -38,7 +39,7 @@ _FEWEST = 3  # iterations after which optimizer states and kernels are there
 _LAG = 2**20  # bytes; Linux's peak of a process may rise this much after memory was freed
 
 
-class RecordPeaks(AfterForwards):
+class RecordPeaks(MemoryHook):
     """Records the peaks of training, when it ends, with the micro-batch that had them.
 
     OUTPUT_DIR/memfit_peaks.json has them, and the folder of records in the user's cache. Runs of
@@ -54,12 +55,12 @@ class RecordPeaks(AfterForwards):
         self._job = job
         self._is_gpu = False
         self._before = 0  # peak allocated, before the step
-        self._taken = 0  # bytes that the process took before training, besides the model
+        self._taken = 0  # bytes that the process took before training, without the model
         self._peaks = 0, 0
         self._outside: Optional[int] = 0
         self._had_errors = False
-        self._of_step = [0, 0, 0, 0]
-        self._of_peak = [0, 0, 0, 0]
+        self._micro_batch = [0, 0, 0, 0]
+        self._peak_micro_batch = [0, 0, 0, 0]
 
     def before_train(self) -> None:
         super().before_train()
@@ -81,30 +82,26 @@ class RecordPeaks(AfterForwards):
         self._had_errors = True
 
     def before_step(self) -> None:
-        self._of_step = [0, 0, 0, 0]
-        self._before = self._peak()
+        self._micro_batch = [0, 0, 0, 0]
+        self._before = device_memory(self._device).peak_allocated_bytes
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], *_: Any) -> None:
         if model.training and args:
             seen = _size(args[0])
-            self._of_step = max(self._of_step, seen, key=_need)
+            self._micro_batch = max(self._micro_batch, seen, key=_need)
 
     def after_step(self) -> None:
-        peak = self._peak()
+        memory = device_memory(self._device)
+        peak = memory.peak_allocated_bytes
         if peak <= self._before + (0 if self._is_gpu else _LAG):
             return
-        self._of_peak = self._of_step
+        self._peak_micro_batch = self._micro_batch
         if self._is_gpu:
-            self._peaks = peak, torch.cuda.max_memory_reserved(self._device)
+            self._peaks = peak, memory.peak_reserved_bytes
             self._look_outside()
         else:
-            of_files = process_memory().file_bytes  # code that was read meanwhile is no tensor
+            of_files = process_memory().file_bytes  # such as code that was read
             self._peaks = (peak - of_files - self._taken,) * 2
-
-    def _peak(self) -> int:
-        if self._is_gpu:
-            return torch.cuda.max_memory_allocated(self._device)
-        return process_memory().peak_resident_bytes
 
     def _look_outside(self) -> None:
         free, total = torch.cuda.mem_get_info(self._device)
@@ -146,7 +143,7 @@ class RecordPeaks(AfterForwards):
             family=self._job.family,
             settings=settings_of(self._job.cfg),
             iterations=iterations,
-            micro_batch=self._of_peak,
+            micro_batch=self._peak_micro_batch,
             had_errors=self._had_errors,
             allocated_bytes=self._peaks[0],
             reserved_bytes=self._peaks[1],
@@ -177,9 +174,7 @@ def _size(batch: Any) -> list[int]:
     """Images, height and width to which they are padded, and objects in all of them."""
     images = batch if isinstance(batch, (list, tuple)) else [batch]
     dicts = [image for image in images if isinstance(image, dict)]
-    objects = [d["instances"] for d in dicts if isinstance(d.get("instances"), Instances)]
-    # Instances without fields have no length.
-    return [len(dicts), *size_of(dicts), sum(len(o) for o in objects if o.get_fields())]
+    return [len(dicts), *size_of(dicts), count_objects(dicts)]
 
 
 def _need(size: list[int]) -> tuple[int, int]:

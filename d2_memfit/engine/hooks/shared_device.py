@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A hook that makes room when other processes take memory of the device."""
+"""Hooks that keep to a budget, and make room when other processes take memory of the device."""
 
 import logging
 import math
@@ -8,28 +8,58 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...memory import available_host_bytes, device_memory, release_memory
+from ...memory import available_host_bytes, device_memory, enforce_budget, release_memory
 from ..window import SizeLimit
-from .after_forwards import AfterForwards
+from .memory_hook import MemoryHook
 
-__all__ = ["MakeRoom"]
+__all__ = ["EnforceBudget", "MakeRoom"]
 
 logger = logging.getLogger(__name__)
 
 _PERIOD = 5  # iterations between looks at the device
-_FIRST_ITERATIONS = 10  # these load kernels and libraries
+_BUDGET_PERIOD = 100
+_FIRST_ITERATIONS = 10  # these load kernels, cuBLAS handles and NCCL buffers
 _MARGIN = 1.1  # of what a micro-batch has needed
 _NOTICEABLE_BYTES = 2**27  # taken by others
 _GB = 2**30
 
 
-class MakeRoom(AfterForwards):
+class EnforceBudget(MemoryHook):
+    """Lowers the limit of PyTorch's allocator as memory outside it grows, on a GPU.
+
+    The limit set at the start cannot include what is loaded at first use. This memory is measured
+    after each forward and step of the first 10 iterations, then every 100 iterations.
+
+    Args:
+        budget_gb, device: as for :func:`~d2_memfit.memory.enforce_budget`.
+    """
+
+    def __init__(self, budget_gb: float, device: str) -> None:
+        self._budget_gb = budget_gb
+        self._device_name = device
+
+    def after_step(self) -> None:
+        done = self.trainer.iter + 1 - self.trainer.start_iter
+        if done <= _FIRST_ITERATIONS or done % _BUDGET_PERIOD == 0:
+            self._limit()
+        if done == _FIRST_ITERATIONS:
+            self._forward_hook.remove()  # later forwards load nothing new
+
+    def after_forward(self, *_: Any) -> None:
+        self._limit()
+
+    def _limit(self) -> None:
+        if self._device_name.startswith("cuda"):
+            enforce_budget(self._budget_gb, self._device_name)
+
+
+class MakeRoom(MemoryHook):
     """Halves the micro-batch before an error, if other processes leave less than it needs.
 
     On a GPU that a desktop shares, other programs take memory while training runs. Every few
-    iterations the device's free memory plus this process's is compared with the most that the
-    process has taken with micro-batches of this size. The driver's counter is read, so nothing
-    waits for the device. The micro-batch grows back as after an out-of-memory error, after
+    iterations, the hook adds the device's free memory and that of this process. It compares the sum
+    with the most that micro-batches of this size have taken. The driver's counter is read, so
+    nothing waits for the device. The micro-batch grows back as after an out-of-memory error, after
     MEMFIT.OOM.GROW_AFTER iterations. On the CPU it is the RAM, with the limits of cgroups.
 
     Register it on each rank. It needs an ``AccumulatingTrainer`` with recovery.

@@ -19,8 +19,8 @@ class _Means(NamedTuple):
 
     Attributes:
         method: the method that returns a dict of them.
-        count: the number of elements, from the module and the method's arguments in the order of
-            its signature, even if it is called with their names.
+        count: the number of elements. It gets the module and the method's arguments, in the order
+            of the method's signature.
         losses: names of the losses; all if there are none.
         is_exact: whether only MEMFIT.NORMALIZERS.POLICY exact counts them.
     """
@@ -32,22 +32,22 @@ class _Means(NamedTuple):
 
 
 def _matched(criterion: nn.Module, *args: Any) -> int:
-    """Of ``get_loss(loss, outputs, targets, indices, ...)``."""
+    """Matched objects of ``get_loss(loss, outputs, targets, indices, ...)``."""
     return sum(len(objects) for _, objects in args[3])
 
 
 def _instances(head: nn.Module, *args: Any) -> int:
-    """Of ``__call__(features, stride, instances, ...)``."""
+    """Instances of ``__call__(features, stride, instances, ...)``."""
     return len(args[2])
 
 
 def _proposals(head: nn.Module, *args: Any) -> int:
-    """Of ``losses(predictions, proposals)`` and ``forward(features, proposals)``."""
+    """Proposals of ``losses(predictions, proposals)`` and ``forward(features, proposals)``."""
     return sum(map(len, args[1]))
 
 
 def _pixels(head: Any, *args: Any) -> Any:
-    """Of ``losses(predictions, targets)``."""
+    """Labelled pixels of ``losses(predictions, targets)``."""
     return (args[1] != head.ignore_value).sum()
 
 

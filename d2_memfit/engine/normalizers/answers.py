@@ -38,7 +38,7 @@ class Totals:
     """What is counted in a whole window. Without any, each forward is a window of its own.
 
     Args:
-        counts: of all ranks. Those of means are of this rank, if no batches are accumulated.
+        counts: of all ranks; counts of means are of this rank if no batches are accumulated.
         images: behind the counts of all ranks.
         mean_images: behind the counts of means.
         ranks: number of ranks.

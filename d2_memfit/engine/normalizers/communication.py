@@ -85,9 +85,9 @@ class Communication:
                 "MODEL.*.NORM GN in place of SyncBN; or set MEMFIT.OOM.POLICY raise"
             )
         logger.warning(
-            "The model communicates in its forward, %s. Each micro-batch does, so what it learns "
-            "there from other ranks is of one micro-batch of each. If losses are divided by it, "
-            "use d2_memfit.window_count",
+            "The model communicates in its forward, %s. Each micro-batch does so, and gets there "
+            "what one micro-batch of each other rank sends. If losses are divided by it, use "
+            "d2_memfit.window_count",
             found,
         )
         self.known = found
@@ -96,8 +96,8 @@ class Communication:
         """Raise :class:`ConfigError`, on all ranks, if some ranks would wait for others."""
         if self.known and len(set(numbers_of_micro_batches)) > 1:
             raise ConfigError(
-                f"the model communicates in its forward, {self.known}, so all ranks must have as "
-                f"many micro-batches, and they have {list(numbers_of_micro_batches)}. Give all "
-                "ranks as many images, or train without that, such as with MODEL.*.NORM GN in "
-                "place of SyncBN"
+                f"the model communicates in its forward, {self.known}, so all ranks need the same "
+                f"number of micro-batches, and they have {list(numbers_of_micro_batches)}. Give "
+                "all ranks the same number of images, or train without that, such as with "
+                "MODEL.*.NORM GN in place of SyncBN"
             )

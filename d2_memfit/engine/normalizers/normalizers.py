@@ -25,11 +25,10 @@ from . import sites
 from .adapters import adapt_criteria
 from .answers import Answers, Totals
 from .communication import Communication, CommunicationError, raise_on_all
-from .known import Known
 from .sites import Counts, Site
 from .trial import OVER_RANKS, Findings, Trial, trial_images
 from .trial_forwards import without_traces
-from .verdict import Verdict, published_distance
+from .verdict import Known, Verdict, published_distance
 
 __all__ = ["CountReport", "Normalizers"]
 
@@ -59,10 +58,11 @@ class CountReport:
 class Normalizers:
     """Knows what the losses of each window are divided by.
 
-    Micro-batches count by their images. That is right for a loss that is a mean over images. A loss
-    that is divided by objects, or the like, needs the count of the window. A count is the window's
-    if the model adds it up over ranks, an adapter of the criterion's class declares it, or the user
-    does; and if a :class:`Trial` on the job's own images shows that the losses are then right.
+    Micro-batches count by their images, which is right for a loss that is a mean over images. A
+    loss that is divided by objects, or the like, needs the count of the window. The model declares
+    a count by adding it up over ranks. An adapter of the criterion's class or the user can declare
+    it, too. Declared counts are the window's if a :class:`Trial` on the job's own images shows that
+    the losses are then right.
 
     Args:
         model: without DDP around it.
@@ -91,15 +91,15 @@ class Normalizers:
         self.lacks_counts = False
         self._known = Known(0 if options.policy == "off" else _MOST_TRIALS)
         self._model = model
-        self._told = [pattern for pattern, _ in options.losses]
+        self._by_objects = [pattern for pattern, _ in options.losses]
         self._is_cut = is_cut
         self._is_whole = accumulation_steps == 1 and not is_cut
         self._ranks = comm.get_world_size()
         self._pretended = PretendedRanks() if self._ranks == 1 else None
         handle = self.communication.handle_alone
-        self._trial = Trial(model, losses, handle, self._pretended, self._told)
+        self._trial = Trial(model, losses, handle, self._pretended, self._by_objects)
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
-        self._to_say: Optional[list[str]] = None  # errors of the last trial, until they are logged
+        self._trial_errors: Optional[list[str]] = None  # of the last trial, until they are logged
         self._with_gradient: set[str] = set()
         self._said: set[str] = set()  # losses that are not the full batch's
         if options.policy != "off":
@@ -116,11 +116,13 @@ class Normalizers:
         is_counted = self._ranks > 1 or len(self._known.used_sites) > 0
         return self._answers is not None and is_counted
 
-    def begin(self, window: Window, images: Optional[int], forward: Callable[..., Any]) -> None:
+    def begin(
+        self, window: Window, micro_batch_size: Optional[int], forward: Callable[..., Any]
+    ) -> None:
         """Find what a window's losses are divided by, before its first forward.
 
         Args:
-            images: images per micro-batch, as for :meth:`Window.take`.
+            micro_batch_size: images per micro-batch; None is the loader's batch.
             forward: the trainer's forward of a micro-batch.
 
         Raises:
@@ -137,7 +139,7 @@ class Normalizers:
             if self._ranks > 1:
                 self._answers = self._new_answers()
             return
-        parts, numbers = zip(*comm.all_gather(self._part(window, images)))
+        parts, numbers = zip(*comm.all_gather(self._part(window, micro_batch_size)))
         self.lacks_counts = self._ranks == 1 and numbers[0] == 1
         if self.lacks_counts:  # its own counts are the window's
             return
@@ -146,32 +148,31 @@ class Normalizers:
         if self.verdict.is_by_images and self._ranks == 1:
             return
         self.communication.check(numbers)
-        behind = self._behind(parts)
-        totals = dict(behind[False])
-        images_of_rank = behind[True][sites.IMAGES]
-        is_counted = known.used_sites <= known.rules.keys()
-        counted = behind if is_counted else self._counted(window, images, forward)
+        is_annotated = known.used_sites <= known.rules.keys()
+        counted = parts if is_annotated else self._counted(window, micro_batch_size, forward)
+        totals = sites.added_up(parts)
         for site in known.used_sites:
-            is_mean = site[0] == sites.MEAN
             if site in known.rules:
-                totals[site] = known.predicted(site, behind[is_mean])
+                totals[site] = known.count_by_rule(site, self._total(site[0], parts))
             else:
-                totals[site] = counted[is_mean].get(site, 0.0)
+                totals[site] = self._total(site[0], counted).get(site, 0.0)
+        mean_images = self._total(sites.MEAN, parts)[sites.IMAGES]
         self._answers = self._new_answers(
-            Totals(totals, totals[sites.IMAGES], images_of_rank, self._ranks)
+            Totals(totals, totals[sites.IMAGES], mean_images, self._ranks)
         )
 
     def of(self, micro_batch: MicroBatch, replays: bool = False) -> AbstractContextManager[None]:
         """Count during a micro-batch's forward, and again (``replays``) during its backward.
 
-        In it, :class:`CommunicationError` says that the model communicates unexpectedly, or cannot
-        work with what it is told of other ranks.
+        Raises:
+            CommunicationError: in it, if the model communicates unexpectedly, or cannot work with
+                what it is told of other ranks.
         """
         return nullcontext() if self._answers is None else self._answers.of(micro_batch, replays)
 
     def weighted(self, losses: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The losses of the running micro-batch, for which its images are the right weight."""
-        if self._to_say is not None:
+        if self._trial_errors is not None:
             self._with_gradient.update(n for n, loss in losses.items() if loss.requires_grad)
         return losses if self._answers is None else self._answers.weighted(losses)
 
@@ -194,8 +195,8 @@ class Normalizers:
     def must_run_again(self, reports: Sequence[CountReport]) -> bool:
         """Learn from a window, and return whether all ranks must run it again.
 
-        It ends, because whatever is learned is learned once: there are so many trials, and a rule
-        that was broken is not used again.
+        The runs come to an end: the number of trials is limited, and a broken rule is not used
+        again.
 
         Args:
             reports: of all ranks, so that all learn the same.
@@ -208,7 +209,7 @@ class Normalizers:
         was_due = self._known.needs_trial
         if found and self._ranks > 1:
             self.communication.allow(found)
-        elif found:  # a function was told of a second rank, and is no more: its counts are missing
+        elif found:  # a function is no longer told of a second rank, so its counts are missing
             self._known.forget()
         if broken:
             self._known.correct(broken)
@@ -216,9 +217,9 @@ class Normalizers:
             self._known.test_again()
         is_due = self._known.needs_trial and not was_due
         again = found != "" or len(broken) > 0 or (is_due and self.may_run_again)
-        if not again and self._to_say is not None:
-            self._say(self._to_say)
-            self._to_say = None
+        if not again and self._trial_errors is not None:
+            self._say(self._trial_errors)
+            self._trial_errors = None
         if self.verdict.seen and get_event_storage().iter + 1 in _TRIED_AGAIN and not again:
             self._known.test_again()
         return again
@@ -264,7 +265,7 @@ class Normalizers:
         self._check(tried)
         self._known.learn(tried, any(all_tell), _NO_MEMORY not in errors)
         if any(all_tell) and not self._known.needs_trial:
-            self._to_say = [e for e in errors if e]
+            self._trial_errors = [e for e in errors if e]
 
     def _tried(self, images: Sequence[Any]) -> tuple[Optional[Findings], str]:
         """The findings of a trial, or the error of the last one."""
@@ -283,7 +284,7 @@ class Normalizers:
     def _check(self, found: Sequence[Findings]) -> None:
         """Raise :class:`ConfigError`, on all ranks, if a count has nothing to do with a loss."""
         losses = list(dict.fromkeys(name for f in found for name in f.whole))
-        for pattern in self._told if found else ():
+        for pattern in self._by_objects if found else ():
             if not any(fnmatchcase(name, pattern) for name in losses):
                 raise ConfigError(
                     f"MEMFIT.NORMALIZERS.LOSSES: no loss matches {pattern!r}. The model's losses "
@@ -299,10 +300,10 @@ class Normalizers:
                 "loss by it, in the same forward"
             )
 
-    def _part(self, window: Window, images: Optional[int]) -> tuple[Counts, int]:
+    def _part(self, window: Window, micro_batch_size: Optional[int]) -> tuple[Counts, int]:
         """This rank's images and objects, and in how many micro-batches they are."""
         window.load()
-        while window.take(images, self._is_cut) is not None:
+        while window.take(micro_batch_size, self._is_cut) is not None:
             pass
         objects = sum(count_objects(m.data) for m in window.micro_batches)
         part: Counts = {sites.IMAGES: window.num_images, sites.OBJECTS: objects}
@@ -315,21 +316,21 @@ class Normalizers:
         weights = self.verdict.weights if totals else {}
         return Answers(self.communication.handle, totals, weights, pretended)
 
-    def _behind(self, of_ranks: Sequence[Counts]) -> dict[bool, Counts]:
-        """The counts of all ranks, and (True) those behind a mean."""
-        everything = sites.added_up(of_ranks)
-        of_mean = of_ranks[comm.get_rank()] if self._is_whole else everything
-        return {False: everything, True: of_mean}
+    def _total(self, kind: str, of_ranks: Sequence[Counts]) -> Counts:
+        """The counts of the images that a count of this kind is about."""
+        if kind == sites.MEAN and self._is_whole:  # each rank has its own mean, as in Detectron2
+            return of_ranks[comm.get_rank()]
+        return sites.added_up(of_ranks)
 
     def _counted(
-        self, window: Window, images: Optional[int], forward: Callable[..., Any]
-    ) -> dict[bool, Counts]:
-        """The window's counts, by a forward of all images without gradients."""
+        self, window: Window, micro_batch_size: Optional[int], forward: Callable[..., Any]
+    ) -> Sequence[Counts]:
+        """Each rank's counts, by a forward of all images without gradients."""
         self._answers = self._new_answers()
         found = error = ""
         try:
             with without_traces(self._model):
-                self._run_for_counts(window, images, forward)
+                self._run_for_counts(window, micro_batch_size, forward)
         except CommunicationError as e:
             found = str(e)
         except Exception as e:
@@ -346,10 +347,10 @@ class Normalizers:
                 f"({next(filter(None, errors))}). Lower MEMFIT.MICRO_BATCH, or set "
                 "MEMFIT.NORMALIZERS.POLICY off"
             )
-        return self._behind(of_ranks)
+        return of_ranks
 
     def _run_for_counts(
-        self, window: Window, images: Optional[int], forward: Callable[..., Any]
+        self, window: Window, micro_batch_size: Optional[int], forward: Callable[..., Any]
     ) -> None:
         """Run a window's forwards; if memory runs out, again in smaller pieces.
 
@@ -357,7 +358,7 @@ class Normalizers:
         """
         recovers = self.communication.may_recover
         device = next(self._model.parameters()).device
-        while (micro_batch := window.take(images, self._is_cut)) is not None:
+        while (micro_batch := window.take(micro_batch_size, self._is_cut)) is not None:
             run = partial(forward, micro_batch)
             try:
                 with_room(run, device) if recovers else run()
@@ -365,7 +366,7 @@ class Normalizers:
                 if not (recovers and is_out_of_memory(e)):
                     raise
                 if micro_batch.can_be_split:
-                    images = micro_batch.num_images // 2
+                    micro_batch_size = micro_batch.num_images // 2
                     window.put_back()
 
     def _say(self, errors: Sequence[str]) -> None:

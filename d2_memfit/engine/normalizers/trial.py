@@ -1,10 +1,10 @@
 # Copyright (c) the d2_memfit developers.
 """A test of what losses are divided by: images together against the same images in parts.
 
-A window's gradient must be that of one forward over all its images. So must its losses be. The
-test takes three images of the job: the most crowded one, one with fewer objects, one without any.
-They go through the model together, then one by one, in each way of weighting them that there is. A
-way is right if the parts' losses add up to those of the images together, loss by loss.
+A window must have the gradient and the losses of one forward over all its images. The test takes
+three images of the job: the most crowded one, one with fewer objects, one without any. They go
+through the model together, then one by one, in each way of weighting them that there is. A way is
+right if the parts' losses add up to those of the images together, loss by loss.
 
 No gradient is computed, and nothing is left behind. Batch normalisation uses its running
 statistics, nothing is dropped, and random numbers do not depend on the batch (:class:`SameDraws`).
@@ -95,9 +95,9 @@ class Trial:
         model: without DDP around it.
         losses: called as ``losses(model, batch)``.
         communicate: handles the model's collectives that are not counts.
-        pretended: tells the model that there are two ranks, so that it adds up its counts. None if
-            there are several.
-        told: patterns of losses that the user says are divided by objects.
+        pretended: tells the model that there are two ranks, so that it adds up its counts; None on
+            several ranks.
+        by_objects: patterns of losses that the user says are divided by objects.
         freezes: whether batch normalisation uses its running statistics.
         same_rows: as for :class:`SameDraws`.
     """
@@ -106,7 +106,7 @@ class Trial:
     losses: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]]
     communicate: Handler
     pretended: Optional[PretendedRanks]
-    told: Sequence[str] = ()
+    by_objects: Sequence[str] = ()
     freezes: bool = True
     same_rows: bool = True
 
@@ -123,8 +123,8 @@ class Trial:
             _, of_ranks = self._run([images], pretends=True)
             if any(site[0] == sites.SUM for site in of_ranks.counts[0]):
                 self._try(found, OVER_RANKS, singles, of_ranks.counts[0], by_image)
-        is_told = together.is_asked or len(self.told) > 0
-        if is_told and (len(found.off) == 1 or not found.is_right(ROUNDING)):
+        is_declared = together.is_asked or len(self.by_objects) > 0
+        if is_declared and (len(found.off) == 1 or not found.is_right(ROUNDING)):
             way = DECLARED if self.pretended else OVER_RANKS
             self._try(found, way, singles, together.counts[0], by_image)
         if not found.is_right(RIGHT):
@@ -153,7 +153,7 @@ class Trial:
         """Find which losses depend on which counts: each count is doubled in turn."""
         for name, off in found.off[BY_IMAGES].items():
             is_off = abs(off) > RIGHT * abs(found.whole[name])
-            if is_off and any(fnmatchcase(name, pattern) for pattern in self.told):
+            if is_off and any(fnmatchcase(name, pattern) for pattern in self.by_objects):
                 found.weights[name] = sites.OBJECTS
         found.used += [site for site in totals.counts if site[0] == sites.MEAN]
         declared = [site for site in totals.counts if site[0] in (sites.SUM, sites.COUNT)]

@@ -17,7 +17,7 @@ from ..state import Snapshot
 
 __all__ = ["SameDraws", "without_traces"]
 
-# As they are now: other contexts may replace them.
+# The functions at import: other contexts may replace them later.
 _RANDPERM = torch.randperm
 _DRAWS = (
     _RANDPERM,

@@ -3,7 +3,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Optional
 
 from torch import nn
@@ -36,56 +35,47 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     if options is None:
         yield
         return
+    bare = compat.without_ddp(model)
+    record = OomRecord(options, bare)
+    device = next(model.parameters()).device
     original = type(model)
-    recovering = _RecoveringCall(model, options)
-    # The model's own class may define __call__ itself, as GeneralizedRCNNWithTTA does, and the
-    # project's code may ask for the model's class, so this derives a class from it.
-    model.__class__ = type(
-        original.__name__, (original,), {"__call__": lambda self, batch: recovering(batch)}
-    )
-    try:
-        with recovering.record.explained("evaluation"):
-            yield
-    finally:
-        model.__class__ = original
+    is_on_host = False
+    is_one_by_one = False
 
-
-class _RecoveringCall:
-    def __init__(self, model: nn.Module, options: RecoveryOptions) -> None:
-        self._call = partial(type(model).__call__, model)
-        self._model = compat.without_ddp(model)
-        self._device = next(model.parameters()).device
-        self.record = OomRecord(options, self._model)
-        self._on_host = False
-        self._one_by_one = False
-
-    def __call__(self, batch: Any) -> Any:
-        if self._one_by_one and _is_list_of_many(batch):
-            return [result for image in batch for result in self([image])]
+    def call(model: Any, batch: Any) -> Any:
+        nonlocal is_on_host, is_one_by_one
+        has_many = isinstance(batch, list) and len(batch) > 1
+        if is_one_by_one and has_many:
+            return [result for image in batch for result in call(model, [image])]
         before = None
         try:
             # Detectron2's test-time augmentation turns heads off, and an error leaves them so.
-            before = Snapshot(self._model, is_watched=False)
-            with results_on_host(self._model) if self._on_host else nullcontext():
-                return self._call(batch)
+            before = Snapshot(bare, is_watched=False)
+            with results_on_host(bare) if is_on_host else nullcontext():
+                return original.__call__(model, batch)
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
-            event = self.record.event(e, "evaluation", batch)
+            event = record.event(e, "evaluation", batch)
         if before is not None:
             before.restore()
-        release_memory(self._device)
-        if not self._on_host and can_have_results_on_host(self._model):
-            self._on_host = True
-            self.record.log(event, "results are post-processed on the host")
-        elif _is_list_of_many(batch):
-            self._one_by_one = True
-            self.record.log(event, "the images are run one at a time")
+        release_memory(device)
+        if not is_on_host and can_have_results_on_host(bare):
+            is_on_host = True
+            record.log(event, "results are post-processed on the host")
+        elif has_many:
+            is_one_by_one = True
+            record.log(event, "the images are run one at a time")
         else:
-            self.record.log(event, RAISE)
-            raise OutOfMemoryError(self.record.final_error(event))
-        return self(batch)
+            record.log(event, RAISE)
+            raise OutOfMemoryError(record.final_error(event))
+        return call(model, batch)
 
-
-def _is_list_of_many(batch: Any) -> bool:
-    return isinstance(batch, list) and len(batch) > 1
+    # The model's own class may define __call__ itself, as GeneralizedRCNNWithTTA does, and the
+    # project's code may ask for the model's class, so this derives a class from it.
+    model.__class__ = type(original.__name__, (original,), {"__call__": call})
+    try:
+        with record.explained("evaluation"):
+            yield
+    finally:
+        model.__class__ = original

@@ -18,9 +18,9 @@ from torch import nn
 from ... import compat
 from ...errors import START_HERE, OutOfMemoryError
 from ...iteration import Padding
-from ...job import RecoveryOptions
+from ...job import RecoveryOptions, size_of
 from ...memory import device_memory, error_line, is_out_of_memory
-from ..window import count_images, dataset_dicts
+from ..window import count_images, count_objects, dataset_dicts
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class OomEvent:
 class OomRecord:
     """Describes out-of-memory errors, for the log, the final error and ``memfit_oom.jsonl``.
 
-    That file has one JSON object per line. Each is one write, so the file can be parsed whenever
+    The file has one JSON object per line. Each is one write, so the file can be parsed whenever
     the process ends, and several ranks can share it.
 
     Args:
@@ -191,11 +191,8 @@ def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
 
 def padded_size(data: Any, model: nn.Module) -> Optional[tuple[int, int]]:
     """Height and width, in pixels, to which the model pads a micro-batch's images."""
-    sizes = [image["image"].shape[-2:] for image in _images(data)]
-    if not sizes:
-        return None
-    height, width = (max(sides) for sides in zip(*sizes))
-    return Padding.of(model).size(height, width)
+    height, width = size_of(_images(data))
+    return Padding.of(model).size(height, width) if height else None
 
 
 def _describe(image: dict[str, Any]) -> dict[str, Any]:
@@ -205,15 +202,8 @@ def _describe(image: dict[str, Any]) -> dict[str, Any]:
         "image_id": image.get("image_id"),
         "height": height,
         "width": width,
-        "num_instances": _num_instances(image),
+        "num_instances": count_objects(image) if "instances" in image else None,
     }
-
-
-def _num_instances(image: dict[str, Any]) -> Optional[int]:
-    instances = image.get("instances")
-    if instances is None:
-        return None
-    return len(instances) if instances.get_fields() else 0  # without fields they have no length
 
 
 def _plain(value: Any) -> Any:

@@ -1,11 +1,10 @@
 # Copyright (c) the d2_memfit developers.
 """Recovery: undo a micro-batch that does not fit, and run its images with less memory."""
 
-import contextlib
 import logging
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
 
@@ -17,15 +16,32 @@ from torch import nn
 from ...errors import OutOfMemoryError
 from ...job import RecoveryOptions
 from ...memory import RisingRetries, is_out_of_memory, release_memory
+from ...techniques import checkpointed, resize_image
 from ..normalizers import Communication
 from ..state import Snapshot
-from ..window import ByteCut, MicroBatch, MicroBatchSize, SizeLimit, Window, WindowStorage
-from .escalation import SKIP, Escalation, low_memory_step
+from ..window import (
+    ByteCut,
+    MicroBatch,
+    MicroBatchSize,
+    SizeLimit,
+    Window,
+    WindowStorage,
+    is_list_of_images,
+)
 from .oom_record import RAISE, OomEvent, OomRecord
 
-__all__ = ["Recovery", "RecoveryReport"]
+__all__ = ["Recovery", "RecoveryReport", "low_memory_step"]
 
 logger = logging.getLogger(__name__)
+
+# The steps for one image that does not fit alone, from harmless to last resort.
+_AGAIN = "caches are freed and it is run again"
+_LOW_MEMORY = "it is run again with checkpointed activations, kept on the host"
+_RESIZE = "it is run again at 0.7 of its size, {:.2f} of the original"
+_SKIP = "it is skipped"
+
+_RESIZE_FACTOR = 0.7
+_MAX_RESIZES = 3
 
 
 @dataclass
@@ -50,11 +66,12 @@ class Recovery:
         micro_batch_size: as for the trainer.
         mixed_precision: whether it is on, for the advice in the final error.
         communication: the model's communication in its forward.
-        cut: cuts windows by bytes; None cuts by number of images.
+        byte_cut: cuts windows by bytes; None cuts by number of images.
 
     Attributes:
         size: the current limit of a micro-batch, in images or bytes.
         largest: the last window's micro-batch with the most images, until the next window runs.
+        record: where errors are recorded and explained.
         oom_events, retried_images, skipped_images: totals over all ranks and iterations.
     """
 
@@ -65,9 +82,9 @@ class Recovery:
         micro_batch_size: Optional[int],
         mixed_precision: bool,
         communication: Communication,
-        cut: Optional[ByteCut] = None,
+        byte_cut: Optional[ByteCut] = None,
     ) -> None:
-        self.size: SizeLimit = cut or MicroBatchSize(micro_batch_size, options.grow_after)
+        self.size: SizeLimit = byte_cut or MicroBatchSize(micro_batch_size, options.grow_after)
         self.largest: Optional[MicroBatch] = None
         self.oom_events = 0
         self.retried_images = 0
@@ -77,11 +94,11 @@ class Recovery:
         self._communication = communication
         self._model = model
         self._device = next(model.parameters()).device
-        self._record = OomRecord(options, model, mixed_precision)
+        self.record = OomRecord(options, model, mixed_precision)
         self._micro_batch_size = micro_batch_size
         self._sizes = [self.size.state_dict()]  # one of each rank
         self._retries = RisingRetries()
-        self._escalation = Escalation(options)
+        self._escalation = _Escalation(options)
         self._report = RecoveryReport()
         self._window: Optional[Window] = None
         self._is_counted = False  # its iteration, after its first run
@@ -106,7 +123,7 @@ class Recovery:
         """
         if window is not self._window:  # if all ranks run it again, what it has learned is kept
             self._report = RecoveryReport()
-            self._escalation = Escalation(self._options)
+            self._escalation = _Escalation(self._options)
             self._is_counted = False
             self.largest = None
         self._window = window
@@ -129,7 +146,7 @@ class Recovery:
             self._undo(before, event, micro_batch)
             if self._report.final_error:
                 self._model.zero_grad(set_to_none=True)
-                if not self._may_retry:
+                if not self._communication.may_recover:
                     raise OutOfMemoryError(self._report.final_error)
                 break
             begin_anew()
@@ -159,12 +176,7 @@ class Recovery:
     @property
     def micro_batch_size(self) -> Optional[int]:
         """Current number of images per micro-batch; None is the loader's batch."""
-        return self.size.images if self._may_retry else self._micro_batch_size
-
-    @property
-    def _may_retry(self) -> bool:
-        """Whether this rank can run its images again without the other ranks."""
-        return not self._communication.known
+        return self.size.images if self._communication.may_recover else self._micro_batch_size
 
     def end_iteration(self, reports: Sequence[RecoveryReport]) -> None:
         """Count the events of all ranks, and log them.
@@ -195,16 +207,6 @@ class Recovery:
                 f"{self.skipped_images} of {self._seen_images} images did not fit and were "
                 f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self._options.max_skipped} allows"
             )
-
-    def with_final_error(
-        self, phase: str, data: Callable[[], Any] = list
-    ) -> AbstractContextManager[None]:
-        """Explain an out-of-memory error where nothing can be run again.
-
-        Args:
-            data: as for :meth:`OomRecord.explained`.
-        """
-        return self._record.explained(phase, data)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -240,30 +242,30 @@ class Recovery:
         phase = "forward"
         try:
             before = Snapshot(self._model, storage)
-            with low_memory_step(self._model) if low_memory else contextlib.nullcontext():
+            with low_memory_step(self._model) if low_memory else nullcontext():
                 loss = forward(micro_batch)
                 phase = "backward"
                 backward(loss, micro_batch)
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
-            return before, self._record.event(e, phase, micro_batch.data)
+            return before, self.record.event(e, phase, micro_batch.data)
         return before, None
 
     def _react(self, event: OomEvent, micro_batch: MicroBatch, window: Window) -> None:
         """Decide how the images run again, and log it."""
-        if not self._may_retry:
+        if not self._communication.may_recover:
             action = RAISE
         elif micro_batch.can_be_split:
             action = f"{self.size.lower(micro_batch, window)} and its images are run again"
         else:
             action = self._escalation.next_action(micro_batch.data, window)
         self._report.oom_events += 1
-        self._record.log(event, action)
-        if action == SKIP:
+        self.record.log(event, action)
+        if action == _SKIP:
             self._report.skipped_images += micro_batch.num_images
         elif action == RAISE:
-            self._report.final_error = self._record.final_error(event)
+            self._report.final_error = self.record.final_error(event)
 
     def _undo(self, before: Optional[Snapshot], event: OomEvent, micro_batch: MicroBatch) -> None:
         """Restore a state, if it could be saved, and free memory.
@@ -272,7 +274,7 @@ class Recovery:
         """
         is_thorough = self._report.oom_events > 1
         try:
-            with self.with_final_error("restoration", lambda: micro_batch.data):
+            with self.record.explained("restoration", lambda: micro_batch.data):
                 if event.phase != "forward":
                     self._model.zero_grad(set_to_none=True)
                 if before is not None:
@@ -283,7 +285,7 @@ class Recovery:
 
     def _watch_allocator(self) -> None:
         """Halve the size before a crash: an allocator that retries again and again is near it."""
-        if self._device.type != "cuda" or not self._may_retry:
+        if self._device.type != "cuda" or not self._communication.may_recover:
             return
         retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
         largest = self.largest
@@ -291,6 +293,67 @@ class Recovery:
         if not is_close or largest is None or not largest.can_be_split:
             return
         error = torch.OutOfMemoryError(f"num_alloc_retries rises again and again, to {retries}")
-        event = self._record.event(error, "allocator", largest.data)
+        event = self.record.event(error, "allocator", largest.data)
         self._report.oom_events += 1
-        self._record.log(event, f"{self.size.lower(largest)} before it fails")
+        self.record.log(event, f"{self.size.lower(largest)} before it fails")
+
+
+@dataclass
+class _HardImage:
+    original: Any  # a dataset dict, a row of a batch in columns, or a batch that cannot be split
+    failures: int = 0
+    num_resizes: int = 0
+
+
+class _Escalation:
+    """Remembers the steps taken for each image of a window. Make one object per window."""
+
+    def __init__(self, options: RecoveryOptions) -> None:
+        self._options = options
+        self._hard: dict[int, _HardImage] = {}  # by the id of the image that is run for it
+
+    def needs_low_memory(self, data: Any) -> bool:
+        """Whether this micro-batch is an image that failed even with freed caches."""
+        hard = self._hard.get(id(_image(data)))
+        return hard is not None and hard.failures >= 2
+
+    def next_action(self, data: Any, window: Window) -> str:
+        """Take the next step for a micro-batch of one image, which was put back.
+
+        Returns:
+            str: the step, one of this file's texts.
+        """
+        image = _image(data)
+        hard = self._hard.setdefault(id(image), _HardImage(image))
+        hard.failures += 1
+        if hard.failures == 1:
+            return _AGAIN
+        if hard.failures == 2:
+            return _LOW_MEMORY
+        if self._options.allow_resize and hard.num_resizes < _MAX_RESIZES and _has_pixels(image):
+            hard.num_resizes += 1
+            factor = _RESIZE_FACTOR**hard.num_resizes
+            smaller = resize_image(hard.original, factor)
+            self._hard[id(smaller)] = self._hard.pop(id(image))
+            window.replace(image, smaller)
+            return _RESIZE.format(factor)
+        if self._options.last_resort == "skip":
+            window.replace(image, None)
+            return _SKIP
+        return RAISE
+
+
+@contextmanager
+def low_memory_step(model: nn.Module) -> Iterator[None]:
+    """Run forward and backward with less device memory: slower, with the same gradients."""
+    with checkpointed(model), torch.autograd.graph.save_on_cpu():
+        yield
+
+
+def _image(data: Any) -> Any:
+    """The key for :meth:`Window.replace`: one image, or a batch that is not a list of images."""
+    return data[0] if is_list_of_images(data) and len(data) == 1 else data
+
+
+def _has_pixels(image: Any) -> bool:
+    return isinstance(image, dict) and isinstance(image.get("image"), torch.Tensor)

@@ -5,7 +5,7 @@ from .checkpoint import MemfitCheckpointer
 from .ending import SaveOnEnding
 from .resumable_batches import ResumableBatches, UnknownLoader
 from .resumable_trainer import GatherStates, Progress, ResumableTrainer, TrainingEnded
-from .signals import end_with_launcher, raising_handlers_held_back, signals_passed_on
+from .signals import end_with_launcher, handle, raising_handlers_held_back, signals_passed_on
 
 __all__ = [
     "GatherStates",
@@ -17,6 +17,7 @@ __all__ = [
     "TrainingEnded",
     "UnknownLoader",
     "end_with_launcher",
+    "handle",
     "raising_handlers_held_back",
     "signals_passed_on",
 ]

@@ -8,19 +8,26 @@ import logging
 import os
 import pickle
 import re
+import zipfile
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
+import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils.file_io import Detectron2Handler
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...common.files import LEFTOVERS, FolderLock, is_local, whole_file
 from ...errors import CheckpointError
 from ...iteration import with_averaged_weights
-from .checkpoint_file import read_lazily, verify_checksums, why_it_does_not_fit_the_run
 
 __all__ = ["MemfitCheckpointer"]
 
 logger = logging.getLogger(__name__)
+
+# States of PyTorch's optimizers with the shape of their parameter.
+_LIKE_PARAMETER = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
 class MemfitCheckpointer(DetectionCheckpointer):
@@ -199,7 +206,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
         if number := re.fullmatch(r"\w+_(\d{7,})\.pth", _name(file)):
             return int(number[1])
         try:
-            return int(read_lazily(self.path_manager.get_local_path(file))["iteration"])
+            return int(_read_lazily(self.path_manager.get_local_path(file))["iteration"])
         except Exception:  # it may be damaged, and is verified before it is resumed
             return -1
 
@@ -259,9 +266,9 @@ class MemfitCheckpointer(DetectionCheckpointer):
 
     def _check_fits(self, file: str, checkpoint: Any) -> None:
         try:
-            reason = why_it_does_not_fit_the_run(checkpoint, self.model, self.checkpointables)
+            reason = _why_it_does_not_fit_the_run(checkpoint, self.model, self.checkpointables)
         except Exception as e:  # a foreign file may hold anything there
-            reason = f"its parts are not what they are here ({type(e).__name__}: {e})"
+            reason = f"its parts have other types than here ({type(e).__name__}: {e})"
         if reason:
             raise CheckpointError(f"the checkpoint {file} is not one of this job: {reason}")
 
@@ -269,14 +276,14 @@ class MemfitCheckpointer(DetectionCheckpointer):
         """Verify a ``torch.save`` file and return its content, with tensors not yet read."""
         filename = self.path_manager.get_local_path(file)
         try:
-            verify_checksums(filename)
-            return read_lazily(filename)
+            _verify_checksums(filename)
+            return _read_lazily(filename)
         except Exception as e:
             raise self._unreadable(file, e) from e
 
     def _load_file(self, filename: str) -> dict[str, Any]:
         try:
-            verify_checksums(filename)
+            _verify_checksums(filename)
             checkpoint = super()._load_file(filename)
         except Exception as e:
             raise self._unreadable(filename, e) from e
@@ -287,7 +294,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
     def _unreadable(self, filename: str, error: Exception) -> CheckpointError:
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
             return CheckpointError(
-                f"the checkpoint {filename} has Python objects in it beside tensors. If "
+                f"the checkpoint {filename} has Python objects in addition to tensors. If "
                 "you trust its origin, keep the weights alone: "
                 "torch.save({'model': torch.load(f, weights_only=False)['model']}, f)"
             )
@@ -326,3 +333,80 @@ def _name(path: str) -> str:
 def _time(file: str) -> float:
     """Time when a file was written; 0 for remote files."""
     return os.path.getmtime(file) if is_local(file) else 0.0
+
+
+def _verify_checksums(filename: str) -> None:
+    """Read a ``torch.save`` file once, in small pieces, to verify its checksums.
+
+    Pickle files and PyTorch's format before 1.6 have no checksums.
+
+    Raises:
+        zipfile.BadZipFile, or another error of zipfile: the file is damaged.
+    """
+    if zipfile.is_zipfile(filename):
+        with zipfile.ZipFile(filename) as file:
+            damaged = file.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+
+
+def _read_lazily(filename: str) -> Any:
+    """Load a ``torch.save`` file; tensors are read when they are first used.
+
+    Files in the format before PyTorch 1.6 are read at once.
+    """
+    return torch.load(
+        filename, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(filename)
+    )
+
+
+def _why_it_does_not_fit_the_run(
+    checkpoint: Any, model: nn.Module, checkpointables: Mapping[str, Any]
+) -> str:
+    """Why a run with this model cannot continue from a checkpoint; "" if it can.
+
+    Args:
+        checkpointables: other objects to load, as in fvcore's ``Checkpointer``.
+    """
+    parts = {"iteration", "trainer", *checkpointables}
+    if not isinstance(checkpoint, dict) or "model" not in checkpoint or not parts & set(checkpoint):
+        return "it has at most weights, and no iteration to continue from"
+    there = {name.removeprefix("module."): value for name, value in checkpoint["model"].items()}
+    parameters = dict(model.named_parameters())
+    for name, here in model.state_dict().items():
+        saved = there.get(name.removeprefix("module."))
+        if saved is None and name in parameters:
+            return f"it has no {name}"
+        if saved is not None and not is_lazy(here) and tuple(saved.shape) != tuple(here.shape):
+            return f"{name} is {tuple(saved.shape)} there and {tuple(here.shape)} in this model"
+    for key, part in checkpointables.items():
+        for optimizer, state in _optimizers(part, checkpoint.get(key)):
+            if reason := _why_another_optimizers(optimizer, state):
+                return reason
+    return ""
+
+
+def _optimizers(part: Any, state: Any) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Optimizers within a checkpointable, such as a trainer, each with its state."""
+    if isinstance(part, torch.optim.Optimizer) and isinstance(state, dict):
+        yield part, state
+    elif isinstance(state, dict):
+        for name in {"optimizer", "_trainer"} & set(state):
+            yield from _optimizers(getattr(part, name, None), state[name])
+
+
+def _why_another_optimizers(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str:
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    there = [len(group["params"]) for group in state["param_groups"]]
+    if here != there:
+        return f"its optimizer has groups of {there} parameters, and that of this run of {here}"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, p in zip(numbers, parameters):
+        for name, value in state["state"].get(number, {}).items():
+            if name in _LIKE_PARAMETER and value is not None and value.shape != p.shape:
+                return (
+                    f"{name} of the optimizer's parameter {number} is {tuple(value.shape)} there "
+                    f"and its parameter {tuple(p.shape)}"
+                )
+    return ""

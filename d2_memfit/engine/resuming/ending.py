@@ -37,14 +37,14 @@ _training_numbers = itertools.count()  # the same on all ranks, which train toge
 class SaveOnEnding(HookBase):
     """Saves a checkpoint of the last completed step when a run ends early, whatever ends it.
 
-    - SIGTERM, SIGINT, SIGUSR2 or SIGHUP to any rank: all ranks end after the iteration, with the
-      status that a shell gives to the signal (128 + its number). They agree by the vote at the end
+    - SIGTERM, SIGINT, SIGUSR2 or SIGHUP to any rank: all ranks end after the iteration. Their
+      status is that of a shell for the signal (128 + its number). They agree by the vote at the end
       of each iteration. In an evaluation of an ``EvalHook`` they agree through the process group's
       store, and leave before their next batch. If a rank has already finished its images, the
       evaluation runs to its end. A second SIGINT ends at once, without the rest of the iteration.
-    - An error on any rank, such as one of the loader, or another rank's death: rank 0 puts back
-      what the unfinished iteration has changed, and saves alone. The error goes on. Its traceback
-      is only in the log's file.
+    - An error on any rank, such as one of the loader, or another rank's death: rank 0 saves alone.
+      Before that, it puts back what the unfinished iteration has changed. The error goes on. Its
+      traceback is only in the log's file.
 
     A step that the optimizer has not finished is never saved, and neither are weights that are not
     finite. One line says what is saved, or why it is not.
@@ -179,7 +179,7 @@ class SaveOnEnding(HookBase):
         if is_out_of_memory(said):
             advice = f". What to do: {START_HERE}"
         elif isinstance(said, FloatingPointError):
-            advice = ". Mend the cause before you resume, or it comes again"
+            advice = ". Fix the cause before you resume, or the error comes again"
         logger.error(
             "%s ended the run in iteration %d. %s%s%s",
             ended_by,
@@ -202,8 +202,8 @@ class SaveOnEnding(HookBase):
             return host_memory_error("a worker was killed, which the kernel does if RAM is full")
         if comm.get_world_size() > 1 and is_lost_rank(error):
             return RankError(
-                "the connection to another rank is lost, for it has ended: its last line, or the "
-                "launcher's, says why"
+                "the connection to another rank is lost, because that rank has ended: its last "
+                "line, or the launcher's, says why"
             )
         return error
 

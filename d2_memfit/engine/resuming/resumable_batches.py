@@ -8,18 +8,20 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from typing import Any, Optional
 
 import torch
 from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset
+from detectron2.utils.env import seed_all_rng
 from torch.utils.data import DataLoader
 
 from ... import compat
 from ...common.random_state import RandomState
+from ...common.side_work import unchanged_random_state
 from ...compat.pytorch import workers_of
-from .data_layout import Layout, Rest
-from .loader_worker import Images, RestOfStream, WithStates
+from .loader_worker import Layout, Rest, RestOfStream, ResumedImages, WithStates
 from .signals import signals_held_back
 
 __all__ = ["ResumableBatches", "UnknownLoader"]
@@ -81,27 +83,72 @@ class ResumableBatches(Iterator[Any]):
         sampler = RestOfStream(self._sampler, rest)
         is_grouped = self._group_size > 0
         self._received = _Received(self._loader, sampler, self._layout, is_grouped, taken)
-        self._batches: Optional[Iterator[Any]] = None
+        self._batches: Iterator[Any] = self._received
+        if is_grouped:
+            self._batches = _grouped(self._received, self._group_size)
+            if self._collate is not None:  # Detectron2 drops a batch that is None
+                collated = map(self._collate, self._batches)
+                self._batches = (batch for batch in collated if batch is not None)
 
     def __iter__(self) -> Iterator[Any]:
         """Start when Detectron2 does, because the workers' seeds are drawn then."""
-        if self._batches is None and self._group_size:
-            self._batches = _grouped(self._received, self._group_size)
-            if self._collate is not None:
-                self._batches = filter(_is_there, map(self._collate, self._batches))
-        elif self._batches is None:
-            self._batches = self._received
+        if not self._group_size and self._received.source is None:
             self._received.start()
         return self
 
     def __next__(self) -> Any:
         iter(self)
-        assert self._batches is not None
         return next(self._batches)
 
     @property
     def num_workers(self) -> int:
         return self._loader.num_workers
+
+    @property
+    def images(self) -> Any:
+        """Loads and maps the images of the dataset, by their indices."""
+        return self._images
+
+    @property
+    def group_size(self) -> int:
+        """Images of one aspect ratio that are grouped; 0 if they are not."""
+        return self._group_size
+
+    def first_indices(self, rank: int, ranks: int, batches: int) -> torch.Tensor:
+        """Indices in the dataset of the first batches of a rank, from the start of the stream.
+
+        Args:
+            ranks: number of ranks, whatever it is in this process.
+            batches: number of batches; of single images if they are grouped.
+
+        Returns:
+            Tensor: of int64, shape ``(batches, images of a batch)``.
+        """
+        places = replace(self._layout, ranks=ranks).places(rank, batches)
+        stream = islice(compat.endless_indices(self._sampler), int(places.max()) + 1)
+        return torch.tensor(list(stream))[places]
+
+    def start(self, ranks: int, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """A state to load before the first batch of a run.
+
+        Args:
+            seed: of the random numbers of all workers.
+
+        Returns:
+            The arguments of :meth:`load_state_dict`: the stream, and the states of all ranks.
+        """
+        stream = self.stream()
+        stream["layout"]["ranks"] = ranks
+        states = []
+        with unchanged_random_state():
+            for rank in range(ranks):
+                workers = []
+                for worker in range(self.num_workers):
+                    seed_all_rng((seed + rank * self.num_workers + worker) % 2**31)
+                    workers.append(RandomState().state_dict())
+                seeds = torch.get_rng_state()
+                states.append({"batches": 0, "workers": workers, "seeds": seeds, "waiting": []})
+        return stream, states
 
     def has_killed_worker(self) -> bool:
         """Whether a worker was ended with SIGKILL, as by the kernel when RAM is full."""
@@ -124,12 +171,7 @@ class ResumableBatches(Iterator[Any]):
 
         The batches themselves do not come again.
         """
-        taken = self._received.taken
-
-        def put_back() -> None:
-            self._received.taken = taken
-
-        return put_back
+        return partial(setattr, self._received, "taken", self._received.taken)
 
     def packed(self) -> tuple[Any, ...]:
         """The state of this rank, quick to make and to send."""
@@ -192,7 +234,6 @@ class ResumableBatches(Iterator[Any]):
             self._start_at(rest, _Taken.of(ranks[rank], self._images))
         else:
             self._start_at(rest.after(_places(layout, ranks)))
-        iter(self)
         self._received.start()  # draws the seeds now: later, other numbers are due
         return is_same
 
@@ -251,7 +292,7 @@ class _Received(Iterator[Any]):
     ) -> None:
         self.taken = taken
         self._loader = copy.copy(loader)
-        vars(self._loader)["dataset"] = Images(
+        vars(self._loader)["dataset"] = ResumedImages(
             loader.dataset, sampler, layout, taken.batches, taken.workers, is_grouped
         )
         self._loader.collate_fn = WithStates(loader.collate_fn)
@@ -308,11 +349,6 @@ def _facts(image: dict[str, Any]) -> tuple[Any, ...]:
     """What an image is known by, wherever its folder is."""
     name = image.get("file_name", image.get("image_id"))
     return os.path.basename(str(name)), image.get("height"), image.get("width")
-
-
-def _is_there(batch: Any) -> bool:
-    """Whether a collate function gave a batch; Detectron2 drops None."""
-    return batch is not None
 
 
 def _places(layout: Layout, ranks: list[dict[str, Any]]) -> torch.Tensor:

@@ -157,7 +157,8 @@ def leave_signals_to_parent(_: Any = None) -> None:
     """In a loader's worker: take no notice of signals that all processes of a job get. It ends when
     the process that started it asks, or is gone.
 
-    Workers that are forked call this themselves, whoever starts them; spawned ones in ``Images``.
+    Workers that are forked call this themselves, whoever starts them. Spawned ones call it in
+    ``ResumedImages``.
     """
     if not is_loader_worker(multiprocessing.current_process()) or not _ON_LINUX:
         return
@@ -179,16 +180,18 @@ def _take_no_notice(number: int, frame: Any) -> None:
 
 
 def _ignore_lost_reader(former: Callable[..., Any], kind: type[BaseException], *error: Any) -> None:
-    """Of multiprocessing's threads, the one that hands file descriptors over comes here. It loses
-    its reader if the process that started this worker is killed.
+    """Handle an error of a thread: multiprocessing's, which hands over file descriptors, loses its
+    reader if the process that started this worker is killed.
     """
     if not issubclass(kind, (ConnectionError, EOFError)):
         former(kind, *error)
 
 
 def _end_with(parent: int) -> None:
-    """PyTorch's workers end without their parent, too, but for those whose last batches no one has
-    taken: each waits for a reader, and its siblings hold the pipe open.
+    """End this worker when its parent asks, or is gone.
+
+    PyTorch's workers end without their parent, too, unless no one has taken their last batches.
+    Such a worker waits for a reader, and its siblings hold the pipe open.
     """
     while os.getppid() == parent:
         received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_FOR_PARENT_S)

@@ -1,8 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """What a window changes, and how it is put back."""
 
-from .snapshot import Snapshot
-from .state_watch import watched
+from .snapshot import Snapshot, watched
 
 __all__ = [
     "Snapshot",

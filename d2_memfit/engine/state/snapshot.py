@@ -1,16 +1,32 @@
 # Copyright (c) the d2_memfit developers.
-"""A copy of what forward and backward change besides gradients, to undo them."""
+"""A copy of what forward and backward change in addition to gradients, to undo them.
 
-from typing import Optional
+Snapshots do not copy large tensors at first. Changes of these are detected, and then copied, too.
+"""
 
+import logging
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from typing import Any, Optional
+from weakref import WeakKeyDictionary, ref
+
+import torch
 from torch import nn
 
+from ... import compat
 from ...common.random_state import RandomState
-from ...techniques.support import ModuleState
+from ...compat.pytorch import change_count, parameters_by_name
+from ...techniques.support import LARGE_BYTES, MOST_BYTES, ModuleState, plain_attributes
 from ..window import WindowStorage
-from .state_watch import StateWatch
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "StateWatch", "watched"]
+
+logger = logging.getLogger(__name__)
+
+# By id, with their names. References are weak: tensors that a forward replaces must be freed.
+Tensors = dict[int, tuple[str, "ref[torch.Tensor]"]]
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Snapshot:
@@ -44,3 +60,165 @@ class Snapshot:
             self._storage.rewind(self._scalars)
         self._random_state.restore()
         self._module_state.restore()
+
+
+@contextmanager
+def watched(model: nn.Module, may_run_again: bool) -> Iterator[None]:
+    """While open, watch a forward that may run again."""
+    if not may_run_again:
+        yield
+        return
+    model = compat.without_ddp(model)
+    with StateWatch.of(model).forward(model):
+        yield
+
+
+class StateWatch:
+    """Watches a model's forwards for changes of parameters and other large tensors.
+
+    A teacher's weights are an example. Once a change is seen, snapshots copy the tensor. For the
+    first forward they copy all frozen parameters. Tensors that are too large or cannot be restored
+    cause a warning.
+
+    PyTorch counts the changes of a tensor, except changes through ``.data``. The 1st, 2nd, 4th,
+    8th, ... forward is searched for these, and for changes of plain attributes that snapshots leave
+    out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._num_forwards = 0
+        self._tensors: Tensors = {}
+        self._said: set[str] = set()
+        self._changed: list[ref[torch.Tensor]] = []
+        frozen: list[torch.Tensor] = [p for p in model.parameters() if not p.requires_grad]
+        self._at_first = frozen if _num_bytes(frozen) <= MOST_BYTES else []
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "StateWatch":
+        """The watch of a model, which has no DDP around it."""
+        if model not in _watches:
+            _watches[model] = cls(model)
+        return _watches[model]
+
+    @property
+    def changed(self) -> list[torch.Tensor]:
+        """Tensors that snapshots must copy."""
+        return self._at_first or [t for t in (r() for r in self._changed) if t is not None]
+
+    @contextmanager
+    def forward(self, model: nn.Module) -> Iterator[None]:
+        """Watch one forward of the model."""
+        looks = self._num_forwards & (self._num_forwards + 1) == 0
+        left_out: dict[str, tuple[nn.Module, str, str]] = {}
+        if looks:
+            self._tensors, left_out = _named_state(model)
+        copied = {id(t) for t in self.changed}
+        before = {k: _counted(r(), looks) for k, (_, r) in self._tensors.items()}
+        others = {k: _fingerprint(getattr(m, a)) for k, (m, a, _) in left_out.items()}
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            self._num_forwards += 1
+            self._at_first = []
+            for key, (name, reference) in self._tensors.items():
+                tensor = reference()
+                if tensor is not None and before[key] != _counted(tensor, looks):
+                    self._note(name, tensor, is_late=not is_done and key not in copied)
+            for name, (part, attribute, why) in left_out.items():
+                if others[name] != _fingerprint(getattr(part, attribute, None)):
+                    self._warn(name, why)
+
+    def _note(self, name: str, tensor: torch.Tensor, is_late: bool) -> None:
+        """Record a changed tensor. It is late if the forward failed, as no snapshot has it."""
+        changed = self.changed
+        if all(other is not tensor for other in changed):
+            if _num_bytes([*changed, tensor]) > MOST_BYTES:
+                self._warn(name, f"more than {MOST_BYTES >> 20} MB change in a forward")
+                return
+            self._changed = [ref(t) for t in (*changed, tensor)]
+        if is_late:
+            logger.warning(
+                "%s was changed by a forward that failed, for the first time, and this change "
+                "stays. From now on such changes are put back",
+                name,
+            )
+
+    def _warn(self, name: str, why: str) -> None:
+        if name not in self._said:
+            self._said.add(name)
+            logger.warning(
+                "The forward changes %s, and that is not put back when images are run again: %s. "
+                "If later forwards depend on it, give its module save_for_retry() and "
+                "restore_for_retry(state)",
+                name,
+                why,
+            )
+
+
+def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, str, str]]]:
+    """Tensors that forwards may change and snapshots do not copy, and attributes copied in part.
+
+    The attributes come with the reason why a part is left out.
+    """
+    state = ModuleState(model)
+    names = {part: name for name, part in model.named_modules()}
+    tensors: Tensors = {}
+    own: set[int] = set()
+    for part in state.parts:
+        if hasattr(part, "save_for_retry"):
+            own.update(map(id, part.parameters()))
+        prefix = names.get(part, type(part).__name__)
+        prefix += "." if prefix else ""
+        values = [*parameters_by_name(part).items(), *plain_attributes(part)]
+        for name, value in values:
+            if _may_change_unseen(value):
+                tensors[id(value)] = prefix + name, ref(value)
+    left_out = {}
+    for part, name, why in state.left_out:
+        where = names.get(part) or type(part).__name__
+        left_out[f"{where}.{name}"] = part, name, why
+    return {k: v for k, v in tensors.items() if k not in own}, left_out
+
+
+def _may_change_unseen(value: Any) -> bool:
+    """Whether a value is a tensor that snapshots copy only on request."""
+    return (
+        isinstance(value, torch.Tensor)
+        and (isinstance(value, nn.Parameter) or value.nbytes > LARGE_BYTES)
+        and (value.layout == torch.strided and not value.is_meta)
+        and value.grad_fn is None
+    )
+
+
+def _counted(tensor: Optional[torch.Tensor], looks: bool) -> Any:
+    """A value that differs after the tensor changed; with ``looks``, also through ``.data``."""
+    if tensor is None:
+        return None
+    version = None if tensor.is_inference() else change_count(tensor)
+    bits: Any = None
+    integer = _INTEGERS.get(tensor.element_size())
+    if looks and integer is not None and not tensor.is_complex():
+        bits = tensor.detach().view(integer).sum().item()
+    return version, tensor.data_ptr(), bits
+
+
+def _fingerprint(value: Any) -> Any:
+    """A value that differs after a change, as far as can be seen at the top level."""
+    if isinstance(value, torch.Tensor):
+        return _counted(value, looks=True)
+    if isinstance(value, Iterator):
+        return object()
+    if isinstance(value, dict):
+        return [id(v) for v in value.values()]
+    if isinstance(value, Sized) and hasattr(value, "__iter__"):
+        return [id(v) for v in value]
+    return id(value)
+
+
+def _num_bytes(tensors: Any) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+_watches: WeakKeyDictionary[nn.Module, StateWatch] = WeakKeyDictionary()

@@ -5,6 +5,7 @@ from .byte_cut import ByteCut, SizeLimit
 from .columns import Row, dataset_dicts
 from .forward_counters import ForwardCounters, numbers_of
 from .micro_batch_size import MicroBatchSize
+from .quickest_cuts import Cuts, quickest_cuts
 from .storage import WindowStorage
 from .window import (
     MicroBatch,
@@ -19,6 +20,7 @@ from .window import (
 
 __all__ = [
     "ByteCut",
+    "Cuts",
     "ForwardCounters",
     "MicroBatch",
     "MicroBatchSize",
@@ -34,4 +36,5 @@ __all__ = [
     "is_list_of_images",
     "may_have_objects",
     "numbers_of",
+    "quickest_cuts",
 ]

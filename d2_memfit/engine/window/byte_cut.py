@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional, Union
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from ...errors import ConfigError
@@ -13,6 +15,7 @@ from ...iteration import CostModel, ImageFacts, Padding
 from ...job import size_of
 from .columns import Row
 from .micro_batch_size import MicroBatchSize
+from .quickest_cuts import Cuts, quickest_cuts
 from .window import MicroBatch, Window, count_objects
 
 __all__ = ["ByteCut", "SizeLimit"]
@@ -37,12 +40,14 @@ class ByteCut:
 
     Attributes:
         images: None, as micro-batches are taken as they were cut.
+        needs_bytes: of the largest micro-batch of the last window.
     """
 
     images: Optional[int] = None
 
     def __init__(self, cost_model: CostModel, model: nn.Module, grow_after: int) -> None:
-        self._cost_model = cost_model
+        self.cost_model = cost_model
+        self.needs_bytes = 0.0
         self._padding = Padding.of(model)
         self._share = MicroBatchSize(_PARTS, grow_after)  # share of the bytes for images, in parts
         self._base = cost_model.bytes_before_images
@@ -60,53 +65,30 @@ class ByteCut:
         """Memory, in GB, that the process may need with a micro-batch of several images."""
         return (self._base + self._room * (self._share.images or _PARTS) / _PARTS) / _GB
 
-    def cut(self, images: Sequence[Any]) -> list[list[Any]]:
+    def micro_batches(self, images: Sequence[Any]) -> list[list[Any]]:
         """Cut images into micro-batches, the largest first, while there are no gradients yet.
 
         Raises:
             ConfigError: the size of an image is not known.
         """
         facts = [_facts_of(image) for image in images]
-        need = [self._bytes_of(f) for f in facts]
-        orders = (
-            sorted(range(len(images)), key=key, reverse=True)
-            for key in (
-                lambda i: need[i],
-                lambda i: (facts[i].height, facts[i].width),
-                lambda i: (facts[i].width, facts[i].height),
-            )
-        )
-        _, parts = min((self._cheapest(order, facts) for order in orders), key=lambda c: c[0])
+        sizes = [(f.height, f.width, f.objects) for f in facts]
+        cuts = self.quickest(np.array([sizes]))
+        self.needs_bytes = float(cuts.largest_bytes[0])
+        parts = cuts.parts(0)
         parts.sort(key=lambda part: -self._bytes_of(_together(facts[i] for i in part)))
         return [[images[i] for i in part] for part in parts]
 
-    def _cheapest(
-        self, order: Sequence[int], facts: Sequence[ImageFacts]
-    ) -> tuple[float, list[Any]]:
-        """The quickest way to cut images in this order, and its time in padded pixels."""
-        # For each number of first images: time, micro-batches, start of the last one.
-        best: list[tuple[float, int, int]] = [(0.0, 0, 0)]
-        for end in range(1, len(order) + 1):
-            found = (float("inf"), 0, 0)
-            together = ImageFacts()
-            for start in range(end - 1, -1, -1):
-                together += facts[order[start]]
-                if together.num > 1 and self._bytes_of(together) > self.limit * _GB:
-                    break
-                pixels = together.num * self._padding.pixels(together.height, together.width)
-                seconds = best[start][0] + pixels + self._cost_model.overhead_pixels
-                found = min(found, (seconds, best[start][1] + 1, start))
-            best.append(found)
-        parts = []
-        end = len(order)
-        while end:
-            start = best[end][2]
-            parts.append(list(order[start:end]))
-            end = start
-        return best[-1][0], parts
+    def quickest(self, sizes: NDArray[Any]) -> Cuts:
+        """Cut windows of images with these heights, widths and numbers of objects.
 
-    def _bytes_of(self, images: ImageFacts) -> float:
-        return self._cost_model.bytes_of(images, self._padding)
+        Args:
+            sizes: shape ``(windows, images, 3)``.
+        """
+        return quickest_cuts(sizes, self.cost_model, self._padding, self.limit * _GB)
+
+    def _bytes_of(self, images: ImageFacts) -> Any:
+        return self.cost_model.bytes_of(images, self._padding)
 
     def described(self) -> str:
         return f"{self.limit:.2f} GB"
@@ -121,7 +103,7 @@ class ByteCut:
             parts = min(_PARTS, math.ceil(_PARTS * share) + 1)
         self._share.halve(max(2, parts))
         if window is not None:
-            window.cut(self.cut)
+            window.cut(self.micro_batches)
         return f"micro-batches of several images are limited to {self.described()}"
 
     def end_iteration(self, clean: bool) -> bool:

@@ -30,33 +30,28 @@ class ForwardCounters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._device = next(model.parameters()).device
         self._is_done = False
-        self._are_several = False  # micro-batches in the last window
 
     @contextmanager
-    def watched(self, window: Window) -> Iterator[None]:
-        """Compare the counters before and after a window that has several micro-batches."""
-        before = None
-        if not self._is_done and (self._are_several or window.accumulation_steps > 1):
-            before = self._numbers()
+    def compared(self, window: Window) -> Iterator[None]:
+        """Compare the counters before and after the first window with several micro-batches."""
+        if self._is_done:
+            yield
+            return
+        before = with_room(lambda: numbers_of(self._model), self._device)
         yield
         times = len(window.micro_batches)
-        self._are_several = times > 1
-        if before is None or times < 2:
-            return
-        self._is_done = True
-        for name, number in self._numbers().items():
+        self._is_done = times > 1
+        after = with_room(lambda: numbers_of(self._model), self._device) if self._is_done else {}
+        for name, number in after.items():
             if name in before and float(number - before[name]) == times:
                 logger.warning(
                     "%s counts forwards, %d times per iteration with accumulation. What depends "
-                    "on it, such as a warm-up, comes so many times sooner: lengthen that",
+                    "on it, such as a warm-up, comes earlier by that factor: lengthen it",
                     name,
                     times,
                 )
-
-    def _numbers(self) -> dict[str, Any]:
-        device = next(self._model.parameters()).device
-        return with_room(lambda: numbers_of(self._model), device)
 
 
 def numbers_of(model: nn.Module) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import torch
+from detectron2.structures import Instances
 
 from ...errors import START_HERE, ConfigError, DataError, HostMemoryError
 from ...memory import error_line, is_loader_out_of_memory
@@ -129,6 +130,10 @@ class Window:
         self.micro_batches.append(MicroBatch(data))
         return self.micro_batches[-1]
 
+    def last_data(self) -> Any:
+        """The data of the micro-batch that was taken last; an empty list before the first."""
+        return self.micro_batches[-1].data if self.micro_batches else []
+
     def put_back(self) -> None:
         """Undo the last :meth:`take`."""
         self._waiting.appendleft(self.micro_batches.pop().data)
@@ -232,11 +237,11 @@ def count_images(data: Any) -> int:
 
 def count_objects(data: Any) -> int:
     """Number of annotated objects of a batch: its instances, or targets of another kind."""
-    return sum(len(t) if hasattr(t, "__len__") else 0 for t in _targets_of(data))
+    return sum(map(_length, _targets_of(data)))
 
 
 def may_have_objects(data: Any) -> bool:
-    """Whether a batch has a place for annotated objects, be there any or not."""
+    """Whether a batch has a place for annotated objects, which may be empty."""
     return any(True for _ in _targets_of(data))
 
 
@@ -245,6 +250,12 @@ def _targets_of(data: Any) -> Iterator[Any]:
         keys = [k for k in ("instances", "labels", "class_labels", "boxes") if k in image]
         if keys:
             yield image[keys[0]]
+
+
+def _length(target: Any) -> int:
+    if isinstance(target, Instances) and not target.get_fields():
+        return 0  # without fields they have no length
+    return len(target) if hasattr(target, "__len__") else 0
 
 
 def _images_of(data: Any) -> Optional[list[Any]]:

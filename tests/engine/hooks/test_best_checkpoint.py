@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """The best checkpoint, and runs that end because they get no better."""
 
+import shutil
+
 import pytest
 import torch
 from detectron2.data import DatasetCatalog
@@ -32,6 +34,7 @@ class Trainer(MemfitTrainer):
     def test(cls, cfg, model, evaluators=None):
         iteration = min(cls.trainer.iter, cls.trainer.max_iter - 1)
         cls.iterations.append(iteration)
+        torch.rand(1)  # as the loader of an evaluation does
         if not comm.is_main_process():
             return {}
         return {"bbox": {"AP": cls.by_iteration[iteration], "AP50": float("nan")}}
@@ -122,26 +125,39 @@ def test_one_that_ended_so_trains_no_further_unless_it_may(coins, tmp_path):
     assert iteration_of(tmp_path / "model_best.pth") == 5
 
 
-def run_on_rank(rank, coins, cfg):
-    """The evaluations of a rank, and its last iteration."""
+def run_on_rank(rank, coins, cfg, resume=False):
+    """The evaluations of a rank, its last iteration, and its weights."""
     if "coins_train" not in DatasetCatalog:
         register_coco("coins_train", str(coins / "train.json"), str(coins / "train"))
-    trainer = run(cfg)
-    return trainer.iterations, trainer.iter
+    trainer = run(cfg, resume)
+    return trainer.iterations, trainer.iter, parameters(trainer.model)
 
 
-def test_all_ranks_end_together(coins, tmp_path, two_ranks):
-    cfg = cfg_of(tmp_path, patience=2)
-    results = two_ranks.run(run_on_rank, coins, cfg)
-    assert results == [([0, 1, 2, 3], 4)] * 2
-    assert iteration_of(tmp_path / "model_final.pth") == 3
+@pytest.mark.parametrize("patience", [2, None])
+def test_all_ranks_go_on_from_the_best_and_end_together(coins, tmp_path, two_ranks, patience):
+    keys = {"SOLVER.IMS_PER_BATCH": 4, "MEMFIT.EMA_DECAY": 0.9}
+    folders = tmp_path / "straight", tmp_path / "resumed"
+    straight, resumed = (cfg_of(folder, patience, max_iter=5, **keys) for folder in folders)
+    expected = two_ranks.run(run_on_rank, coins, straight)
+    folders[1].mkdir()
+    shutil.copy(folders[0] / "model_best.pth", folders[1])
+    (folders[1] / "last_checkpoint").write_text("model_best.pth")
+    actual = two_ranks.run(run_on_rank, coins, resumed, True)
+    end = 5 if patience is None else 4
+    for rank in (0, 1):
+        assert expected[rank][:2] == ([0, 1, 2, 3, 4][:end], end)
+        assert actual[rank][:2] == ([2, 3, 4][: end - 2], end)
+        weights, others = expected[rank][2], actual[rank][2]
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
+    final, other = (torch.load(f / "model_final.pth", weights_only=True) for f in folders)
+    assert final["iteration"] == other["iteration"] == end - 1
+    assert all(torch.equal(final["model"][name], other["model"][name]) for name in final["model"])
 
 
 def test_a_metric_that_is_not_there_is_said_with_those_that_are(coins, tmp_path, log):
     run(cfg_of(tmp_path, max_iter=2, **{"MEMFIT.BEST.METRIC": "segm/AP"}))
-    assert (
-        "segm/AP is not among the results of the evaluation. Those of AP are: bbox/AP" in log.text
-    )
+    assert "segm/AP is not among the results of the evaluation" in log.text
+    assert "The results of AP are: bbox/AP" in log.text
     assert not (tmp_path / "model_best.pth").exists()
 
 

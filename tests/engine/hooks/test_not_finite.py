@@ -59,46 +59,48 @@ def message(request):
 
 def test_pixels_that_are_not_finite(message):
     text = message(Model(), [[image(float("nan"))]])
-    assert "Likely the data, for a.jpg has values in image that are not finite" in text
+    assert "Likely the data, because a.jpg has values in image that are not finite" in text
 
 
 def test_a_box_without_width(message):
     text = message(Model(3e38), [[image(1e3, box=(5.0, 1.0, 5.0, 5.0))]])
-    assert "Likely the data, for a.jpg has a box without width or height" in text
+    assert "Likely the data, because a.jpg has a box without width or height" in text
 
 
 def test_rotated_boxes(message):
     text = message(Model(3e38), [[image(1e3, box=(5.0, 5.0, 0.0, 2.0, 30.0))]])
-    assert "Likely the data, for a.jpg has a box without width or height" in text
+    assert "Likely the data, because a.jpg has a box without width or height" in text
     text = message(Model(1e3), [[image()], [image(1e38, box=(5.0, 5.0, 2.0, 2.0, 30.0))]])
-    assert "Likely the data, for weights and earlier" in text
+    assert "Likely the data, because weights and earlier" in text
 
 
 def test_weights_that_are_not_finite(message):
-    assert "Likely the learning rate, for the weights" in message(Model(float("inf")), [[image()]])
+    text = message(Model(float("inf")), [[image()]])
+    assert "Likely the learning rate, because the weights" in text
 
 
 def test_losses_that_grew(message):
     batches = [[image(10.0**i)] for i in (0, 0, 2, 38)]
-    assert "Likely the learning rate, for the losses have grown" in message(Model(10.0), batches)
+    text = message(Model(10.0), batches)
+    assert "Likely the learning rate, because the losses have grown" in text
 
 
 def test_mixed_precision(message):
     text = message(Model(1e3), [[image(1e3)]], precision="fp16")
-    assert "Likely mixed precision, for in float32 the losses are finite" in text
+    assert "Likely mixed precision, because the losses are finite in float32" in text
 
 
 def test_nothing_of_these(message):
     text = message(Model(1e3), [[image()], [image(1e38)]])
-    assert "Likely the data, for weights and earlier" in text
+    assert "Likely the data, because weights and earlier" in text
 
 
 def test_the_first_iteration(message):
     """After a resume, the losses may have grown before."""
     text = message(Model(1e3), [[image(1e38)]])
     is_fresh = "iteration=0" in text
-    assert ("Likely the data, for weights and earlier" in text) == is_fresh
-    assert ("Likely the data or the learning rate, for the weights" in text) != is_fresh
+    assert ("Likely the data, because weights and earlier" in text) == is_fresh
+    assert ("Likely the data or the learning rate, because the weights" in text) != is_fresh
 
 
 def test_a_search_that_fails_does_not_hide_the_loss(message):

@@ -88,7 +88,7 @@ def test_the_micro_batch_of_the_peak_is_recorded(train, tmp_path):
 def test_batches_of_any_kind_have_a_size(batch):
     hook = RecordPeaks(Job.from_cfg(tiny_cfg()))
     hook.after_forward(torch.nn.Identity().train(), (batch,))
-    assert len(hook._of_step) == 4
+    assert len(hook._micro_batch) == 4
 
 
 def test_a_run_of_two_iterations_is_not_recorded(train, tmp_path):

@@ -299,7 +299,7 @@ def test_an_error_loses_nothing_in_fresh_and_resumed_runs(
         run_until(cfg, iteration, add_error, error)
         assert last.read_text() == f"model_{iteration - before:07d}.pth"
     assert ("What to do: docs/OUT_OF_MEMORY.md" in log.text) == ("emory" in error.__name__)
-    assert ("Mend the cause before you resume" in log.text) == (error is FloatingPointError)
+    assert ("Fix the cause before you resume" in log.text) == (error is FloatingPointError)
     if place in EDGES:
         records = (tmp_path / "ended" / "memfit_oom.jsonl").read_text().splitlines()
         assert [json.loads(record)["phase"] for record in records] == [place] * 2

@@ -22,8 +22,8 @@ from detectron2.data.samplers import (
 from detectron2.utils.env import seed_all_rng
 
 from d2_memfit.common.random_state import RandomState
-from d2_memfit.engine.resuming.data_layout import Layout, Rest
-from d2_memfit.engine.resuming.resumable_batches import ResumableBatches, UnknownLoader
+from d2_memfit.engine.resuming.loader_worker import Layout, Rest
+from d2_memfit.engine.resuming.resumable_batches import ResumableBatches, UnknownLoader, _Received
 
 SIZE = 23
 DICTS = [{"image_id": i, "width": 4 + i % 3, "height": 5} for i in range(SIZE)]
@@ -116,6 +116,21 @@ def test_a_resumed_stream_goes_on_to_the_last_bit(options, taken):
     assert resumed.load_state_dict(stream, [state])
     RandomState.from_state_dict(own).restore()
     assert [next(resumed) for _ in range(8)] == expected
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_workers_of_a_resumed_loader_start_once(grouped, monkeypatch):
+    options = {"aspect_ratio_grouping": grouped}
+    batches = ResumableBatches(loader_of(**options))
+    next(batches)
+    resumed = ResumableBatches(loader_of(**options))
+    starts = []
+    start = _Received.start
+    monkeypatch.setattr(_Received, "start", lambda self: starts.append(start(self)))
+    resumed.load_state_dict(batches.stream(), [state_of(batches)])
+    iter(resumed)
+    next(resumed)
+    assert len(starts) == 1
 
 
 def state_of(batches):

@@ -38,18 +38,18 @@ def shapes(parts):
 
 def test_a_crowded_image_goes_alone_and_ordinary_ones_together():
     ordinary, crowded = image(10, 10, 2), image(10, 10, 60)
-    parts = cutter(600, overhead_pixels=10).cut([ordinary, crowded, ordinary, ordinary])
+    parts = cutter(600, overhead_pixels=10).micro_batches([ordinary, crowded, ordinary, ordinary])
     assert shapes(parts) == [[(10, 10, 60)], [(10, 10, 2)] * 3]
 
 
 def test_similar_sizes_go_together_so_that_less_is_padded():
     sizes = [(10, 20), (20, 10), (11, 20), (20, 11)]
-    parts = cutter(10**6, overhead_pixels=30).cut([image(*size) for size in sizes])
+    parts = cutter(10**6, overhead_pixels=30).micro_batches([image(*size) for size in sizes])
     assert sorted(sorted(part) for part in shapes(parts)) == [
         [(10, 20, 0), (11, 20, 0)],
         [(20, 10, 0), (20, 11, 0)],
     ]
-    parts = cutter(10**6, overhead_pixels=10**4).cut([image(*size) for size in sizes])
+    parts = cutter(10**6, overhead_pixels=10**4).micro_batches([image(*size) for size in sizes])
     assert len(parts) == 1  # padding costs less than another micro-batch
 
 
@@ -61,7 +61,7 @@ def test_each_image_is_in_one_micro_batch_that_fits_or_alone():
             for _ in range(numbers.randint(1, 9))
         ]
         cut = cutter(limit_bytes := numbers.randint(150, 1500), numbers.randint(0, 100))
-        parts = cut.cut(images)
+        parts = cut.micro_batches(images)
         assert sorted(id(x) for part in parts for x in part) == sorted(map(id, images))
         for part in parts:
             pixels = max(x["image"].shape[1] for x in part) * max(x["image"].shape[2] for x in part)
@@ -87,20 +87,20 @@ def test_padding_is_that_of_the_model():
 def test_where_nothing_fits_each_image_goes_alone_and_a_warning_says_so(log):
     cut = cutter(50)
     assert "so each image goes through the model alone" in log.text
-    assert [len(part) for part in cut.cut([image(5, 5)] * 3)] == [1, 1, 1]
+    assert [len(part) for part in cut.micro_batches([image(5, 5)] * 3)] == [1, 1, 1]
 
 
 def test_data_whose_size_is_not_known_is_an_error():
     with pytest.raises(ConfigError, match="needs images whose size is known"):
-        cutter(500).cut([{"instances": []}])
+        cutter(500).micro_batches([{"instances": []}])
     with pytest.raises(ConfigError, match="need a data loader that gives lists"):
-        Window(iter([torch.zeros(2, 3, 4, 4)]), 1).cut(cutter(500).cut)
+        Window(iter([torch.zeros(2, 3, 4, 4)]), 1).cut(cutter(500).micro_batches)
 
 
 def test_columns_are_cut_too():
     targets = [{"boxes": torch.zeros(n, 4)} for n in (1, 50, 2)]
     window = Window(iter([(torch.zeros(3, 3, 10, 10), targets)]), 1)
-    window.cut(cutter(600, overhead_pixels=10).cut)
+    window.cut(cutter(600, overhead_pixels=10).micro_batches)
     assert [count_objects(window.take().batch) for _ in range(2)] == [50, 3]
 
 

@@ -62,6 +62,12 @@ def test_with_accumulation_each_counter_is_named_once(options, log):
     assert all("2 times per iteration with accumulation" in text for text in found)
 
 
+@pytest.mark.parametrize("options", [{"accumulation_steps": 2}, {"micro_batch_size": 2}])
+def test_the_first_iteration_names_them(options, log):
+    iterate(trainer_of(**options), 1)
+    assert warnings(log)[1] == NAMES
+
+
 def test_with_one_forward_per_iteration_nobody_is_named(log):
     iterate(trainer_of(), 3)
     iterate(trainer_of(recovery=RecoveryOptions()), 3)

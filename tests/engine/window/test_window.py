@@ -2,8 +2,9 @@
 """The order of a window's images, however it is loaded, cut and taken again."""
 
 import pytest
+from detectron2.structures import Instances
 
-from d2_memfit.engine.window import Window
+from d2_memfit.engine.window import Window, count_objects
 
 BATCHES = [[{"image_id": i} for i in ids] for ids in ((0, 1, 2, 3), (4, 5, 6), (7,))]
 
@@ -50,3 +51,8 @@ def test_images_put_back_come_next_in_smaller_pieces(is_loaded):
     assert taken(window, 1, 2) == [[0], [1, 2], [3, 4], [5, 6], [7]]
     window.start_over()
     assert taken(window, 8) == [list(range(8))]
+
+
+def test_instances_without_fields_are_no_objects():
+    batch = [{"instances": Instances((8, 8))}, {"labels": [1, 2]}, {"boxes": 5}]
+    assert count_objects(batch) == 2

@@ -1,0 +1,132 @@
+# Copyright (c) the d2_memfit developers.
+"""The certificate of a run: what each of its windows needs, and the order of its data."""
+
+import os
+from dataclasses import dataclass, fields
+from os import PathLike
+from typing import Any, Optional, Union
+
+import torch
+
+from ..common.files import whole_file
+from ..errors import ConfigError
+
+__all__ = ["Certificate", "Worst"]
+
+_GB = 2**30
+_BINS = 10
+_NARROWEST_GB = 0.02
+_WIDTH = 40  # of the longest bar
+_NAMES = 4  # of images that are shown
+
+
+@dataclass(frozen=True)
+class Worst:
+    """A window that needs much.
+
+    Attributes:
+        iteration: number of the optimizer step.
+        rank: of the window.
+        images: names of the images of its largest micro-batch.
+    """
+
+    iteration: int
+    rank: int
+    images: list[str]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The predicted memory of all windows of a run.
+
+    Attributes:
+        needs_bytes: what the process needs for the largest micro-batch of each window, of int64,
+            shape ``(iterations, ranks)``.
+        limit_bytes: what a micro-batch of several images may need.
+        budget_gb: MEMFIT.BUDGET_GB.
+        least_budget_gb: the smallest budget in which each image fits alone.
+        images: of an iteration, on all ranks.
+        compared: images whose sizes were compared with those that the loader gives.
+        why_bounds: why sizes are the largest that an image can have; "" if they are drawn.
+        hours: range of the predicted time; None if it is not known.
+        worst: the windows that need most, the first one the most.
+        sums: MEMFIT.COST_MODEL.BYTES.
+        stream, states: the order of the data and random states of all ranks, as
+            ``ResumableBatches.load_state_dict`` takes them.
+    """
+
+    needs_bytes: torch.Tensor
+    limit_bytes: int
+    budget_gb: float
+    least_budget_gb: float
+    images: int
+    compared: int
+    why_bounds: str
+    hours: Optional[tuple[float, float]]
+    worst: list[Worst]
+    sums: list[list[float]]
+    stream: dict[str, Any]
+    states: list[dict[str, Any]]
+
+    @property
+    def too_large(self) -> int:
+        """Number of windows with an image that is predicted not to fit."""
+        return int((self.needs_bytes > self.limit_bytes).any(dim=1).sum())
+
+    def write(self, file: Union[str, "PathLike[str]"]) -> None:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["worst"] = [vars(worst) for worst in self.worst]
+        with whole_file(file) as f:
+            torch.save(values, f)
+
+    @classmethod
+    def read(cls, file: Union[str, "PathLike[str]"]) -> "Certificate":
+        """Raise :class:`ConfigError` if the file is not a certificate."""
+        try:
+            values = torch.load(file, weights_only=True)
+            worst = [Worst(**worst) for worst in values.pop("worst")]
+            return cls(**values, worst=worst)
+        except Exception as e:  # of any kind, from another kind of file
+            raise ConfigError(
+                f"--certificate {file} is not a file of d2-memfit certify ({type(e).__name__})"
+            ) from e
+
+    def __str__(self) -> str:
+        iterations, ranks = self.needs_bytes.shape
+        most, limit = int(self.needs_bytes.max()) / _GB, self.limit_bytes / _GB
+        fit = f"no window needs more than {most:.2f} GB"
+        if self.too_large:
+            fit = f"{self.too_large:,} have an image that does not fit, with up to {most:.2f} GB"
+        how = f"their largest, because {self.why_bounds}"
+        if not self.why_bounds:
+            how = f"as they will be drawn ({self.compared} were loaded and compared)"
+        lines = [
+            f"{iterations:,} iterations of {self.images} images on {ranks} GPU{'s' * (ranks > 1)}: "
+            f"{fit}. A budget of {self.budget_gb:.2f} GB leaves {limit:.2f} GB",
+            f"Sizes of images: {how}",
+            f"Smallest budget in which each image fits: {self.least_budget_gb:.2f} GB",
+        ]
+        if self.hours is not None:
+            low, high = self.hours
+            lines.append(f"Predicted time, without evaluations: {low:.3g} to {high:.3g} h")
+        lines += ["", "Windows by what they need:", *self._histogram(), "", "Those that need most:"]
+        for worst in self.worst:
+            gb = int(self.needs_bytes[worst.iteration, worst.rank]) / _GB
+            where = f"iteration {worst.iteration:,}" + f", rank {worst.rank}" * (ranks > 1)
+            names = [os.path.basename(name) for name in worst.images[:_NAMES]]
+            others = len(worst.images) - _NAMES
+            names += [f"{others} others"] if others > 0 else []
+            lines.append(f"  {gb:.2f} GB  {where}: {', '.join(names)}")
+        return "\n".join(lines)
+
+    def _histogram(self) -> list[str]:
+        gb = self.needs_bytes.flatten() / _GB
+        low, high = float(gb.min()), float(gb.max())
+        bins = min(_BINS, 1 + int((high - low) / _NARROWEST_GB))
+        edges = torch.linspace(low, max(high, low + _NARROWEST_GB), bins + 1)
+        counts, _ = torch.histogram(gb, edges)
+        most = float(counts.max())
+        return [
+            f"  {low:.2f} to {high:.2f} GB {int(n):>11,}  {'#' * round(_WIDTH * float(n) / most)}"
+            for low, high, n in zip(edges[:-1], edges[1:], counts)
+        ]

@@ -1,0 +1,137 @@
+# Copyright (c) the d2_memfit developers.
+"""Going through all windows of a job's schedule before it starts."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import numpy as np
+import torch
+from detectron2.utils.env import seed_all_rng
+from numpy.typing import NDArray
+
+from ..common.checks import check_positive_int
+from ..common.side_work import alone, no_information, unchanged_random_state
+from ..engine.resuming import ResumableBatches, UnknownLoader
+from ..engine.window import ByteCut
+from ..errors import ConfigError
+from ..iteration import CostModel
+from ..job import Job
+from ..planner.estimates import DryJob, run_dry, steps
+from .certificate import Certificate, Worst
+from .foreseen_images import ForeseenImages
+
+__all__ = ["certify"]
+
+_GB = 2**30
+_COMPARED = 16  # images that are loaded
+_WORST = 10
+_CHUNK = 4096  # windows that are cut at once
+
+
+def certify(
+    job: Job,
+    iterations: Optional[int] = None,
+    device: Optional[Union[str, Path]] = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Certificate:
+    """Predict the memory of each window of a run, and fix the order of its data.
+
+    Args:
+        job: with a cost model, as ``d2-memfit plan --cost-model`` writes it, and its dataset.
+        iterations: their number; None is the whole schedule.
+        device: as for :func:`~d2_memfit.planner.estimates.estimate_memory`.
+        progress: called with a line for each step.
+
+    Raises:
+        ConfigError: there is no cost model, or the images are not known before the run.
+    """
+    cost_model = CostModel.from_cfg(job.cfg)
+    if cost_model is None:
+        raise ConfigError(
+            "MEMFIT.COST_MODEL.BYTES is empty, and a certificate is of windows that are cut by "
+            "bytes: d2-memfit plan --cost-model writes them. If it writes none, no window is cut, "
+            "and the plan is for the largest images"
+        )
+    iterations = job.cfg.SOLVER.MAX_ITER if iterations is None else iterations
+    check_positive_int("--iterations", iterations)
+    with unchanged_random_state(), no_information():
+        dry_job = run_dry(job, device, evaluates=False)
+        cut = ByteCut(cost_model, steps.build(job)[0], grow_after=1)
+    with alone(), unchanged_random_state():
+        seed_all_rng(None if job.cfg.SEED < 0 else job.cfg.SEED)
+        with no_information():
+            batches = _batches_of(job)
+        stream, states = batches.start(job.ranks, int(torch.randint(2**31, ())))
+        compared = states[0]["workers"][0]
+        images = ForeseenImages(batches, compared, _COMPARED, dry_job.image_size)
+        indices, sizes = [], []
+        for rank in range(job.ranks):
+            progress(f"Drawing {iterations:,} windows of rank {rank}")
+            drawn = images.windows(job.geometry, rank, states[rank]["workers"], iterations)
+            indices.append(drawn[0])
+            sizes.append(drawn[1])
+    needs, pixels = _needs(cut, np.concatenate(sizes))
+    needs, pixels = needs.reshape(job.ranks, -1), pixels.reshape(job.ranks, -1)
+    worst = []
+    for place in np.argsort(-needs, axis=None, kind="stable")[:_WORST]:
+        rank, iteration = divmod(int(place), iterations)
+        parts = cut.quickest(sizes[rank][iteration][None]).parts(0)
+        part = max(parts, key=lambda part: _needs(cut, sizes[rank][iteration][None, part])[0][0])
+        names = [images.name(i) for i in indices[rank][iteration][part]]
+        worst.append(Worst(iteration, rank, names))
+    alone_bytes = _needs(cut, np.concatenate(sizes).reshape(-1, 1, 3))[0].max()
+    node = job.cfg.MEMFIT
+    least_gb = (alone_bytes / _GB + node.COST_MODEL.ERROR_GB) / (1 - (node.PLAN.MARGIN or 0.0))
+    return Certificate(
+        needs_bytes=torch.from_numpy(np.ceil(needs.T)).long(),
+        limit_bytes=cost_model.limit_bytes,
+        budget_gb=node.BUDGET_GB,
+        least_budget_gb=math.ceil(100 * least_gb) / 100,
+        images=job.geometry.window * job.ranks,
+        compared=_COMPARED,
+        why_bounds=images.why_bounds,
+        hours=_hours(dry_job, cut, pixels.max(axis=0).sum()),
+        worst=worst,
+        sums=[list(numbers) for numbers in cost_model.sums],
+        stream=stream,
+        states=states,
+    )
+
+
+def _batches_of(job: Job) -> ResumableBatches:
+    """The batches of a rank's loader, made in this process alone."""
+    of_rank = job.with_settings({"SOLVER.IMS_PER_BATCH": job.geometry.images_per_batch})
+    try:
+        batches = ResumableBatches(of_rank.build_train_loader())
+    except UnknownLoader as e:
+        raise ConfigError(
+            "the order of the data is known before a run for loaders of "
+            f"build_detection_train_loader, and the training loader is {e}"
+        ) from e
+    if batches.num_workers == 0:
+        raise ConfigError(
+            "DATALOADER.NUM_WORKERS 0: images are then loaded with the trainer's random numbers, "
+            "which are not known before the run. Set it to 1 or more"
+        )
+    return batches
+
+
+def _needs(cut: ByteCut, sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Bytes of the largest micro-batch of each window, and its time in padded pixels."""
+    cuts = [cut.quickest(sizes[i : i + _CHUNK]) for i in range(0, len(sizes), _CHUNK)]
+    return (
+        np.concatenate([c.largest_bytes for c in cuts]),
+        np.concatenate([c.pixels for c in cuts]),
+    )
+
+
+def _hours(dry_job: DryJob, cut: ByteCut, pixels: float) -> Optional[tuple[float, float]]:
+    """Range of the time of a run with that many padded pixels; None where it is not known."""
+    if not dry_job.device.is_gpu:
+        return None
+    largest = np.array([[(*dry_job.image_size, 0)] * dry_job.job.geometry.window])
+    iterations = pixels / float(cut.quickest(largest).pixels[0])
+    low, high = dry_job.estimate().seconds_range
+    return iterations * low / 3600, iterations * high / 3600

@@ -1,0 +1,113 @@
+# Copyright (c) the d2_memfit developers.
+"""Sizes of images after augmentation, drawn with a loader's random numbers, without the images."""
+
+import random
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.data.transforms import AugmentationList, PadTransform, ResizeTransform
+from fvcore.transforms.transform import (
+    BlendTransform,
+    CropTransform,
+    HFlipTransform,
+    NoOpTransform,
+    Transform,
+    TransformList,
+    VFlipTransform,
+)
+
+from ..common.random_state import RandomState
+from ..common.side_work import unchanged_random_state
+from ..job import Size, size_of
+
+__all__ = ["DrawnSizes", "UnknownDraws"]
+
+_SAME_SIZE = (NoOpTransform, HFlipTransform, VFlipTransform, BlendTransform)
+
+
+class UnknownDraws(Exception):
+    """The sizes that a mapper gives cannot be drawn without its images; the message says why."""
+
+
+class DrawnSizes:
+    """Draws the random numbers of a mapper's augmentations, which give the sizes of its images.
+
+    Args:
+        mapper: with ``augmentations`` or ``tfm_gens``, like the mappers of Detectron2.
+
+    Raises:
+        UnknownDraws: it has neither.
+    """
+
+    def __init__(self, mapper: Any) -> None:
+        for name in ("augmentations", "tfm_gens"):
+            found = getattr(mapper, name, None)
+            if found is not None:
+                self._augmentations = _flat(found)
+                return
+        raise UnknownDraws("its mapper has no list of augmentations")
+
+    def draw(self, size: Size) -> Size:
+        """Draw the augmentations of one image.
+
+        Raises:
+            UnknownDraws: an augmentation needs more of an image than its size.
+        """
+        for augmentation in self._augmentations:
+            try:
+                transform = augmentation.get_transform(SimpleNamespace(shape=(*size, 3)))
+            except (AttributeError, TypeError) as e:
+                name = type(augmentation).__name__
+                raise UnknownDraws(f"{name} needs more than the size of an image ({e})") from e
+            size = _size_after(transform, size)
+        return size
+
+    def check(self, images: Iterable[Any], sizes: Iterable[Size]) -> None:
+        """Compare sizes and random numbers with those of real images. Draws from now on.
+
+        Args:
+            images: as the mapper gives them, loaded one after the other.
+            sizes: sizes of the files.
+
+        Raises:
+            UnknownDraws: they differ.
+        """
+        start = RandomState()
+        loaded = [(size_of(image), _next_numbers()) for image in images]
+        start.restore()
+        for size, expected in zip(sizes, loaded):
+            if (self.draw(size), _next_numbers()) != expected:
+                raise UnknownDraws("its mapper draws other random numbers than its augmentations")
+
+
+def _next_numbers() -> tuple[float, ...]:
+    """Numbers that the generators would draw next."""
+    with unchanged_random_state():
+        return np.random.random(), random.random(), torch.rand(()).item()
+
+
+def _flat(augmentations: Iterable[Any]) -> list[Any]:
+    if isinstance(augmentations, AugmentationList):
+        augmentations = augmentations.augs
+    parts = [_flat(a) if isinstance(a, AugmentationList) else [a] for a in augmentations]
+    return [augmentation for part in parts for augmentation in part]
+
+
+def _size_after(transform: Transform, size: Size) -> Size:
+    height, width = size
+    if isinstance(transform, _SAME_SIZE):
+        return size
+    if isinstance(transform, ResizeTransform):
+        return transform.new_h, transform.new_w
+    if isinstance(transform, CropTransform):
+        return min(transform.h, height - transform.y0), min(transform.w, width - transform.x0)
+    if isinstance(transform, PadTransform):
+        return height + transform.y0 + transform.y1, width + transform.x0 + transform.x1
+    if isinstance(transform, TransformList):
+        for part in transform.transforms:
+            size = _size_after(part, size)
+        return size
+    raise UnknownDraws(f"what {type(transform).__name__} does to the size of an image is not known")

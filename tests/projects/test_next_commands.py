@@ -1,0 +1,70 @@
+# Copyright (c) the d2_memfit developers.
+"""What scripts of projects end with: the command that comes next works when it is pasted."""
+
+import json
+
+import pytest
+from forks import run_forked
+from pasted import paste
+from tiny import ROOT
+
+pytestmark = pytest.mark.long
+
+PROJECTS = ROOT / "projects"
+SHORT = ["SOLVER.MAX_ITER", 1, "SOLVER.STEPS", "()", "SOLVER.ACCUMULATION_STEPS", 1]
+SHORT += ["SOLVER.IMS_PER_BATCH", 1, "DATALOADER.NUM_WORKERS", 0, "TEST.EVAL_PERIOD", 0]
+
+
+def run(folder, *arguments):
+    result = run_forked(*arguments, cwd=folder)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def pictures_in(folder):
+    return len(list((folder / "predictions" / "pictures").iterdir()))
+
+
+def test_from_digits_to_a_pruned_model_in_int8(tmp_path):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("torch_pruning")
+    made = run(tmp_path, PROJECTS / "SmallerModels" / "make_digits.py", "digits")
+    no_test = ["DATASETS.TEST", "()", "OUTPUT_DIR"]
+    paste(made, tmp_path, *SHORT, *no_test, "output")
+    (tmp_path / "photographs").mkdir()
+    (tmp_path / "digits" / "val" / "000.png").rename(tmp_path / "photographs" / "000.png")
+    of_model = ["--config-file", "output/config.yaml"]
+    data = ["--coco", "digits_train", "digits/train.json", "digits/train"]
+    small = tmp_path / "here"
+    small.symlink_to(PROJECTS / "SmallerModels")
+    pruned = run(tmp_path, "here/prune.py", *of_model, *data, *no_test, "output/pruned")
+    paste(pruned, tmp_path, FOLDER="photographs")
+    assert pictures_in(tmp_path) == 1
+    of_pruned = ["--trainer", "prune:Trainer", "--config-file", "output/pruned/config.yaml"]
+    for model in (of_model, of_pruned):
+        options = ["--images", 2, "--output", "int8.pth"]
+        int8 = run(tmp_path, "here/quantize.py", *model, *data, *options)
+        paste(int8, tmp_path, FOLDER="photographs")
+
+
+def test_from_coins_to_a_lazy_config(tmp_path):
+    made = run(tmp_path, PROJECTS / "Coins" / "make_dataset.py", "output/coins/dataset")
+    paste(made, tmp_path, *SHORT, "OUTPUT_DIR", "trained")
+    config = PROJECTS / "ViTDet" / "configs" / "mask_rcnn_fpn_coins.py"
+    short = ["train.max_iter=1", "dataloader.train.total_batch_size=1", "train.output_dir=lazy"]
+    trained = run(tmp_path, "-m", "d2_memfit", "train", "--config-file", config, *short)
+    paste(trained, tmp_path, FOLDER="output/coins/dataset/val")
+    assert pictures_in(tmp_path) == 16
+
+
+def test_from_large_images_to_pictures_of_their_objects(tmp_path):
+    pytest.importorskip("rasterio", reason="the optional extra rasterio")
+    script = PROJECTS / "TiledImages" / "make_large_images.py"
+    made = run(tmp_path, script, "large", "--size", 600, "--images", 1)
+    small = ["--size", 600, "--images", 1]
+    both = paste(made, tmp_path, *small)
+    trained = paste(both, tmp_path, *SHORT, "OUTPUT_DIR", "output")
+    found = paste(trained, tmp_path, IMAGE="large/val/000.tif")
+    assert json.loads((tmp_path / "found.json").read_text())
+    paste(found, tmp_path, IMAGE="large/val/000.tif")
+    assert pictures_in(tmp_path) == 1
