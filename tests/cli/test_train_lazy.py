@@ -34,7 +34,7 @@ from tiny import tiny_cfg, tiny_model
 for split in ("train", "val"):
     register_coco(f"lazy_{split}", f"COINS/{split}.json", f"COINS/{split}")
 
-model = L(tiny_model)(cfg=L(tiny_cfg)(family="faster_rcnn"))
+model = L(tiny_model)(cfg=L(tiny_cfg)(family="faster_rcnn", fpn=False))
 mapper = dict(
     augmentations=[L(T.ResizeShortestEdge)(short_edge_length=64)], image_format="BGR"
 )

@@ -7,6 +7,7 @@ from detectron2.config import get_cfg as get_detectron2_cfg
 from d2_memfit import add_memfit_config, get_cfg
 from d2_memfit.config import check_config, load_cfg, with_memfit_keys
 from d2_memfit.config.files import detectron2_zoo
+from d2_memfit.config.yaml_arithmetic import arithmetic_in_yaml
 from d2_memfit.errors import ConfigError
 
 
@@ -100,6 +101,13 @@ def test_every_config_of_detectron2s_zoo_loads_without_running_code():
         assert cfg == expected, file
     with pytest.raises(yaml.constructor.ConstructorError):
         yaml.safe_load('!!python/object/apply:eval ["1 + 1"]')  # elsewhere it stays an error
+
+
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML was built without libyaml")
+def test_files_are_read_with_libyaml():
+    with arithmetic_in_yaml():
+        assert issubclass(yaml.SafeLoader, yaml.CSafeLoader)
+    assert not issubclass(yaml.SafeLoader, yaml.CSafeLoader)
 
 
 def test_scales_as_maskformers_configs_write_them_are_computed(tmp_path):
