@@ -13,7 +13,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 from detectron2.data import DatasetCatalog, build, common, detection_utils
-from detectron2.data.transforms import ResizeShortestEdge, Transform
+from detectron2.data.transforms import ResizeShortestEdge, ResizeTransform, Transform
 from detectron2.structures import BoxMode
 
 from ..common.patching import replaced_functions
@@ -176,7 +176,8 @@ def empty_images(labels: Sequence[int] = ()) -> Iterator[_EmptyFiles]:
 def largest_resizes() -> Iterator[set[tuple[int, int]]]:
     """While open, ``ResizeShortestEdge`` uses the largest of its lengths.
 
-    Yields the pairs of shorter and longest side that it was used with.
+    Empty images stay empty, which takes less time than resizing them. Yields the pairs of shorter
+    and longest side that it was used with.
     """
     used: set[tuple[int, int]] = set()
 
@@ -189,5 +190,16 @@ def largest_resizes() -> Iterator[set[tuple[int, int]]]:
 
         return get_largest_transform
 
-    with replaced_functions([ResizeShortestEdge], {"get_transform": take_largest}):
+    def keep_empty(apply_image: Callable[..., Any]) -> Callable[..., Any]:
+        def resize(self: Any, image: Any, interp: Any = None) -> Any:
+            if image.any():
+                return apply_image(self, image, interp)
+            return np.zeros((self.new_h, self.new_w, *image.shape[2:]), image.dtype)
+
+        return resize
+
+    with (
+        replaced_functions([ResizeShortestEdge], {"get_transform": take_largest}),
+        replaced_functions([ResizeTransform], {"apply_image": keep_empty}),
+    ):
         yield used
