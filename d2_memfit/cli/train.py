@@ -248,27 +248,35 @@ def main(
     for note in args.notes:
         logger.info("From the data: %s", note)
 
-    def say_next(weights: str, **options: bool) -> None:
+    if args.eval_only:
+        weights = _evaluate(args, cfg, trainer_class)
+    else:
+        _warn_of_batch(args, cfg, add_keys)
+        weights = _train(args, _fitted(cfg, trainer_class), trainer_class)
+    if weights and comm.is_main_process():
         own = None if trainer_class is Trainer else trainer_class
-        text = after_training(cfg.OUTPUT_DIR, args.coco, weights, own, add_keys, **options)
+        eval_only = args.eval_only
+        text = after_training(
+            cfg.OUTPUT_DIR, args.coco, weights, own, add_keys, eval_only=eval_only
+        )
         print(text, flush=True)
 
-    if args.eval_only:
-        model = trainer_class.build_model(cfg)
-        trainer_class.load_weights(cfg, model, args.resume)
-        results = trainer_class.test(cfg, model)
-        if cfg.TEST.AUG.ENABLED:
-            results.update(trainer_class.test_with_TTA(cfg, model))
-        if comm.is_main_process():
-            verify_results(cfg, results)
-            checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
-            last = checkpointer.get_checkpoint_file() if args.resume else ""
-            if last or cfg.MODEL.WEIGHTS:
-                say_next(last or cfg.MODEL.WEIGHTS, eval_only=True)
-        return
 
-    _warn_of_batch(args, cfg, add_keys)
-    cfg = _fitted(cfg, trainer_class)
+def _evaluate(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer]) -> str:
+    """Evaluate; return the file of the weights, or "" if they are random."""
+    model = trainer_class.build_model(cfg)
+    trainer_class.load_weights(cfg, model, args.resume)
+    results = trainer_class.test(cfg, model)
+    if cfg.TEST.AUG.ENABLED:
+        results.update(trainer_class.test_with_TTA(cfg, model))
+    if comm.is_main_process():
+        verify_results(cfg, results)
+    last = MemfitCheckpointer(model, cfg.OUTPUT_DIR).get_checkpoint_file() if args.resume else ""
+    return last or cfg.MODEL.WEIGHTS
+
+
+def _train(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer]) -> str:
+    """Train; return the file of the last checkpoint."""
     trainer = trainer_class(cfg)
     trainer.resume_or_load(resume=args.resume)
     if args.certificate:
@@ -285,8 +293,7 @@ def main(
         first_images = FirstImages(cfg.INPUT.FORMAT, metadata)
         trainer.register_hooks([first_images, *progress_hooks(trainer.max_iter)])
     trainer.train()
-    if comm.is_main_process():
-        say_next(trainer.checkpointer.get_checkpoint_file())
+    return trainer.checkpointer.get_checkpoint_file()
 
 
 def _warn_of_batch(args: argparse.Namespace, cfg: CfgNode, add_keys: AddKeys = ()) -> None:

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class _HostScope(threading.local):
 
 
 _on_host = _HostScope()
+_plain = torch.Tensor.__torch_dispatch__
 
 
 class TensorMeter(TorchDispatchMode):
@@ -66,6 +68,7 @@ class TensorMeter(TorchDispatchMode):
         self.peak_bytes = 0
         self._counted: dict[int, int] = {}  # bytes by the address of a storage
         self._older: set[int] = set()  # addresses of storages that were alive before
+        self._watches: dict[int, Any] = {}  # weak references by the address of a storage
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -83,7 +86,7 @@ class TensorMeter(TorchDispatchMode):
         made = tensors_in(result)
         if _on_host.is_open:
             self._ignore(made)
-        for storage in storages(made):
+        for storage in _storages_of(made):
             if storage_id(storage) not in self._older:
                 self._count(storage)
         self._note(func, args, kwargs, result, given, made)
@@ -91,7 +94,7 @@ class TensorMeter(TorchDispatchMode):
 
     def _ignore(self, tensors: list[torch.Tensor]) -> None:
         """Never count these tensors, unless they are counted already."""
-        for storage in storages(tensors):
+        for storage in _storages_of(tensors):
             address = storage_id(storage)
             if address not in self._counted and address not in self._older:
                 self._older.add(address)
@@ -115,11 +118,12 @@ class TensorMeter(TorchDispatchMode):
         """Record more facts about an operator, after its result is counted."""
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage_id(storage) not in self._counted:
+        address, num_bytes = storage_id(storage), storage.nbytes()
+        before = self._counted.get(address)  # not None where an operator resized it
+        if before is None:
             self._watch(storage)
-        before = self._counted.get(storage_id(storage), 0)  # not 0 where an operator resized it
-        self._counted[storage_id(storage)] = storage.nbytes()
-        self.live_bytes += storage.nbytes() - before
+        self._counted[address] = num_bytes
+        self.live_bytes += num_bytes - (before or 0)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _uncount(self, address: int) -> None:
@@ -128,15 +132,16 @@ class TensorMeter(TorchDispatchMode):
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         # A weak reference: a storage must not keep the meter, and its model, alive.
-        watch = weakref.finalize(storage, _gone, weakref.ref(self), storage_id(storage))
-        watch.atexit = False  # type: ignore[misc]  # a property, and no slot
+        gone = partial(_gone, weakref.ref(self), storage_id(storage))
+        self._watches[storage_id(storage)] = weakref.ref(storage, gone)
 
 
-def _gone(meter_ref: "weakref.ref[TensorMeter]", address: int) -> None:
+def _gone(meter_ref: "weakref.ref[TensorMeter]", address: int, _: Any) -> None:
     """Forget a storage that is freed."""
     meter = meter_ref()
     if meter is None:
         return
+    del meter._watches[address]
     if address in meter._older:
         meter._older.discard(address)
     elif address in meter._counted:
@@ -145,17 +150,16 @@ def _gone(meter_ref: "weakref.ref[TensorMeter]", address: int) -> None:
 
 def have_operators(types: Iterable[type]) -> bool:
     """Whether one of these tensor classes has its own operators, in Python."""
-    plain = torch.Tensor.__torch_dispatch__
-    return any(getattr(t, "__torch_dispatch__", plain) is not plain for t in types)
+    return any(getattr(t, "__torch_dispatch__", _plain) is not _plain for t in types)
 
 
 def storages(values: Any) -> list[torch.UntypedStorage]:
     """Storages of all tensors in nested containers; sparse and meta tensors have none."""
-    return [
-        t.untyped_storage()
-        for t in tensors_in(values)
-        if not t.is_meta and t.layout is torch.strided
-    ]
+    return _storages_of(tensors_in(values))
+
+
+def _storages_of(tensors: list[torch.Tensor]) -> list[torch.UntypedStorage]:
+    return [t.untyped_storage() for t in tensors if not t.is_meta and t.layout is torch.strided]
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

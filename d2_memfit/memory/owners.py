@@ -122,8 +122,9 @@ class OwnerMeter(TensorMeter):
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type != self._device.type:
             return
-        before = self._counted.get(storage_id(storage), 0)
-        owner = self._owners.setdefault(storage_id(storage), self._current_owner())
+        address = storage_id(storage)
+        before = self._counted.get(address, 0)
+        owner = self._owners.setdefault(address, self._current_owner())
         self.live[owner] += storage.nbytes() - before
         peak = self.peak_bytes
         super()._count(storage)

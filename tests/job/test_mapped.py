@@ -15,7 +15,7 @@ from d2_memfit import Job, get_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import tensors_of
-from d2_memfit.job.capture import empty_images
+from d2_memfit.job.capture import empty_images, largest_resizes
 from d2_memfit.job.known_datasets import known_dataset
 from d2_memfit.job.largest_images import dict_of_size
 from d2_memfit.job.mapped import _Mapper
@@ -305,3 +305,16 @@ def test_a_run_length_code_gets_the_size_of_another_image():
     (scaled,) = dict_of_size(d, (300, 400))["annotations"]
     assert scaled["segmentation"]["size"] == [300, 400]
     assert list(coco_mask.toBbox(scaled["segmentation"])) == [20, 30, 60, 60]
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (40, 60, 1), (40, 60, 3)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_an_empty_image_gets_its_size_without_resizing(shape, dtype):
+    resize = ResizeTransform(40, 60, 80, 120)
+    image = np.zeros(shape, dtype)
+    expected = [resize.apply_image(image), resize.apply_image(image + 1)]
+    with largest_resizes():
+        found = [resize.apply_image(image), resize.apply_image(image + 1)]
+    for ours, theirs in zip(found, expected):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert np.array_equal(ours, theirs)

@@ -71,10 +71,8 @@ class Fastest:
     def smallest(self, tiers: Sequence[str]) -> Choice:
         """The choice with all techniques of these tiers."""
         names = [name for tier in tiers for name in self._trials.names(tier)]
-        return choice_of(self._that_run((), self._usable(names)), self._least_images(tiers))
-
-    def _usable(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if self._trials.is_usable(name)]
+        least = self._least_images(tiers)
+        return choice_of(self._that_run((), self._trials.usable(names), least), least)
 
     def _helpful(self, names: Iterable[str]) -> list[str]:
         """The techniques that change what the job does, where that may decide whether it fits."""
@@ -141,7 +139,7 @@ class Fastest:
         more = tuple(more)
         needs = self._dry_job(lead, num_images).training_bytes()
         if needs > _FAR * self._trials.limit_bytes:
-            with_all = self._that_run(lead, self._usable(more))
+            with_all = self._that_run(lead, self._trials.usable(more), num_images)
             if not self._trials.fits(choice_of(with_all, num_images)):
                 return None
         helpful = self._helpful(more)
@@ -150,7 +148,7 @@ class Fastest:
         if alone is not None:  # only several that cost less together can be better than one
             helpful = helpful[: helpful.index(alone)]
         with_one = None if alone is None else (*lead, alone)
-        names = self._that_run(lead, helpful)
+        names = self._that_run(lead, helpful, num_images)
         if names == lead or not self._trials.fits(choice_of(names, num_images)):
             return with_one
         for name in reversed(helpful):
@@ -179,7 +177,7 @@ class Fastest:
     def _with_recipes(self, more: Sequence[str], least: int) -> Optional[Choice]:
         recipes, helpful = self._helpful(self._trials.names("recipe")), self._helpful(more)
         for i in range(len(recipes) + 1):
-            names = self._that_run(tuple(recipes[:i]), helpful)
+            names = self._that_run(tuple(recipes[:i]), helpful, least)
             if self._trials.fits(choice_of(names, least)):
                 found = choice_of(names, self._most_images(names, least))
                 return self._without_what_is_not_needed(found, ())
@@ -193,13 +191,13 @@ class Fastest:
                 choice = without
         return choice
 
-    def _that_run(self, lead: _Names, more: Sequence[str]) -> _Names:
+    def _that_run(self, lead: _Names, more: Sequence[str], num_images: int) -> _Names:
         """All of ``lead``, and the techniques of ``more`` with which the job runs together."""
         names = lead
-        if self._trials.runs(choice_of((*lead, *more), 1)):
+        if self._trials.runs(choice_of((*lead, *more), num_images)):
             return (*lead, *more)
         for name in more:
-            if self._trials.runs(choice_of((*names, name), 1)):
+            if self._trials.runs(choice_of((*names, name), num_images)):
                 names = (*names, name)
         return names
 

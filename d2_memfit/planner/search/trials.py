@@ -111,7 +111,7 @@ class Trials:
         self._dry_jobs: dict[Choice, DryJob] = {}
         self._failed: set[Choice] = set()
         self._evaluations: dict[tuple[str, ...], Timeline] = {}  # by the relevant techniques
-        self._usable: dict[tuple[str, bool], bool] = {}  # by name, and whether it was built
+        self._usable: dict[str, bool] = {}  # by name
         with one_line_errors():  # made once, for all choices that differ only in other settings
             _ = self.job.batches.assumptions
 
@@ -150,12 +150,15 @@ class Trials:
                 raise
             self._failed.add(choice)
             if len(choice.names) == 1 and e.__cause__ is None:  # the technique itself says no
-                self._usable[choice.names[0], False] = False
-                self._progress(f"{choice.names[0]} is left out: {e}")
+                self._rule_out(choice.names[0], e)
             else:
                 self._leave_out(f"{', '.join(choice.names)}: left out, {e}")
             return False
         return True
+
+    def _rule_out(self, name: str, error: MemfitError) -> None:
+        self._usable[name] = False
+        self._progress(f"{name} is left out: {error}")
 
     def _leave_out(self, line: str) -> None:
         if line not in self.left_out:
@@ -165,7 +168,7 @@ class Trials:
     def helps(self, name: str) -> bool:
         """Whether the job runs with a technique, and differs from the job without it."""
         with_it, without = choice_of((name,), 1), choice_of((), 1)
-        if not self.is_usable(name, builds=False) or not self.runs(with_it):
+        if not self.is_usable(name) or not self.runs(with_it):
             return False
         return self.dry_job(with_it).trace != self.dry_job(without).trace
 
@@ -236,19 +239,32 @@ class Trials:
         with one_line_errors():
             return steps.build(self.job)[0]
 
-    def is_usable(self, name: str, builds: bool = True) -> bool:
-        """Whether a technique can be turned on here.
+    def usable(self, names: Iterable[str]) -> list[str]:
+        """Those of these techniques with which the model can be built."""
+        likely = [name for name in names if self.is_usable(name)]
+        if self._builds(likely):
+            return likely
+        return [name for name in likely if self._builds([name])]
 
-        Args:
-            builds: whether to build a model with it, unless a dry run has.
-        """
-        builds = builds and choice_of((name,), 1) not in self._dry_jobs
-        if (name, builds) not in self._usable:
-            is_usable = self._usable.get((name, not builds), True)
-            self._usable[name, builds] = is_usable and self._can_turn_on(name, builds)
-        return self._usable[name, builds]
+    def _builds(self, names: list[str]) -> bool:
+        choice = choice_of(names, 1)
+        try:
+            if choice not in self._dry_jobs:
+                with one_line_errors():
+                    steps.build(self.job.with_settings(self.settings(choice)))
+        except MemfitError as e:
+            if len(names) == 1:
+                self._rule_out(names[0], e)
+            return False
+        return True
 
-    def _can_turn_on(self, name: str, builds: bool) -> bool:
+    def is_usable(self, name: str) -> bool:
+        """Whether a technique can be turned on here, as far as its settings tell."""
+        if name not in self._usable:
+            self._usable[name] = self._can_turn_on(name)
+        return self._usable[name]
+
+    def _can_turn_on(self, name: str) -> bool:
         if get_technique(name).gpu_only and not self.device.is_gpu:
             return False
         if name == "ShardedOptimizerStates" and self.job.ranks == 1:
@@ -259,15 +275,11 @@ class Trials:
             return False
         try:
             with one_line_errors():
-                job = self.job.with_settings(get_technique(name).enabling_settings(self.job.cfg))
-                if job.cfg == self.job.cfg:
-                    return False
-                if builds:
-                    steps.build(job)
+                settings = get_technique(name).enabling_settings(self.job.cfg)
+                return self.job.with_settings(settings).cfg != self.job.cfg
         except MemfitError as e:
-            self._progress(f"{name} is left out: {e}")
+            self._rule_out(name, e)
             return False
-        return True
 
 
 def _matters_in_evaluation(name: str) -> bool:

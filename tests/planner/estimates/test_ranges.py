@@ -75,6 +75,8 @@ def test_a_share_by_hand_is_of_the_budget():
     assert margin.budget_bytes(900) == pytest.approx(1000)
 
 
-@pytest.mark.parametrize("typical_mb", [1000, 1100])
-def test_a_typical_batch_that_needs_as_much_makes_no_width(typical_mb):
-    assert widths_of(USE, CUDA, typical_mb * MB, is_guess=True)["objects"] == (0, 0)
+@pytest.mark.parametrize("is_guess", [False, True])
+@pytest.mark.parametrize("more_mb", [0, 100])
+def test_a_typical_batch_that_needs_as_much_or_more_is_in_the_range(more_mb, is_guess):
+    typical_bytes = USE.allocated_bytes + more_mb * MB
+    assert widths_of(USE, CUDA, typical_bytes, is_guess)["objects"] == (0, more_mb * MB)
