@@ -2,7 +2,7 @@
 """Certified windows against what they really need, under a limit that the kernel enforces.
 
 A small proposal network trains on photographs of coins, of which some show 100 at once, in windows
-of 8 images. Its windows are cut by the cost model of a plan, and certified. RLIMIT_DATA enforces
+of 8 images. Its windows are cut by a cost model, and certified. RLIMIT_DATA enforces
 the budget, and each rank reads the peak of its private memory in each window. The run is killed
 half-way, and resumed. The other side has as many images in each micro-batch as fit on average.
 
@@ -27,14 +27,16 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 
-from d2_memfit import Job, MemfitTrainer, compat, plan_memory
+from d2_memfit import Job, MemfitTrainer, compat
 from d2_memfit.certificate import Certificate, certify, follow
 from d2_memfit.config import load_cfg, with_settings
 from d2_memfit.data import register_coco
 from d2_memfit.engine import launch
 from d2_memfit.iteration import CostModel, ImageFacts, Padding
 from d2_memfit.memory import process_memory
-from d2_memfit.planner.estimates import run_dry
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import DryJob, steps
+from d2_memfit.planner.search import CostFit
 
 from .common import machine, markdown_table
 
@@ -159,16 +161,15 @@ _registered: set[str] = set()
 def _certify(folder: Path, ranks: int, windows: int) -> float:
     """Plan with a cost model, and certify; the CPU seconds of the latter."""
     cfg = cfg_of(folder, ranks, windows)
-    alone = with_settings(cfg, {"MEMFIT.MICRO_BATCH": 1})
-    needs_gb = run_dry(Job.from_cfg(alone, ranks), evaluates=False).total_bytes() / _GB
+    there = DeviceModel.load("cpu")
+    job = Job.from_cfg(with_settings(cfg, {"MEMFIT.MICRO_BATCH": 1}), ranks)
+    needs_gb = DryJob(job, there, evaluates=False).total_bytes() / _GB
     budget_gb = round((needs_gb + 0.02) / (1 - MARGIN), 2)
-    job = Job.from_cfg(cfg, ranks)
-    plan = plan_memory(
-        job, budget_gb, ranks, ["exact"], device="cpu", evaluates=False, cost_model=True
-    )
-    planned = with_settings(cfg, plan.settings)
+    fit = CostFit(job, there, Padding.of(steps.build(job)[0]))
+    fit.run()
+    planned = with_settings(cfg, {"MEMFIT.BUDGET_GB": budget_gb, **fit.settings()})
     cost_model = CostModel.from_cfg(planned)
-    assert cost_model is not None, plan
+    assert cost_model is not None
     start = time.process_time()
     certificate = certify(Job.from_cfg(planned, ranks), device="cpu")
     seconds = time.process_time() - start
