@@ -54,7 +54,7 @@ def read_record(folder):
 
 
 def model_with_trainable_bn(family):
-    cfg = tiny_cfg(family, fpn=False)
+    cfg = tiny_cfg(family)
     cfg.MODEL.RESNETS.NORM = "BN"
     return tiny_model(cfg)
 
