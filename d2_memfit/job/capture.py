@@ -185,8 +185,7 @@ def empty_images(labels: Sequence[int] = ()) -> Iterator[_EmptyFiles]:
 def largest_resizes() -> Iterator[set[tuple[int, int]]]:
     """While open, ``ResizeShortestEdge`` uses the largest of its lengths.
 
-    Empty images stay empty, which takes less time than resizing them. Yields the pairs of shorter
-    and longest side that it was used with.
+    Yields the pairs of shorter and longest side that it was used with.
     """
     used: set[tuple[int, int]] = set()
 
@@ -199,16 +198,5 @@ def largest_resizes() -> Iterator[set[tuple[int, int]]]:
 
         return get_largest_transform
 
-    def keep_empty(apply_image: Callable[..., Any]) -> Callable[..., Any]:
-        def resize(self: Any, image: Any, interp: Any = None) -> Any:
-            if image.any():
-                return apply_image(self, image, interp)
-            return np.zeros((self.new_h, self.new_w, *image.shape[2:]), image.dtype)
-
-        return resize
-
-    with (
-        replaced_functions([ResizeShortestEdge], {"get_transform": take_largest}),
-        replaced_functions([ResizeTransform], {"apply_image": keep_empty}),
-    ):
+    with replaced_functions([ResizeShortestEdge], {"get_transform": take_largest}):
         yield used

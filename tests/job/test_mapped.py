@@ -15,7 +15,7 @@ from d2_memfit import Job, get_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import tensors_of
-from d2_memfit.job.capture import empty_images, largest_resizes
+from d2_memfit.job.capture import empty_images
 from d2_memfit.job.known_datasets import known_dataset
 from d2_memfit.job.largest_images import dict_of_size
 from d2_memfit.job.mapped import _Mapper
@@ -313,7 +313,7 @@ def test_an_empty_image_gets_its_size_without_resizing(shape, dtype):
     resize = ResizeTransform(40, 60, 80, 120)
     image = np.zeros(shape, dtype)
     expected = [resize.apply_image(image), resize.apply_image(image + 1)]
-    with largest_resizes():
+    with empty_images():
         found = [resize.apply_image(image), resize.apply_image(image + 1)]
     for ours, theirs in zip(found, expected):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
