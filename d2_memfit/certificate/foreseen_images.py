@@ -111,6 +111,12 @@ class ForeseenImages:
 
 def _facts_of(d: dict[str, Any]) -> tuple[int, int, int]:
     """Height, width and number of objects of a dataset dict."""
+    if "height" not in d or "width" not in d:
+        name = d.get("file_name", d.get("image_id"))
+        raise ConfigError(
+            f"the dataset dict of {name} has no height and width, so its size is not known before "
+            "the run. Add them to the dataset"
+        )
     objects = [a for a in d.get("annotations", ()) if not a.get("iscrowd", 0)]
     return d["height"], d["width"], len(objects)
 

@@ -167,6 +167,10 @@ def _check(args: argparse.Namespace, trainer: type[Trainer], add_keys: AddKeys) 
     cfg = make_cfg(args, add_keys)
     if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
+    if args.certificate:
+        from ..certificate import Certificate
+
+        Certificate.read(args.certificate)
     check_int("--num-gpus", args.num_gpus, at_least=0)
     check_positive_int("--num-machines", args.num_machines)
     if not 0 <= args.machine_rank < args.num_machines:

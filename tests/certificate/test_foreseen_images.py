@@ -160,3 +160,10 @@ def test_unknown_draws_name_the_augmentation():
 def test_more_objects_than_annotations_are_an_error():
     with pytest.raises(ConfigError, match=r"gives 1 objects for 0.png, which has 0 annotations"):
         foreseen(MapperThatAdds([RESIZE]))
+
+
+def test_a_dataset_dict_without_a_size_is_an_error(monkeypatch):
+    without = {key: value for key, value in DICTS[3].items() if key != "height"}
+    monkeypatch.setitem(globals(), "DICTS", [*DICTS[:3], without, *DICTS[4:]])
+    with pytest.raises(ConfigError, match=r"3.png has no height and width"):
+        foreseen(Mapper([RESIZE]), aspect_ratio_grouping=False)

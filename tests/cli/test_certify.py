@@ -59,3 +59,4 @@ def test_training_with_another_file_is_one_line(plan, tmp_path):
     result = run("train", "--config-file", file, *coco, "--certificate", file)
     assert result.returncode == 2
     assert f"--certificate {file} is not a file of d2-memfit certify" in result.stderr
+    assert not (tmp_path / "out").exists()
