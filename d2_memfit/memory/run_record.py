@@ -38,8 +38,7 @@ class RunRecord:
         micro_batch: of the micro-batch of the peak, its images, their padded height and width, and
             its objects; zeros if they are not known.
         had_errors: whether memory ran out.
-        allocated_bytes: peak allocated. On the CPU it is the RAM that training takes, without pages
-            of files.
+        allocated_bytes: peak allocated. On the CPU it is the private memory that training takes.
         reserved_bytes: peak reserved; on the CPU the same.
         outside_bytes: memory outside the allocator. On a GPU it is the context with kernels and
             NCCL, or None if other processes use the GPU. On the CPU it is the private memory of the

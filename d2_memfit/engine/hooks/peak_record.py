@@ -55,7 +55,6 @@ class RecordPeaks(MemoryHook):
         self._job = job
         self._is_gpu = False
         self._before = 0  # peak allocated, before the step
-        self._taken = 0  # bytes that the process took before training, without the model
         self._peaks = 0, 0
         self._outside: Optional[int] = 0
         self._had_errors = False
@@ -68,9 +67,7 @@ class RecordPeaks(MemoryHook):
         observers.append(self._note_error)
         self._is_gpu = self._device.type == "cuda"
         if not self._is_gpu:
-            memory, state = process_memory(), self._state_bytes()
-            self._taken = memory.resident_bytes - memory.file_bytes - state
-            self._outside = memory.data_bytes - state
+            self._outside = process_memory().data_bytes - self._state_bytes()
 
     def _state_bytes(self) -> int:
         optimizer = getattr(self._inner, "optimizer", None)
@@ -100,8 +97,9 @@ class RecordPeaks(MemoryHook):
             self._peaks = peak, memory.peak_reserved_bytes
             self._look_outside()
         else:
-            of_files = process_memory().file_bytes  # such as code that was read
-            self._peaks = (peak - of_files - self._taken,) * 2
+            now = process_memory()
+            private = now.data_bytes + peak - now.resident_bytes  # stacks of threads too
+            self._peaks = (private - self._outside,) * 2
 
     def _look_outside(self) -> None:
         free, total = torch.cuda.mem_get_info(self._device)

@@ -2,6 +2,7 @@
 """The peaks that training records."""
 
 import json
+import mmap
 
 import pytest
 import torch
@@ -71,6 +72,19 @@ def test_peaks_are_in_the_output_folder_and_in_the_cache(train, tmp_path, log):
 def test_the_micro_batch_of_the_peak_is_recorded(train, tmp_path):
     train(Keeping)
     assert record_of(tmp_path)["micro_batch"] == [2, 64, 64, 6]
+
+
+def test_on_a_cpu_private_memory_counts_before_it_is_touched(train, tmp_path):
+    """A budget there is RLIMIT_DATA, which counts the stacks of threads."""
+
+    class Reserving(Keeping):
+        def run_step(self):
+            if self.iter == 0:
+                self.reserved = mmap.mmap(-1, 700 * MB, flags=mmap.MAP_PRIVATE)
+            super().run_step()
+
+    train(Reserving)
+    assert record_of(tmp_path)["allocated_bytes"] > 900 * MB
 
 
 @pytest.mark.parametrize(

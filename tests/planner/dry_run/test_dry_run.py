@@ -35,6 +35,11 @@ SMALL = [
     *("MODEL.RPN.POST_NMS_TOPK_TRAIN", 60, "MODEL.RPN.POST_NMS_TOPK_TEST", 20),
 ]
 AMP = ["SOLVER.AMP.ENABLED", True, "MEMFIT.AMP_DTYPE", "bfloat16"]
+# A CPU computes in bfloat16 slowly.
+NARROW = [
+    *("MODEL.RESNETS.WIDTH_PER_GROUP", 16, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64),
+    *("MODEL.FPN.OUT_CHANNELS", 64, "MODEL.ROI_MASK_HEAD.CONV_DIM", 64),
+]
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
 
 # Narrow layers and many points, so that the peak is in the mask head.
@@ -103,7 +108,7 @@ JOBS = {
     ),
     "all together": (
         MASK,
-        [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["all"], "MEMFIT.HEADS.CHUNK_SIZE", 4],
+        [*AMP, *NARROW, "MEMFIT.CHECKPOINT.MODULES", ["all"], "MEMFIT.HEADS.CHUNK_SIZE", 4],
     ),
 }
 
