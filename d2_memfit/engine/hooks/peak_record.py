@@ -97,6 +97,7 @@ class RecordPeaks(MemoryHook):
             self._peaks = peak, memory.peak_reserved_bytes
             self._look_outside()
         else:
+            assert self._outside is not None  # it is known of a process
             now = process_memory()
             private = now.data_bytes + peak - now.resident_bytes  # stacks of threads too
             self._peaks = (private - self._outside,) * 2
