@@ -19,7 +19,7 @@ from .. import compat
 from ..common.checks import check_positive_int
 from ..errors import ConfigError, OutOfMemoryError
 from ..iteration import AveragedWeights, CostModel, Precision
-from ..job import NormalizerOptions, RecoveryOptions
+from ..job import LossFn, NormalizerOptions, RecoveryOptions, losses_of
 from ..memory import with_room
 from .hooks import compare_number_formats, explains_hooks, likely_cause
 from .normalizers import CommunicationError, Normalizers
@@ -40,8 +40,6 @@ from .window import (
 __all__ = ["AccumulatingTrainer"]
 
 logger = logging.getLogger(__name__)
-
-Losses = Union[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
 @explains_hooks
@@ -103,7 +101,7 @@ class AccumulatingTrainer(ResumableTrainer):
         micro_batch_size: Optional[int] = None,
         recovery: Optional[RecoveryOptions] = None,
         normalizers: Optional[NormalizerOptions] = None,
-        loss_fn: Optional[Callable[[nn.Module, Any], Losses]] = None,
+        loss_fn: Optional[LossFn] = None,
         clip_gradients: Optional[Callable[[list[nn.Parameter]], Any]] = None,
         gather_metric_period: int = 1,
         zero_grad_before_forward: bool = True,
@@ -316,8 +314,7 @@ class AccumulatingTrainer(ResumableTrainer):
         return total
 
     def _losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
-        losses: Losses = model(batch) if self.loss_fn is None else self.loss_fn(model, batch)
-        return {"total_loss": losses} if isinstance(losses, torch.Tensor) else losses
+        return losses_of(model, batch, self.loss_fn)
 
     def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
         """Add the gradients of ``weight x loss`` to the window's."""
