@@ -22,7 +22,7 @@ __all__ = ["WindowTrainer", "columns_of", "losses_of_columns"]
 
 def columns_of(inputs: Any) -> Any:
     """A batch of transformers, a dict, as equally long columns that can be cut."""
-    return namedtuple("Columns", list(inputs))(*inputs.values())  # type: ignore[misc]
+    return namedtuple("Columns", list(inputs))(*inputs.values())
 
 
 def losses_of_columns(model: nn.Module, batch: Any) -> Any:
@@ -71,9 +71,10 @@ class WindowTrainer(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> torch.Tensor:
         batch = columns_of(self._prepare_inputs(inputs))
+        optimizer: Any = self.optimizer
         if self._inner is None or self._inner.model is not model:
             self._inner = AccumulatingTrainer(
-                model, (), self.optimizer, loss_fn=losses_of_columns, **self._options
+                model, (), optimizer, loss_fn=losses_of_columns, **self._options
             )
         model.train()
         with EventStorage(self.state.global_step):
