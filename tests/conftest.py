@@ -22,6 +22,7 @@ for folder in (
     "projects/Distillation",
     "projects/SmallerModels",
     "projects/TiledImages",
+    "projects/Torchvision",
     "projects/Transformers",
     "projects/ViTDet",
     "tools",

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from detectron2.structures import Boxes, Instances, Keypoints, PolygonMasks
-from torch import nn
 
 from ..compat.pytorch import BatchNorm
 from ..counts import Collective, PretendedRanks
 from ..engine.normalizers import RIGHT, Trial, Verdict, adapt_criteria, judged, published_distance
+from ..engine.window import images_of
 from .patient import Patient, Unwell
 
 __all__ = ["accumulates", "five_images"]
@@ -60,13 +60,13 @@ def accumulates(patient: Patient) -> str:
 def five_images(batch: Any, with_empty: bool = True) -> Any:
     """Images with other pixels, and with 10, 3, 1, 0 and 5 objects of the most crowded one.
 
-    If it has fewer objects, they come again in other places.
+    If it has fewer objects, they come again in other places. Batches in columns have their own.
 
     Args:
         with_empty: whether there is the image without objects.
     """
     if not isinstance(batch, list) or not isinstance(batch[0], dict):
-        return batch
+        return images_of(batch) or batch
     crowded = max(batch, key=lambda image: len(image.get("instances", ())))
     images = []
     for i, num in enumerate(_OBJECTS):
@@ -118,7 +118,7 @@ def _verdict(patient: Patient, images: Sequence[Any], policy: str, freezes: bool
         model = patient.model()
         adapt_criteria(model, is_exact=policy == "exact")
         ranks = PretendedRanks()
-        trial = Trial(model, _losses_of, _refuse, ranks, freezes=freezes, same_rows=same_rows)
+        trial = Trial(model, patient.losses, _refuse, ranks, freezes=freezes, same_rows=same_rows)
         verdicts.append(judged([trial.run(images)]))
         if max(verdicts[-1].distances.values()) <= RIGHT:
             break
@@ -127,11 +127,6 @@ def _verdict(patient: Patient, images: Sequence[Any], policy: str, freezes: bool
 
 def _refuse(call: Collective) -> bool:
     raise NotImplementedError(str(call))
-
-
-def _losses_of(model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
-    losses = model(batch)
-    return {"total_loss": losses} if isinstance(losses, torch.Tensor) else losses
 
 
 def _table(verdicts: Mapping[str, Verdict]) -> str:

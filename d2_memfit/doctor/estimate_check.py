@@ -2,6 +2,7 @@
 """A check of a job's estimate by a training step of real images, really computed."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
@@ -9,7 +10,7 @@ from detectron2.utils.events import EventStorage
 from detectron2.utils.file_io import PathManager
 
 from ..common.side_work import alone, no_information, unchanged_random_state
-from ..job import Job, size_of, tensors_of, worst_real_images
+from ..job import Job, losses_of, size_of, tensors_of, worst_real_images
 from ..memory import TensorMeter, available_host_bytes
 from ..planner.device import DeviceModel
 from ..planner.dry_run import one_line_errors
@@ -106,9 +107,8 @@ def _measure(job: Job, batch: list[object]) -> int:
         for _ in range(_ITERATIONS):
             optimizer.zero_grad(set_to_none=True)
             with precision.autocast():
-                losses = model(batch)
-                loss = losses if isinstance(losses, torch.Tensor) else sum(losses.values())
+                loss: Any = sum(losses_of(model, batch, job.parts.loss_fn).values())
             precision.backward(loss)
-            del losses, loss
+            del loss
             precision.step(optimizer)
         return meter.peak_bytes + sum(t.nbytes for t in tensors_of(batch))

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Optional
 
 from ..engine import MemfitMixin
+from ..engine.window import count_objects, images_of
 from ..errors import ConfigError, MemfitError
 from ..job import Job, readable_loader
 from ..planner.dry_run import one_line_errors
@@ -50,8 +51,8 @@ def examine(job: Job, trainer: Any = None, remake: Optional[Remake] = None) -> I
 
     def batch() -> str:
         patients.append(Patient(job))
-        first = patients[0].images[0]
-        num = len(first.get("instances", ())) if isinstance(first, dict) else 0
+        images = images_of(patients[0].images) or [patients[0].images]
+        num = count_objects(images[0])
         return f"two images are made, the first with {num} objects. {_assumed(job)}".strip()
 
     yield _found("batch", batch)

@@ -45,7 +45,8 @@ _FEW = 5  # names in a line
 def same_as_detectron2(patient: Patient) -> str:
     def plain() -> list[torch.Tensor]:
         model = patient.model()
-        trainer = SimpleTrainer(model, [patient.batch()], torch.optim.SGD(model.parameters(), 0.0))
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        trainer = SimpleTrainer(_WithLosses(model, patient), [patient.batch()], optimizer)
         seed_all()
         with EventStorage():
             trainer.iter = 0
@@ -60,6 +61,17 @@ def same_as_detectron2(patient: Patient) -> str:
     else:
         raise Unwell("loss or gradients are not those of Detectron2's SimpleTrainer")
     return f"loss {loss:.4g} and gradients are Detectron2's, to the last bit"
+
+
+class _WithLosses(nn.Module):
+    """A model whose forward returns the job's losses."""
+
+    def __init__(self, model: nn.Module, patient: Patient) -> None:
+        super().__init__()
+        self.model, self.losses = model, patient.losses
+
+    def forward(self, batch: Any) -> Any:
+        return self.losses(self.model, batch)
 
 
 def recovers(patient: Patient, where: float) -> str:
@@ -104,8 +116,7 @@ def puts_state_back(patient: Patient) -> str:
     counters = numbers_of(model)
 
     def forward() -> None:
-        losses = model(patient.batch())
-        loss = losses if isinstance(losses, torch.Tensor) else sum(losses.values())
+        loss: Any = sum(patient.losses(model, patient.batch()).values())
         loss.backward()
 
     patient.call(forward)
@@ -167,7 +178,7 @@ def is_silent(patient: Patient) -> str:
     def forward() -> None:
         with noticed_collectives(handle), PretendedRanks().told():
             try:
-                model(patient.batch())
+                patient.losses(model, patient.batch())
             except Exception:  # of what has no answer from another rank
                 if not found:
                     raise

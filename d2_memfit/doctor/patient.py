@@ -3,7 +3,7 @@
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Optional
 
@@ -15,7 +15,7 @@ from torch import nn
 from ..common.side_work import alone, no_information
 from ..engine import AccumulatingTrainer
 from ..iteration import Precision
-from ..job import Job, RecoveryOptions, size_of
+from ..job import Job, RecoveryOptions, losses_of, size_of
 from ..measure.injection import InjectedTrainer, Injector, seed_all
 from ..planner.stand_ins import cuda_as_cpu
 from ..techniques import resize_image
@@ -56,6 +56,9 @@ class Patient:
     def batch(self) -> Any:
         return copy.deepcopy(self.images)
 
+    def losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
+        return losses_of(model, batch, self.job.parts.loss_fn)
+
     def step(
         self,
         micro_batch_size: Optional[int] = None,
@@ -87,6 +90,7 @@ class Patient:
                 precision=Precision("fp32", "cpu"),
                 micro_batch_size=micro_batch_size,
                 recovery=RecoveryOptions() if fail_at else None,
+                loss_fn=self.job.parts.loss_fn,
             )
             if fail_at:
                 trainer.injector = Injector(fail_at)

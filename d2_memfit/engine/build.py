@@ -96,13 +96,18 @@ def build_trainer(
         model: on the job's device; None builds the job's. DDP around it is replaced.
         data_loader: of this rank; None builds the job's.
         optimizer: of the model's parameters; None is the job's own.
-        kwargs: other arguments of :class:`AccumulatingTrainer`, such as ``loss_fn``.
+        kwargs: other arguments of :class:`AccumulatingTrainer`, such as ``ema_decay``.
 
     Raises:
         ConfigError: a technique or recovery cannot work with the model or optimizer, or a key would
             do nothing.
     """
-    options = {**trainer_options(job), "clip_gradients": job.parts.clip_gradients(), **kwargs}
+    options = {
+        **trainer_options(job),
+        "loss_fn": job.parts.loss_fn,
+        "clip_gradients": job.parts.clip_gradients(),
+        **kwargs,
+    }
     if data_loader is not None:
         why = "build_trainer got a data_loader. Leave that out, or turn the technique off"
         check_applied(job, {"config", "loader"}, why)

@@ -16,7 +16,7 @@ from .normalizers import CountReport
 from .recovery import RecoveryReport
 from .window import MicroBatch, Window, image_names
 
-__all__ = ["RankReport", "check_finite", "write_metrics"]
+__all__ = ["RankReport", "check_finite", "mean_losses", "write_metrics"]
 
 
 @dataclass
@@ -82,14 +82,20 @@ def write_metrics(reports: Sequence[RankReport]) -> None:
     compat.put_rank_data_time(reports[comm.get_rank()].data_time)
     if not comm.is_main_process():
         return
-    num_images = sum(r.num_images for r in reports)
-    names = dict.fromkeys(name for r in reports for name in r.loss_sums)
-    losses = {k: sum(r.loss_sums.get(k, 0.0) for r in reports) / num_images for k in names}
+    losses = mean_losses(reports)
     storage.put_scalar("data_time", max(r.data_time for r in reports))
     storage.put_scalar("total_loss", sum(losses.values()))
     if len(losses) > 1:
         storage.put_scalars(**losses)
+    num_images = sum(r.num_images for r in reports)
     storage.put_scalar("effective_batch", num_images, smoothing_hint=False)
+
+
+def mean_losses(reports: Sequence[RankReport]) -> dict[str, float]:
+    """The mean of each loss over the images of all ranks."""
+    num_images = sum(r.num_images for r in reports)
+    names = dict.fromkeys(name for r in reports for name in r.loss_sums)
+    return {k: sum(r.loss_sums.get(k, 0.0) for r in reports) / num_images for k in names}
 
 
 def _not_finite(

@@ -19,11 +19,11 @@ from .. import compat
 from ..common.checks import check_positive_int
 from ..errors import ConfigError, OutOfMemoryError
 from ..iteration import AveragedWeights, CostModel, Precision
-from ..job import NormalizerOptions, RecoveryOptions
+from ..job import LossFn, NormalizerOptions, RecoveryOptions, losses_of
 from ..memory import with_room
 from .hooks import compare_number_formats, explains_hooks, likely_cause
 from .normalizers import CommunicationError, Normalizers
-from .rank_report import RankReport, check_finite, write_metrics
+from .rank_report import RankReport, check_finite, mean_losses, write_metrics
 from .recovery import Recovery, RecoveryReport, observed
 from .reduce import average_gradients, check_ddp, image_share
 from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
@@ -40,8 +40,6 @@ from .window import (
 __all__ = ["AccumulatingTrainer"]
 
 logger = logging.getLogger(__name__)
-
-Losses = Union[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
 @explains_hooks
@@ -103,7 +101,7 @@ class AccumulatingTrainer(ResumableTrainer):
         micro_batch_size: Optional[int] = None,
         recovery: Optional[RecoveryOptions] = None,
         normalizers: Optional[NormalizerOptions] = None,
-        loss_fn: Optional[Callable[[nn.Module, Any], Losses]] = None,
+        loss_fn: Optional[LossFn] = None,
         clip_gradients: Optional[Callable[[list[nn.Parameter]], Any]] = None,
         gather_metric_period: int = 1,
         zero_grad_before_forward: bool = True,
@@ -161,40 +159,60 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def run_step(self) -> None:
         """Run one iteration, whose number the event storage has."""
+        window = Window(self._data_loader_iter, self.accumulation_steps)
+        reports = self._run(window)
+        if any(r.num_images for r in reports):
+            self._step(window, reports)
+        else:
+            logger.warning("Iteration %d: all images were skipped, and so is the step", self.iter)
+            self._end_step(reports)
+
+    def accumulate(self, batch: Any) -> dict[str, float]:
+        """Compute a batch's gradients, for a loop that clips and steps by itself.
+
+        They replace the gradients that parameters have. With DDP, they are of all ranks' batches.
+
+        Returns:
+            The mean of each loss over all images.
+        """
+        reports = self._run(Window(iter([batch]), 1))
+        write_metrics(reports)
+        return mean_losses(reports)
+
+    def _run(self, window: Window) -> list[RankReport]:
+        """Run a window to the gradients of all ranks' images; return the reports of all ranks."""
         self.check_train()
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
         self.iter = get_event_storage().iter
-        self.progress = progress = Progress(self.iter)
-        window = Window(self._data_loader_iter, self.accumulation_steps)
+        self.progress = Progress(self.iter)
         self._has_old_gradients = True
         if self.zero_grad_before_forward:  # frees their memory for the forward
             self._free_old_gradients()
         with self._final_error("start", window):
-            progress.put_back = self.run_state.mark(is_watched=self.recovery is not None)
+            self.progress.put_back = self.run_state.mark(is_watched=self.recovery is not None)
 
         run = self._run_batch if self._reduces_in_backward else self._run_window
         reports = run(window)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
         check_finite(reports, self.iter)
-        if not any(r.num_images for r in reports):
-            logger.warning("Iteration %d: all images were skipped, and so is the step", self.iter)
-            self._end_step(progress, reports)
-            return
-        if not self._reduces_in_backward:
+        if not self._reduces_in_backward and any(r.num_images for r in reports):
             with self._final_error("reduction", window):
                 average_gradients(self.model, window, reports)
+        return reports
 
+    def _step(self, window: Window, reports: list[RankReport]) -> None:
+        """Write the metrics, clip, and change the weights."""
         compat.after_backward(self)
         if (self.iter + 1) % self.gather_metric_period == 0:
             write_metrics(reports)
         with self._final_error("optimizer", window):
             self._clip()
             with raising_handlers_held_back():
-                progress.is_stepping = True
+                self.progress = Progress(self.iter, is_stepping=True)
                 has_changed = self.precision.step(self.optimizer, self.iter)
                 if self.average is not None and has_changed:
                     self.average.update(compat.without_ddp(self.model))
-                self._end_step(progress, reports)
+                self._end_step(reports)
 
     def _run_batch(self, window: Window) -> list[RankReport]:
         """Run a window that is one batch, as Detectron2 does: DDP averages in the backward.
@@ -316,8 +334,7 @@ class AccumulatingTrainer(ResumableTrainer):
         return total
 
     def _losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
-        losses: Losses = model(batch) if self.loss_fn is None else self.loss_fn(model, batch)
-        return {"total_loss": losses} if isinstance(losses, torch.Tensor) else losses
+        return losses_of(model, batch, self.loss_fn)
 
     def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
         """Add the gradients of ``weight x loss`` to the window's."""
@@ -356,9 +373,9 @@ class AccumulatingTrainer(ResumableTrainer):
             in_float32 = partial(self._losses, model, micro_batch.batch)
         return likely_cause(model.parameters(), micro_batch.data, in_float32)
 
-    def _end_step(self, progress: Progress, reports: list[RankReport]) -> None:
+    def _end_step(self, reports: list[RankReport]) -> None:
         """The iteration's state is whole: from here on, a checkpoint may have it."""
-        progress.has_stepped = True
+        self.progress = Progress(self.iter, has_stepped=True)
         self.run_state.keep(self.iter, [r.run_state for r in reports])
 
     def _clip(self) -> None:

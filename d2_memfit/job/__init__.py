@@ -6,6 +6,7 @@ from .checked_loader import checked_loader, checked_test_loaders
 from .job import Job
 from .largest_images import Size, WorstCase, boxes_anywhere, rotated
 from .lazy import cfg_of_lazy, load_lazy_config, overrides_of, with_overrides
+from .losses import LossFn, losses_of
 from .options import NormalizerOptions, RecoveryOptions
 from .projects import PROJECT, find_function, projects_of
 from .real_images import readable_loader, worst_real_images
@@ -14,6 +15,7 @@ __all__ = [
     "PROJECT",
     "GivenBatches",
     "Job",
+    "LossFn",
     "NormalizerOptions",
     "RecoveryOptions",
     "Size",
@@ -25,6 +27,7 @@ __all__ = [
     "find_function",
     "is_image",
     "load_lazy_config",
+    "losses_of",
     "overrides_of",
     "padded_area",
     "projects_of",

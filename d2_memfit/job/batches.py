@@ -55,7 +55,8 @@ class GivenBatches:
 
     def training(self, num_images: int, crosses_batches: bool = False) -> Any:
         if isinstance(self._batch, tuple):
-            return tuple(_take(images, num_images) for images in self._batch)
+            make = getattr(type(self._batch), "_make", tuple)  # of a named tuple
+            return make(_take(images, num_images) for images in self._batch)
         return _take(self._batch, num_images)
 
     def evaluation(self) -> Any:

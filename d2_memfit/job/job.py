@@ -27,6 +27,7 @@ from .batches import GivenBatches
 from .checked_loader import checked_loader
 from .largest_images import Size, WorstCase
 from .lazy import LazyParts, cfg_of_lazy
+from .losses import LossFn
 from .mapped import MappedBatches
 from .options import NormalizerOptions, RecoveryOptions
 from .parts import GivenParts, Parts, TrainerParts
@@ -68,6 +69,8 @@ class Job:
         output_dir: folder for records and plans.
         memfit: other keys of the node MEMFIT, nested, such as ``{"budget_gb": 6}``.
         batch: the largest batch, for estimates; see :meth:`from_cfg`.
+        loss_fn: called as ``loss_fn(model, batch)`` in place of ``model(batch)``, in training and
+            in estimates. Modules that it calls are parts of the model, so that they are counted.
 
     Attributes:
         cfg: the frozen yacs config, with all keys of d2_memfit. For a LazyConfig or pieces, its
@@ -100,6 +103,7 @@ class Job:
         output_dir: str = "output",
         memfit: Optional[Mapping[str, Any]] = None,
         batch: Any = None,
+        loss_fn: Optional[LossFn] = None,
     ) -> None:
         check_positive_int("images_per_batch", images_per_batch)
         ranks = _checked(ranks)
@@ -112,7 +116,7 @@ class Job:
         cfg.MEMFIT.MICRO_BATCH = micro_batch_size
         cfg.MODEL.DEVICE, cfg.OUTPUT_DIR = device, output_dir
         cfg.DATASETS.TEST = () if test_loader is None else ("test_loader",)
-        parts = GivenParts(model, optimizer, train_loader, test_loader)
+        parts = GivenParts(model, optimizer, train_loader, test_loader, loss_fn)
         self._describe(parts, cfg, ranks, batch)
 
     @classmethod

@@ -17,6 +17,7 @@ from ..config import with_settings
 from ..errors import ConfigError
 from ..model_zoo import backbones  # noqa: F401  registers them
 from .lazy import LazyParts
+from .losses import LossFn
 
 __all__ = ["GivenParts", "Parts", "TrainerParts"]
 
@@ -33,6 +34,7 @@ class TrainerParts:
 
     cfg: CfgNode
     trainer: Any = DefaultTrainer
+    loss_fn = None
 
     def build_model(self, device: str) -> nn.Module:
         there = with_settings(self.cfg, {"MODEL.DEVICE": device})
@@ -100,12 +102,14 @@ class GivenParts:
         optimizer: makes the optimizer of a model.
         train_loader: makes the loader of a rank's training batches.
         test_loader: makes the loader for evaluation.
+        loss_fn: takes the place of ``model(batch)`` in training.
     """
 
     model: Callable[[], nn.Module]
     optimizer: Callable[[nn.Module], Optimizer]
     train_loader: Optional[Callable[[], Any]] = None
     test_loader: Optional[Callable[[], Any]] = None
+    loss_fn: Optional[LossFn] = None
     has_default_loader = False
 
     def build_model(self, device: str) -> nn.Module:

@@ -5,9 +5,11 @@ import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer, PeriodicCheckpointer
 from detectron2.utils.events import EventStorage
+from injection import FailingTrainer, seed_all
 from tiny import images, parameters, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, Job
+from d2_memfit.compat import create_ddp_model
 from d2_memfit.engine import build_trainer
 from d2_memfit.job import RecoveryOptions
 
@@ -116,3 +118,46 @@ def test_one_call_makes_the_trainer_of_a_config(tmp_path, log):
     with EventStorage() as storage:
         doubled.run_step()
     assert storage.latest()["total_loss"][0] > 0
+
+
+def stepped(rank, accumulates):
+    """Weights after two windows of a loop that steps by itself, or of ``run_step``."""
+    model = create_ddp_model(tiny_model(tiny_cfg("proposal_network")), broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    batches = [images(3, first=6 * i + 3 * rank) for i in range(2)]
+    options = {"micro_batch_size": 2, "recovery": RecoveryOptions()}
+    trainer = AccumulatingTrainer(model, batches, optimizer, **options)
+    seed_all()
+    with EventStorage() as storage:
+        for batch in batches:
+            if accumulates:
+                losses = trainer.accumulate(batch)
+                optimizer.step()
+            else:
+                trainer.run_step()
+            storage.step()
+    if accumulates and rank == 0:
+        assert losses == {name: storage.latest()[name][0] for name in losses}
+        assert sum(losses.values()) == storage.latest()["total_loss"][0]
+    return parameters(model)
+
+
+def test_a_loop_that_steps_by_itself_trains_the_same():
+    torch.testing.assert_close(stepped(0, True), stepped(0, False), rtol=0, atol=0)
+
+
+def test_and_on_two_ranks(two_ranks):
+    results = [two_ranks.run(stepped, accumulates) for accumulates in (True, False)]
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    torch.testing.assert_close(*results[0], rtol=0, atol=0)
+
+
+def test_if_all_images_are_skipped_there_is_no_gradient():
+    model = tiny_model(tiny_cfg("proposal_network"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    recovery = RecoveryOptions(last_resort="skip", max_skipped=1.0)
+    trainer = FailingTrainer(model, (), optimizer, recovery=recovery, fails=lambda ids: True)
+    with EventStorage():
+        assert trainer.accumulate(images(2)) == {}
+    assert all(p.grad is None for p in model.parameters())

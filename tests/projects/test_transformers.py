@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from d2_transformers import ResizeSquare, Trainer, build_mapper
+from d2_transformers import losses as of_transformers
 from d2_transformers.build import _size_of
 from d2_transformers.families import FAMILIES
 from detectron2.data import DatasetCatalog, build_detection_test_loader
@@ -67,7 +68,7 @@ def test_all_losses_that_count_objects_are_divided_by_one_number(kind, has_masks
     before = model.state_dict()
     torch.manual_seed(0)
     losses = model(batch)
-    monkeypatch.setattr(model, "_num_objects", lambda num_objects: 2.0 * num_objects)
+    monkeypatch.setattr(of_transformers, "window_count", lambda num_objects: 2.0 * num_objects)
     model.load_state_dict(before)
     torch.manual_seed(0)
     halved = model(batch)

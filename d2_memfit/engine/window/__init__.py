@@ -14,6 +14,7 @@ from .window import (
     count_objects,
     host_memory_error,
     image_names,
+    images_of,
     is_list_of_images,
     may_have_objects,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "dataset_dicts",
     "host_memory_error",
     "image_names",
+    "images_of",
     "is_list_of_images",
     "may_have_objects",
     "numbers_of",

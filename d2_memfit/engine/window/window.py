@@ -21,6 +21,7 @@ __all__ = [
     "count_objects",
     "host_memory_error",
     "image_names",
+    "images_of",
     "is_list_of_images",
     "may_have_objects",
 ]
@@ -48,11 +49,11 @@ class MicroBatch:
 
     @property
     def can_be_split(self) -> bool:
-        return _images_of(self.data) is not None and self.num_images > 1
+        return images_of(self.data) is not None and self.num_images > 1
 
     def keep_names_only(self) -> None:
         """Free the images and keep their names."""
-        images = _images_of(self.data)
+        images = images_of(self.data)
         if images is not None:
             self.data = [_names_only(image) for image in images]
 
@@ -103,7 +104,7 @@ class Window:
     @property
     def images_waiting(self) -> list[Any]:
         """Images that are loaded and not yet taken; none if the batches cannot be cut."""
-        parts = [_images_of(data) for data in self._waiting]
+        parts = [images_of(data) for data in self._waiting]
         return [] if None in parts else [image for part in parts for image in part or ()]
 
     def take(
@@ -258,7 +259,7 @@ def _length(target: Any) -> int:
     return len(target) if hasattr(target, "__len__") else 0
 
 
-def _images_of(data: Any) -> Optional[list[Any]]:
+def images_of(data: Any) -> Optional[list[Any]]:
     """The images of data that can be cut; None if it cannot be cut."""
     if is_list_of_images(data):
         return data
@@ -267,7 +268,7 @@ def _images_of(data: Any) -> Optional[list[Any]]:
 
 
 def _cuttable(data: Any) -> list[Any]:
-    images = _images_of(data)
+    images = images_of(data)
     if images is None:
         raise ConfigError(
             "MEMFIT.MICRO_BATCH and MEMFIT.COST_MODEL need a data loader that gives lists of "

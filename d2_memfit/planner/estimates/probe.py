@@ -91,7 +91,8 @@ def run_for_real(dry_job: DryJob, device: str) -> Iterator[None]:
     """
     job = dry_job.job
     devices = [] if device == "cpu" else [torch.device(device)]
-    with unchanged_random_state(), torch.random.fork_rng(devices), EventStorage():
+    last = EventStorage(job.cfg.SOLVER.MAX_ITER - 1)  # as in a dry run
+    with unchanged_random_state(), torch.random.fork_rng(devices), last:
         torch.default_generator.manual_seed(0)
         model, optimizer = steps.build_with_values(job, device)
         for p in model.parameters():
@@ -108,7 +109,7 @@ def run_for_real(dry_job: DryJob, device: str) -> Iterator[None]:
         micro_batches = [job.training_batch()] * min(len(job.geometry.micro_batch_sizes()), 2)
         for _ in range(2):  # the second finds the optimizer's states
             optimizer.zero_grad(set_to_none=True)
-            for _ in steps.iterate(model, optimizer, precision, micro_batches):
+            for _ in steps.iterate(model, optimizer, precision, micro_batches, job.parts.loss_fn):
                 pass
         del micro_batches
         yield

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import torch
 from detectron2 import layers
@@ -19,7 +19,7 @@ from ... import compat
 from ...common.patching import replaced_functions
 from ...common.side_work import alone, no_information, unchanged_random_state
 from ...iteration import AveragedWeights, Precision, average_of
-from ...job import Job, tensors_of
+from ...job import Job, LossFn, losses_of, tensors_of
 from ...techniques import ready_to_evaluate
 from ..dry_run import (
     DryRun,
@@ -64,7 +64,8 @@ def train(
             optimizer.zero_grad(set_to_none=True)
         with noted_calls(model, run), casts_of_cuda() if like_gpu else nullcontext():
             note = run.timeline.notes.append
-            for phase in iterate(model, optimizer, precision, micro_batches, note):
+            loss_fn = job.parts.loss_fn
+            for phase in iterate(model, optimizer, precision, micro_batches, loss_fn, note):
                 run.phase = phase
     return run.timeline
 
@@ -74,6 +75,7 @@ def iterate(
     optimizer: Optimizer,
     precision: Precision,
     micro_batches: Sequence[Any],
+    loss_fn: Optional[LossFn] = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Iterator[str]:
     """Run an iteration with the most proposals possible; yield each phase before it begins.
@@ -84,9 +86,7 @@ def iterate(
     for batch in micro_batches:
         yield "forward"
         with worst_proposals(model, note), precision.autocast():
-            losses = model(batch)
-            loss = losses if isinstance(losses, torch.Tensor) else sum(losses.values())
-        del losses
+            loss: Any = sum(losses_of(model, batch, loss_fn).values())
         yield "backward"
         precision.backward(loss * (1 / len(micro_batches)))
         del loss
@@ -141,7 +141,7 @@ def build(job: Job) -> tuple[nn.Module, Optimizer]:
 
 def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:
     """Build model and optimizer on a device, the optimizer with one rank's share."""
-    model = job.build_model(device, announce=False)
+    model = job.build_model(device, announce=False).train()  # as trainers do
     if job.cfg.MEMFIT.EMA_DECAY is not None:
         AveragedWeights(model, job.cfg.MEMFIT.EMA_DECAY).keep_for(model)
     without_zero = job.with_settings({"MEMFIT.OPTIMIZER.ZERO": False})  # it needs other ranks
@@ -159,7 +159,8 @@ def _started(
     with ExitStack() as stack:
         for context in (
             *(alone(), no_information(), _one_thread(), cuda_as_cpu()),
-            *(compiled_operators(), unchanged_random_state(), EventStorage()),
+            *(compiled_operators(), unchanged_random_state()),
+            EventStorage(job.cfg.SOLVER.MAX_ITER - 1),  # a burn-in is over in the last iteration
         ):
             stack.enter_context(context)
         torch.default_generator.manual_seed(0)  # and no generator of a GPU

@@ -9,15 +9,46 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from d2_memfit import window_count
 from d2_memfit.common.patching import replaced_functions
+from d2_memfit.compat import without_ddp
 
-__all__ = ["collected_losses", "divided_by", "losses_of_images", "weighted_losses"]
+from .families import Family
+
+__all__ = ["losses_by_name"]
 
 # Not divided by a number of objects: means over queries, and a metric.
 _OTHER_MEANS = ("loss_ddf", "loss_cross_entropy")
 
 # Modules in which a loss all-reduces its number of objects.
 _REDUCING = ("transformers.loss.loss_lw_detr", "transformers.loss.loss_rf_detr")
+
+
+def losses_by_name(
+    model: nn.Module, family: Family, inputs: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Losses with their weights, whose sum is the loss of transformers.
+
+    They are divided by the window's number of objects.
+
+    Args:
+        model: of transformers; DDP may be around it.
+        inputs: its keyword arguments.
+    """
+    bare: Any = without_ddp(model)
+    with losses_of_images():
+        if family.has_own_criterion:
+            with collected_losses(bare.criterion) as losses:
+                model(**inputs)
+        else:
+            losses = model(**inputs).loss_dict
+            if not family.weights_losses:
+                losses = weighted_losses(losses, bare.config)
+    classes = inputs.get("class_labels") or [labels["class_labels"] for labels in inputs["labels"]]
+    num_objects = sum(map(len, classes))
+    groups = getattr(bare.config, "group_detr", 1)  # of queries, each with all objects
+    divisor = max(num_objects * groups, 1) / groups
+    return divided_by(losses, divisor, window_count(num_objects))
 
 
 @contextmanager

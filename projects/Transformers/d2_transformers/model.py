@@ -13,7 +13,6 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.structures import Instances
 from torch import Tensor, nn
 
-from d2_memfit import window_count
 from d2_memfit.errors import ConfigError
 from d2_memfit.techniques.support import find_modules
 
@@ -23,7 +22,7 @@ from .config import check_transformers_config
 from .data import resolutions
 from .families import FAMILIES, Family
 from .inference import instances_of_boxes, instances_of_masks
-from .losses import collected_losses, divided_by, losses_of_images, weighted_losses
+from .losses import losses_by_name
 
 __all__ = ["TransformersDetector"]
 
@@ -127,28 +126,12 @@ class TransformersDetector(nn.Module):
     def _losses(
         self, pixels: Tensor, labels: list[Labels], mask: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Losses with their weights, whose sum is the loss of transformers."""
-        with losses_of_images():
-            if self.family.has_own_criterion:
-                of_images = {
-                    "class_labels": [of_image["class_labels"] for of_image in labels],
-                    "mask_labels": [of_image["masks"].float() for of_image in labels],
-                }
-                with collected_losses(self.model.criterion) as losses:
-                    self.model(pixels, **of_images, **mask)
-            else:
-                output = self.model(pixels, labels=labels, **mask)
-                losses = output.loss_dict
-                if not self.family.weights_losses:
-                    losses = weighted_losses(losses, self.model.config)
-        num_objects = sum(len(of_image["class_labels"]) for of_image in labels)
-        groups = getattr(self.model.config, "group_detr", 1)  # of queries, each with all objects
-        divisor = max(num_objects * groups, 1) / groups
-        return divided_by(losses, divisor, self._num_objects(num_objects))
-
-    def _num_objects(self, num_objects: int) -> float:
-        """Divisor of losses that count objects, from the objects of this forward."""
-        return window_count(num_objects)
+        inputs: dict[str, Any] = {"pixel_values": pixels, **mask, "labels": labels}
+        if self.family.has_own_criterion:
+            del inputs["labels"]
+            inputs["class_labels"] = [of_image["class_labels"] for of_image in labels]
+            inputs["mask_labels"] = [of_image["masks"].float() for of_image in labels]
+        return losses_by_name(self.model, self.family, inputs)
 
     @property
     def best_model(self) -> nn.Module:

@@ -1,0 +1,150 @@
+# Copyright (c) the d2_memfit developers.
+"""transformers' own Trainer as the loop: memory, recovery and gradients."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from d2_transformers.build import build_transformers_model
+from injection import InjectedTrainer, Injector
+from tiny import parameters, relative_difference
+from tiny_transformers import RESOLUTION, tiny_transformers_cfg
+
+from d2_memfit import Job
+from d2_memfit.errors import ConfigError
+from d2_memfit.job import RecoveryOptions
+from d2_memfit.memory import TensorMeter
+from d2_memfit.planner.dry_run import DryRun
+from d2_memfit.planner.estimates import steps
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from d2_transformers import window_trainer  # noqa: E402  needs both
+
+pytestmark = pytest.mark.slow
+
+KINDS = ["rf_detr", "deformable_detr"]
+NUM_IMAGES, MAX_STEPS = 4, 2
+
+
+def item(index):
+    """An image as a processor of transformers gives it, with 1 to 4 objects."""
+    rng = torch.Generator().manual_seed(index)
+    num = 1 + index % 4
+    boxes = torch.rand(num, 4, generator=rng) * 0.2 + torch.tensor([0.3, 0.3, 0.1, 0.1])
+    return {
+        "pixel_values": torch.randn(3, RESOLUTION, RESOLUTION, generator=rng),
+        "pixel_mask": torch.ones(RESOLUTION, RESOLUTION, dtype=torch.long),
+        "labels": {"class_labels": torch.zeros(num, dtype=torch.long), "boxes": boxes},
+    }
+
+
+def collate(items):
+    columns = {name: [i[name] for i in items] for name in items[0]}
+    return {k: v if k == "labels" else torch.stack(v) for k, v in columns.items()}
+
+
+def build_model(kind):
+    torch.manual_seed(0)
+    return build_transformers_model(tiny_transformers_cfg(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_estimate_has_the_bytes_of_a_computed_step(kind, monkeypatch):
+    items = [item(3), item(7)]
+    job = Job(
+        model=lambda: build_model(kind),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        images_per_batch=2,
+        device="cpu",
+        batch=window_trainer.columns_of({name: [i[name] for i in items] for name in items[0]}),
+        loss_fn=window_trainer.losses_of_columns,
+    )
+    dry = steps.train(job, [job.training_batch(2)])
+    monkeypatch.setattr(steps, "WithoutValues", nullcontext)
+    monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
+    computed = steps.train(job, [job.training_batch(2)])
+    peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
+    print(f"{kind}: {peak:,} bytes estimated, {expected:,} computed")
+    assert peak == pytest.approx(expected, rel=0.005)
+
+
+def arguments_of(folder, **kwargs):
+    return transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=NUM_IMAGES,
+        max_steps=MAX_STEPS,
+        logging_steps=1,
+        save_steps=1,
+        use_cpu=True,
+        optim="sgd",
+        learning_rate=0.01,
+        remove_unused_columns=False,
+        report_to=[],
+        disable_tqdm=True,
+        **kwargs,
+    )
+
+
+def trained(kind, folder, trainer_class=window_trainer.WindowTrainer, bf16=False, **options):
+    model = build_model(kind)
+    dataset = [item(i) for i in range(NUM_IMAGES * MAX_STEPS)]
+    trainer = trainer_class(
+        model,
+        arguments_of(folder, bf16=bf16),
+        data_collator=collate,
+        train_dataset=dataset,
+        **options,
+    )
+    trainer.train()
+    return parameters(model), trainer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_train_what_transformers_trains(kind, tmp_path):
+    expected, plain = trained(kind, tmp_path / "plain", transformers.Trainer)
+    cut, ours = trained(kind, tmp_path / "cut", micro_batch_size=1)
+    moved = relative_difference(expected, parameters(build_model(kind)))
+    off = relative_difference(cut, expected) / moved
+    print(f"{kind}: {off:.0e} of the way from transformers.Trainer")
+    assert off < 1e-5
+    logs = [[entry for entry in t.state.log_history if "loss" in entry] for t in (plain, ours)]
+    for theirs, entry in zip(*logs):
+        for name in ("loss", "grad_norm", "learning_rate"):
+            assert entry[name] == pytest.approx(theirs[name], rel=1e-4)
+    assert (tmp_path / "cut" / "checkpoint-2" / "optimizer.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "kind", ["rf_detr", pytest.param("deformable_detr", marks=pytest.mark.long)]
+)
+def test_an_injected_error_leaves_no_trace(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(window_trainer, "AccumulatingTrainer", InjectedTrainer)
+    options = {"recovery": RecoveryOptions()}
+    counting = Injector([10**9])
+    monkeypatch.setattr(InjectedTrainer, "injector", counting)
+    trained(kind, tmp_path / "counted", **options)
+    num = counting.num_allocations // MAX_STEPS
+    expected, _ = trained(kind, tmp_path / "expected", micro_batch_size=2, **options)
+    for where in (0.3, 0.9):  # in the first iteration's forward and backward
+        monkeypatch.setattr(InjectedTrainer, "injector", Injector([int(num * where)]))
+        actual, trainer = trained(kind, tmp_path / f"{where}", **options)
+        inner = trainer._inner
+        assert (inner.recovery.oom_events, inner.window_sizes) == (1, (2, 2))
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_bfloat16_is_that_of_transformers(tmp_path):
+    options = {"bf16": True}
+    expected, _ = trained("rf_detr", tmp_path / "plain", transformers.Trainer, **options)
+    cut, _ = trained("rf_detr", tmp_path / "cut", micro_batch_size=2, **options)
+    in_32, _ = trained("rf_detr", tmp_path / "in_32", micro_batch_size=2)
+    distances = [relative_difference(weights, expected) for weights in (cut, in_32)]
+    print(distances)
+    assert distances[0] < distances[1]
+
+
+def test_a_second_accumulation_is_an_error(tmp_path):
+    arguments = arguments_of(tmp_path, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps must be 1: raise per_dev"):
+        window_trainer.WindowTrainer(build_model("rf_detr"), arguments)
