@@ -53,7 +53,7 @@ class Fastest:
         if fits and prefer != "speed":
             return start
         found = start if fits else self._with_some((), exact, least)
-        if precision:
+        if precision and (found is not None or self._may_fit_with((), (*exact, *precision), least)):
             faster = tuple(name for name in precision if self._is_faster(name))
             others = [name for name in precision if name not in faster]
             rival = self._with_some(faster, (*exact, *others), least)
@@ -137,11 +137,8 @@ class Fastest:
     def _cheapest(self, lead: _Names, more: Iterable[str], num_images: int) -> Optional[_Names]:
         """``lead`` plus the techniques of ``more`` that make it fit in the least time."""
         more = tuple(more)
-        needs = self._dry_job(lead, num_images).training_bytes()
-        if needs > _FAR * self._trials.limit_bytes:
-            with_all = self._that_run(lead, self._trials.usable(more), num_images)
-            if not self._trials.fits(choice_of(with_all, num_images)):
-                return None
+        if not self._may_fit_with(lead, more, num_images):
+            return None
         helpful = self._helpful(more)
         helpful.sort(key=self._added_seconds)
         alone = self._first_that_fits_alone(lead, helpful, num_images)
@@ -157,6 +154,13 @@ class Fastest:
                 names = without
         added = sum(self._added_seconds(name) for name in names if name not in lead)
         return with_one if alone is not None and self._added_seconds(alone) < added else names
+
+    def _may_fit_with(self, lead: _Names, more: Sequence[str], num_images: int) -> bool:
+        """Whether some of ``more`` may be enough. All are tried if ``lead`` needs far too much."""
+        if self._dry_job(lead, num_images).training_bytes() <= _FAR * self._trials.limit_bytes:
+            return True
+        with_all = self._that_run(lead, self._trials.usable(more), num_images)
+        return self._trials.fits(choice_of(with_all, num_images))
 
     def _first_that_fits_alone(
         self, lead: _Names, names: Iterable[str], num_images: int
