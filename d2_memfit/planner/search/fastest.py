@@ -100,7 +100,7 @@ class Fastest:
         can_be = self._trials.device.is_gpu and not get_technique(name).never_faster
         if not can_be or not self._trials.helps(name):
             return False
-        return self._added_seconds(name) < (_WORTH_IT - 1) * self._dry_job((), 1).seconds()
+        return self._added_seconds(name) < (_WORTH_IT - 1) * self._few().seconds()
 
     def _with_some(self, lead: _Names, more: Iterable[str], least: int) -> Optional[Choice]:
         """The fastest choice with all of ``lead``, and with some of ``more`` if they pay off."""
@@ -170,9 +170,9 @@ class Fastest:
         It is tried where what it saves without ``lead`` would be enough.
         """
         needs = self._dry_job(lead, num_images).training_bytes()
-        one = self._dry_job((), 1).training_bytes()
+        without = self._few().training_bytes()
         for name in names:
-            saved = num_images * (one - self._dry_job((name,), 1).training_bytes())
+            saved = (without - self._few(name).training_bytes()) * num_images / self._trials.few
             is_enough = needs - saved <= self._trials.limit_bytes
             if is_enough and self._trials.fits(choice_of((*lead, name), num_images)):
                 return name
@@ -242,8 +242,11 @@ class Fastest:
 
     def _added_seconds(self, name: str) -> float:
         """Seconds that a technique alone adds to an iteration."""
-        without = self._dry_job((), 1).seconds()
-        return self._dry_job((name,), 1).seconds() - without
+        return self._few(name).seconds() - self._few().seconds()
+
+    def _few(self, *names: str) -> DryJob:
+        """The dry run with which a technique is compared, or that with it."""
+        return self._dry_job(names, self._trials.few)
 
     def _seconds(self, choice: Choice) -> float:
         return self._trials.dry_job(choice).seconds()

@@ -363,6 +363,13 @@ def test_a_plan_takes_no_more_dry_runs_than_recorded(mask, budget_gb, tiers, mos
     assert_no_more_dry_runs_than(most, mask, budget_gb, tiers)
 
 
+def test_techniques_are_compared_at_the_micro_batch_that_batch_norm_keeps(mask):
+    cfg = mask.clone()
+    cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT = 2, "BN", 0
+    tried = assert_no_more_dry_runs_than(9, cfg, 2, "exact")
+    assert all("GB: 2 images" in line for line in tried)
+
+
 def assert_no_more_dry_runs_than(most, cfg, budget_gb, tiers):
     lines = []
     plan(cfg, budget_gb, allow=tiers.split(","), progress=lines.append)
