@@ -102,13 +102,12 @@ class Fastest:
             return False
         return self._added_seconds(name) < (_WORTH_IT - 1) * self._few().seconds()
 
-    def _with_some(self, lead: _Names, more: Iterable[str], least: int) -> Optional[Choice]:
+    def _with_some(self, lead: _Names, more: Sequence[str], least: int) -> Optional[Choice]:
         """The fastest choice with all of ``lead``, and with some of ``more`` if they pay off."""
         if not self._trials.runs(choice_of(lead, least)):
             return None
-        names: Optional[_Names] = lead
-        if not self._trials.fits(choice_of(lead, least)):
-            names = self._cheapest(lead, more, least)
+        fits = self._trials.fits(choice_of(lead, least))
+        names = lead if fits else self._cheapest(lead, more, least)
         if names is None:
             return None
         best = choice_of(names, self._most_images(names, least))
@@ -134,13 +133,11 @@ class Fastest:
             if may_win and saved > _LITTLE * (two - one):
                 yield (*best.names, name)
 
-    def _cheapest(self, lead: _Names, more: Iterable[str], num_images: int) -> Optional[_Names]:
+    def _cheapest(self, lead: _Names, more: Sequence[str], num_images: int) -> Optional[_Names]:
         """``lead`` plus the techniques of ``more`` that make it fit in the least time."""
-        more = tuple(more)
         if not self._may_fit_with(lead, more, num_images):
             return None
-        helpful = self._helpful(more)
-        helpful.sort(key=self._added_seconds)
+        helpful = sorted(self._helpful(more), key=self._added_seconds)
         alone = self._first_that_fits_alone(lead, helpful, num_images)
         if alone is not None:  # only several that cost less together can be better than one
             helpful = helpful[: helpful.index(alone)]
@@ -210,16 +207,14 @@ class Fastest:
         sizes = [n for n in self._sizes() if n >= least]
         most, too_many = least, self._images + 1
         while True:
-            likely = [n for n in sizes if most < n < too_many and self._may_fit(names, n)]
+            between = [n for n in sizes if most < n < too_many]
+            likely = [n for n in between if self._bytes_with(names, n) <= self._trials.limit_bytes]
             if not likely:
                 return most
             if self._trials.fits(choice_of(names, likely[-1])):
                 most = likely[-1]
             else:
                 too_many = likely[-1]
-
-    def _may_fit(self, names: _Names, num_images: int) -> bool:
-        return self._bytes_with(names, num_images) <= self._trials.limit_bytes
 
     def _sizes(self) -> list[int]:
         """The smallest micro-batch for each number of micro-batches in an iteration, sorted."""

@@ -133,6 +133,7 @@ class Planner(Trials):
             self.budget_bytes = math.inf
             choice = fastest.choice(tiers, prefer) or choice
         before, after = self.dry_job(start), self.dry_job(choice)
+        estimate = after.estimate(self.limit_bytes, with_typical=True)
         return Plan(
             budget_gb=budget_gb,
             margin=free,
@@ -141,7 +142,7 @@ class Planner(Trials):
             steps=self._steps(choice, one_by_one=fits),
             settings={**self.settings(choice), **self._safety(budget_gb)},
             before=before.estimate(self.limit_bytes),
-            estimate=after.estimate(self.limit_bytes, with_typical=True),
+            estimate=estimate,
             time_factor=after.seconds() / before.seconds(),
             time_range=after.time_range(before),
             smallest_budget_gb=smallest_gb,

@@ -174,11 +174,8 @@ class Trials:
 
     def can_decide(self, name: str) -> bool:
         """Whether a technique may be needed: the only phase that it helps, if any, may not fit."""
-        phase = get_technique(name).only_phase
-        if not phase:
-            return True
-        without = self.dry_job(choice_of((), self.few))
-        return without.phase_bytes(phase) > _CLEARLY * self.limit_bytes
+        phase, without = get_technique(name).only_phase, self.dry_job(choice_of((), self.few))
+        return not phase or without.phase_bytes(phase) > _CLEARLY * self.limit_bytes
 
     @property
     def num_dry_runs(self) -> int:
@@ -232,8 +229,7 @@ class Trials:
     @cached_property
     def few(self) -> int:
         """Images with which techniques are compared: as few as exact plans may have."""
-        exact = self.micro_batch_tier == "exact"
-        return 1 if exact else self.job.geometry.largest_micro_batch
+        return 1 if self.micro_batch_tier == "exact" else self.job.geometry.largest_micro_batch
 
     @property
     def synchronizes(self) -> bool:
