@@ -123,18 +123,18 @@ class DryJob:
         margin = margin_of(job, device)
         self.limit_bytes = None if budget_gb is None else margin.limit_bytes(budget_gb * _GB)
         self.expandable_segments = segments_expand(under_budget=budget_gb is not None)
+        self._other: Optional[Timeline] = None  # of training with fewer objects, if that needs more
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
-        accumulates = len(job.geometry.micro_batch_sizes()) > 1
-        like = device.is_gpu, device.foreach
+        self._like = device.is_gpu, device.foreach
         batches = job.batches
         with one_line_errors(lambda: batches.assumptions):
             batch = job.training_batch()
             self.image_size = size_of(batch)
             self.num_instances = batches.num_instances
-            self.training = steps.train(job, [batch], *like, accumulates)
+            self.training = self._train(batch)
             self.evaluation = evaluation
             if evaluation is None and evaluates and job.evaluates:
-                self.evaluation = steps.evaluate(job, job.evaluation_batch(), *like)
+                self.evaluation = steps.evaluate(job, job.evaluation_batch(), *self._like)
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
         notes = [note for timeline in timelines for note in timeline.notes]
         assumed = [*batches.assumptions]
@@ -214,14 +214,15 @@ class DryJob:
 
         Args:
             limit_bytes: limit of the process, within which the memory stays if possible.
-            with_typical: whether to make a dry run with the mean number of objects, too.
+            with_typical: whether to make a dry run with the mean number of objects, too. If it
+                needs more, it is the worst case from then on.
         """
-        uses = self._uses(limit_bytes)
-        geometry = self.job.geometry
         typical = self.job.batches.typical if with_typical else None
         typical_bytes = None
         if typical is not None:
-            typical_bytes = self._allocated_bytes(self.job.training_batch(of=typical))
+            typical_bytes = self._typical_bytes(self.job.training_batch(of=typical))
+        uses = self._uses(limit_bytes)
+        geometry = self.job.geometry
         widths = widths_of(uses[0], self.device, typical_bytes, self.job.batches.is_guess)
         return MemoryEstimate(
             device=self.device.description,
@@ -253,13 +254,22 @@ class DryJob:
             host_gb=loader_bytes(self.job.cfg, geometry.ranks) / _GB,
         )
 
-    def _allocated_bytes(self, batch: Any) -> int:
-        """Peak allocated in training with another micro-batch."""
-        accumulates = len(self.job.geometry.micro_batch_sizes()) > 1
-        like = self.device.is_gpu, self.device.foreach
+    def _typical_bytes(self, batch: Any) -> int:
+        """Peak allocated with a typical micro-batch, which counts from now on if it needs more."""
         with one_line_errors():
-            timeline = steps.train(self.job, [batch], *like, accumulates)
-        return self.device.use(timeline, None, self.expandable_segments).allocated_bytes
+            typical = self._train(batch)
+        worst_bytes, typical_bytes = (
+            self.device.use(timeline, None, self.expandable_segments).allocated_bytes
+            for timeline in (self.training, typical)
+        )
+        if typical_bytes > worst_bytes:
+            self._other = typical
+            self._known.clear()
+        return typical_bytes
+
+    def _train(self, batch: Any) -> Timeline:
+        accumulates = len(self.job.geometry.micro_batch_sizes()) > 1
+        return steps.train(self.job, [batch], *self._like, accumulates)
 
     def _uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
         """Device memory of training and evaluation; without the limit if that is too low."""
@@ -280,8 +290,9 @@ class DryJob:
         return self._uses_of_device(limit_bytes, self.expandable_segments)
 
     def _uses_of_device(self, limit_bytes: Optional[int], expands: bool) -> list[DeviceUse]:
-        timelines = [t for t in (self.training, self.evaluation) if t is not None]
-        return [self.device.use(t, limit_bytes, expands, self.job.ranks) for t in timelines]
+        timelines = [t for t in (self.training, self.evaluation, self._other) if t is not None]
+        uses = [self.device.use(t, limit_bytes, expands, self.job.ranks) for t in timelines]
+        return uses if self._other is None else [uses[0].or_more(uses.pop()), *uses[1:]]
 
     def _other_segments_gb(self) -> Optional[float]:
         if not self.device.is_gpu:

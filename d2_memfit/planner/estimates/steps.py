@@ -113,10 +113,8 @@ def infer(
 ) -> None:
     """Run an evaluation's forward with the most proposals and detections possible."""
     model.eval()
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(ready_to_evaluate(model, job.cfg, announce=False))
-        stack.enter_context(worst_proposals(model, note))
+    ready = ready_to_evaluate(model, job.cfg, announce=False)
+    with torch.no_grad(), ready, worst_proposals(model, note):
         detect_most(model, batch, note)
 
 
@@ -126,14 +124,7 @@ def build(job: Job) -> tuple[nn.Module, Optimizer]:
     Raises:
         ConfigError: a technique does not work with them.
     """
-    with (
-        alone(),
-        cuda_as_cpu(),
-        compiled_operators(),
-        _one_thread(),
-        unchanged_random_state(),
-        WithoutValues(),
-    ):
+    with _as_on_gpu(), WithoutValues():
         model, optimizer = build_with_values(job, "cpu")
         with ready_to_evaluate(model, job.cfg, announce=False):
             return model, optimizer
@@ -156,13 +147,8 @@ def _started(
     job: Job, micro_batches: Sequence[Any], foreach: bool
 ) -> Iterator[tuple[DryRun, nn.Module, Optimizer]]:
     """A job after its first iteration, gradients included."""
-    with ExitStack() as stack:
-        for context in (
-            *(alone(), no_information(), _one_thread(), cuda_as_cpu()),
-            *(compiled_operators(), unchanged_random_state()),
-            EventStorage(job.cfg.SOLVER.MAX_ITER - 1),  # a burn-in is over in the last iteration
-        ):
-            stack.enter_context(context)
+    last = EventStorage(job.cfg.SOLVER.MAX_ITER - 1)  # a burn-in is over in the last iteration
+    with _as_on_gpu(), no_information(), last, ExitStack() as stack:
         torch.default_generator.manual_seed(0)  # and no generator of a GPU
         with WithoutValues():
             model, optimizer = build_with_values(job, "cpu")
@@ -189,14 +175,15 @@ def _started(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread: little is computed, and threads would mostly wait for each other."""
+def _as_on_gpu() -> Iterator[None]:
+    """Run a GPU's code, in one thread: little is computed, and threads would mostly wait."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
+    with alone(), cuda_as_cpu(), compiled_operators(), unchanged_random_state():
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
 
 
 def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:

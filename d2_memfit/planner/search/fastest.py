@@ -53,7 +53,7 @@ class Fastest:
         if fits and prefer != "speed":
             return start
         found = start if fits else self._with_some((), exact, least)
-        if precision:
+        if precision and (found is not None or self._may_fit_with((), (*exact, *precision), least)):
             faster = tuple(name for name in precision if self._is_faster(name))
             others = [name for name in precision if name not in faster]
             rival = self._with_some(faster, (*exact, *others), least)
@@ -100,15 +100,14 @@ class Fastest:
         can_be = self._trials.device.is_gpu and not get_technique(name).never_faster
         if not can_be or not self._trials.helps(name):
             return False
-        return self._added_seconds(name) < (_WORTH_IT - 1) * self._dry_job((), 1).seconds()
+        return self._added_seconds(name) < (_WORTH_IT - 1) * self._few().seconds()
 
-    def _with_some(self, lead: _Names, more: Iterable[str], least: int) -> Optional[Choice]:
+    def _with_some(self, lead: _Names, more: Sequence[str], least: int) -> Optional[Choice]:
         """The fastest choice with all of ``lead``, and with some of ``more`` if they pay off."""
         if not self._trials.runs(choice_of(lead, least)):
             return None
-        names: Optional[_Names] = lead
-        if not self._trials.fits(choice_of(lead, least)):
-            names = self._cheapest(lead, more, least)
+        fits = self._trials.fits(choice_of(lead, least))
+        names = lead if fits else self._cheapest(lead, more, least)
         if names is None:
             return None
         best = choice_of(names, self._most_images(names, least))
@@ -134,16 +133,11 @@ class Fastest:
             if may_win and saved > _LITTLE * (two - one):
                 yield (*best.names, name)
 
-    def _cheapest(self, lead: _Names, more: Iterable[str], num_images: int) -> Optional[_Names]:
+    def _cheapest(self, lead: _Names, more: Sequence[str], num_images: int) -> Optional[_Names]:
         """``lead`` plus the techniques of ``more`` that make it fit in the least time."""
-        more = tuple(more)
-        needs = self._dry_job(lead, num_images).training_bytes()
-        if needs > _FAR * self._trials.limit_bytes:
-            with_all = self._that_run(lead, self._trials.usable(more), num_images)
-            if not self._trials.fits(choice_of(with_all, num_images)):
-                return None
-        helpful = self._helpful(more)
-        helpful.sort(key=self._added_seconds)
+        if not self._may_fit_with(lead, more, num_images):
+            return None
+        helpful = sorted(self._helpful(more), key=self._added_seconds)
         alone = self._first_that_fits_alone(lead, helpful, num_images)
         if alone is not None:  # only several that cost less together can be better than one
             helpful = helpful[: helpful.index(alone)]
@@ -158,6 +152,13 @@ class Fastest:
         added = sum(self._added_seconds(name) for name in names if name not in lead)
         return with_one if alone is not None and self._added_seconds(alone) < added else names
 
+    def _may_fit_with(self, lead: _Names, more: Sequence[str], num_images: int) -> bool:
+        """Whether some of ``more`` may be enough. All are tried if ``lead`` needs far too much."""
+        if self._dry_job(lead, num_images).training_bytes() <= _FAR * self._trials.limit_bytes:
+            return True
+        with_all = self._that_run(lead, self._trials.usable(more), num_images)
+        return self._trials.fits(choice_of(with_all, num_images))
+
     def _first_that_fits_alone(
         self, lead: _Names, names: Iterable[str], num_images: int
     ) -> Optional[str]:
@@ -166,9 +167,9 @@ class Fastest:
         It is tried where what it saves without ``lead`` would be enough.
         """
         needs = self._dry_job(lead, num_images).training_bytes()
-        one = self._dry_job((), 1).training_bytes()
+        without = self._few().training_bytes()
         for name in names:
-            saved = num_images * (one - self._dry_job((name,), 1).training_bytes())
+            saved = (without - self._few(name).training_bytes()) * num_images / self._trials.few
             is_enough = needs - saved <= self._trials.limit_bytes
             if is_enough and self._trials.fits(choice_of((*lead, name), num_images)):
                 return name
@@ -206,16 +207,14 @@ class Fastest:
         sizes = [n for n in self._sizes() if n >= least]
         most, too_many = least, self._images + 1
         while True:
-            likely = [n for n in sizes if most < n < too_many and self._may_fit(names, n)]
+            between = [n for n in sizes if most < n < too_many]
+            likely = [n for n in between if self._bytes_with(names, n) <= self._trials.limit_bytes]
             if not likely:
                 return most
             if self._trials.fits(choice_of(names, likely[-1])):
                 most = likely[-1]
             else:
                 too_many = likely[-1]
-
-    def _may_fit(self, names: _Names, num_images: int) -> bool:
-        return self._bytes_with(names, num_images) <= self._trials.limit_bytes
 
     def _sizes(self) -> list[int]:
         """The smallest micro-batch for each number of micro-batches in an iteration, sorted."""
@@ -238,8 +237,11 @@ class Fastest:
 
     def _added_seconds(self, name: str) -> float:
         """Seconds that a technique alone adds to an iteration."""
-        without = self._dry_job((), 1).seconds()
-        return self._dry_job((name,), 1).seconds() - without
+        return self._few(name).seconds() - self._few().seconds()
+
+    def _few(self, *names: str) -> DryJob:
+        """The dry run with which a technique is compared, or that with it."""
+        return self._dry_job(names, self._trials.few)
 
     def _seconds(self, choice: Choice) -> float:
         return self._trials.dry_job(choice).seconds()

@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 _GB = 2**30
 
 _MICRO_BATCH = "smaller micro-batches"
-_OF_BATCH_NORM = "the images that BatchNorm's statistics are of."
+_ALL = "all techniques"
+_CHANGES = {_MICRO_BATCH: "the images that BatchNorm's statistics are of.", _ALL: ""}
 
 
 def plan_memory(
@@ -118,7 +120,7 @@ class Planner(Trials):
         smallest_gb, least_gb = None, None
         must_allow: Sequence[str] = ()
         if choice is None:
-            choice = self._without_what_changes_nothing(fastest.smallest(tiers))
+            choice = fastest.smallest(tiers)
             smallest = self.dry_job(choice)
             needed = smallest.least_bytes()
             with_margin = max(margin.budget_bytes(needed), smallest.total_bytes())
@@ -131,15 +133,16 @@ class Planner(Trials):
             self.budget_bytes = math.inf
             choice = fastest.choice(tiers, prefer) or choice
         before, after = self.dry_job(start), self.dry_job(choice)
+        estimate = after.estimate(self.limit_bytes, with_typical=True)
         return Plan(
             budget_gb=budget_gb,
             margin=free,
             fits=fits,
             is_tight=fits and not leaves_margin,
-            steps=self._steps(choice),
+            steps=self._steps(choice, one_by_one=fits),
             settings={**self.settings(choice), **self._safety(budget_gb)},
             before=before.estimate(self.limit_bytes),
-            estimate=after.estimate(self.limit_bytes, with_typical=True),
+            estimate=estimate,
             time_factor=after.seconds() / before.seconds(),
             time_range=after.time_range(before),
             smallest_budget_gb=smallest_gb,
@@ -149,15 +152,6 @@ class Planner(Trials):
             left_out=tuple(self.left_out),
             other=self._other(choice, fastest, tiers) if fits else None,
         )
-
-    def _without_what_changes_nothing(self, choice: Choice) -> Choice:
-        """Drop techniques with which the job does the same as with those before."""
-        kept = choice_of((), choice.num_images)
-        for name in choice.names:
-            with_it = choice_of((*kept.names, name), choice.num_images)
-            if self.runs(with_it) and self.dry_job(with_it).trace != self.dry_job(kept).trace:
-                kept = with_it
-        return kept
 
     @property
     def _images(self) -> int:
@@ -178,16 +172,20 @@ class Planner(Trials):
             dry_job.time_range(start),
         )
 
-    def _steps(self, choice: Choice) -> tuple[PlanStep, ...]:
+    def _steps(self, choice: Choice, one_by_one: bool) -> tuple[PlanStep, ...]:
+        """A step for each technique, or for all of a tier: then no choice is tried for it alone."""
         steps = []
         before = choice_of((), self._images)
         if choice.num_images < self._images:
             after = choice_of((), choice.num_images)
             steps.append(self._step(_MICRO_BATCH, self.micro_batch_tier, before, after))
             before = after
-        for name in choice.names:
-            after = choice_of((*before.names, name), choice.num_images, choice.modules)
-            steps.append(self._step(name, get_technique(name).tier, before, after))
+        of_tiers = groupby(choice.names, lambda name: get_technique(name).tier)
+        groups = [[name] for name in choice.names] if one_by_one else [[*g] for _, g in of_tiers]
+        for names in groups:
+            after = choice_of((*before.names, *names), choice.num_images, choice.modules)
+            what = _ALL if names[1:] else names[0]
+            steps.append(self._step(what, get_technique(names[0]).tier, before, after))
             before = after
         return tuple(steps)
 
@@ -225,7 +223,7 @@ def _more(tiers: Sequence[str]) -> list[list[str]]:
 
 def _what_changes(name: str) -> str:
     """Text after "Changes:" in a technique's docstring."""
-    if name == _MICRO_BATCH:
-        return _OF_BATCH_NORM
+    if name in _CHANGES:
+        return _CHANGES[name]
     found = re.search(r"Changes: (.*?)(\n\n|$)", get_technique(name).__doc__ or "", re.DOTALL)
     return " ".join(found[1].split()) if found else ""

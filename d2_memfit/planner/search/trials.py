@@ -167,17 +167,15 @@ class Trials:
 
     def helps(self, name: str) -> bool:
         """Whether the job runs with a technique, and differs from the job without it."""
-        with_it, without = choice_of((name,), 1), choice_of((), 1)
+        with_it, without = choice_of((name,), self.few), choice_of((), self.few)
         if not self.is_usable(name) or not self.runs(with_it):
             return False
         return self.dry_job(with_it).trace != self.dry_job(without).trace
 
     def can_decide(self, name: str) -> bool:
         """Whether a technique may be needed: the only phase that it helps, if any, may not fit."""
-        phase = get_technique(name).only_phase
-        if not phase:
-            return True
-        return self.dry_job(choice_of((), 1)).phase_bytes(phase) > _CLEARLY * self.limit_bytes
+        phase, without = get_technique(name).only_phase, self.dry_job(choice_of((), self.few))
+        return not phase or without.phase_bytes(phase) > _CLEARLY * self.limit_bytes
 
     @property
     def num_dry_runs(self) -> int:
@@ -227,6 +225,11 @@ class Trials:
         """Tier of smaller micro-batches: they change the statistics of trained BatchNorm."""
         trains = any(isinstance(m, BatchNorm) and m.training for m in self._model.modules())
         return "recipe" if trains else "exact"
+
+    @cached_property
+    def few(self) -> int:
+        """Images with which techniques are compared: as few as exact plans may have."""
+        return 1 if self.micro_batch_tier == "exact" else self.job.geometry.largest_micro_batch
 
     @property
     def synchronizes(self) -> bool:

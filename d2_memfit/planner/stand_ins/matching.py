@@ -7,7 +7,7 @@ for all proposals with the same box. Hungarian matching takes any match.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha1
 from typing import Any
 
@@ -92,15 +92,13 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
         Matcher.__call__ = call
 
 
-@contextmanager
-def _assigning_at_once(files: list[Any]) -> Iterator[None]:
+def _assigning_at_once(files: list[Any]) -> AbstractContextManager[None]:
     name = "linear_sum_assignment"
     # A matcher need not be a module of the model.
     places = [
         file for file in (*files, *sys.modules.values()) if name in getattr(file, "__dict__", {})
     ]
-    with replaced_functions(places, {name: _assign_at_once} if places else {}):
-        yield
+    return replaced_functions(places, {name: _assign_at_once} if places else {})
 
 
 def _assign_at_once(_: Callable[..., Any]) -> Callable[..., Any]:

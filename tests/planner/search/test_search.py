@@ -8,8 +8,10 @@ from tiny import tiny_cfg
 from d2_memfit import estimate_memory, plan_memory
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import WorstCase
+from d2_memfit.job import Job, WorstCase
+from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import in_words, steps, times
+from d2_memfit.planner.search import Trials
 from d2_memfit.planner.writing import describe_plan, planned_config, why_it_does_not_fit
 
 pytestmark = pytest.mark.slow
@@ -161,18 +163,35 @@ def test_the_cache_is_given_back_for_the_margin_alone_and_not_in_the_budget(mask
 def test_techniques_are_taken_as_far_as_they_are_needed(mask):
     all_of_them = plan(mask, 1, allow=["exact"])
     assert not all_of_them.fits
-    names = [s.name for s in all_of_them.steps]
-    assert names.index("ChunkedHeads") < names.index("ActivationCheckpointing")
-    for step in all_of_them.steps:
-        if step.name == "ActivationCheckpointing":
-            assert 1.15 < step.time_factor < 1.4  # a forward more
-            assert step.settings == {"MEMFIT.CHECKPOINT.MODULES": ["all"]}
+    smaller, techniques = all_of_them.steps
+    assert (smaller.name, techniques.name) == ("smaller micro-batches", "all techniques")
+    assert smaller.settings == {"MEMFIT.MICRO_BATCH": 1}
+    keys = ["MEMFIT.HEADS.CHUNK_SIZE", "MEMFIT.CHECKPOINT.MODULES", "MEMFIT.OFFLOAD.MODULES"]
+    assert [key for key in techniques.settings if key in keys] == keys
+    assert techniques.settings["MEMFIT.CHECKPOINT.MODULES"] == ["all"]
+    assert techniques.time_factor > 1.15  # a forward more
+    assert techniques.gb_after < techniques.gb_before == smaller.gb_after
     said = re.search(r"The smallest budget is ([\d.]+) GB", why_it_does_not_fit(all_of_them))
     assert float(said[1]) - 0.01 <= all_of_them.smallest_budget_gb <= float(said[1])
     enough = plan(mask, float(said[1]), allow=["exact"])
     assert enough.fits
-    assert len(enough.steps) < len(all_of_them.steps)
+    assert len(enough.settings) < len(all_of_them.settings)
+    assert "all techniques" not in [step.name for step in enough.steps]
     assert all(step.gb_after < step.gb_before for step in enough.steps)
+
+
+def test_what_does_not_fit_has_a_step_for_all_techniques_of_each_tier(mask):
+    p = plan(mask, 0.9, allow=["exact", "precision"])
+    assert not p.fits
+    assert [(s.name, s.tier) for s in p.steps] == [
+        ("smaller micro-batches", "exact"),
+        ("all techniques", "exact"),
+        ("all techniques", "precision"),
+    ]
+    assert [s.gb_before for s in p.steps[1:]] == [s.gb_after for s in p.steps[:-1]]
+    merged = {key: value for s in p.steps for key, value in s.settings.items()}
+    assert merged == {k: v for k, v in p.settings.items() if k in merged}
+    assert "MEMFIT.BUDGET_GB 0.9: the job does not fit" in describe_plan(p)
 
 
 def test_micro_batches_are_of_the_exact_tier(mask):
@@ -310,21 +329,24 @@ def test_techniques_that_only_run_alone_do_not_end_a_plan(monkeypatch):
     monkeypatch.setattr(ActivationCheckpointing, "apply", with_chunks_it_is_broken)
     p = plan(small_job(1), 0.5, batch=SMALL, allow=["exact"])
     assert not p.fits  # the smallest one is known all the same
-    assert "ChunkedHeads" in [s.name for s in p.steps]
-    assert "ActivationCheckpointing" not in [s.name for s in p.steps]
+    assert "MEMFIT.HEADS.CHUNK_SIZE" in p.settings
+    assert "MEMFIT.CHECKPOINT.MODULES" not in p.settings
     pairs = [line.partition(": left out, ") for line in p.left_out]
     assert any("ChunkedHeads, ActivationCheckpointing" in names for names, _, _ in pairs)
     assert all("RuntimeError: not both" in why for _, _, why in pairs)
     assert p.left_out[0] in describe_plan(p)
 
 
-def test_a_technique_that_changes_nothing_is_in_no_plan(monkeypatch):
+def test_a_technique_that_changes_nothing_is_no_help(monkeypatch):
     from d2_memfit.techniques.heads import ChunkedHeads
 
     monkeypatch.setattr(ChunkedHeads, "apply", lambda model, cfg: model)
-    p = plan(small_job(2), 0.5, batch=SMALL, allow=["exact"])
-    assert "ChunkedHeads" not in [s.name for s in p.steps]
-    assert p.left_out == ()
+    job = Job.of(small_job(2), batch=SMALL)
+    trials = Trials(job, DeviceModel.load("cuda"), evaluates=False)
+    trials.limit_bytes = 2**30
+    assert not trials.helps("ChunkedHeads")
+    assert trials.helps("MixedPrecision")
+    assert trials.left_out == []
 
 
 @pytest.mark.parametrize(
@@ -334,15 +356,27 @@ def test_a_technique_that_changes_nothing_is_in_no_plan(monkeypatch):
         (3.5, "exact", 5),
         (3.5, "exact,precision", 6),
         (1.6, "exact", 16),
-        (0.9, "exact,precision", 14),  # does not fit
+        (0.9, "exact,precision", 5),  # does not fit
     ],
 )
 def test_a_plan_takes_no_more_dry_runs_than_recorded(mask, budget_gb, tiers, most):
+    assert_no_more_dry_runs_than(most, mask, budget_gb, tiers)
+
+
+def test_techniques_are_compared_at_the_micro_batch_that_batch_norm_keeps(mask):
+    cfg = mask.clone()
+    cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT = 2, "BN", 0
+    tried = assert_no_more_dry_runs_than(9, cfg, 2, "exact")
+    assert all("GB: 2 images" in line for line in tried)
+
+
+def assert_no_more_dry_runs_than(most, cfg, budget_gb, tiers):
     lines = []
-    plan(mask, budget_gb, allow=tiers.split(","), progress=lines.append)
+    plan(cfg, budget_gb, allow=tiers.split(","), progress=lines.append)
     tried = [line for line in lines if " GB: " in line]
     assert len(tried) == len(set(tried))
     assert len(tried) <= most, (
         "a plan takes more dry runs than recorded. If that is a new technique, which is tried too, "
         "raise the number; " + "; ".join(tried)
     )
+    return tried
