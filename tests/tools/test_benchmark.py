@@ -45,18 +45,31 @@ def test_recovery():
     assert float(table["the same after a failure, less the forward thrown away"][1]) > 0
 
 
+FEW = [
+    *("MODEL.RESNETS.STEM_OUT_CHANNELS", 8, "MODEL.RESNETS.RES2_OUT_CHANNELS", 16),
+    *("MODEL.RESNETS.WIDTH_PER_GROUP", 4, "MODEL.FPN.OUT_CHANNELS", 16),
+    *("MODEL.ROI_BOX_HEAD.FC_DIM", 32, "MODEL.ROI_MASK_HEAD.CONV_DIM", 16),
+    *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 16),
+]
+
+
 @pytest.mark.exhaustive
 def test_selective():
-    few = [
-        *("MODEL.RESNETS.STEM_OUT_CHANNELS", 8, "MODEL.RESNETS.RES2_OUT_CHANNELS", 16),
-        *("MODEL.RESNETS.WIDTH_PER_GROUP", 4, "MODEL.FPN.OUT_CHANNELS", 16),
-        *("MODEL.ROI_BOX_HEAD.FC_DIM", 32, "MODEL.ROI_MASK_HEAD.CONV_DIM", 16),
-        *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 16),
-    ]
     arguments = ["--size", 512, 512, "--images", 8, "--rounds", 1]
-    table = benchmark("selective", *arguments, *few)
+    table = benchmark("selective", *arguments, *FEW)
     gb = {name: float(table[name][0]) for name in ("none", "chosen", "all")}
     assert gb["none"] > gb["chosen"] >= gb["all"]
     predicted = {name: float(table[name][1]) for name in gb}
     assert predicted["none"] < predicted["chosen"] < predicted["all"] == 1
     assert all(float(table[name][2]) > 0 for name in gb)
+
+
+@pytest.mark.exhaustive
+def test_operators():
+    norm = ["MODEL.RESNETS.NORM", "BN"]  # that is trained: products are less than what it keeps
+    table = benchmark("operators", "--image-size", "256,256", "--rounds", 1, *FEW, *norm)
+    ratios = [float(table[f"0.{i}"][2]) for i in range(1, 10)]
+    assert max(ratios) <= 1.002  # the knapsack's gap
+    assert min(ratios) < 0.99
+    exact = {name: table[name][-1] for name in ("none", "all", "by block", "by operator")}
+    assert set(exact.values()) == {"yes"}

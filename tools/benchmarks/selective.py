@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"Limit {trials.limit_bytes / _GB:.2f} GB. {machine()}.\n")
     print(trials.settings(chosen), "\n")
     choices = {"none": plain, "all": every, "chosen": chosen}
-    sides = {name: _Side(trials, choice) for name, choice in choices.items()}
+    sides = {name: ChoiceSide(trials, choice) for name, choice in choices.items()}
     take_turns(sides.values(), args.rounds)
     rows = []
     for name, side in sides.items():
@@ -74,7 +74,9 @@ def _config(args: argparse.Namespace) -> object:
     return LazyConfig.apply_overrides(cfg, [size, *args.opts])
 
 
-class _Side:
+class ChoiceSide:
+    """One side of a comparison: a choice of a plan that trains on the batch of its dry run."""
+
     def __init__(self, trials: Trials, choice: Choice) -> None:
         self.choice = choice
         self.job = trials.job.with_settings(trials.settings(choice))
