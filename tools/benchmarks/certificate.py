@@ -1,11 +1,11 @@
 # Copyright (c) the d2_memfit developers.
 """Certified windows against what they really need, under a limit that the kernel enforces.
 
-A small proposal network trains on photographs of coins, of which some show 16 at once, in windows
-of 4 images. A first run within a wide budget tells what the process takes. Then windows are cut by
-a cost model, and certified. RLIMIT_DATA enforces the budget, and each rank reads the peak of its
-private memory in each window. The run ends half-way, and is resumed. The other side has as many
-images in each micro-batch as fit on average, in a tenth of the windows.
+A small proposal network trains on photographs of coins, of which some show 16 at once. A first run
+within a wide budget tells what the process takes. Then windows are cut by a cost model, and
+certified. RLIMIT_DATA enforces the budget, and each rank reads the peak of its private memory in
+each window. The run ends half-way, and is resumed. The other side has as many images in each
+micro-batch as fit on average, for 150 windows at most.
 
 Linux only, on the CPU.
 """
@@ -45,15 +45,15 @@ from .common import machine, markdown_table
 _GB = 2**30
 IMAGES = 160
 GRIDS = (1, 1, 1, 2, 3, 4)  # photographs in each row and column of an image
-WINDOW = 4
 LEARNED_FROM = 1000  # windows; a shorter run may have seen small ones only
-PLAIN = 10  # of so many windows, one is cut without bytes
+PLAIN = 150  # windows at most that are cut without bytes
 MARGIN = 0.03  # of the budget; small, so that cuts that are wrong fail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", type=int, default=3000, help="of each rank")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--images", type=int, default=4, help="in a window of a rank")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,10 +63,10 @@ def run(args: argparse.Namespace) -> None:
         crowd(folder)
         os.environ["D2_MEMFIT_CACHE"] = name  # a short run tells what the process takes
         in_a_process(_learn, folder)
-        seconds = in_a_process(_certify, folder, args.ranks, args.windows)
+        seconds = in_a_process(_certify, folder, args.ranks, args.windows, args.images)
         print(f"certified {args.windows} windows of {args.ranks} ranks in {seconds:.1f} CPU s\n")
         rows = []
-        for side, windows in (("certified", args.windows), ("fixed", args.windows // PLAIN)):
+        for side, windows in (("certified", args.windows), ("fixed", min(args.windows, PLAIN))):
             for is_resumed in (False, True):
                 in_a_process(_start, folder, args.ranks, windows, side, is_resumed)
             rows.append(row_of(folder, side, args.ranks, windows))
@@ -136,7 +136,7 @@ def crowd(folder: Path) -> None:
     (folder / "crowded.json").write_text(json.dumps(crowded))
 
 
-def cfg_of(folder: Path, ranks: int, windows: int) -> CfgNode:
+def cfg_of(folder: Path, ranks: int, windows: int, images: int = 4) -> CfgNode:
     if "crowded" not in _registered:
         register_coco("crowded", str(folder / "crowded.json"), str(folder))
         _registered.add("crowded")
@@ -156,7 +156,7 @@ def cfg_of(folder: Path, ranks: int, windows: int) -> CfgNode:
     cfg.MODEL.RPN.IN_FEATURES = ["res2"]
     cfg.MODEL.RPN.PRE_NMS_TOPK_TRAIN = 50
     cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[8.0, 16.0, 32.0, 64.0, 128.0]]
-    cfg.SOLVER.IMS_PER_BATCH = WINDOW * ranks
+    cfg.SOLVER.IMS_PER_BATCH = images * ranks
     cfg.SOLVER.BASE_LR = 1e-4
     cfg.SOLVER.MAX_ITER = windows
     cfg.SOLVER.STEPS = ()
@@ -180,9 +180,9 @@ def _learn(folder: Path) -> None:
     Trainer(cfg).train()
 
 
-def _certify(folder: Path, ranks: int, windows: int) -> float:
+def _certify(folder: Path, ranks: int, windows: int, images: int) -> float:
     """Plan with a cost model, and certify; the CPU seconds of the latter."""
-    cfg = cfg_of(folder, ranks, windows)
+    cfg = cfg_of(folder, ranks, windows, images)
     job = Job.from_cfg(with_settings(cfg, {"MEMFIT.MICRO_BATCH": 1}), ranks)
     there = as_in_runs(job, DeviceModel.load("cpu"), under_budget=True)
     print(f"{there.from_run}\n")
@@ -203,7 +203,7 @@ def _certify(folder: Path, ranks: int, windows: int) -> float:
     image = ImageFacts.one(136, 181, mean)  # the mean of sizes
     together, fixed = image, 1
     while (
-        fixed < WINDOW
+        fixed < images
         and cost_model.bytes_of(together + image, Padding(32)) <= cost_model.limit_bytes
     ):
         together, fixed = together + image, fixed + 1
@@ -212,7 +212,7 @@ def _certify(folder: Path, ranks: int, windows: int) -> float:
     keys = {
         "MEMFIT.COST_MODEL.BYTES": [],
         "MEMFIT.MICRO_BATCH": fixed,
-        "SOLVER.CHECKPOINT_PERIOD": windows // PLAIN // 2,
+        "SOLVER.CHECKPOINT_PERIOD": min(windows, PLAIN) // 2,
     }
     (folder / "fixed.yaml").write_text(with_settings(planned, keys).dump())
     return seconds

@@ -14,7 +14,7 @@ class PlanStep:
     """One change of a plan.
 
     Attributes:
-        name: a technique, "smaller micro-batches", or "all techniques" of a tier, if no plan fits.
+        name: a technique, "smaller micro-batches", or "every technique" of a tier, if none fits.
         tier: "exact", "precision" or "recipe".
         settings: config keys and their new values.
         what: what it changes in training, for tiers other than exact.

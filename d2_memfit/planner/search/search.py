@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 _GB = 2**30
 
 _MICRO_BATCH = "smaller micro-batches"
-_ALL = "all techniques"
-_CHANGES = {_MICRO_BATCH: "the images that BatchNorm's statistics are of.", _ALL: ""}
+_OF_BATCH_NORM = "the images that BatchNorm's statistics are of."
 
 
 def plan_memory(
@@ -178,25 +177,24 @@ class Planner(Trials):
         before = choice_of((), self._images)
         if choice.num_images < self._images:
             after = choice_of((), choice.num_images)
-            steps.append(self._step(_MICRO_BATCH, self.micro_batch_tier, before, after))
+            steps.append(self._step([_MICRO_BATCH], self.micro_batch_tier, before, after))
             before = after
         of_tiers = groupby(choice.names, lambda name: get_technique(name).tier)
         groups = [[name] for name in choice.names] if one_by_one else [[*g] for _, g in of_tiers]
         for names in groups:
             after = choice_of((*before.names, *names), choice.num_images, choice.modules)
-            what = _ALL if names[1:] else names[0]
-            steps.append(self._step(what, get_technique(names[0]).tier, before, after))
+            steps.append(self._step(names, get_technique(names[0]).tier, before, after))
             before = after
         return tuple(steps)
 
-    def _step(self, name: str, tier: str, before: Choice, after: Choice) -> PlanStep:
+    def _step(self, names: list[str], tier: str, before: Choice, after: Choice) -> PlanStep:
         settings, there = self.settings(after), self.settings(before)
         one, other = self.dry_job(before), self.dry_job(after)
         return PlanStep(
-            name=name,
+            name="every technique" if names[1:] else names[0],
             tier=tier,
             settings={k: v for k, v in settings.items() if k not in there or there[k] != v},
-            what=_what_changes(name) if tier != "exact" else "",
+            what=" ".join(map(_what_changes, names)) if tier != "exact" else "",
             gb_before=one.total_bytes(self.limit_bytes) / _GB,
             gb_after=other.total_bytes(self.limit_bytes) / _GB,
             time_factor=other.seconds() / one.seconds(),
@@ -223,7 +221,7 @@ def _more(tiers: Sequence[str]) -> list[list[str]]:
 
 def _what_changes(name: str) -> str:
     """Text after "Changes:" in a technique's docstring."""
-    if name in _CHANGES:
-        return _CHANGES[name]
+    if name == _MICRO_BATCH:
+        return _OF_BATCH_NORM
     found = re.search(r"Changes: (.*?)(\n\n|$)", get_technique(name).__doc__ or "", re.DOTALL)
     return " ".join(found[1].split()) if found else ""

@@ -164,7 +164,7 @@ def test_techniques_are_taken_as_far_as_they_are_needed(mask):
     all_of_them = plan(mask, 1, allow=["exact"])
     assert not all_of_them.fits
     smaller, techniques = all_of_them.steps
-    assert (smaller.name, techniques.name) == ("smaller micro-batches", "all techniques")
+    assert (smaller.name, techniques.name) == ("smaller micro-batches", "every technique")
     assert smaller.settings == {"MEMFIT.MICRO_BATCH": 1}
     keys = ["MEMFIT.HEADS.CHUNK_SIZE", "MEMFIT.CHECKPOINT.MODULES", "MEMFIT.OFFLOAD.MODULES"]
     assert [key for key in techniques.settings if key in keys] == keys
@@ -176,7 +176,7 @@ def test_techniques_are_taken_as_far_as_they_are_needed(mask):
     enough = plan(mask, float(said[1]), allow=["exact"])
     assert enough.fits
     assert len(enough.settings) < len(all_of_them.settings)
-    assert "all techniques" not in [step.name for step in enough.steps]
+    assert "every technique" not in [step.name for step in enough.steps]
     assert all(step.gb_after < step.gb_before for step in enough.steps)
 
 
@@ -185,8 +185,8 @@ def test_what_does_not_fit_has_a_step_for_all_techniques_of_each_tier(mask):
     assert not p.fits
     assert [(s.name, s.tier) for s in p.steps] == [
         ("smaller micro-batches", "exact"),
-        ("all techniques", "exact"),
-        ("all techniques", "precision"),
+        ("every technique", "exact"),
+        ("every technique", "precision"),
     ]
     assert [s.gb_before for s in p.steps[1:]] == [s.gb_after for s in p.steps[:-1]]
     merged = {key: value for s in p.steps for key, value in s.settings.items()}
