@@ -254,7 +254,7 @@ class Trainer(MemfitTrainer):
 
 
 def _start(folder: Path, ranks: int, windows: int, side: str, is_resumed: bool) -> None:
-    launch(_train, ranks, args=(folder, ranks, windows, side, is_resumed))
+    launch(_train, ranks, dist_url="auto", args=(folder, ranks, windows, side, is_resumed))
 
 
 def _train(folder: Path, ranks: int, windows: int, side: str, is_resumed: bool) -> None:

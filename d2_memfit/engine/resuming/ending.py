@@ -125,14 +125,15 @@ class SaveOnEnding(HookBase):
         """Save what is not saved yet, and take the handlers back. Call it in an ``except`` or
         ``finally`` if a loop does not call ``after_train`` after an error.
 
-        Contexts of an evaluation, such as averaged weights, are closed by now.
+        Contexts of an evaluation, such as averaged weights, are closed by now. If PyTorch's handler
+        for a dead worker raises here, once, the next call saves.
         """
         if not self._is_training:
             return
-        self._is_training = False
         error = sys.exc_info()[1]
         try:
             with raising_handlers_held_back() as came:
+                self._is_training = False
                 if self.trainer.iter >= self.trainer.max_iter:
                     pass  # all is saved
                 elif self._status:
@@ -141,7 +142,8 @@ class SaveOnEnding(HookBase):
                     self._save_alone(error)
                 came.clear()
         finally:
-            self._undo.close()
+            if not self._is_training:
+                self._undo.close()
 
     def _save_with_all_ranks(self) -> None:
         try:

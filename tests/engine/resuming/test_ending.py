@@ -31,7 +31,7 @@ from d2_memfit.compat import create_ddp_model
 from d2_memfit.engine import AccumulatingTrainer
 from d2_memfit.engine.resuming import GatherStates, MemfitCheckpointer, SaveOnEnding
 from d2_memfit.engine.resuming.signals import SIGNALS
-from d2_memfit.errors import CheckpointError, OutOfMemoryError
+from d2_memfit.errors import CheckpointError, HostMemoryError, OutOfMemoryError
 from d2_memfit.job import RecoveryOptions
 
 
@@ -326,6 +326,25 @@ def test_an_error_between_hooks_and_step_loses_no_step(coins, tmp_path, log):
         trainer._trainer.check_train = lambda: now() and fail()
 
     run_until(coins_cfg(tmp_path, "retinanet"), 3, before_the_step, Injected)
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
+    assert "The state after iteration 2 is in" in log.text
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_told_to_be_killed_while_the_run_ends_costs_no_step(
+    coins, tmp_path, log, monkeypatch
+):
+    """Its connection breaks first, and PyTorch's handler raises, once, where the state is saved."""
+
+    def before_the_step(trainer, now):
+        trainer._trainer.check_train = lambda: now() and fail()
+
+    def raise_once():
+        monkeypatch.undo()
+        raise RuntimeError("DataLoader worker (pid 9310) is killed by signal: Killed. ")
+
+    monkeypatch.setattr("d2_memfit.engine.resuming.ending.raising_handlers_held_back", raise_once)
+    run_until(coins_cfg(tmp_path, "retinanet"), 3, before_the_step, HostMemoryError)
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
     assert "The state after iteration 2 is in" in log.text
 
