@@ -20,6 +20,7 @@ _numbers = itertools.count()
 for folder in (
     "projects/Coins",
     "projects/Distillation",
+    "projects/RFDETR",
     "projects/SmallerModels",
     "projects/TiledImages",
     "projects/Torchvision",

@@ -1,0 +1,218 @@
+# Copyright (c) the d2_memfit developers.
+"""rfdetr's own training: memory, recovery and gradients."""
+
+import math
+import warnings
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from detectron2.utils.events import EventStorage
+from injection import InjectedTrainer, Injector
+from tiny import parameters, relative_difference
+
+from d2_memfit.engine import build_trainer
+from d2_memfit.errors import ConfigError
+from d2_memfit.memory import TensorMeter
+from d2_memfit.planner.dry_run import DryRun
+from d2_memfit.planner.estimates import steps
+
+pytest.importorskip("rfdetr")
+lightning = pytest.importorskip("pytorch_lightning")
+from rfdetr.config import MultiScale, RFDETRNanoConfig, RFDETRSegNanoConfig, TrainConfig  # noqa: E402
+from rfdetr.training import RFDETRModelModule  # noqa: E402
+from rfdetr.utilities.tensors import collate_fn  # noqa: E402
+from window_module import Columns, WindowModule, job_of  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+NUM_IMAGES, NUM_STEPS = 4, 2
+CONFIGS = {"boxes": RFDETRNanoConfig, "masks": RFDETRSegNanoConfig}
+
+
+def configs_of(kind="boxes", **kwargs):
+    """The geometry of a released model, but smaller, with random weights."""
+    patch = CONFIGS[kind].model_fields["patch_size"].default
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model_config = CONFIGS[kind](
+            pretrain_weights=None,
+            num_classes=1,
+            resolution=8 * patch,
+            positional_encoding_size=8,
+            num_queries=30,
+            num_select=30,
+            group_detr=2,
+        )
+    options = {"amp_dtype": None, "optimizer": "sgd", "lr": 0.05, "lr_encoder": 0.05}
+    options.update(batch_size=NUM_IMAGES, multi_scale=False, warmup_epochs=0, seed=None)
+    options.update(kwargs)
+    return model_config, TrainConfig(dataset_dir="none", **options)
+
+
+def sample(index, model_config):
+    """An image as rfdetr's dataset gives it, with 1 to 4 objects."""
+    rng = torch.Generator().manual_seed(index)
+    num = 1 + index % 4
+    boxes = torch.rand(num, 4, generator=rng) * 0.2 + torch.tensor([0.3, 0.3, 0.1, 0.1])
+    target = {"boxes": boxes, "labels": torch.zeros(num, dtype=torch.int64)}
+    side = model_config.resolution
+    if model_config.segmentation_head:
+        target["masks"] = torch.rand(num, side, side, generator=rng) > 0.5
+    return torch.randn(3, side, side, generator=rng), target
+
+
+def samples(model_config, num):
+    return [sample(i, model_config) for i in range(num)]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_estimate_has_the_bytes_of_a_computed_step(kind, monkeypatch):
+    model_config, train_config = configs_of(kind)
+    job = job_of(model_config, train_config, 5, "cpu")
+    dry = steps.train(job, [job.training_batch()])
+    monkeypatch.setattr(steps, "WithoutValues", nullcontext)
+    monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
+    computed = steps.train(job, [job.training_batch()])
+    peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
+    print(f"{kind}: {peak:,} bytes estimated, {expected:,} computed")
+    assert peak == pytest.approx(expected, rel=0.005)
+
+
+def test_the_estimate_is_of_the_largest_scale():
+    model_config, train_config = configs_of()
+    several = train_config.model_copy(update={"multi_scale": MultiScale.PER_BATCH})
+    sides = [
+        job_of(model_config, c, 5, "cpu").training_batch(1).images[0].shape[-1]
+        for c in (train_config, several)
+    ]
+    assert sides[0] == 128 < sides[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "most"), [("boxes", torch.float64, 1e-10), ("masks", torch.float32, 2e-5)]
+)
+def test_micro_batches_have_the_gradients_of_the_full_batch(kind, dtype, most, monkeypatch):
+    """Masks are compared at random points: here always the same ones.
+
+    rfdetr computes masks in float32 alone.
+    """
+    model_config, train_config = configs_of(kind)
+    images, targets = collate_fn(samples(model_config, NUM_IMAGES))
+    images.tensors = images.tensors.to(dtype)
+    batch = Columns.of((images, [{**t, "boxes": t["boxes"].to(dtype)} for t in targets]))
+    monkeypatch.setattr(torch, "rand", partial(_same_for_all, dtype))
+    gradients = []
+    for micro_batch_size in (None, 1):
+        job = job_of(model_config, train_config, 5, "cpu", micro_batch_size=micro_batch_size)
+        torch.manual_seed(0)
+        model = job.parts.build_model("cpu").to(dtype)
+        trainer = build_trainer(job, model, data_loader=())
+        with EventStorage():
+            trainer.accumulate(batch)
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    distance = relative_difference(*gradients)
+    print(f"{kind}: {distance:.0e} from the gradients of the full batch")
+    assert distance < most
+
+
+def _same_for_all(dtype, *shape, device=None):
+    """The same points for each object."""
+    values = torch.linspace(0.1, 0.9, math.prod(shape[1:]), dtype=dtype)
+    return values.view(1, *shape[1:]).repeat(shape[0], *[1] * (len(shape) - 1))
+
+
+class InjectedModule(WindowModule):
+    """Its injector fails at allocations; None never does."""
+
+    injector = None
+
+    def on_train_start(self):
+        super().on_train_start()
+        if self.injector is not None:
+            self._inner.__class__, self._inner.injector = InjectedTrainer, self.injector
+
+
+def trained(folder, kind=None, injector=None, precision="32-true", config=None, **options):
+    """Lightning's own loop; without a kind, with rfdetr's own module."""
+    model_config, train_config = configs_of(**(config or {}))
+    torch.manual_seed(0)
+    if kind is None:
+        module = RFDETRModelModule(model_config, train_config)
+    else:
+        module = kind(model_config, train_config, job_of(model_config, train_config, 5, **options))
+        module.injector = injector
+    before = parameters(module.model)
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        precision=precision,
+        gradient_clip_val=0.1,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        log_every_n_steps=1,
+    )
+    loader = torch.utils.data.DataLoader(
+        samples(model_config, NUM_IMAGES * NUM_STEPS), NUM_IMAGES, collate_fn=collate_fn
+    )
+    torch.manual_seed(1)
+    trainer.fit(module, loader)
+    return before, parameters(module.model), trainer
+
+
+def test_micro_batches_train_what_rfdetr_trains(tmp_path):
+    before, expected, plain = trained(tmp_path)
+    _, cut, ours = trained(tmp_path, WindowModule, device="cpu", micro_batch_size=1)
+    off = relative_difference(cut, expected) / relative_difference(before, expected)
+    print(f"{off:.0e} of the way from rfdetr's own training")
+    assert off < 1e-4
+    for name in ("loss", "loss_ce", "loss_bbox", "loss_giou"):
+        values = [float(t.callback_metrics[f"train/{name}"]) for t in (ours, plain)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4)
+
+
+def test_an_injected_error_leaves_no_trace(tmp_path):
+    options = {"device": "cpu", "memfit": {"oom": {"policy": "split"}}}
+    counting = Injector([10**9])
+    trained(tmp_path, InjectedModule, counting, **options)
+    num = counting.num_allocations // NUM_STEPS
+    _, expected, _ = trained(tmp_path, InjectedModule, micro_batch_size=2, **options)
+    for where in (0.3, 0.9):  # in the first iteration's forward and backward
+        injector = Injector([int(num * where)])
+        _, actual, trainer = trained(tmp_path, InjectedModule, injector, **options)
+        inner = trainer.lightning_module._inner
+        assert (inner.recovery.oom_events, inner.window_sizes) == (1, (2, 2))
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_techniques_of_a_plan_are_applied(tmp_path):
+    _, expected, _ = trained(tmp_path, WindowModule, device="cpu")
+    settings = {"checkpoint": {"modules": ["backbone.0.encoder.*.layer.*"]}}
+    _, actual, _ = trained(tmp_path, WindowModule, device="cpu", memfit=settings)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.long
+def test_bfloat16_is_that_of_lightning(tmp_path):
+    options = {"device": "cpu", "micro_batch_size": 2}
+    _, expected, _ = trained(tmp_path, precision="bf16-mixed")
+    in_bf16 = {"precision": "bf16-mixed", "config": {"amp_dtype": "bf16"}}
+    _, cut, _ = trained(tmp_path, WindowModule, **in_bf16, **options)
+    _, in_32, _ = trained(tmp_path, WindowModule, **options)
+    distances = [relative_difference(weights, expected) for weights in (cut, in_32)]
+    print(distances)
+    assert distances[0] < distances[1]
+
+
+def test_settings_that_do_not_go_together_are_errors(tmp_path):
+    with pytest.raises(ConfigError, match="rfdetr trains in 64-true, and the job in"):
+        trained(tmp_path, WindowModule, device="cpu", precision="64-true")
+    states = {"optimizer": {"states_8bit": True}}
+    with pytest.raises(ConfigError, match="the job changes rfdetr's optimizer"):
+        trained(tmp_path, WindowModule, config={"optimizer": "adamw"}, device="cpu", memfit=states)
+    model_config, train_config = configs_of(compute_train_metrics=True)
+    with pytest.raises(ConfigError, match="compute_train_metrics"):
+        WindowModule(model_config, train_config, job_of(model_config, train_config, 5, "cpu"))
