@@ -29,14 +29,14 @@ _MERGE_IOU = 0.5
 
 
 def weights_of(config_file: str, configured: str, given: Optional[str]) -> str:
-    """The trained weights: those given, the last ones beside a training's config, or MODEL.WEIGHTS.
+    """The trained weights: those given, the last checkpoint beside the config, or MODEL.WEIGHTS.
 
     Raises:
         ConfigError: there are none.
     """
     folder = Path(config_file).parent
-    last = folder / "last_checkpoint"  # the name of the last file, final or not
-    names = ["model_final.pth", *(last.read_text().splitlines() if last.is_file() else [])]
+    last = folder / "last_checkpoint"  # which a run that went on after its end has, too
+    names = [*(last.read_text().splitlines() if last.is_file() else []), "model_final.pth"]
     beside = [str(folder / name) for name in names if (folder / name).is_file()]
     weights = given or next(iter(beside), configured)
     if not weights:

@@ -100,6 +100,23 @@ def test_an_interrupted_run_has_its_last_checkpoint(config, photographs, tmp_pat
     assert str(run / "model_0000004.pth") in capsys.readouterr().err
 
 
+def test_a_run_that_went_on_after_its_end_has_its_last_checkpoint(
+    config, photographs, coins, tmp_path, capsys
+):
+    run = tmp_path / "run"
+    shutil.copytree(config.parent, run)
+    shutil.copy(run / "model_final.pth", run / "model_0000014.pth")
+    (run / "last_checkpoint").write_text("model_0000014.pth")
+    says = f"weights: {run / 'model_0000014.pth'}\n"
+    predict(run / config.name, photographs / "000.png", tmp_path / "found")
+    assert says in capsys.readouterr().err
+    draw = ["draw", "--config-file", run / config.name, "--num-images", "1", "OUTPUT_DIR", run]
+    draw += ["--coco", "drawn_val", coins / "val.json", coins / "val"]
+    main([*map(str, draw)])
+    assert says in capsys.readouterr().err
+    assert (run / "predictions.png").is_file()
+
+
 def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
     config, photographs, tmp_path, capsys
 ):
