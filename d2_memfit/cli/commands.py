@@ -45,7 +45,14 @@ from . import train
 from .command_line import command_parser
 from .draw import draw_predictions
 from .job_options import job_of, load_any_config
-from .next_step import after_a_look, after_certify, after_convert, after_draw, after_plan, after_plot
+from .next_step import (
+    after_a_look,
+    after_certify,
+    after_convert,
+    after_draw,
+    after_plan,
+    after_plot,
+)
 from .options import check_opts, opts_of_budget
 from .trained_model import export_model, predict_files
 

@@ -83,8 +83,9 @@ def after_export(file: Path) -> str:
 
 def after_plot(run: Path) -> str:
     """The line after the pictures of a run's memory, from which its next plan starts."""
-    plan = ["--config-file", run / "config.yaml", "--card", "6GB", "--output", "plan.yaml"]
-    return f"Next, make it fit a card (name its data, too: --coco):\n  {_line('d2-memfit', 'plan', *plan)}"
+    card = ["--card", "6GB", "--output", "plan.yaml"]
+    plan = _line("d2-memfit", "plan", "--config-file", run / "config.yaml", *card)
+    return f"Next, make it fit a card (name its data, too: --coco):\n  {plan}"
 
 
 def after_predict(args: argparse.Namespace, image: Path) -> str:
