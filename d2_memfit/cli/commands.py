@@ -24,7 +24,7 @@ from ..doctor import examine
 from ..engine import usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer
 from ..errors import ConfigError, exit_on_error
-from ..inference import estimate_inference
+from ..inference import estimate_inference, weights_of
 from ..job import Job, find_function
 from ..measure.session import measure_gpu
 from ..memory import use_expandable_segments
@@ -45,7 +45,14 @@ from . import train
 from .command_line import command_parser
 from .draw import draw_predictions
 from .job_options import job_of, load_any_config
-from .next_step import after_a_look, after_certify, after_convert, after_draw, after_plan
+from .next_step import (
+    after_a_look,
+    after_certify,
+    after_convert,
+    after_draw,
+    after_plan,
+    after_plot,
+)
 from .options import check_opts, opts_of_budget
 from .trained_model import export_model, predict_files
 
@@ -194,10 +201,13 @@ def _draw(args: argparse.Namespace) -> None:
     name, json_file, image_dir = args.coco[0]
     register_coco(name, json_file, image_dir)
     file = check_coco_file(name, json_file, image_dir, for_training=False)
-    folder = Path(load_cfg(args.config_file, args.opts).OUTPUT_DIR)
-    weights = ["MODEL.WEIGHTS", str(folder / "model_final.pth")]
-    cfg = load_cfg(args.config_file, [*weights, *args.opts])
+    cfg = load_cfg(args.config_file, args.opts)
     cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
+    folder = Path(cfg.OUTPUT_DIR)
+    if "MODEL.WEIGHTS" not in args.opts[::2]:
+        trained = str(folder / "config.yaml"), str(folder / "model_final.pth")
+        cfg.MODEL.WEIGHTS = weights_of(*trained, None)
+    _say(f"weights: {cfg.MODEL.WEIGHTS}")
     MemfitCheckpointer(nn.Module(), str(folder)).check(cfg.MODEL.WEIGHTS, resume=False)
     output = args.output or folder / "predictions.png"
     if output.suffix.lower() not in _PICTURES:
@@ -228,7 +238,7 @@ def _plot(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_png(run, folder / "memory.png")
     write_html(run, folder / "memory.html")
-    print(f"Written: {folder / 'memory.png'}, {folder / 'memory.html'}")
+    print(f"Written: {folder / 'memory.png'}, {folder / 'memory.html'}\n{after_plot(args.run)}")
 
 
 def _device_of_card(card: Optional[str]) -> Optional[str]:

@@ -17,6 +17,7 @@ __all__ = [
     "after_draw",
     "after_export",
     "after_plan",
+    "after_plot",
     "after_predict",
     "after_training",
 ]
@@ -78,6 +79,13 @@ def after_export(file: Path) -> str:
     """The line after an export."""
     loads = "torch.jit.load" if file.suffix == ".ts" else "onnxruntime.InferenceSession"
     return f"Next, load it: {loads}({str(file)!r}); docs/PREDICT.md says what it takes and returns"
+
+
+def after_plot(run: Path) -> str:
+    """The line after the pictures of a run's memory, from which its next plan starts."""
+    card = ["--card", "6GB", "--output", "plan.yaml"]
+    plan = _line("d2-memfit", "plan", "--config-file", run / "config.yaml", *card)
+    return f"Next, make it fit a card (name its data, too: --coco):\n  {plan}"
 
 
 def after_predict(args: argparse.Namespace, image: Path) -> str:

@@ -340,6 +340,8 @@ def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: Ad
         trainer: the class that trains and evaluates.
         add_keys: functions that add a project's keys to a config.
     """
+    if args.certificate and args.eval_only:
+        raise ConfigError("--certificate is of a training: leave it out with --eval-only")
     if args.config_file.endswith(".py") and trainer is Trainer:
         train_lazy.run(args)
         return

@@ -13,7 +13,13 @@ from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
 from omegaconf import DictConfig
 
 from ..common.checks import check_int
-from ..data import check_classes, check_coco_file, register_coco
+from ..data import (
+    check_classes,
+    check_coco_file,
+    complaints_about_images,
+    look_at_images,
+    register_coco,
+)
 from ..engine import evaluating, usable_device
 from ..errors import ConfigError
 from ..inference import (
@@ -60,6 +66,9 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
     # A LazyConfig does not say how many classes it has.
     checked = None if is_lazy(args.config_file) else cfg
     metadata = _metadata_of_coco(coco, checked) if coco else metadata_of(cfg)
+    looked = look_at_images(list(map(str, files)), [(None, None)] * len(files))
+    if "deep" in looked:
+        say(dict(complaints_about_images(looked, len(files)))["deep"])
     prediction = FilePrediction(predictor, args.output, metadata, args.min_score)
     try:
         with evaluating(cfg, predictor.model):

@@ -13,6 +13,7 @@ from .convert import ConvertedSplit, convert_folder
 from .dataset_check import look_at_dataset, warnings_about_data
 from .dataset_settings import Setting, check_classes, fit_to_data, goes_with_data
 from .datasets import check_datasets, register_coco
+from .images import complaints_about_images, look_at_images
 from .schedule import fine_tuning_schedule
 from .sizes import shorter_sides
 
@@ -27,12 +28,14 @@ __all__ = [
     "check_crowd",
     "check_datasets",
     "check_polygons",
+    "complaints_about_images",
     "convert_folder",
     "fine_tuning_schedule",
     "fit_to_data",
     "goes_with_data",
     "look_at_annotations",
     "look_at_dataset",
+    "look_at_images",
     "register_coco",
     "shorter_sides",
     "warnings_about_data",

@@ -15,6 +15,10 @@ from .coco_file import keypoint_names, read_json
 
 __all__ = ["check_datasets", "register_coco"]
 
+# The metadata of Detectron2's datasets that are paths.
+_ANNOTATIONS = ("json_file", "panoptic_json")
+_FILES = (*_ANNOTATIONS, "image_root", "panoptic_root", "sem_seg_root")
+
 
 def register_coco(name: str, json_file: str, image_dir: str) -> None:
     """Register a dataset in COCO's instance format under a name that the user chooses.
@@ -48,7 +52,7 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
 
     Raises:
         ConfigError: a name is not registered, or there is no training dataset.
-        DataError: an annotation file does not exist.
+        DataError: an annotation file does not exist; all that is missing is named.
     """
     if not eval_only and not cfg.DATASETS.TRAIN:
         raise ConfigError("DATASETS.TRAIN is empty: name a dataset to train on")
@@ -66,10 +70,18 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
         raise ConfigError(
             f"{'. '.join(unknown)}. Register each, for example with --coco NAME JSON IMAGE_DIR"
         )
+    lacks_annotations = False
+    missing: dict[str, list[str]] = {}
     for key, name in named:
-        json_file = MetadataCatalog.get(name).get("json_file")
-        if json_file and not PathManager.isfile(json_file):
-            raise DataError(
-                f"{key} {name}: the annotation file {json_file} does not exist. Built-in "
-                "datasets are looked for in the folder that DETECTRON2_DATASETS names"
-            )
+        metadata = MetadataCatalog.get(name)
+        for part in _FILES:
+            path = metadata.get(part)
+            if path and not PathManager.exists(path):
+                missing.setdefault(f"{key} {name}", []).append(path)
+                lacks_annotations |= part in _ANNOTATIONS
+    if lacks_annotations:  # images alone may be elsewhere, by absolute paths
+        lists = [f"{name}: {', '.join(paths)}" for name, paths in missing.items()]
+        raise DataError(
+            f"files of the datasets do not exist. {'. '.join(lists)}. Built-in datasets are looked "
+            "for in the folder that DETECTRON2_DATASETS names, ./datasets by default"
+        )

@@ -2,8 +2,13 @@
 """Trained models as TorchScript or ONNX files, checked against the model itself."""
 
 import importlib.util
+import os
+import sys
+import textwrap
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
@@ -56,19 +61,21 @@ def export(model: nn.Module, image: torch.Tensor, to: Path) -> str:
     try:
         with whole_file(to) as file, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the tracer, about values that may not change
+            device = _device_of(adapter)
+            eager = [_instances(adapter, adapter(pixels.to(device))) for pixels in (image, part)]
+            if not len(eager[0]):
+                raise ValueError("the model finds no objects in --input: name an image with some")
             run = (_onnx if to.suffix == ".onnx" else _torchscript)(adapter, image, file)
-            number = 0
-            distance = 0.0
-            for pixels in (image, part):
-                eager = _instances(adapter, adapter(pixels.to(_device_of(adapter))))
-                number += len(eager)
-                distance = max(distance, _distance(eager, _instances(adapter, run(pixels))))
+            found = [_instances(adapter, run(pixels)) for pixels in (image, part)]
+            distance = max(map(_distance, eager, found))
     except Exception as e:  # the tracer and the exporter have errors of all kinds
-        text = " ".join(str(e).split())[:200]
+        reason = str(e) or traceback.extract_tb(e.__traceback__)[-1].line  # of an assertion
+        text = textwrap.shorten(str(reason), 200, placeholder=" ...")
         raise ConfigError(
             f"this {type(model).__name__} cannot be exported as {to.suffix} "
             f"({type(e).__name__}: {text})"
         ) from e
+    number = sum(map(len, eager))
     return f"{number} objects in 2 images, boxes within {distance:.3f} pixels of the model's"
 
 
@@ -98,23 +105,45 @@ def _torchscript(adapter: Any, image: torch.Tensor, file: Any) -> Callable[..., 
 def _onnx(adapter: Any, image: torch.Tensor, file: Any) -> Callable[..., Outputs]:
     import onnxruntime
 
-    torch.onnx.export(
-        adapter.cpu(),
-        (image,),
-        file.name,
-        input_names=["image"],
-        dynamic_axes={"image": {1: "height", 2: "width"}},
-        opset_version=_OPSET,
-        dynamo=False,  # torch.export does not take the data-dependent shapes of detectors
-    )
+    with _without_output():  # where it fails, C++ prints the graph: thousands of lines
+        torch.onnx.export(
+            adapter.cpu(),
+            (image,),
+            file.name,
+            input_names=["image"],
+            dynamic_axes={"image": {1: "height", 2: "width"}},
+            opset_version=_OPSET,
+            dynamo=False,  # torch.export does not take the data-dependent shapes of detectors
+        )
     session = onnxruntime.InferenceSession(file.name, providers=["CPUExecutionProvider"])
     return lambda pixels: tuple(map(torch.from_numpy, session.run(None, {"image": pixels.numpy()})))
 
 
+@contextmanager
+def _without_output() -> Iterator[None]:
+    """Drop what the process prints, also from C++."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [(stream, os.dup(stream)) for stream in (1, 2)]
+    with open(os.devnull, "w") as nowhere:
+        for stream, _ in kept:
+            os.dup2(nowhere.fileno(), stream)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream, copy in kept:
+            os.dup2(copy, stream)
+            os.close(copy)
+
+
 def _instances(adapter: Any, outputs: Outputs) -> Instances:
     (result,) = adapter.outputs_schema(outputs)
-    instances: Instances = result["instances"].to("cpu")
-    return instances
+    instances = result.get("instances")
+    if not isinstance(instances, Instances):
+        raise ValueError("its result is not a list of objects alone")
+    return instances.to("cpu")
 
 
 def _distance(eager: Instances, other: Instances) -> float:

@@ -90,7 +90,10 @@ class FilePrediction:
             for number, image in enumerate(read_images(file, image_format)):
                 image_id = len(self.images) + 1
                 began = time.perf_counter()
-                found = self._predictor(image, image_id)
+                try:
+                    found = self._predictor(image, image_id)
+                except DataError as e:
+                    raise DataError(f"{file} is left out: {e}") from e
                 self.seconds += time.perf_counter() - began
                 name = f"{file.name}#{number}" if pictures.is_video else file.name
                 height, width = image.shape[:2]

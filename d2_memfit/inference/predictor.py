@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ..engine.resuming import MemfitCheckpointer
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, DataError
 from ..job import Job
 from .grid import Grid
 from .merge import Detection, SeamMerger, found_in_tile
@@ -29,14 +29,14 @@ _MERGE_IOU = 0.5
 
 
 def weights_of(config_file: str, configured: str, given: Optional[str]) -> str:
-    """The trained weights: those given, the last ones beside a training's config, or MODEL.WEIGHTS.
+    """The trained weights: those given, the last checkpoint beside the config, or MODEL.WEIGHTS.
 
     Raises:
         ConfigError: there are none.
     """
     folder = Path(config_file).parent
-    last = folder / "last_checkpoint"  # the name of the last file, final or not
-    names = ["model_final.pth", *(last.read_text().splitlines() if last.is_file() else [])]
+    last = folder / "last_checkpoint"  # which a run that went on after its end has, too
+    names = [*(last.read_text().splitlines() if last.is_file() else []), "model_final.pth"]
     beside = [str(folder / name) for name in names if (folder / name).is_file()]
     weights = given or next(iter(beside), configured)
     if not weights:
@@ -105,11 +105,18 @@ class Predictor:
         return [to_coco(detection, image_id) for detection in merged]
 
     def inputs(self, image: NDArray[np.uint8]) -> dict[str, Any]:
-        """The model's input for an image; results have the image's own size."""
-        resized = T.AugInput(image)
-        self._augmentations(resized)
-        pixels = np.ascontiguousarray(resized.image.transpose(2, 0, 1))
+        """The model's input for an image; results have the image's own size.
+
+        Raises:
+            DataError: the image is too thin to be resized.
+        """
         height, width = image.shape[:2]
+        resized = T.AugInput(image)
+        try:
+            self._augmentations(resized)
+        except ValueError as e:  # of Pillow: no pixel would be left
+            raise DataError(f"{width} x {height} pixels cannot be resized ({e})") from e
+        pixels = np.ascontiguousarray(resized.image.transpose(2, 0, 1))
         return {"image": torch.as_tensor(pixels), "height": height, "width": width}
 
     @torch.no_grad()

@@ -60,3 +60,10 @@ def test_training_with_another_file_is_one_line(plan, tmp_path):
     assert result.returncode == 2
     assert f"--certificate {file} is not a file of d2-memfit certify" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_has_no_certificate(plan):
+    file, coco = plan
+    result = run("train", "--eval-only", "--config-file", file, *coco, "--certificate", file)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("error: --certificate is of a training")

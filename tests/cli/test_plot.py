@@ -59,7 +59,10 @@ def test_what_a_run_has_written_is_read(output_dir):
 def test_a_picture_and_a_page_are_made(output_dir, capsys):
     run(output_dir)
     written = f"Written: {output_dir / 'memory.png'}, {output_dir / 'memory.html'}\n"
-    assert capsys.readouterr().out == written
+    next_step = f"d2-memfit plan --config-file {output_dir / 'config.yaml'} --card 6GB"
+    out = capsys.readouterr().out
+    assert out.startswith(written)
+    assert next_step in out.splitlines()[-1]
     assert Image.open(output_dir / "memory.png").size[0] >= 1000
 
 

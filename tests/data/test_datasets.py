@@ -42,9 +42,24 @@ def test_there_must_be_something_to_train_on():
     check_datasets(cfg_with(), eval_only=True)
 
 
-def test_a_builtin_dataset_that_is_not_on_disk_is_named():
-    with pytest.raises(DataError, match=r"instances_train2017\.json does not exist"):
-        check_datasets(cfg_with(("coco_2017_train",)))
+def test_all_files_of_builtin_datasets_that_are_not_on_disk_are_named_at_once():
+    with pytest.raises(DataError) as e:
+        check_datasets(cfg_with(("coco_2017_train",), ("coco_2017_val_panoptic_separated",)))
+    for part in (
+        "DATASETS.TEST coco_2017_val_panoptic_separated: ", "instances_val2017.json, ",
+        "panoptic_val2017.json, ", "coco/panoptic_val2017", "coco/panoptic_stuff_val2017. ",
+        "DATASETS.TRAIN coco_2017_train: ", "instances_train2017.json, ", "coco/train2017. ",
+    ):  # fmt: skip
+        assert part in str(e.value)
+
+
+def test_a_folder_alone_may_be_missing(coins):
+    register_coco("absolute_train", str(coins / "train.json"), "elsewhere")
+    try:
+        check_datasets(cfg_with(("absolute_train",)))
+    finally:
+        DatasetCatalog.remove("absolute_train")
+        MetadataCatalog.remove("absolute_train")
 
 
 def test_keypoints_of_a_users_own_can_be_flipped(coins, tmp_path):

@@ -100,6 +100,23 @@ def test_an_interrupted_run_has_its_last_checkpoint(config, photographs, tmp_pat
     assert str(run / "model_0000004.pth") in capsys.readouterr().err
 
 
+def test_a_run_that_went_on_after_its_end_has_its_last_checkpoint(
+    config, photographs, coins, tmp_path, capsys
+):
+    run = tmp_path / "run"
+    shutil.copytree(config.parent, run)
+    shutil.copy(run / "model_final.pth", run / "model_0000014.pth")
+    (run / "last_checkpoint").write_text("model_0000014.pth")
+    says = f"weights: {run / 'model_0000014.pth'}\n"
+    predict(run / config.name, photographs / "000.png", tmp_path / "found")
+    assert says in capsys.readouterr().err
+    draw = ["draw", "--config-file", run / config.name, "--num-images", "1", "OUTPUT_DIR", run]
+    draw += ["--coco", "drawn_val", coins / "val.json", coins / "val"]
+    main([*map(str, draw)])
+    assert says in capsys.readouterr().err
+    assert (run / "predictions.png").is_file()
+
+
 def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
     config, photographs, tmp_path, capsys
 ):
@@ -107,18 +124,29 @@ def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
     (photographs / "0.png").write_bytes(whole[: len(whole) // 2])
     (photographs / "text.jpg").write_text("no image")
     (photographs / "text.mp4").write_text("no video")
+    Image.new("RGB", (4000, 3)).save(photographs / "thin.png")
     with pytest.raises(SystemExit) as e:
         predict(config, photographs, tmp_path / "found")
     assert e.value.code == 3
     printed = capsys.readouterr()
     for name in ("/0.png", "text.jpg", "text.mp4"):
         assert sum(f"{name} cannot be read" in line for line in printed.err.splitlines()) == 1
-    assert "3 of 5 files were left out" in printed.err
+    assert "thin.png is left out: 4000 x 3 pixels cannot be resized (height and width must be" in printed.err
+    assert "4 of 6 files were left out" in printed.err
     assert f"--input {photographs / '000.png'} --output model.ts" in printed.out
     assert "2 images" in printed.out
     assert {r["image_id"] for r in results_of(tmp_path / "found")} == {1, 2}
     pictures = sorted(p.name for p in (tmp_path / "found" / "pictures").iterdir())
     assert pictures == ["000.png", "001.png"]
+
+
+def test_images_that_are_read_as_white_are_told(config, photographs, tmp_path, capsys):
+    deep = np.asarray(Image.open(photographs / "000.png").convert("L")).astype(np.uint16) * 257
+    Image.fromarray(deep).save(photographs / "deep.png")
+    predict(config, photographs, tmp_path / "found")
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "more than 8 bits" in x]
+    assert line.startswith("1 of 3 opened images")
+    assert "deep.png, mode I" in line
 
 
 def test_a_short_video_that_was_cut_is_told(config, photographs, tmp_path, capsys):
