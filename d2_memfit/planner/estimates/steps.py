@@ -28,7 +28,7 @@ from ..dry_run import (
     detect_most,
     make_fake,
     noted_calls,
-    worst_proposals,
+    worst_case,
 )
 from ..stand_ins import casts_of_cuda, compiled_operators, cuda_as_cpu, fast_matching
 
@@ -85,7 +85,7 @@ def iterate(
     """
     for batch in micro_batches:
         yield "forward"
-        with worst_proposals(model, note), precision.autocast():
+        with worst_case(model, note), precision.autocast():
             loss: Any = sum(losses_of(model, batch, loss_fn).values())
         yield "backward"
         precision.backward(loss * (1 / len(micro_batches)))
@@ -114,7 +114,7 @@ def infer(
     """Run an evaluation's forward with the most proposals and detections possible."""
     model.eval()
     ready = ready_to_evaluate(model, job.cfg, announce=False)
-    with torch.no_grad(), ready, worst_proposals(model, note):
+    with torch.no_grad(), ready, worst_case(model, note):
         detect_most(model, batch, note)
 
 
