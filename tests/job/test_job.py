@@ -19,7 +19,7 @@ from torch import nn
 from d2_memfit import Job, MemfitMixin, estimate_memory
 from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import cfg_of_lazy, overrides_of, with_overrides
+from d2_memfit.job import WorstCase, cfg_of_lazy, overrides_of, with_overrides
 
 pytestmark = pytest.mark.slow
 
@@ -154,6 +154,19 @@ def test_a_lazy_config_is_a_job_with_its_own_optimizer_mapper_and_batch():
     assert isinstance(instantiate(cfg.model), nn.Module)
 
 
+def test_the_size_of_a_lazy_configs_images_can_be_chosen():
+    job = Job.from_lazy(lazy_config(), 1, batch=WorstCase((48, 80), 5))
+    (image,) = job.training_batch(1)
+    assert image["image"].shape[1:] == (48, 80)
+    assert len(image["instances"]) == 5
+    (image,) = job.evaluation_batch()
+    assert image["image"].shape[1:] == (48, 80)
+    cfg = lazy_config()
+    del cfg.dataloader.test.mapper.augmentations
+    with pytest.raises(ConfigError, match=r"dataloader.test.mapper.augmentations is missing"):
+        Job.from_lazy(cfg, 1, batch=WorstCase((48, 80), 5)).training_batch()
+
+
 def test_a_lazy_config_is_estimated():
     e = estimate_memory(lazy_config(), device="cuda")
     assert e.evaluation_gb > 0
@@ -195,6 +208,8 @@ def test_pieces_are_a_job_and_a_job_is_a_trainer():
     assert estimate_memory(job, device="cuda").micro_batch_size == 2
     with pytest.raises(ConfigError, match=r"made from pieces has no key INPUT.MASK_FORMAT"):
         job.with_settings({"INPUT.MASK_FORMAT": "polygon"})
+    with pytest.raises(ConfigError, match="made from pieces resizes its images"):
+        job.with_batch(WorstCase((64, 64), 1)).training_batch()
 
 
 def test_the_mixin_trains_the_job_that_is_planned(tmp_path):
