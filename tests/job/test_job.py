@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Jobs of trainers, of LazyConfigs and of pieces: what is planned is what is trained."""
 
+from dataclasses import replace
+
 import detectron2.data.transforms as T
 import pytest
 import torch
@@ -20,6 +22,7 @@ from d2_memfit import Job, MemfitMixin, estimate_memory
 from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase, cfg_of_lazy, overrides_of, with_overrides
+from d2_memfit.planner.writing import describe_estimate
 
 pytestmark = pytest.mark.slow
 
@@ -137,10 +140,23 @@ def test_a_batch_can_be_given():
     assert [d["image"].shape for d in batch] == [images[i % 2]["image"].shape for i in range(3)]
     assert len({d["image"].data_ptr() for d in batch}) == 3
     assert estimate_memory(cfg, batch=lambda: images).num_instances == len(images[0]["instances"])
-    pairs = Job.from_cfg(cfg, 1, batch=([1, 2], [3, 4])).training_batch()
+    job = Job.from_cfg(cfg, 1, batch=([1, 2], [3, 4]))
+    pairs = job.training_batch()
     assert pairs == ([1, 2, 1], [3, 4, 3])
+    assert job.batches.num_instances is None
     with pytest.raises(ConfigError, match="batch must be a list with an item for each image"):
         Job.from_cfg(cfg, 1, batch=7).training_batch()
+
+
+def test_objects_of_a_given_batch_are_those_of_its_most_crowded_image():
+    targets = [{"labels": torch.ones(num)} for num in (2, 5, 3)]
+    images = [torch.ones(3, 8, 8)] * 3
+    assert Job.from_cfg(tiny_cfg("faster_rcnn"), batch=(images, targets)).batches.num_instances == 5
+    estimate = estimate_memory(tiny_cfg("faster_rcnn"), device="cuda")
+    assert f"{estimate.num_instances} instances" in describe_estimate(estimate)
+    unknown = describe_estimate(replace(estimate, num_instances=None))
+    assert "pixels\n" in unknown
+    assert "instances in the most crowded" not in unknown
 
 
 def test_a_lazy_config_is_a_job_with_its_own_optimizer_mapper_and_batch():

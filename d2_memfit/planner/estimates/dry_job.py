@@ -34,7 +34,7 @@ class MemoryEstimate:
         accumulation_steps: batches of the loader in one iteration.
         image_size: height and width in pixels to which the largest micro-batch is padded.
         num_instances: annotated objects in the most crowded image. With label images alone, the
-            classes in it.
+            classes in it. None if a given batch has no field for them.
         assumptions: unknown facts, each with the value assumed for it.
         at_least: parts of the job whose largest size is not known. If there are any, the job may
             need more than these numbers say.
@@ -69,7 +69,7 @@ class MemoryEstimate:
     micro_batch_size: int
     accumulation_steps: int
     image_size: tuple[int, int]
-    num_instances: int
+    num_instances: Optional[int]
     assumptions: tuple[str, ...]
     at_least: tuple[str, ...]
     peak_allocated_gb: float
