@@ -123,6 +123,8 @@ class Item:
             raise MemfitError(f"a project is measured in a checkout: there is no {file}")
         if file.suffix == ".py":
             cfg = LazyConfig.load(str(file))
+            if settings.pop("DATASETS.TEST", None) is not None:
+                cfg.dataloader.test = None
             case = scale.case
             if case is None:
                 overrides = [f"model.backbone.{override}" for override in _VIT_B]
