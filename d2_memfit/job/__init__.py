@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The description of a training job, from a config, a trainer class, a LazyConfig or pieces."""
 
-from .batches import GivenBatches, is_image, padded_area, size_of, tensors_of
+from .batches import GivenBatches, is_image, objects_in, padded_area, size_of, tensors_of
 from .checked_loader import checked_loader, checked_test_loaders
 from .job import Job
 from .largest_images import Size, WorstCase, boxes_anywhere, rotated
@@ -28,6 +28,7 @@ __all__ = [
     "is_image",
     "load_lazy_config",
     "losses_of",
+    "objects_in",
     "overrides_of",
     "padded_area",
     "projects_of",

@@ -4,7 +4,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import torch
 from detectron2.structures import Instances
@@ -16,12 +16,14 @@ __all__ = [
     "copy_of",
     "is_image",
     "need_of",
+    "objects_in",
     "padded_area",
     "size_of",
     "tensors_of",
 ]
 
 _LARGE_BYTES = 2**20  # larger tensors are not read by value in a dry run
+_TARGETS = ("instances", "labels", "class_labels", "boxes")  # fields of an image's objects
 _PIXELS = (torch.uint8, torch.float32, torch.float16)  # others are labels, masks among them
 
 
@@ -32,7 +34,8 @@ class GivenBatches:
         batch: a list with one item per image, a tuple of such lists, or a function that makes one
             of them. A larger micro-batch repeats the items.
 
-    Attributes and methods are those of :class:`~.mapped.MappedBatches`.
+    Attributes and methods are those of :class:`~.mapped.MappedBatches`. ``num_instances`` is None
+    if the images have no field of objects.
     """
 
     assumptions: tuple[str, ...] = ()
@@ -49,9 +52,8 @@ class GivenBatches:
                     "batch must be a list with an item for each image, or a tuple of such lists, "
                     f"got {type(images).__name__}"
                 )
-        first = lists[0][0]
-        instances = first.get("instances", ()) if isinstance(first, dict) else ()
-        self.num_instances = len(instances)
+        nums = [objects_in(image) for images in lists for image in images]
+        self.num_instances = max((num for num in nums if num is not None), default=None)
 
     def training(self, num_images: int, crosses_batches: bool = False) -> Any:
         if isinstance(self._batch, tuple):
@@ -77,6 +79,20 @@ def copy_of(data: Any) -> Any:
     copies = {id(t): torch.zeros_like(t) for t in large if is_image(t)}
     copies |= {id(t): _copied(t) for t in large if t.dtype is torch.bool}
     return copy.deepcopy(data, copies)
+
+
+def objects_in(image: Any) -> Optional[int]:
+    """Number of annotated objects of an image: its instances, or targets of another kind.
+
+    None if it has no field for them.
+    """
+    fields = [name for name in _TARGETS if isinstance(image, dict) and name in image]
+    if not fields:
+        return None
+    target = image[fields[0]]
+    if isinstance(target, Instances) and not target.get_fields():
+        return 0  # without fields they have no length
+    return len(target) if hasattr(target, "__len__") else 0
 
 
 def is_image(tensor: torch.Tensor) -> bool:

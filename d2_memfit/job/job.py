@@ -38,11 +38,6 @@ __all__ = ["Job"]
 Batches = Union[GivenBatches, MappedBatches]
 
 _WITH_SEM_SEG = ("PanopticFPN", "SemanticSegmentor")
-_SIZES_AS_THEY_ARE = {
-    "INPUT.MIN_SIZE_TRAIN": (0,),
-    "INPUT.MIN_SIZE_TEST": 0,
-    "INPUT.CROP.ENABLED": False,
-}
 
 
 class Job:
@@ -309,7 +304,7 @@ class Job:
         parts, facts = self.parts, self._facts
         if isinstance(self._batch, WorstCase):
             facts = self._batch.image_size, self._batch.num_instances
-            parts = parts.with_settings(_SIZES_AS_THEY_ARE)
+            parts = parts.without_resizing()
         elif self._batch is not None:
             return GivenBatches(self._batch)
         if parts.has_default_loader and not self.cfg.DATASETS.TRAIN:

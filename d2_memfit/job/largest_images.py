@@ -38,7 +38,7 @@ Size = tuple[int, int]  # height and width in pixels
 
 @dataclass(frozen=True)
 class WorstCase:
-    """The largest images as the model of a yacs config gets them.
+    """The largest images as the model gets them.
 
     Attributes:
         image_size: height and width in pixels.

@@ -109,6 +109,15 @@ class LazyParts:
             return self  # they do not concern what it instantiates
         return LazyParts(with_overrides(self.cfg, places))
 
+    def without_resizing(self) -> "LazyParts":
+        """The same parts, whose loaders have no augmentations."""
+        loaders = [name for name in ("train", "test") if self.cfg.dataloader.get(name) is not None]
+        places = [f"dataloader.{name}.mapper.augmentations" for name in loaders]
+        for place in places:
+            if OmegaConf.select(self.cfg, place) is None:
+                raise ConfigError(f"{place} is missing, so a size cannot be chosen: give a batch")
+        return LazyParts(with_overrides(self.cfg, {place: [] for place in places}))
+
 
 def _evaluates(cfg: DictConfig) -> bool:
     return all(cfg.dataloader.get(name) is not None for name in ("test", "evaluator"))

@@ -77,6 +77,11 @@ class TrainerParts:
         changed.freeze()
         return TrainerParts(changed, self.trainer)
 
+    def without_resizing(self) -> "TrainerParts":
+        """The same parts, whose loaders leave images in their sizes."""
+        none = {"MIN_SIZE_TRAIN": (0,), "MIN_SIZE_TEST": 0, "CROP.ENABLED": False}
+        return self.with_settings({f"INPUT.{key}": value for key, value in none.items()})
+
     @property
     def has_default_loader(self) -> bool:
         """Whether Detectron2's own ``DatasetMapper`` makes the batches from a yacs config."""
@@ -148,6 +153,9 @@ class GivenParts:
             if not key.startswith(("MEMFIT.", "SOLVER.AMP.", "SOLVER.ACCUMULATION_STEPS")):
                 raise ConfigError(f"a Job that was made from pieces has no key {key}")
         return self
+
+    def without_resizing(self) -> "GivenParts":
+        raise ConfigError("a Job that was made from pieces resizes its images: give it a batch")
 
 
 Parts = Union[TrainerParts, LazyParts, GivenParts]

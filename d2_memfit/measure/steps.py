@@ -14,7 +14,7 @@ from detectron2.utils.events import EventStorage
 from ..engine import AccumulatingTrainer
 from ..job import Job, RecoveryOptions, WorstCase
 from ..memory import on_host, release_memory
-from ..planner.dry_run import worst_proposals
+from ..planner.dry_run import worst_case
 from ..planner.estimates import build_with_values, infer
 from .injection import seed_all
 from .items import Item, Record, Scale
@@ -58,7 +58,7 @@ class Steps:
         self._num_steps = 0
 
     def step(self) -> None:
-        with EventStorage(), worst_proposals(self.trainer.model, lambda line: None):
+        with EventStorage(), worst_case(self.trainer.model, lambda line: None):
             self.trainer.iter = self._num_steps
             self.trainer.run_step()
         self._num_steps += 1

@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Jobs of trainers, of LazyConfigs and of pieces: what is planned is what is trained."""
 
+from dataclasses import replace
+
 import detectron2.data.transforms as T
 import pytest
 import torch
@@ -19,7 +21,8 @@ from torch import nn
 from d2_memfit import Job, MemfitMixin, estimate_memory
 from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import cfg_of_lazy, overrides_of, with_overrides
+from d2_memfit.job import WorstCase, cfg_of_lazy, overrides_of, with_overrides
+from d2_memfit.planner.writing import describe_estimate
 
 pytestmark = pytest.mark.slow
 
@@ -137,10 +140,23 @@ def test_a_batch_can_be_given():
     assert [d["image"].shape for d in batch] == [images[i % 2]["image"].shape for i in range(3)]
     assert len({d["image"].data_ptr() for d in batch}) == 3
     assert estimate_memory(cfg, batch=lambda: images).num_instances == len(images[0]["instances"])
-    pairs = Job.from_cfg(cfg, 1, batch=([1, 2], [3, 4])).training_batch()
+    job = Job.from_cfg(cfg, 1, batch=([1, 2], [3, 4]))
+    pairs = job.training_batch()
     assert pairs == ([1, 2, 1], [3, 4, 3])
+    assert job.batches.num_instances is None
     with pytest.raises(ConfigError, match="batch must be a list with an item for each image"):
         Job.from_cfg(cfg, 1, batch=7).training_batch()
+
+
+def test_objects_of_a_given_batch_are_those_of_its_most_crowded_image():
+    targets = [{"labels": torch.ones(num)} for num in (2, 5, 3)]
+    images = [torch.ones(3, 8, 8)] * 3
+    assert Job.from_cfg(tiny_cfg("faster_rcnn"), batch=(images, targets)).batches.num_instances == 5
+    estimate = estimate_memory(tiny_cfg("faster_rcnn"), device="cuda")
+    assert f"{estimate.num_instances} instances" in describe_estimate(estimate)
+    unknown = describe_estimate(replace(estimate, num_instances=None))
+    assert "pixels\n" in unknown
+    assert "instances in the most crowded" not in unknown
 
 
 def test_a_lazy_config_is_a_job_with_its_own_optimizer_mapper_and_batch():
@@ -152,6 +168,19 @@ def test_a_lazy_config_is_a_job_with_its_own_optimizer_mapper_and_batch():
     assert max(map(max, sizes)) == 100
     assert "model" not in cfg.optimizer.params  # the config is as before
     assert isinstance(instantiate(cfg.model), nn.Module)
+
+
+def test_the_size_of_a_lazy_configs_images_can_be_chosen():
+    job = Job.from_lazy(lazy_config(), 1, batch=WorstCase((48, 80), 5))
+    (image,) = job.training_batch(1)
+    assert image["image"].shape[1:] == (48, 80)
+    assert len(image["instances"]) == 5
+    (image,) = job.evaluation_batch()
+    assert image["image"].shape[1:] == (48, 80)
+    cfg = lazy_config()
+    del cfg.dataloader.test.mapper.augmentations
+    with pytest.raises(ConfigError, match=r"dataloader.test.mapper.augmentations is missing"):
+        Job.from_lazy(cfg, 1, batch=WorstCase((48, 80), 5)).training_batch()
 
 
 def test_a_lazy_config_is_estimated():
@@ -195,6 +224,8 @@ def test_pieces_are_a_job_and_a_job_is_a_trainer():
     assert estimate_memory(job, device="cuda").micro_batch_size == 2
     with pytest.raises(ConfigError, match=r"made from pieces has no key INPUT.MASK_FORMAT"):
         job.with_settings({"INPUT.MASK_FORMAT": "polygon"})
+    with pytest.raises(ConfigError, match="made from pieces resizes its images"):
+        job.with_batch(WorstCase((64, 64), 1)).training_batch()
 
 
 def test_the_mixin_trains_the_job_that_is_planned(tmp_path):

@@ -7,6 +7,9 @@ from tiny import ROOT
 from d2_memfit import estimate_memory, model_zoo
 from d2_memfit.config import PRESETS, check_config, load_cfg
 from d2_memfit.config.files import detectron2_zoo
+from d2_memfit.job import Job
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import margin_of
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +32,14 @@ def test_a_preset_keeps_the_recipe(name):
         assert cfg.SOLVER[key] == recipe.SOLVER[key]
     assert cfg.MODEL == recipe.MODEL
     assert cfg.INPUT == recipe.INPUT
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_leaves_its_margin_free(name):
+    job = Job.from_cfg(model_zoo.get_config(name), 1)
+    limit = margin_of(job, DeviceModel.load("cuda")).limit_bytes(job.budget_gb * 2**30)
+    _, reserved_gb, outside_gb = job.cfg.MEMFIT.PLAN.PREDICTED_GB
+    assert reserved_gb + outside_gb <= limit / 2**30 + 0.001
 
 
 @pytest.mark.parametrize("model", make_presets.MODELS)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import torch
-from detectron2.structures import Instances
 
 from ...errors import START_HERE, ConfigError, DataError, HostMemoryError
+from ...job import objects_in
 from ...memory import error_line, is_loader_out_of_memory
 from .columns import Row, as_given, columns_of, dataset_dicts, rows_of
 
@@ -237,26 +237,13 @@ def count_images(data: Any) -> int:
 
 
 def count_objects(data: Any) -> int:
-    """Number of annotated objects of a batch: its instances, or targets of another kind."""
-    return sum(map(_length, _targets_of(data)))
+    """Number of annotated objects of a batch."""
+    return sum(objects_in(image) or 0 for image in dataset_dicts(data))
 
 
 def may_have_objects(data: Any) -> bool:
     """Whether a batch has a place for annotated objects, which may be empty."""
-    return any(True for _ in _targets_of(data))
-
-
-def _targets_of(data: Any) -> Iterator[Any]:
-    for image in dataset_dicts(data):
-        keys = [k for k in ("instances", "labels", "class_labels", "boxes") if k in image]
-        if keys:
-            yield image[keys[0]]
-
-
-def _length(target: Any) -> int:
-    if isinstance(target, Instances) and not target.get_fields():
-        return 0  # without fields they have no length
-    return len(target) if hasattr(target, "__len__") else 0
+    return any(objects_in(image) is not None for image in dataset_dicts(data))
 
 
 def images_of(data: Any) -> Optional[list[Any]]:

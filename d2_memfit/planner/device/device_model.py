@@ -60,15 +60,6 @@ class DeviceUse:
     breakdown: Counter[str]
     outside: Counter[str] = field(default_factory=Counter)
 
-    def or_more(self, other: "DeviceUse") -> "DeviceUse":
-        """The one that allocates more, with the memory reserved for either."""
-        larger = max(self, other, key=lambda use: use.allocated_bytes)
-        reserved = max(self.reserved_bytes, other.reserved_bytes)
-        more = reserved - larger.reserved_bytes
-        outside = Counter({"between blocks": more}) + larger.outside
-        total = larger.total_bytes + more
-        return replace(larger, reserved_bytes=reserved, total_bytes=total, outside=outside)
-
 
 @dataclass(frozen=True)
 class DeviceModel:

@@ -16,7 +16,7 @@ from .timeline import (
     Timeline,
     Work,
 )
-from .worst_outputs import detect_most, worst_proposals
+from .worst_outputs import detect_most, worst_case
 
 __all__ = [
     "Allocate",
@@ -36,5 +36,5 @@ __all__ = [
     "make_real",
     "noted_calls",
     "one_line_errors",
-    "worst_proposals",
+    "worst_case",
 ]

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The largest numbers of proposals and detections, in place of those of a dry run."""
+"""The largest numbers of proposals, anchors and detections, in place of those of a dry run."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -8,13 +8,14 @@ from functools import partial, wraps
 from typing import Any, Optional
 
 import torch
+from detectron2.modeling.matcher import Matcher
 from detectron2.structures import Boxes, Instances, RotatedBoxes
 from torch import nn
 
 from ...common.patching import knows_function, replaced_functions, source_files
 from ...job import boxes_anywhere, rotated
 
-__all__ = ["detect_most", "worst_proposals"]
+__all__ = ["detect_most", "worst_case"]
 
 Note = Callable[[str], None]
 _Size = tuple[int, int]  # height and width in pixels
@@ -23,11 +24,15 @@ _OF_BOXES = {"pred_boxes", "scores", "pred_classes"}  # almost no memory
 
 
 @contextmanager
-def worst_proposals(model: nn.Module, note: Note) -> Iterator[None]:
-    """While open, ROI heads get the most proposals possible, enough of them on objects.
+def worst_case(model: nn.Module, note: Note) -> Iterator[None]:
+    """While open, ROI heads get the most proposals possible, and no anchor is ignored.
 
-    ROI heads are known by their place, the attribute ``roi_heads`` of any part of the model. So it
-    does not matter which generator makes the proposals, or how many branches it has.
+    Enough proposals are on objects. ROI heads are known by their place, the attribute ``roi_heads``
+    of any part of the model. So it does not matter which generator makes the proposals, or how many
+    branches it has.
+
+    RetinaNet leaves ignored anchors out of its losses: those that overlap an object, but too little
+    to be matched. An image can have none, so ignored anchors are background.
 
     Args:
         note: called with a line for the user about proposals whose largest number is not known.
@@ -40,11 +45,17 @@ def worst_proposals(model: nn.Module, note: Note) -> Iterator[None]:
         )
         for part in parts
     ]
+    values = [value for part in model.modules() for value in vars(part).values()]
+    labels = [(value, value.labels) for value in values if isinstance(value, Matcher)]
+    for matcher, given in labels:
+        matcher.labels = [max(label, 0) for label in given]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+        for matcher, given in labels:
+            matcher.labels = given
 
 
 def detect_most(model: nn.Module, batch: Any, note: Note = lambda line: None) -> None:

@@ -34,7 +34,7 @@ class MemoryEstimate:
         accumulation_steps: batches of the loader in one iteration.
         image_size: height and width in pixels to which the largest micro-batch is padded.
         num_instances: annotated objects in the most crowded image. With label images alone, the
-            classes in it.
+            classes in it. None if a given batch has no field for them.
         assumptions: unknown facts, each with the value assumed for it.
         at_least: parts of the job whose largest size is not known. If there are any, the job may
             need more than these numbers say.
@@ -69,7 +69,7 @@ class MemoryEstimate:
     micro_batch_size: int
     accumulation_steps: int
     image_size: tuple[int, int]
-    num_instances: int
+    num_instances: Optional[int]
     assumptions: tuple[str, ...]
     at_least: tuple[str, ...]
     peak_allocated_gb: float
@@ -123,7 +123,6 @@ class DryJob:
         margin = margin_of(job, device)
         self.limit_bytes = None if budget_gb is None else margin.limit_bytes(budget_gb * _GB)
         self.expandable_segments = segments_expand(under_budget=budget_gb is not None)
-        self._other: Optional[Timeline] = None  # of training with fewer objects, if that needs more
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         self._like = device.is_gpu, device.foreach
         batches = job.batches
@@ -214,8 +213,7 @@ class DryJob:
 
         Args:
             limit_bytes: limit of the process, within which the memory stays if possible.
-            with_typical: whether to make a dry run with the mean number of objects, too. If it
-                needs more, it is the worst case from then on.
+            with_typical: whether to make a dry run with the mean number of objects, too.
         """
         typical = self.job.batches.typical if with_typical else None
         typical_bytes = None
@@ -255,17 +253,10 @@ class DryJob:
         )
 
     def _typical_bytes(self, batch: Any) -> int:
-        """Peak allocated with a typical micro-batch, which counts from now on if it needs more."""
+        """Peak allocated in training with a typical micro-batch."""
         with one_line_errors():
-            typical = self._train(batch)
-        worst_bytes, typical_bytes = (
-            self.device.use(timeline, None, self.expandable_segments).allocated_bytes
-            for timeline in (self.training, typical)
-        )
-        if typical_bytes > worst_bytes:
-            self._other = typical
-            self._known.clear()
-        return typical_bytes
+            timeline = self._train(batch)
+        return self.device.use(timeline, None, self.expandable_segments).allocated_bytes
 
     def _train(self, batch: Any) -> Timeline:
         accumulates = len(self.job.geometry.micro_batch_sizes()) > 1
@@ -290,9 +281,8 @@ class DryJob:
         return self._uses_of_device(limit_bytes, self.expandable_segments)
 
     def _uses_of_device(self, limit_bytes: Optional[int], expands: bool) -> list[DeviceUse]:
-        timelines = [t for t in (self.training, self.evaluation, self._other) if t is not None]
-        uses = [self.device.use(t, limit_bytes, expands, self.job.ranks) for t in timelines]
-        return uses if self._other is None else [uses[0].or_more(uses.pop()), *uses[1:]]
+        timelines = [t for t in (self.training, self.evaluation) if t is not None]
+        return [self.device.use(t, limit_bytes, expands, self.job.ranks) for t in timelines]
 
     def _other_segments_gb(self) -> Optional[float]:
         if not self.device.is_gpu:

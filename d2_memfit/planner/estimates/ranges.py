@@ -3,9 +3,8 @@
 
 objects
     The estimate has the most crowded images in one batch. A run with the mean number of objects in
-    each image needs less. If the largest number is a guess, the range is as wide upwards. Where
-    fewer objects need more, they are the worst case: each object lets RetinaNet leave some anchors
-    out of its losses.
+    each image needs less; if a model needs more for it, the range goes up to that. If the largest
+    number is a guess, the range is as wide upwards.
 software
     Versions of PyTorch, cuDNN and the driver take other workspaces and keep other tensors. The
     share is chosen on the published rows in docs/PUBLISHED_MEMORY.md that are used for something:
@@ -63,8 +62,9 @@ def widths_of(
         typical_bytes: peak allocated with the mean number of objects; None if it is not known.
         is_guess: whether the largest number of objects is a guess.
     """
-    saved = max(use.allocated_bytes - (typical_bytes or use.allocated_bytes), 0)
-    widths = {"objects": (saved, saved * is_guess)}
+    saved = use.allocated_bytes - (typical_bytes or use.allocated_bytes)
+    below, above = max(saved, 0), max(-saved, 0)
+    widths = {"objects": (below, max(above, below * is_guess))}
     of_software = round(_software_share(device) * use.allocated_bytes)
     between = use.outside["between blocks"] if device.is_gpu else 0
     context = use.outside["context"] + use.outside["loaded kernels"]

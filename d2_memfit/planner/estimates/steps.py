@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import compat
-from ...common.patching import replaced_functions
+from ...common.patching import replaced_functions, source_files
 from ...common.side_work import alone, no_information, unchanged_random_state
 from ...iteration import AveragedWeights, Precision, average_of
 from ...job import Job, LossFn, losses_of, tensors_of
@@ -28,7 +28,7 @@ from ..dry_run import (
     detect_most,
     make_fake,
     noted_calls,
-    worst_proposals,
+    worst_case,
 )
 from ..stand_ins import casts_of_cuda, compiled_operators, cuda_as_cpu, fast_matching
 
@@ -60,6 +60,7 @@ def train(
     """
     precision = job.precision("cpu")
     with _started(job, micro_batches, foreach) as (run, model, optimizer):
+        scripted = _not_optimised(model, precision.dtype)
         if not accumulates:
             optimizer.zero_grad(set_to_none=True)
         with noted_calls(model, run), casts_of_cuda() if like_gpu else nullcontext():
@@ -67,7 +68,24 @@ def train(
             loss_fn = job.parts.loss_fn
             for phase in iterate(model, optimizer, precision, micro_batches, loss_fn, note):
                 run.phase = phase
+    if scripted:
+        _optimised.update(scripted)
+        return train(job, micro_batches, like_gpu, foreach, accumulates)
     return run.timeline
+
+
+def _not_optimised(model: nn.Module, dtype: torch.dtype) -> set[Any]:
+    """Functions of TorchScript that a model's files know, and that no dry run has called.
+
+    PyTorch optimises them after their first call, which has other operators, for each number format
+    of autocast.
+    """
+    values = [value for file in source_files(model.modules()) for value in vars(file).values()]
+    scripted = [value for value in values if isinstance(value, torch.jit.ScriptFunction)]
+    return {(function, dtype) for function in scripted} - _optimised
+
+
+_optimised: set[Any] = set()
 
 
 def iterate(
@@ -85,7 +103,7 @@ def iterate(
     """
     for batch in micro_batches:
         yield "forward"
-        with worst_proposals(model, note), precision.autocast():
+        with worst_case(model, note), precision.autocast():
             loss: Any = sum(losses_of(model, batch, loss_fn).values())
         yield "backward"
         precision.backward(loss * (1 / len(micro_batches)))
@@ -114,7 +132,7 @@ def infer(
     """Run an evaluation's forward with the most proposals and detections possible."""
     model.eval()
     ready = ready_to_evaluate(model, job.cfg, announce=False)
-    with torch.no_grad(), ready, worst_proposals(model, note):
+    with torch.no_grad(), ready, worst_case(model, note):
         detect_most(model, batch, note)
 
 

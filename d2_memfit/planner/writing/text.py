@@ -30,11 +30,12 @@ def describe_batch(estimate: MemoryEstimate) -> list[str]:
     """Lines about the largest batch, about what is not known of it, and about the range."""
     e = estimate
     height, width = e.image_size
+    known = e.num_instances is not None
+    objects = f", {e.num_instances} instances in the most crowded" if known else ""
     lines = [
         f"Each iteration: {e.images_per_gpu} images per GPU x {e.accumulation_steps} steps, "
         f"{e.micro_batch_size} at a time",
-        f"The largest images: {height} x {width} pixels, {e.num_instances} instances in the "
-        "most crowded",
+        f"The largest images: {height} x {width} pixels{objects}",
         *(f"Assumed: {line}" for line in e.assumptions),
         *(f"At least: {line}" for line in e.at_least),
     ]

@@ -6,14 +6,17 @@ import re
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
 from benchmarks.detr_like import add_detr_config
 from detectron2.config import LazyConfig, instantiate
 from detectron2.modeling import META_ARCH_REGISTRY
+from detectron2.modeling.meta_arch import retinanet
 from detectron2.projects.point_rend import add_pointrend_config
 from forks import run_forked
+from fvcore.nn import sigmoid_focal_loss
 from torch import nn
 
 from d2_memfit.config import find_config_file, load_cfg
@@ -151,6 +154,19 @@ def train(cfg):
     job = Job.from_cfg(cfg, 2, batch=CASE)
     batches = [job.training_batch(1)] * 2 if cfg.MEMFIT.MICRO_BATCH else [job.training_batch(2)]
     return steps.train(job, batches)
+
+
+@pytest.mark.parametrize("opts", [[], AMP])
+def test_the_first_dry_run_of_a_process_is_like_later_ones(monkeypatch, opts):
+    """PyTorch optimises RetinaNet's focal loss after its first call."""
+    loss = FunctionType(sigmoid_focal_loss.__code__, sigmoid_focal_loss.__globals__, "loss")
+    loss.__defaults__ = sigmoid_focal_loss.__defaults__
+    loss.__annotations__ = sigmoid_focal_loss.__annotations__
+    monkeypatch.setattr(retinanet, "sigmoid_focal_loss_jit", torch.jit.script(loss))
+    cfg = load_cfg("COCO-Detection/retinanet_R_50_FPN_1x.yaml", [*SMALL, *opts])
+    job = Job.from_cfg(cfg, 1, batch=CASE)
+    first, second, third = (steps.train(job, [job.training_batch(1)]) for _ in range(3))
+    assert first.work == second.work == third.work
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 from torch import nn
 
-from d2_memfit.planner.dry_run import detect_most, worst_proposals
+from d2_memfit.planner.dry_run import detect_most, worst_case
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -59,7 +59,7 @@ def test_roi_heads_get_as_many_as_they_may_and_enough_on_objects(nested):
     batch = images(2)
     calls = seen_by(model.roi_heads)
     whole, argument = (Wrapped(model), (batch, [])) if nested else (model, batch)
-    with worst_proposals(whole, not_to_be_noted), EventStorage():
+    with worst_case(whole, not_to_be_noted), EventStorage():
         whole(argument)
     (_, _, proposals, *_), num = calls[0], model.proposal_generator.post_nms_topk[True]
     quota = round(model.roi_heads.batch_size_per_image * model.roi_heads.positive_fraction)
@@ -75,7 +75,7 @@ def test_more_objects_than_proposals_fill_the_quota_too():
     instances = batch[0]["instances"]
     batch[0]["instances"] = Instances.cat([instances] * 9)
     calls = seen_by(model.roi_heads)
-    with worst_proposals(model, not_to_be_noted), EventStorage():
+    with worst_case(model, not_to_be_noted), EventStorage():
         model(batch)
     found = calls[0][2][0]
     assert len(found) == 4
@@ -102,13 +102,21 @@ def test_all_branches_get_proposals_on_the_objects_of_their_image():
     model.proposal_generator.__class__ = BranchedRPN
     model.roi_heads.__class__ = BranchedHeads
     calls, batch = seen_by(model.roi_heads), images(2)
-    with worst_proposals(model, not_to_be_noted), EventStorage() as storage:
+    with worst_case(model, not_to_be_noted), EventStorage() as storage:
         model(batch)
     proposals, num = calls[0][2], model.proposal_generator.post_nms_topk[True]
     quota = round(model.roi_heads.batch_size_per_image * model.roi_heads.positive_fraction)
     assert [len(p) for p in proposals] == [num] * 6
     assert all(are_objects(p, batch[i % 2]).sum() == quota for i, p in enumerate(proposals))
     assert storage.latest()["roi_head/num_fg_samples"][0] == quota
+
+
+def test_no_anchor_is_ignored():
+    model = tiny_model(tiny_cfg("retinanet"))
+    overlaps = torch.tensor([[0.0, 0.45, 0.6]])
+    with worst_case(model, not_to_be_noted):
+        assert model.anchor_matcher(overlaps)[1].tolist() == [0, 0, 1]
+    assert model.anchor_matcher(overlaps)[1].tolist() == [0, -1, 1]
 
 
 def test_an_evaluation_has_all_that_may_be_detected():
@@ -118,7 +126,7 @@ def test_an_evaluation_has_all_that_may_be_detected():
     model = tiny_model(cfg).eval()
     found = []
     model.register_forward_hook(lambda _, __, output: found.append(output[0]["instances"]))
-    with torch.no_grad(), worst_proposals(model, not_to_be_noted):
+    with torch.no_grad(), worst_case(model, not_to_be_noted):
         model(images(1))
         detect_most(model, images(1), not_to_be_noted)
     nothing, most = found
@@ -152,7 +160,7 @@ def test_proposals_of_other_generators_are_as_many_as_their_limits(training):
     model.proposal_generator = OtherGenerator(LIMITS)
     model.roi_heads.proposal_append_gt = False  # objects have no centers
     calls = seen_by(model.roi_heads)
-    with worst_proposals(model, not_to_be_noted), EventStorage():
+    with worst_case(model, not_to_be_noted), EventStorage():
         model(images(2))
     num = 70 if training else 30
     for p, center in zip(calls[0][2], (0, 3)):  # nothing was found in the first image
@@ -166,7 +174,7 @@ def test_training_without_a_known_limit_has_as_many_proposals_as_are_sampled():
     model.proposal_generator = OtherGenerator({})
     model.roi_heads.proposal_append_gt = False
     calls = seen_by(model.roi_heads)
-    with worst_proposals(model, not_to_be_noted), EventStorage():
+    with worst_case(model, not_to_be_noted), EventStorage():
         model(images(2))
     assert [len(p) for p in calls[0][2]] == [model.roi_heads.batch_size_per_image] * 2
 
@@ -191,7 +199,7 @@ def test_other_proposals_are_left_alone_and_that_is_said_once(case):
         model.proposal_generator.__class__ = Rotated
     calls = []
     model.roi_heads.forward = lambda *args: calls.append(args) or ([], {})
-    with worst_proposals(model, note), EventStorage():
+    with worst_case(model, note), EventStorage():
         for _ in range(2):
             if case == "no list":
                 model.roi_heads(None, None, {"proposals": []}, None)
@@ -239,7 +247,7 @@ class MaskHeads(nn.Module):
 def test_heads_that_only_add_masks_get_as_many_detections_as_there_may_be():
     rcnn = tiny_model(tiny_cfg("mask_rcnn")).eval()
     model = MasksOfDetections(rcnn.backbone, MaskHeads(rcnn.roi_heads)).eval()
-    with torch.no_grad(), worst_proposals(model, not_to_be_noted):
+    with torch.no_grad(), worst_case(model, not_to_be_noted):
         (result,) = model(images(1))
     assert result["instances"].pred_masks.shape[:2] == (30, 1)
 
@@ -253,14 +261,14 @@ def test_precomputed_proposals_are_put_on_objects_too():
         d["proposals"] = Instances(tuple(d["image"].shape[1:]))
         d["proposals"].proposal_boxes = Boxes(torch.tensor([[0.0, 0.0, 5.0, 5.0]] * 40))
         d["proposals"].objectness_logits = torch.zeros(40)
-    with worst_proposals(model, not_to_be_noted), EventStorage():
+    with worst_case(model, not_to_be_noted), EventStorage():
         model(batch)
     assert are_objects(calls[0][2][0], batch[0]).any()
 
 
 def test_a_model_without_roi_heads_is_left_alone():
     model = tiny_model(tiny_cfg("proposal_network"))
-    with worst_proposals(model, not_to_be_noted):
+    with worst_case(model, not_to_be_noted):
         assert not any(m._forward_pre_hooks for m in model.modules())
 
 

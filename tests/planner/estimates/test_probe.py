@@ -17,7 +17,7 @@ from d2_memfit.config import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.dry_run import worst_proposals
+from d2_memfit.planner.dry_run import worst_case
 from d2_memfit.planner.estimates import DryJob, run_for_real
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ def test_a_trainer_has_the_peak_of_a_probe():
         model = build_model(cfg)
         batch = dry_job.job.training_batch()
         trainer = AccumulatingTrainer(model, repeat(batch), build_optimizer(cfg, model), 2)
-        with worst_proposals(model, lambda line: None):
+        with worst_case(model, lambda line: None):
             for _ in range(2):
                 trainer.run_step()
     training = sum(dry_job.training.peak().values())

@@ -76,26 +76,20 @@ def test_a_share_by_hand_is_of_the_budget():
     assert margin.budget_bytes(900) == pytest.approx(1000)
 
 
-def test_fewer_objects_that_need_more_are_the_worst_case():
-    """RetinaNet's losses leave out the anchors that overlap an object by half."""
+def test_the_range_includes_a_typical_batch_that_needs_more():
+    assert widths_of(USE, CUDA, 1010 * MB, is_guess=False)["objects"] == (0, 10 * MB)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4096])
+def test_no_batch_of_retinanet_needs_more_than_the_most_crowded_one(chunk_size):
+    """Its losses leave out the anchors that overlap an object by less than half.
+
+    The allocator's blocks may differ by some hundred kilobytes.
+    """
     cfg = load_cfg("COCO-Detection/retinanet_R_18_FPN_3x")
     cfg.SOLVER.IMS_PER_BATCH = 1
+    cfg.MEMFIT.MATCHING.CHUNK_SIZE = chunk_size
     dry_job = DryJob(Job.from_cfg(cfg, 1, image_size=(480, 640)), CUDA, evaluates=False)
-    crowded = dry_job.estimate()
     estimate = dry_job.estimate(with_typical=True)
     assert estimate.typical_instances < estimate.num_instances
-    assert crowded.peak_allocated_gb < estimate.typical_gb == estimate.peak_allocated_gb
-    assert estimate.device_total_gb >= crowded.device_total_gb
-    assert estimate.peak_reserved_gb >= crowded.peak_reserved_gb
-    assert estimate.widths["objects"] == (0, 0)
-    in_use = sum(estimate.breakdown.values())
-    assert in_use == pytest.approx(estimate.peak_allocated_gb)
-    assert in_use + sum(estimate.outside.values()) == pytest.approx(estimate.device_total_gb)
-
-
-def test_of_two_uses_the_larger_one_has_the_memory_reserved_for_either():
-    fewer = replace(USE, allocated_bytes=990 * MB, reserved_bytes=1050 * MB, total_bytes=1650 * MB)
-    for both in (USE.or_more(fewer), fewer.or_more(USE)):
-        assert both.allocated_bytes == USE.allocated_bytes
-        assert (both.reserved_bytes, both.total_bytes) == (1050 * MB, 1650 * MB)
-        assert both.outside == OUTSIDE + Counter({"between blocks": 20 * MB})
+    assert estimate.typical_gb < 1.001 * estimate.peak_allocated_gb
