@@ -131,7 +131,10 @@ def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
     printed = capsys.readouterr()
     for name in ("/0.png", "text.jpg", "text.mp4"):
         assert sum(f"{name} cannot be read" in line for line in printed.err.splitlines()) == 1
-    assert "thin.png is left out: 4000 x 3 pixels cannot be resized (height and width must be" in printed.err
+    assert (
+        "thin.png is left out: 4000 x 3 pixels cannot be resized (height and width must be"
+        in printed.err
+    )
     assert "4 of 6 files were left out" in printed.err
     assert f"--input {photographs / '000.png'} --output model.ts" in printed.out
     assert "2 images" in printed.out
