@@ -62,10 +62,10 @@ class RfdetrLosses:
         unpadded = all(batch.unpadded)
         images = NestedTensor(torch.stack(batch.images), torch.stack(batch.masks), unpadded)
         outputs = model(images, batch.targets)
-        num_boxes = window_count(sum(len(target["labels"]) for target in batch.targets))
         criterion = self._criterion
-        if not criterion.sum_group_losses:
-            num_boxes = num_boxes * criterion.group_detr
+        groups = 1 if criterion.sum_group_losses else criterion.group_detr
+        num_objects = sum(len(target["labels"]) for target in batch.targets)
+        num_boxes = window_count(num_objects * groups)
         losses = criterion(outputs, batch.targets, num_boxes=num_boxes)
         weights = criterion.weight_dict
         return {name: losses[name] * weights[name] for name in losses if name in weights}
