@@ -51,10 +51,18 @@ _ENVIRONMENT = dict(os.environ)  # before any test has changed it
 
 
 def start_server():
-    """Start what processes of :data:`CONTEXT` are forks of, unless it is there."""
+    """Start what processes of :data:`CONTEXT` are forks of, unless it is there.
+
+    It has no limit of memory that a test has set on its own process.
+    """
     environment = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with mock.patch.dict(os.environ, environment, clear=True):
-        forkserver.ensure_running()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    try:
+        with mock.patch.dict(os.environ, environment, clear=True):
+            forkserver.ensure_running()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 class Forked:
