@@ -142,7 +142,9 @@ class InjectedModule(WindowModule):
             self._inner.__class__, self._inner.injector = InjectedTrainer, self.injector
 
 
-def trained(folder, kind=None, injector=None, precision="32-true", config=None, **options):
+def trained(
+    folder, kind=None, injector=None, precision="32-true", config=None, batches=1, **options
+):
     """Lightning's own loop; without a kind, with rfdetr's own module."""
     model_config, train_config = configs_of(**(config or {}))
     torch.manual_seed(0)
@@ -157,6 +159,7 @@ def trained(folder, kind=None, injector=None, precision="32-true", config=None, 
         accelerator="cpu",
         precision=precision,
         gradient_clip_val=0.1,
+        accumulate_grad_batches=batches,
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -182,8 +185,9 @@ def test_micro_batches_train_what_rfdetr_trains(tmp_path):
         assert values[0] == pytest.approx(values[1], rel=1e-4)
 
 
-def test_an_injected_error_leaves_no_trace(tmp_path):
-    options = {"device": "cpu", "memfit": {"oom": {"policy": "split"}}}
+@pytest.mark.parametrize("kind", ["boxes", pytest.param("masks", marks=pytest.mark.long)])
+def test_an_injected_error_leaves_no_trace(kind, tmp_path):
+    options = {"config": {"kind": kind}, "device": "cpu", "memfit": {"oom": {"policy": "split"}}}
     counting = Injector([10**9])
     trained(tmp_path, InjectedModule, counting, **options)
     num = counting.num_allocations // NUM_STEPS
@@ -197,10 +201,13 @@ def test_an_injected_error_leaves_no_trace(tmp_path):
 
 
 def test_techniques_of_a_plan_are_applied(tmp_path):
-    _, expected, _ = trained(tmp_path, WindowModule, device="cpu")
+    _, expected, plain = trained(tmp_path, WindowModule, device="cpu")
     settings = {"checkpoint": {"modules": ["backbone.0.encoder.*.layer.*"]}}
-    _, actual, _ = trained(tmp_path, WindowModule, device="cpu", memfit=settings)
+    _, actual, ours = trained(tmp_path, WindowModule, device="cpu", memfit=settings)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    path = "model.backbone.0.encoder.encoder.encoder.layer.0"
+    layers = [t.lightning_module.get_submodule(path) for t in (plain, ours)]
+    assert type(layers[0]) is not type(layers[1])  # the second one is recomputed
 
 
 @pytest.mark.long
@@ -218,6 +225,8 @@ def test_bfloat16_is_that_of_lightning(tmp_path):
 def test_settings_that_do_not_go_together_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="rfdetr trains in 64-true, and the job in"):
         trained(tmp_path, WindowModule, device="cpu", precision="64-true")
+    with pytest.raises(ConfigError, match="grad_accum_steps must be 1"):
+        trained(tmp_path, WindowModule, device="cpu", batches=2)
     states = {"optimizer": {"states_8bit": True}}
     with pytest.raises(ConfigError, match="the job changes rfdetr's optimizer"):
         trained(tmp_path, WindowModule, config={"optimizer": "adamw"}, device="cpu", memfit=states)
