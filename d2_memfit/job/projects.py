@@ -36,7 +36,8 @@ def find_function(name: str, option: str = "--project") -> Callable[..., Any]:
     example = _TRAINER if option == "--trainer" else PROJECT
     what = "CLASS" if option == "--trainer" else "FUNCTION"
     module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
+    is_a_path = "/" in module_name or module_name.endswith(".py")
+    if is_a_path or not (module_name and colon and function_name):
         raise ConfigError(f"{option} must be MODULE:{what}, such as {example}, got {name!r}")
     if sys.path[0] != os.getcwd():
         sys.path.insert(0, os.getcwd())

@@ -189,6 +189,7 @@ def test_a_lazy_config_is_planned_and_its_plan_is_a_lazy_config(folder, capsys):
         (["--config-file", "lazy.py", "train.no"], "cannot be overrides of lazy.py"),
         (["--config-file", "tiny.yaml", "--trainer", "project_of_test:T"], "has no class 'T'"),
         (["--config-file", "tiny.yaml", "--trainer", "Trainer"], "--trainer must be MODULE:CLASS"),
+        (["--config-file", "tiny.yaml", "--trainer", "a/b.py:C"], "--trainer must be MODULE:CLASS"),
     ],
 )
 def test_bad_input_is_one_line(folder, capsys, arguments, message):
