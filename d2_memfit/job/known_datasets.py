@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What is assumed of datasets that cannot be read: published facts of those known by name.
+"""Assumptions about datasets that cannot be read: published facts of those known by name.
 
 Largest counts are rarely published, so some counts here are guesses and marked as such. A crowded
 image is taken to have 9 times the objects of a mean one, as in COCO. COCO has a mean of 7 and at

@@ -66,7 +66,7 @@ def markdown(results: Results) -> str:
 
 
 def summary(results: Results) -> Record:
-    """What a card showed, as one line of JSON that can be sent.
+    """The results of a card, as one line of JSON that can be sent.
 
     Each comparison has the median of expected over measured, and the two ends.
     """

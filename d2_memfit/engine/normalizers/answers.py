@@ -35,7 +35,7 @@ _TINY = 1e-12  # the sum of the weights of no element
 
 @dataclass(frozen=True)
 class Totals:
-    """What is counted in a whole window. Without any, each forward is a window of its own.
+    """The counts of a whole window. Without any, each forward is a window of its own.
 
     Args:
         counts: of all ranks; counts of means are of this rank if no batches are accumulated.

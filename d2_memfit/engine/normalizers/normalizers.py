@@ -225,7 +225,7 @@ class Normalizers:
         return again
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned of the model, in plain types. The same run goes on with it."""
+        """The facts learned of the model, in plain types, with which a resumed run goes on."""
         spared = self._pretended.spared if self._pretended is not None else ()
         state = self._known.state_dict()
         return {**state, "spared": sorted(spared)} if state else {}

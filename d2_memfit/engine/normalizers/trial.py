@@ -55,7 +55,7 @@ _DIVIDED = 0.75  # a loss that is divided by a count has about half, if the coun
 
 @dataclass
 class Findings:
-    """What a trial shows, in plain types: other ranks and checkpoints get it.
+    """The result of a trial, in plain types: other ranks and checkpoints get it.
 
     Attributes:
         whole: losses of the images together.

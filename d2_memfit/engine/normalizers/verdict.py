@@ -172,9 +172,9 @@ def published_distance(model: nn.Module, loss: str) -> Published:
 
 
 class Known:
-    """What is known of a model's counts: all ranks have the same, and so has a resumed run.
+    """The facts known of a model's counts: equal on all ranks, and in a resumed run.
 
-    It follows from the findings of trials and from rules that were broken, and from nothing else.
+    They follow from the findings of trials and from rules that were broken, and from nothing else.
 
     Args:
         most_trials: windows that may have a trial.
@@ -205,7 +205,7 @@ class Known:
         return {s for s in used if self.verdict.way == OVER_RANKS or s[0] != sites.SUM}
 
     def count_by_rule(self, site: Site, counts: Counts) -> float:
-        """What a site's rule says of some images."""
+        """The answer of a site's rule for some images."""
         per_object, per_image = self.rules[site]
         return per_object * counts[sites.OBJECTS] + per_image * counts[sites.IMAGES]
 

@@ -346,7 +346,7 @@ def _grouped(received: _Received, size: int) -> Iterator[Any]:
 
 
 def _facts(image: dict[str, Any]) -> tuple[Any, ...]:
-    """What an image is known by, wherever its folder is."""
+    """The key of an image, wherever its folder is."""
     name = image.get("file_name", image.get("image_id"))
     return os.path.basename(str(name)), image.get("height"), image.get("width")
 

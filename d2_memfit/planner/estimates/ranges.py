@@ -95,7 +95,7 @@ def _of_context(device: DeviceModel, context_mb: float) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Margin:
-    """What a plan leaves free: a budget is ``factor`` x the job's limit + ``more_bytes``."""
+    """The margin of a plan: a budget is ``factor`` x the job's limit + ``more_bytes``."""
 
     factor: float
     more_bytes: float = 0.0

@@ -187,8 +187,9 @@ class Trials:
         return [choice.num_images for choice in self._dry_jobs if choice.names == names]
 
     def interpolated_seconds(self, names: Iterable[str], num_images: int) -> Optional[float]:
-        """Of an iteration, without a dry run: so much for each image, and so much for each
-        micro-batch. None if micro-batches of one and of two images were not tried.
+        """Seconds of an iteration, interpolated from micro-batches of one and of two images.
+
+        None if these were not tried.
         """
         if not {1, 2} <= set(self.tried(names)):
             return None
@@ -243,7 +244,7 @@ class Trials:
             return steps.build(self.job)[0]
 
     def usable(self, names: Iterable[str]) -> list[str]:
-        """Those of these techniques with which the model can be built."""
+        """The techniques among these with which the model can be built."""
         likely = [name for name in names if self.is_usable(name)]
         if self._builds(likely):
             return likely

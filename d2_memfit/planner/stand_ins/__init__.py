@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What a dry run has in place of CUDA, autocast, compiled operators and matching."""
+"""A dry run's replacements of CUDA, autocast, compiled operators and matching."""
 
 from .autocast import casts_of_cuda
 from .compiled_operators import compiled_operators

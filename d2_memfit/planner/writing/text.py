@@ -124,7 +124,7 @@ def describe_plan(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> list[str]:
-    """What a user must know before all else: that the plan does not fit, or may not."""
+    """The lines that come before all else: that the plan does not fit, or may not."""
     if not plan.fits:
         return [why_it_does_not_fit(plan), ""]
     if plan.is_tight:
