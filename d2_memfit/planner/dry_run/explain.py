@@ -25,11 +25,14 @@ _NEEDS_GPU = r"(?i:cuda|nvidia|not compiled|not implemented (on|for) .*cpu)|(?<!
 
 
 @contextmanager
-def one_line_errors(assume: Callable[[], Iterable[str]] = tuple) -> Iterator[None]:
+def one_line_errors(
+    assume: Callable[[], Iterable[str]] = tuple, in_evaluation: bool = False
+) -> Iterator[None]:
     """While open, turn an error in a model into one line.
 
     Args:
         assume: gives lines about assumptions, which may be the cause.
+        in_evaluation: whether the model runs as in an evaluation, which a job may leave out.
 
     Raises:
         ConfigError: a model cannot be built, or does not run. The text names the error, the last
@@ -42,8 +45,11 @@ def one_line_errors(assume: Callable[[], Iterable[str]] = tuple) -> Iterator[Non
     except Exception as e:
         text = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
         error = f"{type(e).__name__}: {text}" if text else type(e).__name__
+        where = " in evaluation" if in_evaluation else ""
+        without = '. DATASETS.TEST "()" leaves evaluation out' if in_evaluation else ""
         raise ConfigError(
-            f"the model of this job does not run ({error}, in {_place(e)}). {_advice(e)}"
+            f"the model of this job does not run{where} ({error}, in {_place(e)}). {_advice(e)}"
+            + without
             + "".join(f". Assumed: {line}" for line in _lines(assume))
         ) from e
 
@@ -78,6 +84,8 @@ def _advice(error: Exception) -> str:
         )
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return "A dry run takes addresses and little RAM: lift the limit on them, ulimit -v"
+    if isinstance(error, OSError):
+        return "The model reads or downloads a file while it is built: put the file there"
     if isinstance(error, ModuleNotFoundError):
         return "Install what is missing"
     if re.search(_NEEDS_GPU, str(error)):

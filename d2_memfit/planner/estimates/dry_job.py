@@ -131,8 +131,9 @@ class DryJob:
             self.image_size = size_of(batch)
             self.num_instances = batches.num_instances
             self.training = self._train(batch)
-            self.evaluation = evaluation
-            if evaluation is None and evaluates and job.evaluates:
+        self.evaluation = evaluation
+        if evaluation is None and evaluates and job.evaluates:
+            with one_line_errors(lambda: batches.evaluation_assumptions, in_evaluation=True):
                 self.evaluation = steps.evaluate(job, job.evaluation_batch(), *self._like)
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
         notes = [note for timeline in timelines for note in timeline.notes]

@@ -8,9 +8,9 @@ from d2_memfit.errors import ConfigError, DataError
 from d2_memfit.planner.dry_run import one_line_errors
 
 
-def line_of(run, *args):
-    with pytest.raises(ConfigError) as info, one_line_errors():
-        run(*args)
+def line_of(run, **options):
+    with pytest.raises(ConfigError) as info, one_line_errors(**options):
+        run()
     assert info.value.__cause__ is not None
     assert "\n" not in str(info.value)
     return str(info.value)
@@ -55,6 +55,12 @@ def forward():
         from_file(tmp_path, source, "d2_memfit.planner.estimates.dry_job")()
 
 
+def test_an_evaluation_can_be_left_out():
+    line = line_of(lambda: next(iter([])), in_evaluation=True)
+    assert line.startswith("the model of this job does not run in evaluation (StopIteration, in ")
+    assert line.endswith('. DATASETS.TEST "()" leaves evaluation out')
+
+
 @pytest.mark.parametrize(
     "run", [lambda: {}["sem_seg"], lambda: Instances((2, 2)).gt_ids], ids=["key", "field"]
 )
@@ -81,6 +87,12 @@ def test_what_needs_a_gpu_or_a_compiled_operator(error):
         raise error
 
     assert "build the project's operators, or measure on a GPU, with --probe" in line_of(run)
+
+
+def test_a_file_that_a_model_reads_is_missing():
+    line = line_of(lambda: open("/no/dla34.pth"))
+    assert "FileNotFoundError" in line
+    assert line.endswith("while it is built: put the file there")
 
 
 def test_errors_of_d2_memfit_stay_as_they_are():
