@@ -2,6 +2,7 @@
 """Errors of models as one line."""
 
 import pytest
+import torch
 from detectron2.structures import Instances
 
 from d2_memfit.errors import ConfigError, DataError
@@ -90,7 +91,7 @@ def test_what_needs_a_gpu_or_a_compiled_operator(error):
 
 
 def test_a_file_that_a_model_reads_is_missing():
-    line = line_of(lambda: open("/no/dla34.pth"))
+    line = line_of(lambda: torch.load("/no/dla34.pth"))
     assert "FileNotFoundError" in line
     assert line.endswith("while it is built: put the file there")
 
