@@ -11,9 +11,10 @@ from detectron2.solver import build_optimizer
 from detectron2.utils.events import EventStorage
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer, compat
+from d2_memfit import AccumulatingTrainer, Job, compat
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
+from d2_memfit.planner.estimates import steps
 from d2_memfit.techniques import ShardedOptimizer, apply_techniques, get_technique
 
 pytestmark = pytest.mark.slow
@@ -135,6 +136,13 @@ def test_ranks_that_share_states_make_the_same_steps_with_half_of_them(two_ranks
     for (p, p_bytes, _), (s, s_bytes, _) in zip(plain, shared):
         assert relative_difference(s, p) == 0
         assert 0.4 * p_bytes < s_bytes < 0.6 * p_bytes
+
+
+def test_an_estimate_has_the_largest_share_and_no_gradients_of_the_last_iteration(two_ranks):
+    largest = max(num_bytes for _, num_bytes, _ in two_ranks.run(train_on_rank, ZERO, False))
+    job = Job.from_cfg(cfg_with(*ZERO), ranks=2, batch=images(2, size=256))
+    peak = steps.train(job, [job.training_batch(2)]).peak()
+    assert (peak["optimizer"], peak["gradients"]) == (largest, 0)
 
 
 def test_shared_states_are_saved_whole_and_load_anywhere(two_ranks):
