@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 
 from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.compat import create_ddp_model, without_ddp
+from d2_memfit.engine import build_trainer
 from d2_memfit.job import RecoveryOptions, tensors_of
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.estimates import steps
@@ -146,6 +147,34 @@ def test_both_optimizers_can_step_with_the_gradients_of_one_window():
     torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
 
 
+def job_of(loss_fn, batch, **kwargs):
+    return Job(
+        model=WithCritic,
+        optimizer=lambda model: torch.optim.Adam(model.parameters()),
+        images_per_batch=len(batch[0]),
+        device="cpu",
+        batch=batch,
+        loss_fn=loss_fn,
+        **kwargs,
+    )
+
+
+def test_the_second_trainer_takes_the_model_of_the_first_with_its_techniques():
+    weights = []
+    for modules in ([], ["detector.backbone"]):
+        job = job_of(detector_losses, columns(), memfit={"checkpoint": {"modules": modules}})
+        model = WithCritic()
+        optimizer, critic_optimizer = optimizers_of(model)
+        detector = build_trainer(job, model, data_loader=(), optimizer=optimizer)
+        critic = AccumulatingTrainer(
+            detector.model, (), critic_optimizer, loss_fn=critic_losses, recovery=job.recovery
+        )
+        train([(detector, detector.optimizer), (critic, critic_optimizer)], [columns()] * 2)
+        weights.append(parameters(model))
+    assert hasattr(type(model.detector.backbone), "_extended_class")
+    assert relative_difference(*weights) < 1e-6
+
+
 def on_rank(rank, num_ranks=2):
     """Weights after two iterations of four images, shared by the ranks."""
     model = WithCritic()
@@ -171,14 +200,7 @@ def test_the_estimate_has_the_bytes_of_the_loop():
     batch = columns(2, size=192)
     peaks = []
     for loss_fn in (detector_losses, critic_losses):
-        job = Job(
-            model=WithCritic,
-            optimizer=lambda model: torch.optim.Adam(model.parameters()),
-            images_per_batch=2,
-            device="cpu",
-            batch=batch,
-            loss_fn=loss_fn,
-        )
+        job = job_of(loss_fn, batch)
         dry = steps.train(job, [job.training_batch(2)], like_gpu=False, foreach=False)
         peaks.append(sum(dry.peak().values()))
     with TensorMeter() as meter:
