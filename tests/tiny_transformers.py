@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Tiny detectors of transformers with random weights, one of each family."""
 
+import torch
 from d2_transformers import add_transformers_config
 from d2_transformers.families import FAMILIES
 
@@ -128,3 +129,16 @@ def tiny_transformers_cfg(kind="rf_detr", has_masks=False, **options):
     cfg.TRANSFORMERS.NUM_QUERIES = NUM_QUERIES
     cfg.TRANSFORMERS.OPTIONS = [list(pair) for pair in {**OPTIONS[kind], **options}.items()]
     return cfg
+
+
+def draw_the_same_for_each_row(monkeypatch):
+    """Points of mask losses: the same for all objects, in whichever forward they are."""
+    rand = torch.rand
+
+    def repeated(*size, **kwargs):
+        drawn = rand(*size, **kwargs)
+        generator = torch.Generator().manual_seed(0)
+        row = rand(drawn.shape[1:], generator=generator)
+        return row.expand(drawn.shape).clone() if drawn.dim() > 1 else drawn
+
+    monkeypatch.setattr(torch, "rand", repeated)

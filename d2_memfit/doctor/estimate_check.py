@@ -105,7 +105,7 @@ def _measure(job: Job, batch: list[object]) -> int:
             group["lr"] = 0.0  # random weights would diverge
         precision = job.precision("cpu")
         for _ in range(_ITERATIONS):
-            optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
             with precision.autocast():
                 loss: Any = sum(losses_of(model, batch, job.parts.loss_fn).values())
             precision.backward(loss)

@@ -244,7 +244,7 @@ class AccumulatingTrainer(ResumableTrainer):
             while self._must_run_again(reports):
                 if self._window_start is not None:  # it began
                     self._window_start.restore()
-                self.optimizer.zero_grad(set_to_none=True)
+                self._free_gradients()
                 window.start_over()
                 reports = comm.all_gather(self._attempt(window, storage))
         storage.write()
@@ -345,8 +345,13 @@ class AccumulatingTrainer(ResumableTrainer):
     def _free_old_gradients(self) -> None:
         """Free the last iteration's gradients, once."""
         if self._has_old_gradients:
-            self.optimizer.zero_grad(set_to_none=True)
+            self._free_gradients()
         self._has_old_gradients = False
+
+    def _free_gradients(self) -> None:
+        """Free the optimizer's gradients and the model's, which may have another optimizer's."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
 
     def _report(
         self, window: Window, recovery: Optional[RecoveryReport] = None, found: str = ""

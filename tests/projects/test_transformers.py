@@ -14,7 +14,13 @@ from detectron2.evaluation import inference_on_dataset
 from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
 from tiny import images, parameters, relative_difference, tiny_model
-from tiny_transformers import MODELS, NUM_QUERIES, RESOLUTION, tiny_transformers_cfg
+from tiny_transformers import (
+    MODELS,
+    NUM_QUERIES,
+    RESOLUTION,
+    draw_the_same_for_each_row,
+    tiny_transformers_cfg,
+)
 
 from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.errors import ConfigError
@@ -104,19 +110,6 @@ def test_a_window_has_the_gradient_of_one_forward(kind, has_masks, monkeypatch):
 
 def cut(batch):
     return [[image] for image in batch]
-
-
-def draw_the_same_for_each_row(monkeypatch):
-    """Points of mask losses: the same for all objects, in whichever forward they are."""
-    rand = torch.rand
-
-    def repeated(*size, **kwargs):
-        drawn = rand(*size, **kwargs)
-        generator = torch.Generator().manual_seed(0)
-        row = rand(drawn.shape[1:], generator=generator)
-        return row.expand(drawn.shape).clone() if drawn.dim() > 1 else drawn
-
-    monkeypatch.setattr(torch, "rand", repeated)
 
 
 @EACH_MODEL

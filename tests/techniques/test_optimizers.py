@@ -4,16 +4,22 @@
 import copy
 import itertools
 import sys
+from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
+from detectron2.modeling import build_model
 from detectron2.solver import build_optimizer
 from detectron2.utils.events import EventStorage
+from ranks import Ranks
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer, compat
+from d2_memfit import AccumulatingTrainer, Job, compat
+from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
+from d2_memfit.planner.estimates import steps
 from d2_memfit.techniques import ShardedOptimizer, apply_techniques, get_technique
 
 pytestmark = pytest.mark.slow
@@ -103,6 +109,11 @@ def test_sharding_on_one_rank_is_an_error():
         make(cfg, tiny_model(cfg))
 
 
+def bytes_of_states(optimizer):
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
 def train_on_rank(rank, pairs, clip, state=None, num_iterations=3):
     """Parameters, momentum on this rank in bytes, the whole state dict on rank 0."""
     cfg = cfg_with(*pairs, clip=clip)
@@ -115,14 +126,12 @@ def train_on_rank(rank, pairs, clip, state=None, num_iterations=3):
     ddp = compat.create_ddp_model(model, broadcast_buffers=False, **ddp_options)
     loader = [images(2, first=4 * i + 2 * rank) for i in range(num_iterations)]
     iterate(AccumulatingTrainer(ddp, loader, optimizer), num_iterations)
-    local = getattr(optimizer, "optim", optimizer)
-    tensors = [t for s in local.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    own = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    num_bytes = bytes_of_states(getattr(optimizer, "optim", optimizer))
     if isinstance(optimizer, ShardedOptimizer):
-        assert not own
+        assert not bytes_of_states(optimizer)
         optimizer.consolidate_state_dict()
     state = optimizer.state_dict() if rank == 0 else None
-    return parameters(model), sum(t.nbytes for t in tensors), state
+    return parameters(model), num_bytes, state
 
 
 ZERO = ("MEMFIT.OPTIMIZER.ZERO", True)
@@ -135,6 +144,69 @@ def test_ranks_that_share_states_make_the_same_steps_with_half_of_them(two_ranks
     for (p, p_bytes, _), (s, s_bytes, _) in zip(plain, shared):
         assert relative_difference(s, p) == 0
         assert 0.4 * p_bytes < s_bytes < 0.6 * p_bytes
+
+
+def test_an_estimate_has_the_largest_share_and_no_gradients_of_the_last_iteration(two_ranks):
+    largest = max(num_bytes for _, num_bytes, _ in two_ranks.run(train_on_rank, ZERO, False))
+    job = Job.from_cfg(cfg_with(*ZERO), ranks=2, batch=images(2, size=256))
+    peak = steps.train(job, [job.training_batch(2)]).peak()
+    assert (peak["optimizer"], peak["gradients"]) == (largest, 0)
+
+
+def exchanged_on_rank(rank, pairs):
+    """Bytes that this rank's collectives get in an iteration, and its optimizer's states."""
+    cfg = cfg_with(*pairs)
+    model = tiny_model(cfg)
+    optimizer = make(cfg, model)
+    ddp = compat.create_ddp_model(model, broadcast_buffers=False)
+    trainer = AccumulatingTrainer(ddp, [images(2)], optimizer, micro_batch_size=1)
+    given = Counter()
+
+    def counted(name, function):
+        def call(tensor, *args, **kwargs):
+            given[name] += tensor.nbytes
+            return function(tensor, *args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "broadcast"):
+            patch.setattr(dist, name, counted(name, getattr(dist, name)))
+        iterate(trainer, 1)
+    return dict(given), bytes_of_states(getattr(optimizer, "optim", optimizer))
+
+
+def share_on_rank(rank, cfg):
+    model = build_model(cfg)
+    optimizer = make(cfg, model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    optimizer.step()
+    return bytes_of_states(optimizer.optim)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_keep_and_exchange_what_the_page_on_several_gpus_says(num_ranks):
+    """The shares are those of Mask R-CNN R50-FPN."""
+    ranks = Ranks(num_ranks)
+    cfg = load_cfg("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x")
+    cfg.MODEL.DEVICE, cfg.MODEL.WEIGHTS, cfg.MEMFIT.OPTIMIZER.ZERO = "cpu", "", True
+    cfg.SOLVER.IMS_PER_BATCH = num_ranks
+    try:
+        plain, shared = ranks.run(exchanged_on_rank, ()), ranks.run(exchanged_on_rank, ZERO)
+        shares = ranks.run(share_on_rank, cfg)
+    finally:
+        ranks.stop()
+    trained = [p.nbytes for p in tiny_model(cfg_with()).parameters() if p.requires_grad]
+    assert [given for given, _ in plain] == [{"all_reduce": sum(trained)}] * num_ranks
+    both = {"all_reduce": sum(trained), "broadcast": sum(trained)}
+    assert [given for given, _ in shared] == [both] * num_ranks
+    assert sum(num_bytes for _, num_bytes in shared) == sum(trained)
+    _, optimizer = steps.build(Job.from_cfg(cfg, num_ranks, image_size=(64, 64), num_instances=1))
+    predicted = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+    print(f"{predicted:,} bytes of states predicted for the largest of {shares}")
+    assert predicted == max(shares)
 
 
 def test_shared_states_are_saved_whole_and_load_anywhere(two_ranks):

@@ -108,7 +108,7 @@ def run_for_real(dry_job: DryJob, device: str) -> Iterator[None]:
             precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
         micro_batches = [job.training_batch()] * min(len(job.geometry.micro_batch_sizes()), 2)
         for _ in range(2):  # the second finds the optimizer's states
-            optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
             for _ in steps.iterate(model, optimizer, precision, micro_batches, job.parts.loss_fn):
                 pass
         del micro_batches

@@ -62,7 +62,7 @@ def train(
     with _started(job, micro_batches, foreach) as (run, model, optimizer):
         scripted = _not_optimised(model, precision.dtype)
         if not accumulates:
-            optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
         with noted_calls(model, run), casts_of_cuda() if like_gpu else nullcontext():
             note = run.timeline.notes.append
             loss_fn = job.parts.loss_fn

@@ -30,10 +30,12 @@ def losses_of_columns(model: nn.Module, batch: Any) -> Any:
 
     Losses of this project's families have names, and are divided by the window's objects.
     """
-    inputs = {
-        name: torch.stack(list(column)) if isinstance(column[0], torch.Tensor) else list(column)
-        for name, column in batch._asdict().items()
-    }
+
+    def joined(name: str, column: Any) -> Any:
+        is_stacked = isinstance(column[0], torch.Tensor) and not name.endswith("labels")
+        return torch.stack(list(column)) if is_stacked else list(column)
+
+    inputs = {name: joined(name, column) for name, column in batch._asdict().items()}
     bare: Any = without_ddp(model)
     family = FAMILIES.get(bare.config.model_type)
     return model(**inputs).loss if family is None else losses_by_name(model, family, inputs)

@@ -1,0 +1,210 @@
+# Copyright (c) the d2_memfit developers.
+"""A detector and a critic of its features, each with an optimizer, in a loop of one's own."""
+
+import pytest
+import torch
+from detectron2.utils.events import EventStorage
+from injection import InjectedTrainer, Injector
+from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
+from torch import nn
+from torch.nn.functional import softplus
+
+from d2_memfit import AccumulatingTrainer, Job
+from d2_memfit.compat import create_ddp_model, without_ddp
+from d2_memfit.engine import build_trainer
+from d2_memfit.job import RecoveryOptions, tensors_of
+from d2_memfit.memory import TensorMeter
+from d2_memfit.planner.estimates import steps
+
+pytestmark = pytest.mark.slow
+
+
+class WithCritic(nn.Module):
+    """The critic tells features of labelled images from those of another domain."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.detector = tiny_model(every_anchor_counts(tiny_cfg("proposal_network")), dtype=dtype)
+        self.detector.proposal_generator.predict_proposals = lambda *args: None  # none in float64
+        layers = nn.Conv2d(16, 512, 3, 4, 1), nn.ReLU(), nn.Conv2d(512, 1, 3)
+        self.critic = nn.Sequential(*layers).to(dtype)
+
+    def forward(self, images, detects=True, trains_features=True):
+        if detects:
+            return self.detector(images)
+        with torch.set_grad_enabled(trains_features):
+            features = self.features(images)
+        return self.critic(features)
+
+    def features(self, images):
+        pixels = torch.stack([i["image"] for i in images]).to(self.critic[0].weight.dtype)
+        return self.detector.backbone(pixels / 255)["p2"]
+
+
+def detector_losses(model, batch):
+    labelled, unlabelled = batch
+    scores = model(unlabelled, detects=False)
+    return {**model(labelled), "loss_fool": softplus(-scores).mean()}
+
+
+def critic_losses(model, batch):
+    real, other = (model(b, detects=False, trains_features=False) for b in batch)
+    return {"loss_critic": softplus(-real).mean() + softplus(other).mean()}
+
+
+def reversed_losses(model, batch):
+    """Both halves in one backward: the features are trained against the critic."""
+    labelled, unlabelled = batch
+    features = model.features(unlabelled)
+    reversed_features = 2 * features.detach() - features
+    return {**model(labelled), "loss_critic": softplus(model.critic(reversed_features)).mean()}
+
+
+def columns(num=4, first=0, **kwargs):
+    return images(num, first, **kwargs), images(num, first + 100, **kwargs)
+
+
+def optimizers_of(model):
+    groups = model.detector.parameters(), model.critic.parameters()
+    return [torch.optim.Adam(group, lr=1e-4) for group in groups]
+
+
+def halves_of(model, sizes=(None, None), **options):
+    """The trainer and the optimizer of each half of an iteration."""
+    optimizers = optimizers_of(without_ddp(model))
+    return [
+        (
+            InjectedTrainer(model, (), optimizer, micro_batch_size=size, loss_fn=f, **options),
+            optimizer,
+        )
+        for optimizer, size, f in zip(optimizers, sizes, (detector_losses, critic_losses))
+    ]
+
+
+def train(halves, batches, see=lambda optimizer: None):
+    """The loop of docs/OWN_LOOP.md."""
+    with EventStorage() as storage:
+        for batch in batches:
+            for trainer, optimizer in halves:
+                trainer.accumulate(batch)
+                optimizer.step()
+                see(optimizer)
+            storage.step()
+
+
+def gradients_of(optimizer):
+    return {i: p.grad.clone() for i, p in enumerate(optimizer.param_groups[0]["params"])}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_micro_batches_have_the_gradients_of_the_full_batch(size):
+
+    def gradients(*sizes):
+        seen = []
+        halves = halves_of(WithCritic(torch.float64), sizes)
+        train(halves, [columns(), columns(first=4)], lambda o: seen.append(gradients_of(o)))
+        return seen
+
+    distances = [
+        relative_difference(*pair) for pair in zip(gradients(size, size), gradients(None, None))
+    ]
+    print(f"{max(distances):.0e} from the gradients of the full batch")
+    assert max(distances) < 1e-12
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["detector", "critic"])
+@pytest.mark.parametrize("where", [0.3, 0.9], ids=["forward", "backward"])
+def test_an_injected_error_in_a_half_leaves_no_trace(failing, where):
+    batches = [columns(2), columns(2, first=2)]
+
+    def run(fail_at=(), size=None):
+        model = WithCritic()
+        sizes = [size if half == failing else None for half in (0, 1)]
+        halves = halves_of(model, sizes, recovery=RecoveryOptions())
+        trainer = halves[failing][0]
+        trainer.injector = Injector(fail_at)
+        train(halves, batches)
+        return parameters(model), trainer
+
+    _, counting = run()
+    expected, _ = run(size=1)
+    fail_at = int(counting.injector.num_allocations / len(batches) * where)
+    actual, trainer = run([fail_at])
+    assert (trainer.recovery.oom_events, trainer.window_sizes) == (1, (1, 1))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_both_optimizers_can_step_with_the_gradients_of_one_window():
+    """Those of an earlier window are replaced, whichever optimizer they belong to."""
+    model = WithCritic()
+    optimizers = optimizers_of(model)
+    trainer = AccumulatingTrainer(model, (), optimizers[0], loss_fn=reversed_losses)
+    seen = []
+    with EventStorage():
+        for _ in range(2):
+            trainer.accumulate(columns())
+            seen.append([gradients_of(optimizer) for optimizer in optimizers])
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
+
+
+def job_of(loss_fn, batch, **kwargs):
+    return Job(
+        model=WithCritic,
+        optimizer=lambda model: torch.optim.Adam(model.parameters()),
+        images_per_batch=len(batch[0]),
+        device="cpu",
+        batch=batch,
+        loss_fn=loss_fn,
+        **kwargs,
+    )
+
+
+def test_the_second_trainer_takes_the_model_of_the_first_with_its_techniques():
+    weights = []
+    for modules in ([], ["detector.backbone"]):
+        job = job_of(detector_losses, columns(), memfit={"checkpoint": {"modules": modules}})
+        model = WithCritic()
+        optimizer, critic_optimizer = optimizers_of(model)
+        detector = build_trainer(job, model, data_loader=(), optimizer=optimizer)
+        critic = AccumulatingTrainer(
+            detector.model, (), critic_optimizer, loss_fn=critic_losses, recovery=job.recovery
+        )
+        train([(detector, detector.optimizer), (critic, critic_optimizer)], [columns()] * 2)
+        weights.append(parameters(model))
+    assert hasattr(type(model.detector.backbone), "_extended_class")
+    assert relative_difference(*weights) < 1e-6
+
+
+def on_rank(rank, num_ranks=2):
+    """Weights after two iterations of four images, shared by the ranks."""
+    model = WithCritic()
+    wrapped = create_ddp_model(model, broadcast_buffers=False)
+    num = 4 // num_ranks
+    batches = [columns(num, first=4 * i + num * rank) for i in range(2)]
+    train(halves_of(wrapped, (1, 1), recovery=RecoveryOptions()), batches)
+    return parameters(model)
+
+
+def test_two_ranks_train_what_one_trains(two_ranks):
+    expected = on_rank(0, num_ranks=1)
+    results = two_ranks.run(on_rank)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    moved = relative_difference(expected, parameters(WithCritic()))
+    distance = relative_difference(results[0], expected) / moved
+    print(f"{distance:.0e} of the way of one rank")
+    assert distance < 1e-4
+
+
+def test_the_estimate_has_the_bytes_of_the_loop():
+    """The larger one of the two halves, each with the states of both optimizers."""
+    batch = columns(2, size=192)
+    peaks = []
+    for loss_fn in (detector_losses, critic_losses):
+        job = job_of(loss_fn, batch)
+        dry = steps.train(job, [job.training_batch(2)], like_gpu=False, foreach=False)
+        peaks.append(sum(dry.peak().values()))
+    with TensorMeter() as meter:
+        train(halves_of(WithCritic()), [batch] * 2)
+    computed = meter.peak_bytes + sum(t.nbytes for t in tensors_of(batch))
+    print(f"halves of {peaks[0]:,} and {peaks[1]:,} bytes estimated, {computed:,} computed")
+    assert max(peaks) == pytest.approx(computed, rel=0.005)
