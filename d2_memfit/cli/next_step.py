@@ -62,9 +62,8 @@ def _train(args: argparse.Namespace, of_plan: Sequence[Any], opts: Sequence[str]
     ranks = ["--num-gpus", args.num_gpus] if args.num_gpus > 1 else []
     if args.trainer or args.project:
         script = Path((args.trainer or "").partition(":")[0].replace(".", "/") + ".py")
-        return _line(
-            "python", script if script.is_file() else "YOUR_SCRIPT.py", *of_plan, *ranks, *opts
-        )
+        name = script if script.is_file() else "YOUR_SCRIPT.py"
+        return _line("python", name, *of_plan, *ranks, *data, *opts)
     return _line("d2-memfit", "train", *of_plan, *ranks, *data, *opts)
 
 
@@ -76,9 +75,14 @@ def after_draw(args: argparse.Namespace) -> str:
 
 
 def after_export(file: Path) -> str:
-    """The line after an export."""
-    loads = "torch.jit.load" if file.suffix == ".ts" else "onnxruntime.InferenceSession"
-    return f"Next, load it: {loads}({str(file)!r}); docs/PREDICT.md says what it takes and returns"
+    """The lines after an export."""
+    loads = "import onnxruntime; onnxruntime.InferenceSession"
+    if file.suffix == ".ts":  # torchvision has its operators
+        loads = "import torch, torchvision; torch.jit.load"
+    return (
+        f"Next, load it: {loads}({str(file)!r})\n"
+        "docs/PREDICT.md says what the model takes and returns"
+    )
 
 
 def after_plot(run: Path) -> str:

@@ -2,6 +2,7 @@
 """Config keys and values from the options --card and --coco."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
@@ -116,6 +117,9 @@ def settings_of_data(
         trains = name in cfg.DATASETS.TRAIN and not eval_only
         if trains or name in cfg.DATASETS.TEST:
             folder = image_dir if reads_images else None
+            if not reads_images and not Path(image_dir).is_dir():
+                why = f"{image_dir} does not exist here: a training needs the images of {name}"
+                settings.append(Setting("", None, why))
             needs_objects = trains and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
             file = check_coco_file(name, json_file, folder, needs_objects, progress)
             train += [file] if trains else []

@@ -25,6 +25,7 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.engine import default_argument_parser, default_setup, hooks
 from detectron2.evaluation import DatasetEvaluator, verify_results
+from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
@@ -283,6 +284,8 @@ def _train(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer])
     """Train; return the file of the last checkpoint."""
     trainer = trainer_class(cfg)
     trainer.resume_or_load(resume=args.resume)
+    if not cfg.MODEL.WEIGHTS and not trainer.start_iter and comm.is_main_process():
+        _warn_of_frozen_norms(trainer.model)
     if args.certificate:
         from ..certificate import follow
 
@@ -318,6 +321,16 @@ def _warn_of_batch(args: argparse.Namespace, cfg: CfgNode, add_keys: AddKeys = (
         solver.BASE_LR,
         solver.BASE_LR * factor,
     )
+
+
+def _warn_of_frozen_norms(model: torch.nn.Module) -> None:
+    """Warn of random weights behind norms that are frozen, and so normalise nothing."""
+    if any(isinstance(module, FrozenBatchNorm2d) for module in model.modules()):
+        logger.warning(
+            "MODEL.WEIGHTS is empty, and frozen batch norm does not normalise the activations of "
+            "random weights, so training is likely to diverge. Name weights, or set "
+            "MODEL.RESNETS.NORM GN (BN for a light backbone) and MODEL.BACKBONE.FREEZE_AT 0"
+        )
 
 
 def _fitted(cfg: CfgNode, trainer: type[Trainer]) -> CfgNode:

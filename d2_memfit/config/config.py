@@ -307,6 +307,8 @@ def _explained(cfg: CN, where: str = "") -> Iterator[None]:
             text = f"its _BASE_ {e.filename} does not exist"
         if mismatch:
             text = f"{mismatch[3]} must be of type {mismatch[1]}, got {mismatch[2]}"
+            if mismatch[1] == "tuple":
+                text += """. Write "(800,)" for one number, "('my_train',)" for one name"""
         raise kind(where + text) from e
     except RecursionError as e:
         raise ConfigError(f"{where}its _BASE_ leads back to itself, or too far") from e
@@ -315,7 +317,8 @@ def _explained(cfg: CN, where: str = "") -> Iterator[None]:
 
 
 def _no_such_key(key: str, cfg: CN) -> str:
-    return f"there is no config key {key}{did_you_mean(key, sorted(set(keys_of(cfg)) - {key}))}"
+    known = sorted(set(keys_of(cfg)) - {key})
+    return f"there is no config key {key}{did_you_mean(key.upper(), known)}"
 
 
 def _add_missing(cfg: CN, defaults: CN) -> None:

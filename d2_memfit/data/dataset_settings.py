@@ -17,7 +17,7 @@ __all__ = ["Setting", "check_classes", "classes_of_model", "fit_to_data", "goes_
 
 # These models learn from labels of every pixel, which a COCO file does not have.
 _LEARN_FROM_PIXELS = ("PanopticFPN", "SemanticSegmentor", "PanopticDeepLab")
-# The key with the number of classes, by Detectron2's meta architectures; "" if there is none.
+# The key with the number of classes, by meta architectures; "" if there is none.
 _CLASS_KEYS = {
     "GeneralizedRCNN": "MODEL.ROI_HEADS.NUM_CLASSES",
     "PanopticFPN": "MODEL.ROI_HEADS.NUM_CLASSES",
@@ -25,6 +25,7 @@ _CLASS_KEYS = {
     "ProposalNetwork": "",
     "SemanticSegmentor": "",
     "PanopticDeepLab": "",
+    "TransformersDetector": "MODEL.ROI_HEADS.NUM_CLASSES",  # of projects/Transformers
 }
 _COCO_KEYPOINTS = 17  # pycocotools knows their sigmas
 _SHOWN = 5  # names in a message

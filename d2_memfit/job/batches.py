@@ -31,8 +31,8 @@ class GivenBatches:
     """Batches from images that the user gives.
 
     Args:
-        batch: a list with one item per image, a tuple of such lists, or a function that makes one
-            of them. A larger micro-batch repeats the items.
+        batch: a list with one item per image, a tuple of such lists or of tensors with one row per
+            image, or a function that makes one of them. A larger micro-batch repeats the items.
 
     Attributes and methods are those of :class:`~.mapped.MappedBatches`. ``num_instances`` is None
     if the images have no field of objects.
@@ -47,10 +47,12 @@ class GivenBatches:
         self._batch = batch() if callable(batch) else batch
         lists = self._batch if isinstance(self._batch, tuple) else (self._batch,)
         for images in lists:
-            if not isinstance(images, Sequence) or isinstance(images, str) or not len(images):
+            is_column = isinstance(images, torch.Tensor) and isinstance(self._batch, tuple)
+            is_list = isinstance(images, Sequence) and not isinstance(images, str)
+            if not (is_list or (is_column and images.dim())) or not len(images):
                 raise ConfigError(
-                    "batch must be a list with an item for each image, or a tuple of such lists, "
-                    f"got {type(images).__name__}"
+                    "batch must be a list with an item for each image, or a tuple of such lists or "
+                    f"tensors, got {type(images).__name__}"
                 )
         nums = [objects_in(image) for images in lists for image in images]
         self.num_instances = max((num for num in nums if num is not None), default=None)
@@ -69,8 +71,11 @@ class GivenBatches:
         return batch
 
 
-def _take(images: Sequence[Any], num: int) -> list[Any]:
-    return [copy_of(images[i % len(images)]) for i in range(num)]
+def _take(images: Union[Sequence[Any], torch.Tensor], num: int) -> Any:
+    indices = [i % len(images) for i in range(num)]
+    if isinstance(images, torch.Tensor):
+        return copy_of(images[indices])
+    return [copy_of(images[i]) for i in indices]
 
 
 def copy_of(data: Any) -> Any:

@@ -122,6 +122,7 @@ def test_the_data_say_classes_and_schedule(coins, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "From the data: MODEL.ROI_HEADS.NUM_CLASSES 1: the categories of plan_train" in printed
     assert "From the data: SOLVER.MAX_ITER 4160: a fine-tuning on 64 images, 1 in each" in printed
+    assert "images does not exist here: a training needs the images of plan_train" in printed
     planned = load_cfg(str(plan_file))
     assert planned.DATASETS.TRAIN == ("plan_train",)
     assert planned.DATASETS.TEST == ("plan_val",)

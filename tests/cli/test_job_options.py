@@ -4,6 +4,7 @@
 import json
 import re
 import sys
+from argparse import Namespace
 
 import pytest
 from detectron2.config import LazyConfig
@@ -12,6 +13,7 @@ from tiny import ROOT, tiny_cfg
 
 from d2_memfit import Job, fit_config
 from d2_memfit.cli.commands import main
+from d2_memfit.cli.next_step import after_plan
 from d2_memfit.config import load_cfg
 
 pytestmark = pytest.mark.slow
@@ -105,6 +107,15 @@ def folder(tmp_path, monkeypatch):
 def answer(capsys, *arguments):
     main([*arguments, "--json", "MODEL.DEVICE", "cpu"])
     return json.loads(capsys.readouterr().out)
+
+
+def test_the_script_that_trains_a_plan_gets_its_data(folder):
+    data = ["--coco", "my_train", "train.json", "images/"]
+    args = Namespace(output="plan.yaml", coco=[data[1:]], num_gpus=1, project=[])
+    for trainer, script in (("train_net:Trainer", "train_net.py"), ("a.b:C", "YOUR_SCRIPT.py")):
+        args.trainer = trainer
+        command = ["python", script, "--config-file", "plan.yaml", *data]
+        assert after_plan(args).splitlines()[-1].split() == command
 
 
 def test_the_optimizer_of_a_trainer_counts(folder, capsys):

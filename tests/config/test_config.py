@@ -56,6 +56,8 @@ def test_a_dumped_config_is_loaded_again(tmp_path):
             r"no config key MEMFIT\.MICROBATCH \(did you mean MEMFIT\.MICRO_BATCH",
         ),
         (["MEMFIT.NO.SUCH", "2"], r"no config key MEMFIT\.NO"),
+        (["solver.ims_per_batch", "2"], r"key solver\.\w+ \(did you mean SOLVER\.IMS_PER_BATCH"),
+        (["INPUT.MIN_SIZE_TRAIN", "640"], r"must be of type tuple, got 640\. Write \"\(800,\)\""),
         (
             ["SOLVER.ACCUMULATION_STEPS", "2.5"],
             r"SOLVER\.ACCUMULATION_STEPS must be of type int, got 2\.5",

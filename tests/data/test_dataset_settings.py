@@ -61,6 +61,14 @@ def test_keys_of_a_project_get_it_too(file_of):
     assert "MODEL.ROI_HEADS.NUM_CLASSES" not in settings(cfg, [file_of()])
 
 
+def test_models_of_transformers_have_the_key_of_the_heads(file_of):
+    cfg = get_cfg()
+    cfg.MODEL.META_ARCHITECTURE = "TransformersDetector"
+    notes = fit_to_data(cfg, [file_of(two_classes)], [], ())
+    assert {s.key: s.value for s in notes}["MODEL.ROI_HEADS.NUM_CLASSES"] == 2
+    assert not any("Set the key" in str(s) for s in notes)
+
+
 def test_where_the_key_is_not_known_it_is_said(file_of):
     cfg = get_cfg()
     cfg.MODEL.META_ARCHITECTURE = "MyModel"

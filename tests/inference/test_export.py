@@ -1,4 +1,7 @@
 # Copyright (c) the d2_memfit developers.
+import subprocess
+import sys
+
 import pytest
 import torch
 from detectron2.engine import DefaultPredictor
@@ -28,6 +31,8 @@ def test_torchscript_finds_what_the_model_finds(family, photograph, tmp_path, ca
     export(config, photograph, tmp_path / "model.ts")
     printed = capsys.readouterr().out
     assert printed.startswith(f"Written: {tmp_path / 'model.ts'} (20 objects in 2 images")
+    code = printed.splitlines()[1].removeprefix("Next, load it: ")
+    subprocess.run([sys.executable, "-c", code], check=True)
     cfg = load_cfg(str(config))
     cfg.MODEL.WEIGHTS = str(config.parent / "model_final.pth")
     image = torch.rand(3, 96, 160) * 255  # another size than that of the photograph

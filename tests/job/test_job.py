@@ -144,6 +144,10 @@ def test_a_batch_can_be_given():
     pairs = job.training_batch()
     assert pairs == ([1, 2, 1], [3, 4, 3])
     assert job.batches.num_instances is None
+    columns = (torch.arange(6.0).view(2, 3), torch.tensor([3, 4]))  # as a loader of PyTorch has
+    rows, labels = Job.from_cfg(cfg, 1, batch=columns).training_batch()
+    assert rows.shape == (3, 3)
+    assert labels.tolist() == [3, 4, 3]
     with pytest.raises(ConfigError, match="batch must be a list with an item for each image"):
         Job.from_cfg(cfg, 1, batch=7).training_batch()
 
