@@ -92,7 +92,7 @@ def certify(
         images=job.geometry.window * job.ranks,
         compared=_COMPARED,
         why_bounds=images.why_bounds,
-        hours=_hours(dry_job, cut, pixels.max(axis=0).sum()),
+        hours=_hours(dry_job, cut, float(pixels.max(axis=0).sum())),
         worst=worst,
         sums=[list(numbers) for numbers in cost_model.sums],
         stream=stream,

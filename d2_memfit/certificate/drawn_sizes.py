@@ -3,12 +3,19 @@
 
 import random
 from collections.abc import Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from detectron2.data.transforms import AugmentationList, PadTransform, ResizeTransform
+from detectron2.data.transforms import (
+    AugmentationList,
+    PadTransform,
+    RandomFlip,
+    ResizeShortestEdge,
+    ResizeTransform,
+)
 from fvcore.transforms.transform import (
     BlendTransform,
     CropTransform,
@@ -46,7 +53,7 @@ class DrawnSizes:
         for name in ("augmentations", "tfm_gens"):
             found = getattr(mapper, name, None)
             if found is not None:
-                self._augmentations = _flat(found)
+                self._draws = [partial(_DRAWS.get(type(a), _draw), a) for a in _flat(found)]
                 return
         raise UnknownDraws("its mapper has no list of augmentations")
 
@@ -56,13 +63,8 @@ class DrawnSizes:
         Raises:
             UnknownDraws: an augmentation needs more of an image than its size.
         """
-        for augmentation in self._augmentations:
-            try:
-                transform = augmentation.get_transform(SimpleNamespace(shape=(*size, 3)))
-            except (AttributeError, TypeError) as e:
-                name = type(augmentation).__name__
-                raise UnknownDraws(f"{name} needs more than the size of an image ({e})") from e
-            size = _size_after(transform, size)
+        for draw in self._draws:
+            size = draw(size)
         return size
 
     def check(self, images: Iterable[Any], sizes: Iterable[Size]) -> None:
@@ -94,6 +96,33 @@ def _flat(augmentations: Iterable[Any]) -> list[Any]:
         augmentations = augmentations.augs
     parts = [_flat(a) if isinstance(a, AugmentationList) else [a] for a in augmentations]
     return [augmentation for part in parts for augmentation in part]
+
+
+def _draw(augmentation: Any, size: Size) -> Size:
+    try:
+        transform = augmentation.get_transform(SimpleNamespace(shape=(*size, 3)))
+    except (AttributeError, TypeError) as e:
+        name = type(augmentation).__name__
+        raise UnknownDraws(f"{name} needs more than the size of an image ({e})") from e
+    return _size_after(transform, size)
+
+
+def _draw_shortest_edge(augmentation: ResizeShortestEdge, size: Size) -> Size:
+    edges = augmentation.short_edge_length
+    if augmentation.is_range:
+        edge = np.random.randint(edges[0], edges[1] + 1)
+    else:
+        edge = edges[np.random.randint(len(edges))]  # as np.random.choice draws
+    return augmentation.get_output_shape(*size, edge, augmentation.max_size) if edge else size
+
+
+def _draw_flip(augmentation: RandomFlip, size: Size) -> Size:
+    np.random.random()
+    return size
+
+
+# What Detectron2's configs draw, without transforms: most of the time of a certificate.
+_DRAWS = {ResizeShortestEdge: _draw_shortest_edge, RandomFlip: _draw_flip}
 
 
 def _size_after(transform: Transform, size: Size) -> Size:

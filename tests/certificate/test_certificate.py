@@ -136,7 +136,10 @@ def test_what_is_not_certified_is_said(certificate, cfg, tmp_path, log):
     assert "held for 0 of 3 windows" in log.text
 
 
-def test_a_certificate_is_read_as_it_was_written(certificate, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "rtx_3060"])
+def test_a_certificate_is_read_as_it_was_written(cfg, tmp_path, device):
+    certificate = certify(Job.from_cfg(cfg), device=device)
+    assert (certificate.hours is not None) == (device != "cpu")
     certificate.write(tmp_path / "c.pt")
     read = Certificate.read(tmp_path / "c.pt")
     assert torch.equal(read.needs_bytes, certificate.needs_bytes)

@@ -30,9 +30,18 @@ DICTS = [
     for i in range(23)
 ]
 RESIZE = T.ResizeShortestEdge((20, 30, 40), 70, "choice")
+
+
+class ResizeOfProject(T.ResizeShortestEdge):
+    def get_transform(self, image):
+        return RESIZE.get_transform(image) if np.random.random() < 0.5 else T.NoOpTransform()
+
+
 AUGMENTATIONS = {
     "choice": [RESIZE, T.RandomFlip()],
     "range": [T.ResizeShortestEdge((20, 40), 70, "range")],
+    "not always": [T.ResizeShortestEdge((0, 30), 70, "choice"), T.RandomFlip(0.2)],
+    "of a project": [ResizeOfProject(10)],
     "crop": [T.RandomCrop("relative_range", (0.3, 0.5)), RESIZE],
     "large scale jitter": [T.ResizeScale(0.1, 2.0, 60, 60), T.FixedSizeCrop((50, 60), pad=False)],
     "padded": [T.ResizeScale(0.1, 2.0, 60, 60), T.FixedSizeCrop((50, 60)), T.RandomFlip()],

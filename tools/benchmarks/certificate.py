@@ -62,13 +62,13 @@ def run(args: argparse.Namespace) -> None:
         folder = Path(name)
         crowd(folder)
         os.environ["D2_MEMFIT_CACHE"] = name  # a short run tells what the process takes
-        in_a_process(_learn, folder)
+        in_a_process(_start, args.ranks, _learn, folder, args.ranks)
         seconds = in_a_process(_certify, folder, args.ranks, args.windows, args.images)
         print(f"certified {args.windows} windows of {args.ranks} ranks in {seconds:.1f} CPU s\n")
         rows = []
         for side, windows in (("certified", args.windows), ("fixed", min(args.windows, PLAIN))):
             for is_resumed in (False, True):
-                in_a_process(_start, folder, args.ranks, windows, side, is_resumed)
+                in_a_process(_start, args.ranks, _train, folder, windows, side, is_resumed)
             rows.append(row_of(folder, side, args.ranks, windows))
     print(markdown_table(["", "windows", "out of memory", *PREDICTED], rows))
 
@@ -136,10 +136,12 @@ def crowd(folder: Path) -> None:
     (folder / "crowded.json").write_text(json.dumps(crowded))
 
 
+def register(folder: Path) -> None:
+    register_coco("crowded", str(folder / "crowded.json"), str(folder))
+
+
 def cfg_of(folder: Path, ranks: int, windows: int, images: int = 4) -> CfgNode:
-    if "crowded" not in _registered:
-        register_coco("crowded", str(folder / "crowded.json"), str(folder))
-        _registered.add("crowded")
+    register(folder)
     cfg = load_cfg("COCO-Detection/rpn_R_50_C4_1x")
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("crowded",), ()
     cfg.DATALOADER.NUM_WORKERS = 1
@@ -167,13 +169,10 @@ def cfg_of(folder: Path, ranks: int, windows: int, images: int = 4) -> CfgNode:
     return cfg
 
 
-_registered: set[str] = set()
-
-
-def _learn(folder: Path) -> None:
+def _learn(folder: Path, ranks: int) -> None:
     """Train within a wide budget, one image at a time."""
     torch.set_num_threads(1)
-    cfg = cfg_of(folder, 1, LEARNED_FROM)
+    cfg = cfg_of(folder, ranks, LEARNED_FROM)
     cfg.MEMFIT.MICRO_BATCH = 1
     cfg.MEMFIT.BUDGET_GB = 4.0
     cfg.OUTPUT_DIR = str(folder / "learned")
@@ -253,15 +252,15 @@ class Trainer(MemfitTrainer):
         return []
 
 
-def _start(folder: Path, ranks: int, windows: int, side: str, is_resumed: bool) -> None:
-    launch(_train, ranks, dist_url="auto", args=(folder, ranks, windows, side, is_resumed))
+def _start(ranks: int, function: Callable[..., None], *args: Any) -> None:
+    launch(function, ranks, dist_url="auto", args=args)
 
 
-def _train(folder: Path, ranks: int, windows: int, side: str, is_resumed: bool) -> None:
+def _train(folder: Path, windows: int, side: str, is_resumed: bool) -> None:
     """Train half of the windows."""
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
-    cfg_of(folder, ranks, windows)
+    register(folder)
     cfg = load_cfg(str(folder / f"{side}.yaml"))
     cfg.OUTPUT_DIR = str(folder / side)
     trainer = Trainer(cfg)

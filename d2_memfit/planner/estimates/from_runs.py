@@ -5,8 +5,8 @@ Training records its peaks (:class:`~d2_memfit.engine.hooks.peak_record.RecordPe
 the same device, software and number of ranks correct three values of the device:
 
 - Memory outside the allocator, which replaces the context, kernels and NCCL of the device file. On
-  a GPU it is the same for all models. On the CPU it is that of the same model's process; a context
-  that was measured in this process stays.
+  a GPU it is the same for all models. On the CPU it is that of the same model's process; on one
+  rank, a context that was measured in this process stays.
 - Tensors that no dry run sees. What the same model has allocated is compared with a dry run of the
   micro-batch that had the peak.
 - Memory that the allocator reserves, likewise, from runs without a budget.
@@ -77,7 +77,9 @@ def _best(records: list[RunRecord]) -> Optional[RunRecord]:
 
 
 def _with_outside(device: DeviceModel, record: RunRecord) -> DeviceModel:
-    if record.outside_bytes is None or device.is_this_process:
+    # One of several ranks has more than this process: the threads and buffers of gloo.
+    is_known = device.is_this_process and record.ranks == 1
+    if record.outside_bytes is None or is_known:
         return device
     outside_mb = record.outside_bytes / _MB
     text = f"{record.outside_bytes / _GB:.2f} GB outside the allocator"

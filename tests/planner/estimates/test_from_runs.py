@@ -143,6 +143,14 @@ def test_a_context_that_is_measured_in_this_process_stays(cfg):
     assert estimate(cfg, "cpu").outside["context"] > 310 / 1024
 
 
+def test_of_several_ranks_the_runs_context_counts(cfg):
+    keep(cfg, ranks=2, micro_batch=[1, 64, 128, 3])
+    facts = {"device": "cpu", "num_instances": 3, "image_size": (64, 128)}
+    after = estimate_memory(cfg, num_gpus=2, **facts)
+    assert after.outside["context"] == pytest.approx(300 / 1024, rel=1e-6)
+    assert after.peak_allocated_gb == pytest.approx(900 / 1024, rel=1e-3)
+
+
 def test_a_batch_that_cannot_be_made_again_counts_only_if_it_took_more(cfg):
     """A loader without a mapper makes no images of a given size."""
 
