@@ -39,7 +39,11 @@ def after_convert(datasets: Sequence[Sequence[str]], has_masks: bool) -> str:
     data = [word for dataset in datasets for word in ("--coco", *dataset)]
     detector, masks = "COCO-Detection/faster_rcnn", "COCO-InstanceSegmentation/mask_rcnn"
     config = ["--config-file", f"{masks if has_masks else detector}_R_50_FPN_3x"]
-    return f"\nNext, train on them:\n  {_line('d2-memfit', 'train', '--fit', *config, *data)}"
+    alone = ""
+    if len(datasets) == 1:
+        alone = "No images are held out for evaluation: docs/GETTING_STARTED.md#2-your-data\n"
+    train = _line("d2-memfit", "train", "--fit", *config, *data)
+    return f"\n{alone}Next, train on them:\n  {train}"
 
 
 def after_plan(args: argparse.Namespace) -> str:

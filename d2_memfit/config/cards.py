@@ -22,6 +22,8 @@ def _read_table() -> dict[str, dict[str, str]]:
 
 CARDS = _read_table()
 _MAKERS = re.compile(r"\b(nvidia|geforce|tesla|gpu|pcie|sxm\d?)\b")
+# Laptops' GTX 10, GTX 16 and RTX 20 with Max-Q Design have the memory of the card of that name.
+_MAX_Q = re.compile(r"((?:gtx 1|rtx 2)[\w ]*?) (?:with )?max q(?: design)?")
 _SIZE = re.compile(r"(?:^|.* )(\d+) ?(?:g|gb|gib)|(\d+)")
 
 
@@ -52,4 +54,6 @@ def card_name(text: str) -> str:
     name = re.sub(r"[^a-z0-9]+", " ", text.lower())
     name = re.sub(r"\b(gtx|rtx)(?=\d)", r"\1 ", _MAKERS.sub("", name))
     name = re.sub(r"(?<=\d)(ti|super)\b", r" \1", name)
-    return " ".join(name.split())
+    name = " ".join(name.split())
+    max_q = _MAX_Q.fullmatch(name)
+    return max_q[1] if max_q else name

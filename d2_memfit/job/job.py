@@ -54,7 +54,8 @@ class Job:
         model: makes the model.
         optimizer: makes the optimizer of that model.
         train_loader, test_loader: make the loaders of a rank.
-        images_per_batch: images in a batch of a rank's training loader.
+        images_per_batch: images in a batch of a rank's training loader; estimates have that many
+            of ``batch``.
         accumulation_steps: batches behind one optimizer step.
         micro_batch_size: images in one forward on each rank; None is the loader's batch.
         ranks: processes that train together; None is those of this run.

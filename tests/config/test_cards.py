@@ -23,13 +23,17 @@ from d2_memfit.errors import ConfigError
         ("V100-SXM2-32GB", "32GB"),
         ("RTX 4060 Ti 16GB", "16GB"),
         ("RTX 3050 6GB", "6GB"),
+        ("NVIDIA GeForce GTX 1650 Ti with Max-Q Design", "4GB"),
+        ("RTX 2060 Max-Q", "6GB"),
     ],
 )
 def test_a_card_is_named_by_its_size_or_as_people_write_it(text, preset):
     assert preset_of_card(text) == preset
 
 
-@pytest.mark.parametrize("text", ["", "7GB", "RTX 3061", "Radeon RX 580", "six", "GTX 1060 3GB"])
+@pytest.mark.parametrize(
+    "text", ["", "7GB", "RTX 3061", "Radeon RX 580", "six", "GTX 1060 3GB", "RTX 3060 Max-Q"]
+)
 def test_others_are_refused_with_the_nearest(text):
     with pytest.raises(ConfigError, match=r"--card: .* is not known"):
         preset_of_card(text)

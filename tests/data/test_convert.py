@@ -127,6 +127,12 @@ def test_pascal_voc(photographs, tmp_path):
     check_boxes(convert_folder(tmp_path / "in", tmp_path / "out"), photographs, abs=1.01)
 
 
+def test_a_folder_without_held_out_images_is_said(photographs, tmp_path, capsys):
+    write_voc(tmp_path / "in", photographs["train"])
+    main(["convert", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")])
+    assert "\nNo images are held out for evaluation: docs/" in capsys.readouterr().out
+
+
 def test_what_roboflow_writes_for_coco_is_there_already(coins, tmp_path):
     for part in ("train", "valid"):
         shutil.copytree(coins / "val", tmp_path / part)
@@ -145,6 +151,7 @@ def test_the_command_checks_what_it_wrote_and_names_the_next(photographs, tmp_pa
     printed = capsys.readouterr().out
     objects = sum(len(objects) for _, objects in photographs["train"])
     assert f"4 images in {tmp_path}/in/train/images, {objects} objects of 1 classes" in printed
+    assert "held out" not in printed
     command = shlex.split(printed.splitlines()[-1])
     assert command[:5] == ["d2-memfit", "train", "--fit", "--config-file", command[4]]
     assert command[4] == "COCO-Detection/faster_rcnn_R_50_FPN_3x"
