@@ -224,6 +224,7 @@ def test_a_guess_gives_a_range_with_its_reason(ade20k):
     assert (estimate.num_instances, estimate.typical_instances) == (180, 20)
     assert estimate.typical_gb < estimate.peak_allocated_gb
     text = describe_estimate(estimate)
+    assert text.splitlines()[0].endswith(", 1 process")
     low, high = estimate.range_gb
     assert f"Range: {low:.2f} to {high:.2f} GB allocated in training" in text
     assert f"Typical: {estimate.typical_gb:.2f} GB allocated, with 20 instances in each" in text

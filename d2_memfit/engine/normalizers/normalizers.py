@@ -269,6 +269,7 @@ class Normalizers:
 
     def _tried(self, images: Sequence[Any]) -> tuple[Optional[Findings], str]:
         """The findings of a trial, or the error of the last one."""
+        logger.info("Testing what losses are divided by, with images of this window")
         error = ""
         for number in (3, 2):  # the third one has no objects
             try:

@@ -33,7 +33,7 @@ def describe_batch(estimate: MemoryEstimate) -> list[str]:
     known = e.num_instances is not None
     objects = f", {e.num_instances} instances in the most crowded" if known else ""
     lines = [
-        f"Each iteration: {e.images_per_gpu} images per GPU x {e.accumulation_steps} steps, "
+        f"Each iteration: {e.images_per_gpu} images per {_unit(e)} x {e.accumulation_steps} steps, "
         f"{e.micro_batch_size} at a time",
         f"The largest images: {height} x {width} pixels{objects}",
         *(f"Assumed: {line}" for line in e.assumptions),
@@ -59,10 +59,16 @@ def _range(e: MemoryEstimate) -> list[str]:
     return lines
 
 
+def _unit(estimate: MemoryEstimate, number: int = 1) -> str:
+    if estimate.expandable_segments is None:
+        return "process" if number == 1 else "processes"
+    return "GPU" if number == 1 else "GPUs"
+
+
 def describe_estimate(estimate: MemoryEstimate) -> str:
     e = estimate
     lines = [
-        f"{e.device}, {e.num_gpus} GPU{'s' * (e.num_gpus > 1)}",
+        f"{e.device}, {e.num_gpus} {_unit(e, e.num_gpus)}",
         *filter(None, [e.from_run]),
         *describe_batch(e),
         *_allocator(e),
