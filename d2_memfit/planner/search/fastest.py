@@ -7,13 +7,12 @@ from typing import Optional
 from ...techniques import get_technique
 from ..estimates import DryJob
 from .selective import BLOCKWISE, with_best_blocks
-from .trials import Choice, Trials, choice_of
+from .trials import FAR, Choice, Trials, choice_of
 
 __all__ = ["Fastest"]
 
 _WORTH_IT = 0.98  # a larger change must take less than this share of the time
 _DEAR = 0.85  # without a gain like this, no technique is added for speed alone
-_FAR = 1.3  # times the limit; a job that needs more may not fit with all techniques together
 _LITTLE = 0.1  # share of an image's memory; smaller savings make no room for another
 
 _Names = tuple[str, ...]
@@ -125,13 +124,14 @@ class Fastest:
         at_once_s, best_s = self._seconds_with(best.names, self._images), self._seconds(best)
         if at_once_s > _DEAR * best_s:
             return
-        one, two = (self._dry_job((), n).training_bytes() for n in (1, 2))
         others = (n for n in more if n not in best.names and not get_technique(n).never_faster)
         for name in self._helpful(others):
-            saved = one - self._dry_job((name,), 1).training_bytes()
-            may_win = at_once_s + self._added_seconds(name) < _DEAR * best_s
-            if may_win and saved > _LITTLE * (two - one):
+            if at_once_s + self._added_seconds(name) < _DEAR * best_s and self._makes_room(name):
                 yield (*best.names, name)
+
+    def _makes_room(self, name: str) -> bool:
+        one, two = (self._dry_job((), n).training_bytes() for n in (1, 2))
+        return one - self._dry_job((name,), 1).training_bytes() > _LITTLE * (two - one)
 
     def _cheapest(self, lead: _Names, more: Sequence[str], num_images: int) -> Optional[_Names]:
         """``lead`` plus the techniques of ``more`` that make it fit in the least time."""
@@ -154,7 +154,7 @@ class Fastest:
 
     def _may_fit_with(self, lead: _Names, more: Sequence[str], num_images: int) -> bool:
         """Whether some of ``more`` may be enough. All are tried if ``lead`` needs far too much."""
-        if self._dry_job(lead, num_images).training_bytes() <= _FAR * self._trials.limit_bytes:
+        if self._dry_job(lead, num_images).training_bytes() <= FAR * self._trials.limit_bytes:
             return True
         with_all = self._that_run(lead, self._trials.usable(more), num_images)
         return self._trials.fits(choice_of(with_all, num_images))
