@@ -25,7 +25,13 @@ def export(config, photograph, to):
     main(["export", *map(str, args)])
 
 
-@pytest.mark.parametrize("family", ["mask_rcnn", "retinanet", "keypoint_rcnn"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mask_rcnn",
+        *(pytest.param(f, marks=pytest.mark.long) for f in ("retinanet", "keypoint_rcnn")),
+    ],
+)
 def test_torchscript_finds_what_the_model_finds(family, photograph, tmp_path, capsys):
     config = save_trained(tmp_path / family, family)
     export(config, photograph, tmp_path / "model.ts")

@@ -116,7 +116,7 @@ def test_an_injected_error_leaves_no_trace(kind):
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("kind", [FasterRCNN, RetinaNet])
+@pytest.mark.parametrize("kind", [FasterRCNN, pytest.param(RetinaNet, marks=pytest.mark.long)])
 def test_micro_batches_have_the_gradients_of_the_full_batch(kind, monkeypatch, float64):
     """R-CNN samples anchors and proposals: here always the same ones of an image.
 

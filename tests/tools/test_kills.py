@@ -115,6 +115,7 @@ def check_same(tmp_path, has_best):
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "keys",
     [
