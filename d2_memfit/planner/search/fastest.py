@@ -7,12 +7,13 @@ from typing import Optional
 from ...techniques import get_technique
 from ..estimates import DryJob
 from .selective import BLOCKWISE, with_best_blocks
-from .trials import FAR, Choice, Trials, choice_of
+from .trials import Choice, Trials, choice_of
 
 __all__ = ["Fastest"]
 
 _WORTH_IT = 0.98  # a larger change must take less than this share of the time
 _DEAR = 0.85  # without a gain like this, no technique is added for speed alone
+_FAR = 1.3  # times the limit; a job that needs more may not fit with all techniques together
 _LITTLE = 0.1  # share of an image's memory; smaller savings make no room for another
 
 _Names = tuple[str, ...]
@@ -154,7 +155,7 @@ class Fastest:
 
     def _may_fit_with(self, lead: _Names, more: Sequence[str], num_images: int) -> bool:
         """Whether some of ``more`` may be enough. All are tried if ``lead`` needs far too much."""
-        if self._dry_job(lead, num_images).training_bytes() <= FAR * self._trials.limit_bytes:
+        if self._dry_job(lead, num_images).training_bytes() <= _FAR * self._trials.limit_bytes:
             return True
         with_all = self._that_run(lead, self._trials.usable(more), num_images)
         return self._trials.fits(choice_of(with_all, num_images))

@@ -6,7 +6,7 @@ from typing import Optional
 
 from .block_memory import blocks_of
 from .knapsack import Packing, pack
-from .trials import FAR, Choice, Trials, choice_of
+from .trials import Choice, Trials, choice_of
 
 __all__ = ["BLOCKWISE", "with_best_blocks"]
 
@@ -37,21 +37,12 @@ def with_best_blocks(
     smaller = [n for n in reversed(ordered) if n < choice.num_images and _blocks_in(choice)]
     for tried in (larger, smaller):
         for num_images in tried:
-            if _is_far(trials, choice_of(choice.names, num_images)):
-                break
             found = _fastest_blocks(trials, choice, num_images, allowed, best_seconds)
             if found is not None:
                 best, best_seconds = found, trials.dry_job(found).seconds()
             elif num_images != choice.num_images:
                 break
     return best
-
-
-def _is_far(trials: Trials, choice: Choice) -> bool:
-    """Whether a choice with all blocks was tried, and needs so much that no packing will fit."""
-    if choice.num_images not in trials.tried(choice.names):
-        return False
-    return trials.dry_job(choice).training_bytes() > FAR * trials.limit_bytes
 
 
 def _blocks_in(choice: Choice) -> bool:

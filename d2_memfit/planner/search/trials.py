@@ -17,9 +17,7 @@ from ..device import DeviceModel
 from ..dry_run import Timeline, one_line_errors
 from ..estimates import DryJob, steps
 
-__all__ = ["FAR", "Choice", "Trials", "choice_of", "preference"]
-
-FAR = 1.3  # times the limit; a job that needs more may not fit with all techniques together
+__all__ = ["Choice", "Trials", "choice_of", "preference"]
 
 _GB = 2**30
 _CLEARLY = 0.9  # of a limit: less than this fits in it, memory between blocks included
