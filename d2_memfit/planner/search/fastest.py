@@ -125,14 +125,13 @@ class Fastest:
         at_once_s, best_s = self._seconds_with(best.names, self._images), self._seconds(best)
         if at_once_s > _DEAR * best_s:
             return
+        one, two = (self._dry_job((), n).training_bytes() for n in (1, 2))
         others = (n for n in more if n not in best.names and not get_technique(n).never_faster)
         for name in self._helpful(others):
-            if at_once_s + self._added_seconds(name) < _DEAR * best_s and self._makes_room(name):
+            saved = one - self._dry_job((name,), 1).training_bytes()
+            may_win = at_once_s + self._added_seconds(name) < _DEAR * best_s
+            if may_win and saved > _LITTLE * (two - one):
                 yield (*best.names, name)
-
-    def _makes_room(self, name: str) -> bool:
-        one, two = (self._dry_job((), n).training_bytes() for n in (1, 2))
-        return one - self._dry_job((name,), 1).training_bytes() > _LITTLE * (two - one)
 
     def _cheapest(self, lead: _Names, more: Sequence[str], num_images: int) -> Optional[_Names]:
         """``lead`` plus the techniques of ``more`` that make it fit in the least time."""
