@@ -175,6 +175,7 @@ class AccumulatingTrainer(ResumableTrainer):
         Returns:
             The mean of each loss over all images.
         """
+        self.model.zero_grad(set_to_none=True)  # it may have another optimizer's gradients
         reports = self._run(Window(iter([batch]), 1))
         write_metrics(reports)
         return mean_losses(reports)
@@ -244,7 +245,8 @@ class AccumulatingTrainer(ResumableTrainer):
             while self._must_run_again(reports):
                 if self._window_start is not None:  # it began
                     self._window_start.restore()
-                self._free_gradients()
+                self.optimizer.zero_grad(set_to_none=True)
+                self.model.zero_grad(set_to_none=True)  # what another optimizer steps on, too
                 window.start_over()
                 reports = comm.all_gather(self._attempt(window, storage))
         storage.write()
@@ -345,13 +347,8 @@ class AccumulatingTrainer(ResumableTrainer):
     def _free_old_gradients(self) -> None:
         """Free the last iteration's gradients, once."""
         if self._has_old_gradients:
-            self._free_gradients()
+            self.optimizer.zero_grad(set_to_none=True)
         self._has_old_gradients = False
-
-    def _free_gradients(self) -> None:
-        """Free the optimizer's gradients and the model's, which may have another optimizer's."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.model.zero_grad(set_to_none=True)
 
     def _report(
         self, window: Window, recovery: Optional[RecoveryReport] = None, found: str = ""

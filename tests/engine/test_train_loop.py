@@ -504,3 +504,17 @@ def test_another_loader_takes_the_place_of_the_first(kind):
         trainer.run_step()
     assert seen == [0, 1]
     assert trainer.data_loader is second
+
+
+def test_default_keys_leave_gradients_of_another_optimizer_as_detectron2_does():
+    gradients = []
+    for trainer_class in (SimpleTrainer, AccumulatingTrainer):
+        model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+        model.forward = lambda batch, parts=tuple(model): {"loss": parts[1](parts[0](batch)).sum()}
+        for p in model.parameters():
+            torch.nn.init.ones_(p)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        run(trainer_class(model, [torch.ones(1, 1)] * 2, optimizer), 2)
+        gradients.append([p.grad for p in model[1].parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+    assert gradients[0][1].item() == 2  # of both iterations
