@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The command d2-memfit, also ``python -m d2_memfit``."""
 
+import gc
 import sys
 
 from . import missing
@@ -19,8 +20,11 @@ def main() -> None:
     if sys.argv[1:2] != ["train"]:
         command_parser().parse_args()  # help, version and errors, before PyTorch is imported
     ignore_warnings_of_libraries()
+    gc.disable()  # nothing that is imported is ever freed: to look for it takes a tenth of a plan
     from .cli.commands import main as run
 
+    gc.freeze()
+    gc.enable()
     run()
 
 
