@@ -105,7 +105,8 @@ def trained(kind, num_iterations=1, fail_at=(), **kwargs):
     return parameters(model), trainer
 
 
-@pytest.mark.parametrize("kind", [FasterRCNN, pytest.param(RetinaNet, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [FasterRCNN, RetinaNet])
 def test_an_injected_error_leaves_no_trace(kind):
     expected, _ = trained(kind, micro_batch_size=2)
     _, counting = trained(kind, fail_at=[10**9])
