@@ -28,6 +28,7 @@ from torch import nn
 from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.cli.train import argument_parser, make_cfg, run
 from d2_memfit.common.files import whole_file
+from d2_memfit.data import check_datasets
 from d2_memfit.errors import ConfigError, exit_on_error
 from d2_memfit.inference import load_whole_model, weights_of
 
@@ -170,6 +171,7 @@ def main() -> None:
     args = parser.parse_args()
     args.opts += ["MODEL.WEIGHTS", weights_of(args.config_file, "", args.weights)]
     cfg = make_cfg(args)
+    check_datasets(cfg, args.eval_only)  # before it takes the time to prune
     pruned = Path(cfg.OUTPUT_DIR) / "pruned.pth"
     write_pruned(cfg, args.ratio, pruned)
     args.opts += ["MODEL.WEIGHTS", str(pruned)]

@@ -4,6 +4,7 @@
 import copy
 import importlib.util
 import json
+import sys
 
 import prune
 import pytest
@@ -138,6 +139,22 @@ def test_what_cannot_be_pruned_is_said_in_one_line():
         prune.prune(tiny_model(cfg_with_batch_norm()), 1.5)
     with pytest.raises(ConfigError, match=r"needs batch norm, got FrozenBatchNorm2d"):
         prune.prune(tiny_model(tiny_cfg()), 0.5)
+
+
+def test_a_dataset_that_is_not_there_is_said_before_the_model_is_pruned(
+    tmp_path, monkeypatch, capsys
+):
+    cfg = cfg_with_batch_norm()
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (), ("nowhere_val",)
+    config, weights = tmp_path / "config.yaml", tmp_path / "trained.pth"
+    config.write_text(cfg.dump())
+    weights.touch()
+    args = ["--config-file", str(config), "--weights", str(weights), "--eval-only"]
+    monkeypatch.setattr(sys, "argv", ["prune.py", *args, "OUTPUT_DIR", str(tmp_path / "pruned")])
+    with pytest.raises(SystemExit):
+        prune.main()
+    assert "DATASETS.TEST names 'nowhere_val'" in capsys.readouterr().err
+    assert not (tmp_path / "pruned").exists()
 
 
 def test_pruned_weights_must_be_named():
