@@ -50,6 +50,8 @@ The time (``device_model``, ``dry_job``)
       the data sheets' peaks, and 22 us in addition; a micro-batch takes 23 ms in addition. These
       are fitted to published times, and so are the ranges (``times``). They are for GPUs.
     - Micro-batches take time in proportion to their images.
+    - Ranks do not wait for each other. ZeRO sends the parameters at the speed of copies to the
+      host, a guess: links between GPUs can be faster, and a network is slower.
 
 The host (``techniques/host_budget.py``)
     - A rough figure, without the dataset.

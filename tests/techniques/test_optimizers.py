@@ -5,6 +5,7 @@ import copy
 import itertools
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from d2_memfit import AccumulatingTrainer, Job, compat
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.estimates import steps
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import DryJob, steps
 from d2_memfit.techniques import ShardedOptimizer, apply_techniques, get_technique
 
 pytestmark = pytest.mark.slow
@@ -151,6 +153,15 @@ def test_an_estimate_has_the_largest_share_and_no_gradients_of_the_last_iteratio
     job = Job.from_cfg(cfg_with(*ZERO), ranks=2, batch=images(2, size=256))
     peak = steps.train(job, [job.training_batch(2)]).peak()
     assert (peak["optimizer"], peak["gradients"]) == (largest, 0)
+
+
+def test_a_predicted_time_has_what_ranks_send_of_a_step():
+    job = Job.from_cfg(cfg_with(*ZERO), ranks=2, batch=images(2, size=256))
+    device = DeviceModel.load("cuda")
+    slow_device = replace(device, host_bytes_per_s=device.host_bytes_per_s / 2)
+    fast, slow = (DryJob(job, d, evaluates=False).seconds() for d in (device, slow_device))
+    num_bytes = sum(p.nbytes for p in build_model(job.cfg).parameters())
+    assert slow - fast == pytest.approx(num_bytes / device.host_bytes_per_s)
 
 
 def exchanged_on_rank(rank, pairs):

@@ -164,6 +164,11 @@ class Timeline:
         """Bytes of each allocation, and their negative when it is freed."""
         return [_signed_bytes(e) for e in self.events if not isinstance(e, Convolution)]
 
+    def bytes_of(self, owner: str) -> int:
+        """Bytes of all that an owner allocates."""
+        made = (event.allocation for event in self.events if isinstance(event, Allocate))
+        return sum(allocation.num_bytes for allocation in made if allocation.owner == owner)
+
     def peak(self) -> Counter[str]:
         """Bytes by owner at the peak."""
         owners: Counter[str] = Counter()

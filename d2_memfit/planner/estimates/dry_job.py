@@ -200,7 +200,10 @@ class DryJob:
         of_largest = self.device.seconds(work["forward"]) + self.device.seconds(fetching)
         in_addition = len(sizes) * self.device.seconds_per_micro_batch
         of_all = of_largest * sum(sizes) / sizes[0] + in_addition
-        return of_all + self.device.seconds(work["optimizer"])
+        of_step = self.device.seconds(work["optimizer"])
+        if self.job.cfg.MEMFIT.OPTIMIZER.ZERO:  # each rank sends what it stepped to all others
+            of_step += self.training.bytes_of("parameters") / self.device.host_bytes_per_s
+        return of_all + of_step
 
     def time_range(self, before: "DryJob") -> Range:
         """Range of the seconds per iteration over those of the job with other settings."""
