@@ -10,6 +10,8 @@ import pytest
 
 # PyTorch is not imported here: the process of `pytest -n` that only hands out tests needs none.
 
+gc.disable()  # until all tests are imported: nothing of them is freed
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # the tests beside these need cores too
     threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.environ["OMP_NUM_THREADS"] = str(threads)  # also for the processes that tests start
@@ -52,6 +54,7 @@ def imports_are_frozen():
     """Each release of memory calls gc.collect(), which would look through all that was imported."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
