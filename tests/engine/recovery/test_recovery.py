@@ -20,7 +20,7 @@ from injection import (
 )
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer
+from d2_memfit import AccumulatingTrainer, get_cfg
 from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import ConfigError, OutOfMemoryError
 from d2_memfit.job import RecoveryOptions
@@ -573,16 +573,19 @@ def test_recoveries_leave_no_memory_behind():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"grow_after": 0}, "MEMFIT.OOM.GROW_AFTER must be a positive integer, got 0"),
-        ({"last_resort": "ignore"}, "LAST_RESORT must be 'raise' or 'skip', got 'ignore'"),
-        ({"max_skipped": 2}, "MAX_SKIPPED must be 0 to 1, got 2"),
-        ({"allow_resize": "no"}, "ALLOW_RESIZE must be True or False, got 'no'"),
-        ({"communicating_modules": []}, "there is no config key MEMFIT.OOM.COMMUNICATING_MODULES"),
-        ({"output_dir": "x"}, "there is no config key MEMFIT.OOM.OUTPUT_DIR"),
-        ({"policy": ["split"]}, "MEMFIT.OOM.POLICY must be"),
+        ({"GROW_AFTER": 0}, "MEMFIT.OOM.GROW_AFTER must be a positive integer, got 0"),
+        ({"LAST_RESORT": "ignore"}, "LAST_RESORT must be 'raise' or 'skip', got 'ignore'"),
+        ({"MAX_SKIPPED": 2}, "MAX_SKIPPED must be 0 to 1, got 2"),
+        ({"ALLOW_RESIZE": "no"}, "ALLOW_RESIZE must be True or False, got 'no'"),
+        ({"POLICY": ["split"]}, "MEMFIT.OOM.POLICY must be"),
         ("split", "MEMFIT.OOM must be a node with keys, got 'split'"),
     ],
 )
 def test_options_that_cannot_work_are_named(options, message):
+    cfg = get_cfg()
+    if isinstance(options, dict):
+        cfg.MEMFIT.OOM.update(options)
+    else:
+        cfg.MEMFIT.OOM = options
     with pytest.raises(ConfigError, match=message):
-        RecoveryOptions.from_keys(options, output_dir="", budget_gb=None)
+        RecoveryOptions.from_cfg(cfg)
