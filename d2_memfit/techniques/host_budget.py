@@ -16,7 +16,7 @@ from ..iteration import BatchGeometry
 from ..memory import available_host_bytes
 from .registry import TECHNIQUES, KeyTechnique, PositiveIntTechnique
 
-__all__ = ["HostBudget", "LoaderPrefetch"]
+__all__ = ["HostBudget", "LoaderPrefetch", "loader_bytes", "workers_bytes"]
 
 logger = logging.getLogger(__name__)
 
