@@ -75,7 +75,9 @@ def names_of_face(file):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             names += ast.literal_eval(node.value)
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            names += names_of_face(file.parent / f"{node.module}.py")
+            taken = names_of_face(file.parent / f"{node.module}.py")
+            assert taken, f"{file} takes all names of {node.module}, which has no __all__"
+            names += taken
     return names
 
 
