@@ -431,15 +431,16 @@ class PretendsCuda:
 
 
 class RisingAllocator:
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, rises):
         self.retries = 0
+        self.rises = iter(rises)
         monkeypatch.setattr(torch.cuda, "memory_stats", self)
         memory = device_memory(torch.device("cpu"))
         monkeypatch.setattr("d2_memfit.engine.recovery.oom_record.device_memory", lambda _: memory)
         monkeypatch.setattr("d2_memfit.engine.recovery.recovery.release_memory", lambda *_, **__: 0)
 
     def __call__(self, device):
-        self.retries += 1
+        self.retries += next(self.rises)
         return {"num_alloc_retries": self.retries}
 
 
@@ -451,9 +452,9 @@ class Mean(torch.nn.Linear):
         return self.weight.sum() * len(batch)
 
 
-def micro_batches_with_retries(batch, monkeypatch):
-    """Sizes that recovery finds for four iterations whose allocator retries in each."""
-    RisingAllocator(monkeypatch)
+def micro_batches_with_retries(batch, monkeypatch, rises=(1, 1, 1, 1, 1)):
+    """The recovery of five iterations, whose allocator retries so often in each."""
+    RisingAllocator(monkeypatch, rises)
     model = Mean()
     trainer = AccumulatingTrainer(model, [batch] * 5, sgd(model), recovery=RecoveryOptions())
     trainer.recovery._device = PretendsCuda()
@@ -465,6 +466,12 @@ def test_an_allocator_that_retries_again_and_again_halves_what_can_be_cut(monkey
     recovery = micro_batches_with_retries(images(4), monkeypatch)
     assert recovery.size.images == 2
     assert recovery.oom_events == 1
+
+
+def test_an_allocator_that_retries_now_and_then_is_left_alone(monkeypatch):
+    recovery = micro_batches_with_retries(images(4), monkeypatch, rises=(3, 1, 0, 1, 2))
+    assert recovery.size.images is None
+    assert recovery.oom_events == 0
 
 
 def test_a_batch_that_cannot_be_cut_is_not_halved_for_the_allocator(monkeypatch):
