@@ -6,7 +6,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -78,17 +78,15 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
         return load_proposals_into_dataset
 
     maps = [getattr(common, n) for n in ("MapDataset", "_MapIterableDataset") if hasattr(common, n)]
-    with ExitStack() as stack:
-        for context in (
-            alone(),
-            unchanged_random_state(),
-            no_information(),
-            replaced_functions(maps, {"__init__": note_mapper}),
-            replaced_functions([type(DatasetCatalog)], {"get": get_one_dict}),
-            replaced_functions([build], {"load_proposals_into_dataset": keep_dicts}),
-            warnings.catch_warnings(),
-        ):
-            stack.enter_context(context)
+    with (
+        alone(),
+        unchanged_random_state(),
+        no_information(),
+        replaced_functions(maps, {"__init__": note_mapper}),
+        replaced_functions([type(DatasetCatalog)], {"get": get_one_dict}),
+        replaced_functions([build], {"load_proposals_into_dataset": keep_dicts}),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # warnings of workers, which do not start
         make_loader()
     return captured
