@@ -69,10 +69,16 @@ def test_rooms_with_a_face_are_entered_through_it():
 
 
 def names_of_face(file):
+    """The names in a module's ``__all__``, and those that it takes from other modules by ``*``."""
+    names = []
     for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
-            return ast.literal_eval(node.value)
-    return []
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            names += ast.literal_eval(node.value)
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            taken = names_of_face(file.parent / f"{node.module}.py")
+            assert taken, f"{file} takes all names of {node.module}, which has no __all__"
+            names += taken
+    return names
 
 
 def test_circles_and_imports_within_functions_are_seen(tmp_path):

@@ -35,7 +35,7 @@ from ..engine import build_trainer, evaluating, launch, usable_device, world_siz
 from ..engine.hooks import BestCheckpoint
 from ..engine.resuming import MemfitCheckpointer, SaveOnEnding
 from ..errors import ConfigError, exit_on_error
-from ..evaluation.evaluation import use_available_implementation
+from ..evaluation import use_available_implementation
 from ..iteration import Precision
 from ..job import Job, RecoveryOptions, cfg_of_lazy, load_lazy_config
 from ..memory import enforce_budget, use_expandable_segments

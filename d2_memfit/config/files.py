@@ -1,10 +1,10 @@
 # Copyright (c) the d2_memfit developers.
 """Config files by path, or by name in Detectron2's model zoo and ours."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
+import detectron2
 from detectron2.config import CfgNode
 from detectron2.utils.file_io import PathManager
 
@@ -97,10 +97,7 @@ def detectron2_zoo() -> Path:
 
     ``detectron2.model_zoo`` fails with setuptools after 80, because it needs pkg_resources.
     """
-    spec = importlib.util.find_spec("detectron2")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "model_zoo" / "configs"
+    return Path(detectron2.__file__).parent / "model_zoo" / "configs"
 
 
 def _zoos() -> list[Path]:

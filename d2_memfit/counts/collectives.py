@@ -20,6 +20,7 @@ from ..common.patching import replaced_functions
 
 __all__ = [
     "Collective",
+    "Handler",
     "Place",
     "PretendedRanks",
     "noticed_collectives",

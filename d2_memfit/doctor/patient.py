@@ -3,8 +3,8 @@
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
@@ -108,11 +108,10 @@ class Patient:
             return function(*args)
 
 
-def _as_planned() -> ExitStack:
-    stack = ExitStack()
-    for context in (alone(), no_information(logging.WARNING), cuda_as_cpu()):
-        stack.enter_context(context)
-    return stack
+@contextmanager
+def _as_planned() -> Iterator[None]:
+    with alone(), no_information(logging.WARNING), cuda_as_cpu():
+        yield
 
 
 def _small(batch: Any) -> Any:

@@ -17,7 +17,7 @@ __all__ = ["SpilledPredictions", "save_as_list"]
 _PROTOCOL = 2
 _BEFORE = b"\x80\x02"
 _AFTER = b"."
-_SENT_BYTES = 8 * 2**20  # at once, from each rank to rank 0
+_SENT = 16  # predictions at once, from each rank to rank 0
 
 
 class SpilledPredictions:
@@ -42,9 +42,7 @@ class SpilledPredictions:
         self.keys.update(prediction)
         for instance in prediction.get("instances", ()):
             self.keys.update(instance)
-        self._append_pickle(pickle.dumps(prediction, _PROTOCOL))
-
-    def _append_pickle(self, pickled: bytes) -> None:
+        pickled = pickle.dumps(prediction, _PROTOCOL)
         self._file.seek(self._ends[-1])
         self._file.write(pickled)
         self._ends.append(self._ends[-1] + len(pickled))
@@ -70,37 +68,19 @@ class SpilledPredictions:
     def gathered(self) -> "SpilledPredictions":
         """Collect the predictions of all ranks on rank 0, in rank order.
 
-        All ranks must call it. A few MB are in transfer at a time.
+        All ranks must call it. A few predictions are in transfer at a time.
         """
         if comm.get_world_size() == 1:
             return self
         whole = SpilledPredictions(self._folder)
-        parts = list(self._parts())
-        for rank, number in enumerate(comm.all_gather(len(parts))):
-            for i in range(number):
-                is_mine = comm.get_rank() == rank
-                received = comm.gather(self._contents(parts[i]) if is_mine else None)
+        for rank, number in enumerate(comm.all_gather(len(self))):
+            for begin in range(0, number, _SENT):
+                mine = range(begin, min(begin + _SENT, number)) if comm.get_rank() == rank else ()
+                received = comm.gather([self[index] for index in mine])
                 if comm.is_main_process():
-                    whole._extend(*received[rank])
+                    for prediction in received[rank]:
+                        whole.append(prediction)
         return whole
-
-    def _extend(self, image_ids: list[Any], keys: set[str], pickles: list[bytes]) -> None:
-        self.image_ids += image_ids
-        self.keys |= keys
-        for pickled in pickles:
-            self._append_pickle(pickled)
-
-    def _parts(self) -> Iterator[range]:
-        """Ranges of indices of some MB each."""
-        begin = 0
-        for end in range(1, len(self) + 1):
-            if end == len(self) or self._ends[end] - self._ends[begin] >= _SENT_BYTES:
-                yield range(begin, end)
-                begin = end
-
-    def _contents(self, part: range) -> tuple[list[Any], set[str], list[bytes]]:
-        ids = self.image_ids[part.start : part.stop]
-        return ids, self.keys, [self.pickle_of(index) for index in part]
 
 
 def save_as_list(predictions: SpilledPredictions, file: BinaryIO) -> None:

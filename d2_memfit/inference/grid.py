@@ -43,7 +43,7 @@ class Grid:
         self.width = width
         self.tops = _starts(height, size, overlap)
         self.lefts = _starts(width, size, overlap)
-        self._size = size
+        self.size = size
 
     def __len__(self) -> int:
         return len(self.tops) * len(self.lefts)
@@ -54,31 +54,9 @@ class Grid:
         row, column = divmod(index, len(self.lefts))
         y = int(self.tops[row])
         x = int(self.lefts[column])
-        return Tile(x, y, min(x + self._size, self.width), min(y + self._size, self.height))
-
-    def showing(self, box: NDArray[Any], min_visible: float) -> list[int]:
-        """Numbers of the tiles that show at least ``min_visible`` of a box, and more than nothing.
-
-        For a box larger than a tile, this is the share of the most that a tile can show.
-
-        Args:
-            box: x0, y0, x1, y1 in pixels of the image [4].
-        """
-        across = _visible(self.lefts, self._size, box[0], box[2])
-        down = _visible(self.tops, self._size, box[1], box[3])
-        at_most = min(box[2] - box[0], self._size) * min(box[3] - box[1], self._size)
-        rows = np.flatnonzero(down)
-        columns = np.flatnonzero(across)
-        enough = np.outer(down[rows], across[columns]) >= min_visible * at_most
-        numbers = rows[:, None] * len(self.lefts) + columns
-        return numbers[enough].tolist()
+        return Tile(x, y, min(x + self.size, self.width), min(y + self.size, self.height))
 
 
 def _starts(length: int, size: int, overlap: int) -> NDArray[Any]:
     last = max(length - size, 0)
     return np.append(np.arange(0, last, size - overlap), last)
-
-
-def _visible(starts: NDArray[Any], size: int, low: float, high: float) -> NDArray[Any]:
-    """Visible length of an interval in each tile, along one axis."""
-    return np.clip(np.minimum(starts + size, high) - np.maximum(starts, low), 0, None)

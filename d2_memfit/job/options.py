@@ -3,7 +3,7 @@
 
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
@@ -45,28 +45,16 @@ class RecoveryOptions:
             raise ConfigError(f"MEMFIT.OOM.MAX_SKIPPED must be 0 to 1, got {self.max_skipped!r}")
 
     @classmethod
-    def from_keys(
-        cls, oom: Mapping[str, Any], output_dir: str, budget_gb: Optional[float]
-    ) -> Optional["RecoveryOptions"]:
-        """Options of a node MEMFIT.OOM, or of one with the same keys in lower case.
-
-        Returns:
-            None if the policy is "raise".
-        """
+    def from_cfg(cls, cfg: CfgNode) -> Optional["RecoveryOptions"]:
+        """Options of a config; None if its policy is "raise"."""
+        oom = cfg.MEMFIT.OOM
         if not isinstance(oom, Mapping):
             raise ConfigError(f"MEMFIT.OOM must be a node with keys, got {oom!r}")
         keys = {key.lower(): value for key, value in oom.items()}
-        policy = keys.pop("policy", "raise")
+        policy = keys.pop("policy")
         check_choice("MEMFIT.OOM.POLICY", policy, ("raise", "split"))
-        unknown = keys.keys() - ({f.name for f in fields(cls)} - {"output_dir", "budget_gb"})
-        if unknown:
-            raise ConfigError(f"there is no config key MEMFIT.OOM.{min(unknown).upper()}")
-        options = cls(**keys, output_dir=output_dir, budget_gb=budget_gb)
+        options = cls(**keys, output_dir=cfg.OUTPUT_DIR, budget_gb=cfg.MEMFIT.BUDGET_GB)
         return None if policy == "raise" else options
-
-    @classmethod
-    def from_cfg(cls, cfg: CfgNode) -> Optional["RecoveryOptions"]:
-        return cls.from_keys(cfg.MEMFIT.OOM, cfg.OUTPUT_DIR, cfg.MEMFIT.BUDGET_GB)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Out-of-memory errors: their detection, signs of them, and release of what they leave behind."""
+"""Out-of-memory errors: their detection, and release of what they leave behind."""
 
 import gc
 import re
@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 
 __all__ = [
-    "RisingRetries",
     "error_line",
     "is_killed_worker",
     "is_loader_out_of_memory",
@@ -64,8 +63,6 @@ _LOST_RANK = {
     r"gloo.*(Broken pipe|Timed out|Connection refused)": "the same",
     r"ncclRemoteError|remote process exited": "NCCL: ncclResult_t",
 }
-
-_MAX_RISING = 3  # iterations; one rise may be chance, thrashing before the error continues
 
 _Made = TypeVar("_Made")
 
@@ -150,24 +147,3 @@ def release_memory(device: torch.device, thorough: bool = True) -> None:
     torch.ones((), requires_grad=True).backward()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
-
-
-class RisingRetries:
-    """Detects that the CUDA allocator must free its cache and retry again and again.
-
-    ``torch.cuda.memory_stats()["num_alloc_retries"]`` counts the retries. Each retry synchronises
-    the device and costs time.
-    """
-
-    def __init__(self) -> None:
-        self._last = 0
-        self._num_rising = 0
-
-    def too_close(self, num_alloc_retries: int) -> bool:
-        """Take the count once per iteration; return True after three iterations with a rise."""
-        self._num_rising = self._num_rising + 1 if num_alloc_retries > self._last else 0
-        self._last = num_alloc_retries
-        if self._num_rising < _MAX_RISING:
-            return False
-        self._num_rising = 0
-        return True

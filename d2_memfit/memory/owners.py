@@ -52,11 +52,7 @@ class OwnerMeter(TensorMeter):
         self._hooks: list[Any] = []
 
     def __enter__(self: _Meter) -> _Meter:
-        try:
-            self._begin()
-        except BaseException:
-            self._remove_hooks()
-            raise
+        self._begin()
         return super().__enter__()
 
     def _begin(self) -> None:

@@ -22,7 +22,6 @@ class ProcessMemory:
     resident_bytes: int  # in RAM
     peak_resident_bytes: int
     anonymous_bytes: int  # of resident_bytes, without pages of files and shared memory
-    file_bytes: int  # of resident_bytes, pages of files, such as libraries
     data_bytes: int  # private and writable, touched or not; limited by RLIMIT_DATA
 
 
@@ -45,7 +44,6 @@ def process_memory(pid: Union[int, str, None] = "self") -> ProcessMemory:
         resident_bytes=int(kib.get("VmRSS", 0)) * 2**10,
         peak_resident_bytes=int(kib.get("VmHWM", 0)) * 2**10,
         anonymous_bytes=int(kib.get("RssAnon", 0)) * 2**10,
-        file_bytes=int(kib.get("RssFile", 0)) * 2**10,
         data_bytes=int(kib.get("VmData", 0)) * 2**10,
     )
 

@@ -16,7 +16,7 @@ from ..iteration import BatchGeometry
 from ..memory import available_host_bytes
 from .registry import TECHNIQUES, KeyTechnique, PositiveIntTechnique
 
-__all__ = ["HostBudget", "LoaderPrefetch"]
+__all__ = ["HostBudget", "LoaderPrefetch", "loader_bytes", "workers_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +46,11 @@ class HostBudget(KeyTechnique):
     # workers together. If they need more, DATALOADER.NUM_WORKERS and MEMFIT.HOST.PREFETCH are
     # lowered. None is no limit.
     key = "MEMFIT.HOST.BUDGET_GB"
-    off = None
+    check_value = staticmethod(check_positive_number)
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return {"MEMFIT.HOST.BUDGET_GB": round(available_host_bytes() / _GB, 1)}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        budget_gb = cfg.MEMFIT.HOST.BUDGET_GB
-        if budget_gb is not None:
-            check_positive_number(cls.key, budget_gb)
-        return budget_gb is not None
 
     @classmethod
     def apply(cls, part: CfgNode, cfg: CfgNode) -> CfgNode:

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The implementation of an optimizer's step."""
 
+from functools import partial
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -11,6 +12,8 @@ from ..errors import ConfigError
 from .registry import TECHNIQUES, KeyTechnique
 
 __all__ = ["OptimizerImplementation"]
+
+_CHOICES = ("default", "for-loop", "foreach", "fused")
 
 
 @TECHNIQUES.register()
@@ -30,17 +33,11 @@ class OptimizerImplementation(KeyTechnique):
     # "for-loop", "foreach" or "fused". "default" is PyTorch's choice for the device.
     key = "MEMFIT.OPTIMIZER.IMPLEMENTATION"
     off = "default"
+    check_value = staticmethod(partial(check_choice, choices=_CHOICES))
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return {"MEMFIT.OPTIMIZER.IMPLEMENTATION": "for-loop"}
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        name = cfg.MEMFIT.OPTIMIZER.IMPLEMENTATION
-        choices = ("default", "for-loop", "foreach", "fused")
-        check_choice(cls.key, name, choices)
-        return name != cls.off
 
     @classmethod
     def apply(cls, optimizer: Optimizer, cfg: CfgNode) -> Optimizer:

@@ -117,10 +117,13 @@ class KeyTechnique(Technique):
     Attributes:
         key: the key's whole name. The comment above it is its documentation.
         off: the key's default, which turns the technique off.
+        check_value: called with the key and another value; raises :class:`ConfigError` if that
+            cannot work.
     """
 
     key: str
-    off: ClassVar[Any]
+    off: ClassVar[Any] = None
+    check_value: ClassVar[Any]
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -129,46 +132,37 @@ class KeyTechnique(Technique):
             cfg = cfg.setdefault(parent, CfgNode())
         cfg[name] = copy(cls.off)
 
+    @classmethod
+    def is_on(cls, cfg: CfgNode) -> bool:
+        value = value_of(cfg, cls.key)
+        if value is None and cls.off is None:
+            return False
+        cls.check_value(cls.key, value)
+        return bool(value) and value != cls.off
+
 
 class BooleanTechnique(KeyTechnique):
     """A technique that one boolean config key turns on."""
 
     off = False
+    check_value = staticmethod(check_bool)
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return {cls.key: True}
 
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        value: bool = value_of(cfg, cls.key)
-        check_bool(cls.key, value)
-        return value
-
 
 class PositiveIntTechnique(KeyTechnique):
     """A technique that one config key turns on, by a positive integer; None turns it off."""
 
-    off = None
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        value = value_of(cfg, cls.key)
-        if value is not None:
-            check_positive_int(cls.key, value)
-        return value is not None
+    check_value = staticmethod(check_positive_int)
 
 
 class ModulesTechnique(KeyTechnique):
     """A technique for the modules whose name patterns one config key lists."""
 
     off: ClassVar[list[str]] = []
-
-    @classmethod
-    def is_on(cls, cfg: CfgNode) -> bool:
-        patterns = value_of(cfg, cls.key)
-        check_strings(cls.key, patterns)
-        return len(patterns) > 0
+    check_value = staticmethod(check_strings)
 
 
 TECHNIQUES: Registry = Registry("TECHNIQUE")  # of subclasses of Technique

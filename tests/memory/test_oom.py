@@ -7,7 +7,6 @@ from injection import Injector
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.memory import (
-    RisingRetries,
     TensorMeter,
     error_line,
     is_loader_out_of_memory,
@@ -149,9 +148,3 @@ def test_memory_that_runs_out_within_torchscript_is_known():
     assert is_out_of_memory(real.value)
     with pytest.raises(torch.OutOfMemoryError, match="injected"), Injector([2]):
         repeated(torch.ones(3), 2)
-
-
-def test_three_iterations_with_retries_in_a_row_are_too_close():
-    watch = RisingRetries()
-    counts = [0, 1, 2, 2, 3, 4, 5, 6, 7, 8, 8]
-    assert [i for i, n in enumerate(counts) if watch.too_close(n)] == [6, 9]

@@ -19,6 +19,7 @@ from tiled_images import (
     load_tiled_cfg,
 )
 from tiled_images.clip import clip_annotation
+from tiled_images.dataset import tiles_showing
 from tiled_images.planning import with_datasets_of_tiles
 from tiny import ROOT, read_metrics
 
@@ -319,10 +320,10 @@ def test_crowds_and_objects_of_which_too_little_shows_are_left_out(tmp_path):
 
 def test_an_object_larger_than_a_tile_is_in_all_that_it_fills():
     grid = Grid(1000, 1000, 256, 64)
-    shown = grid.showing(np.array([100.0, 100, 900, 900]), 0.5)
+    shown = tiles_showing(grid, np.array([100.0, 100, 900, 900]), 0.5)
     filled = {row * 5 + column for row in (1, 2, 3) for column in (1, 2, 3)}
     assert filled < set(shown)
-    line = grid.showing(np.array([0.0, 300, 1000, 310]), 0.5)
+    line = tiles_showing(grid, np.array([0.0, 300, 1000, 310]), 0.5)
     assert len(line) == len(grid.lefts)
 
 

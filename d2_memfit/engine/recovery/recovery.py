@@ -15,7 +15,7 @@ from torch import nn
 
 from ...errors import OutOfMemoryError
 from ...job import RecoveryOptions
-from ...memory import RisingRetries, is_out_of_memory, release_memory
+from ...memory import is_out_of_memory, release_memory
 from ...techniques import checkpointed, resize_image
 from ..normalizers import Communication
 from ..state import Snapshot
@@ -40,6 +40,7 @@ _LOW_MEMORY = "it is run again with checkpointed activations, kept on the host"
 _RESIZE = "it is run again at 0.7 of its size, {:.2f} of the original"
 _SKIP = "it is skipped"
 
+_MOST_RISES = 3  # one may be chance, thrashing before the error continues
 _RESIZE_FACTOR = 0.7
 _MAX_RESIZES = 3
 
@@ -97,7 +98,8 @@ class Recovery:
         self.record = OomRecord(options, model, mixed_precision)
         self._micro_batch_size = micro_batch_size
         self._sizes = [self.size.state_dict()]  # one of each rank
-        self._retries = RisingRetries()
+        self._allocator_retries = 0
+        self._rises = 0  # iterations in a row in which the allocator retried
         self._escalation = _Escalation(options)
         self._report = RecoveryReport()
         self._window: Optional[Window] = None
@@ -284,13 +286,18 @@ class Recovery:
             self._report.final_error = str(e)
 
     def _watch_allocator(self) -> None:
-        """Halve the size before a crash: an allocator that retries again and again is near it."""
+        """Halve the size before a crash: an allocator that retries again and again is near it.
+
+        It counts how often it had to free its cache. Each retry synchronises the device.
+        """
         if self._device.type != "cuda" or not self._communication.may_recover:
             return
         retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
+        has_retried = retries > self._allocator_retries
+        self._allocator_retries = retries
+        self._rises = self._rises % _MOST_RISES + 1 if has_retried else 0
         largest = self.largest
-        is_close = self._retries.too_close(retries)
-        if not is_close or largest is None or not largest.can_be_split:
+        if self._rises < _MOST_RISES or largest is None or not largest.can_be_split:
             return
         error = torch.OutOfMemoryError(f"num_alloc_retries rises again and again, to {retries}")
         event = self.record.event(error, "allocator", largest.data)

@@ -48,15 +48,19 @@ class ResumableBatches(Iterator[Any]):
     Args:
         loader: made by ``build_detection_train_loader``. It is not changed.
 
+    Attributes:
+        images: loads and maps the images of the dataset, by their indices.
+        group_size: images of one aspect ratio that are grouped; 0 if they are not.
+
     Raises:
         UnknownLoader: it is of another kind.
     """
 
     def __init__(self, loader: Any) -> None:
-        self._group_size = 0
+        self.group_size = 0
         self._collate, loader = compat.split_map(loader)  # of groups
         if type(loader) is AspectRatioGroupedDataset:
-            self._group_size = loader.batch_size
+            self.group_size = loader.batch_size
             loader = loader.dataset
         dataset: Any = getattr(loader, "dataset", None)
         is_known = type(loader) is DataLoader and type(dataset) is ToIterableDataset
@@ -66,12 +70,13 @@ class ResumableBatches(Iterator[Any]):
         if not dataset.shard_sampler or not compat.deals_its_indices(sampler):
             raise UnknownLoader(f"one with a {type(sampler).__name__}")
         self._loader = loader
-        self._images = dataset.dataset
+        self.num_workers: int = loader.num_workers
+        self.images = dataset.dataset
         self._digest_of_images: Optional[str] = None
         self._sampler = sampler
         self._layout = Layout(
             ranks=compat.num_ranks_of(sampler),
-            workers=max(1, loader.num_workers),
+            workers=max(1, self.num_workers),
             chunk=getattr(dataset, "shard_chunk_size", 1),
             batch=loader.batch_size,
         )
@@ -81,38 +86,24 @@ class ResumableBatches(Iterator[Any]):
         taken = taken or _Taken(workers=(None,) * self.num_workers)
         self._rest = rest
         sampler = RestOfStream(self._sampler, rest)
-        is_grouped = self._group_size > 0
+        is_grouped = self.group_size > 0
         self._received = _Received(self._loader, sampler, self._layout, is_grouped, taken)
         self._batches: Iterator[Any] = self._received
         if is_grouped:
-            self._batches = _grouped(self._received, self._group_size)
+            self._batches = _grouped(self._received, self.group_size)
             if self._collate is not None:  # Detectron2 drops a batch that is None
                 collated = map(self._collate, self._batches)
                 self._batches = (batch for batch in collated if batch is not None)
 
     def __iter__(self) -> Iterator[Any]:
         """Start when Detectron2 does, because the workers' seeds are drawn then."""
-        if not self._group_size and self._received.source is None:
+        if not self.group_size and self._received.source is None:
             self._received.start()
         return self
 
     def __next__(self) -> Any:
         iter(self)
         return next(self._batches)
-
-    @property
-    def num_workers(self) -> int:
-        return self._loader.num_workers
-
-    @property
-    def images(self) -> Any:
-        """Loads and maps the images of the dataset, by their indices."""
-        return self._images
-
-    @property
-    def group_size(self) -> int:
-        """Images of one aspect ratio that are grouped; 0 if they are not."""
-        return self._group_size
 
     def first_indices(self, rank: int, ranks: int, batches: int) -> torch.Tensor:
         """Indices in the dataset of the first batches of a rank, from the start of the stream.
@@ -157,8 +148,8 @@ class ResumableBatches(Iterator[Any]):
     def _digest(self) -> str:
         """A digest of names and sizes of images, spread over the dataset; "" if they have none."""
         if self._digest_of_images is None:
-            images = compat.inner_dataset(self._images)
-            size = len(self._images)
+            images = compat.inner_dataset(self.images)
+            size = len(self.images)
             try:
                 facts = [_facts(images[i]) for i in range(0, size, 1 + size // _DIGESTED)]
                 self._digest_of_images = hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -194,9 +185,9 @@ class ResumableBatches(Iterator[Any]):
         """The state that all ranks share, in plain types and tensors."""
         drawn = {k: v for k, v in vars(self._sampler).items() if k in compat.DRAWN_BY_SAMPLERS}
         return {
-            "layout": {**asdict(self._layout), "group": self._group_size},
+            "layout": {**asdict(self._layout), "group": self.group_size},
             "rest": {"first": self._rest.first, "without": self._rest.without},
-            "dataset_size": len(self._images),
+            "dataset_size": len(self.images),
             "dataset_digest": self._digest(),
             "sampler": {"type": type(self._sampler).__name__, **drawn},
         }
@@ -213,7 +204,7 @@ class ResumableBatches(Iterator[Any]):
             ValueError: the dataset or the sampler is not the same.
         """
         drawn = dict(stream["sampler"])
-        size = len(self._images)
+        size = len(self.images)
         then = f"{stream['dataset_size']} images by a {drawn.pop('type')}"
         now = f"{size} images by a {type(self._sampler).__name__}"
         if then != now:
@@ -227,11 +218,11 @@ class ResumableBatches(Iterator[Any]):
         group_size = options.pop("group")
         layout = Layout(**options)
         rest = Rest(**stream["rest"])
-        is_same = (layout, group_size) == (self._layout, self._group_size)
+        is_same = (layout, group_size) == (self._layout, self.group_size)
         rank = compat.rank_of(self._sampler)
         is_same = is_same and len(ranks[rank]["workers"]) == self.num_workers
         if is_same:
-            self._start_at(rest, _Taken.of(ranks[rank], self._images))
+            self._start_at(rest, _Taken.of(ranks[rank], self.images))
         else:
             self._start_at(rest.after(_places(layout, ranks)))
         self._received.start()  # draws the seeds now: later, other numbers are due

@@ -16,7 +16,30 @@ from d2_memfit.inference import Grid
 
 from .clip import box_of, clip_annotation
 
-__all__ = ["BalancedTileSampler", "TiledDataset"]
+__all__ = ["BalancedTileSampler", "TiledDataset", "tiles_showing"]
+
+
+def tiles_showing(grid: Grid, box: NDArray[Any], min_visible: float) -> list[int]:
+    """Numbers of the tiles that show at least ``min_visible`` of a box, and more than nothing.
+
+    For a box larger than a tile, this is the share of the most that a tile can show.
+
+    Args:
+        box: x0, y0, x1, y1 in pixels of the image [4].
+    """
+    across = _visible(grid.lefts, grid.size, box[0], box[2])
+    down = _visible(grid.tops, grid.size, box[1], box[3])
+    at_most = min(box[2] - box[0], grid.size) * min(box[3] - box[1], grid.size)
+    rows = np.flatnonzero(down)
+    columns = np.flatnonzero(across)
+    enough = np.outer(down[rows], across[columns]) >= min_visible * at_most
+    numbers = rows[:, None] * len(grid.lefts) + columns
+    return numbers[enough].tolist()
+
+
+def _visible(starts: NDArray[Any], size: int, low: float, high: float) -> NDArray[Any]:
+    """Visible length of an interval in each tile, along one axis."""
+    return np.clip(np.minimum(starts + size, high) - np.maximum(starts, low), 0, None)
 
 
 class TiledDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -52,7 +75,7 @@ class TiledDataset(torch.utils.data.Dataset[dict[str, Any]]):
         for image, grid, end in zip(dicts, self._grids, self._ends):
             for annotation in image.get("annotations", []):
                 if not annotation.get("iscrowd", 0):
-                    tiles = grid.showing(box_of(annotation), min_visible)
+                    tiles = tiles_showing(grid, box_of(annotation), min_visible)
                     pairs += [(end - len(grid) + tile, len(annotations)) for tile in tiles]
                     annotations.append(annotation)
         # It cannot be empty.

@@ -20,7 +20,7 @@ from injection import (
 )
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer
+from d2_memfit import AccumulatingTrainer, get_cfg
 from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import ConfigError, OutOfMemoryError
 from d2_memfit.job import RecoveryOptions
@@ -431,15 +431,16 @@ class PretendsCuda:
 
 
 class RisingAllocator:
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, rises):
         self.retries = 0
+        self.rises = iter(rises)
         monkeypatch.setattr(torch.cuda, "memory_stats", self)
         memory = device_memory(torch.device("cpu"))
         monkeypatch.setattr("d2_memfit.engine.recovery.oom_record.device_memory", lambda _: memory)
         monkeypatch.setattr("d2_memfit.engine.recovery.recovery.release_memory", lambda *_, **__: 0)
 
     def __call__(self, device):
-        self.retries += 1
+        self.retries += next(self.rises)
         return {"num_alloc_retries": self.retries}
 
 
@@ -451,9 +452,9 @@ class Mean(torch.nn.Linear):
         return self.weight.sum() * len(batch)
 
 
-def micro_batches_with_retries(batch, monkeypatch):
-    """Sizes that recovery finds for four iterations whose allocator retries in each."""
-    RisingAllocator(monkeypatch)
+def micro_batches_with_retries(batch, monkeypatch, rises=(1, 1, 1, 1, 1)):
+    """The recovery of five iterations, whose allocator retries so often in each."""
+    RisingAllocator(monkeypatch, rises)
     model = Mean()
     trainer = AccumulatingTrainer(model, [batch] * 5, sgd(model), recovery=RecoveryOptions())
     trainer.recovery._device = PretendsCuda()
@@ -465,6 +466,12 @@ def test_an_allocator_that_retries_again_and_again_halves_what_can_be_cut(monkey
     recovery = micro_batches_with_retries(images(4), monkeypatch)
     assert recovery.size.images == 2
     assert recovery.oom_events == 1
+
+
+def test_an_allocator_that_retries_now_and_then_is_left_alone(monkeypatch):
+    recovery = micro_batches_with_retries(images(4), monkeypatch, rises=(3, 1, 0, 1, 2))
+    assert recovery.size.images is None
+    assert recovery.oom_events == 0
 
 
 def test_a_batch_that_cannot_be_cut_is_not_halved_for_the_allocator(monkeypatch):
@@ -573,16 +580,19 @@ def test_recoveries_leave_no_memory_behind():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"grow_after": 0}, "MEMFIT.OOM.GROW_AFTER must be a positive integer, got 0"),
-        ({"last_resort": "ignore"}, "LAST_RESORT must be 'raise' or 'skip', got 'ignore'"),
-        ({"max_skipped": 2}, "MAX_SKIPPED must be 0 to 1, got 2"),
-        ({"allow_resize": "no"}, "ALLOW_RESIZE must be True or False, got 'no'"),
-        ({"communicating_modules": []}, "there is no config key MEMFIT.OOM.COMMUNICATING_MODULES"),
-        ({"output_dir": "x"}, "there is no config key MEMFIT.OOM.OUTPUT_DIR"),
-        ({"policy": ["split"]}, "MEMFIT.OOM.POLICY must be"),
+        ({"GROW_AFTER": 0}, "MEMFIT.OOM.GROW_AFTER must be a positive integer, got 0"),
+        ({"LAST_RESORT": "ignore"}, "LAST_RESORT must be 'raise' or 'skip', got 'ignore'"),
+        ({"MAX_SKIPPED": 2}, "MAX_SKIPPED must be 0 to 1, got 2"),
+        ({"ALLOW_RESIZE": "no"}, "ALLOW_RESIZE must be True or False, got 'no'"),
+        ({"POLICY": ["split"]}, "MEMFIT.OOM.POLICY must be"),
         ("split", "MEMFIT.OOM must be a node with keys, got 'split'"),
     ],
 )
 def test_options_that_cannot_work_are_named(options, message):
+    cfg = get_cfg()
+    if isinstance(options, dict):
+        cfg.MEMFIT.OOM.update(options)
+    else:
+        cfg.MEMFIT.OOM = options
     with pytest.raises(ConfigError, match=message):
-        RecoveryOptions.from_keys(options, output_dir="", budget_gb=None)
+        RecoveryOptions.from_cfg(cfg)
