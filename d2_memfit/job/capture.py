@@ -13,7 +13,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 from detectron2.data import DatasetCatalog, build, common, detection_utils
-from detectron2.data.transforms import ResizeShortestEdge, Transform
+from detectron2.data.transforms import ResizeShortestEdge, ResizeTransform, Transform
 from detectron2.structures import BoxMode
 
 from ..common.patching import replaced_functions
@@ -153,6 +153,14 @@ def empty_images(labels: Sequence[int] = ()) -> Iterator[_EmptyFiles]:
 
         return read_image
 
+    def resize_empty(apply_image: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(self: Any, img: Any, interp: Any = None) -> Any:
+            if img.any():
+                return apply_image(self, img, interp)
+            return np.zeros((self.new_h, self.new_w, *img.shape[2:]), img.dtype)
+
+        return apply
+
     known = [
         module
         for module in list(sys.modules.values())
@@ -163,6 +171,7 @@ def empty_images(labels: Sequence[int] = ()) -> Iterator[_EmptyFiles]:
         no_information(),
         unchanged_random_state(),
         replaced_functions(known, {"read_image": read_empty}),
+        replaced_functions([ResizeTransform], {"apply_image": resize_empty}),  # a tenth of the time
     ):
         random.seed(0)
         np.random.seed(0)

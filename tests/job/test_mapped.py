@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import DatasetCatalog
+from detectron2.data.transforms import ResizeTransform
 from detectron2.structures import BoxMode
 from pycocotools import mask as coco_mask
 
@@ -14,6 +15,7 @@ from d2_memfit import Job, get_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import tensors_of
+from d2_memfit.job.capture import empty_images
 from d2_memfit.job.known_datasets import known_dataset
 from d2_memfit.job.largest_images import dict_of_size
 from d2_memfit.job.mapped import _Mapper
@@ -283,6 +285,19 @@ def test_a_crowded_image_is_mapped_once_where_neither_size_nor_objects_differ(cr
     assert (len(sizes_of_crowded) > len(set(sizes_of_crowded))) == crops
 
 
+def test_only_images_with_values_are_resized(monkeypatch):
+    resized = []
+    monkeypatch.setattr(ResizeTransform, "apply_image", lambda *args: resized.append(args))
+    transform = ResizeTransform(8, 6, 4, 3)
+    with empty_images():
+        for channels in (1, 3):
+            image = np.zeros((8, 6, channels), np.uint8)
+            assert transform.apply_image(image).shape == (4, 3, channels)
+        assert not resized
+        transform.apply_image(image + 1)
+    assert len(resized) == 1
+
+
 def test_a_run_length_code_gets_the_size_of_another_image():
     code = coco_mask.encode(np.asfortranarray(np.ones((100, 200), np.uint8)))
     annotation = {"bbox": [10, 10, 40, 30], "bbox_mode": BoxMode.XYXY_ABS, "segmentation": code}
@@ -290,3 +305,16 @@ def test_a_run_length_code_gets_the_size_of_another_image():
     (scaled,) = dict_of_size(d, (300, 400))["annotations"]
     assert scaled["segmentation"]["size"] == [300, 400]
     assert list(coco_mask.toBbox(scaled["segmentation"])) == [20, 30, 60, 60]
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (40, 60, 1), (40, 60, 3)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_an_empty_image_gets_its_size_without_resizing(shape, dtype):
+    resize = ResizeTransform(40, 60, 80, 120)
+    image = np.zeros(shape, dtype)
+    expected = [resize.apply_image(image), resize.apply_image(image + 1)]
+    with empty_images():
+        found = [resize.apply_image(image), resize.apply_image(image + 1)]
+    for ours, theirs in zip(found, expected):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert np.array_equal(ours, theirs)
