@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from detectron2.structures import Instances
+from detectron2.structures import Boxes, Instances, Keypoints, PolygonMasks
 
 from ..compat.pytorch import BatchNorm
 from ..counts import Collective, PretendedRanks
@@ -60,7 +60,7 @@ def accumulates(patient: Patient) -> str:
 def five_images(batch: Any, with_empty: bool = True) -> Any:
     """Images with other pixels, and with 10, 3, 1, 0 and 5 objects of the most crowded one.
 
-    If it has fewer objects, they come again. Batches in columns have their own.
+    If it has fewer objects, they come again in other places. Batches in columns have their own.
 
     Args:
         with_empty: whether there is the image without objects.
@@ -89,9 +89,26 @@ def _some(instances: Instances, number: int) -> Instances:
     if rounds < 2:
         return instances[:number]
     try:
-        return Instances.cat([instances] * rounds)[:number]
+        return Instances.cat([_moved(instances, 7 * n) for n in range(rounds)])[:number]
     except (TypeError, ValueError):  # a field of the project's own
         return instances[torch.arange(number) % len(instances)]
+
+
+def _moved(instances: Instances, pixels: int) -> Instances:
+    """The instances, to the right and down by some pixels."""
+    moved = copy.deepcopy(instances)
+    for value in moved.get_fields().values():
+        if isinstance(value, Boxes):
+            value.tensor.add_(pixels)
+        elif isinstance(value, PolygonMasks):
+            value.polygons = [[p + pixels for p in polygons] for polygons in value.polygons]
+        elif isinstance(value, Keypoints):
+            value.tensor[..., :2] += pixels
+        else:
+            masks = getattr(value, "tensor", value)
+            if isinstance(masks, torch.Tensor) and masks.shape[-2:] == moved.image_size:
+                masks.copy_(masks.roll((pixels, pixels), (-2, -1)))
+    return moved
 
 
 def _verdict(patient: Patient, images: Sequence[Any], policy: str, freezes: bool = True) -> Verdict:
