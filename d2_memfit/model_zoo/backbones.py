@@ -122,52 +122,34 @@ def _replace_norms(module: nn.Module, norm: str) -> None:
             _replace_norms(child, norm)
 
 
-def _mobilenet(name: str, cfg: CfgNode) -> Backbone:
+def _of_torchvision(name: str, cfg: CfgNode) -> Backbone:
     from torchvision import models
 
     body = getattr(models, name)()
-    # The last layer is only for classification.
-    layers = [f"features.{i}" for i in range(len(body.features) - 1)]
+    layers = ["conv1", "maxpool", "stage2", "stage3", "stage4"]
+    if name in _MOBILENETS:  # the last layer is only for classification
+        layers = [f"features.{i}" for i in range(len(body.features) - 1)]
     return LayeredBackbone(body, layers, cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT)
 
 
-def _shufflenet(name: str, cfg: CfgNode) -> Backbone:
-    from torchvision import models
-
-    layers = ["conv1", "maxpool", "stage2", "stage3", "stage4"]
-    norm, freeze_at = cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT
-    return LayeredBackbone(getattr(models, name)(), layers, norm, freeze_at)
-
-
-class _RegNet(RegNet):
-    """Detectron2's RegNet, with stages named "res2" to "res5" for FPN's configs."""
-
-    _out_feature_channels: dict[str, int]
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(out_features=["s1", "s2", "s3", "s4"], **kwargs)
-        self._out_features = list(_STRIDES)
-        self._out_feature_strides = dict(_STRIDES)
-        channels = self._out_feature_channels
-        self._out_feature_channels = {f"res{i + 1}": channels[f"s{i}"] for i in range(1, 5)}
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.stem(x)
-        features = {}
-        for (stage, _), feature in zip(self.stages_and_names, _STRIDES):
-            features[feature] = x = stage(x)
-        return features
-
-
 def _regnet(name: str, cfg: CfgNode) -> Backbone:
-    return _RegNet(
+    """Detectron2's RegNet, with stages named "res2" to "res5" for FPN's configs."""
+    regnet: Any = RegNet(
         stem_class=SimpleStem,
         stem_width=32,
         block_class=ResBottleneckBlock,
         norm=cfg.MODEL.RESNETS.NORM,
         freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
+        out_features=["s1", "s2", "s3", "s4"],
         **_REGNETS[name],
     )
+    names = {f"s{i}": stage for i, stage in enumerate(_STRIDES, 1)}
+    regnet.stages_and_names = [(stage, names[old]) for stage, old in regnet.stages_and_names]
+    channels = regnet._out_feature_channels
+    regnet._out_feature_channels = {names[old]: channels[old] for old in names}
+    regnet._out_feature_strides = dict(_STRIDES)
+    regnet._out_features = list(_STRIDES)
+    return regnet
 
 
 def _register(name: str, build_bottom_up: Callable[[str, CfgNode], Backbone]) -> str:
@@ -187,7 +169,6 @@ def _register(name: str, build_bottom_up: Callable[[str, CfgNode], Backbone]) ->
 
 
 LIGHT_BACKBONES = [
-    *(_register(name, _mobilenet) for name in _MOBILENETS),
-    *(_register(name, _shufflenet) for name in _SHUFFLENETS),
+    *(_register(name, _of_torchvision) for name in (*_MOBILENETS, *_SHUFFLENETS)),
     *(_register(name, _regnet) for name in _REGNETS),
 ]
