@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from d2_memfit.errors import exit_on_error
-from d2_memfit.planner.device import calibrate
+from d2_memfit.measure.calibration import calibrate
 
 
 @exit_on_error

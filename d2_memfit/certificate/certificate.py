@@ -2,7 +2,7 @@
 """The certificate of a run: what each of its windows needs, and the order of its data."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Optional, Union
 
@@ -11,28 +11,13 @@ import torch
 from ..common.files import whole_file
 from ..errors import ConfigError
 
-__all__ = ["Certificate", "Worst"]
+__all__ = ["Certificate"]
 
 _GB = 2**30
 _BINS = 10
 _NARROWEST_GB = 0.02
 _WIDTH = 40  # of the longest bar
 _NAMES = 4  # of images that are shown
-
-
-@dataclass(frozen=True)
-class Worst:
-    """A window that needs much.
-
-    Attributes:
-        iteration: number of the optimizer step.
-        rank: of the window.
-        images: names of the images of its largest micro-batch.
-    """
-
-    iteration: int
-    rank: int
-    images: list[str]
 
 
 @dataclass(frozen=True)
@@ -49,7 +34,8 @@ class Certificate:
         compared: images whose sizes were compared with those that the loader gives.
         why_bounds: why sizes are the largest that an image can have; "" if they are drawn.
         hours: range of the predicted time; None if it is not known.
-        worst: the windows that need most, the first one the most.
+        worst: the windows that need most, the first one the most: iteration, rank, and names of the
+            images of the largest micro-batch.
         sums: MEMFIT.COST_MODEL.BYTES.
         stream, states: the order of the data and random states of all ranks, as
             ``ResumableBatches.load_state_dict`` takes them.
@@ -63,7 +49,7 @@ class Certificate:
     compared: int
     why_bounds: str
     hours: Optional[tuple[float, float]]
-    worst: list[Worst]
+    worst: list[tuple[int, int, list[str]]]
     sums: list[list[float]]
     stream: dict[str, Any]
     states: list[dict[str, Any]]
@@ -74,18 +60,14 @@ class Certificate:
         return int((self.needs_bytes > self.limit_bytes).any(dim=1).sum())
 
     def write(self, file: Union[str, "PathLike[str]"]) -> None:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["worst"] = [vars(worst) for worst in self.worst]
         with whole_file(file) as f:
-            torch.save(values, f)
+            torch.save(vars(self), f)
 
     @classmethod
     def read(cls, file: Union[str, "PathLike[str]"]) -> "Certificate":
         """Raise :class:`ConfigError` if the file is not a certificate."""
         try:
-            values = torch.load(file, weights_only=True)
-            worst = [Worst(**worst) for worst in values.pop("worst")]
-            return cls(**values, worst=worst)
+            return cls(**torch.load(file, weights_only=True))
         except Exception as e:  # of any kind, from another kind of file
             raise ConfigError(
                 f"--certificate {file} is not a file of d2-memfit certify ({type(e).__name__})"
@@ -110,11 +92,11 @@ class Certificate:
             low, high = self.hours
             lines.append(f"Predicted time, without evaluations: {low:.3g} to {high:.3g} h")
         lines += ["", "Windows by what they need:", *self._histogram(), "", "Those that need most:"]
-        for worst in self.worst:
-            gb = int(self.needs_bytes[worst.iteration, worst.rank]) / _GB
-            where = f"iteration {worst.iteration:,}" + f", rank {worst.rank}" * (ranks > 1)
-            names = [os.path.basename(name) for name in worst.images[:_NAMES]]
-            others = len(worst.images) - _NAMES
+        for iteration, rank, images in self.worst:
+            gb = int(self.needs_bytes[iteration, rank]) / _GB
+            where = f"iteration {iteration:,}" + f", rank {rank}" * (ranks > 1)
+            names = [os.path.basename(name) for name in images[:_NAMES]]
+            others = len(images) - _NAMES
             names += [f"{others} others"] if others > 0 else []
             lines.append(f"  {gb:.2f} GB  {where}: {', '.join(names)}")
         return "\n".join(lines)

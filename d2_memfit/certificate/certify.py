@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..iteration import CostModel
 from ..job import Job
 from ..planner.estimates import DryJob, run_dry, steps
-from .certificate import Certificate, Worst
+from .certificate import Certificate
 from .foreseen_images import ForeseenImages
 
 __all__ = ["certify"]
@@ -80,7 +80,7 @@ def certify(
         parts = cut.quickest(sizes[rank][iteration][None]).parts(0)
         part = max(parts, key=lambda part: _needs(cut, sizes[rank][iteration][None, part])[0][0])
         names = [images.name(i) for i in indices[rank][iteration][part]]
-        worst.append(Worst(iteration, rank, names))
+        worst.append((iteration, rank, names))
     alone_bytes = _needs(cut, np.concatenate(sizes).reshape(-1, 1, 3))[0].max()
     node = job.cfg.MEMFIT
     least_gb = (alone_bytes / _GB + node.COST_MODEL.ERROR_GB) / (1 - (node.PLAN.MARGIN or 0.0))

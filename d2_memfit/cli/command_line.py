@@ -238,12 +238,7 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_draw_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config-file",
-        default="",
-        metavar="FILE",
-        help="the config of the trained model: OUTPUT_DIR/config.yaml",
-    )
+    _add_model_options(parser)
     add_coco_option(parser)
     parser.add_argument(
         "--output",
@@ -263,7 +258,7 @@ def _add_draw_options(parser: argparse.ArgumentParser) -> None:
         default=0.5,
         help="lowest score of a detection that is drawn (default: 0.5)",
     )
-    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
+    parser.set_defaults(card=None)
 
 
 def _add_predict_options(parser: argparse.ArgumentParser) -> None:

@@ -8,23 +8,19 @@ fits.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
-from torch import nn
-
-from ..common.checks import check_positive_int
 from ..common.files import whole_file
-from ..config import card_name, find_config_file, load_cfg
-from ..data import check_classes, check_coco_file, convert_folder, register_coco
+from ..config import card_name
+from ..data import check_coco_file, convert_folder
 from ..doctor import examine
-from ..engine import usable_device, world_size
-from ..engine.resuming import MemfitCheckpointer
+from ..engine import world_size
 from ..errors import ConfigError, exit_on_error
-from ..inference import estimate_inference, weights_of
+from ..inference import estimate_inference
 from ..job import Job, find_function
 from ..measure.session import measure_gpu
 from ..memory import use_expandable_segments
@@ -43,63 +39,21 @@ from ..planner.writing import (
 from ..report import read_run, write_html, write_png
 from . import train
 from .command_line import command_parser
-from .draw import draw_predictions
-from .job_options import job_of, load_any_config
+from .job_options import Config, job_of, load_any_config
 from .next_step import (
     after_a_look,
     after_certify,
     after_convert,
-    after_draw,
     after_plan,
     after_plot,
 )
-from .options import check_opts, opts_of_budget
-from .trained_model import export_model, predict_files
+from .options import opts_of_budget
+from .trained_model import draw_images, export_model, predict_files
 
 __all__ = ["main"]
 
 _DOES_NOT_FIT = 3  # exit status
 _UNWELL = 3
-_PICTURES = (".png", ".jpg", ".jpeg")  # formats that OpenCV always writes
-
-
-@exit_on_error
-def main(argv: Optional[Sequence[str]] = None) -> None:
-    args = command_parser(train.argument_parser()).parse_args(argv)
-    if args.command == "train":
-        train.run(args)
-        return
-    if world_size(1) > 1:
-        raise ConfigError(f"{args.command} is one process's work: start it without torchrun")
-    if args.command == "measure-gpu":
-        files = measure_gpu(args.device, args.minutes, args.output, _say, args.estimate)
-        print(*files, sep="\n")
-        return
-    if args.command == "convert":
-        _convert(args)
-        return
-    if args.command == "plot":
-        _plot(args)
-        return
-    if args.command == "predict":
-        predict_files(args, _opts_of_budget(args), _say)
-        return
-    for name in ("output", "html", "snapshot"):
-        _check_folder(f"--{name}", getattr(args, name, None))
-    if args.command == "certify":
-        _certify(args)
-        return
-    if args.command == "draw":
-        check_opts(args.opts)
-        _draw(args)
-        return
-    if args.command == "export":
-        export_model(args, _say)
-        return
-    if args.command == "doctor":
-        _examine(args)
-        return
-    _ask(args)
 
 
 def _examine(args: argparse.Namespace) -> None:
@@ -131,26 +85,22 @@ def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
     return job_of(args, cfg), trainer
 
 
-def _ask(args: argparse.Namespace) -> None:
-    """Run the command estimate or plan."""
-    cfg = load_any_config(args, _opts_of_budget(args), _say)
-    if args.probe:
-        use_expandable_segments()  # as in training under a budget, and before CUDA is started
-    job = job_of(args, cfg)
-    device = args.device or _device_of_card(args.card)
-    evaluates = not args.training_only
-    if args.command == "estimate" and args.inference_only:
+def _estimate(args: argparse.Namespace) -> None:
+    _, job, device = _asked(args)
+    if args.inference_only:
         inference = estimate_inference(job, device)
         _print(args, inference, str(inference), "")
         return
-    if args.command == "estimate":
-        dry_job = run_dry(job, device, args.probe, evaluates)
-        estimate = dry_job.estimate(dry_job.limit_bytes, with_typical=True)
-        if args.html is not None:
-            draw_estimate(dry_job, args.html, _say)
-        _write_snapshot(dry_job, args.snapshot)
-        _print(args, estimate, describe_estimate(estimate), after_a_look(args))
-        return
+    dry_job = run_dry(job, device, args.probe, not args.training_only)
+    estimate = dry_job.estimate(dry_job.limit_bytes, with_typical=True)
+    if args.html is not None:
+        draw_estimate(dry_job, args.html, _say)
+    _write_snapshot(dry_job, args.snapshot)
+    _print(args, estimate, describe_estimate(estimate), after_a_look(args))
+
+
+def _plan(args: argparse.Namespace) -> None:
+    cfg, job, device = _asked(args)
     if job.budget_gb is None:
         raise ConfigError(
             "--budget: name a number of GB, such as 5.2, or auto for the free memory of this "
@@ -163,7 +113,7 @@ def _ask(args: argparse.Namespace) -> None:
         device=device,
         progress=_say,
         probe=args.probe,
-        evaluates=evaluates,
+        evaluates=not args.training_only,
         cost_model=args.cost_model or job.cfg.MEMFIT.PLAN.COST_MODEL,
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
     )
@@ -180,6 +130,14 @@ def _ask(args: argparse.Namespace) -> None:
         sys.exit(_DOES_NOT_FIT)
 
 
+def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
+    """The config, job and device of the commands estimate and plan."""
+    cfg = load_any_config(args, _opts_of_budget(args), _say)
+    if args.probe:
+        use_expandable_segments()  # as in training under a budget, and before CUDA is started
+    return cfg, job_of(args, cfg), args.device or _device_of_card(args.card)
+
+
 def _draw_plan(args: argparse.Namespace, job: Job, plan: Plan, device: Optional[str]) -> None:
     after = run_dry(job.with_settings(plan.settings), device, evaluates=False)
     if args.html is not None:
@@ -191,30 +149,6 @@ def _draw_plan(args: argparse.Namespace, job: Job, plan: Plan, device: Optional[
 def _write_snapshot(dry_job: DryJob, path: Optional[Path]) -> None:
     if path is not None:
         write_memory_snapshot(dry_job.device.events(dry_job.training), path)
-
-
-def _draw(args: argparse.Namespace) -> None:
-    find_config_file(args.config_file)
-    if not args.coco:
-        raise ConfigError("--coco: name the images to be drawn, --coco NAME JSON IMAGE_DIR")
-    check_positive_int("--num-images", args.num_images)
-    name, json_file, image_dir = args.coco[0]
-    register_coco(name, json_file, image_dir)
-    file = check_coco_file(name, json_file, image_dir, for_training=False)
-    cfg = load_cfg(args.config_file, args.opts)
-    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
-    folder = Path(cfg.OUTPUT_DIR)
-    if "MODEL.WEIGHTS" not in args.opts[::2]:
-        trained = str(folder / "config.yaml"), str(folder / "model_final.pth")
-        cfg.MODEL.WEIGHTS = weights_of(*trained, None)
-    _say(f"weights: {cfg.MODEL.WEIGHTS}")
-    MemfitCheckpointer(nn.Module(), str(folder)).check(cfg.MODEL.WEIGHTS, resume=False)
-    output = args.output or folder / "predictions.png"
-    if output.suffix.lower() not in _PICTURES:
-        raise ConfigError(f"--output {output} must end in {', '.join(_PICTURES)}")
-    check_classes(cfg, file)
-    draw_predictions(cfg, name, output, args.num_images, args.min_score)
-    print(f"Written: {output}\n{after_draw(args)}")
 
 
 def _convert(args: argparse.Namespace) -> None:
@@ -230,6 +164,11 @@ def _convert(args: argparse.Namespace) -> None:
         )
     datasets = [(p.name, str(p.json_file), str(p.image_dir)) for p in parts]
     print(after_convert(datasets, has_masks))
+
+
+def _measure(args: argparse.Namespace) -> None:
+    files = measure_gpu(args.device, args.minutes, args.output, _say, args.estimate)
+    print(*files, sep="\n")
 
 
 def _plot(args: argparse.Namespace) -> None:
@@ -273,3 +212,29 @@ def _print(args: argparse.Namespace, result: Any, text: str, next_step: str) -> 
         print(json.dumps(asdict(result), indent=2))
     else:
         print("\n\n".join(part for part in (text, next_step) if part))
+
+
+_RUN: dict[str, Callable[[argparse.Namespace], None]] = {
+    "certify": _certify,
+    "convert": _convert,
+    "doctor": _examine,
+    "draw": lambda args: draw_images(args, _say),
+    "estimate": _estimate,
+    "export": lambda args: export_model(args, _say),
+    "measure-gpu": _measure,
+    "plan": _plan,
+    "plot": _plot,
+    "predict": lambda args: predict_files(args, _opts_of_budget(args), _say),
+    "train": train.run,
+}
+_MAKE_FOLDERS = ("convert", "measure-gpu", "plot", "predict", "train")
+
+
+@exit_on_error
+def main(argv: Optional[Sequence[str]] = None) -> None:
+    args = command_parser(train.argument_parser()).parse_args(argv)
+    if args.command != "train" and world_size(1) > 1:
+        raise ConfigError(f"{args.command} is one process's work: start it without torchrun")
+    for name in ("output", "html", "snapshot") if args.command not in _MAKE_FOLDERS else ():
+        _check_folder(f"--{name}", getattr(args, name, None))
+    _RUN[args.command](args)

@@ -74,7 +74,7 @@ def _train(args: argparse.Namespace, of_plan: Sequence[Any], opts: Sequence[str]
 def after_draw(args: argparse.Namespace) -> str:
     """The line after a picture of a trained model's detections."""
     files = ["--input", "FOLDER", "--output", "predictions", "--coco", *args.coco[0]]
-    use = _line("d2-memfit", "predict", "--config-file", args.config_file, *files, *args.opts)
+    use = _line("d2-memfit", "predict", *_model(args), *files, *args.opts)
     return f"Next, find objects in other images:\n  {use}"
 
 
@@ -98,13 +98,17 @@ def after_plot(run: Path) -> str:
 
 def after_predict(args: argparse.Namespace, image: Path) -> str:
     """The line after predictions, the first of them of ``image``."""
+    files = ["--input", image, "--output", "model.ts"]
+    write = _line("d2-memfit", "export", *_model(args), *files, *args.opts)
+    return f"Next, write the model for use without Detectron2:\n  {write}"
+
+
+def _model(args: argparse.Namespace) -> list[str]:
+    """The options that name a command's model, for another command."""
     model = ["--config-file", args.config_file]
     model += ["--weights", args.weights] if args.weights else []
     model += ["--trainer", args.trainer] if args.trainer else []
-    model += _repeated("--project", args.project)
-    files = ["--input", image, "--output", "model.ts"]
-    write = _line("d2-memfit", "export", *model, *files, *args.opts)
-    return f"Next, write the model for use without Detectron2:\n  {write}"
+    return [*model, *_repeated("--project", args.project)]
 
 
 def after_training(

@@ -1,18 +1,22 @@
 # Copyright (c) the d2_memfit developers.
-"""The commands predict and export, which use a trained model."""
+"""The commands draw, predict and export, which use a trained model."""
 
 import argparse
 import logging
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
+from numpy.typing import NDArray
 from omegaconf import DictConfig
+from PIL import Image
 
-from ..common.checks import check_int
+from ..common.checks import check_int, check_positive_int
 from ..data import (
     check_classes,
     check_coco_file,
@@ -26,6 +30,7 @@ from ..inference import (
     SUFFIXES,
     FilePrediction,
     Predictor,
+    draw,
     export,
     find_files,
     import_visualizer,
@@ -35,13 +40,49 @@ from ..inference import (
 )
 from ..memory import device_memory, use_expandable_segments
 from .job_options import is_lazy, job_of, load_any_config
-from .next_step import after_export, after_predict
+from .next_step import after_draw, after_export, after_predict
 
-__all__ = ["export_model", "predict_files"]
+__all__ = ["draw_images", "export_model", "predict_files"]
 
 _INCOMPLETE = 3  # exit status
+_PICTURES = (".png", ".jpg", ".jpeg")  # formats that OpenCV always writes
+_COLUMNS = 2  # of a picture of several images
 
 Say = Callable[[str], None]
+
+
+def draw_images(args: argparse.Namespace, say: Say) -> None:
+    """Run the command draw: predictions in the first images of a dataset, in one picture."""
+    if not args.coco:
+        raise ConfigError("--coco: name the images to be drawn, --coco NAME JSON IMAGE_DIR")
+    check_positive_int("--num-images", args.num_images)
+    if args.output is not None and args.output.suffix.lower() not in _PICTURES:
+        raise ConfigError(f"--output {args.output} must end in {', '.join(_PICTURES)}")
+    name, json_file, image_dir = args.coco[0]
+    register_coco(name, json_file, image_dir)
+    file = check_coco_file(name, json_file, image_dir, for_training=False)
+    import_visualizer()
+    predictor, cfg = _predictor(args, [], say)
+    if not is_lazy(args.config_file):  # which does not say how many classes it has
+        check_classes(cfg, file)
+    pictures = []
+    for number, d in enumerate(DatasetCatalog.get(name)[: args.num_images]):
+        (image,) = read_images(Path(d["file_name"]), predictor.image_format)
+        found = [result for result in predictor(image, number) if result["score"] > args.min_score]
+        pictures.append(draw(image, predictor.image_format, found, MetadataCatalog.get(name)))
+    output = args.output or Path(cfg.OUTPUT_DIR) / "predictions.png"
+    Image.fromarray(_side_by_side(pictures)).save(output)
+    print(f"Written: {output}\n{after_draw(args)}")
+
+
+def _side_by_side(pictures: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    height, width = (max(p.shape[i] for p in pictures) for i in (0, 1))
+    rows = math.ceil(len(pictures) / _COLUMNS)
+    result = np.zeros((rows * height, min(_COLUMNS, len(pictures)) * width, 3), dtype=np.uint8)
+    for i, picture in enumerate(pictures):
+        top, left = i // _COLUMNS * height, i % _COLUMNS * width
+        result[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
+    return result
 
 
 def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> None:
@@ -56,7 +97,6 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
     if args.tile_size is not None:
         check_int("--tile-size", args.tile_size, at_least=16)
     import_visualizer()
-    coco, args.coco = args.coco, []  # as a training's it would set its classes and schedule
     if opts:
         use_expandable_segments()  # before anything queries the GPU
     own = ["OUTPUT_DIR", str(args.output), "MEMFIT.OOM.POLICY", "split"]
@@ -65,7 +105,7 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
     logging.getLogger("d2_memfit.engine.recovery").setLevel(logging.CRITICAL)
     # A LazyConfig does not say how many classes it has.
     checked = None if is_lazy(args.config_file) else cfg
-    metadata = _metadata_of_coco(coco, checked) if coco else metadata_of(cfg)
+    metadata = _metadata_of_coco(args.coco, checked) if args.coco else metadata_of(cfg)
     looked = look_at_images(list(map(str, files)), [(None, None)] * len(files))
     if "deep" in looked:
         say(dict(complaints_about_images(looked, len(files)))["deep"])
@@ -111,6 +151,8 @@ def _input(args: argparse.Namespace) -> Path:
 
 def _predictor(args: argparse.Namespace, opts: Sequence[str], say: Say) -> tuple[Predictor, Any]:
     """The predictor of a command, and its job's config."""
+    # As a training's, --coco would set its classes and schedule.
+    args = argparse.Namespace(**{**vars(args), "coco": []})
     config = load_any_config(args, opts, say)
     if isinstance(config, DictConfig):
         config.train.device = usable_device(config.train.device)
@@ -119,7 +161,10 @@ def _predictor(args: argparse.Namespace, opts: Sequence[str], say: Say) -> tuple
     job = job_of(args, config)
     configured = job.cfg.MODEL.WEIGHTS
     given = args.weights or (configured if "MODEL.WEIGHTS" in args.opts[::2] else None)
-    weights = weights_of(args.config_file, configured, given)
+    beside = args.config_file
+    if args.command == "draw" and "OUTPUT_DIR" in args.opts[::2]:
+        beside = str(Path(job.cfg.OUTPUT_DIR) / "config.yaml")
+    weights = weights_of(beside, configured, given)
     say(f"weights: {weights}")
     return Predictor(config, job, weights, getattr(args, "tile_size", None)), job.cfg
 

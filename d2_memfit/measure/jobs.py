@@ -12,7 +12,7 @@ import torch
 
 from .. import __version__, compat
 from ..memory import release_memory
-from ..planner.device import calibrate
+from .calibration import calibrate
 from .items import Item, Record, Scale
 from .outside import measure_outside
 from .peaks import outside_bytes, wait_for

@@ -74,11 +74,8 @@ def peaks_of(device: torch.device) -> Iterator[Peaks]:
 def limited(device: torch.device, more_bytes: int) -> Iterator[None]:
     """While open, limit this process to ``more_bytes`` beyond what it has reserved now."""
     if device.type == "cpu":
-        enforce_budget((process_memory().data_bytes + more_bytes) / _GB, "cpu")
-        try:
+        with under_budget(device, (process_memory().data_bytes + more_bytes) / _GB):
             yield
-        finally:
-            enforce_budget(None, "cpu")
         return
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_reserved(device) + more_bytes

@@ -42,8 +42,8 @@ class LayeredBackbone(Backbone):
     """Layers of a classifier in sequence; layers of the same stride form a stage.
 
     Args:
-        body: the classifier; its layers keep their names, so that its weights can be loaded.
-        layers: the names of the layers that are used.
+        body: the classifier without its last layers, so that its weights can be loaded.
+        layers: the names of its layers.
         norm: as in MODEL.RESNETS.NORM; its parameters must be those of BatchNorm.
         freeze_at: as in MODEL.BACKBONE.FREEZE_AT.
 
@@ -55,50 +55,37 @@ class LayeredBackbone(Backbone):
         self, body: nn.Module, layers: Sequence[str], norm: str = "BN", freeze_at: int = 0
     ) -> None:
         super().__init__()
-        self.body = nn.Module()
+        self.body = body
         self._layers = list(layers)
-        self._out_features: list[str] = []
         self._out_feature_strides: dict[str, int] = {}
         self._out_feature_channels: dict[str, int] = {}
-        self._ends: list[str] = []  # the stage that ends with a layer, or ""
+        stages = {stride: stage for stage, stride in _STRIDES.items()}
+        last_layers: dict[str, str] = {}  # by stage
         x = torch.zeros(1, 3, _PROBE, _PROBE)
-        strides, channels = [], []
         for name in layers:
             layer = body.get_submodule(name)
             with torch.no_grad():
                 x = layer.eval()(x)
-            _add(self.body, name, layer.train())
-            strides.append(_PROBE // x.shape[-1])
-            channels.append(x.shape[1])
-        stages = {stride: stage for stage, stride in _STRIDES.items()}
-        for i, stride in enumerate(strides):
-            is_last = i + 1 == len(strides) or strides[i + 1] > stride
-            self._ends.append(stages.get(stride, "") if is_last else "")
-            if self._ends[i]:
-                self._out_features.append(self._ends[i])
-                self._out_feature_strides[self._ends[i]] = stride
-                self._out_feature_channels[self._ends[i]] = channels[i]
+            layer.train()
+            stride = _PROBE // x.shape[-1]
+            if stride in stages:
+                last_layers[stages[stride]] = name
+                self._out_feature_strides[stages[stride]] = stride
+                self._out_feature_channels[stages[stride]] = x.shape[1]
             # FREEZE_AT counts the stem, of stride 2, and then the stages.
             if freeze_at >= stride.bit_length() - 1:
-                _freeze(self.body.get_submodule(layers[i]))
+                _freeze(layer)
+        self._out_features = list(last_layers)
+        self._stages = {layer: stage for stage, layer in last_layers.items()}
         _replace_norms(self, norm)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         features = {}
-        for name, stage in zip(self._layers, self._ends):
+        for name in self._layers:
             x = self.body.get_submodule(name)(x)
-            if stage:
-                features[stage] = x
+            if name in self._stages:
+                features[self._stages[name]] = x
         return features
-
-
-def _add(body: nn.Module, name: str, layer: nn.Module) -> None:
-    *parents, last = name.split(".")
-    for parent in parents:
-        if not hasattr(body, parent):
-            body.add_module(parent, nn.Module())
-        body = body.get_submodule(parent)
-    body.add_module(last, layer)
 
 
 def _freeze(layer: nn.Module) -> None:
@@ -122,52 +109,38 @@ def _replace_norms(module: nn.Module, norm: str) -> None:
             _replace_norms(child, norm)
 
 
-def _mobilenet(name: str, cfg: CfgNode) -> Backbone:
+def _of_torchvision(name: str, cfg: CfgNode) -> Backbone:
     from torchvision import models
 
     body = getattr(models, name)()
-    # The last layer is only for classification.
-    layers = [f"features.{i}" for i in range(len(body.features) - 1)]
+    if name in _MOBILENETS:
+        body.features = body.features[:-1]  # the last layer is only for classification
+        layers = [f"features.{i}" for i in range(len(body.features))]
+        del body.avgpool, body.classifier
+    else:
+        layers = ["conv1", "maxpool", "stage2", "stage3", "stage4"]
+        del body.conv5, body.fc
     return LayeredBackbone(body, layers, cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT)
 
 
-def _shufflenet(name: str, cfg: CfgNode) -> Backbone:
-    from torchvision import models
-
-    layers = ["conv1", "maxpool", "stage2", "stage3", "stage4"]
-    norm, freeze_at = cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT
-    return LayeredBackbone(getattr(models, name)(), layers, norm, freeze_at)
-
-
-class _RegNet(RegNet):
-    """Detectron2's RegNet, with stages named "res2" to "res5" for FPN's configs."""
-
-    _out_feature_channels: dict[str, int]
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(out_features=["s1", "s2", "s3", "s4"], **kwargs)
-        self._out_features = list(_STRIDES)
-        self._out_feature_strides = dict(_STRIDES)
-        channels = self._out_feature_channels
-        self._out_feature_channels = {f"res{i + 1}": channels[f"s{i}"] for i in range(1, 5)}
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.stem(x)
-        features = {}
-        for (stage, _), feature in zip(self.stages_and_names, _STRIDES):
-            features[feature] = x = stage(x)
-        return features
-
-
 def _regnet(name: str, cfg: CfgNode) -> Backbone:
-    return _RegNet(
+    """Detectron2's RegNet, with stages named "res2" to "res5" for FPN's configs."""
+    regnet: Any = RegNet(
         stem_class=SimpleStem,
         stem_width=32,
         block_class=ResBottleneckBlock,
         norm=cfg.MODEL.RESNETS.NORM,
         freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
+        out_features=["s1", "s2", "s3", "s4"],
         **_REGNETS[name],
     )
+    names = {f"s{i}": stage for i, stage in enumerate(_STRIDES, 1)}
+    regnet.stages_and_names = [(stage, names[old]) for stage, old in regnet.stages_and_names]
+    channels = regnet._out_feature_channels
+    regnet._out_feature_channels = {names[old]: channels[old] for old in names}
+    regnet._out_feature_strides = dict(_STRIDES)
+    regnet._out_features = list(_STRIDES)
+    return regnet
 
 
 def _register(name: str, build_bottom_up: Callable[[str, CfgNode], Backbone]) -> str:
@@ -187,7 +160,6 @@ def _register(name: str, build_bottom_up: Callable[[str, CfgNode], Backbone]) ->
 
 
 LIGHT_BACKBONES = [
-    *(_register(name, _mobilenet) for name in _MOBILENETS),
-    *(_register(name, _shufflenet) for name in _SHUFFLENETS),
+    *(_register(name, _of_torchvision) for name in (*_MOBILENETS, *_SHUFFLENETS)),
     *(_register(name, _regnet) for name in _REGNETS),
 ]

@@ -6,7 +6,7 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import NamedTuple, Optional
 
 from ..common.files import whole_file
 
@@ -15,9 +15,8 @@ __all__ = ["Bar", "Chart", "Page", "Tensor", "write_page"]
 _TEMPLATE = Path(__file__).with_name("page.html")
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """A rectangle of a chart.
+class Tensor(NamedTuple):
+    """A rectangle of a chart: a row without names, because a page has thousands of them.
 
     Attributes:
         begin, end: steps of the chart between which it is alive; the last step if it stays.
@@ -102,12 +101,9 @@ class Page:
 
 def write_page(page: Page, path: Path) -> None:
     """Write a page as HTML. Its texts are escaped, and it loads nothing."""
-    owners = _owners(page.charts)
-    data = asdict(page)
-    for chart, of_page in zip(data["charts"], page.charts):
-        chart["tensors"] = [_row(t, owners) for t in of_page.tensors]
+    data = {**asdict(page), "owners": _owners(page.charts)}
     # "<" ends the script that holds the data, if "/script>" follows.
-    text = json.dumps({**data, "owners": owners}).replace("<", "\\u003c")
+    text = json.dumps(data).replace("<", "\\u003c")
     before, after = _TEMPLATE.read_text(encoding="utf-8").split("$DATA")
     with whole_file(path) as f:
         f.write((before.replace("$TITLE", html.escape(page.title)) + text + after).encode())
@@ -122,8 +118,3 @@ def _owners(charts: list[Chart]) -> list[str]:
             num_bytes[t.owner] += t.num_bytes
             lives[t.owner] += t.num_bytes * (t.end - t.begin) / max(chart.num_steps, 1)
     return sorted(lives, key=lambda owner: lives[owner] / num_bytes[owner], reverse=True)
-
-
-def _row(t: Tensor, owners: list[str]) -> list[Any]:
-    """A tensor as a row without names, because a page has thousands of them."""
-    return [t.begin, t.end, t.num_bytes, owners.index(t.owner), t.module, t.what, t.phase]

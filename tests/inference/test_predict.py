@@ -272,7 +272,7 @@ def test_keypoints_are_not_merged(photographs, tmp_path, capsys):
     assert "--tile-size: keypoints cannot be merged" in capsys.readouterr().err
 
 
-def test_a_lazy_config_says_how_images_are_resized(photographs, tmp_path, capsys):
+def test_a_lazy_config_says_how_images_are_resized(photographs, coins, tmp_path, capsys):
     config = tmp_path / "config.py"
     config.write_text(
         "from lazy_configs import lazy_config\n"
@@ -298,3 +298,8 @@ def test_a_lazy_config_says_how_images_are_resized(photographs, tmp_path, capsys
     assert results_of(tmp_path / "again") == results_of(tmp_path / "found")
     assert found
     assert [r["score"] for r in found] == expected.scores.tolist()
+    draw = ["draw", "--config-file", config, *weights, "--output", tmp_path / "drawn.png"]
+    draw += ["--coco", "lazily_drawn", coins / "val.json", coins / "val", "--num-images", "1"]
+    main([*map(str, draw)])
+    assert f"--weights {tmp_path / 'weights.pth'}" in capsys.readouterr().out
+    assert cv2.imread(str(tmp_path / "drawn.png")).std() > 0

@@ -3,9 +3,10 @@ import pytest
 import torch
 import yaml
 
+from d2_memfit.measure.calibration import calibrate
 from d2_memfit.measure.outside import _in_processes, constants_of
 from d2_memfit.measure.results import Results
-from d2_memfit.planner.device import DeviceModel, calibrate
+from d2_memfit.planner.device import DeviceModel
 
 RECORDS = [
     {"after": "the first tensor", "mb": 310.0},

@@ -5,7 +5,8 @@ import yaml
 from forks import run_forked
 from tiny import ROOT
 
-from d2_memfit.planner.device import DeviceModel, calibrate
+from d2_memfit.measure.calibration import calibrate
+from d2_memfit.planner.device import DeviceModel
 
 pytestmark = pytest.mark.slow
 

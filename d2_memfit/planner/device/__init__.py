@@ -2,7 +2,6 @@
 """Devices as data: allocator, workspaces, context."""
 
 from .allocators import Block, CachingAllocator, DoesNotFit
-from .calibration import calibrate
 from .device_model import DeviceModel, DeviceUse, device_names
 
 __all__ = [
@@ -11,6 +10,5 @@ __all__ = [
     "DeviceModel",
     "DeviceUse",
     "DoesNotFit",
-    "calibrate",
     "device_names",
 ]

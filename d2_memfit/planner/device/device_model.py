@@ -245,15 +245,22 @@ class DeviceModel:
         """
         outside = self.outside_bytes(ranks)
         limit = None if limit_bytes is None else limit_bytes - sum(outside.values())
-        allocator = (
-            CachingAllocator(limit, expandable_segments) if self.is_gpu else PageAllocator(limit)
-        )
-        account = _Account(allocator)
+        allocator: Any = PageAllocator(limit)
+        if self.is_gpu:
+            allocator = CachingAllocator(limit, expandable_segments)
+        blocks: dict[Allocation, Any] = {}
+        live: Counter[str] = Counter()  # bytes by owner
+        at_peak = live
         for event in self.events(timeline):
-            if isinstance(event, Allocate):
-                account.allocate(event.allocation)
-            else:
-                account.free(event.allocation)
+            a = event.allocation
+            before, peak = allocator.allocated_bytes, allocator.peak_allocated_bytes
+            if isinstance(event, Allocate) and a.num_bytes:
+                blocks[a] = allocator.allocate(a.num_bytes)
+            elif a in blocks:
+                allocator.free(blocks.pop(a))
+            live[a.owner] += allocator.allocated_bytes - before
+            if allocator.peak_allocated_bytes > peak:
+                at_peak = +live
         allocated, reserved = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
         if limit_bytes is None:  # else it reserves no more than it may
             reserved = max(allocated, round(reserved * self.reserved_factor))
@@ -262,7 +269,7 @@ class DeviceModel:
             allocated,
             reserved,
             reserved + sum(outside.values()),
-            account.peak,
+            at_peak,
             +Counter({"between blocks": between}) + outside,
         )
 
@@ -321,31 +328,6 @@ class DeviceModel:
             return speed
         speed = max(_FLOAT32_UNITS * float32, _TENSOR_CORES * speed)
         return speed * (_GROUPED if operator.kind == "grouped convolution" else 1.0)
-
-
-class _Account:
-    """Bytes of an allocator's memory by owner."""
-
-    def __init__(self, allocator: Union[CachingAllocator, PageAllocator]) -> None:
-        self._allocator = allocator
-        self._blocks: dict[Allocation, Any] = {}
-        self._live: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-
-    def allocate(self, allocation: Allocation) -> None:
-        if not allocation.num_bytes:
-            return
-        before, peak = self._allocator.allocated_bytes, self._allocator.peak_allocated_bytes
-        self._blocks[allocation] = self._allocator.allocate(allocation.num_bytes)
-        self._live[allocation.owner] += self._allocator.allocated_bytes - before
-        if self._allocator.peak_allocated_bytes > peak:
-            self.peak = +self._live
-
-    def free(self, allocation: Allocation) -> None:
-        if allocation in self._blocks:
-            before = self._allocator.allocated_bytes
-            self._allocator.free(self._blocks.pop(allocation))
-            self._live[allocation.owner] += self._allocator.allocated_bytes - before
 
 
 def device_names() -> list[str]:

@@ -22,7 +22,7 @@ from ...compat.pytorch import (
 from ...job import is_image
 from ...memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
 from .fake import is_fake, make_fake
-from .meta_kernels import mapped, on_meta, signature
+from .meta_kernels import mapped, on_meta
 from .timeline import Allocate, Allocation, Convolution, Free, Operator, Timeline
 
 __all__ = ["DryRun", "WithoutValues"]
@@ -256,13 +256,6 @@ def _kind_and_flops(func: Any, args: _Args, kwargs: _Kwargs, result: Any) -> tup
     """The kind of an :class:`Operator`, and its floating-point operations."""
     if func.overloadpacket not in flop_registry:
         return "", 0
-    key = func, signature(args)
-    if key not in _known_flops:
-        _known_flops[key] = _counted_flops(func, args, kwargs, result)
-    return _known_flops[key]
-
-
-def _counted_flops(func: Any, args: _Args, kwargs: _Kwargs, result: Any) -> tuple[str, int]:
     if func is aten.convolution.default:
         groups, gradients, forward = args[8], 1, (*args[:7], result)
     elif func is aten.convolution_backward.default:  # PyTorch's own count is wrong with groups
@@ -274,9 +267,6 @@ def _counted_flops(func: Any, args: _Args, kwargs: _Kwargs, result: Any) -> tupl
     *arguments, output = forward
     flops = gradients * flop_registry[aten.convolution](*arguments, out_val=output)
     return "convolution" if groups == 1 else "grouped convolution", flops
-
-
-_known_flops: dict[Any, tuple[str, int]] = {}
 
 
 @cache

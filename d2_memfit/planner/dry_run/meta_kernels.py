@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["mapped", "on_meta", "signature"]
+__all__ = ["mapped", "on_meta"]
 
 _MOST_ANSWERS = 50_000  # some 60 MB
 
@@ -33,7 +33,7 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         RuntimeError: there is no meta kernel, or the size of the result depends on values.
     """
-    key = func, signature(args), signature(tuple(kwargs.items()))
+    key = func, _signature(args), _signature(tuple(kwargs.items()))
     try:
         answer = _answers.get(key)
     except TypeError:  # an argument that cannot be hashed
@@ -64,12 +64,12 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def signature(value: Any) -> Any:
+def _signature(value: Any) -> Any:
     """A key of all that a result depends on; equal numbers of different types differ."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
-        return tuple(map(signature, value))
+        return tuple(map(_signature, value))
     return type(value), value
 
 

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional, Union
 
+import numpy as np
 import torch
 
 __all__ = [
@@ -69,13 +70,26 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Allocate:
+class _Change:
     allocation: Allocation
 
+    @property
+    def phase(self) -> str:
+        """Phase of the allocation, also when it is freed later."""
+        return self.allocation.phase
 
-@dataclass(frozen=True)
-class Free:
-    allocation: Allocation
+
+class Allocate(_Change):
+    @property
+    def num_bytes(self) -> int:
+        return self.allocation.num_bytes
+
+
+class Free(_Change):
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are freed, as a negative number."""
+        return -self.allocation.num_bytes
 
 
 Event = Union[Allocate, Free, Convolution]
@@ -162,7 +176,7 @@ class Timeline:
 
     def sizes(self) -> list[int]:
         """Bytes of each allocation, and their negative when it is freed."""
-        return [_signed_bytes(e) for e in self.events if not isinstance(e, Convolution)]
+        return [event.num_bytes for event in self._changes()]
 
     def bytes_of(self, owner: str) -> int:
         """Bytes of all that an owner allocates."""
@@ -177,33 +191,17 @@ class Timeline:
         return owners
 
     def alive_at_peak(self) -> set[Allocation]:
-        most, total, end = 0, 0, 0
-        for i, event in enumerate(self.events):
-            if isinstance(event, Convolution):
-                continue
-            total += _signed_bytes(event)
-            if total > most:
-                most, end = total, i + 1
-        alive = set()
-        for event in self.events[:end]:
-            if isinstance(event, Allocate):
-                alive.add(event.allocation)
-            elif isinstance(event, Free):
-                alive.discard(event.allocation)
-        return alive
+        end = int(np.cumsum([0, *self.sizes()]).argmax())
+        until_then = self._changes()[:end]
+        gone = {event.allocation for event in until_then if isinstance(event, Free)}
+        return {event.allocation for event in until_then} - gone
 
     def peak_since(self, phase: str) -> int:
         """The most bytes alive from a phase's first allocation on; 0 if it allocates nothing."""
-        most, total, has_begun = 0, 0, False
-        for event in self.events:
-            if isinstance(event, Convolution):
-                continue
-            total += _signed_bytes(event)
-            has_begun |= isinstance(event, Allocate) and event.allocation.phase == phase
-            most = max(most, total * has_begun)
-        return most
+        phases = [event.phase for event in self._changes()]
+        if phase not in phases:
+            return 0
+        return int(np.cumsum(self.sizes())[phases.index(phase) :].max())
 
-
-def _signed_bytes(event: Union[Allocate, Free]) -> int:
-    num_bytes = event.allocation.num_bytes
-    return num_bytes if isinstance(event, Allocate) else -num_bytes
+    def _changes(self) -> list[Union[Allocate, Free]]:
+        return [event for event in self.events if not isinstance(event, Convolution)]

@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """The largest numbers of proposals, anchors and detections, in place of those of a dry run."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -38,10 +37,9 @@ def worst_case(model: nn.Module, note: Note) -> Iterator[None]:
         note: called with a line for the user about proposals whose largest number is not known.
     """
     parts = [part for part in model.modules() if isinstance(_heads_of(part), nn.Module)]
-    noted = _once(note)
     hooks = [
         _heads_of(part).register_forward_pre_hook(
-            partial(_give_most, noted, getattr(part, "proposal_generator", None)), with_kwargs=True
+            partial(_give_most, note, getattr(part, "proposal_generator", None)), with_kwargs=True
         )
         for part in parts
     ]
@@ -69,7 +67,7 @@ def detect_most(model: nn.Module, batch: Any, note: Note = lambda line: None) ->
     """
     files = source_files(model.modules())
     has_roi_heads = knows_function(files, "fast_rcnn_inference")
-    most = {"fast_rcnn_inference": partial(_detecting_most, _once(note))} if has_roi_heads else {}
+    most = {"fast_rcnn_inference": partial(_detecting_most, note)} if has_roi_heads else {}
     with replaced_functions(files, most):
         if _is_empty(model(batch)):
             note(
@@ -87,17 +85,6 @@ def _left_alone(what: str, where: str) -> str:
         f"The {what} of {where} are as the model makes them in a dry run; an image may have more, "
         "and need more"
     )
-
-
-def _once(note: Note) -> Note:
-    noted: set[str] = set()
-
-    def note_once(text: str) -> None:
-        if text not in noted:
-            noted.add(text)
-            note(text)
-
-    return note_once
 
 
 def _give_most(
@@ -187,19 +174,14 @@ def _repeated(value: Any, num: int) -> Any:
 
 def _detecting_most(note: Note, function: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement of Detectron2's ``fast_rcnn_inference``."""
-    expected = inspect.signature(_most_detections)
 
     @wraps(function)
     def fast_rcnn_inference(*args: Any, **kwargs: Any) -> Any:
         try:
-            given = expected.bind(*args, **kwargs).arguments
-            is_known = len(given["boxes"]) == len(given["scores"]) == len(given["image_shapes"])
-        except TypeError:
-            is_known = False
-        if is_known:
-            return _most_detections(**given)
-        note(_left_alone("detections", f"{function.__module__}.{function.__name__}"))
-        return function(*args, **kwargs)
+            return _most_detections(*args, **kwargs)
+        except (TypeError, ValueError):  # a project's function with other arguments
+            note(_left_alone("detections", f"{function.__module__}.{function.__name__}"))
+            return function(*args, **kwargs)
 
     return fast_rcnn_inference
 
@@ -221,6 +203,8 @@ def _most_detections(
     nms_thresh: float,
     topk_per_image: int,
 ) -> tuple[list[Instances], list[torch.Tensor]]:
+    if not len(boxes) == len(scores) == len(image_shapes):
+        raise ValueError("these are not lists of the same images")
     results, kept = [], []
     for scores_of_image, size in zip(scores, image_shapes):
         num = len(scores_of_image)

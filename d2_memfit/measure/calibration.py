@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.nn.functional import conv2d
 
-from ...compat.pytorch import clear_cublas_workspaces
-from .device_model import DeviceModel
+from ..compat.pytorch import clear_cublas_workspaces
+from ..planner.device import DeviceModel
+from .peaks import outside_bytes, wait_for
 
 __all__ = ["calibrate"]
 
@@ -67,7 +68,7 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
             memory_gb=round(properties.total_memory / 2**30, 2),
             convolution_workspace=_convolution_workspace(device),
             cublas_workspace_mb=_cublas_workspace_mb(device),
-            context_mb=_context_mb(device),
+            context_mb=outside_bytes(device) / _MB,
         )
     return values
 
@@ -113,17 +114,12 @@ def _seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> fl
     run()
     end = time.perf_counter() + seconds
     while not measured or time.perf_counter() < end:
-        _wait(device)
+        wait_for(device)
         start = time.perf_counter()
         run()
-        _wait(device)
+        wait_for(device)
         measured.append(time.perf_counter() - start)
     return statistics.median(measured)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _convolution_workspace(device: torch.device) -> str:
@@ -135,7 +131,7 @@ def _convolution_workspace(device: torch.device) -> str:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         y = conv2d(x, weight, padding=kernel // 2)
-        _wait(device)
+        wait_for(device)
         taken += torch.cuda.max_memory_allocated(device) - before - y.nbytes
         copies += x.nbytes + weight.nbytes + y.nbytes
     return "layout" if 2 * taken > copies else "none"
@@ -148,10 +144,5 @@ def _cublas_workspace_mb(device: torch.device) -> float:
     clear_cublas_workspaces()
     before = torch.cuda.memory_allocated(device)
     (x @ x).sum().backward()  # its tensors are freed at once, and the workspaces stay
-    _wait(device)
+    wait_for(device)
     return (torch.cuda.memory_allocated(device) - before) / _MB
-
-
-def _context_mb(device: torch.device) -> float:
-    free, total = torch.cuda.mem_get_info(device)
-    return (total - free - torch.cuda.memory_reserved(device)) / _MB
