@@ -1,8 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Fast labels for dry runs.
 
-Labels of anchors are computed once for all images with the same boxes. Hungarian matching takes any
-match.
+Labels of anchors are computed once for all images with the same boxes, and masks of objects once
+for all proposals with the same box. Hungarian matching takes any match.
 """
 
 import sys
@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from detectron2.modeling.box_regression import Box2BoxTransform
 from detectron2.modeling.matcher import Matcher
-from detectron2.structures import Boxes
+from detectron2.structures import Boxes, masks
 from numpy.typing import NDArray
 from torch import nn
 
@@ -24,7 +25,9 @@ from .compiled_operators import upright
 
 __all__ = ["fast_matching"]
 
+_CHUNK_SIZE = 1024  # anchors
 _LARGE_MATRIX = 2**20  # pairs
+_MANY_BOXES = 2**18  # a dry run then does not compute results with one number for each
 
 
 @contextmanager
@@ -32,7 +35,8 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     """While open, record large matrices of box pairs without computing; match in chunks.
 
     Hungarian matching takes any match. Predictions are invented, so none is better than another.
-    Their costs can be ties, which take long, or not be numbers.
+    Their costs can be ties, which take long, or not be numbers. Targets of the boxes of anchors are
+    not computed: nothing but a loss depends on them.
     """
     pairs: dict[int, tuple[Boxes, Boxes]] = {}  # by the id of a matrix
 
@@ -48,6 +52,17 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
             return matrix
 
         return fake_pairwise_iou
+
+    def without_targets(get_deltas: Callable[..., Any]) -> Callable[..., Any]:
+        def get_fake_deltas(self: Any, anchors: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+            if len(boxes) < _MANY_BOXES or is_fake(boxes):
+                return get_deltas(self, anchors, boxes)
+            make_fake(boxes)
+            deltas = get_deltas(self, anchors, boxes)
+            make_real(boxes)
+            return deltas
+
+        return get_fake_deltas
 
     call = Matcher.__call__
 
@@ -68,6 +83,8 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
         iou = dict.fromkeys(names, without_values)
         with (
             replaced_functions(files, iou),
+            replaced_functions([Box2BoxTransform], {"get_deltas": without_targets}),
+            replaced_functions([masks], {"rasterize_polygons_within_box": _once_per_box}),
             _assigning_at_once(files),
         ):
             yield
@@ -94,6 +111,19 @@ def _assign_at_once(_: Callable[..., Any]) -> Callable[..., Any]:
     return linear_sum_assignment
 
 
+def _once_per_box(rasterize: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A replacement of Detectron2's ``rasterize_polygons_within_box``, for it takes a while."""
+    known: dict[Any, torch.Tensor] = {}
+
+    def rasterize_once(polygons: Any, box: NDArray[Any], mask_size: int) -> torch.Tensor:
+        key = mask_size, box.tobytes(), *(polygon.tobytes() for polygon in polygons)
+        if key not in known:
+            known[key] = rasterize(polygons, box, mask_size)
+        return known[key]
+
+    return rasterize_once
+
+
 def _labels(matcher: Matcher, boxes: Boxes, anchors: Boxes) -> tuple[torch.Tensor, torch.Tensor]:
     ours, theirs = (np.ascontiguousarray(b.tensor.numpy()) for b in (boxes, anchors))
     digest = sha1(theirs.tobytes()).hexdigest()
@@ -107,28 +137,40 @@ def _labels(matcher: Matcher, boxes: Boxes, anchors: Boxes) -> tuple[torch.Tenso
 
 
 class _Overlaps:
-    """IoUs of boxes with the anchors that they overlap, as by ``pairwise_iou``, once for each box.
+    """IoUs of boxes with the anchors near them, as by ``pairwise_iou``, computed once for each box.
 
-    NumPy is not slowed down by a dry run's mode.
+    A box is compared with the anchors of the chunks that it overlaps; with all others, its IoU is
+    0. NumPy is not slowed down by a dry run's mode.
     """
 
     def __init__(self, anchors: NDArray[Any]) -> None:
         self._sides = x1, y1, x2, y2 = np.ascontiguousarray(anchors.T)
         self.areas = (x2 - x1) * (y2 - y1)
+        starts = np.arange(0, len(anchors), _CHUNK_SIZE)
+        self._low = [np.minimum.reduceat(side, starts) for side in self._sides]
+        self._high = [np.maximum.reduceat(side, starts) for side in self._sides]
         self._known: dict[bytes, Any] = {}
 
-    def of(self, box: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The indices of the anchors, and their IoUs."""
-        key = box.tobytes()
-        if key not in self._known:
-            x1, y1, x2, y2 = self._sides
-            width = np.minimum(x2, box[2]) - np.maximum(x1, box[0])
-            height = np.minimum(y2, box[3]) - np.maximum(y1, box[1])
-            near = np.flatnonzero((width > 0) & (height > 0)).astype(np.int32)
-            common = width[near] * height[near]
-            area = (box[2] - box[0]) * (box[3] - box[1])
-            self._known[key] = near, common / (area + self.areas[near] - common)
-        return self._known[key]
+    def of(self, box: NDArray[Any]) -> tuple[list[tuple[slice, NDArray[Any]]], Any]:
+        """The IoUs in slices of the anchors, and the indices of the anchors with the largest."""
+        if box.tobytes() not in self._known:
+            ious = [(chunk, self._iou(box, chunk)) for chunk in _runs(self._is_near(box))]
+            best = max((iou.max() for _, iou in ious), default=0)
+            found = [chunk.start + np.flatnonzero(iou == best) for chunk, iou in ious]
+            self._known[box.tobytes()] = ious, np.concatenate(found) if best > 0 else slice(None)
+        return self._known[box.tobytes()]
+
+    def _is_near(self, box: NDArray[Any]) -> NDArray[Any]:
+        (x1, y1), (x2, y2) = self._low[:2], self._high[2:]
+        return (x1 < box[2]) & (y1 < box[3]) & (x2 > box[0]) & (y2 > box[1])
+
+    def _iou(self, box: NDArray[Any], chunk: slice) -> NDArray[Any]:
+        x1, y1, x2, y2 = (side[chunk] for side in self._sides)
+        width = np.minimum(x2, box[2]) - np.maximum(x1, box[0])
+        height = np.minimum(y2, box[3]) - np.maximum(y1, box[1])
+        common = np.maximum(width, 0) * np.maximum(height, 0)
+        area = (box[2] - box[0]) * (box[3] - box[1])
+        return np.where(common > 0, common / (area + self.areas[chunk] - common), 0)
 
 
 def _find_labels(
@@ -137,14 +179,13 @@ def _find_labels(
     """The match and the label of each anchor, as by ``pairwise_iou`` and ``matcher``."""
     values = np.zeros_like(overlaps.areas)
     matches = np.zeros(len(values), np.int64)
-    best_of_boxes: list[Any] = []
+    best_of_boxes = []
     for number, box in enumerate(boxes):
-        near, iou = overlaps.of(box)
-        is_better = iou > values[near]
-        matches[near[is_better]] = number
-        values[near[is_better]] = iou[is_better]
-        # The best IoU of a box that overlaps nothing is 0, which it has with all anchors.
-        best_of_boxes.append(near[iou == iou.max()] if len(near) else slice(None))
+        ious, best = overlaps.of(box)
+        for chunk, iou in ious:
+            np.copyto(matches[chunk], number, where=iou > values[chunk])
+            np.maximum(values[chunk], iou, out=values[chunk])
+        best_of_boxes.append(best)
     # With one row, Detectron2's matcher labels anchors by their best match alone.
     labels_only = Matcher.__new__(Matcher)
     vars(labels_only).update(vars(matcher), allow_low_quality_matches=False)
@@ -153,6 +194,12 @@ def _find_labels(
         for anchors_of_box in best_of_boxes:
             labels[anchors_of_box] = 1
     return torch.from_numpy(matches), labels
+
+
+def _runs(is_near: NDArray[Any]) -> list[slice]:
+    """Slices of the anchors in consecutive chunks."""
+    edges = np.flatnonzero(np.diff(is_near, prepend=False, append=False)) * _CHUNK_SIZE
+    return [slice(begin, end) for begin, end in edges.reshape(-1, 2)]
 
 
 _overlaps: dict[str, _Overlaps] = {}  # by a digest of the anchors

@@ -3,12 +3,13 @@
 
 import pytest
 import torch
+from detectron2.modeling.box_regression import Box2BoxTransform
 from detectron2.modeling.matcher import Matcher
-from detectron2.structures import Boxes, pairwise_iou
+from detectron2.structures import Boxes, PolygonMasks, masks, pairwise_iou
 from torch import nn
 
 from d2_memfit.job import boxes_anywhere
-from d2_memfit.planner.dry_run import DryRun
+from d2_memfit.planner.dry_run import DryRun, is_fake
 from d2_memfit.planner.stand_ins import fast_matching
 from d2_memfit.planner.stand_ins.matching import _find_labels, _Overlaps
 
@@ -54,13 +55,46 @@ def test_labels_of_anchors_are_those_of_detectron2(matcher, has_box_outside):
     assert torch.equal(ours[is_matched], matches[is_matched])
 
 
-def test_overlaps_are_kept_for_other_images():
+def test_an_iou_is_computed_once_for_each_box(monkeypatch):
     anchors = boxes_anywhere(5000, (200, 300), seed=1).astype("float32")
     boxes = boxes_anywhere(20, (200, 300)).astype("float32")
     matcher = Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True)
     overlaps = _Overlaps(anchors)
     _find_labels(matcher, boxes, overlaps)
-    assert overlaps.of(boxes[3])[1] is overlaps.of(boxes[3])[1]
+    monkeypatch.setattr(overlaps, "_iou", None)
     few = _find_labels(matcher, boxes[3:9], overlaps)
     expected = _find_labels(matcher, boxes[3:9], _Overlaps(anchors))
     assert all(map(torch.equal, few, expected))
+
+
+def test_masks_are_rasterized_once_for_each_box(monkeypatch):
+    calls = []
+    rasterize = masks.rasterize_polygons_within_box
+
+    def counted(*args):
+        calls.append(args)
+        return rasterize(*args)
+
+    monkeypatch.setattr(masks, "rasterize_polygons_within_box", counted)
+    polygons = PolygonMasks([[[0.0, 0, 8, 0, 8, 8]], [[0.0, 0, 8, 0, 0, 8]]])[[0, 1, 0, 0]]
+    boxes = torch.tensor([[0.0, 0, 8, 8], [0, 0, 8, 8], [0, 0, 8, 8], [0, 0, 4, 8]])
+    expected = polygons.crop_and_resize(boxes, 14)
+    assert len(calls) == 4
+    model = nn.Linear(2, 2)
+    with fast_matching(model, DryRun(model)):
+        assert torch.equal(polygons.crop_and_resize(boxes, 14), expected)
+    assert len(calls) == 7
+
+
+def test_targets_of_the_boxes_of_anchors_are_not_computed():
+    model = nn.Linear(2, 2)
+    transform = Box2BoxTransform((1.0, 1.0, 1.0, 1.0))
+    for num, is_large in ((2**10, False), (2**18, True)):
+        anchors = torch.tensor([[0.0, 0, 2, 2]]).repeat(num, 1)
+        boxes = anchors + 1
+        run = DryRun(model)
+        with fast_matching(model, run), run:
+            deltas = transform.get_deltas(anchors, boxes)
+        assert deltas.shape == (num, 4)
+        assert is_fake(deltas) == is_large
+        assert not is_fake((anchors, boxes))
