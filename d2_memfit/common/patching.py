@@ -25,10 +25,14 @@ def source_files(modules: Iterable[nn.Module]) -> list[Any]:
 
 def _file_of(cls: type) -> Any:
     # A file that was loaded by its path is not in sys.modules, and known to its functions only.
+    # A LazyConfig has no name, and its classes are builtins, or of no file.
+    name = getattr(cls, "__module__", "builtins")
     for value in vars(cls).values():
-        if isinstance(value, FunctionType) and value.__globals__["__name__"] == cls.__module__:
+        if not isinstance(value, FunctionType):
+            continue
+        if value.__globals__.get("__name__", "builtins") == name:
             return _File(value.__globals__)
-    return sys.modules.get(cls.__module__)
+    return sys.modules.get(name)
 
 
 class _File:
