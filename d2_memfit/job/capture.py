@@ -2,19 +2,22 @@
 """The mapper captured from a job's loader, and empty images of any size for it."""
 
 import copy
+import os
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any, Optional
 
 import numpy as np
 import torch
 from detectron2.data import DatasetCatalog, build, common, detection_utils
-from detectron2.data.transforms import ResizeShortestEdge, ResizeTransform, Transform
+from detectron2.data.transforms import ResizeTransform, Transform
 from detectron2.structures import BoxMode
+from PIL import Image
 
 from ..common.patching import replaced_functions
 from ..common.side_work import alone, no_information, unchanged_random_state
@@ -109,19 +112,27 @@ class _EmptyFiles:
 
     Args:
         labels: values of label images.
+        folder: for the files, if they are to exist.
+
+    Attributes:
+        exist: whether the files exist, for a mapper that reads them by a function of its own.
     """
 
-    def __init__(self, labels: Sequence[int]) -> None:
+    def __init__(self, labels: Sequence[int], folder: str) -> None:
         self._labels = labels
+        self._folder = folder
         self._known: dict[str, tuple[str, Size, list[int]]] = {}  # kind, size, ids of segments
+        self.exist = False
 
     def name(self, d: dict[str, Any]) -> None:
         """Replace a dataset dict's file names, if it has any."""
         ids = [segment["id"] for segment in d.get("segments_info", ())]
         for key in ("file_name", "sem_seg_file_name", "pan_seg_file_name"):
             if key in d:
-                d[key] = f"largest_image_{len(self._known)}.png"
+                d[key] = os.path.join(self._folder, f"largest_image_{len(self._known)}.png")
                 self._known[d[key]] = key, (d["height"], d["width"]), ids
+                if self.exist:
+                    Image.fromarray(self.read(d[key], None)).save(d[key], compress_level=1)
 
     def read(self, name: str, format: Optional[str]) -> Optional[Any]:
         """An empty image, like Detectron2's ``read_image``; None for another file."""
@@ -145,7 +156,6 @@ def empty_images(labels: Sequence[int] = ()) -> Iterator[_EmptyFiles]:
     Args:
         labels: values of label images.
     """
-    files = _EmptyFiles(labels)
     original = detection_utils.read_image
 
     def read_empty(_: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,29 +173,34 @@ def empty_images(labels: Sequence[int] = ()) -> Iterator[_EmptyFiles]:
 
         return apply
 
-    known = [
-        module
-        for module in list(sys.modules.values())
-        if getattr(module, "__dict__", {}).get("read_image") is original
-    ]
+    known = [module for module, function in _files_with("read_image") if function is original]
     with (
+        TemporaryDirectory() as folder,
         alone(),
         no_information(),
         unchanged_random_state(),
         replaced_functions(known, {"read_image": read_empty}),
         replaced_functions([ResizeTransform], {"apply_image": resize_empty}),  # a tenth of the time
     ):
+        files = _EmptyFiles(labels, folder)
         random.seed(0)
         np.random.seed(0)
         torch.default_generator.manual_seed(0)
         yield files
 
 
+def _files_with(name: str) -> list[tuple[Any, Any]]:
+    """The Python modules that know a name, and its value there."""
+    found = [(m, getattr(m, "__dict__", {}).get(name)) for m in list(sys.modules.values())]
+    return [(module, value) for module, value in found if value is not None]
+
+
 @contextmanager
 def largest_resizes() -> Iterator[set[tuple[int, int]]]:
     """While open, ``ResizeShortestEdge`` uses the largest of its lengths.
 
-    Yields the pairs of shorter and longest side that it was used with.
+    So do a project's copies of that class. Yields the pairs of shorter and longest side that they
+    were used with.
     """
     used: set[tuple[int, int]] = set()
 
@@ -198,5 +213,7 @@ def largest_resizes() -> Iterator[set[tuple[int, int]]]:
 
         return get_largest_transform
 
-    with replaced_functions([ResizeShortestEdge], {"get_transform": take_largest}):
+    known = {c for _, c in _files_with("ResizeShortestEdge") if isinstance(c, type)}
+    resizes = [c for c in known if "get_transform" in vars(c)]
+    with replaced_functions(resizes, {"get_transform": take_largest}):
         yield used

@@ -269,9 +269,15 @@ class _Mapper:
         for _ in range(_TRIES):
             d = dict_of_size(crowded, size)
             files.name(d)
-            data = map_func(with_proposals(d) if self._has_proposals else d)
+            try:
+                data = map_func(with_proposals(d) if self._has_proposals else d)
+            except Exception:
+                if files.exist:
+                    raise
+                data = None
             if data is not None:
                 return _Drawn(data, size)
+            files.exist = True  # the mapper may read them by a function of its own
         raise ConfigError("the training mapper gives nothing for the dataset's largest images")
 
 
