@@ -58,6 +58,7 @@ _OF_TRAINERS: dict[str, Any] = {
     "SOLVER.STEPS": (),
     "DATASETS.TEST": (),
     "TEST.EVAL_PERIOD": 0,
+    "TEST.PRECISE_BN.ENABLED": False,
     "MEMFIT.PRESET": "",
     "MEMFIT.PLAN.ENABLED": False,
     "MEMFIT.HOST.BUDGET_GB": None,
