@@ -67,7 +67,7 @@ def check_applied(job: Job, parts: set[str], why: str) -> None:
             raise ConfigError(f"technique {name} is on and would do nothing: {why}")
 
 
-def check_run_step(job: Job, trainer: type, inner: type) -> None:
+def check_run_step(job: Job, trainer: type, inner: type[AccumulatingTrainer]) -> None:
     """Raise :class:`ConfigError` if a key is set that only ``AccumulatingTrainer.run_step`` reads.
 
     Args:
