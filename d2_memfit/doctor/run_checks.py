@@ -186,7 +186,7 @@ def _train(
             model.register_forward_hook(_FailsOnce())
         return model
 
-    with no_information(logging.WARNING), cuda_as_cpu():
+    with no_information(logging.ERROR), cuda_as_cpu():  # an error is raised, and _Ended is none
         seed_all(2 if resume else 1)
         with suppress(_Ended):
             if trainer is None:
