@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 from torch import nn
 
-__all__ = ["calls_function", "knows_function", "replaced_functions", "source_files"]
+__all__ = ["calls_function", "has_name", "knows_function", "replaced_functions", "source_files"]
 
 
 def source_files(modules: Iterable[nn.Module]) -> list[Any]:
@@ -44,14 +44,15 @@ def calls_function(cls: type, name: str) -> bool:
     """Whether a method of the class, or of its bases, uses this name."""
     methods = [method for base in cls.__mro__ for method in vars(base).values()]
     return any(
-        isinstance(method, FunctionType) and _has_name(unwrap(method).__code__, name)
+        isinstance(method, FunctionType) and has_name(unwrap(method).__code__, name)
         for method in methods
     )
 
 
-def _has_name(code: CodeType, name: str) -> bool:
+def has_name(code: CodeType, name: str) -> bool:
+    """Whether the code of a function uses this name."""
     inner = [c for c in code.co_consts if isinstance(c, CodeType)]  # comprehensions, for one
-    return name in code.co_names or any(_has_name(c, name) for c in inner)
+    return name in code.co_names or any(has_name(c, name) for c in inner)
 
 
 @contextmanager

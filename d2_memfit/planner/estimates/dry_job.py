@@ -137,7 +137,7 @@ class DryJob:
                 self.evaluation = steps.evaluate(job, job.evaluation_batch(), *self._like)
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
         notes = [note for timeline in timelines for note in timeline.notes]
-        assumed = [*batches.assumptions]
+        assumed = [*job.assumptions]
         if self.evaluation is not None:
             assumed += batches.evaluation_assumptions
         self.assumptions = tuple(dict.fromkeys(assumed))
