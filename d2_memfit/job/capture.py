@@ -39,11 +39,13 @@ class CapturedLoader:
         mappers: the mappers of its ``MapDataset`` objects, in the order of creation.
         names: names of the requested datasets.
         has_proposals: whether it reads precomputed proposals.
+        added: what it adds to the dicts of its datasets, such as their source, by key.
     """
 
     mappers: list[Callable[..., Any]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     has_proposals: bool = False
+    added: dict[str, Any] = field(default_factory=dict)
 
 
 def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) -> CapturedLoader:
@@ -53,10 +55,14 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
         with_labels: as for :func:`~.largest_images.invented_dict`.
     """
     captured = CapturedLoader()
+    given: set[str] = set()
 
     def note_mapper(init: Callable[..., None]) -> Callable[..., None]:
         def noting_init(self: Any, dataset: Any, map_func: Callable[..., Any]) -> None:
             captured.mappers.append(map_func)
+            if isinstance(dataset, (list, common.DatasetFromList)):
+                d = dataset[0]
+                captured.added.update({key: d[key] for key in d.keys() - given})
             init(self, dataset, map_func)
 
         return noting_init
@@ -68,8 +74,11 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
             with replaced_functions(catalog, {"get": lambda _: original}):  # of what it is made of
                 facts = facts_of([name])
             if facts is None:
-                return [invented_dict((480, 640), 2, name, with_labels)] * _NUM_DICTS
-            return [facts.any_dict()] * _NUM_DICTS
+                d = invented_dict((480, 640), 2, name, with_labels)
+            else:
+                d = facts.any_dict()
+            given.update(d)
+            return [d] * _NUM_DICTS
 
         return get
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import DatasetCatalog, build_detection_train_loader
+from detectron2.data.samplers import TrainingSampler
 from detectron2.data.transforms import Augmentation, ResizeTransform
 from detectron2.structures import BoxMode
 from PIL import Image
@@ -341,6 +342,20 @@ def test_a_mapper_reads_and_resizes_by_copies_of_detectron2s_code(read, tmp_path
         DatasetCatalog.remove("copies_test")
     assert image["image"].shape[1:] == (80, 106)
     assert len(image["sem_seg"].unique()) == 5
+
+
+def test_images_have_what_the_loader_adds_to_its_dicts(dataset):
+    class Trainer:
+        @staticmethod
+        def build_train_loader(cfg):
+            dicts = [d for name in cfg.DATASETS.TRAIN for d in DatasetCatalog.get(name)]
+            for d in dicts:
+                d["dataset_source"] = 3
+            return build_detection_train_loader(cfg, dataset=dicts, sampler=TrainingSampler(9))
+
+    for name in (dataset, "nobody_has_it"):
+        job = Job.from_trainer(Trainer, make_cfg(DATASETS__TRAIN=(name,), **SMALL), 1)
+        assert [d["dataset_source"] for d in job.training_batch(2)] == [3, 3]
 
 
 def test_an_error_of_a_mapper_is_its_own():

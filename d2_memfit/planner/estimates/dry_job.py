@@ -126,7 +126,7 @@ class DryJob:
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         self._like = device.is_gpu, device.foreach
         batches = job.batches
-        with one_line_errors(lambda: batches.assumptions):
+        with one_line_errors(lambda: job.assumptions):
             batch = job.training_batch()
             self.image_size = size_of(batch)
             self.num_instances = batches.num_instances
