@@ -43,8 +43,11 @@ class _CommandParser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(*args)
         if unknown:
             options = re.findall(r"--[\w-]+", self.commands.choices[parsed.command].format_help())
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+            name = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(name, options, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
+            if parsed.command == "train" and name in ("--trainer", "--project"):
+                hint = ". A project trains by its own script: docs/YOUR_PROJECT.md"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed
 

@@ -9,6 +9,8 @@ import socket
 from collections.abc import Iterator
 from typing import IO, Any, Optional, Union
 
+from detectron2.utils.file_io import PathManager
+
 from ..errors import ConfigError
 
 try:
@@ -16,7 +18,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["LEFTOVERS", "FolderLock", "is_local", "temporary_name", "whole_file"]
+__all__ = ["LEFTOVERS", "FolderLock", "is_file", "is_local", "temporary_name", "whole_file"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,17 @@ _said: set[int] = set()
 def is_local(path: str) -> bool:
     """Whether a path is on this machine, and not of an iopath handler such as ``s3://``."""
     return "://" not in path
+
+
+def is_file(path: str) -> bool:
+    """Whether a path is known to be a file, without a download.
+
+    The iopath handlers of ``http://`` and ``detectron2://`` cannot say.
+    """
+    try:
+        return bool(PathManager.isfile(path))
+    except NotImplementedError:
+        return False
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 from torch import nn
 
-__all__ = ["calls_function", "knows_function", "replaced_functions", "source_files"]
+__all__ = ["calls_function", "has_name", "knows_function", "replaced_functions", "source_files"]
 
 
 def source_files(modules: Iterable[nn.Module]) -> list[Any]:
@@ -25,10 +25,14 @@ def source_files(modules: Iterable[nn.Module]) -> list[Any]:
 
 def _file_of(cls: type) -> Any:
     # A file that was loaded by its path is not in sys.modules, and known to its functions only.
+    # A LazyConfig has no name, and its classes are builtins, or of no file.
+    name = getattr(cls, "__module__", "builtins")
     for value in vars(cls).values():
-        if isinstance(value, FunctionType) and value.__globals__["__name__"] == cls.__module__:
+        if not isinstance(value, FunctionType):
+            continue
+        if value.__globals__.get("__name__", "builtins") == name:
             return _File(value.__globals__)
-    return sys.modules.get(cls.__module__)
+    return sys.modules.get(name)
 
 
 class _File:
@@ -40,14 +44,15 @@ def calls_function(cls: type, name: str) -> bool:
     """Whether a method of the class, or of its bases, uses this name."""
     methods = [method for base in cls.__mro__ for method in vars(base).values()]
     return any(
-        isinstance(method, FunctionType) and _has_name(unwrap(method).__code__, name)
+        isinstance(method, FunctionType) and has_name(unwrap(method).__code__, name)
         for method in methods
     )
 
 
-def _has_name(code: CodeType, name: str) -> bool:
+def has_name(code: CodeType, name: str) -> bool:
+    """Whether the code of a function uses this name."""
     inner = [c for c in code.co_consts if isinstance(c, CodeType)]  # comprehensions, for one
-    return name in code.co_names or any(_has_name(c, name) for c in inner)
+    return name in code.co_names or any(has_name(c, name) for c in inner)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 from detectron2.utils.file_io import PathManager
 
+from ..common.files import is_file
 from ..errors import DataError
 from .annotations import AnnotationFacts, look_at_annotations
 from .images import check_images
@@ -95,8 +96,8 @@ def check_coco_file(
             elsewhere.
     """
     start = time.perf_counter()
-    is_file = PathManager.isfile(json_file)
-    num_bytes = os.path.getsize(PathManager.get_local_path(json_file)) if is_file else 0
+    is_there = is_file(json_file)
+    num_bytes = os.path.getsize(PathManager.get_local_path(json_file)) if is_there else 0
     is_large = num_bytes > _LARGE_BYTES
     if is_large:
         progress(f"Reading {json_file}, {num_bytes / 2**20:.0f} MB ...")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils.events import EventStorage
-from detectron2.utils.file_io import PathManager
 
+from ..common.files import is_file
 from ..common.side_work import alone, no_information, unchanged_random_state
 from ..job import Job, losses_of, size_of, tensors_of, worst_real_images
 from ..memory import TensorMeter, available_host_bytes
@@ -99,7 +99,7 @@ def _measure(job: Job, batch: list[object]) -> int:
     ):
         torch.default_generator.manual_seed(0)
         model, optimizer = steps.build_with_values(job, "cpu")
-        if PathManager.isfile(job.cfg.MODEL.WEIGHTS):  # and nothing is downloaded
+        if is_file(job.cfg.MODEL.WEIGHTS):  # and nothing is downloaded
             DetectionCheckpointer(model).load(job.cfg.MODEL.WEIGHTS)
         for group in optimizer.param_groups:
             group["lr"] = 0.0  # random weights would diverge

@@ -98,7 +98,7 @@ def _on_dataset(job: Job, check: Callable[[], str]) -> str:
 
 
 def _assumed(job: Job) -> str:
-    return " ".join(f"Assumed: {line}." for line in job.batches.assumptions)
+    return " ".join(f"Assumed: {line}." for line in job.assumptions)
 
 
 def _found(what: str, check: Callable[..., str], *args: Any) -> Finding:

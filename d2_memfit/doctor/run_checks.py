@@ -58,6 +58,7 @@ _OF_TRAINERS: dict[str, Any] = {
     "SOLVER.STEPS": (),
     "DATASETS.TEST": (),
     "TEST.EVAL_PERIOD": 0,
+    "TEST.PRECISE_BN.ENABLED": False,
     "MEMFIT.PRESET": "",
     "MEMFIT.PLAN.ENABLED": False,
     "MEMFIT.HOST.BUDGET_GB": None,
@@ -185,7 +186,7 @@ def _train(
             model.register_forward_hook(_FailsOnce())
         return model
 
-    with no_information(logging.WARNING), cuda_as_cpu():
+    with no_information(logging.ERROR), cuda_as_cpu():  # an error is raised, and _Ended is none
         seed_all(2 if resume else 1)
         with suppress(_Ended):
             if trainer is None:

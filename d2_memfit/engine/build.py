@@ -67,18 +67,21 @@ def check_applied(job: Job, parts: set[str], why: str) -> None:
             raise ConfigError(f"technique {name} is on and would do nothing: {why}")
 
 
-def check_run_step(job: Job, trainer: str) -> None:
+def check_run_step(job: Job, trainer: type, inner: type[AccumulatingTrainer]) -> None:
     """Raise :class:`ConfigError` if a key is set that only ``AccumulatingTrainer.run_step`` reads.
 
     Args:
-        trainer: name of a class whose own ``run_step`` does not call that one.
+        trainer, inner: the classes of a trainer and of its ``_trainer``. The ``run_step`` of one
+            does not call that one.
     """
     defaults = default_keys()
     values = {key: value_of(job.cfg, key) for key in _OF_RUN_STEP}
     asked = [f"{key} {v}" for key, v in values.items() if v != value_of(defaults, key)]
     if asked:
+        is_inner = inner.run_step is not AccumulatingTrainer.run_step
+        cls, step = (inner, "super()") if is_inner else (trainer, "self._trainer")
         raise ConfigError(
-            f"{', '.join(asked)}: {trainer}.run_step does not call self._trainer.run_step(), which "
+            f"{', '.join(asked)}: {cls.__name__}.run_step does not call {step}.run_step(), which "
             "reads these keys. Call it. For losses of your own: self._trainer.loss_fn = FUNCTION"
         )
 

@@ -250,7 +250,7 @@ class MemfitMixin(_Trainer):
 
     def after_step(self) -> None:
         if self._inner.agreed_stop_signal is None:  # a run_step of the project's own
-            check_run_step(self._job, type(self).__name__)
+            check_run_step(self._job, type(self), type(self._inner))
             self._inner.progress = Progress(self.iter, has_stepped=True)
         super().after_step()
 

@@ -2,19 +2,22 @@
 """The mapper captured from a job's loader, and empty images of any size for it."""
 
 import copy
+import os
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any, Optional
 
 import numpy as np
 import torch
 from detectron2.data import DatasetCatalog, build, common, detection_utils
-from detectron2.data.transforms import ResizeShortestEdge, ResizeTransform, Transform
+from detectron2.data.transforms import ResizeTransform, Transform
 from detectron2.structures import BoxMode
+from PIL import Image
 
 from ..common.patching import replaced_functions
 from ..common.side_work import alone, no_information, unchanged_random_state
@@ -36,11 +39,13 @@ class CapturedLoader:
         mappers: the mappers of its ``MapDataset`` objects, in the order of creation.
         names: names of the requested datasets.
         has_proposals: whether it reads precomputed proposals.
+        added: what it adds to the dicts of its datasets, such as their source, by key.
     """
 
     mappers: list[Callable[..., Any]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     has_proposals: bool = False
+    added: dict[str, Any] = field(default_factory=dict)
 
 
 def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) -> CapturedLoader:
@@ -50,10 +55,14 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
         with_labels: as for :func:`~.largest_images.invented_dict`.
     """
     captured = CapturedLoader()
+    given: set[str] = set()
 
     def note_mapper(init: Callable[..., None]) -> Callable[..., None]:
         def noting_init(self: Any, dataset: Any, map_func: Callable[..., Any]) -> None:
             captured.mappers.append(map_func)
+            if isinstance(dataset, (list, common.DatasetFromList)):
+                d = dataset[0]
+                captured.added.update({key: d[key] for key in d.keys() - given})
             init(self, dataset, map_func)
 
         return noting_init
@@ -65,8 +74,11 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
             with replaced_functions(catalog, {"get": lambda _: original}):  # of what it is made of
                 facts = facts_of([name])
             if facts is None:
-                return [invented_dict((480, 640), 2, name, with_labels)] * _NUM_DICTS
-            return [facts.any_dict()] * _NUM_DICTS
+                d = invented_dict((480, 640), 2, name, with_labels)
+            else:
+                d = facts.any_dict()
+            given.update(d)
+            return [d] * _NUM_DICTS
 
         return get
 
@@ -107,19 +119,27 @@ class _EmptyFiles:
 
     Args:
         labels: values of label images.
+        folder: for the files, if they are to exist.
+
+    Attributes:
+        exist: whether the files exist, for a mapper that reads them by a function of its own.
     """
 
-    def __init__(self, labels: Sequence[int]) -> None:
+    def __init__(self, labels: Sequence[int], folder: str) -> None:
         self._labels = labels
+        self._folder = folder
         self._known: dict[str, tuple[str, Size, list[int]]] = {}  # kind, size, ids of segments
+        self.exist = False
 
     def name(self, d: dict[str, Any]) -> None:
         """Replace a dataset dict's file names, if it has any."""
         ids = [segment["id"] for segment in d.get("segments_info", ())]
         for key in ("file_name", "sem_seg_file_name", "pan_seg_file_name"):
             if key in d:
-                d[key] = f"largest_image_{len(self._known)}.png"
+                d[key] = os.path.join(self._folder, f"largest_image_{len(self._known)}.png")
                 self._known[d[key]] = key, (d["height"], d["width"]), ids
+                if self.exist:
+                    Image.fromarray(self.read(d[key], None)).save(d[key], compress_level=1)
 
     def read(self, name: str, format: Optional[str]) -> Optional[Any]:
         """An empty image, like Detectron2's ``read_image``; None for another file."""
@@ -143,7 +163,6 @@ def empty_images(labels: Sequence[int] = ()) -> Iterator[_EmptyFiles]:
     Args:
         labels: values of label images.
     """
-    files = _EmptyFiles(labels)
     original = detection_utils.read_image
 
     def read_empty(_: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,29 +180,34 @@ def empty_images(labels: Sequence[int] = ()) -> Iterator[_EmptyFiles]:
 
         return apply
 
-    known = [
-        module
-        for module in list(sys.modules.values())
-        if getattr(module, "__dict__", {}).get("read_image") is original
-    ]
+    known = [module for module, function in _files_with("read_image") if function is original]
     with (
+        TemporaryDirectory() as folder,
         alone(),
         no_information(),
         unchanged_random_state(),
         replaced_functions(known, {"read_image": read_empty}),
         replaced_functions([ResizeTransform], {"apply_image": resize_empty}),  # a tenth of the time
     ):
+        files = _EmptyFiles(labels, folder)
         random.seed(0)
         np.random.seed(0)
         torch.default_generator.manual_seed(0)
         yield files
 
 
+def _files_with(name: str) -> list[tuple[Any, Any]]:
+    """The Python modules that know a name, and its value there."""
+    found = [(m, getattr(m, "__dict__", {}).get(name)) for m in list(sys.modules.values())]
+    return [(module, value) for module, value in found if value is not None]
+
+
 @contextmanager
 def largest_resizes() -> Iterator[set[tuple[int, int]]]:
     """While open, ``ResizeShortestEdge`` uses the largest of its lengths.
 
-    Yields the pairs of shorter and longest side that it was used with.
+    So do a project's copies of that class. Yields the pairs of shorter and longest side that they
+    were used with.
     """
     used: set[tuple[int, int]] = set()
 
@@ -196,5 +220,7 @@ def largest_resizes() -> Iterator[set[tuple[int, int]]]:
 
         return get_largest_transform
 
-    with replaced_functions([ResizeShortestEdge], {"get_transform": take_largest}):
+    known = {c for _, c in _files_with("ResizeShortestEdge") if isinstance(c, type)}
+    resizes = [c for c in known if "get_transform" in vars(c)]
+    with replaced_functions(resizes, {"get_transform": take_largest}):
         yield used

@@ -11,6 +11,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils.file_io import PathManager
 from PIL import Image
 
+from ..common.files import is_file
 from ..common.side_work import alone, no_information, unchanged_random_state
 from .label_images import labels_in
 from .largest_images import Size, dict_of_size, num_instances_of, with_instances
@@ -113,7 +114,7 @@ def facts_of(names: Union[str, Sequence[str]]) -> Optional[Facts]:
             return None
         metadata = MetadataCatalog.get(name)
         json_file = metadata.get("panoptic_json", metadata.get("json_file"))
-        if json_file and not PathManager.isfile(json_file):  # loading could download it
+        if json_file and not is_file(json_file):  # loading could download it
             return None
         facts = _facts_of_one(name, DatasetCatalog[name])
         if facts is None:

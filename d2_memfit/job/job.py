@@ -265,6 +265,11 @@ class Job:
         return NormalizerOptions.from_cfg(self.cfg)
 
     @property
+    def assumptions(self) -> tuple[str, ...]:
+        """One line per unknown fact of training, with the value assumed for it."""
+        return (*self.batches.assumptions, *self.parts.assumptions)
+
+    @property
     def evaluates(self) -> bool:
         """Whether there is a dataset to evaluate on."""
         return len(self.cfg.DATASETS.TEST) > 0

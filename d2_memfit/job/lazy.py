@@ -70,6 +70,7 @@ class LazyParts:
 
     cfg: DictConfig
     has_default_loader = False
+    assumptions = ()
     loss_fn = None
 
     def build_model(self, device: str) -> nn.Module:

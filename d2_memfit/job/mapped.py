@@ -204,6 +204,7 @@ class _Mapper:
     def __init__(self, loader: CapturedLoader, facts: Facts) -> None:
         self._maps = loader.mappers
         self._has_proposals = loader.has_proposals
+        self._added = loader.added
         self._crowded = facts.most_crowded
         self._labels = facts.labels
 
@@ -267,11 +268,17 @@ class _Mapper:
     ) -> _Drawn:
         crowded = self._crowded if is_crowded else with_few_annotations(self._crowded)
         for _ in range(_TRIES):
-            d = dict_of_size(crowded, size)
+            d = {**self._added, **dict_of_size(crowded, size)}
             files.name(d)
-            data = map_func(with_proposals(d) if self._has_proposals else d)
+            try:
+                data = map_func(with_proposals(d) if self._has_proposals else d)
+            except Exception:
+                if files.exist:
+                    raise
+                data = None
             if data is not None:
                 return _Drawn(data, size)
+            files.exist = True  # the mapper may read them by a function of its own
         raise ConfigError("the training mapper gives nothing for the dataset's largest images")
 
 

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any, Optional, Union
 
 import torch
@@ -13,6 +14,7 @@ from detectron2.engine import DefaultTrainer
 from torch import nn
 from torch.optim import Optimizer
 
+from ..common.patching import has_name
 from ..config import with_settings
 from ..errors import ConfigError
 from ..model_zoo import backbones  # noqa: F401  registers them
@@ -20,6 +22,8 @@ from .lazy import LazyParts
 from .losses import LossFn
 
 __all__ = ["GivenParts", "Parts", "TrainerParts"]
+
+_KNOWN_STEPS = ("detectron2.engine.", "d2_memfit.")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,20 @@ class TrainerParts:
     def clip_gradients(self) -> Optional[Callable[[Any], Any]]:
         """A function that clips the gradients of parameters, if the optimizer does not."""
         return None
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """A line about the trainer's step, if that is the project's own."""
+        step = getattr(self.trainer, "run_step", None)
+        if not isinstance(step, FunctionType) or step.__module__.startswith(_KNOWN_STEPS):
+            return ()
+        if has_name(inspect.unwrap(step).__code__, "run_step"):
+            return ()
+        return (
+            f"{self.trainer.__name__}.run_step, which is the project's own, does what Detectron2's "
+            "does. It does not call self._trainer.run_step(), so accumulation, micro-batches and "
+            "recovery are errors with it: docs/YOUR_PROJECT.md#what-the-trainer-makes-itself",
+        )
 
     def with_cfg(self, cfg: CfgNode) -> "TrainerParts":
         """The parts with a complete yacs config."""
@@ -116,6 +134,7 @@ class GivenParts:
     test_loader: Optional[Callable[[], Any]] = None
     loss_fn: Optional[LossFn] = None
     has_default_loader = False
+    assumptions = ()
 
     def build_model(self, device: str) -> nn.Module:
         return self.model().to(torch.device(device))

@@ -38,7 +38,7 @@ def worst_real_images(parts: Parts, num_images: int) -> list[Any]:
         large = sorted(dicts, key=lambda d: d.get("height", 0) * d.get("width", 0))[-num_images:]
         candidates = list({id(d): d for d in (*crowded, *large)}.values())
         with largest_resizes():
-            images = [_mapped(loader.mappers, d) for d in candidates]
+            images = [_mapped(loader.mappers, {**loader.added, **d}) for d in candidates]
     if len(images) < num_images:
         names = ", ".join(loader.names)
         raise ConfigError(f"{names} has {len(images)} images, and {num_images} are needed")

@@ -17,7 +17,7 @@ from d2_memfit import Job
 from d2_memfit.data import register_coco
 from d2_memfit.doctor import examine_runs
 from d2_memfit.doctor.patient import Unwell
-from d2_memfit.doctor.run_checks import agrees_on_two_ranks
+from d2_memfit.doctor.run_checks import agrees_on_two_ranks, is_plain_by_default
 
 pytestmark = pytest.mark.slow
 
@@ -116,10 +116,26 @@ def test_two_ranks_of_a_lazy_config(coins):
     assert all(f.is_well for f in found.values()), [str(f) for f in found.values()]
 
 
-def test_what_a_resumed_run_does_not_find_again_is_told(coins):
+def test_what_a_resumed_run_does_not_find_again_is_told(coins, capfd):
     found = {f.what: f for f in examine_runs(*job_of(coins, 1, Forgetting, fpn=False))}["resume"]
     assert not found.is_well
     assert "differ from those of a run that was not ended, such as " in found.text
+    assert "_Ended" not in "".join(capfd.readouterr())  # the end of that run
+
+
+class Precise(DefaultTrainer):
+    """Its last iteration would run 200 batches for the statistics of batch normalisation."""
+
+    def build_hooks(self):
+        assert not self.cfg.TEST.PRECISE_BN.ENABLED
+        return super().build_hooks()
+
+
+def test_runs_are_without_precise_statistics(coins):
+    job, trainer = job_of(coins, 1, Precise, fpn=False)
+    assert "bit by bit" in is_plain_by_default(
+        job.with_settings({"TEST.PRECISE_BN.ENABLED": True}), trainer
+    )
 
 
 def test_ranks_that_differ_are_told(coins):

@@ -22,6 +22,7 @@ from trainer_shapes import (
     MaskDINO,
     Parts,
     PlainProject,
+    ReplacesInner,
     UnbiasedTeacher,
     cfg_of,
     class_of,
@@ -279,6 +280,20 @@ def test_a_run_step_that_reads_no_key_is_an_error_where_one_is_set(tmp_path):
     trainer = Remedied(cfg_of(tmp_path, **ACCUMULATION))
     trainer.train()
     assert trainer.storage.latest()["effective_batch"][0] == 8
+
+
+def test_an_inner_run_step_that_reads_no_key_is_named(tmp_path):
+    class Inner(SimpleTrainer):
+        run_step = UnbiasedTeacher.run_step
+        _trainer = property(lambda self: self)
+
+    class Trainer(MemfitMixin, ReplacesInner):
+        inner = Inner
+
+    with pytest.raises(
+        ConfigError, match=r": Inner\.run_step does not call super\(\)\.run_step\(\)"
+    ):
+        Trainer(cfg_of(tmp_path, **ACCUMULATION)).train()
 
 
 class BuildsItself(MaskDINO):

@@ -17,6 +17,7 @@ from lazy_configs import lazy_config
 from omegaconf import OmegaConf
 from tiny import tiny_cfg, tiny_model
 from torch import nn
+from trainer_shapes import SHAPES, class_of
 
 from d2_memfit import Job, MemfitMixin, estimate_memory
 from d2_memfit.engine import build_trainer
@@ -253,3 +254,20 @@ def test_the_clipping_of_a_lazy_config_is_done():
     assert torch.stack(norms).norm() == pytest.approx(1e-3, rel=1e-3)
     cfg.train.clip_grad.enabled = False
     assert build_trainer(Job.from_lazy(cfg, 1), data_loader=[images]).clip_gradients is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_step_of_the_projects_own_is_told(shape):
+    lines = Job.from_trainer(class_of(shape), tiny_cfg("faster_rcnn"), 1).parts.assumptions
+    assert len(lines) == (shape == "own run_step")
+    assert all("Trainer.run_step, which is the project's own, does" in line for line in lines)
+
+
+def test_an_estimate_tells_of_a_step_of_the_projects_own():
+    class Trainer(DefaultTrainer):
+        def run_step(self):
+            self.model(next(self._trainer._data_loader_iter))["loss"].backward()
+            self.optimizer.step()
+
+    estimate = estimate_memory(tiny_cfg("faster_rcnn"), trainer=Trainer, evaluates=False)
+    assert "Assumed: Trainer.run_step" in describe_estimate(estimate)

@@ -2,13 +2,17 @@
 """The largest batches that a job's mapper makes, with and without datasets."""
 
 import json
+import os
 
+import cv2
 import numpy as np
 import pytest
 import torch
-from detectron2.data import DatasetCatalog
-from detectron2.data.transforms import ResizeTransform
+from detectron2.data import DatasetCatalog, build_detection_train_loader
+from detectron2.data.samplers import TrainingSampler
+from detectron2.data.transforms import Augmentation, ResizeTransform
 from detectron2.structures import BoxMode
+from PIL import Image
 from pycocotools import mask as coco_mask
 
 from d2_memfit import Job, get_cfg
@@ -283,6 +287,83 @@ def test_a_crowded_image_is_mapped_once_where_neither_size_nor_objects_differ(cr
     cfg.INPUT.CROP.SIZE = [300, 600]
     assert len(sizes(cfg, 2)) == 2
     assert (len(sizes_of_crowded) > len(set(sizes_of_crowded))) == crops
+
+
+class ResizeShortestEdge(Augmentation):
+    """A project's copy of Detectron2's class."""
+
+    def __init__(self):
+        self.short_edge_length, self.max_size = list(range(30, 81)), 133
+
+    def get_transform(self, image):
+        size = np.random.choice(self.short_edge_length)
+        return ResizeTransform(*image.shape[:2], size, size * image.shape[1] // image.shape[0])
+
+
+def own_read_image(file):
+    with open(file, "rb") as f:
+        return np.asarray(Image.open(f))
+
+
+def dropping_read_image(file):
+    return own_read_image(file) if os.path.exists(file) else None
+
+
+def trainer_of(read):
+    """A trainer whose mapper reads files by this function, and resizes by a copied class."""
+
+    def mapper(d):
+        image = read(d["file_name"])
+        if image is None:
+            return None
+        image = ResizeShortestEdge().get_transform(image).apply_image(image)
+        labels = read(d["sem_seg_file_name"])
+        found = torch.as_tensor(labels.astype("int64"))
+        return {**d, "image": torch.as_tensor(image.transpose(2, 0, 1).copy()), "sem_seg": found}
+
+    class Trainer:
+        @staticmethod
+        def build_train_loader(cfg):
+            return build_detection_train_loader(cfg, mapper=mapper)
+
+    return Trainer
+
+
+@pytest.mark.parametrize("read", [own_read_image, dropping_read_image, cv2.imread])
+def test_a_mapper_reads_and_resizes_by_copies_of_detectron2s_code(read, tmp_path):
+    labels = str(tmp_path / "labels.png")
+    cv2.imwrite(labels, np.arange(64, dtype=np.uint8).reshape(8, 8) % 5)
+    image = {"file_name": "", "sem_seg_file_name": labels, "height": 480, "width": 640}
+    DatasetCatalog.register("copies_test", lambda: [dict(image)])
+    try:
+        cfg = make_cfg(DATASETS__TRAIN=("copies_test",))
+        (image,) = Job.from_trainer(trainer_of(read), cfg, 1).training_batch(1)
+    finally:
+        DatasetCatalog.remove("copies_test")
+    assert image["image"].shape[1:] == (80, 106)
+    assert len(image["sem_seg"].unique()) == 5
+
+
+def test_images_have_what_the_loader_adds_to_its_dicts(dataset):
+    class Trainer:
+        @staticmethod
+        def build_train_loader(cfg):
+            dicts = [d for name in cfg.DATASETS.TRAIN for d in DatasetCatalog.get(name)]
+            for d in dicts:
+                d["dataset_source"] = 3
+            return build_detection_train_loader(cfg, dataset=dicts, sampler=TrainingSampler(9))
+
+    for name in (dataset, "nobody_has_it"):
+        job = Job.from_trainer(Trainer, make_cfg(DATASETS__TRAIN=(name,), **SMALL), 1)
+        assert [d["dataset_source"] for d in job.training_batch(2)] == [3, 3]
+
+
+def test_an_error_of_a_mapper_is_its_own():
+    def read(file):
+        raise ValueError(f"not a photograph: {os.path.basename(file)}")
+
+    with pytest.raises(ValueError, match=r"not a photograph: largest_image_\d+\.png"):
+        Job.from_trainer(trainer_of(read), make_cfg(), 1).training_batch(1)
 
 
 def test_only_images_with_values_are_resized(monkeypatch):

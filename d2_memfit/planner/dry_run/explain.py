@@ -21,7 +21,9 @@ _NOT_THE_USERS = {
 
 # Errors about what a training mapper adds to a batch: fields of Instances, keys, other masks.
 _LACKS_LABELS = r"Cannot find field|'(PolygonMasks|BitMasks)' object has no attribute"
-_NEEDS_GPU = r"(?i:cuda|nvidia|not compiled|not implemented (on|for) .*cpu)|(?<!\w)_C(?!\w)"
+_NEEDS_GPU = (
+    r"(?i:cuda|nvidia|not compiled|not (implemented|supported) (on|for) .*cpu)|(?<!\w)_C(?!\w)"
+)
 
 
 @contextmanager
@@ -80,12 +82,18 @@ def _advice(error: Exception) -> str:
     if lacks_key or re.search(_LACKS_LABELS, str(error)):
         return (
             "If that is what the project's training mapper adds to a batch, name the trainer that "
-            "uses it, with --trainer MODULE:CLASS, or give a batch, with --batch MODULE:FUNCTION"
+            "uses it, with --trainer MODULE:CLASS, or give a batch, with --batch MODULE:FUNCTION. "
+            "If the mapper reads it in the dataset, the dataset has to be there"
+        )
+    if "process group" in str(error):
+        return (
+            "The model needs other ranks, and this is one process: let its forward do without "
+            "them where detectron2.utils.comm.get_world_size() is 1"
         )
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return "A dry run takes addresses and little RAM: lift the limit on them, ulimit -v"
     if isinstance(error, OSError):
-        return "The model reads or downloads a file while it is built: put the file there"
+        return "The job reads or downloads a file before its first step: put the file there"
     if isinstance(error, ModuleNotFoundError):
         return "Install what is missing"
     if re.search(_NEEDS_GPU, str(error)):
@@ -94,6 +102,6 @@ def _advice(error: Exception) -> str:
             "operators, or measure on a GPU, with --probe"
         )
     return (
-        "If the batch is not what the model takes, give one, with --batch MODULE:FUNCTION; or else "
-        "measure on a GPU, with --probe"
+        "If the project's own training runs in this environment, its batch differs: give one, with "
+        "--batch MODULE:FUNCTION; or measure on a GPU, with --probe"
     )

@@ -126,7 +126,7 @@ class DryJob:
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         self._like = device.is_gpu, device.foreach
         batches = job.batches
-        with one_line_errors(lambda: batches.assumptions):
+        with one_line_errors(lambda: job.assumptions):
             batch = job.training_batch()
             self.image_size = size_of(batch)
             self.num_instances = batches.num_instances
@@ -137,7 +137,7 @@ class DryJob:
                 self.evaluation = steps.evaluate(job, job.evaluation_batch(), *self._like)
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
         notes = [note for timeline in timelines for note in timeline.notes]
-        assumed = [*batches.assumptions]
+        assumed = [*job.assumptions]
         if self.evaluation is not None:
             assumed += batches.evaluation_assumptions
         self.assumptions = tuple(dict.fromkeys(assumed))

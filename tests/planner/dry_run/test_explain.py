@@ -69,6 +69,7 @@ def test_what_the_mapper_did_not_make(run):
     line = line_of(run)
     assert "--trainer MODULE:CLASS" in line
     assert "--batch MODULE:FUNCTION" in line
+    assert line.endswith("the dataset has to be there")
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,7 @@ def test_what_the_mapper_did_not_make(run):
         ImportError("cannot import name '_C' from 'adet' (/adet/__init__.py)"),
         RuntimeError("Not compiled with GPU support"),
         RuntimeError("Not implemented on the CPU"),
+        NotImplementedError("Deformable Conv is not supported on CPUs!"),
     ],
     ids=str,
 )
@@ -93,7 +95,11 @@ def test_what_needs_a_gpu_or_a_compiled_operator(error):
 def test_a_file_that_a_model_reads_is_missing():
     line = line_of(lambda: torch.load("/no/dla34.pth"))
     assert "FileNotFoundError" in line
-    assert line.endswith("while it is built: put the file there")
+    assert line.endswith("before its first step: put the file there")
+
+
+def test_a_model_that_needs_other_ranks():
+    assert "this is one process" in line_of(torch.distributed.get_rank)
 
 
 def test_errors_of_d2_memfit_stay_as_they_are():

@@ -83,6 +83,18 @@ def test_functions_are_replaced_in_a_file_that_was_loaded_by_its_path(tmp_path):
     assert loaded.double is original
 
 
+def test_functions_are_replaced_in_a_file_without_a_name():
+    names = {"Base": torch.nn.Module}  # as a LazyConfig is executed
+    exec(FILE.replace("torch.nn.Module", "Base"), names)
+    made = "type('Made', (Base,), {'forward': lambda self, x: double(x)})()"
+    for module in (names["Doubling"](), eval(made, names)):
+        with replaced_functions(
+            source_files(module.modules()), {"double": lambda double: lambda x: double(x) + 1}
+        ):
+            assert module(3) == 7
+        assert module(3) == 6
+
+
 def test_a_class_method_is_one_again():
     class Named:
         @classmethod
