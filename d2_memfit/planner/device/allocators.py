@@ -5,7 +5,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Optional
 
-__all__ = ["CachingAllocator", "DoesNotFit", "PageAllocator"]
+__all__ = ["Block", "CachingAllocator", "DoesNotFit", "PageAllocator"]
 
 # In bytes, from c10/cuda/CUDACachingAllocator.cpp; unchanged since PyTorch 1.3.
 _ROUND = 512  # kMinBlockSize
