@@ -24,7 +24,7 @@ from d2_memfit.planner.estimates import steps
 
 pytestmark = pytest.mark.slow
 
-SIDE = 128
+SIDE = 64
 
 
 @pytest.fixture
