@@ -31,7 +31,7 @@ NUM_IMAGES, NUM_STEPS = 4, 2
 CONFIGS = {"boxes": RFDETRNanoConfig, "masks": RFDETRSegNanoConfig}
 
 
-def configs_of(kind="boxes", **kwargs):
+def configs_of(kind="boxes", patches=4, **kwargs):
     """The geometry of a released model, but smaller, with random weights."""
     patch = CONFIGS[kind].model_fields["patch_size"].default
     with warnings.catch_warnings():
@@ -39,8 +39,8 @@ def configs_of(kind="boxes", **kwargs):
         model_config = CONFIGS[kind](
             pretrain_weights=None,
             num_classes=1,
-            resolution=8 * patch,
-            positional_encoding_size=8,
+            resolution=patches * patch,
+            positional_encoding_size=patches,
             num_queries=30,
             num_select=30,
             group_detr=2,
@@ -87,7 +87,7 @@ def test_the_estimate_is_of_the_largest_scale():
         job_of(model_config, c, 5, "cpu").training_batch(1).images[0].shape[-1]
         for c in (train_config, several)
     ]
-    assert sides[0] == 128 < sides[1]
+    assert sides[0] == 64 < sides[1]
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,9 @@ def trained(
 
 
 def test_micro_batches_train_what_rfdetr_trains(tmp_path):
-    before, expected, plain = trained(tmp_path)
-    _, cut, ours = trained(tmp_path, WindowModule, device="cpu", micro_batch_size=1)
+    config = {"patches": 8}  # with fewer, the best queries differ by rounding
+    before, expected, plain = trained(tmp_path, config=config)
+    _, cut, ours = trained(tmp_path, WindowModule, config=config, device="cpu", micro_batch_size=1)
     off = relative_difference(cut, expected) / relative_difference(before, expected)
     print(f"{off:.0e} of the way from rfdetr's own training")
     assert off < 1e-4
