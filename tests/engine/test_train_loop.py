@@ -467,9 +467,9 @@ def test_an_unknown_precision_is_refused(precision):
 )
 def test_accumulation_needs_the_memory_of_one_micro_batch(family):
     """Plus the gradients that wait for the next; here they are small beside the activations."""
-    cfg = tiny_cfg(family)
+    cfg = tiny_cfg(family, fpn=False)
     num_images = 4
-    batch = images(num_images, size=896)
+    batch = images(num_images, size=448)
     peaks = {}
     for steps, size in ((1, 1), (num_images, 1), (1, num_images)):
         model = tiny_model(cfg)
