@@ -219,8 +219,10 @@ def test_what_fits_without_its_margin_alone_is_tight_and_says_what_would_leave_i
     assert "MEMFIT.BUDGET_GB 1.3 is tight" in describe_plan(p).splitlines()[0]
 
 
-def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay(mask):
-    p = plan(mask, 4.5, allow=["recipe"])
+def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay():
+    cfg = small_job(3)
+    needed_gb = estimate_memory(cfg, device="cuda", batch=SMALL, evaluates=False).device_total_gb
+    p = plan(cfg, needed_gb - 0.01, batch=SMALL, allow=["recipe"])
     assert p.fits
     (step,) = p.steps
     assert (step.name, step.tier) == ("SmallerRoiBatch", "recipe")
@@ -228,12 +230,13 @@ def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay(mask):
     assert step.what == "the sampling; small objects are seen less often."
 
 
-def test_with_batch_norm_smaller_micro_batches_are_another_recipe(mask):
-    cfg = mask.clone()
-    cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT = "BN", 0
-    p = plan(cfg, 9, allow=["exact"])
+def test_with_batch_norm_smaller_micro_batches_are_another_recipe():
+    cfg = small_job(4)
+    cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.RESNETS.NORM = 8, "BN"
+    needed_gb = estimate_memory(cfg, device="cuda", batch=SMALL, evaluates=False).device_total_gb
+    p = plan(cfg, needed_gb - 0.01, batch=SMALL, allow=["exact"])
     assert "smaller micro-batches" not in [s.name for s in p.steps]
-    p = plan(cfg, 5, allow=["recipe"])
+    p = plan(cfg, needed_gb - 0.05, batch=SMALL, allow=["recipe"])
     assert (p.steps[0].name, p.steps[0].tier) == ("smaller micro-batches", "recipe")
     assert p.steps[0].what == "the images that BatchNorm's statistics are of."
 
