@@ -11,7 +11,7 @@ import torch
 import train_net
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from forks import FORKED_RANKS, run_forked
-from tiny import ROOT, read_metrics, run_process, tiny_cfg, tiny_model
+from tiny import ROOT, read_metrics, tiny_cfg, tiny_model
 
 from d2_memfit.cli import train
 from d2_memfit.config import load_cfg
@@ -25,7 +25,7 @@ TRAIN_NET = str(ROOT / "tools" / "train_net.py")
 @pytest.fixture
 def arguments(coins, tmp_path):
     """Arguments that train for two iterations, and an OUTPUT_DIR in which nothing is yet."""
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.MODEL.DEVICE = "cuda"  # the default of Detectron2, though there may be none
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("cli_train",), ("cli_val",)
     cfg.SOLVER.IMS_PER_BATCH = 2
@@ -84,7 +84,7 @@ def test_training_evaluation_and_resuming(arguments, tmp_path, capsys):
 
 
 def test_evaluation_of_weights_for_other_classes_is_one_line(arguments, tmp_path, capsys):
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.MODEL.ROI_HEADS.NUM_CLASSES = 7
     torch.save({"model": tiny_model(cfg).state_dict()}, tmp_path / "seven.pth")
     options = [*arguments, "MODEL.WEIGHTS", tmp_path / "seven.pth"]
@@ -243,17 +243,15 @@ def test_evaluation_needs_nothing_of_what_training_needs(arguments, tmp_path, ca
 
 
 def test_a_pattern_that_matches_nothing_is_one_line(arguments, capsys):
-    options = ["MEMFIT.CHECKPOINT.MODULES", "['backbone.botom_up']"]
+    options = ["MEMFIT.CHECKPOINT.MODULES", "['roi_heads.mask_hed']"]
     code, error = call(capsys, *arguments, *options)
     assert code == 2
     assert "error: MEMFIT.CHECKPOINT.MODULES: no module of the model matches" in error
-    assert "did you mean backbone.bottom_up" in error
+    assert "did you mean roi_heads.mask_head" in error
 
 
 def test_an_error_is_one_line_of_the_process(tmp_path):
-    result = run_process(
-        [sys.executable, "-W", "ignore", TRAIN_NET, "SOLVER.ACCUMULATION_STEPS", 0]
-    )
+    result = run_forked(TRAIN_NET, "SOLVER.ACCUMULATION_STEPS", 0)
     assert result.returncode == 2
     message = "error: SOLVER.ACCUMULATION_STEPS must be a positive integer, got 0\n"
     assert result.stderr == message
