@@ -124,7 +124,10 @@ def test_ranks_that_fail_in_turn_do_not_hang_and_agree(kind, has_masks, two_rank
     torch.testing.assert_close(second, first, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("kind", "has_masks"), [("rf_detr", True), ("rt_detr_v2", False)])
+@pytest.mark.parametrize(
+    ("kind", "has_masks"),
+    [("rf_detr", True), pytest.param("rt_detr_v2", False, marks=pytest.mark.long)],
+)
 def test_a_short_run_lowers_its_loss(kind, has_masks, coins):
     cfg = tiny_transformers_cfg(kind, has_masks)
     cfg.DATASETS.TRAIN = ("coins_train",)

@@ -142,9 +142,8 @@ def test_micro_batches_train_what_transformers_trains(kind, tmp_path, monkeypatc
     assert (tmp_path / "cut" / "checkpoint-2" / "optimizer.pt").exists()
 
 
-@pytest.mark.parametrize(
-    "kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_injected_error_leaves_no_trace(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(window_trainer, "AccumulatingTrainer", InjectedTrainer)
     options = {"recovery": RecoveryOptions()}
