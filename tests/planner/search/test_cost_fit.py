@@ -77,6 +77,7 @@ def plan_of(cfg, lines=None, **kwargs):
 
 
 @pytest.mark.slow
+@pytest.mark.long  # fit, cut and config are each tested alone, too
 def test_a_plan_has_a_cost_model_on_request_and_its_config_cuts_by_it():
     cfg = cfg_of()
     plan = plan_of(cfg)
