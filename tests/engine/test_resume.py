@@ -49,8 +49,19 @@ def small_cfg(output_dir, family="faster_rcnn", **keys):
     return cfg
 
 
+# Their streams are resumed in test_resumable_batches.py, too.
+_LONG = ("3 workers, not grouped", "random subset")
+
+
 @pytest.mark.parametrize(
-    "keys", [*(pytest.param(keys, id=name) for name, keys in OF_ONE_RANK.items()), FLOAT16]
+    "keys",
+    [
+        *(
+            pytest.param(keys, id=name, marks=[pytest.mark.long] if name in _LONG else [])
+            for name, keys in OF_ONE_RANK.items()
+        ),
+        FLOAT16,
+    ],
 )
 def test_5_iterations_are_2_and_3(coins, tmp_path, keys):
     straight = train(small_cfg(tmp_path / "straight", **keys), 0, 5)
