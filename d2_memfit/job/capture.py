@@ -60,9 +60,10 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
     def note_mapper(init: Callable[..., None]) -> Callable[..., None]:
         def noting_init(self: Any, dataset: Any, map_func: Callable[..., Any]) -> None:
             captured.mappers.append(map_func)
-            if isinstance(dataset, (list, common.DatasetFromList)):
-                d = dataset[0]
-                captured.added.update({key: d[key] for key in d.keys() - given})
+            is_list = isinstance(dataset, (list, common.DatasetFromList))
+            first = dataset[0] if is_list and len(dataset) else None
+            if isinstance(first, dict):
+                captured.added.update({key: first[key] for key in first.keys() - given})
             init(self, dataset, map_func)
 
         return noting_init

@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, build_detection_train_loader
+from detectron2.data import DatasetCatalog, MapDataset, build_detection_train_loader
 from detectron2.data.samplers import TrainingSampler
 from detectron2.data.transforms import Augmentation, ResizeTransform
 from detectron2.structures import BoxMode
@@ -19,7 +19,7 @@ from d2_memfit import Job, get_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import tensors_of
-from d2_memfit.job.capture import empty_images
+from d2_memfit.job.capture import capture_loader, empty_images
 from d2_memfit.job.known_datasets import known_dataset
 from d2_memfit.job.largest_images import dict_of_size
 from d2_memfit.job.mapped import _Mapper
@@ -356,6 +356,12 @@ def test_images_have_what_the_loader_adds_to_its_dicts(dataset):
     for name in (dataset, "nobody_has_it"):
         job = Job.from_trainer(Trainer, make_cfg(DATASETS__TRAIN=(name,), **SMALL), 1)
         assert [d["dataset_source"] for d in job.training_batch(2)] == [3, 3]
+
+
+@pytest.mark.parametrize("images", [[], ["a.png", "b.png"]])
+def test_a_loader_need_not_have_dicts(images):
+    loader = capture_loader(lambda: MapDataset(images, str.upper))
+    assert (loader.mappers, loader.added) == ([str.upper], {})
 
 
 def test_an_error_of_a_mapper_is_its_own():
