@@ -19,6 +19,8 @@ from d2_memfit.data import register_coco
 from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 ITERATIONS = 12
 # The budget limits this process, so it is far more than that needs.
 BUDGET_GB = 64
