@@ -3,6 +3,7 @@
 
 import os
 import sys
+from functools import cache
 from typing import Optional
 
 import numpy as np
@@ -12,7 +13,7 @@ __all__ = [
     "limit_cudnn_cache",
     "limit_onednn_cache",
     "segments_expand",
-    "take_blas_buffer",
+    "take_library_buffers",
     "use_expandable_segments",
 ]
 
@@ -31,6 +32,9 @@ _ONEDNN_CONVOLUTIONS = "64"
 # memory each (ATen/native/cudnn/Conv_v8.cpp): one for each convolution, direction and size of
 # images. The forward and the backward have a thread each. A step of an R50-FPN needs some 200.
 _CUDNN_PLANS = "2000"
+
+# Numbers for each thread, from which on PyTorch uses all its threads (at::internal::GRAIN_SIZE).
+_PARALLEL_FROM = 2**15
 
 
 def use_expandable_segments() -> None:
@@ -91,10 +95,21 @@ def limit_cudnn_cache() -> None:
     os.environ.setdefault("TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT", _CUDNN_PLANS)
 
 
-def take_blas_buffer() -> None:
-    """Let NumPy's OpenBLAS take its buffer of 32 MB before there is a limit.
+@cache
+def take_library_buffers() -> None:
+    """Let libraries take the memory without which they cannot go on, before there is a limit.
 
-    It takes the buffer once, at its first product. Without memory for it, OpenBLAS asks for it
-    again and again, and never returns (blas_memory_alloc in driver/others/memory.c).
+    OpenBLAS takes a buffer of 32 MB at its first product. Without memory for it, it asks again and
+    again, and never returns (blas_memory_alloc in driver/others/memory.c). SciPy has an OpenBLAS of
+    its own. libgomp ends the process if it cannot start a thread (gomp_fatal in libgomp/team.c).
+    oneDNN and OpenCV make an error of it, but each has threads and tables that it takes once.
     """
-    _ = np.ones((2, 2)) @ np.ones((2, 2))
+    square = np.ones((1024, 1024), np.float32)  # large enough for all of OpenBLAS's threads
+    _ = square @ square
+    if "scipy.linalg" in sys.modules:
+        sys.modules["scipy.linalg"].blas.sgemm(1.0, square, square)
+    torch.ones(torch.get_num_threads() * _PARALLEL_FROM)
+    image = torch.ones(1, 8, 64, 64, requires_grad=True)
+    torch.nn.functional.conv2d(image, torch.ones(8, 8, 3, 3)).sum().backward()
+    if "cv2" in sys.modules:
+        sys.modules["cv2"].GaussianBlur(np.zeros((1024, 1024, 3), np.uint8), (5, 5), 1)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from .allocator import limit_onednn_cache, take_blas_buffer
+from .allocator import limit_onednn_cache, take_library_buffers
 from .host import available_host_bytes
 from .readings import process_memory
 
@@ -238,7 +238,8 @@ def _limit_process(budget_gb: Optional[float]) -> None:
     before = _before("cpu", soft)
     limit = before
     if budget_gb is not None:
-        take_blas_buffer()
+        limit_onednn_cache()
+        take_library_buffers()
         data_bytes = process_memory().data_bytes
         if budget_gb * _GB <= data_bytes:
             raise ConfigError(
@@ -246,7 +247,6 @@ def _limit_process(budget_gb: Optional[float]) -> None:
                 "that the process takes before training"
             )
         return_large_blocks()
-        limit_onednn_cache()
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # oneDNN may crash, see limit_onednn_cache
         limits = [n for n in (before, hard) if n != resource.RLIM_INFINITY]

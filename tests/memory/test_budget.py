@@ -12,6 +12,7 @@ import torch
 from detectron2.engine.hooks import CallbackHook
 from forks import run_forked
 from monitored import cheap_trainer
+from tiny import run_process
 
 from d2_memfit.engine.hooks.shared_device import EnforceBudget
 from d2_memfit.errors import ConfigError
@@ -128,24 +129,40 @@ for _ in range(2):
     assert out.split() == ["20.0", "20.0"]
 
 
+# The first calls into each library of a process.
+_FIRST_CALLS = {
+    "numpy": "np.linalg.lstsq(np.eye(2), np.ones(2), rcond=None); np.eye(300) @ np.eye(300)",
+    "scipy": "scipy.linalg.lstsq(np.eye(2), np.ones(2))",
+    "openmp": "torch.ones(300_000).add(1)",
+    "onednn": "F.conv2d(torch.ones(1, 8, 40, 40), torch.ones(8, 8, 3, 3))",
+    "mkl": "torch.ones(300, 300) @ torch.ones(300, 300)",
+    "opencv": "cv2.GaussianBlur(np.ones((600, 600, 3), np.uint8), (5, 5), 1)",
+}
+
+
 @linux
-def test_numpys_products_have_their_buffer_before_there_is_a_limit():
-    out = run_code(
-        """
-import numpy as np
+def test_libraries_have_what_they_cannot_do_without_before_there_is_a_limit():
+    """Without it OpenBLAS asks for ever, OpenMP ends the process, and OpenCV prints an error."""
+    code = f"""
+import cv2, numpy as np, scipy.linalg, torch
+import torch.nn.functional as F
 from d2_memfit.memory import enforce_budget, process_memory
-enforce_budget(process_memory().data_bytes / 2**30 + 0.1, "cpu")
+enforce_budget(process_memory().data_bytes / 2**30 + 0.2, "cpu")
 blocks = []
 try:
     while True:
         blocks.append(bytearray(2**20))
 except MemoryError:
-    del blocks[-4:]
-# OpenBLAS without its 32 MB would ask for them for ever.
-print(np.linalg.lstsq(np.eye(2), np.ones(2), rcond=None)[0])
+    del blocks[-5:]  # less than the stack of a thread
+for library, call in {_FIRST_CALLS}.items():
+    exec(call)
+    print(library, flush=True)
 """
-    )
-    assert out.split() == ["[1.", "1.]"]
+    # A fresh interpreter: what a fork's parent has multiplied would have its buffer.
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    threads = {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = run_process(command, timeout_s=120, env={**os.environ, **threads})
+    assert (result.stdout.split(), result.stderr) == ([*_FIRST_CALLS], "")
 
 
 @linux

@@ -15,7 +15,7 @@ import yaml
 from ...common.checks import did_you_mean
 from ...config import CARDS
 from ...errors import ConfigError
-from ...memory import process_memory, take_blas_buffer
+from ...memory import process_memory, take_library_buffers
 from ..dry_run import Allocate, Allocation, Convolution, Free, Operator, Timeline, Work
 from .allocators import CachingAllocator, PageAllocator
 
@@ -157,7 +157,7 @@ class DeviceModel:
                 f"{device.convolution_workspace!r}"
             )
         if device.context_mb is None:
-            take_blas_buffer()
+            take_library_buffers()
             here_mb = process_memory().data_bytes / _MB
             device = replace(device, context_mb=here_mb, is_this_process=True)
         return device
