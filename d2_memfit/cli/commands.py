@@ -19,6 +19,7 @@ from ..config import card_name
 from ..data import check_coco_file, convert_folder
 from ..doctor import examine
 from ..engine import world_size
+from ..engine.resuming import signals_end_at_once
 from ..errors import ConfigError, exit_on_error
 from ..inference import estimate_inference
 from ..job import Job, find_function
@@ -231,6 +232,7 @@ _MAKE_FOLDERS = ("convert", "measure-gpu", "plot", "predict", "train")
 
 
 @exit_on_error
+@signals_end_at_once()
 def main(argv: Optional[Sequence[str]] = None) -> None:
     args = command_parser(train.argument_parser()).parse_args(argv)
     if args.command != "train" and world_size(1) > 1:

@@ -43,7 +43,7 @@ from ..config import (
 )
 from ..data import check_datasets, register_coco
 from ..engine import MemfitTrainer, launch, usable_device, world_size
-from ..engine.resuming import MemfitCheckpointer
+from ..engine.resuming import MemfitCheckpointer, causes_named, signals_end_at_once
 from ..errors import CheckpointError, ConfigError, MemfitError, exit_on_error
 from ..evaluation import build_evaluator
 from ..inference import WholeModelCheckpointer
@@ -230,6 +230,7 @@ def _check_output_dir(output_dir: str) -> None:
 
 
 @exit_on_error
+@causes_named()
 def main(
     args: argparse.Namespace, trainer_class: type[Trainer] = Trainer, add_keys: AddKeys = ()
 ) -> None:
@@ -370,6 +371,7 @@ def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: Ad
 
 
 @exit_on_error
+@signals_end_at_once()
 def run_script(
     trainer: type[Trainer] = Trainer, add_keys: AddKeys = (), usage: Optional[str] = None
 ) -> None:

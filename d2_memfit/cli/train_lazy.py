@@ -33,7 +33,7 @@ from ..compat import create_ddp_model
 from ..config import check_config, find_config_file
 from ..engine import build_trainer, evaluating, launch, usable_device, world_size
 from ..engine.hooks import BestCheckpoint
-from ..engine.resuming import MemfitCheckpointer, SaveOnEnding
+from ..engine.resuming import MemfitCheckpointer, SaveOnEnding, causes_named
 from ..errors import ConfigError, exit_on_error
 from ..evaluation import use_available_implementation
 from ..iteration import Precision
@@ -98,6 +98,7 @@ def load_config(args: argparse.Namespace) -> DictConfig:
 
 
 @exit_on_error
+@causes_named()
 def main(args: argparse.Namespace) -> None:
     """Run one rank."""
     cfg = load_config(args)

@@ -5,11 +5,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from .random_state import RandomState
 
 __all__ = ["alone", "no_information", "unchanged_random_state"]
+
+_CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -45,9 +48,13 @@ def no_information(up_to: int = logging.INFO) -> Iterator[None]:
 
 
 @contextmanager
-def unchanged_random_state() -> Iterator[None]:
-    """While open, random numbers can be drawn without an effect on the job."""
-    state = RandomState()
+def unchanged_random_state(device: torch.device = _CPU) -> Iterator[None]:
+    """While open, random numbers can be drawn without an effect on the job.
+
+    Args:
+        device: a device whose generator is included, if it has one.
+    """
+    state = RandomState(device)
     try:
         yield
     finally:

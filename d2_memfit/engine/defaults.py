@@ -3,7 +3,6 @@
 
 import logging
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -29,7 +28,7 @@ from .build import check_applied, check_run_step, trainer_options
 from .evaluating import evaluating
 from .hooks import BestCheckpoint, explains_hooks, job_hooks
 from .project_parts import project_parts
-from .resuming import MemfitCheckpointer, Progress, SaveOnEnding, TrainingEnded
+from .resuming import MemfitCheckpointer, Progress, SaveOnEnding, call_after_train, saved_at_end
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["MemfitMixin", "MemfitTrainer"]
@@ -73,17 +72,14 @@ def _evaluating(test: Callable[..., Any]) -> Any:
 
 
 def _saved_at_end(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a ``train`` that saves, whatever ends it, also if its loop calls no ``after_train``."""
+    """Make a ``train`` that saves, whatever ends it."""
 
     @wraps(train)
     def method(self: "MemfitMixin", *args: Any, **kwargs: Any) -> Any:
         try:
-            return train(self, *args, **kwargs)
-        except TrainingEnded:
-            return None
+            with saved_at_end(self):
+                return train(self, *args, **kwargs)
         finally:
-            if self._ending is not None:
-                self._ending.end()
             for checkpointer in self._checkpointers:
                 checkpointer.end_run()
 
@@ -109,7 +105,6 @@ class MemfitMixin(_Trainer):
 
     _has_begun = False
     _hooks: list[HookBase]
-    _ending: Optional[SaveOnEnding] = None
     _job: Job
     _not_built: set[str]
     _trainers: list[AccumulatingTrainer]
@@ -220,14 +215,13 @@ class MemfitMixin(_Trainer):
             )
         own = getattr(self, "checkpointer", None)
         self._begin_checkpoints(own)
-        if self._ending is None:  # after all other hooks
+        if not any(isinstance(hook, SaveOnEnding) for hook in self._hooks):  # the last one
             own = own if isinstance(own, Checkpointer) else None
-            self._ending = SaveOnEnding(own, self._job.cfg.MEMFIT.STOP_ON_SIGNALS)
-            self.register_hooks([self._ending])
-        self._has_begun = True
+            self.register_hooks([SaveOnEnding(own, self._job.cfg.MEMFIT.STOP_ON_SIGNALS)])
         _write_plain_config(self._job.cfg)
         super().before_train()
         self._inner.run_state.restore_again(self.start_iter)
+        self._has_begun = True
 
     def _begin_checkpoints(self, own: Any) -> None:
         """Begin the run of all checkpointers, on all ranks or on none."""
@@ -255,13 +249,8 @@ class MemfitMixin(_Trainer):
         super().after_step()
 
     def after_train(self) -> None:
-        if not self._has_begun:  # no hook has; some evaluate after training
-            return
-        try:
-            if self._ending is not None and sys.exc_info()[1] is not None:
-                self._ending.end()  # before other hooks, which may fail too
-        finally:
-            super().after_train()
+        if self._has_begun:  # or else some hooks have not
+            call_after_train(self, super().after_train)
 
     auto_scale_workers = staticmethod(auto_scale_workers)
 

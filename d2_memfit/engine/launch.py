@@ -17,7 +17,12 @@ from detectron2.utils import comm
 from .. import compat
 from ..errors import ConfigError
 from ..memory import limit_cudnn_cache
-from .resuming import end_with_launcher, signals_passed_on
+from .resuming import (
+    end_with_launcher,
+    leave_signals_to_launcher,
+    signals_held_back,
+    signals_passed_on,
+)
 
 __all__ = ["launch", "usable_device", "world_size"]
 
@@ -77,7 +82,12 @@ def launch(
             url = f"file://{folder}/rendezvous" if dist_url == "auto" else dist_url
             ranks_here = num_gpus_per_machine
             ranks = _Ranks(url, num_ranks, ranks_here, machine_rank * ranks_here, timeout)
-            mp.spawn(_run_spawned, args=(ranks, main_func, args), nprocs=ranks_here)
+            with signals_held_back():  # from processes that still import
+                started = mp.spawn(
+                    _run_spawned, args=(ranks, main_func, args), nprocs=ranks_here, join=False
+                )
+            while not started.join():
+                pass
 
 
 def world_size(num_gpus_per_machine: int, num_machines: int = 1) -> int:
@@ -129,6 +139,8 @@ class _Ranks:
 
     def run(self, local_rank: int, main_func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Join the other ranks, and call the function."""
+        leave_signals_to_launcher()
+        end_with_launcher()
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         has_gpu = num_gpus >= self.ranks_here
         if num_gpus:
@@ -150,7 +162,6 @@ class _Ranks:
         )
         compat.create_local_process_group(self.ranks_here)
         comm.synchronize()
-        end_with_launcher()
         main_func(*args)
         dist.destroy_process_group()
 

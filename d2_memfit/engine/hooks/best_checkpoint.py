@@ -53,7 +53,6 @@ class BestCheckpoint(BestCheckpointer):
         is_better = self.best_metric is None or self._compare(value, self.best_metric)
         if is_better and self._update_best(value, iteration):  # False if it is not finite
             self._evaluations_since = 0
-            self.trainer.gather_states()  # again: the evaluation has drawn random numbers
             self._save(self._file_prefix)
             logger.info("%s %.4f is the best, and in model_best.pth", self._val_metric, value)
             return
@@ -96,9 +95,6 @@ class BestCheckpoint(BestCheckpointer):
     def after_step(self) -> None:
         super().after_step()
         if self._is_too_long() and self.trainer.iter + 1 < self.trainer.max_iter:
-            self.trainer.gather_states()
-            if any(isinstance(h, PeriodicCheckpointer) for h in compat.hooks_of(self.trainer)):
-                self._save("model_final")  # as after the last iteration
             # The evaluations of this period have just been done.
             compat.replace_evaluations(self.trainer, lambda run: lambda: None, self._period)
             self._end(self.trainer.iter + 1)
@@ -117,7 +113,11 @@ class BestCheckpoint(BestCheckpointer):
             self._best_so_far(),
         )
         self._has_ended = True
-        self.trainer.iter = self.trainer.max_iter = iteration
+        self.trainer.max_iter = iteration
+        self.trainer.gather_states()
+        if any(isinstance(h, PeriodicCheckpointer) for h in compat.hooks_of(self.trainer)):
+            self._save("model_final")  # as after the last iteration
+        self.trainer.iter = iteration
         raise TrainingEnded
 
     def after_train(self) -> None:

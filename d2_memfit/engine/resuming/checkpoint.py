@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from ...common.files import LEFTOVERS, FolderLock, is_local, whole_file
 from ...errors import CheckpointError
 from ...iteration import with_averaged_weights
+from .signals import raising_handlers_held_back
 
 __all__ = ["MemfitCheckpointer"]
 
@@ -71,10 +72,10 @@ class MemfitCheckpointer(DetectionCheckpointer):
 
     def save_or_raise(self, name: str, **kwargs: Any) -> None:
         """Save a checkpoint like :meth:`save`; raise :class:`CheckpointError` on any failure."""
-        self.begin_run()
         self.path_manager.keeps_all = True  # a failed save must not remove an older file
         try:
-            with with_averaged_weights(self.model):
+            self.begin_run()
+            with with_averaged_weights(self.model), raising_handlers_held_back():
                 super().save(name, **kwargs)
         except (OSError, RuntimeError) as e:
             error = e.__context__ if isinstance(e, RuntimeError) else e  # torch.save's own follows
@@ -104,7 +105,10 @@ class MemfitCheckpointer(DetectionCheckpointer):
         """
         if not (self.save_dir and self.save_to_disk):
             return
-        if is_local(self.save_dir) and self._lock is None:
+        if is_local(self.save_dir) and not (self._lock and os.path.isdir(self.save_dir)):
+            if self._lock:
+                logger.error("The folder %s was removed, and is made again", self.save_dir)
+            os.makedirs(self.save_dir, exist_ok=True)
             self._lock = FolderLock(self.save_dir)
             for leftover in glob.glob(os.path.join(glob.escape(self.save_dir), LEFTOVERS)):
                 with contextlib.suppress(OSError):
@@ -176,6 +180,10 @@ class MemfitCheckpointer(DetectionCheckpointer):
             self._download(path.partition("?")[0])  # main takes options there
         if path.endswith(".pth") and is_local(path):
             self._verified(path)
+
+    def has(self, name: str, iteration: int) -> bool:
+        """Whether there is a checkpoint of this name, and it is that of this iteration."""
+        return self._iteration(os.path.join(self.save_dir, f"{name}.pth")) == iteration
 
     def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint, even if ``last_checkpoint`` was lost."""

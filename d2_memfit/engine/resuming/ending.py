@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A hook that saves a checkpoint when a run ends early: by a signal, an error or a dead rank."""
+"""Endings of a run: what a signal, an error or a dead process leaves, at whatever moment."""
 
 import contextlib
 import itertools
@@ -7,47 +7,161 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Optional
 
-from detectron2.engine import HookBase
-from detectron2.engine.hooks import LRScheduler
+from detectron2.engine import HookBase, TrainerBase
+from detectron2.engine.hooks import LRScheduler, PeriodicCheckpointer
 from detectron2.utils import comm
 from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
 from ... import compat
 from ...common.logs import tracebacks_only_in_files, write_traceback
+from ...common.side_work import unchanged_random_state
 from ...compat.pytorch import default_store
 from ...errors import START_HERE, MemfitError, RankError, one_line
 from ...memory import is_killed_worker, is_lost_rank, is_out_of_memory
 from ...techniques import ShardedOptimizer
 from ..window import host_memory_error
-from .resumable_trainer import Progress
-from .signals import SIGNALS, handle, is_free, raising_handlers_held_back
+from .checkpoint import MemfitCheckpointer
+from .signals import SIGNALS, handle, is_free, raising_handlers_held_back, say_ended
 
-__all__ = ["SaveOnEnding"]
+__all__ = [
+    "Progress",
+    "SaveOnEnding",
+    "TrainingEnded",
+    "call_after_train",
+    "causes_named",
+    "saved_at_end",
+]
 
 logger = logging.getLogger(__name__)
 
 _training_numbers = itertools.count()  # the same on all ranks, which train together
 
 
+class TrainingEnded(BaseException):
+    """Raised by a hook that ends a run as finished; Detectron2's loop logs an ``Exception``."""
+
+
+@dataclass
+class Progress:
+    """How far an iteration is, for a checkpoint if the run ends in it."""
+
+    iteration: int
+    put_back: Callable[[], None] = lambda: None  # restores the state before the iteration
+    is_stepping: bool = False  # the optimizer changes weights, and has not finished
+    has_stepped: bool = False
+
+
+@contextmanager
+def saved_at_end(trainer: TrainerBase) -> Iterator[None]:
+    """Around a trainer's ``train``: whatever ends it, the last completed step is saved.
+
+    This needs a :class:`SaveOnEnding` among the trainer's hooks. A loop of a project's own may call
+    no ``after_train`` after an error.
+
+    Raises:
+        SystemExit: a signal has asked the run to end. The status is 128 + its number.
+    """
+    show_tracebacks = tracebacks_only_in_files()
+    try:
+        yield
+    except TrainingEnded:
+        pass
+    finally:
+        _end(trainer)
+        show_tracebacks()
+    if number := getattr(compat.inner_trainer(trainer), "stop_signal", 0):
+        say_ended(number, "The run is complete")
+        raise SystemExit(128 + number)
+
+
+def call_after_train(trainer: TrainerBase, hooks: Callable[[], None]) -> None:
+    """Call ``after_train`` of a trainer's hooks. A run that has failed is saved before.
+
+    Detectron2's ``EvalHook`` takes a run that fails in its last iteration for a finished one, and
+    would evaluate, while other ranks wait elsewhere. So hooks see an earlier iteration then.
+
+    Args:
+        hooks: calls them.
+    """
+    now = trainer.iter
+    if now >= trainer.max_iter:  # set after the last iteration
+        hooks()
+        return
+    try:
+        _end(trainer)
+    finally:
+        trainer.iter = min(now, trainer.max_iter - 2)
+        try:
+            hooks()
+        finally:
+            trainer.iter = now
+
+
+def _end(trainer: TrainerBase) -> None:
+    for hook in compat.hooks_of(trainer):
+        if isinstance(hook, SaveOnEnding):
+            hook.end()
+
+
+@contextmanager
+def causes_named() -> Iterator[None]:
+    """Around a rank's main function: raise the cause of an error, as :class:`SaveOnEnding` does.
+
+    The error's traceback is only in the log's file, if there is one.
+    """
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as error:
+        write_traceback(error)
+        cause = _cause_of(error)
+        if cause is error:
+            raise
+        raise cause from error
+
+
+def _cause_of(error: BaseException, worker_was_killed: bool = False) -> BaseException:
+    """The error itself, or the one that names the other process that is its cause."""
+    if isinstance(error, MemfitError) or not isinstance(error, Exception):
+        return error
+    # PyTorch raises it wherever this process is; or the connection to the worker breaks first.
+    if is_killed_worker(error) or worker_was_killed:
+        return host_memory_error("a worker was killed, which the kernel does if RAM is full")
+    if comm.get_world_size() > 1 and is_lost_rank(error):
+        return RankError(
+            "the connection to another rank is lost, because that rank has ended: its last "
+            "line, or the launcher's, says why"
+        )
+    return error
+
+
 class SaveOnEnding(HookBase):
     """Saves a checkpoint of the last completed step when a run ends early, whatever ends it.
 
-    - SIGTERM, SIGINT, SIGUSR2 or SIGHUP to any rank: all ranks end after the iteration. Their
-      status is that of a shell for the signal (128 + its number). They agree by the vote at the end
-      of each iteration. In an evaluation of an ``EvalHook`` they agree through the process group's
-      store, and leave before their next batch. If a rank has already finished its images, the
-      evaluation runs to its end. A second SIGINT ends at once, without the rest of the iteration.
+    - SIGTERM, SIGINT, SIGUSR2 or SIGHUP to any rank: all ranks end after the iteration, be it the
+      last. Their status is that of a shell for the signal (128 + its number). They agree by the
+      vote at the end of each iteration. In an evaluation of an ``EvalHook`` they agree through the
+      process group's store, and leave before their next batch; a process without other ranks leaves
+      at once. If a rank has already finished its images, the evaluation runs to its end. A second
+      SIGINT ends at once, without the rest of the iteration.
     - An error on any rank, such as one of the loader, or another rank's death: rank 0 saves alone.
       Before that, it puts back what the unfinished iteration has changed. The error goes on. Its
       traceback is only in the log's file.
 
     A step that the optimizer has not finished is never saved, and neither are weights that are not
     finite. One line says what is saved, or why it is not.
+
+    The random numbers that an evaluation draws are its own: training goes on with those that it
+    would have drawn without it, also in a run that was ended in an evaluation and is resumed. A run
+    whose last save failed saves again when it is resumed.
 
     Register it on all ranks, after all other hooks, in a trainer that is an ``AccumulatingTrainer``
     or has one. Only the main thread of a process receives signals.
@@ -63,25 +177,42 @@ class SaveOnEnding(HookBase):
         self._status = 0
         self._is_training = False
         self._is_interrupted = False
+        self._is_evaluating = False
         self._run_step_tells = False  # how far it is; one of the project's own may not
         self._training = 0
         self._evaluation_key = ""
+        self._other_error: Optional[BaseException] = None  # which is handled while this run trains
         self._inner: Any = None  # the trainer that runs the steps
         self._undo = contextlib.ExitStack()  # of what is done for the time of the training
 
     def before_train(self) -> None:
         self._inner = compat.inner_trainer(self.trainer)
         self._inner.stop_signal = 0
-        self._inner.progress = Progress(self.trainer.iter - 1, has_stepped=True)
+        self._inner.progress = Progress(self.trainer.start_iter - 1, has_stepped=True)
         self._status = 0
         self._is_training = True
         self._is_interrupted = False
         self._run_step_tells = False
         self._training = next(_training_numbers)
+        self._other_error = sys.exc_info()[1]
         if self._stops_on_signals:
             self._undo.callback(handle(filter(is_free, SIGNALS), self._note))
-        self._undo.callback(tracebacks_only_in_files())
         compat.replace_evaluations(self.trainer, lambda run: partial(self._evaluate, run))
+        self._complete_last_save()
+
+    def _complete_last_save(self) -> None:
+        """Save ``model_final`` if the run that is resumed has failed in doing so."""
+        last = self.trainer.start_iter - 1
+        if self.trainer.start_iter != self.trainer.max_iter:
+            return
+        self.trainer.iter = self._inner.iter = last  # the run is not complete
+        self._inner.run_state.restore_again(self.trainer.start_iter)
+        self._inner.gather_states()
+        saves = any(isinstance(h, PeriodicCheckpointer) for h in compat.hooks_of(self.trainer))
+        own = self._checkpointer if isinstance(self._checkpointer, MemfitCheckpointer) else None
+        if saves and own is not None and not own.has("model_final", last):
+            own.save("model_final", iteration=last)
+        self.trainer.iter = self.trainer.start_iter
 
     def _note(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT:
@@ -90,6 +221,8 @@ class SaveOnEnding(HookBase):
             self._is_interrupted = True  # a logger might be in use
             os.write(2, b"\nEnding after this iteration. Ctrl-C again ends now, and saves too\n")
         self._inner.stop_signal = self._inner.stop_signal or number
+        if self._is_evaluating and comm.get_world_size() == 1:
+            self._leave(number)
 
     def before_step(self) -> None:
         if not self._run_step_tells:
@@ -106,16 +239,12 @@ class SaveOnEnding(HookBase):
             number = max(comm.all_gather(self._inner.stop_signal))
         elif comm.get_world_size() == 1:
             number = self._inner.stop_signal
-        if number and self.trainer.iter + 1 < self.trainer.max_iter:
+        if number:
             self._leave(number)
 
     def _leave(self, number: int) -> None:
         self._inner.stop_signal = number
         self._status = 128 + number
-        name = signal.Signals(number).name
-        logger.warning(
-            "%s: ending after iteration %d. --resume goes on from there", name, self.trainer.iter
-        )
         raise SystemExit(self._status)
 
     def after_train(self) -> None:
@@ -131,14 +260,13 @@ class SaveOnEnding(HookBase):
         if not self._is_training:
             return
         error = sys.exc_info()[1]
+        has_ended_well = error is self._other_error or isinstance(error, TrainingEnded)
         try:
             with raising_handlers_held_back() as came:
                 self._is_training = False
-                if self.trainer.iter >= self.trainer.max_iter:
-                    pass  # all is saved
-                elif self._status:
+                if self._status:
                     self._save_with_all_ranks()
-                elif error is not None:
+                elif error is not None and not has_ended_well:
                     self._save_alone(error)
                 came.clear()
         finally:
@@ -146,17 +274,21 @@ class SaveOnEnding(HookBase):
                 self._undo.close()
 
     def _save_with_all_ranks(self) -> None:
+        progress = self._inner.progress  # None in a run_step of a project's own
+        last = self.trainer.iter if progress is None else progress.iteration
+        name = signal.Signals(self._inner.stop_signal).name
+        logger.warning("%s: ending after iteration %d. --resume goes on from there", name, last)
         try:
-            self._inner.gather_states()
+            with self._as_after(last):
+                self._inner.gather_states()
         except RuntimeError as e:  # another rank has died
             self._save_alone(e)
         try:
             if self._is_finite():  # the weights are the same on all ranks
-                self._save(self.trainer.iter)
+                self._save(last)
             else:
                 logger.error(
-                    "The state after iteration %d is not saved: the weights are not finite",
-                    self.trainer.iter,
+                    "The state after iteration %d is not saved: the weights are not finite", last
                 )
         finally:
             with contextlib.suppress(RuntimeError):  # another rank may have died
@@ -164,7 +296,6 @@ class SaveOnEnding(HookBase):
 
     def _save_alone(self, error: BaseException) -> None:
         """Save what this rank knows of the last completed step, and say so in one line."""
-        iteration = self.trainer.iter
         number = self._inner.stop_signal
         if comm.is_main_process():
             try:
@@ -173,7 +304,7 @@ class SaveOnEnding(HookBase):
                 kept = f"The state could not be saved: {type(e).__name__}: {one_line(e)}"
         else:
             kept = "The first rank saves the state for all"
-        said = self._error_to_raise(error)
+        said = _cause_of(error, self._inner.run_state.has_killed_worker())
         ended_by = signal.Signals(number).name if number else type(said).__name__
         file = write_traceback(error)
         traceback = f". The traceback is in {file}" if file else ""
@@ -182,10 +313,12 @@ class SaveOnEnding(HookBase):
             advice = f". What to do: {START_HERE}"
         elif isinstance(said, FloatingPointError):
             advice = ". Fix the cause before you resume, or the error comes again"
+        iteration = self.trainer.iter
+        is_over = iteration >= self.trainer.max_iter
         logger.error(
-            "%s ended the run in iteration %d. %s%s%s",
+            "%s ended the run %s. %s%s%s",
             ended_by,
-            iteration,
+            "after its last iteration" if is_over else f"in iteration {iteration}",
             kept,
             traceback,
             advice,
@@ -194,20 +327,6 @@ class SaveOnEnding(HookBase):
             raise SystemExit(128 + number)
         if said is not error:
             raise said from error
-
-    def _error_to_raise(self, error: BaseException) -> BaseException:
-        """The error itself, or the one that names the other process that is its cause."""
-        if isinstance(error, MemfitError) or not isinstance(error, Exception):
-            return error
-        # PyTorch raises it wherever this process is; or the connection to the worker breaks first.
-        if is_killed_worker(error) or self._inner.run_state.has_killed_worker():
-            return host_memory_error("a worker was killed, which the kernel does if RAM is full")
-        if comm.get_world_size() > 1 and is_lost_rank(error):
-            return RankError(
-                "the connection to another rank is lost, because that rank has ended: its last "
-                "line, or the launcher's, says why"
-            )
-        return error
 
     def _save_last_completed(self) -> str:
         """Save, and return what was saved, or why nothing was."""
@@ -223,12 +342,7 @@ class SaveOnEnding(HookBase):
             return "Its state is not saved: that of the optimizer is on all ranks"
         if not self._is_finite():
             return "Its state is not saved: the weights are not finite"
-        now = self.trainer.iter
-        self.trainer.iter = self._inner.iter = last
-        try:
-            file = self._save(last)
-        finally:
-            self.trainer.iter = self._inner.iter = now
+        file = self._save(last)
         return f"The state after iteration {last} is in {file}, and --resume goes on there"
 
     def _is_finite(self) -> bool:
@@ -238,21 +352,21 @@ class SaveOnEnding(HookBase):
         """The last iteration whose step is whole, after what came later is put back; or why the
         state is of none.
         """
-        iteration = self.trainer.iter
         progress = self._inner.progress
         if progress is None:
             return -1, "how far this trainer's own run_step was is not known"
-        if progress.iteration != iteration:
-            return iteration - 1, ""
         if progress.has_stepped:
             for hook in compat.hooks_of(self.trainer):  # an error may have come before this one
-                if isinstance(hook, LRScheduler) and hook.scheduler.last_epoch == iteration:
+                is_late = isinstance(hook, LRScheduler) and (
+                    hook.scheduler.last_epoch == progress.iteration
+                )
+                if is_late:
                     hook.scheduler.step()
-            return iteration, ""
+            return progress.iteration, ""
         if progress.is_stepping:
             return -1, "the optimizer had not finished its step"
         progress.put_back()
-        return iteration - 1, ""
+        return progress.iteration - 1, ""
 
     def _save(self, iteration: int) -> str:
         """The file that has the state after an iteration."""
@@ -262,10 +376,20 @@ class SaveOnEnding(HookBase):
         last = os.path.basename(self._checkpointer.get_checkpoint_file())
         is_final = last == "model_final.pth" and iteration + 1 == self.trainer.max_iter
         if last != f"{name}.pth" and not is_final:
-            getattr(self._checkpointer, "save_or_raise", self._checkpointer.save)(
-                name, iteration=iteration
-            )
+            save = getattr(self._checkpointer, "save_or_raise", self._checkpointer.save)
+            with self._as_after(iteration):
+                save(name, iteration=iteration)
         return self._checkpointer.get_checkpoint_file()
+
+    @contextmanager
+    def _as_after(self, iteration: int) -> Iterator[None]:
+        """While open, the iteration is one that is complete."""
+        now = self.trainer.iter, self._inner.iter
+        self.trainer.iter = self._inner.iter = iteration
+        try:
+            yield
+        finally:
+            self.trainer.iter, self._inner.iter = now
 
     def _evaluate(self, evaluate: Callable[[], Any]) -> Any:
         """Run an evaluation that can stop before each batch."""
@@ -282,12 +406,11 @@ class SaveOnEnding(HookBase):
         model.__class__ = type(original.__name__, (original,), {"train": train})
         before_batch = model.register_forward_pre_hook(lambda *_: self._agree_in_evaluation())
         try:
-            return evaluate()
-        except SystemExit:
-            if self.trainer.iter >= self.trainer.max_iter:  # all is saved, no hook comes after
-                self.end()
-            raise
+            self._is_evaluating = True
+            with unchanged_random_state(next(model.parameters()).device):
+                return evaluate()
         finally:
+            self._is_evaluating = False
             before_batch.remove()
             model.__class__ = original
 

@@ -4,8 +4,6 @@
 import logging
 import pickle
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -19,25 +17,12 @@ from ...errors import ConfigError
 from ...memory import with_room
 from ...techniques import ShardedOptimizer
 from ..state import Snapshot
+from .ending import Progress, call_after_train, saved_at_end
 from .resumable_batches import ResumableBatches, UnknownLoader
 
-__all__ = ["GatherStates", "Progress", "ResumableTrainer", "TrainingEnded"]
+__all__ = ["GatherStates", "ResumableTrainer"]
 
 logger = logging.getLogger(__name__)
-
-
-class TrainingEnded(BaseException):
-    """Raised by a hook that ends a run as finished; Detectron2's loop logs an ``Exception``."""
-
-
-@dataclass
-class Progress:
-    """How far an iteration is, for a checkpoint if the run ends in it."""
-
-    iteration: int
-    put_back: Callable[[], None] = lambda: None  # restores the state before the iteration
-    is_stepping: bool = False  # the optimizer changes weights, and has not finished
-    has_stepped: bool = False
 
 
 class ResumableTrainer(SimpleTrainer):
@@ -80,13 +65,16 @@ class ResumableTrainer(SimpleTrainer):
             )
 
     def train(self, start_iter: int, max_iter: int) -> None:
-        with suppress(TrainingEnded):
+        with saved_at_end(self):
             super().train(start_iter, max_iter)
 
     def before_train(self) -> None:
         self.needs_train = False
         super().before_train()
         self.run_state.restore_again(self.start_iter)
+
+    def after_train(self) -> None:
+        call_after_train(self, super().after_train)
 
     def gather_states(self) -> None:
         """Collect on rank 0 the states of all ranks for a checkpoint. All ranks must call it."""

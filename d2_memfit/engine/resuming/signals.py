@@ -24,8 +24,11 @@ __all__ = [
     "end_with_launcher",
     "handle",
     "is_free",
+    "leave_signals_to_launcher",
     "leave_signals_to_parent",
     "raising_handlers_held_back",
+    "say_ended",
+    "signals_end_at_once",
     "signals_held_back",
     "signals_passed_on",
 ]
@@ -42,18 +45,55 @@ _LOOK_FOR_PARENT_S = 2
 
 
 def is_free(number: int) -> bool:
-    """Whether nobody handles a signal. submitit, for example, has its own handler.
-
-    A SIGHUP that is ignored stays so: ``nohup`` asks for it.
-    """
-    handler = signal.getsignal(number)
-    if handler == signal.SIG_IGN and signal.Signals(number).name == "SIGHUP":
-        return False
-    if handler in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
+    """Whether nobody handles a signal. submitit, for example, has its own handler."""
+    if _is_free(number):
         return True
-    name = signal.Signals(number).name
-    logger.warning("%s has a handler already, which is left alone: it does not end the run", name)
+    handler, name = signal.getsignal(number), signal.Signals(number).name
+    if handler != signal.SIG_IGN:
+        logger.warning(
+            "%s has a handler already, which is left alone: it does not end the run", name
+        )
     return False
+
+
+def _is_free(number: int) -> bool:
+    handler = signal.getsignal(number)
+    if handler == signal.SIG_IGN:  # nohup asks for it
+        return signal.Signals(number).name != "SIGHUP"
+    return handler in (signal.SIG_DFL, signal.default_int_handler, _end_at_once)
+
+
+@contextmanager
+def signals_end_at_once() -> Iterator[None]:
+    """While open, a signal ends this process with one line, and what is open is closed.
+
+    A training within it handles signals itself, from its start to its end.
+    """
+    take_back = handle(filter(_is_free, SIGNALS), _end_at_once)
+    try:
+        yield
+    finally:
+        take_back()
+
+
+def _end_at_once(number: int, frame: Any) -> None:
+    say_ended(number, "No training was under way")
+    sys.exit(128 + number)
+
+
+def say_ended(number: int, state: str) -> None:
+    """Say on the terminal that a signal has ended this process; a logger might be in use."""
+    os.write(2, f"{signal.Signals(number).name}: ended. {state}\n".encode())
+
+
+def leave_signals_to_launcher() -> None:
+    """In a rank, until it trains: a signal ends it as the system does, without a line.
+
+    It does so while the rank waits for others, where Python's handlers are not called.
+    """
+    handle(filter(_is_free, SIGNALS), signal.SIG_DFL)
+    if _ON_LINUX:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # held back while it was started
 
 
 @contextmanager
@@ -74,7 +114,7 @@ def signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-def handle(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Callable[[], None]:
+def handle(numbers: Iterable[int], handler: Any) -> Callable[[], None]:
     """Handle signals, if this is the main thread; return a function that takes that back."""
     former: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -129,10 +169,12 @@ def signals_passed_on() -> Iterator[None]:
     take_back = handle(filter(is_free, SIGNALS), pass_on)
     try:
         yield
-    except ProcessExitedException:
-        if received:
-            sys.exit(128 + received[0])
-        raise
+    except ProcessExitedException as e:
+        if not received:
+            raise
+        if -e.exit_code in (signal.SIGTERM, received[0]):  # by the system, before it trained
+            say_ended(received[0], "No training was under way")
+        sys.exit(128 + received[0])
     finally:
         take_back()
 

@@ -1,13 +1,19 @@
 # Copyright (c) the d2_memfit developers.
 """The best checkpoint, and runs that end because they get no better."""
 
+import contextlib
+import os
+import random
 import shutil
+import signal
 
+import numpy as np
 import pytest
 import torch
 from detectron2.data import DatasetCatalog
 from detectron2.engine import hooks
 from detectron2.utils import comm
+from detectron2.utils.env import seed_all_rng
 from resumed import coins_cfg
 from tiny import parameters, read_metrics
 
@@ -133,6 +139,51 @@ def test_one_that_ended_so_trains_no_further_unless_it_may(coins, tmp_path):
     trainer = run(cfg_of(tmp_path, patience=4), resume=True)
     assert trainer.iterations == [4, 5]
     assert iteration_of(tmp_path / "model_best.pth") == 5
+
+
+class Drawing(Trainer):
+    """Its evaluations draw random numbers of all kinds. Those after ``ends`` end the run."""
+
+    ends = ()
+
+    @classmethod
+    def test(cls, cfg, model, evaluators=None):
+        results = super().test(cfg, model)
+        random.random(), np.random.random()
+        if cls.iterations[-1] in cls.ends:
+            os.kill(os.getpid(), signal.SIGTERM)
+        torch.rand(1)
+        return results
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"MEMFIT.BEST.METRIC": "bbox/AP", "MEMFIT.EMA_DECAY": 0.9},
+        {"MEMFIT.BEST.METRIC": "bbox/AP", "MEMFIT.BEST.PATIENCE": 3},
+        {"MEMFIT.BEST.METRIC": "", "MEMFIT.EMA_DECAY": 0.9},
+        {"MEMFIT.BEST.METRIC": ""},
+    ],
+    ids=["best and average", "best and patience", "average", "none of them"],
+)
+def test_a_run_that_ends_in_evaluations_goes_on_to_the_same_weights(coins, tmp_path, keys):
+    def weights_of(name, endings):
+        trainer = None
+        for ends in endings:
+            cls = type("Trainer", (Drawing,), {"iterations": [], "ends": ends})
+            seed_all_rng(1 if trainer is None else 2)
+            trainer = cls(cfg_of(tmp_path / name, **keys))
+            trainer.resume_or_load(resume=True)
+            with pytest.raises(SystemExit) if ends else contextlib.nullcontext():
+                trainer.train()
+        files = [tmp_path / name / f"model_{which}.pth" for which in ("final", "best")]
+        return [torch.load(file, weights_only=True)["model"] for file in files if file.exists()]
+
+    straight = weights_of("straight", [()])
+    ended = weights_of("ended", [[0], [2], [3], ()])
+    assert len(straight) == len(ended) == 1 + bool(keys["MEMFIT.BEST.METRIC"])
+    for expected, actual in zip(straight, ended):
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def run_on_rank(rank, coins, cfg, resume=False):

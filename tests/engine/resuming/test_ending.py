@@ -421,11 +421,89 @@ def test_a_handler_that_is_there_is_left_alone(tmp_path, log):
     assert "SIGUSR2 has a handler already, which is left alone" in log.text
 
 
-def test_in_the_last_iteration_the_run_ends_as_always(tmp_path):
+def test_in_the_last_iteration_a_signal_ends_the_run_as_in_any_other(tmp_path):
+    """It is saved and not evaluated."""
+    evaluated = []
+    evaluation = hooks.EvalHook(0, lambda: evaluated.append(1))
+    assert stopped_run(tmp_path, at(9, signal.SIGTERM), evaluation) == 143
+    assert resumed(tmp_path, size=50)[1] == 9
+    assert not evaluated
+
+
+def test_a_signal_after_the_last_images_has_its_status_and_the_run_is_complete(tmp_path, capfd):
     trainer, checkpointer = trainer_of(tmp_path, size=50)
-    trainer.register_hooks([at(9, signal.SIGTERM), SaveOnEnding(checkpointer)])
-    trainer.train(0, 10)
-    assert trainer.iter == 10
+    send = hooks.CallbackHook(after_train=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    trainer.register_hooks([send, SaveOnEnding(checkpointer)])
+    with pytest.raises(SystemExit) as e:
+        trainer.train(0, 10)
+    assert (e.value.code, trainer.iter) == (143, 10)
+    assert "SIGTERM: ended. The run is complete" in capfd.readouterr().err
+
+
+def test_a_run_within_the_handling_of_an_error_ends_well(tmp_path, log):
+    """As that of a loop which trains again with other keys after an error."""
+    evaluated = []
+    try:
+        fail()
+    except Injected:
+        trainer, checkpointer = trainer_of(tmp_path, size=50)
+        evaluation = hooks.EvalHook(0, lambda: evaluated.append(1))
+        trainer.register_hooks([evaluation, SaveOnEnding(checkpointer)])
+        trainer.train(0, 3)
+    assert evaluated == [1]
+    assert "ended the run" not in log.text
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_folder_that_is_removed_is_made_again_for_the_save(tmp_path, log, has_room):
+    folder = tmp_path / "output"
+    folder.mkdir()
+
+    def remove(trainer):
+        if trainer.iter == 3:
+            shutil.rmtree(folder)
+            if not has_room:
+                folder.write_text("a file")
+
+    trainer, checkpointer = trainer_of(folder, size=50)
+    checkpointer.begin_run()
+    trainer._hooks.clear()
+    own_hooks = [hooks.CallbackHook(before_step=remove), at(3, signal.SIGTERM)]
+    trainer.register_hooks([*own_hooks, SaveOnEnding(checkpointer)])
+    with pytest.raises(SystemExit if has_room else CheckpointError, match=r"143|File exists"):
+        trainer.train(0, 10)
+    if has_room:
+        assert "was removed, and is made again" in log.text
+        assert resumed(folder, size=50)[1] == 3
+
+
+class Counting(Trainer):
+    evaluated = 0
+
+    @classmethod
+    def test(cls, cfg, model, evaluators=None):
+        Counting.evaluated += 1
+        return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("period", [LAST, 100], ids=["after another save", "alone"])
+def test_a_last_save_that_failed_is_made_when_the_run_is_resumed(coins, tmp_path, period):
+    keys = {"SOLVER.CHECKPOINT_PERIOD": period, "SOLVER.MAX_ITER": LAST}
+    cfg = coins_cfg(tmp_path, "retinanet", **keys)
+    full = Path(temporary_name(str(tmp_path / "model_final.pth"))) / "full"
+    Counting.evaluated = 0
+    for is_full in (True, True, False):  # then there is room
+        trainer = Counting(cfg)
+        trainer.resume_or_load(resume=True)
+        add_error = hooks.CallbackHook(before_train=lambda _: full.mkdir(parents=True))
+        trainer.register_hooks([add_error] if is_full else [])
+        with pytest.raises(CheckpointError) if is_full else contextlib.nullcontext():
+            trainer.train()
+        shutil.rmtree(full.parent, ignore_errors=True)
+    assert torch.load(tmp_path / "model_final.pth", weights_only=True)["iteration"] == LAST - 1
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
+    assert Counting.evaluated == 1
 
 
 def test_a_checkpoint_that_cannot_be_saved_then_is_an_error(tmp_path):
