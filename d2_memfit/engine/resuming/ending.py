@@ -100,6 +100,8 @@ def call_after_train(trainer: TrainerBase, hooks: Callable[[], None]) -> None:
         trainer.iter = min(now, trainer.max_iter - 2)
         try:
             hooks()
+        except Exception as e:  # the first error is the one to be raised
+            logger.error("After the end of the run, a hook failed too: %s", one_line(e))
         finally:
             trainer.iter = now
 

@@ -440,6 +440,18 @@ def test_a_signal_after_the_last_images_has_its_status_and_the_run_is_complete(t
     assert "SIGTERM: ended. The run is complete" in capfd.readouterr().err
 
 
+def test_a_hook_that_fails_after_a_failed_run_does_not_hide_why(tmp_path, log):
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    failing = hooks.CallbackHook(
+        before_step=lambda t: t.iter == 3 and fail(), after_train=lambda _: {}["lost"]
+    )
+    trainer.register_hooks([failing, SaveOnEnding(checkpointer)])
+    with pytest.raises(Injected):
+        trainer.train(0, 10)
+    assert resumed(tmp_path, size=50)[1] == 2
+    assert "After the end of the run, a hook failed too: 'lost'" in log.text
+
+
 def test_a_run_within_the_handling_of_an_error_ends_well(tmp_path, log):
     """As that of a loop which trains again with other keys after an error."""
     evaluated = []
