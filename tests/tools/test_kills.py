@@ -4,6 +4,7 @@
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -207,17 +208,18 @@ def start_with_forked_ranks(command, log):
 
 ENDINGS = {signal.SIGKILL: 3, signal.SIGTERM: 2, signal.SIGINT: 1, signal.SIGHUP: 1}  # and weights
 TARGETS = ("job", "all", "rank 0", "rank 1")
+LATE = r"iter: 1[45] |Start inference on"  # of 16 iterations; the evaluation after them, too
 
 
-def end_at_random(job, log, starts, rng):
-    """End a job, or one of its ranks, mostly some seconds after training starts; return how."""
-    moment = rng.uniform(0, 5)
-    if rng.random() < 0.8:
-        while log.read_text().count("Starting training") <= starts and job.poll() is None:
-            time.sleep(0.05)
-    time.sleep(moment)
+def end_at_random(job, printed, is_late, rng):
+    """End a job, or one of its ranks, at a moment after training starts; return how."""
+    seen = LATE if is_late else "Starting training" if rng.random() < 0.9 else ""
+    while not re.search(seen, printed.read_text()) and job.poll() is None:
+        time.sleep(0.02)
+    time.sleep(rng.uniform(0, 1.5 if is_late else 5))
     number = rng.choices(list(ENDINGS), ENDINGS.values())[0]
     target = rng.choice(TARGETS)
+    was_running = job.poll() is None
     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, IndexError):
         children = psutil.Process(job.pid).children()
         ranks = [c for c in children if "resource_tracker" not in " ".join(c.cmdline())]
@@ -226,44 +228,54 @@ def end_at_random(job, log, starts, rng):
         else:
             process = job.pid if target == "job" else ranks[int(target[-1])].pid
             os.kill(process, number)
+    sent = time.monotonic()
     try:
         status = job.wait(TIME_LIMIT_S)
-        end = time.monotonic() + TIME_LIMIT_S
         while is_there(job.pid):
-            assert time.monotonic() < end, f"{number} to {target} leaves processes"
+            assert time.monotonic() < sent + TIME_LIMIT_S, f"{number} to {target} leaves processes"
             time.sleep(0.1)
     except subprocess.TimeoutExpired as e:
-        raise AssertionError(f"{number} to {target} ends nothing: {log.read_text()[-4000:]}") from e
-    return f"{signal.Signals(number).name} to {target}: {status}"
+        text = printed.read_text()[-4000:]
+        raise AssertionError(f"{number} to {target} ends nothing: {text}") from e
+    if not was_running:
+        return ""
+    seconds = time.monotonic() - sent
+    return f"{signal.Signals(number).name} to {target}: {status} in {seconds:.1f} s"
 
 
 @pytest.mark.exhaustive
 def test_whole_runs_on_two_ranks_that_end_at_random_moments_have_the_same_weights(coins, tmp_path):
-    """Three endings, or as many as ENDINGS says; most are of resumed runs."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a job ignores it where this does, as in nohup
-    rng, log = random.Random(int(os.environ.get("SEED", "0"))), tmp_path / "log"
-    wanted, done, number = int(os.environ.get("ENDINGS", "3")), [], 0
-    keys = {"SOLVER.MAX_ITER": 30, "DATALOADER.NUM_WORKERS": 1}
+    """Six endings, or as many as ENDINGS says.
 
-    def start_run(name):
-        full = command(coins, tmp_path, name, 1, **keys)
+    Half of them are of resumed runs. A third are of runs with MEMFIT.BEST and an average, and a
+    third in the last two iterations or the evaluation after them.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a job ignores it where this does, as in nohup
+    rng, printed = random.Random(int(os.environ.get("SEED", "0"))), tmp_path / "printed"
+    keys = {"SOLVER.MAX_ITER": 16, "DATALOADER.NUM_WORKERS": 1, "DATASETS.TEST": ("coins_train",)}
+    kinds = [keys, keys, {**BEST, **keys}]
+
+    def start_run(name, kind):
+        full = command(coins, tmp_path, name, 1, **kinds[kind])
         file = tmp_path / f"{name}.yaml"
         text = file.read_text().replace("IMS_PER_BATCH: 2", "IMS_PER_BATCH: 4")
-        file.write_text(text.replace("CHECKPOINT_PERIOD: 3", "CHECKPOINT_PERIOD: 10"))
+        file.write_text(text.replace("CHECKPOINT_PERIOD: 3", "CHECKPOINT_PERIOD: 6"))
         full += ["--num-gpus", 2, "--dist-url", "auto"]
-        return (start if rng.random() < 0.2 else start_with_forked_ranks)(full, log)
+        printed.write_text("")
+        return (start if rng.random() < 0.1 else start_with_forked_ranks)(full, printed)
 
-    finish(start_run("straight"), log)
-    expected = final_weights(tmp_path / "straight")
-    while len(done) < wanted:
-        number += 1
-        folder = tmp_path / f"run{number}"
-        for _ in range(rng.randint(1, 8)):
-            starts = log.read_text().count("Starting training")
-            done.append(end_at_random(start_run(folder.name), log, starts, rng))
-            print(done[-1], flush=True)
-        if not (folder / "model_final.pth").exists():
-            finish(start_run(folder.name), log)
-        actual = final_weights(folder)
-        assert all(torch.equal(actual[name], expected[name]) for name in expected), done
-        shutil.rmtree(folder)
+    for kind in (0, 2):
+        finish(start_run(f"straight{kind}", kind), printed)
+    done = []
+    while len(done) < int(os.environ.get("ENDINGS", "6")):
+        kind, name = len(done) // 2 % 3, f"run{len(done)}"
+        for is_late in (len(done) % 3 == 0, len(done) % 3 == 1):
+            ending = end_at_random(start_run(name, kind), printed, is_late, rng)
+            done += [ending] if ending else []
+            print(len(done), kind, "late" if is_late else "", ending, flush=True)
+        finish(start_run(name, kind), printed)
+        expected, actual = (tmp_path / n for n in (f"straight{kind // 2 * 2}", name))
+        for weights in (final_weights, best_weights) if kind == 2 else (final_weights,):
+            straight, ended = weights(expected), weights(actual)
+            assert all(torch.equal(ended[key], straight[key]) for key in straight), done
+        shutil.rmtree(actual)
