@@ -2,6 +2,7 @@
 """Starting the processes of a job, on GPUs or the CPU, or joining those of torchrun."""
 
 import logging
+import multiprocessing
 import os
 import tempfile
 from dataclasses import dataclass
@@ -169,6 +170,9 @@ class _Ranks:
 def _run_spawned(
     local_rank: int, ranks: _Ranks, main_func: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    # As in a process that a person starts. A worker that is spawned, and gets a signal while it
+    # imports, leaves this process in a write to it for ever (multiprocessing/popen_spawn_posix.py).
+    multiprocessing.set_start_method(None, force=True)
     if not torch.cuda.is_available():
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks.ranks_here))
     ranks.run(local_rank, main_func, args)
