@@ -462,10 +462,10 @@ OPTIONS = {
     "MODEL.WEIGHTS no/such.pth": "the checkpoint no/such.pth does not exist",
     "MODEL.WEIGHTS http://127.0.0.1:9/w.pkl": "the weights http://127.0.0.1:9/w.pkl cannot be down",
     "MODEL.WEIGHTS no://such/w.pkl": "the weights no://such/w.pkl cannot be downloaded",
-    "OUTPUT_DIR {folder}/text.txt": "OUTPUT_DIR must be a folder, and {folder}/text.txt is a file",
+    "OUTPUT_DIR {folder}/text.txt": "{folder}/text.txt is not a folder that you may write to",
     "MODEL.WEIGHTS {folder}": "MODEL.WEIGHTS {folder} is a folder: name a file in it",
-    "OUTPUT_DIR {folder}/text.txt/a": "cannot be written in {folder}/text.txt: it is not a folder",
-    "OUTPUT_DIR /dev/null/a": "OUTPUT_DIR /dev/null/a cannot be written in /dev/null: it is not a",
+    "OUTPUT_DIR {folder}/text.txt/a": "cannot be written: {folder}/text.txt is not a folder that",
+    "OUTPUT_DIR /dev/null/a": "/dev/null/a/config.yaml cannot be written: /dev/null is not",
     "OUTPUT_DIR ''": "OUTPUT_DIR is empty: name a folder",
     "MEMFIT.EVALUATION.ON_DISK 3": "MEMFIT.EVALUATION.ON_DISK must be of type bool, got 3",
     "--num-gpus -1": "--num-gpus must be an integer of at least 0, got -1",
@@ -730,6 +730,23 @@ def test_a_disk_that_is_full_at_the_start(config, tmp_path):
     (line,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     assert line == f"error: OUTPUT_DIR {tmp_path}/output cannot be written (File too large)"
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--eval-only"]])
+def test_a_full_disk_at_the_start_leaves_the_config_of_an_earlier_run(config, tmp_path, options):
+    file = tmp_path / "good.json"
+    file.write_text(json.dumps(good_coco()))
+    output = tmp_path / "output"
+    output.mkdir()
+    earlier = (config / "tiny.yaml").read_text()
+    (output / "config.yaml").write_text(earlier)
+    arguments = [*options, "--config-file", output / "config.yaml", "--coco", "good", file, config]
+    limits = [(resource.RLIMIT_FSIZE, 3000)]
+    run = run_forked(TRAIN_NET, *arguments, "OUTPUT_DIR", output, limits=limits)
+    assert run.returncode == 2, run.stderr
+    assert f"error: OUTPUT_DIR {output} cannot be written (File too large)" in run.stderr
+    assert (output / "config.yaml").read_text() == earlier
+    assert set(os.listdir(output)) <= {"config.yaml", "log.txt"}
 
 
 def test_a_name_that_is_not_of_utf_8(config, tmp_path):

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from d2_memfit.common.files import check_outputs, output_file
 from d2_memfit.errors import exit_on_error
 from d2_memfit.measure.calibration import calibrate
 
@@ -31,9 +32,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.output.suffix != ".yaml":
         parser.error(f"the file's name must end in .yaml, got {args.output}")
+    check_outputs([args.output])
     values = calibrate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     comment = f"# Measured with tools/calibrate_device.py, PyTorch {torch.__version__}.\n"
-    args.output.write_text(comment + yaml.safe_dump(values, sort_keys=False))
+    with output_file(args.output, "w") as file:
+        file.write(comment + yaml.safe_dump(values, sort_keys=False))
     print(args.output)
 
 

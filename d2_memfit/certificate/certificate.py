@@ -8,7 +8,7 @@ from typing import Any, Optional, Union
 
 import torch
 
-from ..common.files import whole_file
+from ..common.files import output_file
 from ..errors import ConfigError
 
 __all__ = ["Certificate"]
@@ -60,7 +60,7 @@ class Certificate:
         return int((self.needs_bytes > self.limit_bytes).any(dim=1).sum())
 
     def write(self, file: Union[str, "PathLike[str]"]) -> None:
-        with whole_file(file) as f:
+        with output_file(file) as f:
             torch.save(vars(self), f)
 
     @classmethod

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
-from ..common.files import whole_file
+from ..common.files import check_outputs, output_file
 from ..config import card_name
 from ..data import check_coco_file, convert_folder
 from ..doctor import examine
@@ -40,7 +40,7 @@ from ..planner.writing import (
 from ..report import read_run, write_html, write_png
 from . import train
 from .command_line import command_parser
-from .job_options import Config, job_of, load_any_config
+from .job_options import Config, files_read, job_of, load_any_config
 from .next_step import (
     after_a_look,
     after_certify,
@@ -124,7 +124,7 @@ def _plan(args: argparse.Namespace) -> None:
     if args.output is not None and plan.fits:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
-        with whole_file(args.output, "w") as file:
+        with output_file(args.output, "w") as file:
             file.write(text or planned_yaml(cfg, plan))
     _print(args, plan, describe_plan(plan), after_plan(args) if plan.fits else "")
     if not plan.fits:
@@ -173,12 +173,13 @@ def _measure(args: argparse.Namespace) -> None:
 
 
 def _plot(args: argparse.Namespace) -> None:
-    run = read_run(str(args.run))
     folder = args.output or args.run
-    folder.mkdir(parents=True, exist_ok=True)
-    write_png(run, folder / "memory.png")
-    write_html(run, folder / "memory.html")
-    print(f"Written: {folder / 'memory.png'}, {folder / 'memory.html'}\n{after_plot(args.run)}")
+    picture, page = folder / "memory.png", folder / "memory.html"
+    check_outputs([picture, page])
+    run = read_run(str(args.run))
+    write_png(run, picture)
+    write_html(run, page)
+    print(f"Written: {picture}, {page}\n{after_plot(args.run)}")
 
 
 def _device_of_card(card: Optional[str]) -> Optional[str]:
@@ -197,11 +198,6 @@ def _opts_of_budget(args: argparse.Namespace) -> list[str]:
     is_on_cpu = getattr(args, "device", None) == "cpu"
     here = ["MODEL.DEVICE", "cpu"] if budget == "auto" and is_on_cpu else []
     return [*opts_of_budget(args.card, budget, args.opts), *here]
-
-
-def _check_folder(option: str, file: Optional[Path]) -> None:
-    if file is not None and not file.parent.is_dir():
-        raise ConfigError(f"{option} {file}: there is no folder {file.parent}")
 
 
 def _say(line: str) -> None:
@@ -228,7 +224,6 @@ _RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "predict": lambda args: predict_files(args, _opts_of_budget(args), _say),
     "train": train.run,
 }
-_MAKE_FOLDERS = ("convert", "measure-gpu", "plot", "predict", "train")
 
 
 @exit_on_error
@@ -237,6 +232,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     args = command_parser(train.argument_parser()).parse_args(argv)
     if args.command != "train" and world_size(1) > 1:
         raise ConfigError(f"{args.command} is one process's work: start it without torchrun")
-    for name in ("output", "html", "snapshot") if args.command not in _MAKE_FOLDERS else ():
-        _check_folder(f"--{name}", getattr(args, name, None))
+    if args.command in ("certify", "estimate", "plan"):
+        outputs = [getattr(args, option, None) for option in ("output", "html", "snapshot")]
+        check_outputs(filter(None, outputs), files_read(args))
     _RUN[args.command](args)

@@ -25,9 +25,16 @@ from ..job import (
 )
 from .options import check_opts, opts_of_settings, settings_of_data
 
-__all__ = ["is_lazy", "job_of", "load_any_config"]
+__all__ = ["files_read", "is_lazy", "job_of", "load_any_config"]
 
 Config = Union[CfgNode, DictConfig]
+
+
+def files_read(args: argparse.Namespace) -> list[str]:
+    """The files that a command's options name, without its outputs."""
+    options = ("certificate", "config_file", "device", "input", "weights")
+    named = [getattr(args, option, None) for option in options]
+    return [str(file) for file in [*named, *(json for _, json, _ in args.coco)] if file]
 
 
 def is_lazy(config_file: str) -> bool:

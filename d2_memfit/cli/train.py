@@ -32,7 +32,7 @@ from detectron2.utils.logger import setup_logger
 from torch import nn
 
 from ..common.checks import check_int, check_positive_int
-from ..common.files import FolderLock, whole_file
+from ..common.files import FolderLock, check_run_folder, whole_file
 from ..config import (
     check_config,
     check_detectron2_keys,
@@ -54,6 +54,7 @@ from ..planner import fit_config
 from . import train_lazy
 from .command_line import add_card_and_coco_options
 from .first_images import FirstImages
+from .job_options import files_read
 from .next_step import after_training
 from .options import check_opts, opts_of_budget, opts_of_settings, settings_of_data
 from .screen import leave_out_dumps, progress_hooks
@@ -192,7 +193,9 @@ def _check(args: argparse.Namespace, trainer: type[Trainer], add_keys: AddKeys) 
     RecoveryOptions.from_cfg(cfg)
     check_plan(cfg)
     check_datasets(cfg, args.eval_only)
-    _check_output_dir(cfg.OUTPUT_DIR)
+    if not cfg.OUTPUT_DIR:
+        raise ConfigError("OUTPUT_DIR is empty: name a folder")
+    check_run_folder(cfg.OUTPUT_DIR, files_read(args))
     if not args.eval_only and (Path(cfg.OUTPUT_DIR) / FolderLock.FILE_NAME).exists():
         # Before anything of the other run is changed. Under torchrun, each rank comes here.
         FolderLock(cfg.OUTPUT_DIR, is_shared=True).release()
@@ -215,20 +218,6 @@ def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
         raise ConfigError(f"the model cannot be built from this config ({e!r}, in {place})") from e
 
 
-def _check_output_dir(output_dir: str) -> None:
-    """Check the folder without making it: other checks may still fail."""
-    if not output_dir:
-        raise ConfigError("OUTPUT_DIR is empty: name a folder")
-    if os.path.exists(output_dir) and not os.path.isdir(output_dir):
-        raise ConfigError(f"OUTPUT_DIR must be a folder, and {output_dir} is a file")
-    there = Path(output_dir).absolute()
-    while not there.exists():
-        there = there.parent
-    if "://" not in output_dir and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        why = "you may not write to it" if there.is_dir() else "it is not a folder"
-        raise ConfigError(f"OUTPUT_DIR {output_dir} cannot be written in {there}: {why}")
-
-
 @exit_on_error
 @causes_named()
 def main(
@@ -242,6 +231,9 @@ def main(
         is_kept = args.eval_only and comm.is_main_process() and config_file.is_file()
         of_training = config_file.read_text() if is_kept else None
         leave_out_dumps(cfg.OUTPUT_DIR, comm.get_rank())
+        if comm.is_main_process():
+            with whole_file(config_file, "w") as file:  # default_setup leaves a part on a full disk
+                file.write(cfg.dump())
         default_setup(cfg, args)
         if of_training is not None:  # evaluations may be with other keys
             with whole_file(config_file, "w") as file:

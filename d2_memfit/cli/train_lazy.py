@@ -29,6 +29,7 @@ from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 from omegaconf import DictConfig
 
+from ..common.files import check_run_folder
 from ..compat import create_ddp_model
 from ..config import check_config, find_config_file
 from ..engine import build_trainer, evaluating, launch, usable_device, world_size
@@ -40,6 +41,7 @@ from ..iteration import Precision
 from ..job import Job, RecoveryOptions, cfg_of_lazy, load_lazy_config
 from ..memory import enforce_budget, use_expandable_segments
 from ..planner import fit_config
+from .job_options import files_read
 from .next_step import after_training
 from .screen import leave_out_dumps, progress_hooks
 
@@ -139,6 +141,7 @@ def run(args: argparse.Namespace) -> None:
     Precision.from_cfg(keys)
     RecoveryOptions.from_cfg(keys)
     # Errors are found before a process starts or anything is written.
+    check_run_folder(cfg.train.output_dir, files_read(args))
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.train.output_dir)
     checkpointer.check(cfg.train.init_checkpoint, resume=args.resume and not args.eval_only)
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from ..common.checks import check_int, check_positive_int
+from ..common.files import check_outputs, output_file
 from ..data import (
     check_classes,
     check_coco_file,
@@ -35,17 +36,18 @@ from ..inference import (
     find_files,
     import_visualizer,
     metadata_of,
+    outputs_of,
     read_images,
     weights_of,
 )
 from ..memory import device_memory, use_expandable_segments
-from .job_options import is_lazy, job_of, load_any_config
+from .job_options import files_read, is_lazy, job_of, load_any_config
 from .next_step import after_draw, after_export, after_predict
 
 __all__ = ["draw_images", "export_model", "predict_files"]
 
 _INCOMPLETE = 3  # exit status
-_PICTURES = (".png", ".jpg", ".jpeg")  # formats that OpenCV always writes
+_PICTURES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 _COLUMNS = 2  # of a picture of several images
 
 Say = Callable[[str], None]
@@ -70,9 +72,9 @@ def draw_images(args: argparse.Namespace, say: Say) -> None:
         (image,) = read_images(Path(d["file_name"]), predictor.image_format)
         found = [result for result in predictor(image, number) if result["score"] > args.min_score]
         pictures.append(draw(image, predictor.image_format, found, MetadataCatalog.get(name)))
-    output = args.output or Path(cfg.OUTPUT_DIR) / "predictions.png"
-    Image.fromarray(_side_by_side(pictures)).save(output)
-    print(f"Written: {output}\n{after_draw(args)}")
+    with output_file(args.output) as f:
+        Image.fromarray(_side_by_side(pictures)).save(f, _PICTURES[args.output.suffix.lower()])
+    print(f"Written: {args.output}\n{after_draw(args)}")
 
 
 def _side_by_side(pictures: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
@@ -92,15 +94,13 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
         opts: KEY VALUE pairs of the budget, which come before the user's.
     """
     files = find_files(_input(args))
-    if args.output.exists() and not args.output.is_dir():
-        raise ConfigError(f"--output {args.output} is a file: name a folder")
     if args.tile_size is not None:
         check_int("--tile-size", args.tile_size, at_least=16)
     import_visualizer()
     if opts:
         use_expandable_segments()  # before anything queries the GPU
     own = ["OUTPUT_DIR", str(args.output), "MEMFIT.OOM.POLICY", "split"]
-    predictor, cfg = _predictor(args, [*opts, *own], say)
+    predictor, cfg = _predictor(args, [*opts, *own], say, files)
     # It has a line for each image that does not fit.
     logging.getLogger("d2_memfit.engine.recovery").setLevel(logging.CRITICAL)
     # A LazyConfig does not say how many classes it has.
@@ -110,11 +110,8 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
     if "deep" in looked:
         say(dict(complaints_about_images(looked, len(files)))["deep"])
     prediction = FilePrediction(predictor, args.output, metadata, args.min_score)
-    try:
-        with evaluating(cfg, predictor.model):
-            prediction.run(files, say)
-    except OSError as e:  # files that cannot be read are no errors
-        raise ConfigError(f"--output {args.output} cannot be written ({e.strerror})") from e
+    with evaluating(cfg, predictor.model):
+        prediction.run(files, say)
     device = next(predictor.model.parameters()).device
     number = len(prediction.images)
     print(
@@ -149,16 +146,21 @@ def _input(args: argparse.Namespace) -> Path:
     return path
 
 
-def _predictor(args: argparse.Namespace, opts: Sequence[str], say: Say) -> tuple[Predictor, Any]:
-    """The predictor of a command, and its job's config."""
+def _predictor(
+    args: argparse.Namespace, opts: Sequence[str], say: Say, files: Sequence[Path] = ()
+) -> tuple[Predictor, Any]:
+    """The predictor of a command, and its job's config.
+
+    Before the model is built, the outputs are checked. Those of predict are for ``files``.
+    """
     # As a training's, --coco would set its classes and schedule.
-    args = argparse.Namespace(**{**vars(args), "coco": []})
-    config = load_any_config(args, opts, say)
+    without_data = argparse.Namespace(**{**vars(args), "coco": []})
+    config = load_any_config(without_data, opts, say)
     if isinstance(config, DictConfig):
         config.train.device = usable_device(config.train.device)
     else:
         config.MODEL.DEVICE = usable_device(config.MODEL.DEVICE)
-    job = job_of(args, config)
+    job = job_of(without_data, config)
     configured = job.cfg.MODEL.WEIGHTS
     given = args.weights or (configured if "MODEL.WEIGHTS" in args.opts[::2] else None)
     beside = args.config_file
@@ -166,6 +168,9 @@ def _predictor(args: argparse.Namespace, opts: Sequence[str], say: Say) -> tuple
         beside = str(Path(job.cfg.OUTPUT_DIR) / "config.yaml")
     weights = weights_of(beside, configured, given)
     say(f"weights: {weights}")
+    args.output = args.output or Path(job.cfg.OUTPUT_DIR) / "predictions.png"  # of draw
+    outputs = outputs_of(args.output, files) if files else [args.output]
+    check_outputs(outputs, [weights, *files, *files_read(args)])
     return Predictor(config, job, weights, getattr(args, "tile_size", None)), job.cfg
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ..common.files import check_outputs, output_file
 from ..errors import ConfigError, DataError
 
 __all__ = ["ConvertedSplit", "convert_folder"]
@@ -52,12 +53,14 @@ def convert_folder(folder: Path, output: Path) -> list[ConvertedSplit]:
             f"--input {folder} has neither a data.yaml (YOLO) nor .xml files (Pascal VOC) nor "
             f"{_ROBOFLOW} (Roboflow)"
         )
-    output.mkdir(parents=True, exist_ok=True)
+    check_outputs([output / f"{name}.json" for name, *_ in parts])
     converted = []
     for name, images, load in parts:
         file = output / f"{name}.json"
         try:
-            load().as_coco(annotations_path=str(file))
+            dataset = load()
+            with output_file(file) as written:
+                dataset.as_coco(annotations_path=written.name)
         except ConfigError:
             raise
         except Exception as e:  # as various as the files

@@ -16,7 +16,7 @@ from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
 from .. import compat
-from ..common.files import is_local, whole_file
+from ..common.files import is_config_dump, is_local, whole_file
 from ..common.logs import start_logging
 from ..config import with_memfit_keys, without_memfit_keys
 from ..errors import CheckpointError, RankError, one_line
@@ -294,9 +294,13 @@ def _write_plain_config(cfg: CfgNode) -> None:
         return
     plain = without_memfit_keys(cfg)
     plain.MODEL.WEIGHTS = os.path.join(cfg.OUTPUT_DIR, "model_final.pth")
+    path = os.path.join(cfg.OUTPUT_DIR, "detectron2_config.yaml")
     with suppress(OSError):  # a full disk is the checkpointer's to report
         os.makedirs(cfg.OUTPUT_DIR, exist_ok=True)
-        with whole_file(os.path.join(cfg.OUTPUT_DIR, "detectron2_config.yaml"), "w") as file:
+        if os.path.exists(path) and not is_config_dump(path):
+            logger.warning("%s was not written by a training, and stays as it is", path)
+            return
+        with whole_file(path, "w") as file:
             file.write(plain.dump())
 
 

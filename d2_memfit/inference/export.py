@@ -18,7 +18,7 @@ from detectron2.structures import Instances
 from torch import nn
 
 from .. import compat
-from ..common.files import whole_file
+from ..common.files import output_file
 from ..errors import ConfigError
 
 __all__ = ["SUFFIXES", "export"]
@@ -59,7 +59,7 @@ def export(model: nn.Module, image: torch.Tensor, to: Path) -> str:
     adapter.eval()
     part = image[:, : image.shape[1] * 3 // 4, : image.shape[2] * 3 // 4].contiguous()
     try:
-        with whole_file(to) as file, torch.no_grad(), warnings.catch_warnings():
+        with output_file(to) as file, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the tracer, about values that may not change
             device = _device_of(adapter)
             eager = [_instances(adapter, adapter(pixels.to(device))) for pixels in (image, part)]

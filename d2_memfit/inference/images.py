@@ -2,7 +2,9 @@
 """Images and videos, read one image at a time, and the pictures that are made of them."""
 
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Optional
 
@@ -11,11 +13,11 @@ from detectron2.data.detection_utils import read_image
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..common.files import whole_file
+from ..common.files import output_file
 from ..errors import ConfigError, DataError
 from ..memory import is_out_of_memory
 
-__all__ = ["PictureWriter", "find_files", "read_images"]
+__all__ = ["PictureWriter", "find_files", "picture_name", "read_images"]
 
 _IMAGES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 _VIDEOS = (".avi", ".mkv", ".mov", ".mp4", ".webm")
@@ -86,20 +88,29 @@ def _is_video(file: Path) -> bool:
     return file.suffix.lower() in _VIDEOS
 
 
+def picture_name(file: Path) -> str:
+    """The name of the picture of an image or video, different for each file of a folder."""
+    kept = [".mp4"] if _is_video(file) else list(_FORMATS)
+    is_free = Path(file.stem).suffix.lower() not in _IMAGES + _VIDEOS  # a.bmp has a.bmp.jpg
+    return file.name if file.suffix.lower() in kept and is_free else file.name + kept[0]
+
+
 class PictureWriter:
     """Writes the pictures of a file: an image, or a video in MP4.
 
     Used as a context. A video appears when it is complete, or as far as its source could be read.
+
+    Raises:
+        ConfigError: a picture could not be written.
     """
 
     def __init__(self, file: Path, folder: Path) -> None:
         self.is_video = _is_video(file)
-        kept = [".mp4"] if self.is_video else list(_FORMATS)
-        name = file.name if file.suffix.lower() in kept else file.name + kept[0]
         self._source = file
-        self._path = folder / name
-        self._part = folder / f".{name}.part.mp4"
+        self._path = folder / picture_name(file)
+        self._open = ExitStack()
         self._video: Optional[Any] = None
+        self._num_images = 0
 
     def __enter__(self) -> "PictureWriter":
         return self
@@ -107,21 +118,35 @@ class PictureWriter:
     def write(self, picture: Pixels) -> None:
         """Write a picture [height, width, 3] in RGB; those of a video have the same size."""
         if not self.is_video:
-            with whole_file(self._path) as f:
+            with output_file(self._path) as f:
                 Image.fromarray(picture).save(f, format=_FORMATS[self._path.suffix.lower()])
             return
         import cv2
 
         if self._video is None:
+            self._file = self._open.enter_context(output_file(self._path))
+            self._part = f"{self._file.name}.mp4"  # by its ending OpenCV knows the format
+            self._open.callback(Path(self._part).unlink, missing_ok=True)
             frames_per_s = cv2.VideoCapture(str(self._source)).get(cv2.CAP_PROP_FPS)
             height, width = picture.shape[:2]
             code = cv2.VideoWriter.fourcc(*"mp4v")
-            self._video = cv2.VideoWriter(
-                str(self._part), code, frames_per_s or 25.0, (width, height)
-            )
+            video = cv2.VideoWriter(self._part, code, frames_per_s or 25.0, (width, height))
+            if not video.isOpened():
+                raise DataError(f"{self._source}: OpenCV has no MP4 of {width} x {height} pixels")
+            self._video = video
         self._video.write(picture[:, :, ::-1])
+        self._num_images += 1
 
-    def __exit__(self, *_: Any) -> None:
-        if self._video is not None:
+    def __exit__(self, *error: Any) -> None:
+        if self._video is None:
+            self._open.__exit__(*error)
+            return
+        import cv2
+
+        with self._open:
             self._video.release()
-            os.replace(self._part, self._path)
+            made = cv2.VideoCapture(self._part)  # because its writer reports no errors
+            if sum(1 for _ in iter(made.grab, False)) < self._num_images:
+                raise OSError("OpenCV could not write all images: is the disk full?")
+            with open(self._part, "rb") as part:
+                shutil.copyfileobj(part, self._file)

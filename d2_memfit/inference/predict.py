@@ -3,28 +3,36 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import Metadata, MetadataCatalog
 
-from ..common.files import whole_file
+from ..common.files import output_file
 from ..errors import DataError
 from ..memory import is_out_of_memory, release_memory
-from .images import PictureWriter, read_images
+from .images import PictureWriter, picture_name, read_images
 from .pictures import draw
 from .predictor import Predictor
 from .results import CocoResultsWriter
 
-__all__ = ["FilePrediction", "metadata_of"]
+__all__ = ["FilePrediction", "metadata_of", "outputs_of"]
+
+_RESULTS, _IMAGES = "coco_instances_results.json", "images.json"
 
 
 def metadata_of(cfg: CfgNode) -> Metadata:
     """Metadata of the config's first dataset whose classes have names here, or empty ones."""
     known = [MetadataCatalog.get(name) for name in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)]
     return next((metadata for metadata in known if metadata.get("thing_classes")), Metadata())
+
+
+def outputs_of(folder: Path, files: Iterable[Path]) -> list[Path]:
+    """The files that predictions on these files write to a folder."""
+    pictures = [folder / "pictures" / picture_name(file) for file in files]
+    return [folder / _RESULTS, folder / _IMAGES, *pictures]
 
 
 class FilePrediction:
@@ -62,9 +70,8 @@ class FilePrediction:
         Args:
             say: called with the line of each failure.
         """
-        (self._output / "pictures").mkdir(parents=True, exist_ok=True)
         device = next(self._predictor.model.parameters()).device
-        with CocoResultsWriter(str(self._output / "coco_instances_results.json")) as results:
+        with CocoResultsWriter.open(self._output / _RESULTS) as results:
             for file in files:
                 try:
                     self._predict(file, results)
@@ -114,5 +121,5 @@ class FilePrediction:
             {"id": self._category_ids.get(number, number), "name": name}
             for number, name in enumerate(names)
         ]
-        with whole_file(self._output / "images.json", "w") as file:
+        with output_file(self._output / _IMAGES, "w") as file:
             json.dump({"images": self.images, "annotations": [], "categories": categories}, file)

@@ -2,10 +2,12 @@
 """Results in COCO's format, written as they arrive."""
 
 import json
-import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Union
 
+from ..common.files import output_file
 from .merge import Detection
 
 __all__ = ["CocoResultsWriter", "to_coco"]
@@ -33,42 +35,23 @@ def to_coco(detection: Detection, image_id: int, categories: Sequence[int] = ())
 
 
 class CocoResultsWriter:
-    """Writes results to a JSON file, without keeping them in memory.
+    """Writes results to a JSON file, without keeping them in memory."""
 
-    The file appears when all results are written. Until then, and after an error, ``<path>.part``
-    has the results so far.
-
-    Args:
-        path: path of the JSON file; an existing file is replaced.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._part = f"{path}.part"
-
-    def __enter__(self) -> "CocoResultsWriter":
-        self._file = open(self._part, "w", encoding="utf-8")
-        self._file.write("[")
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
         self._separator = "\n"
-        return self
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Union[str, Path]) -> "Iterator[CocoResultsWriter]":
+        """Open a file, which appears when all results are written. After an error it does not."""
+        with output_file(path, "w") as file:
+            file.write("[")
+            yield cls(file)
+            file.write("\n]\n")
 
     def write(self, results: Iterable[dict[str, Any]]) -> None:
-        """Write results as they arrive; after an error, none of them is kept."""
-        place = self._file.tell()
-        separator = self._separator
-        try:
-            for result in results:
-                self._file.write(self._separator + json.dumps(result))
-                self._separator = ",\n"
-        except BaseException:
-            self._file.seek(place)
-            self._file.truncate()
-            self._separator = separator
-            raise
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            self._file.write("\n]\n")
-        self._file.close()
-        if kind is None:
-            os.replace(self._part, self._path)
+        """Write the results of an image. If an error comes instead of one, none is written."""
+        for line in [json.dumps(result) for result in results]:
+            self._file.write(self._separator + line)
+            self._separator = ",\n"

@@ -21,12 +21,12 @@ class Results:
 
     @classmethod
     def read(cls, log: Path) -> "Results":
-        """Read a file of records; a line that was cut off is left out."""
+        """Read a file of records; other lines, such as one that was cut off, are left out."""
         results = cls()
         for line in log.read_text().splitlines():
             try:
                 results.add(json.loads(line))
-            except json.JSONDecodeError:
+            except (ValueError, KeyError, TypeError):
                 continue
         return results
 

@@ -14,8 +14,9 @@ import torch
 import yaml
 
 from ..common.checks import check_positive_number
+from ..common.files import check_outputs, output_file
 from ..errors import ConfigError
-from .items import Item, items_of
+from .items import Item, Record, items_of
 from .results import MACHINE, Results
 from .tables import draw, markdown, summary
 from .worker import run_worker
@@ -58,7 +59,6 @@ def measure_gpu(
     if device != "cpu" and not re.fullmatch(r"cuda:\d+", device):
         raise ConfigError(f"--device must be cuda:0, of another number, or cpu, got {device!r}")
     check_positive_number("--minutes", minutes)
-    folder.mkdir(parents=True, exist_ok=True)
     items = items_of(torch.device(device))
     estimated = [item for item in items if item.has_estimate]
     part = _Part(folder / "measured.jsonl", device, progress)
@@ -85,7 +85,12 @@ class _Part:
         self._progress = progress
         self._start = time.monotonic()
         self._path = log
+        check_outputs(
+            [log], (), lambda _: any(Results.read(log).stages.values()) or not log.stat().st_size
+        )
         self._results = Results.read(log) if log.exists() else Results()
+        check_outputs(self._outputs(self._results.machine))
+        log.parent.mkdir(parents=True, exist_ok=True)
         self._file = log.open("a")
         if log.stat().st_size and not log.read_text().endswith("\n"):
             self._file.write("\n")  # the last line was cut off
@@ -150,6 +155,7 @@ class _Part:
                 )
             if self._results.machine:
                 return
+            check_outputs(self._outputs(record))
         self._results.add(record)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
@@ -163,21 +169,24 @@ class _Part:
     def end(self) -> list[Path]:
         """Write what there is so far, and return the files."""
         self._file.close()
-        machine = self._results.machine
-        if not machine:
+        outputs = self._outputs(self._results.machine)
+        if not outputs:
             return [self._path]
-        name = re.sub("[^a-z0-9]+", "_", machine["card"].lower()).strip("_")
-        path = self._path.with_name(f"{name}.md")
-        path.write_text(markdown(self._results))
-        line = path.with_suffix(".json")
-        line.write_text(json.dumps(summary(self._results)) + "\n")
-        picture = path.with_suffix(".png")
-        draw(self._results, picture)
-        files = [self._path, path, line, picture]
+        table, line, picture, device = outputs
+        texts = {table: markdown(self._results), line: json.dumps(summary(self._results)) + "\n"}
         values = self._results.device_file()
         if values:
-            file = path.with_suffix(".yaml")
-            text = yaml.safe_dump(values, sort_keys=False)
-            file.write_text(f"# Measured by d2-memfit measure-gpu.\n{text}")
-            files.append(file)
-        return files
+            values_text = yaml.safe_dump(values, sort_keys=False)
+            texts[device] = f"# Measured by d2-memfit measure-gpu.\n{values_text}"
+        for path, text in texts.items():
+            with output_file(path, "w") as file:
+                file.write(text)
+        draw(self._results, picture)
+        return [self._path, table, line, picture, *([device] if values else [])]
+
+    def _outputs(self, machine: Record) -> list[Path]:
+        """The table, line, picture and device file of a card, if it is known."""
+        if not machine:
+            return []
+        name = re.sub("[^a-z0-9]+", "_", machine["card"].lower()).strip("_")
+        return [self._path.with_name(name + ending) for ending in (".md", ".json", ".png", ".yaml")]

@@ -8,6 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from ..common.files import output_file
 from .items import Record
 from .outside import constants_of
 from .results import Results
@@ -168,5 +169,6 @@ def draw(results: Results, path: Path) -> None:
         axes.legend()
         axes.set(title=title, xlabel="measured", ylabel="expected")
     figure.suptitle(results.machine["card"])
-    figure.savefig(path, dpi=100)
+    with output_file(path) as file:
+        figure.savefig(file, dpi=100)
     pyplot.close(figure)

@@ -13,7 +13,7 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 from omegaconf import DictConfig
 
-from ..common.files import whole_file
+from ..common.files import check_outputs, output_file
 from ..common.logs import start_logging
 from ..config import with_memfit_keys, with_settings
 from ..errors import ConfigError, MemfitError
@@ -124,6 +124,8 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
         key = _key_of(cfg, job)
     path = Path(job.cfg.OUTPUT_DIR) / "memfit_plan.yaml"
     text = path.read_text() if path.is_file() else ""
+    if not text.startswith(_KEY):  # else an earlier run planned
+        check_outputs([path])
     if text.startswith(_KEY + key):
         planned_gb = budget_in(text)
         if planned_gb <= budget_gb * _AS_MUCH:
@@ -151,7 +153,6 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
     if plan.is_tight:
         logger.warning(why_it_is_tight(plan))
     text = f"{_KEY}{key}\n{planned_yaml(cfg, plan)}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(str(path), "w") as file:
+    with output_file(path, "w") as file:
         file.write(text)
     return text

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from ..common.files import whole_file
+from ..common.files import output_file
 
 __all__ = ["Bar", "Chart", "Page", "Tensor", "write_page"]
 
@@ -105,7 +105,7 @@ def write_page(page: Page, path: Path) -> None:
     # "<" ends the script that holds the data, if "/script>" follows.
     text = json.dumps(data).replace("<", "\\u003c")
     before, after = _TEMPLATE.read_text(encoding="utf-8").split("$DATA")
-    with whole_file(path) as f:
+    with output_file(path) as f:
         f.write((before.replace("$TITLE", html.escape(page.title)) + text + after).encode())
 
 

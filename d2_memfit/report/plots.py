@@ -5,6 +5,7 @@ import html
 from pathlib import Path
 from typing import Any
 
+from ..common.files import output_file
 from ..errors import ConfigError
 from .records import Run
 
@@ -49,7 +50,8 @@ def write_png(run: Run, path: Path) -> None:
     batch.set_ylabel("micro-batch")
     batch.set_ylim(bottom=0)
     batch.set_xlabel("iteration")
-    figure.savefig(path, dpi=120)
+    with output_file(path) as file:
+        figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
 
@@ -127,7 +129,8 @@ def write_html(run: Run, path: Path) -> None:
         hovermode="x unified",
         template="plotly_white",
     )
-    figure.write_html(path, include_plotlyjs=True)
+    with output_file(path) as file:
+        file.write(figure.to_html(include_plotlyjs=True).encode())
 
 
 def _event_row(event: dict[str, Any]) -> list[str]:

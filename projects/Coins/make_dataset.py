@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from skimage import data, filters, measure, morphology, segmentation
 
+from d2_memfit.common.files import check_outputs, output_file
+from d2_memfit.errors import exit_on_error
+
 Image = NDArray[np.uint8]
 Labels = NDArray[Any]  # of integers
 
@@ -88,17 +91,22 @@ def coin_annotation(mask: NDArray[np.bool_]) -> dict[str, Any]:
 
 
 def make_dataset(folder: Path, seed: int = 0) -> None:
-    """Write ``train.json``, ``val.json`` and their images to ``folder``."""
+    """Write ``train.json``, ``val.json`` and their images to ``folder``.
+
+    Raises:
+        ConfigError: a file there is another one's.
+    """
+    numbers = {split: num_images for split, (_, num_images) in SPLITS.items()}
+    check_outputs(files_of_dataset(folder, numbers))
     photograph = data.coins()
     labels = find_coins(photograph)
     rng = np.random.default_rng(seed)
     for split, (rows, num_images) in SPLITS.items():
         coco = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "coin"}]}
-        (folder / split).mkdir(parents=True, exist_ok=True)
         for image_id in range(num_images):
             image, mask = random_view(photograph[rows], labels[rows], rng)
             name = f"{image_id:03d}.png"
-            cv2.imwrite(str(folder / split / name), image)
+            write_png(folder / split / name, image)
             height, width = image.shape
             coco["images"].append(
                 {"id": image_id, "file_name": name, "height": height, "width": width}
@@ -112,10 +120,25 @@ def make_dataset(folder: Path, seed: int = 0) -> None:
                             **coin_annotation(mask == coin),
                         }
                     )
-        (folder / f"{split}.json").write_text(json.dumps(coco))
+        with output_file(folder / f"{split}.json", "w") as file:
+            json.dump(coco, file)
 
 
-if __name__ == "__main__":
+def files_of_dataset(folder: Path, num_images: dict[str, int], ending: str = ".png") -> list[Path]:
+    """The files of a dataset with this number of images in each part."""
+    images = [(split, number) for split in num_images for number in range(num_images[split])]
+    parts = [folder / f"{split}.json" for split in num_images]
+    return parts + [folder / split / f"{number:03d}{ending}" for split, number in images]
+
+
+def write_png(path: Path, image: Image) -> None:
+    """Write an image (H, W), or (H, W, 3) in BGR."""
+    with output_file(path) as file:
+        file.write(cv2.imencode(".png", image)[1].tobytes())
+
+
+@exit_on_error
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
@@ -125,3 +148,7 @@ if __name__ == "__main__":
     for split in SPLITS:
         words += ["--coco", f"coins_{split}", f"{folder}/{split}.json", f"{folder}/{split}"]
     print(f"Written: {folder}\nNext, train on it:\n  {shlex.join(words)}")
+
+
+if __name__ == "__main__":
+    main()

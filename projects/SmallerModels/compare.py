@@ -13,6 +13,7 @@ machine is the same for all.
 import argparse
 import io
 import json
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from detectron2.data import DatasetCatalog, DatasetMapper
 from torch import nn
 
 from d2_memfit.cli.command_line import add_coco_option
+from d2_memfit.common.files import check_outputs
 from d2_memfit.config import load_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.errors import exit_on_error
@@ -79,6 +81,8 @@ def main() -> None:
     add_coco_option(parser)
     args = parser.parse_args()
     ((dataset, json_file, image_dir),) = args.coco
+    inputs = [json_file, *(file for _, _, *files in args.model for file in files)]
+    check_outputs([args.results], inputs, os.path.exists)  # lines are added
     register_coco(dataset, json_file, image_dir)
     torch.set_num_threads(1)
     loaded = [load(trainer, file, weights, dataset) for _, trainer, file, weights in args.model]

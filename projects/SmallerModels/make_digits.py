@@ -22,6 +22,12 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from d2_memfit.common.files import check_outputs, output_file
+from d2_memfit.errors import exit_on_error
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "Coins"))
+from make_dataset import files_of_dataset, write_png
+
 Image = NDArray[np.uint8]
 
 HEIGHT, WIDTH = 112, 160
@@ -93,7 +99,12 @@ def make_scene(
 
 
 def make_digits(folder: Path) -> None:
-    """Write ``train.json``, ``val.json`` and their images to ``folder``."""
+    """Write ``train.json``, ``val.json`` and their images to ``folder``.
+
+    Raises:
+        ConfigError: a file there is another one's.
+    """
+    check_outputs(files_of_dataset(folder, NUM_IMAGES))
     try:
         from sklearn.datasets import load_digits, load_sample_images
     except ImportError as error:
@@ -106,21 +117,22 @@ def make_digits(folder: Path) -> None:
     for split, part in digits_of.items():
         rng = np.random.default_rng(SEEDS[split])
         coco: dict[str, list[Any]] = {"images": [], "annotations": [], "categories": categories}
-        (folder / split).mkdir(parents=True, exist_ok=True)
         for image_id in range(NUM_IMAGES[split]):
             photograph = photographs[image_id % len(photographs)][:, columns_of[split]]
             image, annotations = make_scene(photograph, digits[part], labels[part], rng)
             name = f"{image_id:03d}.png"
-            cv2.imwrite(str(folder / split / name), image[:, :, ::-1])
+            write_png(folder / split / name, image[:, :, ::-1])
             size = {"height": HEIGHT, "width": WIDTH}
             coco["images"].append({"id": image_id, "file_name": name, **size})
             for annotation in annotations:
                 ids = {"id": len(coco["annotations"]) + 1, "image_id": image_id}
                 coco["annotations"].append({**ids, **annotation})
-        (folder / f"{split}.json").write_text(json.dumps(coco))
+        with output_file(folder / f"{split}.json", "w") as file:
+            json.dump(coco, file)
 
 
-if __name__ == "__main__":
+@exit_on_error
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
@@ -130,3 +142,7 @@ if __name__ == "__main__":
     for split in NUM_IMAGES:
         words += ["--coco", f"digits_{split}", f"{folder}/{split}.json", f"{folder}/{split}"]
     print(f"Written: {folder}\nNext, train on it:\n  {shlex.join(words)}")
+
+
+if __name__ == "__main__":
+    main()

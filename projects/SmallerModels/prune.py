@@ -25,9 +25,10 @@ from detectron2.modeling.roi_heads import FastRCNNConvFCHead
 from plain_layers import norm_and_activation, plain_convolution, replace
 from torch import nn
 
+from d2_memfit.cli.job_options import files_read
 from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.cli.train import argument_parser, make_cfg, run
-from d2_memfit.common.files import whole_file
+from d2_memfit.common.files import check_outputs, check_run_folder, output_file
 from d2_memfit.data import check_datasets
 from d2_memfit.errors import ConfigError, exit_on_error
 from d2_memfit.inference import load_whole_model, weights_of
@@ -153,8 +154,7 @@ def write_pruned(cfg: CfgNode, ratio: float, file: Path) -> None:
     before = sum(p.numel() for p in model.parameters())
     prune(model, ratio)
     after = sum(p.numel() for p in model.parameters())
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(file) as opened:
+    with output_file(file) as opened:
         torch.save({"model": model.state_dict()}, opened)
     print(f"Written: {file} ({after / 1e6:.2f} of {before / 1e6:.2f} million parameters)")
 
@@ -169,10 +169,14 @@ def main() -> None:
     )
     parser.add_argument("--ratio", type=float, default=0.5, help="share of channels to remove")
     args = parser.parse_args()
-    args.opts += ["MODEL.WEIGHTS", weights_of(args.config_file, "", args.weights)]
+    weights = weights_of(args.config_file, "", args.weights)
+    args.opts += ["MODEL.WEIGHTS", weights]
     cfg = make_cfg(args)
-    check_datasets(cfg, args.eval_only)  # before it takes the time to prune
+    # Before it takes the time to prune.
     pruned = Path(cfg.OUTPUT_DIR) / "pruned.pth"
+    check_outputs([pruned], [weights, *files_read(args)])
+    check_run_folder(cfg.OUTPUT_DIR, files_read(args))
+    check_datasets(cfg, args.eval_only)
     write_pruned(cfg, args.ratio, pruned)
     args.opts += ["MODEL.WEIGHTS", str(pruned)]
     run(args, Trainer)

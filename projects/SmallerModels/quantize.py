@@ -31,8 +31,9 @@ from torch.ao import quantization
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from d2_memfit.cli.command_line import add_coco_option
+from d2_memfit.cli.job_options import files_read
 from d2_memfit.cli.train import Trainer as MemfitTrainer
-from d2_memfit.common.files import whole_file
+from d2_memfit.common.files import check_outputs, output_file
 from d2_memfit.config import load_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError, exit_on_error
@@ -158,11 +159,11 @@ def main() -> None:
     for dataset in args.coco:
         register_coco(*dataset)
     weights = weights_of(args.config_file, "", args.weights)
+    check_outputs([args.output], [weights, *files_read(args)])
     cfg = load_cfg(args.config_file, [*args.opts, "MODEL.DEVICE", "cpu"])
     trainer: Any = find_function(args.trainer, "--trainer")
     model = quantize(cfg, trainer, weights, args.images)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(args.output) as file:
+    with output_file(args.output) as file:
         torch.save({"model": model.state_dict()}, file)
     size = args.output.stat().st_size / 2**20
     int8 = PrunedTrainer if issubclass(trainer, prune.Trainer) else Trainer

@@ -19,7 +19,17 @@ from numpy.typing import NDArray
 from skimage import data
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "Coins"))
-from make_dataset import MIN_VISIBLE_PIXELS, SPLITS, coin_annotation, find_coins, random_view
+from make_dataset import (
+    MIN_VISIBLE_PIXELS,
+    SPLITS,
+    coin_annotation,
+    files_of_dataset,
+    find_coins,
+    random_view,
+)
+
+from d2_memfit.common.files import check_outputs, output_file
+from d2_memfit.errors import exit_on_error
 
 _CELL = 256, 512  # height and width of the ground that a view lies on
 _DENSITY = 0.3  # share of the ground's cells with a view
@@ -40,7 +50,8 @@ def make_image(path: Path, size: int, split: str, seed: int) -> list[dict[str, A
     profile = {"driver": "GTiff", "width": size, "height": size, "count": 3, "dtype": "uint8"}
     storage = {"tiled": True, "blockxsize": 256, "blockysize": 256, "compress": "deflate"}
     annotations = []
-    with rasterio.open(path, "w", **profile, **storage, zlevel=1, interleave="pixel") as file:
+    storage |= {"zlevel": 1, "interleave": "pixel"}
+    with output_file(path) as output, rasterio.open(output.name, "w", **profile, **storage) as file:
         for top in range(0, size, _CELL[0]):
             for left in range(0, size, _CELL[1]):
                 height, width = min(_CELL[0], size - top), min(_CELL[1], size - left)
@@ -81,10 +92,14 @@ def _strew(
 
 
 def make_dataset(folder: Path, split: str, size: int, images: int, seed: int = 0) -> None:
-    """Write ``<split>.json`` and its images to ``folder``."""
+    """Write ``<split>.json`` and its images to ``folder``.
+
+    Raises:
+        ConfigError: a file there is another one's.
+    """
+    check_outputs(files_of_dataset(folder, {split: images}, ".tif"))
     coco: dict[str, list[Any]] = {"images": [], "annotations": []}
     coco["categories"] = [{"id": 1, "name": "coin"}]
-    (folder / split).mkdir(parents=True, exist_ok=True)
     for image_id in range(images):
         name = f"{image_id:03d}.tif"
         found = make_image(folder / split / name, size, split, seed + image_id)
@@ -92,10 +107,12 @@ def make_dataset(folder: Path, split: str, size: int, images: int, seed: int = 0
         for annotation in found:
             number = {"id": len(coco["annotations"]) + 1, "image_id": image_id}
             coco["annotations"].append({**number, **annotation})
-    (folder / f"{split}.json").write_text(json.dumps(coco))
+    with output_file(folder / f"{split}.json", "w") as file:
+        json.dump(coco, file)
 
 
-if __name__ == "__main__":
+@exit_on_error
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--split", choices=list(SPLITS), default="train")
@@ -113,3 +130,7 @@ if __name__ == "__main__":
             break
         words += ["--coco", f"tiled_{split}", str(file), str(args.folder / split)]
     print(f"Written: {args.folder / args.split}\nNext:\n  {shlex.join(words)}")
+
+
+if __name__ == "__main__":
+    main()

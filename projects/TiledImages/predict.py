@@ -24,6 +24,7 @@ from detectron2.modeling import build_model
 from detectron2.utils.logger import setup_logger
 from tiled_images import CorruptImageError, TiledPredictor, load_tiled_cfg, warn_left_out
 
+from d2_memfit.common.files import check_outputs
 from d2_memfit.config import with_budget
 from d2_memfit.data import check_coco_file
 from d2_memfit.engine.recovery import recovering_inference
@@ -65,6 +66,8 @@ def main() -> None:
     setup_logger(name="d2_memfit")
     cfg = load_tiled_cfg(args.config_file, args.opts)
     files, categories = images_and_categories(args)
+    inputs = [args.config_file, cfg.MODEL.WEIGHTS, *files.values(), *(args.coco or [])]
+    check_outputs([args.output], inputs)
     if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
     cfg = with_budget(cfg)
@@ -75,7 +78,7 @@ def main() -> None:
     with (
         ready_to_evaluate(model, cfg),
         recovering_inference(model, RecoveryOptions.from_cfg(cfg)),
-        CocoResultsWriter(args.output) as results,
+        CocoResultsWriter.open(args.output) as results,
     ):
         for image_id, file_name in files.items():
             found = (to_coco(d, image_id, categories) for d in predictor.detect(file_name))

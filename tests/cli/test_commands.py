@@ -256,8 +256,6 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         (["estimate", "--device", "v10"], "there is no device 'v10' (did you mean v100?)"),
         (["estimate", "--device", "cpu", "--probe"], "--probe runs the largest batch on a GPU"),
         (["estimate", "MODEL.DEVICE", "gpu"], "MODEL.DEVICE 'gpu' is not a device of PyTorch"),
-        (["estimate", "--html", "/no/folder/x.html"], "--html /no/folder/x.html: there is no"),
-        (["plan", "--budget", "6", "--output", "/no/folder/x.yaml"], "there is no folder /no/fold"),
         (["estimate", "--num-gpus", "0"], "num_gpus must be a positive integer, got 0"),
         (["estimate", "MEMFIT.NO_KEY", "1"], "there is no config key MEMFIT.NO_KEY"),
         (["estimate", "MODEL.BACKBONE.NAME", "x"], "does not run (KeyError: "),

@@ -1,12 +1,28 @@
 # Copyright (c) the d2_memfit developers.
-"""A file that exists is whole: what is written, flushed and renamed, in which order."""
+"""A file that exists is whole, and an output replaces nothing of the user's."""
 
 import errno
 import os
+import resource
+import time
 
 import pytest
+from detectron2.config import LazyConfig
+from detectron2.config import get_cfg as get_detectron2_cfg
+from detectron2.layers import ShapeSpec
+from forks import Forked, run_forked
+from lazy_configs import lazy_config
+from tiny import tiny_cfg
 
-from d2_memfit.common.files import temporary_name, whole_file
+from d2_memfit.common.files import (
+    check_outputs,
+    check_run_folder,
+    is_config_dump,
+    output_file,
+    temporary_name,
+    whole_file,
+)
+from d2_memfit.errors import ConfigError
 
 
 def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_after(tmp_path, monkeypatch):
@@ -53,3 +69,203 @@ def test_while_a_file_is_written_the_older_one_stays(tmp_path):
         f.flush()
         assert file.read_text() == "older"
     assert file.read_text() == "new"
+
+
+def write(path, text="ours"):
+    with output_file(path, "w") as file:
+        file.write(text)
+
+
+def is_refused(*paths):
+    try:
+        check_outputs(paths)
+    except ConfigError as e:
+        return "exists, and d2_memfit did not write it" in str(e)
+    return False
+
+
+NAMES = ["plan.yaml", "a\nb.png", "ä'\"\\.json", os.fsdecode(b"\xff.mp4"), " ", "x" * 200]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_an_output_can_be_replaced_until_it_is_changed_renamed_or_copied(tmp_path, name):
+    output = tmp_path / "new" / "folder" / name
+    check_outputs([output])
+    assert not (tmp_path / "new").exists()
+    write(output, "first")
+    assert not is_refused(output)
+    first = os.stat(output)
+    write(output, "second")
+    assert not is_refused(output)
+    output.rename(tmp_path / "new" / "folder" / "mine")
+    assert is_refused(tmp_path / "new" / "folder" / "mine")
+    output.write_text("second")
+    assert is_refused(output)
+    output.write_text("1ST, 1")  # of another size, at the same time
+    os.utime(output, ns=(first.st_atime_ns, first.st_mtime_ns))
+    assert is_refused(output)
+    output.write_text("first")  # as from a backup
+    os.utime(output, ns=(first.st_atime_ns, first.st_mtime_ns))
+    assert not is_refused(output)
+
+
+def test_notes_that_are_damaged_or_of_someone_else_make_nothing_replaceable(tmp_path):
+    output, mine = tmp_path / "plan.yaml", tmp_path / "mine.yaml"
+    notes = tmp_path / ".d2_memfit"
+    write(output)
+    mine.write_text("mine")
+    with notes.open("ab") as file:
+        file.write(b"\n('mine.yaml', 4, 1)\n" + bytes(range(256)) + b"\n('plan.yaml', 5")  # torn
+    assert is_refused(mine)
+    assert not is_refused(output)
+    write(output, "again")
+    assert not is_refused(output)
+    good = notes.read_bytes()
+    with notes.open("wb") as file:  # a hundred megabytes, which take no room on the disk
+        file.truncate(100 * 2**20)
+        file.seek(0, os.SEEK_END)
+        file.write(good)
+    assert not is_refused(output)
+    notes.write_bytes(good + b"\n")
+    with notes.open("r+b") as file:
+        file.truncate(100 * 2**20)
+    assert is_refused(output)  # the notes about it are too far away
+    notes.unlink()
+    assert is_refused(output)
+
+
+WRITER = """
+import sys
+from d2_memfit.common.files import output_file
+for number in range(100):
+    with output_file(f"{sys.argv[1]}{number}.txt", "w") as file:
+        file.write(sys.argv[1] * number)
+"""
+
+
+def test_two_commands_can_write_to_one_folder_at_once(tmp_path):
+    log = tmp_path / "log"
+    folder = tmp_path / "out"
+    folder.mkdir()
+    processes = [Forked(["-c", WRITER, name], log, cwd=folder) for name in "ab"]
+    assert [process.wait(60) for process in processes] == [0, 0], log.read_text()
+    names = [f"{name}{number}.txt" for name in "ab" for number in range(100)]
+    assert sorted(os.listdir(folder)) == sorted([".d2_memfit", *names])
+    assert not is_refused(*(folder / name for name in names))
+
+
+FULL = """
+import sys, torch
+from d2_memfit.common.files import output_file
+from d2_memfit.errors import exit_on_error
+
+@exit_on_error
+def main():
+    with output_file("out") as file:
+        {what}
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "file.write(bytes(9000))",
+        "torch.save(torch.zeros(9000), file)",
+        "file.write(bytes(10))",  # which fits, and the note about it does not
+    ],
+)
+def test_an_output_for_which_the_disk_has_no_room_is_not_there_and_the_older_one_stays(
+    what, tmp_path
+):
+    write(tmp_path / "out", "older")
+    if "10)" in what:
+        with (tmp_path / ".d2_memfit").open("ab") as notes:
+            notes.write(bytes(9000))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    limits = [(resource.RLIMIT_FSIZE, 8000)]
+    result = run_forked("-c", FULL.format(what=what), cwd=tmp_path, limits=limits)
+    assert result.stderr == "error: out cannot be written (File too large)\n"
+    assert result.returncode == 2
+    after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert after["out"] == b"older"
+    assert after.keys() == before.keys()
+    assert not is_refused(tmp_path / "out")
+
+
+def test_other_errors_in_writing_are_not_about_the_file(tmp_path):
+    with pytest.raises(RuntimeError, match="no disk"), output_file(tmp_path / "out"):
+        raise RuntimeError("no disk")
+    with pytest.raises(ConfigError, match="cannot be written"), output_file("/proc/no"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def dump(kind, folder):
+    file = folder / "config.yaml"
+    if kind == "lazy":
+        cfg = lazy_config(names=["täglich"])
+        cfg.model.shape = ShapeSpec(channels=3)  # an object of Python, which yaml has a tag for
+        cfg.optimizer.names = [f"name {number}" for number in range(99)]
+        LazyConfig.save(cfg, str(file))
+        assert "!!python" in file.read_text()
+    else:
+        cfg = get_detectron2_cfg() if kind == "Detectron2" else tiny_cfg()
+        cfg.DATASETS.TRAIN = ("täglich", "a: b # c", "'", "1e3", "x" * 200)
+        cfg.MODEL.PIXEL_MEAN = cfg.MODEL.PIXEL_STD  # which is written as an alias
+        file.write_text(cfg.dump())
+    return file
+
+
+@pytest.mark.parametrize("kind", ["ours", "Detectron2", "lazy"])
+def test_a_config_that_a_training_wrote_is_known_from_one_that_was_edited(kind, tmp_path):
+    file = dump(kind, tmp_path)
+    text = file.read_text()
+    check_run_folder(str(tmp_path))
+    lines = text.splitlines(keepends=True)
+    middle = len(lines) // 2
+    others = [
+        *("# mine\n" + text, text + "# mine\n", text + "\n", text[:-1], text[: len(text) // 2]),
+        "".join([*lines[:middle], "\n", *lines[middle:]]),
+        "".join([*lines[:middle], "  # mine\n", *lines[middle:]]),
+        text.replace("\n", "\r\n"),
+        text.replace("  ", "    "),
+    ]
+    for other in others:
+        file.write_bytes(other.encode())
+        assert not is_config_dump(str(file))
+        with pytest.raises(ConfigError, match=r"config\.yaml exists, and d2_memfit did not write"):
+            check_run_folder(str(tmp_path))
+
+
+BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "MODEL:\n  MASK_ON: true\nSOLVER:\n  MAX_ITER: 5\n",  # short, and as PyYAML writes it
+        "",
+        "a0: 1\n" + BOMB + "\nVIS_PERIOD: 0\n",
+        "x: [" + "[" * 100_000 + "\nVIS_PERIOD: 0\n",
+        "x: !!python/object/apply:os.mkdir [made]\nVIS_PERIOD: 0 \n",
+        "x: '" + "y" * 2**21 + "'\nVIS_PERIOD: 0\n",
+        "\0\nVIS_PERIOD: 0\n",
+        "- a\n- b\n",
+    ],
+    ids=["short", "empty", "aliases", "nested", "tag", "long", "binary", "list"],
+)
+def test_other_files_are_no_dumps_and_take_no_time(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    start = time.process_time()
+    assert not is_config_dump(str(file))
+    assert time.process_time() - start < 5
+    assert [f.name for f in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_on_another_machine_is_not_looked_at():
+    check_run_folder("s3://bucket/output")
+    check_run_folder("")

@@ -315,6 +315,20 @@ def test_checkpoints_of_plain_detectron2_are_resumed(cfg, log, saves_optimizer):
     assert rates[1] == rates[0][2:]  # from the first iteration on
 
 
+def test_a_config_for_plain_detectron2_is_replaced_until_someone_edits_it(cfg, log):
+    file = Path(cfg.OUTPUT_DIR) / "detectron2_config.yaml"
+    for text in ("", "# for my camera\n"):
+        if text:
+            file.write_text(file.read_text() + text)
+        cfg.SOLVER.MAX_ITER = 1 if text else 2
+        FixedTrainer(cfg).train()
+        assert ("MAX_ITER: 1" in file.read_text()) is False
+        assert (f"{file} was not written by a training, and stays as it is" in log.text) is bool(
+            text
+        )
+    assert file.read_text().endswith("# for my camera\n")
+
+
 def test_plain_detectron2_resumes_our_checkpoints(cfg):
     ours = interrupt_after(2, FixedTrainer, copy_of(cfg, ACCUMULATION_STEPS=2))
     resumed = FixedDefaultTrainer(cfg)

@@ -53,6 +53,16 @@ def test_a_plan_is_written_down_and_taken_again_when_a_run_is_resumed(cfg, tmp_p
     assert "Budget: " in log.text
 
 
+def test_a_file_of_the_user_with_the_name_of_a_plan_stays(cfg, tmp_path):
+    cfg.MEMFIT.BUDGET_GB = process_memory().data_bytes / GB + 20
+    file = tmp_path / "output" / "memfit_plan.yaml"
+    file.parent.mkdir()
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match=r"memfit_plan\.yaml exists, and d2_memfit did not write"):
+        fit_config(cfg)
+    assert file.read_text() == "mine"
+
+
 def test_a_plan_has_a_cost_model_where_a_key_says_so(cfg, tmp_path):
     cfg.MEMFIT.BUDGET_GB = process_memory().data_bytes / GB + 20
     cfg.MEMFIT.MICRO_BATCH = 1

@@ -145,7 +145,7 @@ def test_the_command_that_ends_a_training_works_when_it_is_pasted(cfg, coins, tm
     )
     assert trained.returncode == 0, trained.stderr[-4000:]
     paste(trained.stdout, tmp_path, FOLDER=coins / "val")
-    assert len(list((tmp_path / "predictions" / "pictures").iterdir())) == 16
+    assert len(list((tmp_path / "predictions" / "pictures").glob("*.png"))) == 16
 
 
 def test_weights_of_another_teacher_are_refused(cfg, tmp_path, monkeypatch):

@@ -166,7 +166,7 @@ def test_digits_are_the_same_each_time(tmp_path):
     pytest.importorskip("sklearn")
     for folder in ("first", "second"):
         make_digits(tmp_path / folder)
-    files = [sorted(p for p in (tmp_path / f).rglob("*.*")) for f in ("first", "second")]
+    files = [sorted(p for p in (tmp_path / f).rglob("[!.]*.*")) for f in ("first", "second")]
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
     coco = json.loads((tmp_path / "first" / "val.json").read_text())
     assert {a["category_id"] for a in coco["annotations"]} == set(range(1, 11))

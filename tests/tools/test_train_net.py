@@ -294,7 +294,7 @@ FILES = {
         (["MODEL.DEVICE", "nosuch"], "MODEL.DEVICE 'nosuch' is not a device of PyTorch"),
         (["MODEL.WEIGHTS", "no/such.pth"], "the checkpoint no/such.pth does not exist"),
         (["MODEL.WEIGHTS", "BROKEN.pth"], "cannot read the checkpoint"),
-        (["OUTPUT_DIR", "BROKEN.pth"], "OUTPUT_DIR must be a folder"),
+        (["OUTPUT_DIR", "BROKEN.pth"], "BROKEN.pth is not a folder that you may write to"),
         (["--coco", "other", "no/such.json", "no"], "cannot open no/such.json"),
         (["--coco", "other", "BROKEN.json", "no"], "is not valid JSON"),
         (["--coco", "other", "EMPTY.json", "no"], "dataset other is empty"),
@@ -311,7 +311,7 @@ def test_bad_input_is_one_line_and_leaves_the_output_alone(
 ):
     output_dir = tmp_path / "output"
     output_dir.mkdir()
-    (output_dir / "config.yaml").write_text("of an earlier run\n")
+    (output_dir / "config.yaml").write_text(tiny_cfg().dump())
     (output_dir / "model_0000001.pth").write_text("truncated")
     (output_dir / "last_checkpoint").write_text("model_0000001.pth")
     before = outputs(output_dir)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Union
 
-from ...common.files import whole_file
+from ...common.files import output_file
 from ..device import Block, CachingAllocator
 from ..dry_run import Allocate, Allocation, Free
 
@@ -17,7 +17,7 @@ _Dict = dict[str, Any]
 
 def write_memory_snapshot(events: Iterable[Union[Allocate, Free]], path: Path) -> None:
     """Write :func:`memory_snapshot` like ``torch.cuda.memory._dump_snapshot``."""
-    with whole_file(str(path)) as f:
+    with output_file(path) as f:
         pickle.dump(memory_snapshot(events), f)
 
 

@@ -1,0 +1,457 @@
+# Copyright (c) the d2_memfit developers.
+"""Outputs of all commands and scripts: what is the user's stays, what an earlier command made goes.
+
+The places themselves are tested in tests/common/test_files.py.
+"""
+
+import json
+import os
+import resource
+import runpy
+import shutil
+import sys
+
+import cv2
+import numpy as np
+import pytest
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.utils import logger
+from forks import run_forked
+from PIL import Image
+from tiny import ROOT, tiny_cfg
+from trained import save_trained
+
+from d2_memfit.cli import train, train_lazy
+from d2_memfit.cli.commands import main
+from d2_memfit.inference import picture_name
+
+pytestmark = pytest.mark.slow
+
+MINE = "written by a person\n"
+NOT_OURS = "{} exists, and d2_memfit did not write it, or it was changed since"
+SPECIAL = "needs a file at {}, and there is a folder, link, pipe or device"
+
+PLAN = "plan --config-file tiny.yaml --budget 6 --device cuda"
+ESTIMATE = "estimate --config-file tiny.yaml --device cuda"
+CERTIFY = "certify --config-file tiny.yaml --coco mine val.json val"
+DRAW = "draw --config-file run/config.yaml --coco mine val.json val"
+PREDICT = "predict --config-file run/config.yaml"
+FINDS_NOTHING = "MODEL.ROI_HEADS.SCORE_THRESH_TEST 1.0 INPUT.MIN_SIZE_TEST 32"
+EXPORT = "export --config-file run/config.yaml --input val/000.png"
+TRAIN = "train --config-file tiny.yaml --coco mine val.json val"
+PRUNE = "projects/SmallerModels/prune.py --config-file run/config.yaml --coco mine val.json val"
+QUANTIZE = "projects/SmallerModels/quantize.py --config-file run/config.yaml"
+COMPARE = "projects/SmallerModels/compare.py --coco mine val.json val --model a b tiny.yaml w.pth"
+TILES = "projects/TiledImages/predict.py --config-file {tiles} --output"
+
+# A command, what is there in addition, and the message. "-> FILE" is a symbolic link, "= FILE" a
+# hard one, "|" a pipe, "/" a folder; other texts are those of files.
+ROWS = {
+    # plan
+    f"{PLAN} --output p.yaml": ({"p.yaml": MINE}, NOT_OURS.format("p.yaml")),
+    f"{PLAN} --output empty": ({"empty": ""}, NOT_OURS.format("empty")),
+    f"{PLAN} --output tiny.yaml": ({}, "the output tiny.yaml is the file tiny.yaml, which this co"),
+    f"{PLAN} --output val/../tiny.yaml": ({}, "val/../tiny.yaml is the file tiny.yaml, which this"),
+    f"{PLAN} --output link.yaml": (
+        {"link.yaml": "-> tiny.yaml"},
+        "the output link.yaml is the file tiny.yaml, which this command reads or writes too",
+    ),
+    f"{PLAN} --output same.yaml": (
+        {"same.yaml": "= tiny.yaml"},
+        "the output same.yaml is the file tiny.yaml, which this command reads or writes too",
+    ),
+    f"{PLAN} --output to.yaml": (
+        {"to.yaml": "-> p.yaml", "p.yaml": MINE},
+        SPECIAL.format("to.yaml"),
+    ),
+    f"{PLAN} --output no.yaml": ({"no.yaml": "-> nothing"}, SPECIAL.format("no.yaml")),
+    f"{PLAN} --output plans": ({"plans": "/"}, SPECIAL.format("plans")),
+    f"{PLAN} --output pipe": ({"pipe": "|"}, SPECIAL.format("pipe")),
+    f"{PLAN} --output /dev/null": ({}, SPECIAL.format("/dev/null")),
+    f"{PLAN} --output /dev/full": ({}, SPECIAL.format("/dev/full")),
+    f"{PLAN} --output a/p.yaml": ({"a": MINE}, "/a is not a folder that you may write to"),
+    f"{PLAN} --output a/b/p.yaml": (
+        {"a": "-> nothing"},
+        "/a is not a folder that you may write to",
+    ),
+    f"{PLAN} --output a/p.yaml --html x": (
+        {"a": "/", "a/.d2_memfit": "|"},
+        SPECIAL.format("a/.d2_memfit"),
+    ),
+    f"{PLAN} --output b/p.yaml": (
+        {"b": "/", "b/.d2_memfit": "-> ../tiny.yaml"},
+        SPECIAL.format("b/.d2_memfit"),
+    ),
+    f"{PLAN} --output .d2_memfit": ({}, ".d2_memfit is the file .d2_memfit, which this command"),
+    f"{PLAN} --coco mine val.json val --output val.json": ({}, "val.json is the file val.json, wh"),
+    f"{PLAN} --output x --html x": ({}, "the output x is the file x, which this command reads or"),
+    f"{PLAN} --html ./x --snapshot val/../x": ({}, "val/../x is the file x, which this command"),
+    f"{PLAN} --html page.html": ({"page.html": MINE}, NOT_OURS.format("page.html")),
+    f"{PLAN} --snapshot s.pickle": ({"s.pickle": MINE}, NOT_OURS.format("s.pickle")),
+    f"{PLAN} --device card.yaml --output card.yaml": ({"card.yaml": "{}"}, "is the file card.yaml"),
+    # estimate
+    f"{ESTIMATE} --html page.html": ({"page.html": MINE}, NOT_OURS.format("page.html")),
+    f"{ESTIMATE} --snapshot tiny.yaml": ({}, "tiny.yaml is the file tiny.yaml, which this comma"),
+    f"{ESTIMATE} --snapshot pipe": ({"pipe": "|"}, SPECIAL.format("pipe")),
+    # certify
+    CERTIFY: ({"certificate.pt": MINE}, NOT_OURS.format("certificate.pt")),
+    f"{CERTIFY} --output val.json": ({}, "val.json is the file val.json, which this command read"),
+    f"{CERTIFY} --output val": ({}, SPECIAL.format("val")),
+    # convert
+    "convert --input yolo --output yolo": (
+        {"yolo/train.json": MINE},
+        NOT_OURS.format("yolo/train.json"),
+    ),
+    "convert --input yolo --output out": (
+        {"out": "/", "out/train.json": "|"},
+        SPECIAL.format("out/train.json"),
+    ),
+    "convert --input yolo --output tiny.yaml": ({}, "/tiny.yaml is not a folder that you may writ"),
+    # draw
+    f"{DRAW} --output val/000.png": ({}, NOT_OURS.format("val/000.png")),
+    f"{DRAW} --output p.png": ({"p.png": "-> val/000.png"}, SPECIAL.format("p.png")),
+    f"{DRAW} OUTPUT_DIR run": ({"run/predictions.png": MINE}, "run/predictions.png exists, and d2"),
+    # plot
+    "plot run": ({"run/memory.png": MINE}, NOT_OURS.format("run/memory.png")),
+    "plot run --output out": (
+        {"out": "/", "out/memory.html": MINE},
+        "out/memory.html exists, and ",
+    ),
+    "plot run --output val.json": ({}, "/val.json is not a folder that you may write to"),
+    # predict
+    f"{PREDICT} --input pictures --output .": (
+        {"pictures": "/", "pictures/a.png": "= val/000.png"},
+        "the output pictures/a.png is the file pictures/a.png, which this command reads or writes",
+    ),
+    f"{PREDICT} --input val --output out": (
+        {"out": "/", "out/pictures": "-> ../val"},
+        "the output out/pictures/000.png is the file val/000.png, which this command reads or writ",
+    ),
+    f"{PREDICT} --input val --output mine": (
+        {"mine": "/", "mine/pictures": "/", "mine/pictures/001.png": MINE},
+        NOT_OURS.format("mine/pictures/001.png"),
+    ),
+    f"{PREDICT} --input val --output val": (
+        {"val/images.json": MINE},
+        "val/images.json exists, an",
+    ),
+    f"{PREDICT} --input val --output res": (
+        {"res": "/", "res/coco_instances_results.json": MINE},
+        NOT_OURS.format("res/coco_instances_results.json"),
+    ),
+    f"{PREDICT} --input val --output file": ({"file": MINE}, "/file is not a folder that you may"),
+    f"{PREDICT} --input val --output full": (
+        {"full": "/", "full/pictures": MINE},
+        "/full/pictures is not a folder that you may write to",
+    ),
+    f"{PREDICT} --input val --output pipes": (
+        {"pipes": "/", "pipes/images.json": "|"},
+        SPECIAL.format("pipes/images.json"),
+    ),
+    # export
+    EXPORT: ({"model.ts": MINE}, NOT_OURS.format("model.ts")),
+    f"{EXPORT} --weights w.ts --output w.ts": ({"w.ts": "= run/model_final.pth"}, "the file w.ts"),
+    f"{EXPORT} --output out/m.ts": ({"out": "/", "out/m.ts": "/"}, SPECIAL.format("out/m.ts")),
+    # measure-gpu
+    "measure-gpu --device cpu": ({"measured.jsonl": MINE}, NOT_OURS.format("measured.jsonl")),
+    "measure-gpu --device cpu --output m": (
+        {"m": "/", "m/measured.jsonl": '{"accuracy": 1}\n'},
+        NOT_OURS.format("m/measured.jsonl"),
+    ),
+    "measure-gpu --device cpu --output pipes": (
+        {"pipes": "/", "pipes/measured.jsonl": "|"},
+        SPECIAL.format("pipes/measured.jsonl"),
+    ),
+    # train
+    f"{TRAIN} OUTPUT_DIR out": (
+        {"out": "/", "out/config.yaml": MINE},
+        "out/config.yaml exists, an",
+    ),
+    "train --config-file out/config.yaml --coco mine val.json val OUTPUT_DIR out": (
+        {"out": "/", "out/config.yaml": "# 1 image, for my card\n_BASE_: ../tiny.yaml\n"},
+        NOT_OURS.format("out/config.yaml"),
+    ),
+    f"{TRAIN} --eval-only OUTPUT_DIR eval": (
+        {"eval": "/", "eval/config.yaml": "SOLVER: {MAX_ITER: 5}\n"},
+        NOT_OURS.format("eval/config.yaml"),
+    ),
+    f"{TRAIN} --resume OUTPUT_DIR bombs": (
+        {"bombs": "/", "bombs/config.yaml": "VIS_PERIOD: [\n" + "[" * 10_000},
+        NOT_OURS.format("bombs/config.yaml"),
+    ),
+    f"{TRAIN} OUTPUT_DIR plain": (
+        {"plain": "/", "plain/detectron2_config.yaml": MINE},
+        NOT_OURS.format("plain/detectron2_config.yaml"),
+    ),
+    f"{TRAIN} OUTPUT_DIR links": (
+        {"links": "/", "links/config.yaml": "-> ../tiny.yaml"},
+        SPECIAL.format("links/config.yaml"),
+    ),
+    f"{TRAIN} OUTPUT_DIR logs": (
+        {"logs": "/", "logs/log.txt": "|"},
+        SPECIAL.format("logs/log.txt"),
+    ),
+    "train --config-file tiny.yaml --coco mine o/metrics.json val OUTPUT_DIR o": (
+        {"o": "/", "o/metrics.json": "= val.json"},
+        "o/metrics.json is the file o/metrics.json, which this command reads or writes too",
+    ),
+    "train --config-file lazy.py train.output_dir=lazy": (
+        {"lazy": "/", "lazy/config.yaml": "train: {max_iter: 3}  # a short one\n"},
+        NOT_OURS.format("lazy/config.yaml"),
+    ),
+    # scripts
+    "projects/Coins/make_dataset.py data": (
+        {"data": "/", "data/train.json": MINE},
+        NOT_OURS.format("data/train.json"),
+    ),
+    "projects/Coins/make_dataset.py here": (
+        {"here": "/", "here/val": "/", "here/val/007.png": "= val/000.png"},
+        NOT_OURS.format("here/val/007.png"),
+    ),
+    "projects/Coins/make_dataset.py val.json": ({}, "/val.json is not a folder that you may writ"),
+    "projects/SmallerModels/make_digits.py .": ({}, NOT_OURS.format("val.json")),
+    "projects/TiledImages/make_large_images.py large": (
+        {"large": "/", "large/train": "/", "large/train/001.tif": MINE},
+        NOT_OURS.format("large/train/001.tif"),
+    ),
+    f"{PRUNE} OUTPUT_DIR small": (
+        {"small": "/", "small/pruned.pth": MINE},
+        NOT_OURS.format("small/pruned.pth"),
+    ),
+    f"{PRUNE} OUTPUT_DIR hand": (
+        {"hand": "/", "hand/config.yaml": MINE},
+        NOT_OURS.format("hand/config.yaml"),
+    ),
+    f"{QUANTIZE} --output int8.pth": ({"int8.pth": MINE}, NOT_OURS.format("int8.pth")),
+    f"{QUANTIZE} --output run/model_final.pth": ({}, "is the file run/model_final.pth, which this"),
+    f"{COMPARE} --results val.json": ({}, "val.json is the file val.json, which this command rea"),
+    f"{COMPARE} --results w.pth": ({"w.pth": MINE}, "w.pth is the file w.pth, which this command"),
+    f"{TILES} found.json --input val/000.png": ({"found.json": MINE}, "found.json exists, and d2"),
+    f"{TILES} val/000.png --input val/000.png": ({}, "val/000.png is the file val/000.png, which"),
+    f"{TILES} val.json --coco val.json val": ({}, "val.json is the file val.json, which this co"),
+    "tools/calibrate_device.py card.yaml": ({"card.yaml": MINE}, NOT_OURS.format("card.yaml")),
+}
+
+
+@pytest.fixture(scope="module")
+def users_files(coins, tmp_path_factory):
+    """Configs, a dataset, the folder of a run with its weights, and a dataset of YOLO."""
+    folder = tmp_path_factory.mktemp("outputs") / "files"
+    (folder / "val").mkdir(parents=True)
+    data = json.loads((coins / "val.json").read_text())
+    data["images"] = data["images"][:2]
+    ids = [image["id"] for image in data["images"]]
+    data["annotations"] = [a for a in data["annotations"] if a["image_id"] in ids]
+    (folder / "val.json").write_text(json.dumps(data))
+    for image in data["images"]:
+        shutil.copy(coins / "val" / image["file_name"], folder / "val")
+    save_trained(folder / "run")
+    line = {"iteration": 0, "memfit/allocated_gb": 1.0, "memfit/micro_batch": 1}
+    (folder / "run" / "metrics.json").write_text(json.dumps(line) + "\n")
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER = 2, 2
+    (folder / "tiny.yaml").write_text(cfg.dump())
+    (folder / "lazy.py").write_text(
+        "from lazy_configs import lazy_config\n"
+        "cfg = lazy_config()\n"
+        "model, optimizer, train = cfg.model, cfg.optimizer, cfg.train\n"
+        "dataloader = {'train': cfg.dataloader.train}\n"
+    )
+    for kind in ("images", "labels"):
+        (folder / "yolo" / "train" / kind).mkdir(parents=True)
+    shutil.copy(folder / "val" / "000.png", folder / "yolo" / "train" / "images")
+    (folder / "yolo" / "train" / "labels" / "000.txt").write_text("0 0.5 0.5 0.2 0.2\n")
+    (folder / "yolo" / "data.yaml").write_text("{train: train/images, nc: 1, names: [coin]}")
+    return folder
+
+
+@pytest.fixture
+def here(users_files, tmp_path, monkeypatch):
+    """A copy of these files, as the current folder."""
+    folder = tmp_path / "here"
+    shutil.copytree(users_files, folder)
+    monkeypatch.chdir(folder)
+    yield folder
+    forget_dataset()
+
+
+def forget_dataset():
+    if "mine" in DatasetCatalog.list():
+        DatasetCatalog.remove("mine")
+        MetadataCatalog.remove("mine")
+
+
+def put(name, content):
+    if content == "/":
+        os.mkdir(name)
+    elif content == "|":
+        os.mkfifo(name)
+    elif content.startswith("-> "):
+        os.symlink(content[3:], name)
+    elif content.startswith("= "):
+        os.link(content[2:], name)
+    else:
+        with open(name, "w") as file:
+            file.write(content)
+
+
+def all_files(folder):
+    """Each name with its kind and its content, and the time of its last change."""
+    found = {}
+    for name in sorted(folder.rglob("*")):
+        content = name.read_bytes() if name.is_file() else ""
+        found[str(name)] = os.lstat(name).st_mode, os.lstat(name).st_mtime_ns, content
+    return found
+
+
+def run(words, monkeypatch):
+    command, *arguments = words.format(
+        tiles=ROOT / "projects/TiledImages/configs/mask_rcnn_coins_tiled.yaml"
+    ).split()
+    if "/" in command:
+        monkeypatch.setattr(sys, "argv", [command, *arguments])
+        monkeypatch.setattr(logger, "setup_logger", lambda **_: None)  # it would last
+        runpy.run_path(str(ROOT / command), run_name="__main__")
+    else:
+        main([command, *arguments])
+
+
+@pytest.mark.parametrize("command", ROWS)
+def test_a_file_of_the_user_stays_as_it_is(command, here, monkeypatch, capsys):
+    files, message = ROWS[command]
+    for name, content in files.items():
+        put(name, content)
+    monkeypatch.setattr(train, "launch", None)
+    monkeypatch.setattr(train_lazy, "launch", None)
+    before = all_files(here)
+    with pytest.raises(SystemExit) as e:
+        run(command, monkeypatch)
+    assert e.value.code == 2
+    assert all_files(here) == before
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in lines if line.startswith("error: ")]
+    assert line == lines[-1]
+    assert message in line
+    assert line.startswith("error: the output ")
+    assert line.endswith(": move it, or name another")
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "name"),
+    [
+        (f"{PLAN} --training-only --allow exact --output p.yaml", 1, "p.yaml"),
+        (f"{ESTIMATE} --training-only --snapshot s.pickle", 1, "s.pickle"),
+        ("convert --input yolo --output out", 1, "out/train.json"),
+        (f"{DRAW} OUTPUT_DIR run", 1, "run/predictions.png"),
+        ("plot run", 2, "run/memory.html"),
+        (f"{PREDICT} --input val {FINDS_NOTHING}", 4, "predictions/pictures/001.png"),
+        pytest.param(f"{ESTIMATE} --html page.html", 1, "page.html", marks=LONG),
+        pytest.param(EXPORT, 1, "model.ts", marks=LONG),
+    ],
+)
+def test_what_a_command_made_is_replaced_by_the_next_one_unless_it_was_changed(
+    command, number, name, here, monkeypatch, capsys, log
+):
+    for is_first in (True, False):
+        log.clear()
+        run(command, monkeypatch)
+        forget_dataset()
+        assert (f"{number} earlier outputs are replaced, such as " in log.text) is not is_first
+    output = here / name
+    output.write_bytes(output.read_bytes()[:-1] + b"#")  # of the same size
+    before = all_files(here)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run(command, monkeypatch)
+    assert all_files(here) == before
+    assert NOT_OURS.format(name) in capsys.readouterr().err
+
+
+def test_pictures_are_not_drawn_into_again(here, monkeypatch, capsys):
+    """The first run's pictures are the second one's images, and would be its outputs."""
+    run(f"{PREDICT} --input val --output found", monkeypatch)
+    before = all_files(here)
+    with pytest.raises(SystemExit):
+        run(f"{PREDICT} --input found/pictures --output found", monkeypatch)
+    assert all_files(here) == before
+    picture = "found/pictures/000.png"
+    assert f"the output {picture} is the file {picture}, which this" in capsys.readouterr().err
+    run(f"{PREDICT} --input found/pictures --output found/again", monkeypatch)
+    assert sorted(os.listdir("found/again/pictures")) == [".d2_memfit", "000.png", "001.png"]
+
+
+def test_images_that_differ_in_their_ending_have_different_pictures(here, monkeypatch):
+    names = ["a.bmp", "a.bmp.jpg", "a.bmp.jpg.jpg", "a.bmp.png", "a.jpg", "a.jpg.jpg", "A.JPG"]
+    names += ["a.jpeg", "a.png", "a.tif", "a.tif.bmp", "a.tif.jpg", "a.tiff", "a.v2.jpg", "a.webp"]
+    os.mkdir("all")
+    for number, name in enumerate(names):
+        Image.new("L", (64, 64), 16 * number).convert("RGB").save(f"all/{name}")
+    run(f"{PREDICT} --input all --output found {FINDS_NOTHING}", monkeypatch)
+    images = json.loads((here / "found" / "images.json").read_text())["images"]
+    assert sorted(image["file_name"] for image in images) == sorted(names)
+    pictures = {name: picture_name(here / "all" / name) for name in names}
+    assert len({picture.lower() for picture in pictures.values()}) >= len(names) - 1  # A.JPG
+    assert pictures["a.jpg"], pictures["a.v2.jpg"] == ("a.jpg", "a.v2.jpg")
+    for number, name in enumerate(names):
+        picture = np.asarray(Image.open(here / "found" / "pictures" / pictures[name]).convert("L"))
+        assert abs(picture.mean() - 16 * number) < 3, name
+
+
+def make_video(path, frames, code="mp4v", width=160):
+    video = cv2.VideoWriter(path, cv2.VideoWriter.fourcc(*code), 5.0, (width, 120))
+    rng = np.random.default_rng(0)
+    for _ in range(frames):
+        video.write(rng.integers(0, 255, (120, width, 3), dtype=np.uint8))
+    video.release()
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (f"{PREDICT} --input clip.mp4 --output found {FINDS_NOTHING}", "found/pictures/clip.mp4"),
+        (f"{PREDICT} --input val --output found", "found/pictures/000.png"),
+        (f"{PREDICT} --input small --output found", "found/coco_instances_results.json"),
+        (f"{DRAW} --output found/drawn.png", "found/drawn.png"),
+        ("plot run --output found", "found/memory.png"),
+        (f"{ESTIMATE} --training-only --snapshot found/s.pickle", "found/s.pickle"),
+        pytest.param(f"{ESTIMATE} --html found/page.html", "found/page.html", marks=LONG),
+        pytest.param(f"{EXPORT} --output found/model.ts", "found/model.ts", marks=LONG),
+    ],
+)
+def test_a_full_disk_is_an_error_and_leaves_no_part_of_a_file(command, file, here):
+    """No file can have more than 8 kB."""
+    make_video("clip.mp4", 3)
+    os.mkdir("small")
+    for number in range(6):
+        Image.new("L", (16, 16), 40 * number).convert("RGB").save(f"small/{number}.jpg")
+    limit = [(resource.RLIMIT_FSIZE, 8000)]
+    result = run_forked("-m", "d2_memfit", *command.split(), cwd=here, limits=limit)
+    assert result.returncode == 2, result.stderr
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith(f"error: {file} cannot be written (")
+    assert "Traceback" not in result.stderr
+    left = {file.name for file in (here / "found").rglob("*") if file.is_file()}
+    assert left <= {".d2_memfit", *os.listdir("small")}  # made before the results were too large
+
+
+def test_a_video_that_is_too_wide_is_left_out_and_the_others_are_done(here, monkeypatch, capsys):
+    os.mkdir("videos")
+    make_video("videos/wide.avi", 2, "MJPG", 8200)
+    make_video("videos/z.avi", 2, "MJPG")
+    with pytest.raises(SystemExit) as e:
+        run(f"{PREDICT} --input videos --output found {FINDS_NOTHING}", monkeypatch)
+    assert e.value.code == 3
+    error = "videos/wide.avi: OpenCV has no MP4 of 8200 x 120 pixels"
+    assert error in capsys.readouterr().err.splitlines()
+    assert sorted(os.listdir("found/pictures")) == [".d2_memfit", "z.avi.mp4"]
+
+
+def test_a_whole_video_has_all_images_and_no_other_files(here, monkeypatch):
+    make_video("clip.avi", 4, "MJPG")
+    run(f"{PREDICT} --input clip.avi --output found {FINDS_NOTHING}", monkeypatch)
+    made = cv2.VideoCapture("found/pictures/clip.avi.mp4")
+    assert sum(1 for _ in iter(made.grab, False)) == 4
+    assert sorted(os.listdir("found/pictures")) == [".d2_memfit", "clip.avi.mp4"]
