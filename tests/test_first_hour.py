@@ -57,9 +57,10 @@ def checkout(coins, tmp_path):
 
 
 def split(folder):
-    """Run the code of GETTING_STARTED that makes two files of one."""
-    (code,) = blocks(GETTING_STARTED, "python")
-    result = run_forked("-c", code, cwd=folder)
+    """Make two files of one, as the first command of GETTING_STARTED for data does."""
+    text = "".join(blocks(GETTING_STARTED, "bash"))
+    (line,) = [line for line in text.splitlines() if "--hold-out" in line]
+    result = run_forked("-m", "d2_memfit", *shlex.split(line)[1:], cwd=folder)
     assert result.returncode == 0, result.stderr
     sizes = [
         len(json.loads((folder / f).read_text())["images"]) for f in ("train.json", "val.json")
@@ -81,7 +82,7 @@ def type_commands(page, until, folder, opts, limit_gb=None):
     printed = []
     for line in lines:
         program, *arguments = shlex.split(line)
-        # test_import.py, test_coins.py and test_convert.py run these.
+        # test_import.py, test_coins.py, test_convert.py and split() run these.
         if program in ("pip", "make") or "convert" in arguments:
             continue
         assert program in ("python", "d2-memfit")

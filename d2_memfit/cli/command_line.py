@@ -20,7 +20,7 @@ COMMANDS = {
     "plan": "make a job fit a budget",
     "certify": "say what each iteration of a planned run will need, and fix its data's order",
     "doctor": "test what works with a job, in small iterations on the CPU with injected errors",
-    "convert": "make files in COCO's format of a folder of YOLO, Pascal VOC or Roboflow",
+    "convert": "make COCO files of a dataset of YOLO, Pascal VOC, Roboflow or COCO",
     "draw": "draw what a trained model detects",
     "plot": "draw the memory of a run",
     "predict": "find objects in images and videos with a trained model",
@@ -94,9 +94,8 @@ def command_parser(
     doctor = commands.add_parser("doctor", help=COMMANDS["doctor"])
     _add_job_options(doctor)
     convert = commands.add_parser("convert", help=COMMANDS["convert"])
-    convert.add_argument(
-        "--input", type=Path, metavar="FOLDER", required=True, help="the folder of the dataset"
-    )
+    of_input = "the folder of the dataset, its YAML file (YOLO), or a file in COCO's format"
+    convert.add_argument("--input", type=Path, metavar="PATH", required=True, help=of_input)
     convert.add_argument(
         "--output",
         type=Path,
@@ -104,6 +103,8 @@ def command_parser(
         required=True,
         help="folder for train.json, val.json and test.json; images stay where they are",
     )
+    of_share = "hold out this share of the images for evaluation, such as 0.2, of all classes"
+    convert.add_argument("--hold-out", type=float, metavar="SHARE", help=of_share)
     draw = commands.add_parser("draw", help=COMMANDS["draw"])
     _add_draw_options(draw)
     plot = commands.add_parser("plot", help=COMMANDS["plot"])

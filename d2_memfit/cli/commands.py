@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 from ..common.files import check_outputs, output_file
 from ..config import card_name
-from ..data import check_coco_file, convert_folder
+from ..data import convert_dataset
 from ..doctor import examine
 from ..engine import world_size
 from ..engine.resuming import signals_end_at_once
@@ -153,18 +153,13 @@ def _write_snapshot(dry_job: DryJob, path: Optional[Path]) -> None:
 
 
 def _convert(args: argparse.Namespace) -> None:
-    parts = convert_folder(args.input, args.output)
-    has_masks = False
-    for part in parts:
-        trains = part.name == "train"
-        file = check_coco_file(part.name, str(part.json_file), str(part.image_dir), trains)
-        has_masks |= file.has_masks
+    conversion = convert_dataset(args.input, args.output, args.hold_out)
+    for file, folder in conversion.files:
         print(
-            f"{part.name}: {part.json_file}, {file.facts.num_images} images in {part.image_dir}, "
+            f"{file.name}: {file.json_file}, {file.facts.num_images} images in {folder}, "
             f"{file.facts.num_objects} objects of {len(file.classes)} classes"
         )
-    datasets = [(p.name, str(p.json_file), str(p.image_dir)) for p in parts]
-    print(after_convert(datasets, has_masks))
+    print(*conversion.notes, after_convert(conversion), sep="\n")
 
 
 def _measure(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ..config import CARDS, card_name
+from ..data import Conversion
 
 __all__ = [
     "after_a_look",
@@ -34,15 +35,14 @@ def after_a_look(args: argparse.Namespace) -> str:
     return f"Next, make it fit a card:\n  {_plan(args)}"
 
 
-def after_convert(datasets: Sequence[Sequence[str]], has_masks: bool) -> str:
-    """The line after a conversion, whose datasets are as for ``--coco``."""
-    data = [word for dataset in datasets for word in ("--coco", *dataset)]
-    detector, masks = "COCO-Detection/faster_rcnn", "COCO-InstanceSegmentation/mask_rcnn"
-    config = ["--config-file", f"{masks if has_masks else detector}_R_50_FPN_3x"]
+def after_convert(conversion: Conversion) -> str:
+    """The line after a conversion."""
+    data = [w for f, folder in conversion.files for w in ("--coco", f.name, f.json_file, folder)]
     alone = ""
-    if len(datasets) == 1:
-        alone = "No images are held out for evaluation: docs/GETTING_STARTED.md#2-your-data\n"
-    train = _line("d2-memfit", "train", "--fit", *config, *data)
+    if len(conversion.files) == 1:
+        alone = "No images are held out for evaluation: add --hold-out 0.2 to hold out a fifth\n"
+    config = ["--config-file", conversion.config]
+    train = _line("d2-memfit", "train", "--fit", *config, *data, *conversion.opts)
     return f"\n{alone}Next, train on them:\n  {train}"
 
 

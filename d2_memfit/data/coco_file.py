@@ -18,7 +18,7 @@ from ..errors import DataError
 from .annotations import AnnotationFacts, look_at_annotations
 from .images import check_images
 
-__all__ = ["CocoFile", "check_coco_file", "keypoint_names", "read_json"]
+__all__ = ["CocoFile", "check_coco", "check_coco_file", "keypoint_names", "read_json"]
 
 # The fields that Detectron2 reads in each entry of these lists of a COCO file.
 _FIELDS = {
@@ -26,6 +26,7 @@ _FIELDS = {
     "annotations": {"id", "image_id", "category_id", "bbox"},
     "categories": {"id", "name"},
 }
+_NUMBERS = {int, float}
 _TEXT = (lambda value: isinstance(value, str), "a text")
 # Fields that Detectron2 and pycocotools read if they are there, and what they must be.
 _VALUES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
@@ -105,7 +106,8 @@ def check_coco_file(
     # of COCO's size, twice as long as the rest takes.
     gc.disable()
     try:
-        file = _checked_file(name, json_file, image_dir, for_training)
+        coco = read_json(name, json_file)
+        file = check_coco(name, json_file, coco, image_dir, for_training)
     finally:
         gc.enable()
     if is_large:
@@ -116,10 +118,14 @@ def check_coco_file(
     return file
 
 
-def _checked_file(
-    name: str, json_file: str, image_dir: Optional[str], for_training: bool
+def check_coco(
+    name: str, json_file: str, coco: dict[str, Any], image_dir: Optional[str], for_training: bool
 ) -> CocoFile:
-    coco = read_json(name, json_file)
+    """Check the content of a COCO file as :func:`check_coco_file` does, also before it is written.
+
+    Args:
+        coco: the content.
+    """
     if not for_training:
         coco.setdefault("annotations", [])
     for key in _FIELDS:
@@ -143,7 +149,7 @@ def _checked_file(
         without_area=[
             a["id"]
             for a in coco["annotations"]
-            if not _are_numbers([a.get("area")]) or "iscrowd" not in a
+            if not ("iscrowd" in a and _are_numbers([a.get("area")]))
         ],
         keypoint_names=tuple(keypoint_names(coco)),
     )
@@ -224,8 +230,8 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
 def _are_numbers(values: Any) -> bool:
     """Whether it is a list of finite numbers."""
     try:
-        types = set(map(type, values))
-        return isinstance(values, list) and types <= {int, float} and math.isfinite(sum(values))
+        are_of_types = _NUMBERS.issuperset(map(type, values))
+        return isinstance(values, list) and are_of_types and math.isfinite(sum(values))
     except (OverflowError, TypeError):  # an integer that no float can hold
         return False
 

@@ -1,109 +1,136 @@
 # Copyright (c) the d2_memfit developers.
-"""Folders of YOLO, Pascal VOC and Roboflow, made into files in COCO's format by supervision."""
+"""Datasets of YOLO, Pascal VOC, Roboflow and COCO as COCO files that can be trained on."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+import json
+import os
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, Optional
 
-import yaml
+from detectron2 import model_zoo
 
 from ..common.files import check_outputs, output_file
 from ..errors import ConfigError, DataError
+from .annotations import check_crowd, complaints_about_boxes, complaints_about_labels
+from .coco_file import CocoFile, check_coco, read_json
+from .dataset_settings import fit_to_data
+from .hold_out import hold_out
+from .label_files import Part, PascalVoc, Yolo, parts_of
 
-__all__ = ["ConvertedSplit", "convert_folder"]
+__all__ = ["Conversion", "convert_dataset"]
 
 _ROBOFLOW = "_annotations.coco.json"
-_SPLITS = {"train": "train", "val": "val", "valid": "val", "test": "test"}
+_BOXES = "COCO-Detection/faster_rcnn_R_50_FPN_3x"
+_MASKS = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
 
 
-@dataclass(frozen=True)
-class ConvertedSplit:
-    """One part of a dataset: its name, its file in COCO's format, and the folder of its images."""
+class Conversion(NamedTuple):
+    """Checked COCO files with the folders of their images, lines to print, and a recipe."""
 
-    name: str
-    json_file: Path
-    image_dir: Path
+    files: list[tuple[CocoFile, Path]]
+    notes: list[str]
+    config: str
+    opts: list[str]
 
 
-def convert_folder(folder: Path, output: Path) -> list[ConvertedSplit]:
+def convert_dataset(source: Path, output: Path, held_out: Optional[float] = None) -> Conversion:
     """Write the parts of a dataset as ``output/train.json``, ``val.json`` and ``test.json``.
 
+    Nothing is written unless the checks of training pass. Files of COCO's format stay where they
+    are, unless images are held out. Images always do.
+
     Args:
-        folder: it has a ``data.yaml`` (YOLO), ``.xml`` files beside images or in ``Annotations``
-            (Pascal VOC), or Roboflow's ``_annotations.coco.json``, which need no conversion.
-        output: is made if necessary. Images stay where they are.
+        source: a folder with a ``data.yaml`` (YOLO), ``.xml`` files beside images or in
+            ``Annotations`` (Pascal VOC), or folders with ``_annotations.coco.json`` (Roboflow); or
+            a YAML file of YOLO, or a COCO file with its images beside it or in ``images``.
+        output: is made if necessary.
+        held_out: share of the images that becomes the part "val".
 
     Raises:
-        ConfigError: there is no such folder, it has another layout, or supervision is missing.
-        DataError: a file in it cannot be read.
+        ConfigError: there is no such folder, it has another layout, or images cannot be held out.
+        DataError: a file in it cannot be read, or training would refuse the result.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"--input {folder}: there is no such folder")
-    ready = [
-        ConvertedSplit(_SPLITS.get(file.parent.name, file.parent.name), file, file.parent)
-        for file in sorted(folder.glob(f"*/{_ROBOFLOW}"))
-    ]
-    if ready:
-        return ready
-    parts = list(_yolo(folder) if (folder / "data.yaml").is_file() else _pascal_voc(folder))
-    if not parts:
+    try:
+        parts = _parts(Path(os.path.abspath(source)))
+    except OSError as e:
+        raise DataError(f"--input {source} cannot be read ({e})") from e
+    parts.sort(key=lambda part: part.name != "train")
+    names = [part.name for part in parts]
+    if names[:1] != ["train"] or len(set(names)) < len(names):
+        there = ", ".join(names) or "none"
+        raise ConfigError(f"--input {source} must have one part train, and has {there}")
+    files = [_checked(part, output, part.image_dir) for part in parts]
+    if held_out is not None:
+        if "val" in names:
+            raise ConfigError(f"--hold-out: {source} has a part val already, leave the option out")
+        parts[:1] = hold_out(parts[0], held_out)
+        files[:1] = [_checked(part, output, None) for part in parts[:2]]
+    paths = [{str(p.image_dir / image["file_name"]) for image in p.coco["images"]} for p in parts]
+    for one, other in combinations(range(len(parts)), 2):
+        text = f"images are in {parts[one].name} too, so that results on them say little"
+        parts[other].note(text, *sorted(paths[one] & paths[other]))
+    config, opts, about_labels = _recipe(files)
+    written = [(part, file) for part, file in zip(parts, files) if part.json_file is None]
+    check_outputs([file.json_file for _, file in written], [source])
+    for part, file in written:
+        with output_file(file.json_file, "w") as f:
+            json.dump({"info": {"notes": part.notes}, **part.coco}, f)
+    notes = [line for part in parts for line in part.lines()]
+    image_dirs = [part.image_dir for part in parts]
+    return Conversion(list(zip(files, image_dirs)), notes + about_labels, config, opts)
+
+
+def _parts(source: Path) -> list[Part]:
+    if source.suffix == ".json" and source.is_file():
+        images = source.parent / "images"
+        folder = images if images.is_dir() else source.parent
+        return [Part("train", read_json("train", str(source)), folder, source)]
+    if source.is_file():
+        return parts_of(Yolo(source))
+    if ready := sorted(source.glob(f"*/{_ROBOFLOW}")):
+        names = ["val" if file.parent.name == "valid" else file.parent.name for file in ready]
+        named = zip(names, ready)
+        return [Part(name, read_json(name, str(f)), f.parent, f) for name, f in named]
+    dataset = Yolo(source / "data.yaml") if (source / "data.yaml").is_file() else PascalVoc(source)
+    if not source.is_dir() or not dataset.parts:
         raise ConfigError(
-            f"--input {folder} has neither a data.yaml (YOLO) nor .xml files (Pascal VOC) nor "
-            f"{_ROBOFLOW} (Roboflow)"
+            f"--input {source} has neither a data.yaml with parts (YOLO) nor .xml files (Pascal "
+            f"VOC) nor folders with {_ROBOFLOW} (Roboflow). Name a COCO file itself"
         )
-    check_outputs([output / f"{name}.json" for name, *_ in parts])
-    converted = []
-    for name, images, load in parts:
-        file = output / f"{name}.json"
+    return parts_of(dataset)
+
+
+def _checked(part: Part, output: Path, image_dir: Optional[Path]) -> CocoFile:
+    """A part that has passed the checks of training; without a folder, but for its images."""
+    file = str(part.json_file or output / f"{part.name}.json")
+    folder = str(image_dir) if image_dir else None
+    checked = check_coco(part.name, file, part.coco, folder, part.name == "train")
+    check_crowd(checked.facts)
+    return checked
+
+
+def _recipe(files: Sequence[CocoFile]) -> tuple[str, list[str], list[str]]:
+    """A recipe that learns the labels, its KEY VALUE pairs, and lines about the labels.
+
+    Raises:
+        DataError: not even boxes can be learnt.
+    """
+    has_codes = any(file.facts.case("rle") for file in files)
+    opts = ["INPUT.MASK_FORMAT", "bitmask"] if has_codes else []
+    notes = []
+    for config in [_MASKS, _BOXES] if any(file.has_masks for file in files) else [_BOXES]:
+        cfg = model_zoo.get_config(f"{config}.yaml")
+        cfg.merge_from_list(opts)
         try:
-            dataset = load()
-            with output_file(file) as written:
-                dataset.as_coco(annotations_path=written.name)
-        except ConfigError:
-            raise
-        except Exception as e:  # as various as the files
-            raise DataError(f"{images} cannot be converted ({type(e).__name__}: {e})") from e
-        converted.append(ConvertedSplit(name, file, images))
-    return converted
-
-
-def _load(layout: str, *places: Path) -> Any:
-    """Supervision's dataset of a folder: a class method of ``DetectionDataset``, and its paths."""
-    try:
-        from supervision import DetectionDataset
-    except ImportError as e:
-        raise ConfigError(
-            f"folders are converted by supervision ({e}): pip install supervision"
-        ) from e
-    return getattr(DetectionDataset, layout)(*map(str, places))
-
-
-def _yolo(folder: Path) -> Iterator[tuple[str, Path, Any]]:
-    """The parts that ``data.yaml`` names. Labels are in a folder ``labels`` like ``images``."""
-    file = folder / "data.yaml"
-    try:
-        data = dict(yaml.safe_load(file.read_text()))
-    except (OSError, TypeError, ValueError, yaml.YAMLError) as e:
-        raise DataError(f"{file} cannot be read ({type(e).__name__}: {e})") from e
-    root = folder / str(data.get("path") or "")
-    for key in (key for key in ("train", "val", "test") if isinstance(data.get(key), str)):
-        # Roboflow writes ../train/images for a folder beside data.yaml.
-        places = [root / data[key], folder / data[key], folder / data[key].removeprefix("../")]
-        images = next((place.resolve() for place in places if place.is_dir()), None)
-        if images is None:
-            raise DataError(f"{file}: {key}: there is no folder {data[key]}")
-        *before, _, after = f"/{images}/".rpartition("/images/")
-        labels = Path("".join(before)) / "labels" / after.strip("/")
-
-        yield key, images, partial(_load, "from_yolo", images, labels, file)
-
-
-def _pascal_voc(folder: Path) -> Iterator[tuple[str, Path, Any]]:
-    """Folders with ``.xml`` files: ``train``, ``valid`` and ``test``, or one for all images."""
-    places = [(_SPLITS[name], folder / name, folder / name) for name in _SPLITS]
-    places += [("train", folder / "JPEGImages", folder / "Annotations"), ("train", folder, folder)]
-    for name, images, annotations in places:
-        if images.is_dir() and any(annotations.glob("*.xml")):
-            yield name, images, partial(_load, "from_pascal_voc", images, annotations)
+            fit_to_data(cfg, files[:1], files[1:], ())
+            break
+        except DataError as e:
+            if config == _BOXES:
+                raise
+            notes.append(f"Only boxes can be learnt, because of {e}")
+    for file in files:
+        about_boxes = complaints_about_boxes(file.facts.cases, file.facts.num_objects)
+        about_labels = complaints_about_labels(cfg, file.facts)
+        notes += [f"{file.name}: {text}" for _, text in [*about_boxes, *about_labels]]
+    return config, opts if config == _MASKS else [], notes

@@ -9,7 +9,7 @@ from detectron2.config import get_cfg as get_detectron2_cfg
 
 from ..common.checks import value_of
 from ..errors import ConfigError, DataError
-from .annotations import check_boxes, check_polygons, complaints_about_labels
+from .annotations import TOLERABLE, check_boxes, check_masks, complaints_about_labels
 from .coco_file import CocoFile
 from .schedule import RULE, SCHEDULE_KEYS, fine_tuning_schedule, periods
 
@@ -160,9 +160,9 @@ def _check_labels(cfg: CfgNode, file: CocoFile) -> None:
     """Check what training and evaluation draw, compare or count; the trainer warns of the rest."""
     where = f"{file.name}, {file.json_file}: "
     check_boxes(file.facts, where)
-    check_polygons(cfg, file.facts, where)
+    check_masks(cfg, file.facts, where)
     for fault, complaint in complaints_about_labels(cfg, file.facts):
-        if fault != "thin_mask" or not file.has_masks:
+        if fault not in TOLERABLE:
             raise DataError(where + complaint)
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from ..errors import DataError
 from .annotations import Case
 
-__all__ = ["check_images", "complaints_about_images", "look_at_images"]
+__all__ = ["check_images", "complaints_about_images", "look_at_images", "read_header"]
 
 # Wall-clock seconds to open files, spread evenly over the dataset: some 10,000 on a local disk. The
 # order is always the same.
@@ -115,20 +115,10 @@ def _look_into(
     file: str, expected: tuple[Optional[int], Optional[int]], cases: dict[str, Case]
 ) -> None:
     try:
-        if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
-            raise OSError("it is a pipe, a socket or a device")  # reading it may wait for ever
-        with Image.open(file) as image:
-            size = image.size
-            mode = image.mode
-            if _may_be_truncated(file, image.format):
-                image.load()
-            # For a PNG, PIL would decode the image to look for EXIF, which is rare there.
-            asks = image.format != "PNG" or "exif" in image.info
-            orientation = image.getexif().get(_ORIENTATION, 1) if asks else 1
+        (width, height), mode, orientation = read_header(file)
     except Exception as e:  # PIL raises SyntaxError and others, besides OSError
         _count(cases, "unreadable", f"{file} ({type(e).__name__}: {e})")
         return
-    width, height = size[::-1] if orientation in _LIES_ON_ITS_SIDE else size
     if None not in expected and (width, height) != expected:
         text = f"{file} has {(width, height)} pixels of width and height, its entry says {expected}"
         _count(cases, "size", text)
@@ -136,6 +126,26 @@ def _look_into(
         _count(cases, "turned", f"{file}, orientation {orientation}")
     if mode.startswith(_DEEP):
         _count(cases, "deep", f"{file}, mode {mode}")
+
+
+def read_header(file: str) -> tuple[tuple[int, int], str, int]:
+    """Width and height of an image as Detectron2 loads it, PIL's mode, and EXIF's orientation.
+
+    Raises:
+        Exception: of many types, if the image cannot be decoded, or ends too early.
+    """
+    if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
+        raise OSError("it is a pipe, a socket or a device")  # reading it may wait for ever
+    with Image.open(file) as image:
+        width, height = image.size
+        mode = image.mode
+        if _may_be_truncated(file, image.format):
+            image.load()
+        # For a PNG, PIL would decode the image to look for EXIF, which is rare there.
+        asks = image.format != "PNG" or "exif" in image.info
+        orientation = image.getexif().get(_ORIENTATION, 1) if asks else 1
+    is_on_its_side = orientation in _LIES_ON_ITS_SIDE
+    return (height, width) if is_on_its_side else (width, height), mode, orientation
 
 
 def _may_be_truncated(file: str, image_format: Optional[str]) -> bool:

@@ -18,7 +18,7 @@ from ..data import (
     AnnotationFacts,
     check_boxes,
     check_crowd,
-    check_polygons,
+    check_masks,
     look_at_annotations,
     look_at_dataset,
     shorter_sides,
@@ -129,7 +129,7 @@ def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: boo
 
 def _check_annotations(facts: AnnotationFacts, cfg: CfgNode, says_all: bool) -> None:
     if says_all:
-        check_polygons(cfg, facts)
+        check_masks(cfg, facts)
     check_boxes(facts)
     check_crowd(facts)
 
@@ -142,7 +142,7 @@ def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
             len(dicts),
         )
     if cfg.MODEL.MASK_ON:
-        check_polygons(cfg, look_at_annotations(dicts))
+        check_masks(cfg, look_at_annotations(dicts))
 
 
 def _warn_of_small_shm(cfg: CfgNode, facts: AnnotationFacts, num_ranks: int) -> None:

@@ -1,180 +1,217 @@
 # Copyright (c) the d2_memfit developers.
-"""Folders of YOLO, Pascal VOC and Roboflow, whose COCO files have the objects that were written."""
+"""Datasets of YOLO, Pascal VOC, Roboflow and COCO, whose COCO files are those that train takes."""
 
 import json
 import shlex
-import shutil
 
-import cv2
 import pytest
-
-from d2_memfit.cli.commands import main
-from d2_memfit.data import convert_folder
-from d2_memfit.errors import ConfigError, DataError
-
-pytest.importorskip("supervision", reason="supervision needs Python 3.10")
-
-
-@pytest.fixture(scope="module")
-def photographs(coins):
-    """For each part, some images of Coins and their annotations; the last has none."""
-    found = {}
-    for part in ("train", "val"):
-        data = json.loads((coins / f"{part}.json").read_text())
-        found[part] = []
-        for image in data["images"][:4]:
-            objects = [a for a in data["annotations"] if a["image_id"] == image["id"]]
-            found[part].append((coins / part / image["file_name"], objects))
-        found[part][-1] = (found[part][-1][0], [])
-    return found
-
-
-def write_yolo(folder, photographs, layout="{part}/{kind}", masks=False, **yaml):
-    for part, images in photographs.items():
-        places = {
-            kind: folder / layout.format(part=part, kind=kind) for kind in ("images", "labels")
-        }
-        for place in places.values():
-            place.mkdir(parents=True)
-        for file, objects in images:
-            shutil.copy(file, places["images"])
-            height, width = cv2.imread(str(file)).shape[:2]
-            lines = []
-            for a in objects:
-                x, y, w, h = a["bbox"]
-                numbers = (x + w / 2, y + h / 2, w, h)
-                if masks:
-                    numbers = a["segmentation"][0]
-                scaled = (f"{n / (height if i % 2 else width):.6f}" for i, n in enumerate(numbers))
-                lines.append(" ".join(["0", *scaled]))
-            (places["labels"] / f"{file.stem}.txt").write_text("\n".join(lines))
-    names = {part: layout.format(part=part, kind="images") for part in photographs}
-    data = {**names, "nc": 1, "names": ["coin"], **yaml}
-    (folder / "data.yaml").write_text(json.dumps(data))  # which is YAML too
-
-
-def write_voc(folder, images):
-    folder.mkdir(parents=True)
-    for file, objects in images:
-        shutil.copy(file, folder)
-        height, width = cv2.imread(str(file)).shape[:2]
-        boxes = ""
-        for a in objects:
-            x, y, w, h = a["bbox"]
-            corners = {"xmin": x + 1, "ymin": y + 1, "xmax": x + w + 1, "ymax": y + h + 1}
-            inner = "".join(f"<{name}>{value}</{name}>" for name, value in corners.items())
-            boxes += f"<object><name>coin</name><bndbox>{inner}</bndbox></object>"
-        size = f"<size><width>{width}</width><height>{height}</height><depth>3</depth></size>"
-        text = f"<annotation><filename>{file.name}</filename>{size}{boxes}</annotation>"
-        (folder / f"{file.stem}.xml").write_text(text)
-
-
-def boxes_of(json_file):
-    data = json.loads(json_file.read_text())
-    found = {image["file_name"]: [] for image in data["images"]}
-    names = {image["id"]: image["file_name"] for image in data["images"]}
-    for a in data["annotations"]:
-        found[names[a["image_id"]]].append(a["bbox"])
-    return found
-
-
-def in_order(boxes):
-    return sorted(boxes, key=lambda box: [round(number) for number in box])
-
-
-def check_boxes(converted, photographs, abs=0.05):
-    assert [part.name for part in converted] == list(photographs)
-    for part in converted:
-        found = boxes_of(part.json_file)
-        assert len(found) == len(photographs[part.name])
-        for file, objects in photographs[part.name]:
-            assert (part.image_dir / file.name).is_file()
-            assert len(found[file.name]) == len(objects)
-            written = [a["bbox"] for a in objects]
-            for box, one in zip(in_order(found[file.name]), in_order(written)):
-                assert box == pytest.approx(one, abs=abs)
-
-
-@pytest.mark.parametrize(
-    ("layout", "yaml"),
-    [
-        ("{part}/{kind}", {}),
-        ("{kind}/{part}", {}),
-        ("{part}/{kind}", {"train": "../train/images", "val": "../val/images"}),
-        ("data/{kind}/{part}", {"path": "data", "train": "images/train", "val": "images/val"}),
-    ],
-    ids=["Roboflow", "Ultralytics", "with dots", "with a path"],
+from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog
+from small_datasets import (
+    SQUARE,
+    box_row,
+    coco_of,
+    polygon_xml,
+    row_of,
+    write_voc,
+    write_yolo,
 )
-def test_yolo(photographs, tmp_path, layout, yaml):
-    write_yolo(tmp_path / "in", photographs, layout, **yaml)
-    check_boxes(convert_folder(tmp_path / "in", tmp_path / "out"), photographs)
+
+from d2_memfit.cli import train
+from d2_memfit.cli.commands import main
+from d2_memfit.data import convert_dataset
+from d2_memfit.errors import DataError
+
+MASKS, BOXES = (
+    "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x",
+    "COCO-Detection/faster_rcnn_R_50_FPN_3x",
+)
 
 
-def test_polygons_of_yolo_are_masks(photographs, tmp_path, capsys):
-    write_yolo(tmp_path / "in", photographs, masks=True)
-    main(["convert", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")])
-    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    assert "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x" in command
-    data = json.loads((tmp_path / "out" / "train.json").read_text())
-    areas = sorted(a["area"] for a in data["annotations"])
-    expected = sorted(a["area"] for _, objects in photographs["train"] for a in objects)
-    assert areas == pytest.approx(expected, rel=0.15)  # of pixels, and of polygons
+def write_coco(folder, number=10, images="images", **changes):
+    file = folder / "annotations.json"
+    coco = coco_of(number, lambda i: [1, 2] if i % 2 else [1], folder / images, **changes)
+    file.write_text(json.dumps(coco))
+    return file
 
 
-def test_pascal_voc(photographs, tmp_path):
-    for part, images in photographs.items():
-        write_voc(tmp_path / "in" / {"val": "valid"}.get(part, part), images)
-    check_boxes(convert_folder(tmp_path / "in", tmp_path / "out"), photographs, abs=1.01)
+def write_roboflow(folder, parts=("train", "valid", "test")):
+    for part in parts:
+        coco = coco_of(2, folder=folder / part)
+        (folder / part / "_annotations.coco.json").write_text(json.dumps(coco))
+    return folder
 
 
-def test_a_folder_without_held_out_images_is_said(photographs, tmp_path, capsys):
-    write_voc(tmp_path / "in", photographs["train"])
-    main(["convert", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")])
-    assert "\nNo images are held out for evaluation: docs/" in capsys.readouterr().out
+def with_masks(coco):
+    for annotation in coco["annotations"]:
+        annotation["segmentation"] = [[n for x_y in SQUARE for n in x_y]]
+    return coco
 
 
-def test_what_roboflow_writes_for_coco_is_there_already(coins, tmp_path):
-    for part in ("train", "valid"):
-        shutil.copytree(coins / "val", tmp_path / part)
-        shutil.copy(coins / "val.json", tmp_path / part / "_annotations.coco.json")
-    parts = convert_folder(tmp_path, tmp_path / "out")
-    assert [(p.name, p.image_dir) for p in parts] == [
-        ("train", tmp_path / "train"),
-        ("val", tmp_path / "valid"),
-    ]
+DIAGONAL = [[2, 2], [60, 44], [60.4, 43.6], [2.4, 1.6]]
+LISTS = {"train": [0, 1], "val": [2], "test": [3]}
+# Makes a dataset in a folder and returns the input; options, parts, and the recipe.
+DATASETS = {
+    "boxes of YOLO": (write_yolo, "", "train val", BOXES),
+    "polygons of YOLO": (
+        lambda folder: write_yolo(
+            folder, [row_of(SQUARE), row_of(DIAGONAL), row_of(SQUARE[:3], 1)]
+        ),
+        "",
+        "train val",
+        MASKS,
+    ),
+    "YOLO, held out": (
+        lambda folder: write_yolo(folder, train=["train/images", "val/images"], val=None),
+        "--hold-out 0.5",
+        "train val",
+        BOXES,
+    ),
+    "a YAML file": (
+        lambda folder: (write_yolo(folder) / "data.yaml").rename(folder / "coco8.yml"),
+        "",
+        "train val",
+        BOXES,
+    ),
+    "Pascal VOC": (lambda folder: write_voc(folder, LISTS), "", "train val test", BOXES),
+    "polygons of VOC": (
+        lambda folder: write_voc(
+            folder,
+            objects=[("coin", (3, 3, 61, 45), polygon_xml(*SQUARE) + polygon_xml(*DIAGONAL))],
+        ),
+        "--hold-out 0.25",
+        "train val",
+        MASKS,
+    ),
+    "Roboflow": (write_roboflow, "", "train test val", BOXES),
+    "Roboflow's single part": (
+        lambda folder: write_roboflow(folder, ["train"]),
+        "--hold-out 0.5",
+        "train val",
+        BOXES,
+    ),
+    "COCO": (write_coco, "--hold-out 0.2", "train val", BOXES),
+    "COCO beside its images": (lambda f: write_coco(f, images=""), "", "train", BOXES),
+}
+
+
+@pytest.fixture
+def accepted(monkeypatch):
+    """Takes the printed command as training does, before it starts; gives the datasets' dicts."""
+
+    def call(command):
+        program, name, *arguments = shlex.split(command)
+        assert (program, name) == ("d2-memfit", "train")
+        args = train.argument_parser().parse_args([*arguments, "MODEL.WEIGHTS", ""])
+        args.fit = False  # which plans
+        train.prepare(args)
+        cfg = train.make_cfg(args)
+        mapper = DatasetMapper(cfg, is_train=True)
+        found = {}
+        for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
+            found[name] = DatasetCatalog.get(name)
+            for d in found[name]:  # as a worker of the loader does
+                instances = mapper(d)["instances"]
+                assert len(instances) == len(d["annotations"])
+                assert instances.has("gt_masks") == cfg.MODEL.MASK_ON or not len(instances)
+        return found
+
+    yield call
+    for name in {"train", "val", "test"} & set(DatasetCatalog.list()):
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_what_is_written_is_what_train_takes(tmp_path, capsys, accepted, dataset):
+    write, options, parts, recipe = DATASETS[dataset]
+    source, output = write(tmp_path / "in"), tmp_path / "out"
+    before = {f: f.stat().st_mtime_ns for f in (tmp_path / "in").rglob("*")}
+    main(["convert", "--input", str(source), "--output", str(output), *options.split()])
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert [line.partition(":")[0] for line in lines[: len(parts.split())]] == parts.split()
+    assert ("No images are held out" in printed) == (parts == "train")
+    command = lines[-1]
+    assert recipe in command
+    found = accepted(command)
+    assert list(found) == parts.split()
+    assert sum(len(d["annotations"]) for d in found["train"])
+    for name in parts.split():
+        objects = sum(len(d["annotations"]) for d in found[name])
+        assert f" {len(found[name])} images in " in lines[parts.split().index(name)]
+        assert f", {objects} objects of " in lines[parts.split().index(name)]
+    assert {f: f.stat().st_mtime_ns for f in (tmp_path / "in").rglob("*")} == before
+
+
+def test_nothing_is_written_for_files_that_are_there_already(tmp_path):
+    convert_dataset(write_roboflow(tmp_path / "in"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_checks_what_it_wrote_and_names_the_next(photographs, tmp_path, capsys):
-    write_yolo(tmp_path / "in", photographs)
-    main(["convert", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")])
-    printed = capsys.readouterr().out
-    objects = sum(len(objects) for _, objects in photographs["train"])
-    assert f"4 images in {tmp_path}/in/train/images, {objects} objects of 1 classes" in printed
-    assert "held out" not in printed
-    command = shlex.split(printed.splitlines()[-1])
-    assert command[:5] == ["d2-memfit", "train", "--fit", "--config-file", command[4]]
-    assert command[4] == "COCO-Detection/faster_rcnn_R_50_FPN_3x"
-    assert command[5:8] == ["--coco", "train", str(tmp_path / "out" / "train.json")]
+def test_the_part_to_train_on_comes_first(tmp_path):
+    conversion = convert_dataset(write_roboflow(tmp_path / "in"), tmp_path / "out")
+    assert [file.name for file, _ in conversion.files] == ["train", "test", "val"]
 
 
-def test_what_cannot_be_converted_is_one_line(photographs, tmp_path):
-    with pytest.raises(ConfigError, match="there is no such folder"):
-        convert_folder(tmp_path / "no", tmp_path / "out")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"has neither a data\.yaml"):
-        convert_folder(tmp_path / "empty", tmp_path / "out")
-    write_yolo(tmp_path / "in", photographs, train="no/images")
-    with pytest.raises(DataError, match="train: there is no folder no/images"):
-        convert_folder(tmp_path / "in", tmp_path / "out")
-    (tmp_path / "in" / "data.yaml").write_text("[1")
-    with pytest.raises(DataError, match=r"data\.yaml cannot be read"):
-        convert_folder(tmp_path / "in", tmp_path / "out")
+def test_how_to_hold_images_out_is_said(tmp_path, capsys):
+    main(["convert", "--input", str(write_voc(tmp_path / "in")), "--output", str(tmp_path / "out")])
+    line = "No images are held out for evaluation: add --hold-out 0.2 to hold out a fifth"
+    assert line in capsys.readouterr().out.splitlines()
 
 
-def test_labels_that_are_no_numbers_are_one_line_and_leave_no_file(photographs, tmp_path):
-    write_yolo(tmp_path / "in", photographs)
-    next((tmp_path / "in" / "train" / "labels").iterdir()).write_text("0 a b c d\n")
-    with pytest.raises(DataError, match="train/images cannot be converted"):
-        convert_folder(tmp_path / "in", tmp_path / "out")
-    assert not list((tmp_path / "out").glob("*.json"))
+def test_images_in_two_parts_are_named(tmp_path):
+    lists = {"train": [0, 1, 2], "val": [2, 3], "test": [2]}
+    notes = convert_dataset(write_voc(tmp_path / "in", lists), tmp_path / "out").notes
+    image = tmp_path / "in" / "JPEGImages" / "2.jpg"
+    text = "too, so that results on them say little"
+    assert notes == [
+        f"val: 1 images are in train {text}: {image}",
+        f"test: 1 images are in train {text}: {image}",
+        f"test: 1 images are in val {text}: {image}",
+    ]
+
+
+def test_all_that_is_left_out_is_in_the_file_too(tmp_path):
+    rows = [box_row(8, 8, 16, 16)] * 9 + ["0 9 9 1 1"] * 7
+    conversion = convert_dataset(write_yolo(tmp_path / "in", rows), tmp_path / "out")
+    (line,) = conversion.notes
+    assert line.count("train.txt, line ") == 3
+    info = json.loads((tmp_path / "out" / "train.json").read_text())["info"]
+    ((text, places),) = info["notes"].items()
+    assert f"train: 7 {text}: {places[0]}; {places[1]}; {places[2]}" == line
+    assert [place.rpartition(", ")[2] for place in places] == [
+        f"line {n} (it lies outside its image)" for n in range(10, 17)
+    ]
+
+
+def test_boxes_are_learnt_where_some_objects_have_no_mask(tmp_path):
+    rows = [row_of(SQUARE), box_row(8, 8, 16, 16)]
+    conversion = convert_dataset(write_yolo(tmp_path / "in", rows), tmp_path / "out")
+    assert conversion.config == BOXES
+    (line,) = [line for line in conversion.notes if line.startswith("Only boxes can be learnt")]
+    assert "MODEL.MASK_ON True, and 1 of 2 objects have no mask" in line
+
+
+def test_masks_away_from_their_boxes_are_named(tmp_path):
+    away = polygon_xml([40, 30], [60, 30], [60, 44])
+    objects = [("coin", (9, 9, 24, 24), polygon_xml(*SQUARE))] * 3
+    objects.append(("coin", (9, 9, 24, 24), away))
+    conversion = convert_dataset(write_voc(tmp_path / "in", objects=objects), tmp_path / "out")
+    assert conversion.config == MASKS
+    assert any("4 of 16 masks lie for the most part outside" in line for line in conversion.notes)
+
+
+def test_codes_are_trained_on_as_bit_masks(tmp_path):
+    coco = with_masks(coco_of(2, folder=tmp_path / "images"))
+    code = {"size": [48, 64], "counts": [8 * 48 + 8, 16, 32, 16, 48 * 64 - 8 * 48 - 72]}
+    coco["annotations"][0].update(segmentation=code, bbox=[8, 8, 2, 16])
+    (tmp_path / "a.json").write_text(json.dumps(coco))
+    conversion = convert_dataset(tmp_path / "a.json", tmp_path / "out", 0.5)
+    assert (conversion.config, conversion.opts) == (MASKS, ["INPUT.MASK_FORMAT", "bitmask"])
+
+
+def test_a_crowd_that_training_cannot_compare_is_refused(tmp_path):
+    row = box_row(8, 8, 16, 16)
+    write_yolo(tmp_path / "in", [row] * 50_001)
+    with pytest.raises(DataError, match=r"train\.jpg has 50,001 objects"):
+        convert_dataset(tmp_path / "in", tmp_path / "out")

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from detectron2.structures import BoxMode
 from PIL import Image
+from pycocotools import mask as coco_masks
 
 from d2_memfit import get_cfg
 from d2_memfit.data import (
     check_boxes,
     check_crowd,
-    check_polygons,
+    check_masks,
     look_at_annotations,
     look_at_dataset,
     warnings_about_data,
@@ -33,6 +34,21 @@ def annotation(**changes):
         "segmentation": [TRIANGLE],
     }
     return {key: value for key, value in {**whole, **changes}.items() if value is not ...}
+
+
+def boxed(x, y, w, h):
+    """An object whose mask is half of its box."""
+    return annotation(bbox=[x, y, w, h], segmentation=[[x, y, x + w, y, x + w, y + h]])
+
+
+def code_of(x, y, w, h, size=(20, 30), compressed=True):
+    """The run-length code of a mask that is a box."""
+    mask = np.zeros(size, np.uint8, order="F")
+    mask[y : y + h, x : x + w] = 1
+    if compressed:
+        return coco_masks.encode(mask)
+    changes = np.flatnonzero(np.diff(mask.ravel("F"), prepend=0, append=2))
+    return {"size": list(size), "counts": np.diff(changes, prepend=0).tolist()}
 
 
 def dicts_of(*annotations):
@@ -62,16 +78,22 @@ def test_nothing_is_said_of_what_is_good():
     assert warnings_of(dicts_of(annotation(bbox=[NAN] * 4, iscrowd=1))) == []  # not trained on
     corners = annotation(bbox=np.array([1, 1, 9, 9]), bbox_mode=BoxMode.XYXY_ABS)
     assert warnings_of(dicts_of(corners)) == []
-    at_the_edge = annotation(bbox=[25, 15, 8, 7]), annotation(bbox=[-1.5, -2, 9, 9])
-    lines = annotation(bbox=[5, 5, 1, 9]), annotation(bbox=[0, 0, 30, 1])
+    at_the_edge = boxed(25, 15, 8, 7), boxed(-1.5, -2, 9, 9)
+    lines = boxed(5, 5, 1, 9), boxed(0, 0, 30, 1)
     assert warnings_of(dicts_of(*at_the_edge, *lines)) == []
     turned = annotation(bbox=[5, 5, 8, 8, 45.0], bbox_mode=BoxMode.XYWHA_ABS)
     assert warnings_of(dicts_of(turned)) == []
     assert warnings_of(dicts_of(annotation(category_id=np.int64(1)))) == []
-    mask = annotation(segmentation={"size": [20, 30], "counts": b"X"})
+    masks = [code_of(1, 1, 8, 8), code_of(1, 1, 8, 8, compressed=False), np.ones((20, 30))]
     cfg = cfg_of()
     cfg.INPUT.MASK_FORMAT = "bitmask"
-    assert warnings_of(dicts_of(mask, annotation(segmentation=np.ones((20, 30)))), cfg) == []
+    assert warnings_of(dicts_of(*[annotation(segmentation=m) for m in masks]), cfg) == []
+    part_of_the_box = annotation(segmentation=[[1, 1, 1, 3, 3, 3]])
+    rounded = annotation(segmentation=[[0, 0, 10, 0, 10, 10, 0, 10]])
+    bow = annotation(segmentation=[[1, 1, 9, 9, 9, 1, 1, 8]])
+    parts = annotation(segmentation=[[1, 1, 3, 1, 3, 3], [9, 9, 7, 9, 9, 7], [5, 5, 29, 19]])
+    turned = annotation(bbox=[5, 5, 8, 8, 45.0], bbox_mode=BoxMode.XYWHA_ABS)
+    assert warnings_of(dicts_of(part_of_the_box, rounded, bow, parts, turned)) == []
 
 
 WRONG = {
@@ -118,16 +140,60 @@ WRONG = {
     ),
     "odd": (annotation(segmentation=[[*TRIANGLE, 1]]), "a polygon with an odd number of coord"),
     "code": (
-        annotation(segmentation={"size": [20, 30], "counts": b"X"}),
+        annotation(segmentation=code_of(1, 1, 8, 8)),
         "INPUT.MASK_FORMAT polygon, and 1 of 4 masks are run-length codes. Set it bitmask",
     ),
     "other size": (
-        annotation(segmentation={"size": [30, 20], "counts": b"X"}),
+        annotation(segmentation=code_of(1, 1, 8, 8, size=(30, 20))),
         "1 of 4 masks are run-length codes of another size than their image",
     ),
     "no counts": (
         annotation(segmentation={"size": [20, 30]}),
         "1 of 4 masks are mappings without the size and counts of a run-length code",
+    ),
+    "a code that is cut off": (
+        annotation(segmentation={"size": [20, 30], "counts": b"`4X"}),
+        "1 of 4 masks are mappings without the size and counts of a run-length code",
+    ),
+    "mask elsewhere": (
+        annotation(segmentation=[[15, 1, 23, 1, 23, 9]]),
+        "1 of 4 masks lie for the most part outside their box, and are cut off there. Were they",
+    ),
+    "mask of a larger image": (
+        annotation(segmentation=[[4 * n for n in TRIANGLE]]),
+        "1 of 4 masks lie for the most part outside their box",
+    ),
+    "mask as fractions": (
+        annotation(bbox=[10, 10, 8, 8], segmentation=[[0.5, 0.5, 0.9, 0.5, 0.9, 0.9]]),
+        "1 of 4 masks lie for the most part outside their box",
+    ),
+    "mask elsewhere than corners": (
+        annotation(
+            bbox=[9, 9, 12, 12],
+            bbox_mode=BoxMode.XYXY_ABS,
+            segmentation=[[15, 14, 20, 14, 20, 19]],
+        ),
+        "1 of 4 masks lie for the most part outside their box",
+    ),
+    "code elsewhere": (
+        annotation(segmentation=code_of(15, 1, 8, 8)),
+        "1 of 4 masks lie for the most part outside their box",
+    ),
+    "list of counts elsewhere": (
+        annotation(segmentation=code_of(15, 1, 8, 8, compressed=False)),
+        "1 of 4 masks lie for the most part outside their box",
+    ),
+    "mask on a line": (
+        annotation(segmentation=[[1, 1, 5, 5, 9, 9, 5, 5], [1, 9, 1, 1, 1, 5]]),
+        "1 of 4 masks have no area: their corners lie on one line, or their code is empty",
+    ),
+    "mask there and back": (
+        annotation(segmentation=[[1, 1, 5, 8, 9, 1, 5, 8]]),
+        "1 of 4 masks have no area",
+    ),
+    "empty code": (
+        annotation(segmentation=code_of(0, 0, 0, 0)),
+        "1 of 4 masks have no area",
     ),
 }
 
@@ -167,6 +233,24 @@ def test_it_is_an_error_if_most_boxes_are_wrong(fault):
     check_boxes(facts)
 
 
+@pytest.mark.parametrize(
+    ("fault", "mask"),
+    [
+        ("stray_mask", [[15, 1, 23, 1, 23, 9]]),
+        ("flat_mask", [[1, 1, 5, 5, 9, 9]]),
+        ("thin_mask", [[1, 1, 2, 2]]),
+    ],
+)
+def test_it_is_an_error_if_most_masks_are_wrong_and_learnt(fault, mask):
+    wrong = [annotation(segmentation=mask)] * 4
+    facts = look_at_annotations(dicts_of(*wrong))
+    assert facts.cases[fault].number == 4
+    with pytest.raises(DataError, match=r"^mine: .*4 of 7 "):
+        check_masks(cfg_of(), facts, "mine: ")
+    check_masks(cfg_of(MASK_ON=False), facts)
+    check_masks(cfg_of(), look_at_annotations(dicts_of(*wrong[1:])))
+
+
 def test_an_image_with_more_objects_than_can_be_compared_is_refused_in_seconds():
     start = time.process_time()
     facts = look_at_annotations(dicts_of(*[annotation()] * 100_000))
@@ -177,7 +261,7 @@ def test_an_image_with_more_objects_than_can_be_compared_is_refused_in_seconds()
 
 
 def test_boxes_in_an_image_of_unknown_size_may_lie_anywhere():
-    dicts = dicts_of(annotation(bbox=[400, 900, 50, 50]))
+    dicts = dicts_of(boxed(400, 900, 50, 50))
     for image in dicts:
         del image["height"]
     assert warnings_of(dicts) == []
@@ -209,8 +293,8 @@ def test_the_number_of_classes_is_compared_with_the_names():
 def test_a_polygon_that_would_take_all_memory_is_an_error(polygon, kind):
     facts = look_at_annotations(dicts_of(annotation(segmentation=[kind(polygon)])))
     with pytest.raises(DataError, match=r"1 of 4 objects have a polygon .* object 0 of b\.png"):
-        check_polygons(cfg_of(), facts)
-    check_polygons(cfg_of(MASK_ON=False), facts)
+        check_masks(cfg_of(), facts)
+    check_masks(cfg_of(MASK_ON=False), facts)
 
 
 def save_truncated(image, file):

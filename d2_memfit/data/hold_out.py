@@ -1,0 +1,57 @@
+# Copyright (c) the d2_memfit developers.
+"""Images that are held out from training, to evaluate on."""
+
+import random
+from collections import Counter
+from typing import Any
+
+from ..errors import ConfigError
+from .label_files import Part
+
+__all__ = ["hold_out"]
+
+
+def hold_out(part: Part, share: float) -> list[Part]:
+    """Divide a part by images into "train" and "val".
+
+    The same images are held out each time, whatever their order in the file. Those of rare classes
+    are drawn first, so that a class with ``1 / share`` images or more is in both parts. No class
+    loses its last image to "val".
+
+    Raises:
+        ConfigError: a part would be empty.
+    """
+    coco = part.coco
+    images = sorted(coco["images"], key=lambda image: image["file_name"])
+    random.Random(0).shuffle(images)
+    # All images together are as a class, None, which comes last.
+    classes: dict[Any, set[Any]] = {image["id"]: {None} for image in images}
+    for annotation in coco["annotations"]:
+        classes[annotation["image_id"]].add(annotation["category_id"])
+    total = Counter(c for of_image in classes.values() for c in of_image)
+    held: set[Any] = set()
+    num_held: Counter[Any] = Counter()
+    for c in sorted(total, key=lambda c: (c is None, total[c], str(c))):
+        for image, of_image in classes.items():
+            is_wanted = c in of_image and num_held[c] + 1 <= share * total[c]
+            if (
+                is_wanted
+                and image not in held
+                and all(num_held[k] + 1 < total[k] for k in of_image)
+            ):
+                held.add(image)
+                num_held.update(of_image)
+    if not held or not 0 < share < 1:
+        raise ConfigError(
+            f"--hold-out {share:g} of {len(images)} images leaves a part without images: name a "
+            "share between 0 and 1, such as 0.2"
+        )
+    parts = []
+    for name, ids in (("train", classes.keys() - held), ("val", held)):
+        chosen = {
+            "images": [image for image in coco["images"] if image["id"] in ids],
+            "annotations": [a for a in coco["annotations"] if a["image_id"] in ids],
+        }
+        parts.append(Part(name, {**coco, **chosen}, part.image_dir))
+    parts[0].notes.update(part.notes)
+    return parts
