@@ -101,8 +101,6 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
         use_expandable_segments()  # before anything queries the GPU
     own = ["OUTPUT_DIR", str(args.output), "MEMFIT.OOM.POLICY", "split"]
     predictor, cfg = _predictor(args, [*opts, *own], say, files)
-    # It has a line for each image that does not fit.
-    logging.getLogger("d2_memfit.engine.recovery").setLevel(logging.CRITICAL)
     # A LazyConfig does not say how many classes it has.
     checked = None if is_lazy(args.config_file) else cfg
     metadata = _metadata_of_coco(args.coco, checked) if args.coco else metadata_of(cfg)
@@ -110,8 +108,14 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
     if "deep" in looked:
         say(dict(complaints_about_images(looked, len(files)))["deep"])
     prediction = FilePrediction(predictor, args.output, metadata, args.min_score)
-    with evaluating(cfg, predictor.model):
-        prediction.run(files, say)
+    recovery = logging.getLogger("d2_memfit.engine.recovery")
+    level = recovery.level
+    recovery.setLevel(logging.CRITICAL)  # it has a line for each image that does not fit
+    try:
+        with evaluating(cfg, predictor.model):
+            prediction.run(files, say)
+    finally:
+        recovery.setLevel(level)
     device = next(predictor.model.parameters()).device
     number = len(prediction.images)
     print(

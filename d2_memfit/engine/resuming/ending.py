@@ -109,7 +109,11 @@ def call_after_train(trainer: TrainerBase, hooks: Callable[[], None]) -> None:
 def _end(trainer: TrainerBase) -> None:
     for hook in compat.hooks_of(trainer):
         if isinstance(hook, SaveOnEnding):
-            hook.end()
+            try:
+                hook.end()
+            except RuntimeError:  # PyTorch's handler for a dead worker raises once, perhaps here
+                hook.end()
+                raise
 
 
 @contextmanager
