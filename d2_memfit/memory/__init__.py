@@ -4,7 +4,6 @@
 from .allocator import *
 from .budget import *
 from .census import *
-from .containers import *
 from .host import *
 from .meter import *
 from .oom import *

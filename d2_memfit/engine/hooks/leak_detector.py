@@ -13,7 +13,6 @@ from torch import nn
 from ... import compat
 from ...compat.pytorch import tree_iter
 from ...memory import (
-    GrowingContainers,
     TensorCensus,
     bytes_by_kind,
     holders,
@@ -32,7 +31,6 @@ _HOST = torch.device("cpu")
 # as at least 20 objects per iteration: the largest that Python's own allocator serves has 512 B.
 _BYTES_PER_ITERATION = 8 * 2**10
 _OBJECTS_PER_ITERATION = 18
-_LOOK_AGAIN_AFTER = 8  # iterations, for containers that grow
 
 
 class LeakDetector(MemoryHook):
@@ -41,9 +39,9 @@ class LeakDetector(MemoryHook):
     It measures GPU tensors, host memory, small Python objects (which have their own allocator) and
     the loader's workers.
 
-    The warning gives the growth per 1000 iterations and the kinds of the new tensors. It names the
-    modules or hooks that hold them, and the containers that grow. Memory that Python cannot see
-    counts in the growth, but not among the tensors: the graph behind a kept loss, for example.
+    The warning gives the growth per 1000 iterations, the shapes of the new tensors, and the modules
+    or hooks that hold them. Memory that Python cannot see counts in the growth, but not among the
+    tensors: the graph behind a kept loss, for example.
 
     Register it on each rank to watch.
 
@@ -57,11 +55,8 @@ class LeakDetector(MemoryHook):
         self._skip = skip
         self._used: dict[str, deque[float]] = {}
         self._largest = 0  # numbers in the largest tensor of a batch
-        self._growing: dict[str, float] = {}  # by kind; not warned of yet
         self._said: set[str] = set()
-        self._look_again = 0
         self._census: Optional[TensorCensus] = None
-        self._containers: Optional[GrowingContainers] = None
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Begin the window anew: larger images than all before may take more, and leak nothing."""
@@ -77,18 +72,10 @@ class LeakDetector(MemoryHook):
             return
         for kind, used in self._measure().items():
             self._used.setdefault(kind, deque(maxlen=self._window)).append(used)
-        if self._growing:
-            if done >= self._look_again:
-                self._warn()
-        elif done % self._window == 1:
+        if done % self._window == 1:
             self._census = TensorCensus()
         elif self._census is not None and done >= self._window and done % (self._window // 8) == 0:
-            self._growing = self._growth()
-            if self._growing:
-                self._look_again = done + _LOOK_AGAIN_AFTER
-                self._containers = GrowingContainers(
-                    self._window // 4, compat.scalar_histories(self.trainer.storage)
-                )
+            self._warn(self._census, self._growth())
 
     def _measure(self) -> dict[str, float]:
         used: dict[str, float] = {"host": used_bytes(_HOST)}
@@ -111,15 +98,8 @@ class LeakDetector(MemoryHook):
                 growth[kind] = steady_growth(list(used), at_least * self._window)
         return {kind: per_iteration for kind, per_iteration in growth.items() if per_iteration}
 
-    def _warn(self) -> None:
-        assert self._census is not None
-        assert self._containers is not None
-        growing = self._growing
-        self._growing = {}
+    def _warn(self, census: TensorCensus, growing: dict[str, float]) -> None:
         self._said.update(growing)
-        grown = self._containers.grown(_LOOK_AGAIN_AFTER // 2)
-        self._containers = None
-        containers = _most(Counter(grown))
         if "workers" in growing:
             logger.warning(
                 "The memory of the data loader's workers grows by %.1f MB per 1000 iterations, and "
@@ -129,24 +109,22 @@ class LeakDetector(MemoryHook):
             )
         objects = growing.pop("objects", 0)
         if growing:
-            new = self._census.newcomers()
+            new = census.newcomers()
             logger.warning(
                 "Memory in use grows by %.1f MB per 1000 iterations, and has for the last %d%s. "
-                "New tensors: %s. They are held by: %s. Containers that grow: %s",
-                sum(growing.get(kind, 0) for kind in ("host", "device")) * 1000 / 2**20,
+                "New tensors: %s. They are held by: %s",
+                sum(growing.values()) * 1000 / 2**20,
                 self._window,
                 f"; Python objects by {objects:.0f} per iteration" if objects else "",
                 _most(bytes_by_kind(new)),
                 _most(holders(new, self._owners())),
-                containers,
             )
         elif objects:
             logger.warning(
-                "Python objects grow by %.0f per iteration, and have for the last %d. Containers "
-                "that grow: %s",
+                "Python objects grow by %.0f per iteration, and have for the last %d. Look at what "
+                "the hooks and the loader keep",
                 objects,
                 self._window,
-                containers,
             )
 
     def _owners(self) -> list[tuple[str, Any]]:
