@@ -96,6 +96,7 @@ def options_of_the_environment(monkeypatch):
         "PYTORCH_CUDA_ALLOC_CONF",
         "PYTORCH_ALLOC_CONF",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+        "LRU_CACHE_CAPACITY",
     ):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)

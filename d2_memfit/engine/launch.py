@@ -17,7 +17,7 @@ from detectron2.utils import comm
 
 from .. import compat
 from ..errors import ConfigError
-from ..memory import limit_cudnn_cache
+from ..memory import limit_cudnn_cache, limit_ideep_cache
 from .resuming import (
     end_with_launcher,
     leave_signals_to_launcher,
@@ -45,8 +45,8 @@ def launch(
     used. The same holds for any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
     MASTER_ADDR and MASTER_PORT. Without a GPU, ``num_gpus_per_machine`` processes share the CPU's
     cores and communicate over gloo. Ranks of torchrun that outnumber the GPUs use gloo too, because
-    NCCL refuses two ranks on one GPU. The ranks' cuDNN keeps fewer plans
-    (:func:`~d2_memfit.memory.limit_cudnn_cache`).
+    NCCL refuses two ranks on one GPU. The ranks' libraries keep less for later
+    (:func:`~d2_memfit.memory.limit_cudnn_cache`, :func:`~d2_memfit.memory.limit_ideep_cache`).
 
     Args:
         main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout: as in
@@ -60,6 +60,7 @@ def launch(
         SystemExit: such a signal ended the processes. The status is 128 + its number.
     """
     limit_cudnn_cache()
+    limit_ideep_cache()
     num_ranks = num_gpus_per_machine * num_machines
     if _is_torchrun():
         num_ranks = _variable("WORLD_SIZE", 1)

@@ -11,6 +11,7 @@ import torch
 
 __all__ = [
     "limit_cudnn_cache",
+    "limit_ideep_cache",
     "limit_onednn_cache",
     "segments_expand",
     "take_library_buffers",
@@ -27,6 +28,9 @@ _OPTION = "expandable_segments:True"
 # oneDNN keeps the code of 1024 convolutions, one for each image size: some 400 MB after 120 sizes
 # of one convolution. With 64, a step of many sizes takes 5% more time.
 _ONEDNN_CONVOLUTIONS = "64"
+
+# ideep, between PyTorch and oneDNN, keeps 1024 more (pytorch#29893). With 64, a step takes as long.
+_IDEEP_CONVOLUTIONS = "64"
 
 # cuDNN keeps up to 10,000 plans of convolutions in each thread that runs some, 200 KB of the host's
 # memory each (ATen/native/cudnn/Conv_v8.cpp): one for each convolution, direction and size of
@@ -77,7 +81,7 @@ def _options_under_budget() -> str:
 
 
 def limit_onednn_cache() -> None:
-    """Limit oneDNN's cache of convolution code, unless the user has set a limit.
+    """Limit oneDNN's cache of convolution code, unless the user has set a limit, and ideep's.
 
     oneDNN reads the limit at the first convolution on the CPU. The code counts towards a budget,
     and nothing empties the cache. Without memory for it, some convolutions crash, not only fail. In
@@ -85,6 +89,16 @@ def limit_onednn_cache() -> None:
     brgemm_kernel_execute, on CPUs with AVX-512.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_CONVOLUTIONS)
+    limit_ideep_cache()
+
+
+def limit_ideep_cache() -> None:
+    """Limit ideep's cache of convolutions on the CPU, unless the user has set a limit.
+
+    PyTorch reads the limit at the process's first convolution on the CPU, or when the number of
+    threads is first set.
+    """
+    os.environ.setdefault("LRU_CACHE_CAPACITY", _IDEEP_CONVOLUTIONS)
 
 
 def limit_cudnn_cache() -> None:

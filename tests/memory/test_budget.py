@@ -22,6 +22,7 @@ from d2_memfit.memory import (
     device_memory,
     enforce_budget,
     limit_cudnn_cache,
+    limit_ideep_cache,
     limit_onednn_cache,
     process_memory,
 )
@@ -341,6 +342,7 @@ def test_libraries_keep_less_unless_the_user_says_how_much(monkeypatch):
     for limit, name in (
         (limit_cudnn_cache, "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT"),
         (limit_onednn_cache, "ONEDNN_PRIMITIVE_CACHE_CAPACITY"),
+        (limit_ideep_cache, "LRU_CACHE_CAPACITY"),
     ):
         monkeypatch.setenv(name, "7")
         limit()
