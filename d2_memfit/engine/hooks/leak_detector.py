@@ -1,10 +1,11 @@
 # Copyright (c) the d2_memfit developers.
 """A hook that detects memory leaks and names their owners."""
 
+import gc
 import logging
 import multiprocessing
 import sys
-from collections import Counter, deque
+from collections import Counter
 from typing import Any, Optional
 
 import torch
@@ -16,8 +17,9 @@ from ...memory import (
     TensorCensus,
     bytes_by_kind,
     holders,
+    limit_onednn_cache,
     process_memory,
-    steady_growth,
+    rises_steadily,
     used_bytes,
 )
 from .memory_hook import MemoryHook
@@ -37,13 +39,15 @@ class LeakDetector(MemoryHook):
     """Warns once for each kind of memory whose use after iterations grows steadily.
 
     It measures GPU tensors, host memory, small Python objects (which have their own allocator) and
-    the loader's workers.
+    the loader's workers. What is bounded does not count: it limits oneDNN's caches, which fill for
+    hundreds of iterations, and garbage in cycles is collected before a warning.
 
     The warning gives the growth per 1000 iterations, the shapes of the new tensors, and the modules
     or hooks that hold them. Memory that Python cannot see counts in the growth, but not among the
     tensors: the graph behind a kept loss, for example.
 
-    Register it on each rank to watch.
+    Make it before the number of threads is set and the first convolution runs, and register it on
+    each rank to watch.
 
     Args:
         window: iterations over which memory must grow.
@@ -51,9 +55,10 @@ class LeakDetector(MemoryHook):
     """
 
     def __init__(self, window: int = 400, skip: int = 50) -> None:
+        limit_onednn_cache()
         self._window = window
         self._skip = skip
-        self._used: dict[str, deque[float]] = {}
+        self._used: dict[str, list[float]] = {}  # by kind, in this window
         self._largest = 0  # numbers in the largest tensor of a batch
         self._said: set[str] = set()
         self._census: Optional[TensorCensus] = None
@@ -71,11 +76,12 @@ class LeakDetector(MemoryHook):
         if done <= 0:
             return
         for kind, used in self._measure().items():
-            self._used.setdefault(kind, deque(maxlen=self._window)).append(used)
-        if done % self._window == 1:
+            self._used.setdefault(kind, []).append(used)
+        if len(self._used["host"]) == self._window // 8:  # larger images may begin many windows
             self._census = TensorCensus()
-        elif self._census is not None and done >= self._window and done % (self._window // 8) == 0:
-            self._warn(self._census, self._growth())
+        elif len(self._used["host"]) == self._window:
+            self._warn(self._growth())
+            self._used.clear()
 
     def _measure(self) -> dict[str, float]:
         used: dict[str, float] = {"host": used_bytes(_HOST)}
@@ -91,14 +97,21 @@ class LeakDetector(MemoryHook):
 
     def _growth(self) -> dict[str, float]:
         """Growth per iteration by kind, without the kinds that do not grow."""
-        growth = {}
-        for kind, used in self._used.items():
-            at_least = _OBJECTS_PER_ITERATION if kind == "objects" else _BYTES_PER_ITERATION
-            if kind not in self._said and len(used) == self._window:
-                growth[kind] = steady_growth(list(used), at_least * self._window)
-        return {kind: per_iteration for kind, per_iteration in growth.items() if per_iteration}
+        growing = {
+            kind: used[0]
+            for kind, used in self._used.items()
+            if kind not in self._said
+            and len(used) == self._window
+            and rises_steadily(used, _at_least(kind) * self._window)
+        }
+        if not growing:
+            return {}
+        gc.collect()
+        now = self._measure()
+        growth = {kind: (now[kind] - first) / self._window for kind, first in growing.items()}
+        return {kind: each for kind, each in growth.items() if each >= _at_least(kind)}
 
-    def _warn(self, census: TensorCensus, growing: dict[str, float]) -> None:
+    def _warn(self, growing: dict[str, float]) -> None:
         self._said.update(growing)
         if "workers" in growing:
             logger.warning(
@@ -109,7 +122,8 @@ class LeakDetector(MemoryHook):
             )
         objects = growing.pop("objects", 0)
         if growing:
-            new = census.newcomers()
+            assert self._census is not None
+            new = self._census.newcomers()
             logger.warning(
                 "Memory in use grows by %.1f MB per 1000 iterations, and has for the last %d%s. "
                 "New tensors: %s. They are held by: %s",
@@ -136,6 +150,10 @@ class LeakDetector(MemoryHook):
         owners += [("the data loader", inner.data_loader), ("the optimizer", inner.optimizer)]
         owners += [("the event storage", self.trainer.storage)]
         return [*owners, ("the trainer", inner), ("the trainer", self.trainer)]
+
+
+def _at_least(kind: str) -> int:
+    return _OBJECTS_PER_ITERATION if kind == "objects" else _BYTES_PER_ITERATION
 
 
 def _most(counts: Counter[str], num: int = 3) -> str:

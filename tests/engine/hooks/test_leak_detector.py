@@ -4,6 +4,7 @@
 import ctypes
 import gc
 import itertools
+import json
 import random
 import re
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.engine import HookBase
-from monitored import batches, cheap_trainer, make_trainer
+from monitored import GROWTH, batches, cheap_trainer, make_trainer
 from tiny import ROOT, images, run_process
 from torch.utils.data import DataLoader
 
@@ -32,6 +33,7 @@ def no_garbage():
     """What other tests left in cycles is not freed while a leak is looked for."""
     gc.collect()
     yield
+    gc.enable()
     gc.freeze()  # again, as in conftest.py
 
 
@@ -132,12 +134,19 @@ def test_a_planted_leak_is_found_within_500_iterations_with_the_holder_of_its_te
         assert "held by: Leaky (" in warning
 
 
+def run_monitored(*args):
+    """Output of a training in a process of its own, where no convolution has run before."""
+    command = [sys.executable, "-W", "ignore", ROOT / "tests" / "monitored.py", *args]
+    result = run_process(command, timeout_s=1200)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
 @pytest.mark.exhaustive
 def test_a_leak_in_the_loaders_workers_is_found():
     # In a process of its own: a fork of this one has free memory that the leak would fill first.
-    result = run_process([sys.executable, "-W", "ignore", ROOT / "tests" / "monitored.py"])
-    assert result.returncode == 0, result.stderr
-    growth = re.search(r"memory of the data loader's workers grows by ([\d.]+) MB", result.stderr)
+    output = run_monitored("leaky")
+    growth = re.search(r"memory of the data loader's workers grows by ([\d.]+) MB", output)
     assert float(growth[1]) == pytest.approx(1000, rel=0.25)
 
 
@@ -180,6 +189,69 @@ def test_a_leak_in_the_loader_is_told_from_hooks(log, tmp_path):
     (warning,) = warnings(log)
     assert "float32 [25601] on cpu" in warning
     assert "held by: the data loader (" in warning
+
+
+ALARM = re.compile(r"grows? by .* per (?:1000 iterations|iteration), and ha(?:s|ve) for the last")
+LOADERS = {
+    "no workers": {"eval_period": 20, "family": "mask_rcnn"},
+    "2 workers": {"num_workers": 2, "family": "retinanet"},
+    "2 workers, file_system": {"num_workers": 2, "sharing": "file_system", "eval_period": 20},
+    "4 workers": {"num_workers": 4, "eval_period": 20, "family": "mask_rcnn"},
+    "2 ranks": {"num_ranks": 2, "num_workers": 1},
+}
+
+
+def alarms_of_a_detector(coins, tmp_path, **options):
+    return ALARM.findall(run_monitored("healthy", coins, tmp_path, json.dumps(options)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("growth", GROWTH)
+@pytest.mark.parametrize("window", [50, 100])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_healthy_run_with_evaluations_raises_no_alarm(loader, window, growth, coins, tmp_path):
+    options = {**LOADERS[loader], "window": window, "growth": growth, "seed": window}
+    assert not alarms_of_a_detector(coins, tmp_path, **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kept_kib", "num_iterations"), [(0, 500), (16, 150)])
+def test_a_run_with_evaluations_raises_an_alarm_if_it_leaks(
+    kept_kib, num_iterations, coins, tmp_path
+):
+    options = {"kept_kib": kept_kib, "num_iterations": num_iterations, "growth": "late"}
+    alarms = alarms_of_a_detector(coins, tmp_path, window=50, **LOADERS["2 workers"], **options)
+    assert bool(alarms) == bool(kept_kib)
+
+
+def drop_in_a_cycle(_):
+    """Garbage of 16 KiB and 500 objects, which is there until Python collects it."""
+    garbage = [np.ones(2 * KIB), [i / 3 for i in range(500)]]
+    garbage.append(garbage)
+
+
+@pytest.mark.parametrize("leak", [None, "10 KiB arrays"])
+def test_garbage_in_cycles_is_no_leak_and_hides_none(leak, log):
+    gc.disable()  # the garbage of large programs stays as long: Python seldom looks at old objects
+    trainer = cheap_trainer()
+    trainer.register_hooks([Leaky(drop_in_a_cycle), LeakDetector(window=100)])
+    if leak:
+        trainer.register_hooks([Leaky(LEAKS[leak][1])])
+    trainer.train(0, 350)
+    growths = re.findall(r"grows by ([\d.]+) MB per 1000", "".join(warnings(log)))
+    assert [float(growth) for growth in growths] == ([pytest.approx(10, rel=0.1)] if leak else [])
+
+
+@pytest.mark.parametrize("begins_at", [50, 250])
+def test_a_leak_of_8_kib_is_found_within_two_windows(begins_at, log):
+    def leak(hook):
+        if hook.trainer.iter >= begins_at:
+            hook.kept.append(bytes(8 * KIB))
+
+    trainer = cheap_trainer()
+    trainer.register_hooks([Leaky(leak), LeakDetector()])
+    trainer.train(0, begins_at + 800)
+    assert len(warnings(log)) == 1
 
 
 @pytest.mark.exhaustive
