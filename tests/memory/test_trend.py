@@ -27,6 +27,11 @@ def test_growth_is_seen_within_noise(noise):
     assert rises(series(400, 1e5, noise))
 
 
+def test_growth_is_seen_below_large_images():
+    rng = random.Random(0)
+    assert rises([v + rng.choice([0, 50 * MB]) for v in series(400, 1e5)])
+
+
 def test_noise_is_no_growth():
     assert not any(rises(series(400, 0, 50 * MB, seed)) for seed in range(200))
 
