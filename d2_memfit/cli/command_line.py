@@ -149,12 +149,6 @@ def _parser_of_asking() -> argparse.ArgumentParser:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="draw the memory of a step, as an HTML page"
     )
-    parser.add_argument(
-        "--snapshot",
-        type=Path,
-        metavar="FILE",
-        help="write the memory of a step as a PyTorch memory snapshot, for pytorch.org/memory_viz",
-    )
     _add_job_options(parser)
     return parser
 

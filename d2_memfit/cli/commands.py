@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, Optional
 
 from ..common.files import check_outputs, output_file
@@ -26,8 +25,8 @@ from ..job import Job, find_function
 from ..measure.session import measure_gpu
 from ..memory import use_expandable_segments
 from ..planner.device import device_names
-from ..planner.estimates import DryJob, run_dry
-from ..planner.search import Plan, plan_memory
+from ..planner.estimates import run_dry
+from ..planner.search import plan_memory
 from ..planner.writing import (
     describe_estimate,
     describe_plan,
@@ -35,7 +34,6 @@ from ..planner.writing import (
     draw_plan,
     lazy_file,
     planned_yaml,
-    write_memory_snapshot,
 )
 from ..report import read_run, write_html, write_png
 from . import train
@@ -96,7 +94,6 @@ def _estimate(args: argparse.Namespace) -> None:
     estimate = dry_job.estimate(dry_job.limit_bytes, with_typical=True)
     if args.html is not None:
         draw_estimate(dry_job, args.html, _say)
-    _write_snapshot(dry_job, args.snapshot)
     _print(args, estimate, describe_estimate(estimate), after_a_look(args))
 
 
@@ -119,8 +116,11 @@ def _plan(args: argparse.Namespace) -> None:
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
     )
     # Files first: who reads what is printed may end early.
-    if args.html is not None or args.snapshot is not None:
-        _draw_plan(args, job, plan, device)
+    if args.html is not None:
+        before, after = (
+            run_dry(j, device, evaluates=False) for j in (job, job.with_settings(plan.settings))
+        )
+        draw_plan(plan, before, after, args.html, _say)
     if args.output is not None and plan.fits:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
@@ -137,19 +137,6 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
     if args.probe:
         use_expandable_segments()  # as in training under a budget, and before CUDA is started
     return cfg, job_of(args, cfg), args.device or _device_of_card(args.card)
-
-
-def _draw_plan(args: argparse.Namespace, job: Job, plan: Plan, device: Optional[str]) -> None:
-    after = run_dry(job.with_settings(plan.settings), device, evaluates=False)
-    if args.html is not None:
-        before = run_dry(job, device, evaluates=False)
-        draw_plan(plan, before, after, args.html, _say)
-    _write_snapshot(after, args.snapshot)
-
-
-def _write_snapshot(dry_job: DryJob, path: Optional[Path]) -> None:
-    if path is not None:
-        write_memory_snapshot(dry_job.device.events(dry_job.training), path)
 
 
 def _convert(args: argparse.Namespace) -> None:
@@ -228,6 +215,6 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     if args.command != "train" and world_size(1) > 1:
         raise ConfigError(f"{args.command} is one process's work: start it without torchrun")
     if args.command in ("certify", "estimate", "plan"):
-        outputs = [getattr(args, option, None) for option in ("output", "html", "snapshot")]
+        outputs = [getattr(args, option, None) for option in ("output", "html")]
         check_outputs(filter(None, outputs), files_read(args))
     _RUN[args.command](args)

@@ -85,14 +85,13 @@ ROWS = {
     f"{PLAN} --output .d2_memfit": ({}, ".d2_memfit is the file .d2_memfit, which this command"),
     f"{PLAN} --coco mine val.json val --output val.json": ({}, "val.json is the file val.json, wh"),
     f"{PLAN} --output x --html x": ({}, "the output x is the file x, which this command reads or"),
-    f"{PLAN} --html ./x --snapshot val/../x": ({}, "val/../x is the file x, which this command"),
+    f"{PLAN} --output ./x --html val/../x": ({}, "val/../x is the file x, which this command"),
     f"{PLAN} --html page.html": ({"page.html": MINE}, NOT_OURS.format("page.html")),
-    f"{PLAN} --snapshot s.pickle": ({"s.pickle": MINE}, NOT_OURS.format("s.pickle")),
     f"{PLAN} --device card.yaml --output card.yaml": ({"card.yaml": "{}"}, "is the file card.yaml"),
     # estimate
     f"{ESTIMATE} --html page.html": ({"page.html": MINE}, NOT_OURS.format("page.html")),
-    f"{ESTIMATE} --snapshot tiny.yaml": ({}, "tiny.yaml is the file tiny.yaml, which this comma"),
-    f"{ESTIMATE} --snapshot pipe": ({"pipe": "|"}, SPECIAL.format("pipe")),
+    f"{ESTIMATE} --html tiny.yaml": ({}, "tiny.yaml is the file tiny.yaml, which this comma"),
+    f"{ESTIMATE} --html pipe": ({"pipe": "|"}, SPECIAL.format("pipe")),
     # certify
     CERTIFY: ({"certificate.pt": MINE}, NOT_OURS.format("certificate.pt")),
     f"{CERTIFY} --output val.json": ({}, "val.json is the file val.json, which this command read"),
@@ -343,7 +342,6 @@ LONG = pytest.mark.long
     ("command", "number", "name"),
     [
         (f"{PLAN} --training-only --allow exact --output p.yaml", 1, "p.yaml"),
-        (f"{ESTIMATE} --training-only --snapshot s.pickle", 1, "s.pickle"),
         ("convert --input yolo --output out", 1, "out/train.json"),
         (f"{DRAW} OUTPUT_DIR run", 1, "run/predictions.png"),
         ("plot run", 2, "run/memory.html"),
@@ -416,7 +414,6 @@ def make_video(path, frames, code="mp4v", width=160):
         (f"{PREDICT} --input small --output found", "found/coco_instances_results.json"),
         (f"{DRAW} --output found/drawn.png", "found/drawn.png"),
         ("plot run --output found", "found/memory.png"),
-        (f"{ESTIMATE} --training-only --snapshot found/s.pickle", "found/s.pickle"),
         pytest.param(f"{ESTIMATE} --html found/page.html", "found/page.html", marks=LONG),
         pytest.param(f"{EXPORT} --output found/model.ts", "found/model.ts", marks=LONG),
     ],

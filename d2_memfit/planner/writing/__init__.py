@@ -2,6 +2,5 @@
 """Plans and estimates as text, files and pictures."""
 
 from .drawing import *
-from .memory_viz import *
 from .plan_file import *
 from .text import *

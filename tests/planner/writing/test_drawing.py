@@ -1,21 +1,18 @@
 # Copyright (c) the d2_memfit developers.
-"""Pages and snapshots of dry runs, as the command writes them."""
+"""Pages of dry runs, as the command writes them."""
 
 import json
-import pickle
 import re
 
 import pytest
 import torch
 from browser import CHROMIUM, browser
 from tiny import tiny_cfg
-from torch.cuda import _memory_viz
 
 from d2_memfit.cli.commands import main
 from d2_memfit.job import Job
 from d2_memfit.planner.dry_run import Allocate
 from d2_memfit.planner.estimates import run_dry
-from d2_memfit.planner.writing.memory_viz import memory_snapshot
 
 pytestmark = pytest.mark.slow
 
@@ -115,43 +112,3 @@ def test_a_plan_is_drawn_before_and_after(config_file, tmp_path, capsys):
         b.click("svg.chart", 0.5, 0.8)
         assert "without the plan" in b.evaluate("document.querySelector('#alive-title').innerText")
         assert b.errors == []
-
-
-def test_a_snapshot_is_what_pytorch_reads(config_file, tmp_path, capsys):
-    file = tmp_path / "snapshot.pickle"
-    common = ["--config-file", config_file, "--device", "cuda", "--training-only"]
-    main(["estimate", *common, "--snapshot", str(file)])
-    snapshot = pickle.loads(file.read_bytes())
-    assert "total_allocated" in _memory_viz.segsum(snapshot)  # which checks that sizes add up
-    trace = _memory_viz.trace(snapshot)
-    assert "cudaMalloc" in trace
-    flames = _memory_viz.memory(snapshot, format_flamegraph=str)
-    assert re.search(r"owner:0:parameters;module:0:backbone\.stem\.conv1\.weight", flames)
-    assert "seg_0;active_allocated" in _memory_viz.segments(snapshot, format_flamegraph=str)
-    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
-        assert "add_local_files" in plot(snapshot)
-    assert _memory_viz.trace_plot(snapshot, plot_segments=True)
-
-
-def test_a_snapshot_has_the_peak_of_the_timeline(dry_job):
-    snapshot = memory_snapshot(dry_job.device.events(dry_job.training))
-    live = most = reserved = 0
-    there = {}  # end by address
-    for event in snapshot["device_traces"][0]:
-        begin, size = event["addr"], event["size"]
-        if event["action"] == "alloc":
-            assert begin + size <= reserved
-            assert begin not in there
-            there[begin] = size
-            live += size
-        elif event["action"] == "free_completed":
-            assert there.pop(begin) == size
-            live -= size
-        elif event["action"] == "segment_alloc":
-            reserved += size
-        most = max(most, live)
-    use = dry_job.training_use()
-    assert most == pytest.approx(use.allocated_bytes, rel=0.02)
-    assert reserved == use.reserved_bytes
-    at_end = [b for s in snapshot["segments"] for b in s["blocks"] if b["state"][0] == "a"]
-    assert sorted(there.items()) == sorted((b["address"], b["requested_size"]) for b in at_end)
