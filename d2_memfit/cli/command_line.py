@@ -21,7 +21,6 @@ COMMANDS = {
     "certify": "say what each iteration of a planned run will need, and fix its data's order",
     "doctor": "test what works with a job, in small iterations on the CPU with injected errors",
     "convert": "make COCO files of a dataset of YOLO, Pascal VOC, Roboflow or COCO",
-    "draw": "draw what a trained model detects",
     "plot": "draw the memory of a run",
     "predict": "find objects in images and videos with a trained model",
     "export": "write a trained model as TorchScript or ONNX",
@@ -105,8 +104,6 @@ def command_parser(
     )
     of_share = "hold out this share of the images for evaluation, such as 0.2, of all classes"
     convert.add_argument("--hold-out", type=float, metavar="SHARE", help=of_share)
-    draw = commands.add_parser("draw", help=COMMANDS["draw"])
-    _add_draw_options(draw)
     plot = commands.add_parser("plot", help=COMMANDS["plot"])
     plot.add_argument("run", type=Path, metavar="OUTPUT_DIR", help="the folder of the run")
     plot.add_argument(
@@ -235,37 +232,13 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_draw_options(parser: argparse.ArgumentParser) -> None:
-    _add_model_options(parser)
-    add_coco_option(parser)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the picture (default: OUTPUT_DIR/predictions.png)",
-    )
-    parser.add_argument(
-        "--num-images",
-        type=int,
-        default=6,
-        help="number of images, from the start of the dataset (default: 6)",
-    )
-    parser.add_argument(
-        "--min-score",
-        type=float,
-        default=0.5,
-        help="lowest score of a detection that is drawn (default: 0.5)",
-    )
-    parser.set_defaults(card=None)
-
-
 def _add_predict_options(parser: argparse.ArgumentParser) -> None:
     _add_model_options(parser)
     parser.add_argument(
         "--input",
         type=Path,
         metavar="PATH",
-        help="an image, a video, or a folder of them",
+        help="an image, a video, or a folder of them (default: the images of --coco)",
     )
     parser.add_argument(
         "--output",

@@ -47,7 +47,7 @@ from .next_step import (
     after_plot,
 )
 from .options import opts_of_budget
-from .trained_model import draw_images, export_model, predict_files
+from .trained_model import export_model, predict_files
 
 __all__ = ["main"]
 
@@ -197,7 +197,6 @@ _RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "certify": _certify,
     "convert": _convert,
     "doctor": _examine,
-    "draw": lambda args: draw_images(args, _say),
     "estimate": _estimate,
     "export": lambda args: export_model(args, _say),
     "measure-gpu": _measure,

@@ -15,7 +15,6 @@ __all__ = [
     "after_a_look",
     "after_certify",
     "after_convert",
-    "after_draw",
     "after_export",
     "after_plan",
     "after_plot",
@@ -71,13 +70,6 @@ def _train(args: argparse.Namespace, of_plan: Sequence[Any], opts: Sequence[str]
     return _line("d2-memfit", "train", *of_plan, *ranks, *data, *opts)
 
 
-def after_draw(args: argparse.Namespace) -> str:
-    """The line after a picture of a trained model's detections."""
-    files = ["--input", "FOLDER", "--output", "predictions", "--coco", *args.coco[0]]
-    use = _line("d2-memfit", "predict", *_model(args), *files, *args.opts)
-    return f"Next, find objects in other images:\n  {use}"
-
-
 def after_export(file: Path) -> str:
     """The lines after an export."""
     loads = "import onnxruntime; onnxruntime.InferenceSession"
@@ -130,10 +122,10 @@ def after_training(
         add_keys: the functions of the script that add its keys.
     """
     config = Path(output_dir) / "config.yaml"
-    model = ["--config-file", config, "MODEL.WEIGHTS", weights]
     held_out = next(iter(coco if eval_only else coco[1:]), ())
-    names = ["--coco", *held_out] if held_out else []  # of the classes
-    files = ["--input", "FOLDER", "--output", "predictions"]
+    images, files = "other images", ["--input", "FOLDER"]
+    if held_out:
+        images, files = f"{held_out[0]}, or in --input FOLDER", ["--coco", *held_out]
     trained = ["--config-file", config, "--weights", weights]
     lines = [
         f"Written: {weights} (weights), {Path(output_dir) / 'metrics.json'}, {config}",
@@ -149,11 +141,8 @@ def after_training(
         if folder.resolve() != Path.cwd():  # as python looks there for what the script imports
             found = f"export PYTHONPATH={shlex.quote(str(folder))}:$PYTHONPATH\n  "
     if not any("<" in name for name in code):  # in a function, where no command finds it
-        use = _line("d2-memfit", "predict", *code, *files, *names, *trained)
-        lines.append(f"Next, find objects in other images:\n  {found}{use}")
-    if held_out and trainer is None:  # draw takes no other
-        draw = _line("d2-memfit", "draw", "--coco", *held_out, *model)
-        lines.append(f"And draw them in images of {held_out[0]}:\n  {draw}")
+        use = _line("d2-memfit", "predict", *code, "--output", "predictions", *files, *trained)
+        lines.append(f"Next, find objects in {images}:\n  {found}{use}")
     return "\n".join(lines)
 
 

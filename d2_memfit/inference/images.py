@@ -100,14 +100,17 @@ class PictureWriter:
 
     Used as a context. A video appears when it is complete, or as far as its source could be read.
 
+    Args:
+        path: of the picture, with the ending of :func:`picture_name`.
+
     Raises:
         ConfigError: a picture could not be written.
     """
 
-    def __init__(self, file: Path, folder: Path) -> None:
+    def __init__(self, file: Path, path: Path) -> None:
         self.is_video = _is_video(file)
         self._source = file
-        self._path = folder / picture_name(file)
+        self._path = path
         self._open = ExitStack()
         self._video: Optional[Any] = None
         self._num_images = 0

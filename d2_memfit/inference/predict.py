@@ -2,8 +2,9 @@
 """Prediction on files: pictures, and results in COCO's format."""
 
 import json
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,16 @@ def metadata_of(cfg: CfgNode) -> Metadata:
     return next((metadata for metadata in known if metadata.get("thing_classes")), Metadata())
 
 
-def outputs_of(folder: Path, files: Iterable[Path]) -> list[Path]:
+def outputs_of(folder: Path, files: Sequence[Path]) -> list[Path]:
     """The files that predictions on these files write to a folder."""
-    pictures = [folder / "pictures" / picture_name(file) for file in files]
-    return [folder / _RESULTS, folder / _IMAGES, *pictures]
+    return [folder / _RESULTS, folder / _IMAGES, *_pictures_of(files, folder / "pictures")]
+
+
+def _pictures_of(files: Sequence[Path], folder: Path) -> list[Path]:
+    """The pictures of these files, in subfolders as the files are."""
+    root = os.path.commonpath([os.path.abspath(file.parent) for file in files])
+    parents = [Path(os.path.relpath(file.parent, root)) for file in files]
+    return [folder / parent / picture_name(file) for file, parent in zip(files, parents)]
 
 
 class FilePrediction:
@@ -72,9 +79,9 @@ class FilePrediction:
         """
         device = next(self._predictor.model.parameters()).device
         with CocoResultsWriter.open(self._output / _RESULTS) as results:
-            for file in files:
+            for file, picture in zip(files, _pictures_of(files, self._output / "pictures")):
                 try:
-                    self._predict(file, results)
+                    self._predict(file, picture, results)
                     self.done.append(file)
                     continue
                 except DataError as e:
@@ -91,9 +98,9 @@ class FilePrediction:
                 say(failure)
         self._write_images()
 
-    def _predict(self, file: Path, results: CocoResultsWriter) -> None:
+    def _predict(self, file: Path, path: Path, results: CocoResultsWriter) -> None:
         image_format = self._predictor.image_format
-        with PictureWriter(file, self._output / "pictures") as pictures:
+        with PictureWriter(file, path) as pictures:
             for number, image in enumerate(read_images(file, image_format)):
                 image_id = len(self.images) + 1
                 began = time.perf_counter()
@@ -102,7 +109,8 @@ class FilePrediction:
                 except DataError as e:
                     raise DataError(f"{file} is left out: {e}") from e
                 self.seconds += time.perf_counter() - began
-                name = f"{file.name}#{number}" if pictures.is_video else file.name
+                name = str(path.relative_to(self._output / "pictures").with_name(file.name))
+                name += f"#{number}" if pictures.is_video else ""
                 height, width = image.shape[:2]
                 entry = {"id": image_id, "file_name": name, "height": height, "width": width}
                 self.images.append(entry)

@@ -26,12 +26,12 @@ def train(dataset: Path, output_dir: Path, opts: list[str]) -> None:
     subprocess.run([str(c) for c in command], check=True)
 
 
-def use(command: str, dataset: Path, output_dir: Path, *options: object) -> None:
-    """Run draw or predict with the trained model, and the names of the dataset's classes."""
-    words: list[object] = [sys.executable, "-m", "d2_memfit", command]
-    words += ["--config-file", output_dir / "config.yaml", *options]
-    words += ["--coco", "coins_val", dataset / "val.json", dataset / "val"]
-    subprocess.run([str(word) for word in words], check=True)
+def predict(dataset: Path, output_dir: Path, found: Path) -> None:
+    """Find coins in the validation images with the trained model."""
+    command = [sys.executable, "-m", "d2_memfit", "predict", "--output", found]
+    command += ["--config-file", output_dir / "config.yaml"]
+    command += ["--coco", "coins_val", dataset / "val.json", dataset / "val"]
+    subprocess.run([str(c) for c in command], check=True)
 
 
 def main() -> None:
@@ -44,18 +44,16 @@ def main() -> None:
 
     make_dataset(dataset)
     train(dataset, output_dir, args.opts)
-    picture = output_dir / "predictions.png"
-    use("draw", dataset, output_dir, "--output", picture)
-    predicted = output_dir / "predicted"
-    use("predict", dataset, output_dir, "--input", dataset / "val", "--output", predicted)
+    found = output_dir / "predicted"
+    predict(dataset, output_dir, found)
 
     lines = [json.loads(line) for line in (output_dir / "metrics.json").open()]
     ap50 = {k: next(m[k] for m in reversed(lines) if k in m) for k in ("bbox/AP50", "segm/AP50")}
     print(f"\nOn the validation images: box AP50 {ap50['bbox/AP50']:.1f}", end=", ")
     print(f"mask AP50 {ap50['segm/AP50']:.1f}")
     print(f"  dataset      {dataset}")
-    print(f"  predictions  {picture}, in images of coins that it was not trained on")
-    print(f"  all of them  {predicted / 'pictures'}, and in COCO's format beside it")
+    print(f"  predictions  {found / 'pictures'}, in images of coins that it was not trained on,")
+    print("               and in COCO's format beside it")
     print(f"  metrics      {output_dir / 'metrics.json'}")
     print(f"  TensorBoard  tensorboard --logdir {output_dir}")
 

@@ -48,7 +48,6 @@ def test_an_estimate_is_a_table_or_json_with_the_names_of_python(config_file, ca
         ["predict", "--input", "photographs"],
         ["export", "--input", "photograph.jpg"],
         ["convert", "--input", "folder", "--output", "converted"],
-        ["draw"],
         ["plot", "output"],
         ["plan", "--card", "6GB"],
     ],
@@ -273,9 +272,9 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
             ["estimate", "--project", "detectron2.projects.point_rend:add_point_rend_config"],
             "has no function 'add_point_rend_config' (did you mean add_pointrend_config?)",
         ),
-        (["draw"], "--coco: name the images to be drawn, --coco NAME JSON IMAGE_DIR"),
-        (["draw", "--coco", "a", "no.json", "images"], "no.json"),
-        (["draw", "--coco", "a", "b", "c", "--num-images", "0"], "--num-images must be a positive"),
+        (["predict"], "--input: name an image, a video or a folder of them, or leave it out and n"),
+        (["predict", "--coco", "a", "no.json", "images"], "no.json"),
+        (["export"], "--input: name an image"),
     ],
 )
 def test_bad_input_is_one_line(config_file, capsys, args, message):

@@ -34,7 +34,6 @@ SPECIAL = "needs a file at {}, and there is a folder, link, pipe or device"
 PLAN = "plan --config-file tiny.yaml --budget 6 --device cuda"
 ESTIMATE = "estimate --config-file tiny.yaml --device cuda"
 CERTIFY = "certify --config-file tiny.yaml --coco mine val.json val"
-DRAW = "draw --config-file run/config.yaml --coco mine val.json val"
 PREDICT = "predict --config-file run/config.yaml"
 FINDS_NOTHING = "MODEL.ROI_HEADS.SCORE_THRESH_TEST 1.0 INPUT.MIN_SIZE_TEST 32"
 EXPORT = "export --config-file run/config.yaml --input val/000.png"
@@ -106,10 +105,6 @@ ROWS = {
         SPECIAL.format("out/train.json"),
     ),
     "convert --input yolo --output tiny.yaml": ({}, "/tiny.yaml is not a folder that you may writ"),
-    # draw
-    f"{DRAW} --output val/000.png": ({}, NOT_OURS.format("val/000.png")),
-    f"{DRAW} --output p.png": ({"p.png": "-> val/000.png"}, SPECIAL.format("p.png")),
-    f"{DRAW} OUTPUT_DIR run": ({"run/predictions.png": MINE}, "run/predictions.png exists, and d2"),
     # plot
     "plot run": ({"run/memory.png": MINE}, NOT_OURS.format("run/memory.png")),
     "plot run --output out": (
@@ -343,7 +338,6 @@ LONG = pytest.mark.long
     [
         (f"{PLAN} --training-only --allow exact --output p.yaml", 1, "p.yaml"),
         ("convert --input yolo --output out", 1, "out/train.json"),
-        (f"{DRAW} OUTPUT_DIR run", 1, "run/predictions.png"),
         ("plot run", 2, "run/memory.html"),
         (f"{PREDICT} --input val {FINDS_NOTHING}", 4, "predictions/pictures/001.png"),
         pytest.param(f"{ESTIMATE} --html page.html", 1, "page.html", marks=LONG),
@@ -412,7 +406,6 @@ def make_video(path, frames, code="mp4v", width=160):
         (f"{PREDICT} --input clip.mp4 --output found {FINDS_NOTHING}", "found/pictures/clip.mp4"),
         (f"{PREDICT} --input val --output found", "found/pictures/000.png"),
         (f"{PREDICT} --input small --output found", "found/coco_instances_results.json"),
-        (f"{DRAW} --output found/drawn.png", "found/drawn.png"),
         ("plot run --output found", "found/memory.png"),
         pytest.param(f"{ESTIMATE} --html found/page.html", "found/page.html", marks=LONG),
         pytest.param(f"{EXPORT} --output found/model.ts", "found/model.ts", marks=LONG),

@@ -97,5 +97,5 @@ def test_its_last_lines_are_commands_for_what_it_made(runs):
     end = piped[piped.index("Written: ") :]
     assert end.startswith(f"Written: {os.path.join('.', folder.name, 'model_final.pth')} (weights)")
     assert "tensorboard --logdir ./output" in end
-    assert "d2-memfit predict --input FOLDER --output predictions" in end
-    assert "d2-memfit draw --coco screen_val" in end
+    assert "Next, find objects in screen_val, or in --input FOLDER:\n" in end
+    assert "  d2-memfit predict --output predictions --coco screen_val" in end

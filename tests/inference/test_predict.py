@@ -115,11 +115,32 @@ def test_a_run_that_went_on_after_its_end_has_its_last_checkpoint(
     says = f"weights: {run / 'model_0000014.pth'}\n"
     predict(run / config.name, photographs / "000.png", tmp_path / "found")
     assert says in capsys.readouterr().err
-    draw = ["draw", "--config-file", run / config.name, "--num-images", "1", "OUTPUT_DIR", run]
-    draw += ["--coco", "drawn_val", coins / "val.json", coins / "val"]
-    main([*map(str, draw)])
-    assert says in capsys.readouterr().err
-    assert (run / "predictions.png").is_file()
+
+
+def test_without_input_the_images_of_the_dataset_are_predicted_on(
+    config, photographs, tmp_path, monkeypatch
+):
+    """Those of two folders have the same name."""
+    monkeypatch.chdir(tmp_path)
+    coco = {"images": [], "annotations": [], "categories": [{"id": 7, "name": "coin"}]}
+    for number, name in enumerate(("a/000.png", "a/b/000.png")):
+        source = photographs / f"00{number}.png"
+        (tmp_path / "images" / name).parent.mkdir(parents=True)
+        shutil.copy(source, tmp_path / "images" / name)
+        width, height = Image.open(source).size
+        entry = {"id": number, "file_name": name, "height": height, "width": width}
+        coco["images"].append(entry)
+    (tmp_path / "mine.json").write_text(json.dumps(coco))
+    words = ["--config-file", str(config), "--coco", "two_folders", "mine.json", "images"]
+    main(["predict", *words, "--output", "found", "--min-score", "0"])
+    images = json.loads((tmp_path / "found" / "images.json").read_text())["images"]
+    assert [image["file_name"] for image in images] == ["000.png", "b/000.png"]
+    assert {result["category_id"] for result in results_of(tmp_path / "found")} == {7}
+    first, second = (
+        cv2.imread(str(tmp_path / "found" / "pictures" / i["file_name"])) for i in images
+    )
+    assert first.std() > 10
+    assert first.shape != second.shape or (first != second).any()
 
 
 def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
@@ -290,8 +311,3 @@ def test_a_lazy_config_says_how_images_are_resized(photographs, coins, tmp_path,
     assert results_of(tmp_path / "again") == results_of(tmp_path / "found")
     assert found
     assert [r["score"] for r in found] == expected.scores.tolist()
-    draw = ["draw", "--config-file", config, *weights, "--output", tmp_path / "drawn.png"]
-    draw += ["--coco", "lazily_drawn", coins / "val.json", coins / "val", "--num-images", "1"]
-    main([*map(str, draw)])
-    assert f"--weights {tmp_path / 'weights.pth'}" in capsys.readouterr().out
-    assert cv2.imread(str(tmp_path / "drawn.png")).std() > 0
