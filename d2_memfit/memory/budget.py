@@ -54,7 +54,7 @@ _SAME_SHARE = 0.002
 # By device, the limit that a budget has replaced, and the one that was set in its place.
 _limits: dict[str, tuple[Any, Any]] = {}
 
-# By GPU, bytes that other processes take; the least that was seen.
+# By GPU, bytes that other processes take; the least that this process has ever seen.
 _others: dict[int, int] = {}
 
 
@@ -178,8 +178,6 @@ def _limit_cuda(budget_gb: Optional[float], device: int) -> None:
     # PyTorch before 2.7 does not say what the share is; it is 1 unless somebody has set one.
     now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
     before = _before(f"cuda:{device}", now)
-    if budget_gb is None:
-        _others.pop(device, None)
     share = before if budget_gb is None else min(_share(budget_gb, device), before)
     torch.cuda.set_per_process_memory_fraction(share, device)
     _remember(f"cuda:{device}", before, share, budget_gb)

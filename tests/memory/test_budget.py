@@ -18,6 +18,7 @@ from d2_memfit.engine.hooks.shared_device import EnforceBudget
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import (
     auto_budget_gb,
+    budget,
     check_budget,
     device_memory,
     enforce_budget,
@@ -274,6 +275,7 @@ class Card:
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake, raising=False)
+        monkeypatch.setattr(budget, "_others", {})  # of another card
 
     def _limit(self, share, _):
         self.share = math.nextafter(share, 0)  # PyTorch rounds to bytes
@@ -378,14 +380,24 @@ def test_kernels_that_take_more_than_a_context_are_taken_from_the_allocator(monk
     enforce_budget(None, "cuda")
 
 
+def test_a_second_budget_knows_the_others_memory_from_the_first(monkeypatch):
+    card = Card(monkeypatch, total_gb=8, context_gb=0.5)
+    enforce_budget(6, "cuda")
+    enforce_budget(None, "cuda")
+    card.context_gb = 1.2  # kernels of the first run; nobody else uses the card
+    enforce_budget(3, "cuda")
+    assert card.limit_gb + card.context_gb == pytest.approx(3)
+    enforce_budget(None, "cuda")
+
+
 def test_auto_on_a_gpu_is_what_is_free_less_a_margin(monkeypatch):
     card = Card(monkeypatch, total_gb=5.79, context_gb=0.4, others_gb=0.3)
-    budget = auto_budget_gb("cuda")
-    assert budget == pytest.approx(5.79 - 0.25)
-    enforce_budget(budget, "cuda")
+    budget_gb = auto_budget_gb("cuda")
+    assert budget_gb == pytest.approx(5.79 - 0.25)
+    enforce_budget(budget_gb, "cuda")
     assert card.limit_gb < card.free_gb
     card.reserved_gb = 2  # measured again in the middle of a run it is the same
-    assert auto_budget_gb("cuda") == pytest.approx(budget)
+    assert auto_budget_gb("cuda") == pytest.approx(budget_gb)
     enforce_budget(None, "cuda")
     card.others_gb = 3.4
     with pytest.raises(ConfigError, match="auto: nothing is free on the device cuda"):
