@@ -57,9 +57,9 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
             if not is_out_of_memory(e):
                 raise
             event = record.event(e, "evaluation", batch)
+        release_memory(device)
         if before is not None:
             before.restore()
-        release_memory(device)
         if not is_on_host and can_have_results_on_host(bare):
             is_on_host = True
             record.log(event, "results are post-processed on the host")

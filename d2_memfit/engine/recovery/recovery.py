@@ -270,7 +270,7 @@ class Recovery:
             self._report.final_error = self.record.final_error(event)
 
     def _undo(self, before: Optional[Snapshot], event: OomEvent, micro_batch: MicroBatch) -> None:
-        """Restore a state, if it could be saved, and free memory.
+        """Free memory, and restore a state if it could be saved.
 
         If memory runs out here too, that is the window's final error, on all ranks.
         """
@@ -279,9 +279,11 @@ class Recovery:
             with self.record.explained("restoration", lambda: micro_batch.data):
                 if event.phase != "forward":
                     self._model.zero_grad(set_to_none=True)
+                # From Python 3.12 on, frames of the attempt hold each other, and its tensors, if
+                # leaving a ``with`` failed in it as well. So a collection comes first.
+                release_memory(self._device, thorough=is_thorough)
                 if before is not None:
                     before.restore()
-                release_memory(self._device, thorough=is_thorough)
         except OutOfMemoryError as e:
             self._report.final_error = str(e)
 

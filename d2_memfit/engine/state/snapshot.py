@@ -113,7 +113,7 @@ class StateWatch:
         if looks:
             self._tensors, left_out = _named_state(model)
         copied = {id(t) for t in self.changed}
-        before = {k: _counted(r(), looks) for k, (_, r) in self._tensors.items()}
+        before = self._counts(looks)
         others = {k: _fingerprint(getattr(m, a)) for k, (m, a, _) in left_out.items()}
         is_done = False
         try:
@@ -122,13 +122,20 @@ class StateWatch:
         finally:
             self._num_forwards += 1
             self._at_first = []
+            try:
+                after = self._counts(looks)
+            except torch.OutOfMemoryError:  # a forward that failed may leave no memory to look with
+                after, left_out = self._counts(looks=False), {}
             for key, (name, reference) in self._tensors.items():
                 tensor = reference()
-                if tensor is not None and before[key] != _counted(tensor, looks):
+                if tensor is not None and before[key][: len(after[key])] != after[key]:
                     self._note(name, tensor, is_late=not is_done and key not in copied)
             for name, (part, attribute, why) in left_out.items():
                 if others[name] != _fingerprint(getattr(part, attribute, None)):
                     self._warn(name, why)
+
+    def _counts(self, looks: bool) -> dict[int, tuple[Any, ...]]:
+        return {key: _counted(r(), looks) for key, (_, r) in self._tensors.items()}
 
     def _note(self, name: str, tensor: torch.Tensor, is_late: bool) -> None:
         """Record a changed tensor. It is late if the forward failed, as no snapshot has it."""
@@ -192,16 +199,16 @@ def _may_change_unseen(value: Any) -> bool:
     )
 
 
-def _counted(tensor: Optional[torch.Tensor], looks: bool) -> Any:
-    """A value that differs after the tensor changed; with ``looks``, also through ``.data``."""
+def _counted(tensor: Optional[torch.Tensor], looks: bool) -> tuple[Any, ...]:
+    """Values that differ after the tensor changed; with ``looks``, also through ``.data``."""
     if tensor is None:
-        return None
+        return ()
     version = None if tensor.is_inference() else change_count(tensor)
-    bits: Any = None
+    counted = version, tensor.data_ptr()
     integer = _INTEGERS.get(tensor.element_size())
     if looks and integer is not None and not tensor.is_complex():
-        bits = tensor.detach().view(integer).sum().item()
-    return version, tensor.data_ptr(), bits
+        return (*counted, tensor.detach().view(integer).sum().item())
+    return counted
 
 
 def _fingerprint(value: Any) -> Any:

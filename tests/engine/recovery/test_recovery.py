@@ -1,7 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """Recovery from out-of-memory errors: at every point, in every order, without a trace."""
 
+import gc
 import json
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -18,12 +20,15 @@ from injection import (
     scalars,
     seed_all,
 )
+from made_up_card import made_up_card
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, get_cfg
+from d2_memfit.engine.recovery import recovering_inference
+from d2_memfit.engine.state import Snapshot
 from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import ConfigError, OutOfMemoryError
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.job import NormalizerOptions, RecoveryOptions
 from d2_memfit.memory import TensorMeter, device_memory
 
 pytestmark = pytest.mark.slow
@@ -597,3 +602,78 @@ def test_options_that_cannot_work_are_named(options, message):
         cfg.MEMFIT.OOM = options
     with pytest.raises(ConfigError, match=message):
         RecoveryOptions.from_cfg(cfg)
+
+
+def recovering(model, batch):
+    """A trainer with recovery whose only forwards are those of its micro-batches."""
+    off = NormalizerOptions("off")
+    return AccumulatingTrainer(
+        model, [batch], sgd(model), recovery=RecoveryOptions(), normalizers=off
+    )
+
+
+@contextmanager
+def failing_as_it_is_left():
+    """As a context manager of a project that allocates when it is left."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise torch.OutOfMemoryError("CUDA out of memory. injected") from None
+
+
+def infer(model, batch):
+    model.eval()
+    with recovering_inference(model, RecoveryOptions()):
+        model(batch)
+
+
+@pytest.mark.parametrize("around", [nullcontext, failing_as_it_is_left])
+@pytest.mark.parametrize("run", [lambda *args: iterate(recovering(*args)), infer])
+def test_a_failed_attempt_is_freed_before_its_state_is_restored(run, around, monkeypatch):
+    def forward(batch):
+        at_start.append(meter.live_bytes)
+        with around():
+            return original(batch)
+
+    def fail(_, args):
+        if len(args[0]) > 2:
+            at_error.append(meter.live_bytes)
+            raise torch.OutOfMemoryError("CUDA out of memory. injected")
+
+    def restore(snapshot):
+        at_restore.append(meter.live_bytes)
+        return restored(snapshot)
+
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    original, restored = model.forward, Snapshot.restore
+    at_start, at_error, at_restore = [], [], []
+    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(Snapshot, "restore", restore)
+    model.roi_heads.register_forward_pre_hook(fail)
+    gc.disable()  # what frees them is recovery, and not a collection by chance
+    try:
+        with TensorMeter() as meter:
+            run(model, images(4, size=128))
+    finally:
+        gc.enable()
+    assert len(at_restore) == len(at_error) >= 1
+    assert max(at_restore) - at_start[0] < 0.1 * (at_error[0] - at_start[0])
+
+
+def test_on_a_full_card_the_error_is_that_of_the_attempt(log):
+    """State is looked at after a failed forward. No memory may be left for that."""
+    with made_up_card() as card:
+
+        def fill(_, args):
+            card.share = 1.0
+            if len(args[0]) > 2:
+                card.share = 0.99 * card.live_bytes / card.total_bytes
+                raise torch.OutOfMemoryError("CUDA out of memory. It is in a ROI head.")
+
+        model = tiny_model(tiny_cfg("mask_rcnn", device="cuda:0"))
+        model.roi_heads.register_forward_pre_hook(fill)
+        trainer = recovering(model, images(4, size=160))
+        iterate(trainer)
+    assert trainer.recovery.oom_events == 1
+    assert card.out_of_memory == 1  # in that look
+    assert "The error was: CUDA out of memory. It is in a ROI head" in log.text
