@@ -4,6 +4,7 @@
 import contextlib
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -155,7 +156,8 @@ class AccumulatingTrainer(ResumableTrainer):
         self._window_start: Optional[Snapshot] = None  # if all ranks may run the window again
         self._counters = ForwardCounters(bare_model)
         # On several ranks, one whose forward fails would leave the others waiting in theirs.
-        self._compares_formats = precision.dtype == torch.float16 and comm.get_world_size() == 1
+        compares_formats = precision.dtype == torch.float16 and comm.get_world_size() == 1
+        self._compared_below = math.inf if compares_formats else 0  # images of a micro-batch
 
     def run_step(self) -> None:
         """Run one iteration, whose number the event storage has."""
@@ -316,14 +318,14 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a forward's losses. Each loss is kept in the micro-batch, too."""
-        if self._compares_formats:
-            self._compares_formats = False
+        if micro_batch.num_images < self._compared_below:
             bare = compat.without_ddp(self.model)
-            compare_number_formats(
+            is_compared = compare_number_formats(
                 bare,
                 lambda: self._losses(bare, copy.deepcopy(micro_batch.batch)),
                 self.precision.autocast(),
             )
+            self._compared_below = 0 if is_compared else micro_batch.num_images
         with (
             watched(self.model, self.recovery is not None),
             observed(self.out_of_memory_observers),

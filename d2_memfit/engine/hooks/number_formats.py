@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...memory import is_out_of_memory
 from ..normalizers import SameDraws, without_traces
 
 __all__ = ["compare_number_formats"]
@@ -22,12 +23,16 @@ def compare_number_formats(
     model: nn.Module,
     losses: Callable[[], Mapping[str, torch.Tensor]],
     autocast: AbstractContextManager[Any],
-) -> None:
+) -> bool:
     """Log how far losses under autocast are from those in float32, with the same random numbers.
 
     No gradient is computed, and the model, random states and log stay as they are. If a forward
     fails, training shows the error.
+
+    Returns:
+        bool: False if memory ran out. Fewer images can then be compared.
     """
+    is_enough = True
     failure = ""
     try:
         with without_traces(model):
@@ -37,9 +42,10 @@ def compare_number_formats(
                 half = {name: loss.item() for name, loss in losses().items()}
     except Exception as e:  # an error of the model, or of memory
         failure = type(e).__name__
+        is_enough = not is_out_of_memory(e)
     if failure:
         logger.info("Losses in 16 bits are not compared with those in float32: %s", failure)
-        return
+        return is_enough
     said = ", ".join(f"{name} {half[name]:.4g} for {loss:.4g}" for name, loss in full.items())
     away = [abs(half[name] - loss) / max(abs(loss), 1e-6) for name, loss in full.items()]
     if all(distance <= _ALIKE for distance in away):
@@ -53,3 +59,4 @@ def compare_number_formats(
             "SOLVER.AMP.ENABLED False, or MEMFIT.AMP_DTYPE bfloat16 where the card supports it",
             said,
         )
+    return True

@@ -10,6 +10,7 @@ from torch import nn
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine.hooks import compare_number_formats
+from d2_memfit.job import RecoveryOptions
 
 
 class Model(nn.Module):
@@ -71,3 +72,26 @@ def test_a_run_compares_once(precision, lines, log):
     with log.at_level(logging.INFO):
         trainer.train(0, 2)
     assert sum(r.message.startswith("Losses in 16 bits") for r in log.records) == lines
+
+
+def test_more_images_than_fit_are_compared_in_smaller_micro_batches(log):
+    model = Model()
+    forward = model.forward
+
+    def limited(batch):
+        if len(batch) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(torch.stack([image["image"] for image in batch]).flatten(1))
+
+    model.forward = limited
+    batches = [[{"image": torch.randn(1, 2, 2)} for _ in range(8)] for _ in range(2)]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = AccumulatingTrainer(
+        model, batches, optimizer, precision="fp16", recovery=RecoveryOptions()
+    )
+    with log.at_level(logging.INFO):
+        trainer.train(0, 2)
+    said = [r.message for r in log.records if r.message.startswith("Losses in 16 bits")]
+    assert said[0].endswith("not compared with those in float32: OutOfMemoryError")
+    assert len(said) == 2
+    assert " of those in float32: loss_a " in said[1]
