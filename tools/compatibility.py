@@ -60,7 +60,7 @@ def main() -> None:
 
 def examined(name: str, folder: Path, python: str, args: argparse.Namespace) -> dict[str, Any]:
     """The doctor's findings by line; "end" says why its process ended early."""
-    from d2_memfit.measure.worker import run_worker
+    from d2_memfit.measure.worker import Worker
 
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     paths = [str(TOOLS), str(TOOLS.parent), env.get("PYTHONPATH", "")]
@@ -72,7 +72,7 @@ def examined(name: str, folder: Path, python: str, args: argparse.Namespace) -> 
         findings[finding["what"]] = finding
         print(name, *finding.values(), sep=" | ", flush=True)
 
-    error = run_worker(command, env, args.timeout, take)
+    error = Worker(command, env).run("", args.timeout, take)
     if error is not None:
         take({"what": "end", "is_well": False, "text": error})
     return findings

@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Measurements of a device, for a device file of its own."""
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +9,7 @@ from torch.nn.functional import conv2d
 
 from ..compat.pytorch import clear_cublas_workspaces
 from ..planner.device import DeviceModel
-from .peaks import outside_bytes, wait_for
+from .peaks import median_seconds, outside_bytes, wait_for
 
 __all__ = ["calibrate"]
 
@@ -109,17 +107,8 @@ def _host_bytes_per_s(device: torch.device, seconds: float) -> float:
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Median duration of a call, from ``seconds`` of calls."""
-    measured: list[float] = []
     run()
-    end = time.perf_counter() + seconds
-    while not measured or time.perf_counter() < end:
-        wait_for(device)
-        start = time.perf_counter()
-        run()
-        wait_for(device)
-        measured.append(time.perf_counter() - start)
-    return statistics.median(measured)
+    return median_seconds(run, device, seconds)
 
 
 def _convolution_workspace(device: torch.device) -> str:

@@ -26,6 +26,7 @@ Record = dict[str, Any]
 _GB = 2**30
 _PROJECTS = Path(__file__).resolve().parents[2] / "projects"
 _MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
+_X101 = "COCO-Detection/faster_rcnn_X_101_32x8d_FPN_3x"
 _AMP: dict[str, Any] = {"SOLVER.AMP.ENABLED": True}
 # Random weights then keep activations small, also in float16.
 _SMALL_ACTIVATIONS: dict[str, Any] = {"MODEL.PIXEL_STD": [300.0] * 3}
@@ -55,7 +56,7 @@ _VIT_B = (  # at 1024 pixels, as in Detectron2's projects/ViTDet, with the heads
 class Scale:
     """The extent of measurements: everything at full size, or a small rehearsal."""
 
-    rounds: int  # repetitions of each timing
+    rounds: tuple[int, int]  # of steps that are timed: at least, and at most
     seconds: float  # duration of each calibration measurement
     case: Optional[WorstCase]  # None is the config's
     settings: Mapping[str, Any]  # config keys of all jobs
@@ -63,8 +64,8 @@ class Scale:
     @classmethod
     def of(cls, device: torch.device) -> "Scale":
         if device.type == "cuda":
-            return cls(5, 1.0, None, {})
-        return cls(1, 0.02, WorstCase((128, 160), 5), {**_FEW_PROPOSALS, **TINY_MODEL})
+            return cls((2, 5), 1.0, None, {})
+        return cls((1, 1), 0.02, WorstCase((128, 160), 5), {**_FEW_PROPOSALS, **TINY_MODEL})
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class Item:
 
 def _all_items() -> tuple[Item, ...]:
     two = {"SOLVER.IMS_PER_BATCH": 2}
+    single = {**two, "SOLVER.ACCUMULATION_STEPS": 1}
     zoo = (
         _MASK_RCNN,
         "COCO-Detection/faster_rcnn_R_50_FPN_3x",
@@ -151,7 +153,7 @@ def _all_items() -> tuple[Item, ...]:
         "COCO-Detection/rpn_R_50_FPN_1x",
         "COCO-InstanceSegmentation/mask_rcnn_R_101_FPN_3x",
         "COCO-Detection/retinanet_R_101_FPN_3x",
-        "COCO-Detection/faster_rcnn_X_101_32x8d_FPN_3x",
+        _X101,
         "Misc/cascade_mask_rcnn_R_50_FPN_3x",
     )
     projects = {
@@ -169,47 +171,45 @@ def _all_items() -> tuple[Item, ...]:
         "EightBitOptimizerStates",
     )
     sizes = (4, 6, 8, 12, 16, 24)
-    of_presets = (_MASK_RCNN, "COCO-Detection/faster_rcnn_X_101_32x8d_FPN_3x")
-    presets = [f"{config}_{size}GB" for size in sizes for config in of_presets]
     there = {config.removesuffix(".yaml") for config in list_configs()}
     planned = {"SOLVER.IMS_PER_BATCH": 16}
     fragments = {"SOLVER.IMS_PER_BATCH": 4}
     offloaded = {**fragments, "MEMFIT.OFFLOAD.MODULES": ["backbone.bottom_up"]}
-    return (
+    trainers = ("Detectron2", "d2_memfit", "d2_memfit, with recovery")
+
+    def presets(model: str) -> list[Item]:
+        configs = [f"{model}_{size}GB" for size in sizes]
+        return [Item("presets", c, c, evaluates=True) for c in configs if c in there]
+
+    def alone(number: int) -> list[Item]:
+        group, images = f"techniques x{number}", {"SOLVER.IMS_PER_BATCH": number}
+        names = ("", *techniques)
+        return [Item(group, t or "none", settings=images, technique=t) for t in names]
+
+    return (  # those that tell most come first, if the time is not enough for all
         *(Item(group, "") for group in ("machine", "calibration", "outside")),
         *(Item("zoo", config, config, two, evaluates=True) for config in zoo),
         *(
             Item("plans", f"{size}GB", settings=planned | _preset(size), is_planned=True)
             for size in sizes
         ),
+        Item("recovery", ""),
+        *(Item("trainers", name, settings=two) for name in trainers),
         *(Item("zoo amp", config, config, two | _AMP, evaluates=True) for config in zoo),
-        *(Item("presets", config, config, evaluates=True) for config in presets if config in there),
+        *alone(2),
         *(
-            Item("transformers", f"{name}{suffix}", config, two | one | formats, project)
+            Item("transformers", f"{name}{suffix}", config, single | formats, project)
             for name, (project, config) in projects.items()
             for suffix, formats in (("", {"SOLVER.AMP.ENABLED": False}), (" amp", _AMP))
-            for one in ({"SOLVER.ACCUMULATION_STEPS": 1},)
         ),
-        *(
-            Item(
-                f"techniques x{num_images}",
-                technique or "none",
-                settings={"SOLVER.IMS_PER_BATCH": num_images},
-                technique=technique,
-            )
-            for num_images in (2, 8)
-            for technique in ("", *techniques)
-        ),
+        *presets(_MASK_RCNN),
+        *alone(8),
         *(
             Item("fragments", f"{name}{size}GB", settings=settings | _preset(size))
             for name, settings in (("", fragments), ("offload ", offloaded))
             for size in (24, 6, 4)
         ),
-        Item("recovery", ""),
-        *(
-            Item("trainers", name, settings=two)
-            for name in ("Detectron2", "d2_memfit", "d2_memfit, with recovery")
-        ),
+        *presets(_X101),
     )
 
 

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from .. import __version__, compat
-from ..memory import release_memory
 from .calibration import calibrate
 from .items import Item, Record, Scale
 from .outside import measure_outside
-from .peaks import outside_bytes, wait_for
+from .peaks import outside_bytes
 from .steps import measured, recovered, with_fragments
 
-__all__ = ["describe_machine", "error_record", "measure", "still_works"]
+__all__ = ["describe_machine", "error_record", "measure"]
 
 _GB = 2**30
 
@@ -70,14 +69,3 @@ def error_record(error: BaseException) -> Record:
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(last.filename).name}:{last.lineno}"
     return {"error": f"{type(error).__name__}: {text} ({where})"}
-
-
-def still_works(device: torch.device) -> bool:
-    """Whether the device works after an error; release all memory."""
-    try:
-        release_memory(device)
-        wait_for(device)
-        torch.zeros(1, device=device).item()
-    except RuntimeError:
-        return False
-    return True

@@ -1,10 +1,12 @@
 # Copyright (c) the d2_memfit developers.
 """Peaks of a device's memory: those of PyTorch's allocator on a GPU, of tensors on the CPU."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Optional
 
 import torch
@@ -118,14 +120,20 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def median_seconds(run: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """Median duration of ``rounds`` calls, after one call to warm up."""
-    run()
-    seconds = []
-    for _ in range(rounds):
+def median_seconds(
+    run: Callable[[], Any],
+    device: torch.device,
+    seconds: float,
+    least: int = 1,
+    most: float = math.inf,
+) -> float:
+    """Median duration of a call, from ``least`` to ``most`` of them, until ``seconds`` are over."""
+    durations: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(durations) < least or (len(durations) < most and time.perf_counter() < end):
         wait_for(device)
         start = time.perf_counter()
         run()
         wait_for(device)
-        seconds.append(time.perf_counter() - start)
-    return sorted(seconds)[len(seconds) // 2]
+        durations.append(time.perf_counter() - start)
+    return median(durations)

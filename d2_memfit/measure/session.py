@@ -7,6 +7,8 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,10 +21,11 @@ from ..errors import ConfigError
 from .items import Item, Record, items_of
 from .results import MACHINE, Results
 from .tables import draw, markdown, summary
-from .worker import run_worker
+from .worker import Worker, started_ahead
 
 __all__ = ["measure_gpu"]
 
+_AHEAD = 2  # processes that import everything while another measures
 _SECONDS_OF_ANSWER = 600.0
 _SECONDS_OF_ESTIMATES = 3600.0
 
@@ -36,9 +39,10 @@ def measure_gpu(
 ) -> list[Path]:
     """Measure a device, and compare it with estimates.
 
-    What is expected is worked out first, on the CPU. Then the items are measured one by one, in a
-    process that is started again if an error leaves nothing that works. Each record is on the disk
-    at once, in ``measured.jsonl``. A later call with the same folder goes on after the last record.
+    What is expected is worked out first, on the CPU. Then the items are measured one by one, each
+    in a new process: what a process takes outside the allocator only grows. Each record is on the
+    disk at once, in ``measured.jsonl``. A later call with the same folder goes on after the last
+    record.
     At the end, also after an error, it writes a table ``<card>.md``, a plot ``<card>.png`` and a
     device file ``<card>.yaml``. The line of JSON in ``<card>.json`` is to be sent.
 
@@ -94,58 +98,51 @@ class _Part:
         self._file = log.open("a")
         if log.stat().st_size and not log.read_text().endswith("\n"):
             self._file.write("\n")  # the last line was cut off
-        self._answers = False
-        self._begun: Optional[str] = None
 
     def has_all(self, stage: str, items: list[Item]) -> bool:
         return {item.key for item in items} <= self._results.stages[stage].keys()
 
     def run(self, stage: str, items: list[Item], seconds: float, model: str = "auto") -> None:
-        """Run the items that have no record, until the time is over.
+        """Run the items that have no record, and that of the machine, until the time is over.
 
         Raises:
             ConfigError: the device does not answer.
         """
-        done = self._results.stages[stage]
+        done, expected = self._results.stages[stage], self._results.stages["expected"]
+        left = [i.key for i in items if i.key not in done or i.key == MACHINE]
+        is_measured = stage == "measured"
+        worker = ("-m", "d2_memfit.measure.worker", stage, self._device, model)
+        start = partial(Worker, [sys.executable, *worker], self._environment())
+        starts = repeat(start, len(left)) if is_measured else repeat(start)
         end = time.monotonic() + seconds
         num_before = len(done)
-        while not self.has_all(stage, items) or (stage == "measured" and not self._answers):
-            left = end - time.monotonic()
-            if left <= 0:
-                return
-            num_done = len(done)
-            todo = [i.key for i in items if i.key not in done or i is items[0]]
-            error = self._process([stage, self._device, model], todo, left)
-            if stage == "measured" and not self._answers:
-                if not self._path.stat().st_size:
-                    self._path.unlink()
-                raise ConfigError(f"--device {self._device} cannot be used: {error}")
-            is_over = time.monotonic() >= end
-            if self._begun is not None and (not is_over or len(done) == num_before):
-                # The process died, or this item alone takes longer than a part.
-                self._take({"stage": stage, "item": self._begun, "error": error})
-            elif error is None or len(done) == num_done:
-                return
+        with started_ahead(starts, _AHEAD if is_measured else 0) as workers:
+            while left:
+                keys = left[:1] if is_measured else left
+                given = {key: expected.get(key, {}).get("settings", {}) for key in keys}
+                left_s = max(end - time.monotonic(), 0)
+                error = next(workers).run(json.dumps(given), left_s, self._take)
+                lost = next((key for key in keys if key not in done), None)
+                if MACHINE in keys and error is not None:
+                    if not self._path.stat().st_size:
+                        self._path.unlink()
+                    raise ConfigError(f"--device {self._device} cannot be used: {error}")
+                if lost is not None:
+                    if time.monotonic() >= end and len(done) > num_before:
+                        return
+                    # The process died, or this item alone takes longer than a part.
+                    self._take({"stage": stage, "item": lost, "error": error or "no record"})
+                left = [key for key in left if key not in done]
 
-    def _process(self, arguments: list[str], todo: list[str], seconds: float) -> Optional[str]:
-        """Run a process until it ends or its time is over; return the error, if any."""
-        self._begun = None
-        expected = self._results.stages["expected"]
-        given = {key: expected.get(key, {}).get("settings", {}) for key in todo}
-        command = [sys.executable, "-m", "d2_memfit.measure.worker", *arguments]
+    def _environment(self) -> dict[str, str]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         if self._device == "cpu":  # freed memory goes back, so that a limit is of memory in use
             environment["MALLOC_MMAP_THRESHOLD_"] = str(2**17)
-        return run_worker(command, environment, seconds, self._take, json.dumps(given))
+        return environment
 
     def _take(self, record: dict[str, Any]) -> None:
         """Write a record to the disk."""
-        if "begin" in record:
-            self._begun = record["begin"]
-            return
-        self._begun = None
         if record["item"] == MACHINE:
-            self._answers = True
             machine = self._results.machine or record
             others = [machine[key] for key in ("card", "pytorch") if machine[key] != record[key]]
             if others:

@@ -20,9 +20,10 @@ from .injection import seed_all
 from .items import Item, Record, Scale
 from .peaks import limited, median_seconds, peaks_of, under_budget
 
-__all__ = ["Steps", "measured", "recovered", "train_under_budget", "with_fragments"]
+__all__ = ["Steps", "measured", "recovered", "with_fragments"]
 
 _ITERATIONS = 30  # with images of many sizes
+_SECONDS = 2.0  # of steps that are timed
 
 
 class Steps:
@@ -92,25 +93,23 @@ def measured(item: Item, job: Job, device: torch.device, scale: Scale) -> Record
     limit = nullcontext() if job.budget_gb is None else under_budget(device, job.budget_gb)
     with limit, peaks_of(device) as peaks:
         steps = Steps(job, device, make)
-        steps.step()  # it makes the optimizer's states
+        steps.step()  # it makes the optimizer's states, and loads kernels
         peaks.take()
-        steps.step()
         record: Record = {
             "images": job.geometry.window,
             "micro_batch": size,
             "budget_gb": job.budget_gb,
+            "seconds": median_seconds(steps.step, device, _SECONDS, *scale.rounds),
             **peaks.take(),
         }
-        record["seconds"] = median_seconds(steps.step, device, scale.rounds)
         if item.evaluates:
-            peaks.take()
             steps.evaluate()
             record.update({f"evaluation_{key}": value for key, value in peaks.take().items()})
     return record
 
 
 def with_fragments(item: Item, job: Job, device: torch.device, scale: Scale) -> Record:
-    """Train with images of many sizes under a budget, with recovery."""
+    """Train with images of many sizes under the job's budget, with recovery; count the errors."""
     short = 96 if scale.case else 640
     generator = torch.Generator().manual_seed(0)
 
@@ -122,27 +121,12 @@ def with_fragments(item: Item, job: Job, device: torch.device, scale: Scale) -> 
 
     num_iterations = 3 if scale.case else _ITERATIONS
     windows = (window() for _ in range(num_iterations))
-    return train_under_budget(job, windows, num_iterations, {}, device)
-
-
-def train_under_budget(
-    job: Job,
-    windows: Iterable[list[Any]],
-    num_iterations: int,
-    options: dict[str, Any],
-    device: torch.device,
-) -> Record:
-    """Train under the job's budget with recovery; count the errors.
-
-    Args:
-        options: options of the trainer, which say how a window is cut.
-    """
-    make = partial(AccumulatingTrainer, recovery=RecoveryOptions(), **options)
+    recovering = partial(AccumulatingTrainer, recovery=RecoveryOptions())
     assert job.budget_gb is not None
     with under_budget(device, job.budget_gb), peaks_of(device) as peaks:
-        training = Steps(job, device, make, windows)
+        training = Steps(job, device, recovering, windows)
         recovery = training.trainer.recovery
-        sizes = []
+        sizes: list[int] = []
         training.trainer.model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
         for _ in range(num_iterations):
             sizes.clear()
@@ -172,14 +156,15 @@ def recovered(item: Item, job: Job, device: torch.device, scale: Scale) -> Recor
         release_memory(device)
     in_halves = partial(AccumulatingTrainer, micro_batch_size=4)
     enough = Steps(job, device, in_halves, repeat(images))
-    seconds = median_seconds(enough.step, device, scale.rounds)
+    enough.step()
+    seconds = median_seconds(enough.step, device, _SECONDS, *scale.rounds)
     del enough
     release_memory(device)
     with limited(device, int((peaks[1] + 3 * peaks[8]) / 4 * 2**30)):
         recovering = partial(AccumulatingTrainer, recovery=RecoveryOptions())
         steps = Steps(job, device, recovering, repeat(images))
         steps.step()
-        under_limit = median_seconds(steps.step, device, scale.rounds)
+        under_limit = median_seconds(steps.step, device, _SECONDS, *scale.rounds)
     return {
         "images": len(images),
         "oom_events": steps.trainer.recovery.oom_events,

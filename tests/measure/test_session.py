@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -78,16 +79,6 @@ def test_an_interrupt_writes_the_pages(tmp_path):
     assert files == [".json", ".jsonl", ".md", ".png"]
 
 
-def test_an_interrupt_before_the_first_record_leaves_a_file(tmp_path, monkeypatch):
-    def run_worker(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(session, "run_worker", run_worker)
-    with pytest.raises(KeyboardInterrupt):
-        measure_gpu("cuda:0", 1, tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["measured.jsonl"]
-
-
 class Workers:
     """Processes that say what each test makes of their items.
 
@@ -100,14 +91,22 @@ class Workers:
         self.todo = []
         self.card = "Some Card"
         self.now = 0.0
-        monkeypatch.setattr(session, "run_worker", self)
+        self.num_started = self.num_ended = 0
+        monkeypatch.setattr(session, "Worker", self.start)
         monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: self.now))
 
-    def __call__(self, command, environment, seconds, take, given):
-        stage, keys = command[3], json.loads(given)
+    def start(self, command, environment):
+        self.num_started += 1
+        return SimpleNamespace(run=partial(self.run, command[3]), end=self.end)
+
+    def end(self):
+        self.num_ended += 1
+
+    def run(self, stage, given, seconds, take):
+        self.end()
+        keys = json.loads(given)
         self.todo.append((stage, [*keys]))
         for key in keys:
-            take({"begin": key})
             end = self.end_of.pop((stage, key), None)
             if isinstance(end, str):
                 self.now += 60 * 9 * (end == OVER)
@@ -123,18 +122,41 @@ class Workers:
 OVER = "the time was over"
 FIRST = "zoo/COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
 SECOND = "zoo/COCO-Detection/faster_rcnn_R_50_FPN_3x"
+ESTIMATES = [
+    {"stage": "expected", "item": item.key}
+    for item in items_of(torch.device("cuda:0"))
+    if item.has_estimate
+]
 
 
-def test_each_item_has_a_record_and_nothing_is_measured_twice(tmp_path, monkeypatch):
+def test_an_interrupt_before_the_first_record_leaves_a_file_and_no_process(tmp_path, monkeypatch):
+    def interrupt(*_):
+        workers.end()
+        raise KeyboardInterrupt
+
+    workers = Workers(monkeypatch)
+    workers.run = interrupt
+    (tmp_path / "measured.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in ESTIMATES))
+    with pytest.raises(KeyboardInterrupt):
+        measure_gpu("cuda:0", 1, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["measured.jsonl"]
+    assert workers.num_ended == workers.num_started > 1
+
+
+def test_each_item_has_a_process_and_a_record_and_nothing_is_measured_twice(tmp_path, monkeypatch):
     workers = Workers(monkeypatch)
     measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
-    stages = [stage for stage, _ in workers.todo]
-    assert stages == ["measured", "expected", "measured"]  # the machine, to see that it answers
+    keys = [i.key for i in items_of(torch.device("cuda:0"))]
+    estimated = [i.key for i in items_of(torch.device("cuda:0")) if i.has_estimate]
+    measured = [("measured", [key]) for key in keys]
+    # The machine comes first, to see that it answers.
+    assert workers.todo == [measured[0], ("expected", estimated), *measured]
     results = Results.read(tmp_path / "measured.jsonl")
-    assert [*results.stages["measured"]] == [i.key for i in items_of(torch.device("cuda:0"))]
+    assert [*results.stages["measured"]] == keys
     workers.todo.clear()
     files = measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
-    assert workers.todo == [("measured", [MACHINE])]
+    assert workers.todo == measured[:1]
+    assert workers.num_ended == workers.num_started
     assert [f.name for f in files] == [
         "measured.jsonl",
         "some_card.md",
@@ -143,21 +165,36 @@ def test_each_item_has_a_record_and_nothing_is_measured_twice(tmp_path, monkeypa
     ]
 
 
+def test_what_tells_most_is_measured_first():
+    groups = [*dict.fromkeys(i.group for i in items_of(torch.device("cuda:0")))]
+    first = ["machine", "calibration", "outside", "zoo", "plans", "recovery", "trainers", "zoo amp"]
+    assert groups[: len(first)] == first
+    assert groups[-1] == "fragments"  # before the presets of the second model
+
+
 def test_estimates_made_beforehand_are_not_waited_for(tmp_path, monkeypatch):
     workers = Workers(monkeypatch)
     measure_gpu("cuda:0", 9, tmp_path, lambda line: None, estimate="h100")
     assert [stage for stage, _ in workers.todo] == ["expected"]
     measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
-    assert [stage for stage, _ in workers.todo] == ["expected", "measured"]
+    assert {stage for stage, _ in workers.todo[1:]} == {"measured"}
 
 
-@pytest.mark.parametrize("end", ["status -11: Segmentation fault", 9])
-def test_a_process_that_dies_is_started_again_behind_its_item(tmp_path, monkeypatch, end):
-    workers = Workers(monkeypatch, {("measured", FIRST): end})
+@pytest.mark.parametrize(
+    ("stage", "end"),
+    [
+        ("expected", "status -11: Segmentation fault"),
+        ("measured", "status -11: Segmentation fault"),
+        ("measured", 9),
+    ],
+)
+def test_a_process_that_dies_takes_no_other_item_with_it(tmp_path, monkeypatch, stage, end):
+    workers = Workers(monkeypatch, {(stage, FIRST): end})
     measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
-    record = Results.read(tmp_path / "measured.jsonl").stages["measured"][FIRST]
-    assert record.get("error") == (end if isinstance(end, str) else None)
-    assert workers.todo[-1][1][:2] == [MACHINE, SECOND]
+    records = Results.read(tmp_path / "measured.jsonl").stages[stage]
+    assert records[FIRST].get("error") == (end if isinstance(end, str) else None)
+    assert "error" not in records[SECOND]
+    assert workers.num_ended == workers.num_started
 
 
 def test_an_item_at_which_the_time_is_over_is_measured_in_the_next_part(tmp_path, monkeypatch):
@@ -167,7 +204,7 @@ def test_an_item_at_which_the_time_is_over_is_measured_in_the_next_part(tmp_path
     workers = Workers(monkeypatch)
     measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
     assert SECOND in Results.read(tmp_path / "measured.jsonl").stages["measured"]
-    assert workers.todo[-1][1][:2] == [MACHINE, SECOND]
+    assert workers.todo[:2] == [("measured", [MACHINE]), ("measured", [SECOND])]
 
 
 def test_an_item_that_takes_a_whole_part_is_not_tried_again(tmp_path, monkeypatch):
