@@ -6,26 +6,26 @@ from pathlib import Path
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.measure.results import Results
-from d2_memfit.measure.tables import draw, markdown
+from d2_memfit.measure.tables import TITLES, markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "GPU.md"
 FOLDER = DOCS / "gpu"
 
-NOTHING = "**No card has been measured yet**: d2_memfit was written on machines without a GPU. "
-INTRODUCTION = f"""# Cards, measured
+TITLE = "# Cards, measured\n\n"
+NO_CARD = """\
+**No card has been measured yet**: d2_memfit was written on machines without a GPU. This page says
+what was tried without one, and how to measure your card.
 
-{NOTHING}This
-page says what was tried without one, and how to measure your card.
-
-```
+"""
+HOW_TO = """```
 d2-memfit measure-gpu --output my_card
 ```
 
 It needs no dataset, no weights and no compiled operator. First it makes its estimates, on the CPU.
-Then it measures for 8 minutes, or as long as `--minutes` says. Each record is on the disk at once,
-in `my_card/measured.jsonl`. The same command goes on where the last one ended. An error ends only
-one record: after an error of CUDA, a new process measures the rest.
+Then it measures for 8 minutes, or as long as `--minutes` says. Each item is measured in a new
+process, by 3 to 6 steps. Each record is on the disk at once, in `my_card/measured.jsonl`. The same
+command goes on where the last one ended. An error ends only one record.
 
 On a card that is rented, nothing waits for estimates that were made before, on any machine:
 
@@ -34,31 +34,37 @@ d2-memfit measure-gpu --output my_card --estimate h100     # no GPU; then copy t
 d2-memfit measure-gpu --output my_card --minutes 9         # there, as often as needed
 ```
 
+For a machine with a card for some minutes, without a network or a compiler,
+[tools/gpu_call](../tools/gpu_call/README.md) prepares this, the tests that need a card, and more
+measurements.
+
 What is measured, in this order, with random images:
 
 | group | what |
 | --- | --- |
 | calibration | speeds of the card in each number format |
 | outside | context, loaded kernels, workspaces of cuBLAS and cuBLASLt, NCCL's communicators |
-| zoo, zoo amp | 12 configs in float32 and in mixed precision, two images, with evaluation |
+| zoo | 12 configs in float32, two images, with evaluation |
 | plans | Mask R-CNN with 16 images, planned for and trained on budgets of 4 to 24 GB cards |
-| presets | those of Mask R-CNN R50-FPN and Faster R-CNN X101-FPN, under their budgets |
-| transformers | ViTDet-B, Deformable DETR and RT-DETR in both precisions, from a checkout |
-| techniques | each of them alone, with 2 and with 8 images |
-| fragments | 30 iterations with images of many sizes under budgets, with and without offload |
 | recovery | a batch that does not fit |
 | trainers | Detectron2's own trainer, d2_memfit's, and d2_memfit's with recovery |
+| zoo amp | the configs of the zoo in mixed precision |
+| techniques | each of them alone, with 2 images; after the next two groups with 8 |
+| transformers | ViTDet-B, Deformable DETR and RT-DETR in both precisions, from a checkout |
+| presets | those of Mask R-CNN R50-FPN under their budgets; X101-FPN's come at the end |
+| fragments | 30 iterations with images of many sizes under budgets, with and without offload |
 
 Each record has peaks of allocated, active and reserved memory, memory outside the allocator,
 allocation retries, and seconds per iteration. Memory outside the allocator is all that CUDA says,
 so nothing else may run on the card.
 
-The folder also gets `<card>.md` and `<card>.png`, `<card>.yaml`, which `--device` of
-`d2-memfit plan` takes, and `<card>.json`. That is one line with all ratios of expected to measured
-values: send it in an issue. To add your card to this page, copy `measured.jsonl` to
-`docs/gpu/<card>.jsonl`, run `python tools/make_gpu_page.py`, and open a pull request.
+The folder also gets `<card>.md`, `<card>.yaml`, which `--device` of `d2-memfit plan` takes, and
+`<card>.json`. That is one line with all ratios of expected to measured values: send it in an issue.
+To add your card to this page, copy `measured.jsonl` to `docs/gpu/<card>.jsonl`, run
+`python tools/make_gpu_page.py`, and open a pull request.
 
-## Tried without a card
+"""
+TRIED = """## Tried without a card
 
 - `pytest tests/gpu` runs the tests that need a card on a made-up one, too. Its tensors are on the
   CPU; what it says of memory is counted, and a limit raises out-of-memory errors. This shows wrong
@@ -69,8 +75,8 @@ values: send it in an issue. To add your card to this page, copy `measured.jsonl
   jobs of that group have been estimated at full size; none of their steps has been computed.
 - No CUDA kernel has run. `pytest -m gpu tests/gpu` on a card runs the same tests there.
 
-Written by `python tools/make_gpu_page.py`.
 """
+END = "Written by `python tools/make_gpu_page.py`.\n"
 
 
 def measured(folder: Path) -> dict[str, Results]:
@@ -88,8 +94,36 @@ def measured(folder: Path) -> dict[str, Results]:
 
 
 def page(results: dict[str, Results]) -> str:
-    cards = [f"{markdown(r)}\n![{name}](gpu/{name}.png)\n" for name, r in results.items()]
-    return "\n".join([INTRODUCTION.replace(NOTHING, "") if cards else INTRODUCTION, *cards])
+    cards = [f"{markdown(r)}\n![{name}](gpu/{name}.png)\n\n" for name, r in results.items()]
+    parts = [NO_CARD, HOW_TO, TRIED] if not cards else [HOW_TO, *cards]
+    return "".join([TITLE, *parts, END])
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draw expected memory and time against what was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, all_axes = pyplot.subplots(1, 3, figsize=(18, 6), layout="constrained")
+    values = {"allocated_gb": "allocated, GB", "device_gb": "of the device, GB", "seconds": "s"}
+    for axes, (value, title) in zip(all_axes, values.items()):
+        for group, mark in zip(TITLES, "os^vDPX<>*"):
+            points = [
+                (measured[value], expected[value])
+                for key, expected, measured in results.pairs()
+                if key.partition("/")[0] == group and results.ratio(key, value) is not None
+            ]
+            if points:
+                axes.scatter(*zip(*points), marker=mark, label=group)
+        most = max([1e-3, *axes.get_xlim(), *axes.get_ylim()])
+        axes.plot([0, most], [0, most], color="gray", linewidth=1, label="equal")
+        axes.legend()
+        axes.set(title=title, xlabel="measured", ylabel="expected")
+    figure.suptitle(results.machine["card"])
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
 
 
 def main() -> None:

@@ -108,7 +108,8 @@ def install(python: Path, detectron2: Optional[str], torch: Optional[str]) -> No
     if detectron2:  # its setup.py imports PyTorch
         run(*pip, "install", "--no-deps", "--no-build-isolation", detectron2)
     else:
-        copy_detectron2(pip, site_packages)
+        with tempfile.TemporaryDirectory() as folder:
+            copy_detectron2(archive_of_v06(pip, folder), site_packages)
     if sys.version_info >= CURRENT_NUMPY:
         shutil.copy(DETECTRON2_ALIASES, site_packages)
         (site_packages / "detectron2_aliases.pth").write_text("import detectron2_aliases\n")
@@ -124,18 +125,25 @@ def requirements_for(torch: Optional[str]) -> str:
     return "\n".join(lines)
 
 
-def copy_detectron2(pip: "tuple[object, ...]", site_packages: Path) -> None:
-    """Install the Python files of v0.6, without its compiled operators."""
-    with tempfile.TemporaryDirectory() as folder:
-        # pip checks the archive's hash first. To read its metadata it runs setup.py, which
-        # imports PyTorch: hence no build isolation.
-        flags = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes")
-        run(*pip, "download", *flags, "-r", DETECTRON2, "-d", folder)
-        (archive,) = Path(folder).glob("*.tar.gz")
-        shutil.unpack_archive(archive, folder)
-        (source,) = (p for p in Path(folder).iterdir() if p.is_dir())
-        for origin, target in PACKAGES.items():
-            shutil.copytree(source / origin, site_packages / target)
+def archive_of_v06(pip: "tuple[object, ...]", folder: str) -> Path:
+    """Download v0.6, and unpack it into the folder."""
+    # pip checks the archive's hash first. To read its metadata it runs setup.py, which imports
+    # PyTorch: hence no build isolation.
+    flags = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes")
+    run(*pip, "download", *flags, "-r", DETECTRON2, "-d", folder)
+    (archive,) = Path(folder).glob("*.tar.gz")
+    shutil.unpack_archive(archive, folder)
+    (source,) = (p for p in Path(folder).iterdir() if p.is_dir())
+    return source
+
+
+def copy_detectron2(source: Path, site_packages: Path) -> None:
+    """Install the Python files of a Detectron2, without its compiled operators."""
+    for origin, target in PACKAGES.items():
+        shutil.copytree(source / origin, site_packages / target)
+    configs = site_packages / "detectron2" / "model_zoo" / "configs"
+    if not configs.exists():  # in a checkout, its setup.py would make a link
+        shutil.copytree(source / "configs", configs)
     shutil.copy(DETECTRON2_OPS, site_packages / "detectron2" / "_C.py")
 
 

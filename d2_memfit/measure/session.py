@@ -20,7 +20,7 @@ from ..common.files import check_outputs, output_file
 from ..errors import ConfigError
 from .items import Item, Record, items_of
 from .results import MACHINE, Results
-from .tables import draw, markdown, summary
+from .tables import markdown, summary
 from .worker import Worker, started_ahead
 
 __all__ = ["measure_gpu"]
@@ -43,8 +43,8 @@ def measure_gpu(
     in a new process: what a process takes outside the allocator only grows. Each record is on the
     disk at once, in ``measured.jsonl``. A later call with the same folder goes on after the last
     record.
-    At the end, also after an error, it writes a table ``<card>.md``, a plot ``<card>.png`` and a
-    device file ``<card>.yaml``. The line of JSON in ``<card>.json`` is to be sent.
+    At the end, also after an error, it writes tables ``<card>.md`` and a device file
+    ``<card>.yaml``. The line of JSON in ``<card>.json`` is to be sent.
 
     Args:
         device: such as "cuda:0"; "cpu" is a small rehearsal.
@@ -169,7 +169,7 @@ class _Part:
         outputs = self._outputs(self._results.machine)
         if not outputs:
             return [self._path]
-        table, line, picture, device = outputs
+        table, line, device = outputs
         texts = {table: markdown(self._results), line: json.dumps(summary(self._results)) + "\n"}
         values = self._results.device_file()
         if values:
@@ -178,12 +178,11 @@ class _Part:
         for path, text in texts.items():
             with output_file(path, "w") as file:
                 file.write(text)
-        draw(self._results, picture)
-        return [self._path, table, line, picture, *([device] if values else [])]
+        return [self._path, table, line, *([device] if values else [])]
 
     def _outputs(self, machine: Record) -> list[Path]:
-        """The table, line, picture and device file of a card, if it is known."""
+        """The table, line and device file of a card, if it is known."""
         if not machine:
             return []
         name = re.sub("[^a-z0-9]+", "_", machine["card"].lower()).strip("_")
-        return [self._path.with_name(name + ending) for ending in (".md", ".json", ".png", ".yaml")]
+        return [self._path.with_name(name + ending) for ending in (".md", ".json", ".yaml")]

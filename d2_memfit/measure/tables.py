@@ -1,19 +1,17 @@
 # Copyright (c) the d2_memfit developers.
-"""Tables, a picture and a summary of the measurements of a card."""
+"""Tables and a summary of the measurements of a card."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tabulate import tabulate
 
-from ..common.files import output_file
 from .items import Record
 from .outside import constants_of
 from .results import Results
 
-__all__ = ["draw", "markdown", "summary"]
+__all__ = ["TITLES", "markdown", "summary"]
 
 _VERSIONS = {
     "PyTorch": "pytorch",
@@ -22,7 +20,7 @@ _VERSIONS = {
     "Detectron2": "detectron2",
     "Python": "python",
 }
-_TITLES = {
+TITLES = {
     "zoo": "Configs of the zoo, float32, two images",
     "zoo amp": "Configs of the zoo, mixed precision, two images",
     "transformers": "Transformers, two images",
@@ -56,7 +54,7 @@ def markdown(results: Results) -> str:
     lines += [f"{total}{', '.join(stated)}. {machine['date']}.", ""]
     outside = [_of_outside(r) for r in results.outside if "file" not in r]
     tables = {
-        **{title: _of_group(results, group) for group, title in _TITLES.items()},
+        **{title: _of_group(results, group) for group, title in TITLES.items()},
         "Outside the allocator": outside,
         "Constants of the device file": _constants(results.outside),
     }
@@ -72,7 +70,7 @@ def summary(results: Results) -> Record:
     Each comparison has the median of expected over measured, and the two ends.
     """
     compared: dict[str, Any] = {}
-    for group in _TITLES:
+    for group in TITLES:
         keys = [key for key, *_ in results.pairs() if key.partition("/")[0] == group]
         for value in _COMPARED:
             ratios = [ratio for key in keys if (ratio := results.ratio(key, value)) is not None]
@@ -144,31 +142,3 @@ def _constants(records: Sequence[Record]) -> list[Record]:
         for of_file in files
         for name, value in constants_of(records).items()
     ]
-
-
-def draw(results: Results, path: Path) -> None:
-    """Draw expected memory and time against what was measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, all_axes = pyplot.subplots(1, 3, figsize=(18, 6), layout="constrained")
-    values = {"allocated_gb": "allocated, GB", "device_gb": "of the device, GB", "seconds": "s"}
-    for axes, (value, title) in zip(all_axes, values.items()):
-        for group, mark in zip(_TITLES, "os^vDPX<>*"):
-            points = [
-                (measured[value], expected[value])
-                for key, expected, measured in results.pairs()
-                if key.partition("/")[0] == group and results.ratio(key, value) is not None
-            ]
-            if points:
-                axes.scatter(*zip(*points), marker=mark, label=group)
-        most = max([1e-3, *axes.get_xlim(), *axes.get_ylim()])
-        axes.plot([0, most], [0, most], color="gray", linewidth=1, label="equal")
-        axes.legend()
-        axes.set(title=title, xlabel="measured", ylabel="expected")
-    figure.suptitle(results.machine["card"])
-    with output_file(path) as file:
-        figure.savefig(file, dpi=100)
-    pyplot.close(figure)

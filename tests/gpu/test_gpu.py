@@ -2,7 +2,7 @@
 """d2_memfit on a GPU: `pytest -m gpu tests/gpu`.
 
 Without one these tests are skipped. What no kernel of CUDA decides also runs on a made-up card, in
-the normal suite, and other tests on a CPU, as `exhaustive`.
+the normal suite, and other tests on a CPU, as `long`.
 
 Kernels of a GPU add up in any order. Results are equal to the last bit only without ROIAlign,
 whose deterministic backward in torchvision needs a compiler.
@@ -62,7 +62,7 @@ GPU = pytest.param(
         pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     ],
 )
-CPU = pytest.param("cpu", marks=pytest.mark.exhaustive)
+CPU = pytest.param("cpu", marks=pytest.mark.long)
 MADE_UP = "made-up card"
 
 
@@ -86,9 +86,10 @@ def device(request):
     release_memory(device)
 
 
-def side():
+def side(device):
     """Of images in pixels: small ones where a CPU computes, large ones beside workspaces."""
-    return 160 if torch.cuda.get_device_name() == "Made-up" else 512
+    is_card = device.type == "cuda" and torch.cuda.get_device_name() != "Made-up"
+    return 512 if is_card else 160
 
 
 def on_a_made_up_card_too(test):
@@ -177,9 +178,9 @@ def test_allocations_above_the_budget_fail(gpu):
 
 def test_a_batch_that_does_not_fit_is_split_and_memory_does_not_grow(gpu):
     model = tiny_model(tiny_cfg("mask_rcnn", device=gpu))
-    loader = [images(8, size=side())] * 4
+    loader = [images(8, size=side(gpu))] * 4
     trainer = AccumulatingTrainer(model, loader, sgd(model), recovery=RecoveryOptions())
-    one = AccumulatingTrainer(model, [images(1, size=side())] * 3, sgd(model))
+    one = AccumulatingTrainer(model, [images(1, size=side(gpu))] * 3, sgd(model))
     iterate(one)
     base = torch.cuda.memory_allocated(gpu)
     with peaks_of(gpu) as peak:
@@ -199,7 +200,7 @@ def test_a_batch_that_does_not_fit_is_split_and_memory_does_not_grow(gpu):
 
 def test_evaluation_with_too_little_memory_has_the_same_results(gpu):
     model = tiny_model(tiny_cfg("mask_rcnn", device=gpu)).eval()
-    batch = images(4, size=side())
+    batch = images(4, size=side(gpu))
     with torch.no_grad(), peaks_of(gpu) as peak:
         base = torch.cuda.memory_allocated(gpu)
 
@@ -342,7 +343,7 @@ def test_four_micro_batches_take_the_memory_of_one(device):
     peaks = {}
     for steps in (1, 4):
         model = tiny_model(cfg)
-        loader = [images(1, size=512)] * (3 * steps)
+        loader = [images(1, size=side(device))] * (3 * steps)
         trainer = AccumulatingTrainer(model, loader, sgd(model), steps)
         iterate(trainer)
         with peaks_of(device) as peak:
@@ -355,7 +356,7 @@ def test_four_micro_batches_take_the_memory_of_one(device):
 @pytest.mark.parametrize("family", ["proposal_network", "mask_rcnn", "retinanet"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_failed_allocation_gives_the_step_of_two_micro_batches(
-    family, precision, device, full_float32
+    family, precision, device, full_float32, log
 ):
     def one_iteration(micro_batch, fail_at):
         seed_all()
@@ -367,15 +368,23 @@ def test_a_failed_allocation_gives_the_step_of_two_micro_batches(
         iterate(trainer)
         return trainer
 
-    expected = one_iteration(2, [])
+    halves, whole = one_iteration(2, []), one_iteration(None, [])
     before = parameters(tiny_model(tiny_cfg(family, device=device)))
-    moved = relative_difference(parameters(expected.model), before)
-    points = one_iteration(None, []).injector.num_allocations
-    for point in range(5, points, max(points // 4, 1)):
+    moved = relative_difference(parameters(halves.model), before)
+    points = whole.injector.num_allocations
+    phases = []
+    for point in range(5, points, points // 8):
+        log.clear()
         trainer = one_iteration(None, [point])
-        assert trainer.window_sizes == (2, 2)
+        # Float16 is compared with float32 before the forward. An error there changes no step.
+        is_training = "Losses in 16 bits are not compared" not in log.text
+        phases.append(is_training)
+        assert trainer.window_sizes == ((2, 2) if is_training else (4,))
+        expected = halves if is_training else whole
         gap = relative_difference(parameters(trainer.model), parameters(expected.model))
         assert gap < 0.01 * moved, f"{gap} of {moved} after allocation {point}"
+    assert sum(phases) >= 2
+    assert all(phases) == (precision == "fp32")
 
 
 @pytest.mark.parametrize("names", [*([name] for name in EXACT), EXACT], ids=", ".join)
@@ -387,7 +396,7 @@ def test_exact_techniques_keep_gradients_and_take_no_more_memory(names, device, 
         for name in names:
             cfg = with_settings(cfg, dict(TECHNIQUES)[name].enabling_settings(cfg))
         model = apply_techniques("model", tiny_model(cfg), cfg)
-        batch = images(2, size=512)
+        batch = images(2, size=side(device))
         for _ in range(2):  # the first warms up
             model.zero_grad(set_to_none=True)
             seed_all()
@@ -416,7 +425,7 @@ def test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit(family, 
             model.zero_grad(set_to_none=True)
             seed_all()
             with EventStorage():
-                sum(model(images(2, size=512)).values()).backward()
+                sum(model(images(2, size=side(device))).values()).backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
     blocks = {"MEMFIT.CHECKPOINT.MODULES": ["backbone.bottom_up.res3", "*head"]}

@@ -26,7 +26,7 @@ MACHINE_RECORD |= {"date": "2026-11-24", "rehearsal": False}
 @pytest.mark.exhaustive
 def test_a_rehearsal_measures_a_little_of_all(tmp_path):
     lines = []
-    files = measure_gpu("cpu", 10, tmp_path, lines.append)
+    files = measure_gpu("cpu", 30, tmp_path, lines.append)
     results = Results.read(tmp_path / "measured.jsonl")
     records = [*results.stages["expected"].values(), *results.stages["measured"].values()]
     assert len(lines) == len(records)
@@ -43,8 +43,6 @@ def test_a_rehearsal_measures_a_little_of_all(tmp_path):
     assert recovery["micro_batch"] < recovery["images"]
     assert {r["ranks"] for r in results.outside if "ranks" in r} == {2, 3}
     assert yaml.safe_load(files[-1].read_text()) == results.device_file()
-    (picture,) = tmp_path.glob("*.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def interrupted(tmp_path, number, lines):
@@ -76,7 +74,7 @@ def test_what_is_killed_leaves_what_was_measured(tmp_path):
 @pytest.mark.long
 def test_an_interrupt_writes_the_pages(tmp_path):
     _, files = interrupted(tmp_path, signal.SIGINT, 1)
-    assert files == [".json", ".jsonl", ".md", ".png"]
+    assert files == [".json", ".jsonl", ".md"]
 
 
 class Workers:
@@ -157,12 +155,7 @@ def test_each_item_has_a_process_and_a_record_and_nothing_is_measured_twice(tmp_
     files = measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
     assert workers.todo == measured[:1]
     assert workers.num_ended == workers.num_started
-    assert [f.name for f in files] == [
-        "measured.jsonl",
-        "some_card.md",
-        "some_card.json",
-        "some_card.png",
-    ]
+    assert [f.name for f in files] == ["measured.jsonl", "some_card.md", "some_card.json"]
 
 
 def test_what_tells_most_is_measured_first():

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from d2_memfit.measure.results import MACHINE, Results
-from d2_memfit.measure.tables import draw, markdown, summary
+from d2_memfit.measure.tables import markdown, summary
 
 FAILED = "OutOfMemoryError: CUDA out of memory (steps.py:99)"
 RPN = "zoo/COCO-Detection/rpn_R_50_FPN_1x"
@@ -78,12 +78,9 @@ def test_the_line_to_send_has_what_the_card_showed():
     assert line["constants"]["kernels_mb"] == 42.25
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 4, len(RECORDS)])
-def test_what_was_not_measured_leaves_its_panel_empty(number, tmp_path):
-    draw(results_of(RECORDS[:number]), tmp_path / "card.png")
-    assert (tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")
-    assert markdown(results_of(RECORDS[:number]))
+def test_what_was_not_measured_is_left_out(number):
+    assert markdown(results_of(RECORDS[:number])).startswith("## Some Card\n")
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):

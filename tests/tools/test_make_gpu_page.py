@@ -36,11 +36,21 @@ def test_each_file_has_a_part_and_a_picture(tmp_path, monkeypatch):
     write(tmp_path / "some_card.jsonl", RECORDS)
     make_gpu_page.main()
     page = (tmp_path / "GPU.md").read_text()
-    assert "No card has been measured" not in page
+    for said_without_a_card in ("No card has been measured", "without a card", "No CUDA kernel"):
+        assert said_without_a_card in make_gpu_page.page({})
+        assert said_without_a_card not in page
     assert "## Some Card\n\n5.79 GB. PyTorch 2.14.1. 2026-11-22." in page
     assert "1.05" in page
     assert "OutOfMemoryError: it needs more" in page
     assert "![some_card](gpu/some_card.png)" in page
+    assert (tmp_path / "some_card.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_what_was_not_measured_leaves_its_panel_empty(number, tmp_path):
+    write(tmp_path / "some_card.jsonl", RECORDS[:number])
+    results = make_gpu_page.measured(tmp_path)["some_card"]
+    make_gpu_page.draw(results, tmp_path / "some_card.png")
     assert (tmp_path / "some_card.png").read_bytes().startswith(b"\x89PNG")
 
 
