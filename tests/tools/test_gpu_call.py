@@ -84,6 +84,8 @@ def test_the_call_leaves_its_records_and_goes_on_where_it_ended(tmp_path):
     assert "trainers/d2_memfit, with recovery {" in log
     lines = (tmp_path / "out" / "more.jsonl").read_text().splitlines()
     assert [json.loads(line)["key"] for line in lines] == ["facts", "facts"]
+    _, _, table = log.partition("the end")
+    assert '"card": "Made-up"' in table
     shutil.rmtree(tmp_path / "out")  # some machines empty it
     status, log = run(tmp_path, GPU_REHEARSE="1", GPU_ITEMS="facts one_rank")
     assert status == 0, log

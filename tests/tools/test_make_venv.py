@@ -47,6 +47,19 @@ def test_another_pytorch_takes_the_place_of_the_pinned_one():
     assert set(other) - set(pinned) == {"torch==2.6.0", "torchvision"}
 
 
+def test_a_checkout_of_detectron2_is_copied_with_its_configs_and_without_operators(tmp_path):
+    source, site = tmp_path / "source", tmp_path / "site"
+    for folder in (*make_venv.PACKAGES, "detectron2/model_zoo", "configs/COCO-Detection"):
+        (source / folder).mkdir(parents=True, exist_ok=True)
+        (source / folder / "file.py").write_text(folder)
+    make_venv.copy_detectron2(source, site)
+    copied = {path: (site / path / "file.py").read_text() for path in make_venv.PACKAGES.values()}
+    assert copied == {path: folder for folder, path in make_venv.PACKAGES.items()}
+    configs = site / "detectron2" / "model_zoo" / "configs"
+    assert (configs / "COCO-Detection" / "file.py").exists()
+    assert "compiled operators" in (site / "detectron2" / "_C.py").read_text()
+
+
 def test_every_package_is_pinned():
     files = [ROOT / "requirements" / name for name in ("dev.txt", "docs.txt")]
     lines = [line for file in files for line in file.read_text().splitlines()]
