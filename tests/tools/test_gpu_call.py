@@ -67,7 +67,8 @@ def test_a_planned_training_runs(prepared, monkeypatch):
 def run(tmp_path, **settings):
     environment = {
         **os.environ,
-        **{"GPU_PYTHON": sys.executable, "GPU_SECONDS": "300", "GPU_TESTS": "0"},
+        **{"GPU_SECONDS": "2000", "GPU_FIRST": "600", "GPU_REST": "600"},  # on a busy machine
+        **{"GPU_PYTHON": sys.executable, "GPU_TESTS": "0"},
         **{"GPU_MEASURE": "0", "GPU_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
         **{"OUT": str(tmp_path / "out"), "GPU_KEPT": str(tmp_path / "kept"), **settings},
     }

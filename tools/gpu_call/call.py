@@ -106,7 +106,7 @@ def table(folder: str) -> None:
     for key, _, of_card in results.pairs():
         if of_card.get("budget_gb") and of_card.get("device_gb", 0) > of_card["budget_gb"]:
             lines[f"{key} is over its budget"] = of_card["device_gb"], of_card["budget_gb"]
-    expected = {r["item"]: r for r in records(PREPARED / "ordinary.jsonl")}
+    expected = {r["item"]: r for r in records(PREPARED / "ordinary_segments.jsonl")}
     for record in records(Path(folder, "more.jsonl")):
         key = record.pop("key")
         of_estimate = expected.get(record.get("of", ""))

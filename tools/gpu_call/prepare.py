@@ -156,7 +156,7 @@ def estimate(device: str) -> None:
         subprocess.run([*measure, *output], check=True, env=env)
         worker = [sys.executable, "-m", "d2_memfit.measure.worker", "expected", "cuda:0", device]
         keys = json.dumps({key: {} for key in ITEMS_OF_ORDINARY if not key.startswith("fragments")})
-        with (FOLDER / "ordinary.jsonl").open("w") as file:
+        with (FOLDER / "ordinary_segments.jsonl").open("w") as file:
             started = Worker(worker, {**env, "PYTORCH_CUDA_ALLOC_CONF": ORDINARY})
             error = started.run(keys, 600, lambda row: print(json.dumps(row), file=file))
     lines = (FOLDER / "card" / "measured.jsonl").read_text().splitlines()

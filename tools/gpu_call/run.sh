@@ -23,7 +23,7 @@ step() { local most=$1 status; shift; [ "$most" -ge 8 ] || { say "no time for: $
 
 say "$(nvidia-smi --query-gpu=name,memory.total,memory.used,driver_version --format=csv,noheader 2>&1 | tail -1); $(nproc) cores"
 [ -e "$kept/tested" ] || {
-    step "$(less 110 10)" "$python" -m gpu_call.call first || [ -n "${GPU_GO_ON:-}" ] || { say "nothing can work yet"; end 3; }
+    step "$(less "${GPU_FIRST:-110}" 10)" "$python" -m gpu_call.call first || [ -n "${GPU_GO_ON:-}" ] || { say "nothing can work yet"; end 3; }
     touch "$kept/tested"
     step "$(less "${GPU_TESTS:-80}" 60)" "$python" -m pytest -p no:cacheprovider -m gpu tests/gpu -q --durations=8 --tb=short; }
 measure() { local n; n=$(less "$1" "$2"); [ "$n" -lt 20 ] && return
