@@ -5,8 +5,7 @@
 from pathlib import Path
 
 from d2_memfit.errors import ConfigError
-from d2_memfit.measure.results import Results
-from d2_memfit.measure.tables import TITLES, markdown
+from d2_memfit.measure.results import TITLES, Results, markdown, ratio
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "GPU.md"
@@ -112,8 +111,8 @@ def draw(results: Results, path: Path) -> None:
         for group, mark in zip(TITLES, "os^vDPX<>*"):
             points = [
                 (measured[value], expected[value])
-                for key, expected, measured in results.pairs()
-                if key.partition("/")[0] == group and results.ratio(key, value) is not None
+                for _, expected, measured in results.of_group(group)
+                if ratio(expected, measured, value) is not None
             ]
             if points:
                 axes.scatter(*zip(*points), marker=mark, label=group)

@@ -2,6 +2,7 @@
 """Measurements of a device, for a device file of its own."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ..compat.pytorch import clear_cublas_workspaces
 from ..planner.device import DeviceModel
 from .peaks import median_seconds, outside_bytes, wait_for
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "workspaces_mb"]
 
 _MB = 2**20
 
@@ -40,12 +41,8 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
     """
     family = DeviceModel.load("cpu" if device.type == "cpu" else "cuda")
     values = {
+        **{k: v for k, v in asdict(family).items() if k not in ("name", "is_this_process")},
         "description": f"this {device.type.upper()}",
-        "is_gpu": family.is_gpu,
-        "convolution_workspace": family.convolution_workspace,
-        "foreach": family.foreach,
-        "cublas_workspace_mb": family.cublas_workspace_mb,
-        "other_tensors_mb": family.other_tensors_mb,
         "context_mb": None,
         "flops_per_s": {
             name: _flops_per_s(name, device, seconds) if _computes_in(name, device) else value
@@ -54,8 +51,6 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
         "bytes_per_s": _bytes_per_s(device, seconds),
         "host_bytes_per_s": _host_bytes_per_s(device, seconds),
         "is_measured": True,
-        "seconds_per_operator": family.seconds_per_operator,
-        "seconds_per_micro_batch": family.seconds_per_micro_batch,
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -65,7 +60,7 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
             compute_capability=f"{properties.major}.{properties.minor}",
             memory_gb=round(properties.total_memory / 2**30, 2),
             convolution_workspace=_convolution_workspace(device),
-            cublas_workspace_mb=_cublas_workspace_mb(device),
+            cublas_workspace_mb=sum(workspaces_mb(device).values()),
             context_mb=outside_bytes(device) / _MB,
         )
     return values
@@ -126,12 +121,23 @@ def _convolution_workspace(device: torch.device) -> str:
     return "layout" if 2 * taken > copies else "none"
 
 
-def _cublas_workspace_mb(device: torch.device) -> float:
-    """Workspaces of the threads that run forwards and backwards, in MB."""
+def workspaces_mb(device: torch.device) -> dict[str, float]:
+    """Memory that the allocator keeps for libraries after a forward and a backward, in MB.
+
+    The backward runs in another thread, which has its own workspace. Tensors are freed at once.
+    """
     x = torch.randn(512, 512, device=device, requires_grad=True)
     x.grad = torch.zeros_like(x)
+    weight, bias = torch.randn(512, 512, device=device), torch.zeros(512, device=device)
     clear_cublas_workspaces()
-    before = torch.cuda.memory_allocated(device)
-    (x @ x).sum().backward()  # its tensors are freed at once, and the workspaces stay
-    wait_for(device)
-    return (torch.cuda.memory_allocated(device) - before) / _MB
+    workspaces = {}
+    for name, product in {
+        "cuBLAS": lambda: x @ weight,
+        "cuBLASLt": lambda: torch.nn.functional.linear(x, weight, bias),
+    }.items():
+        wait_for(device)
+        before = torch.cuda.memory_allocated(device)
+        product().sum().backward()
+        wait_for(device)
+        workspaces[name] = (torch.cuda.memory_allocated(device) - before) / _MB
+    return workspaces

@@ -19,7 +19,7 @@ from ..planner.estimates import DryJob
 from ..planner.search import plan_memory
 from ..techniques import get_technique
 
-__all__ = ["ITEMS", "TINY_MODEL", "Item", "Record", "Scale", "expected", "items_of"]
+__all__ = ["ITEMS", "Item", "Record", "Scale", "expected", "items_of"]
 
 Record = dict[str, Any]
 
@@ -30,8 +30,8 @@ _X101 = "COCO-Detection/faster_rcnn_X_101_32x8d_FPN_3x"
 _AMP: dict[str, Any] = {"SOLVER.AMP.ENABLED": True}
 # Random weights then keep activations small, also in float16.
 _SMALL_ACTIVATIONS: dict[str, Any] = {"MODEL.PIXEL_STD": [300.0] * 3}
-# A Mask R-CNN whose weights take little in addition to its activations.
-TINY_MODEL: dict[str, Any] = {
+# A rehearsal's Mask R-CNN, whose weights take little in addition to its activations.
+_SMALL_MODEL: dict[str, Any] = {
     "MODEL.BACKBONE.FREEZE_AT": 0,
     "MODEL.RESNETS.STEM_OUT_CHANNELS": 8,
     "MODEL.RESNETS.WIDTH_PER_GROUP": 4,
@@ -39,8 +39,6 @@ TINY_MODEL: dict[str, Any] = {
     "MODEL.FPN.OUT_CHANNELS": 16,
     "MODEL.ROI_BOX_HEAD.FC_DIM": 32,
     "MODEL.ROI_MASK_HEAD.CONV_DIM": 16,
-}
-_FEW_PROPOSALS: dict[str, Any] = {
     "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE": 16,
     "MODEL.RPN.POST_NMS_TOPK_TRAIN": 50,
     "MODEL.RPN.POST_NMS_TOPK_TEST": 20,
@@ -65,7 +63,7 @@ class Scale:
     def of(cls, device: torch.device) -> "Scale":
         if device.type == "cuda":
             return cls((2, 5), 1.0, None, {})
-        return cls((1, 1), 0.02, WorstCase((128, 160), 5), {**_FEW_PROPOSALS, **TINY_MODEL})
+        return cls((1, 1), 0.02, WorstCase((128, 160), 5), _SMALL_MODEL)
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,8 @@ class Item:
 
     @property
     def has_estimate(self) -> bool:
-        return self.group in _ESTIMATED
+        others = ("machine", "calibration", "outside", "recovery", "fragments")
+        return self.group not in others
 
     def job(self, device: torch.device, scale: Scale) -> Job:
         """Make the job, with settings for random weights.
@@ -217,10 +216,6 @@ def _preset(size: int) -> dict[str, Any]:
     return {"MEMFIT.PRESET": f"{size}GB"}
 
 
-_ESTIMATED = (
-    *("zoo", "zoo amp", "plans", "presets", "transformers"),
-    *("techniques x2", "techniques x8", "trainers"),
-)
 ITEMS = _all_items()
 
 

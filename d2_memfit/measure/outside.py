@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Memory of a process on a GPU in addition to its tensors, compared with the device file."""
+"""Memory of a process on a GPU in addition to its tensors."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ..compat.pytorch import clear_cublas_workspaces
 from ..memory import process_memory
-from ..planner.device import DeviceModel
+from .calibration import workspaces_mb
 from .items import Item, Record, Scale
 from .peaks import wait_for
 from .steps import Steps
@@ -22,7 +21,6 @@ from .steps import Steps
 __all__ = ["constants_of", "measure_outside"]
 
 _MB = 2**20
-_MOST_RANKS = 8
 _TIMEOUT = timedelta(seconds=60)  # of ranks that cannot reach each other
 _CONTEXT = "the first tensor"
 
@@ -30,11 +28,11 @@ _CONTEXT = "the first tensor"
 def measure_outside(device: torch.device, scale: Scale) -> Iterator[Record]:
     """Measure memory outside the allocator, workspaces inside it, and NCCL's communicators.
 
-    A new process uses more and more of CUDA. The last record has the constants of the device file.
+    A new process uses more and more of CUDA.
     """
     yield from _in_processes(_use_more_and_more, 1, str(device), _free_bytes(device))
     there = torch.cuda.device_count() if device.type == "cuda" else 2  # in a rehearsal over gloo
-    for num_ranks in sorted({2, max(3, min(there, _MOST_RANKS))}):
+    for num_ranks in (2, max(3, there)):
         if num_ranks > there:
             yield {"ranks": num_ranks, "not_measured": f"NCCL needs {num_ranks} GPUs, not {there}"}
             continue
@@ -42,10 +40,6 @@ def measure_outside(device: torch.device, scale: Scale) -> Iterator[Record]:
             arguments = (device.type, num_ranks, f"file://{folder}/store")
             for record in _in_processes(_communicate, num_ranks, *arguments):
                 yield {"ranks": num_ranks, **record}
-    model = DeviceModel.choose(None, str(device))
-    names = ("context_mb", "kernels_mb", "cublas_workspace_mb")
-    values = {name: getattr(model, name) for name in names}
-    yield {"file": model.name, **values, "nccl_mb": list(model.nccl_mb)}
 
 
 def constants_of(records: Iterable[Record]) -> dict[str, Any]:
@@ -101,41 +95,18 @@ def _use_more_and_more(rank: int, sender: Connection, device_name: str, free_bef
     torch.nn.functional.conv2d(x.expand(1, 8, 32, 32), x.expand(8, 8, 3, 3))
     send("a convolution (cuDNN)")
     if device.type == "cuda":
-        for record in _workspaces(device):
-            sender.send(record)
+        for name, megabytes in workspaces_mb(device).items():
+            sender.send({"workspace": name, "mb": megabytes})
     for name, settings in {"": {}, " in float16": {"SOLVER.AMP.ENABLED": True}}.items():
         if name and device.type == "cpu":  # slow there
             continue
         one = {"SOLVER.IMS_PER_BATCH": 1, **settings}
-        steps = Steps(
-            Item("outside", name, settings=one, evaluates=True).job(device, scale), device
-        )
+        item = Item("outside", name, settings=one, evaluates=True)
+        steps = Steps(item.job(device, scale), device)
         steps.step()
         send(f"training a Mask R-CNN{name}")
         steps.evaluate()
         send(f"evaluating it{name}")
-
-
-def _workspaces(device: torch.device) -> Iterator[Record]:
-    """Measure the memory that the allocator keeps for libraries after a forward and a backward.
-
-    The backward runs in another thread, which has its own workspace.
-    """
-    x = torch.randn(512, 512, device=device, requires_grad=True)
-    x.grad = torch.zeros_like(x)
-    weight = torch.randn(512, 512, device=device)
-    bias = torch.zeros(512, device=device)
-    clear_cublas_workspaces()
-    calls = {
-        "cuBLAS": lambda: x @ weight,
-        "cuBLASLt, beside it": lambda: torch.nn.functional.linear(x, weight, bias),
-    }
-    for name, call in calls.items():
-        wait_for(device)
-        before = torch.cuda.memory_allocated(device)
-        call().sum().backward()
-        wait_for(device)
-        yield {"workspace": name, "mb": (torch.cuda.memory_allocated(device) - before) / _MB}
 
 
 def _communicate(rank: int, sender: Connection, kind: str, num_ranks: int, store: str) -> None:
@@ -147,15 +118,14 @@ def _communicate(rank: int, sender: Connection, kind: str, num_ranks: int, store
     if kind == "cuda":
         torch.cuda.set_device(device)
     x = torch.ones(2**20, device=device)
-    free_before = _free_bytes(device)
-    before = _taken_bytes(device, free_before)
+    before = _taken_bytes(device, 0)
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, store, _TIMEOUT, num_ranks, rank)
     try:
         dist.all_reduce(x)
         wait_for(device)
         if rank == 0:
-            mb = (_taken_bytes(device, free_before) - before) / _MB
+            mb = (_taken_bytes(device, 0) - before) / _MB
             sender.send({"mb": mb})
         dist.barrier()
     finally:

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import torch
 
-from ..memory import TensorMeter, enforce_budget, process_memory
+from ..memory import TensorMeter, cuda_context_bytes, enforce_budget, process_memory
 
 __all__ = [
     "Peaks",
@@ -75,18 +75,14 @@ def peaks_of(device: torch.device) -> Iterator[Peaks]:
 @contextmanager
 def limited(device: torch.device, more_bytes: int) -> Iterator[None]:
     """While open, limit this process to ``more_bytes`` beyond what it has reserved now."""
+    load_kernels(device)
     if device.type == "cpu":
-        with under_budget(device, (process_memory().data_bytes + more_bytes) / _GB):
-            yield
-        return
-    torch.cuda.empty_cache()
-    allowed = torch.cuda.memory_reserved(device) + more_bytes
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(allowed / total, 1.0), device)
-    try:
+        taken = process_memory().data_bytes
+    else:
+        torch.cuda.empty_cache()
+        taken = cuda_context_bytes(device) + torch.cuda.memory_reserved(device)
+    with under_budget(device, (taken + more_bytes) / _GB):
         yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @contextmanager
@@ -100,12 +96,12 @@ def under_budget(device: torch.device, budget_gb: float) -> Iterator[None]:
         enforce_budget(None, str(device))
 
 
+@torch.enable_grad()
 def load_kernels(device: torch.device) -> None:
     """Load the kernels of cuDNN and cuBLAS, whose memory is outside the allocator."""
     x = torch.ones(1, 8, 32, 32, device=device, requires_grad=True)
-    torch.nn.functional.conv2d(x, x.new_ones(8, 8, 3, 3)).flatten(2).matmul(
-        x.new_ones(900, 8)
-    ).sum().backward()
+    rows = torch.nn.functional.conv2d(x, x.new_ones(8, 8, 3, 3)).flatten(2)
+    (rows @ x.new_ones(900, 8)).sum().backward()
 
 
 def outside_bytes(device: torch.device) -> int:

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -19,8 +20,7 @@ from ..common.checks import check_positive_number
 from ..common.files import check_outputs, output_file
 from ..errors import ConfigError
 from .items import Item, Record, items_of
-from .results import MACHINE, Results
-from .tables import markdown, summary
+from .results import MACHINE, Results, markdown, summary
 from .worker import Worker, started_ahead
 
 __all__ = ["measure_gpu"]
@@ -111,12 +111,13 @@ class _Part:
         done, expected = self._results.stages[stage], self._results.stages["expected"]
         left = [i.key for i in items if i.key not in done or i.key == MACHINE]
         is_measured = stage == "measured"
-        worker = ("-m", "d2_memfit.measure.worker", stage, self._device, model)
-        start = partial(Worker, [sys.executable, *worker], self._environment())
+        worker = ("-m", "d2_memfit.measure.jobs", stage, self._device, model)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        start = partial(Worker, [sys.executable, *worker], environment)
         starts = repeat(start, len(left)) if is_measured else repeat(start)
         end = time.monotonic() + seconds
         num_before = len(done)
-        with started_ahead(starts, _AHEAD if is_measured else 0) as workers:
+        with closing(started_ahead(starts, _AHEAD if is_measured else 0)) as workers:
             while left:
                 keys = left[:1] if is_measured else left
                 given = {key: expected.get(key, {}).get("settings", {}) for key in keys}
@@ -134,18 +135,11 @@ class _Part:
                     self._take({"stage": stage, "item": lost, "error": error or "no record"})
                 left = [key for key in left if key not in done]
 
-    def _environment(self) -> dict[str, str]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        if self._device == "cpu":  # freed memory goes back, so that a limit is of memory in use
-            environment["MALLOC_MMAP_THRESHOLD_"] = str(2**17)
-        return environment
-
     def _take(self, record: dict[str, Any]) -> None:
         """Write a record to the disk."""
         if record["item"] == MACHINE:
             machine = self._results.machine or record
-            others = [machine[key] for key in ("card", "pytorch") if machine[key] != record[key]]
-            if others:
+            if any(machine[key] != record[key] for key in ("card", "pytorch")):
                 raise ConfigError(
                     f"{self._path} has figures of {machine['card']} with PyTorch "
                     f"{machine['pytorch']}; name another --output"

@@ -144,31 +144,26 @@ def recovered(item: Item, job: Job, device: torch.device, scale: Scale) -> Recor
     """Measure a batch that does not fit, and the same with enough memory."""
     job = job.with_batch(WorstCase((512, 512), 5))
     images = with_random_pixels(job.training_batch(8))
-    peaks = {}
-    for num_images in (1, 8):
+
+    def run(**options: Any) -> tuple[float, float, Any]:
+        """Seconds of a step, its peak in GB, and the trainer's recovery."""
+        release_memory(device)
         with peaks_of(device) as peak:
-            steps = Steps(job, device, windows=repeat(images[:num_images]))
+            steps = Steps(job, device, partial(AccumulatingTrainer, **options), repeat(images))
             steps.step()
             peak.take()
-            steps.step()
-            peaks[num_images] = peak.take()["allocated_gb"]
-        del steps
-        release_memory(device)
-    in_halves = partial(AccumulatingTrainer, micro_batch_size=4)
-    enough = Steps(job, device, in_halves, repeat(images))
-    enough.step()
-    seconds = median_seconds(enough.step, device, _SECONDS, *scale.rounds)
-    del enough
+            seconds = median_seconds(steps.step, device, _SECONDS, *scale.rounds)
+            return seconds, peak.take()["allocated_gb"], steps.trainer.recovery
+
+    _, of_all_gb, _ = run()
+    seconds, of_half_gb, _ = run(micro_batch_size=4)
     release_memory(device)
-    with limited(device, int((peaks[1] + 3 * peaks[8]) / 4 * 2**30)):
-        recovering = partial(AccumulatingTrainer, recovery=RecoveryOptions())
-        steps = Steps(job, device, recovering, repeat(images))
-        steps.step()
-        under_limit = median_seconds(steps.step, device, _SECONDS, *scale.rounds)
+    with limited(device, int((of_half_gb + 3 * of_all_gb) / 4 * 2**30)):
+        under_limit, _, recovery = run(recovery=RecoveryOptions())
     return {
         "images": len(images),
-        "oom_events": steps.trainer.recovery.oom_events,
-        "micro_batch": steps.trainer.recovery.size.images,
+        "oom_events": recovery.oom_events,
+        "micro_batch": recovery.size.images,
         "seconds_with_enough_memory": seconds,
         "seconds_under_the_limit": under_limit,
     }

@@ -1,25 +1,17 @@
 # Copyright (c) the d2_memfit developers.
-"""Processes that print records, and the one that measures items.
-
-``python -m d2_memfit.measure.worker STAGE DEVICE MODEL`` imports everything, then reads JSON from
-its input: the keys of items, each with the settings of its plan. It prints each record at once, as
-one line.
-"""
+"""Processes that print records."""
 
 import json
-import logging
 import subprocess
-import sys
 import tempfile
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Optional
 
 import psutil
-
-from ..common.library_warnings import ignore_warnings_of_libraries
 
 __all__ = ["Worker", "say", "started_ahead"]
 
@@ -39,7 +31,7 @@ class Worker:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by end()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  it is closed with the worker
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -62,13 +54,8 @@ class Worker:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        is_over = threading.Event()
-
-        def end() -> None:
-            is_over.set()
-            self.end()
-
-        timer = threading.Timer(seconds, end)
+        end = time.monotonic() + seconds
+        timer = threading.Timer(seconds, self.end)
         timer.start()
         try:
             with suppress(BrokenPipeError), self._process.stdin as file:  # it may have died
@@ -79,7 +66,7 @@ class Worker:
         finally:
             timer.cancel()
             self.end()
-        if is_over.is_set():
+        if time.monotonic() >= end:
             return "the time was over"
         self._errors.seek(0)
         last = [line.strip() for line in self._errors if line.strip()][-1:]
@@ -96,60 +83,21 @@ class Worker:
             self._process.wait()
 
 
-@contextmanager
 def started_ahead(
     starts: Iterable[Callable[[], Worker]], number: int
-) -> Iterator[Iterator[Worker]]:
-    """Yield workers one by one, while the next ``number`` are started already."""
-    waiting: deque[Worker] = deque()
+) -> Generator[Worker, None, None]:
+    """Yield workers one by one, while the next ``number`` are started already.
 
-    def workers() -> Iterator[Worker]:
+    Those that still wait end with the generator: close it.
+    """
+    waiting: deque[Worker] = deque()
+    try:
         for start in starts:
             waiting.append(start())
             if len(waiting) > number:
                 yield waiting.popleft()
         while waiting:
             yield waiting.popleft()
-
-    try:
-        yield workers()
     finally:
         for worker in waiting:
             worker.end()
-
-
-def main(stage: str, device_name: str, model_name: str) -> None:
-    ignore_warnings_of_libraries()
-    import torch
-
-    from ..memory import use_expandable_segments
-    from ..planner.device import DeviceModel
-    from .items import ITEMS, Scale, expected
-    from .jobs import error_record, measure
-    from .results import MACHINE
-
-    logging.getLogger("d2_memfit").setLevel(logging.ERROR)  # out-of-memory errors are intended
-    use_expandable_segments()  # as in training under a budget
-    items = {item.key: item for item in ITEMS}
-    given = json.loads(sys.stdin.read() or "{}")  # nothing, if it is not needed
-    # A process that waits has no CUDA context, whose memory would be measured with an item's.
-    device = torch.device(device_name)
-    if device.type == "cuda" and stage == "measured":
-        torch.cuda.set_device(device)
-    scale = Scale.of(device)
-    model = DeviceModel.choose(model_name, device_name) if stage == "expected" else None
-    for key, settings in given.items():
-        try:
-            if model is not None:
-                record = expected(items[key], device, model, scale)
-            else:
-                record = measure(items[key], settings, device, scale)
-        except Exception as e:
-            if key == MACHINE:
-                raise
-            record = error_record(e)
-        say({"stage": stage, "item": key, **record})
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

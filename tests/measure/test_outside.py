@@ -12,12 +12,11 @@ RECORDS = [
     {"after": "the first tensor", "mb": 310.0},
     {"after": "a convolution (cuDNN)", "mb": 350.0},
     {"workspace": "cuBLAS", "mb": 64.0},
-    {"workspace": "cuBLASLt, beside it", "mb": 0.0},
+    {"workspace": "cuBLASLt", "mb": 0.0},
     {"after": "training a Mask R-CNN", "mb": 470.0},
     {"after": "evaluating it", "mb": 466.0},
     {"ranks": 2, "mb": 500.0},
     {"ranks": 4, "mb": 650.0},
-    {"file": "h100", "context_mb": 500.0, "kernels_mb": 200.0, "nccl_mb": [544.0, 688.0]},
 ]
 CONSTANTS = {
     **{"context_mb": 310.0, "kernels_mb": 160.0, "cublas_workspace_mb": 64.0},

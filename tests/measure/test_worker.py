@@ -2,6 +2,7 @@
 import os
 import sys
 import time
+from contextlib import closing
 from functools import partial
 
 import psutil
@@ -59,7 +60,7 @@ def test_a_process_whose_time_is_over_ends_with_those_it_has_started():
 def test_the_next_processes_are_started_while_one_runs():
     code = "say(started=time.time()); sys.stdin.read(); say(ran=time.time())"
     times = []
-    with started_ahead([partial(worker, code)] * 4, 2) as workers:
+    with closing(started_ahead([partial(worker, code)] * 4, 2)) as workers:
         for number, each in enumerate(workers):
             record = {}
             times.append(record)

@@ -7,7 +7,7 @@ import pytest
 from d2_memfit.errors import ConfigError
 
 MACHINE = {"stage": "measured", "item": "machine/", "card": "Some Card", "rehearsal": False}
-MACHINE |= {"total_gb": 5.79, "pytorch": "2.14.1", "date": "2026-11-22"}
+MACHINE |= {"memory_mb": 5929, "pytorch": "2.14.1", "date": "2026-11-22"}
 RECORDS = [
     MACHINE,
     {"stage": "expected", "item": "zoo/COCO-Detection/rpn_R_50_FPN_1x", "allocated_gb": 2.0},
@@ -39,7 +39,7 @@ def test_each_file_has_a_part_and_a_picture(tmp_path, monkeypatch):
     for said_without_a_card in ("No card has been measured", "without a card", "No CUDA kernel"):
         assert said_without_a_card in make_gpu_page.page({})
         assert said_without_a_card not in page
-    assert "## Some Card\n\n5.79 GB. PyTorch 2.14.1. 2026-11-22." in page
+    assert "## Some Card\n\n5929 MB, PyTorch 2.14.1, 2026-11-22." in page
     assert "1.05" in page
     assert "OutOfMemoryError: it needs more" in page
     assert "![some_card](gpu/some_card.png)" in page

@@ -15,14 +15,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
 from d2_memfit.measure.items import Record
 from d2_memfit.measure.jobs import error_record
-from d2_memfit.measure.results import MACHINE, Results
-from d2_memfit.measure.tables import summary
+from d2_memfit.measure.results import MACHINE, Results, summary
 from d2_memfit.measure.worker import Worker, say, started_ahead
 
 from .card import PREPARED, REHEARSE, card, measured
@@ -78,7 +77,8 @@ def rest(folder: str, seconds: str, *names: str) -> None:
                 environment["PYTORCH_CUDA_ALLOC_CONF"] = str(MEASUREMENTS[name].allocator)
             return Worker([sys.executable, "-m", "gpu_call.call", "child", name], environment)
 
-        with started_ahead([partial(start, name) for name in todo], _AHEAD) as workers:
+        starts = [partial(start, name) for name in todo]
+        with closing(started_ahead(starts, _AHEAD)) as workers:
             for name in todo:
                 most = MEASUREMENTS[name].seconds * (4 if REHEARSE else 1)
                 left = end - time.monotonic()
@@ -103,7 +103,7 @@ def table(folder: str) -> None:
     results = Results.read(path) if path.exists() else Results()
     told = summary(results)
     lines = {**told["expected_over_measured"], **told["errors"]}
-    for key, _, of_card in results.pairs():
+    for key, of_card in results.stages["measured"].items():
         if of_card.get("budget_gb") and of_card.get("device_gb", 0) > of_card["budget_gb"]:
             lines[f"{key} is over its budget"] = of_card["device_gb"], of_card["budget_gb"]
     expected = {r["item"]: r for r in records(PREPARED / "ordinary_segments.jsonl")}

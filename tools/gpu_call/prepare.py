@@ -154,7 +154,7 @@ def estimate(device: str) -> None:
         output = ["--output", str(FOLDER / "card")]
         measure = [sys.executable, "-m", "d2_memfit", "measure-gpu", "--estimate", device]
         subprocess.run([*measure, *output], check=True, env=env)
-        worker = [sys.executable, "-m", "d2_memfit.measure.worker", "expected", "cuda:0", device]
+        worker = [sys.executable, "-m", "d2_memfit.measure.jobs", "expected", "cuda:0", device]
         keys = json.dumps({key: {} for key in ITEMS_OF_ORDINARY if not key.startswith("fragments")})
         with (FOLDER / "ordinary_segments.jsonl").open("w") as file:
             started = Worker(worker, {**env, "PYTORCH_CUDA_ALLOC_CONF": ORDINARY})

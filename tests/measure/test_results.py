@@ -3,14 +3,13 @@ import json
 
 import pytest
 
-from d2_memfit.measure.results import MACHINE, Results
-from d2_memfit.measure.tables import markdown, summary
+from d2_memfit.measure.results import MACHINE, Results, markdown, summary
 
 FAILED = "OutOfMemoryError: CUDA out of memory (steps.py:99)"
 RPN = "zoo/COCO-Detection/rpn_R_50_FPN_1x"
 RECORDS = [
     {"stage": "measured", "item": MACHINE, "date": "2026-11-23", "rehearsal": False}
-    | {"card": "Some Card", "total_gb": 3.81, "pytorch": "2.14.1"},
+    | {"card": "Some Card", "memory_mb": 3904, "pytorch": "2.14.1"},
     {"stage": "measured", "item": "outside/"}
     | {
         "rows": [
@@ -18,8 +17,6 @@ RECORDS = [
             {"after": "a convolution (cuDNN)", "mb": 352.25},
             {"workspace": "cuBLAS", "mb": 16.25},
             {"ranks": 2, "not_measured": "NCCL needs 2 GPUs, not 1"},
-            {"file": "h100", "context_mb": 500.0, "kernels_mb": 200.0, "cublas_workspace_mb": 64.0}
-            | {"nccl_mb": [544.0, 688.0]},
         ]
     },
     {"stage": "expected", "item": RPN, "allocated_gb": 2.0, "device_gb": 3.3, "seconds": 0.5}
@@ -49,7 +46,7 @@ def row(table, *names):
 
 def test_tables_have_what_was_expected_and_what_was_measured():
     table = markdown(results_of(RECORDS))
-    assert "3.81 GB. PyTorch 2.14.1. 2026-11-23." in table
+    assert "3904 MB, PyTorch 2.14.1, 2026-11-23." in table
     cells = dict(zip(row(table, "zoo"), row(table, RPN.partition("/")[2])))
     assert cells["allocated GB, expected"] == "2.000"
     assert cells["allocated GB"] == "1.900"
@@ -63,11 +60,9 @@ def test_tables_have_what_was_expected_and_what_was_measured():
     assert row(table, "4GB", "ChunkedHeads")[-1] == FAILED
     assert row(table, "4GB", "1, 1")
     assert row(table, "8", "1")
-    assert row(table, "NCCL between 2 ranks")[-1] == "NCCL needs 2 GPUs, not 1"
-    assert row(table, "constant", "measured", "in h100.yaml")
-    assert row(table, "context_mb") == ["context_mb", "310.000", "500.000"]
-    assert row(table, "kernels_mb")[1] == "42.250"
-    assert "nccl_mb" not in table
+    assert row(table, "NCCL needs 2 GPUs, not 1", "2")
+    assert row(table, "the first tensor", "310.000")
+    assert row(table, "cuBLAS", "16.250")
 
 
 def test_the_line_to_send_has_what_the_card_showed():
