@@ -22,6 +22,7 @@ __all__ = [
     "exit_on_error",
     "mark_as_logged",
     "one_line",
+    "printable",
 ]
 
 START_HERE = "docs/OUT_OF_MEMORY.md"  # from an error for want of memory to what to do
@@ -41,7 +42,7 @@ class UnknownKeyError(ConfigError):
 
 
 class DataError(MemfitError, RuntimeError):
-    """A dataset cannot be read, has nothing to train on, or ended too early."""
+    """A file cannot be read; or a dataset has nothing to train on, or ended too early."""
 
 
 class CheckpointError(MemfitError, RuntimeError):
@@ -69,9 +70,21 @@ def one_line(error: BaseException) -> str:
     if "Original Traceback" in text:
         text = text.splitlines()[-1]
     text = text.rpartition(f"{type(error).__name__}: ")[2]
-    if not isinstance(error, OutOfMemoryError):
-        text = text.replace("\n", "\\n")
-    return text.encode("utf-8", "backslashreplace").decode()
+    if isinstance(error, OutOfMemoryError):
+        return printable(text, keeps="\n")
+    return printable(text[:2000])  # a value in it may be a whole file
+
+
+def printable(text: str, keeps: str = "") -> str:
+    """A text for a terminal or a log, which names of files and classes cannot command.
+
+    Control characters, such as those that begin a terminal's commands, and characters that no
+    encoding has, are escaped.
+
+    Args:
+        keeps: control characters that stay, such as line breaks.
+    """
+    return "".join(c if c.isprintable() or c in keeps else repr(c)[1:-1] for c in text)
 
 
 def mark_as_logged(error: BaseException) -> None:

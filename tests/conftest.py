@@ -3,6 +3,7 @@ import gc
 import itertools
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -108,6 +109,20 @@ def records_of_runs(monkeypatch, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp() / "records" / str(next(_numbers))
     monkeypatch.setenv("D2_MEMFIT_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture
+def alarm():
+    """Ends what waits for ever, as for a pipe."""
+
+    def fail(*_):
+        pytest.fail("it waited for a minute")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from typing import Any, Optional, Union
 import torch
 
 from ..common.files import output_file
-from ..errors import ConfigError
+from ..common.reading import checked, load_fields, verify_checksums
+from ..errors import ConfigError, printable
 
 __all__ = ["Certificate"]
 
@@ -65,13 +66,21 @@ class Certificate:
 
     @classmethod
     def read(cls, file: Union[str, "PathLike[str]"]) -> "Certificate":
-        """Raise :class:`ConfigError` if the file is not a certificate."""
+        """Read a file of ``d2-memfit certify``.
+
+        Raises:
+            ConfigError: it is another file.
+            DataError: it is damaged.
+        """
+        where = f"--certificate {checked(file, '--certificate ')}"
         try:
-            return cls(**torch.load(file, weights_only=True))
+            verify_checksums(file)
+            values = torch.load(file, weights_only=True)
         except Exception as e:  # of any kind, from another kind of file
             raise ConfigError(
-                f"--certificate {file} is not a file of d2-memfit certify ({type(e).__name__})"
+                f"{where} is not a file of d2-memfit certify, or damaged ({type(e).__name__})"
             ) from e
+        return load_fields(cls, values, where)
 
     def __str__(self) -> str:
         iterations, ranks = self.needs_bytes.shape
@@ -95,7 +104,7 @@ class Certificate:
         for iteration, rank, images in self.worst:
             gb = int(self.needs_bytes[iteration, rank]) / _GB
             where = f"iteration {iteration:,}" + f", rank {rank}" * (ranks > 1)
-            names = [os.path.basename(name) for name in images[:_NAMES]]
+            names = [printable(os.path.basename(name)) for name in images[:_NAMES]]
             others = len(images) - _NAMES
             names += [f"{others} others"] if others > 0 else []
             lines.append(f"  {gb:.2f} GB  {where}: {', '.join(names)}")

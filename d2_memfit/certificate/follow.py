@@ -41,7 +41,7 @@ def follow(trainer: Any, file: Union[str, "PathLike[str]"], start_iter: int = 0)
 
 def _check(certificate: Certificate, inner: Any, name: str, start_iter: int) -> None:
     batches = inner.run_state.batches
-    ranks = certificate.needs_bytes.shape[1]
+    ranks = certificate.needs_bytes.shape[-1]
     if ranks != comm.get_world_size():
         raise ConfigError(
             f"{name} is for {ranks} ranks, and this run has {comm.get_world_size()}: run "
@@ -58,8 +58,8 @@ def _check(certificate: Certificate, inner: Any, name: str, start_iter: int) -> 
     if isinstance(batches, ResumableBatches) and start_iter == 0:
         try:
             is_same = batches.load_state_dict(certificate.stream, certificate.states)
-        except ValueError as e:
-            raise ConfigError(f"{name} is for another dataset: {e}") from e
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+            raise ConfigError(f"{name} is for another dataset, or damaged: {e!r}") from e
     elif isinstance(batches, ResumableBatches):
         stream = batches.stream()
         is_same = all(stream[key] == certificate.stream[key] for key in ("layout", "sampler"))

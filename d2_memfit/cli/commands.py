@@ -47,6 +47,7 @@ from .next_step import (
     after_plot,
 )
 from .options import opts_of_budget
+from .screen import say, show
 from .trained_model import export_model, predict_files
 
 __all__ = ["main"]
@@ -61,11 +62,11 @@ def _examine(args: argparse.Namespace) -> None:
     remake = partial(_job_and_trainer, args) if job.ranks > 1 else None
     is_well = True
     for finding in examine(job, trainer, remake):
-        print(finding, flush=True)
+        show(finding)
         is_well &= finding.is_well is not False
     if not is_well:
         sys.exit(_UNWELL)
-    print(f"\n{after_a_look(args)}")
+    show(f"\n{after_a_look(args)}")
 
 
 def _certify(args: argparse.Namespace) -> None:
@@ -73,13 +74,13 @@ def _certify(args: argparse.Namespace) -> None:
 
     job, _ = _job_and_trainer(args)
     device = args.device or _device_of_card(args.card)
-    certificate = certify(job, args.iterations, device, _say)
+    certificate = certify(job, args.iterations, device, say)
     certificate.write(args.output)
-    print(f"{certificate}\n\nWritten: {args.output}\n{after_certify(args)}")
+    show(f"{certificate}\n\nWritten: {args.output}\n{after_certify(args)}")
 
 
 def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
-    cfg = load_any_config(args, opts_of_budget(args.card, None, args.opts), _say)
+    cfg = load_any_config(args, opts_of_budget(args.card, None, args.opts), say)
     trainer = find_function(args.trainer, "--trainer") if args.trainer else None
     return job_of(args, cfg), trainer
 
@@ -93,7 +94,7 @@ def _estimate(args: argparse.Namespace) -> None:
     dry_job = run_dry(job, device, args.probe, not args.training_only)
     estimate = dry_job.estimate(dry_job.limit_bytes, with_typical=True)
     if args.html is not None:
-        draw_estimate(dry_job, args.html, _say)
+        draw_estimate(dry_job, args.html, say)
     _print(args, estimate, describe_estimate(estimate), after_a_look(args))
 
 
@@ -109,7 +110,7 @@ def _plan(args: argparse.Namespace) -> None:
         job.budget_gb,
         allow=args.allow.split(",") if args.allow else job.cfg.MEMFIT.PLAN.ALLOW,
         device=device,
-        progress=_say,
+        progress=say,
         probe=args.probe,
         evaluates=not args.training_only,
         cost_model=args.cost_model or job.cfg.MEMFIT.PLAN.COST_MODEL,
@@ -120,7 +121,7 @@ def _plan(args: argparse.Namespace) -> None:
         before, after = (
             run_dry(j, device, evaluates=False) for j in (job, job.with_settings(plan.settings))
         )
-        draw_plan(plan, before, after, args.html, _say)
+        draw_plan(plan, before, after, args.html, say)
     if args.output is not None and plan.fits:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
@@ -133,7 +134,7 @@ def _plan(args: argparse.Namespace) -> None:
 
 def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
     """The config, job and device of the commands estimate and plan."""
-    cfg = load_any_config(args, _opts_of_budget(args), _say)
+    cfg = load_any_config(args, _opts_of_budget(args), say)
     if args.probe:
         use_expandable_segments()  # as in training under a budget, and before CUDA is started
     return cfg, job_of(args, cfg), args.device or _device_of_card(args.card)
@@ -142,16 +143,16 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
 def _convert(args: argparse.Namespace) -> None:
     conversion = convert_dataset(args.input, args.output, args.hold_out)
     for file, folder in conversion.files:
-        print(
+        show(
             f"{file.name}: {file.json_file}, {file.facts.num_images} images in {folder}, "
             f"{file.facts.num_objects} objects of {len(file.classes)} classes"
         )
-    print(*conversion.notes, after_convert(conversion), sep="\n")
+    show("\n".join([*conversion.notes, after_convert(conversion)]))
 
 
 def _measure(args: argparse.Namespace) -> None:
-    files = measure_gpu(args.device, args.minutes, args.output, _say, args.estimate)
-    print(*files, sep="\n")
+    files = measure_gpu(args.device, args.minutes, args.output, say, args.estimate)
+    show("\n".join(map(str, files)))
 
 
 def _plot(args: argparse.Namespace) -> None:
@@ -161,7 +162,7 @@ def _plot(args: argparse.Namespace) -> None:
     run = read_run(str(args.run))
     write_png(run, picture)
     write_html(run, page)
-    print(f"Written: {picture}, {page}\n{after_plot(args.run)}")
+    show(f"Written: {picture}, {page}\n{after_plot(args.run)}")
 
 
 def _device_of_card(card: Optional[str]) -> Optional[str]:
@@ -171,7 +172,7 @@ def _device_of_card(card: Optional[str]) -> Optional[str]:
     if nearest not in device_names():
         return None
     if nearest != name:
-        _say(f"--card {card}: its times are predicted as those of {nearest}, which is faster")
+        say(f"--card {card}: its times are predicted as those of {nearest}, which is faster")
     return nearest
 
 
@@ -182,15 +183,11 @@ def _opts_of_budget(args: argparse.Namespace) -> list[str]:
     return [*opts_of_budget(args.card, budget, args.opts), *here]
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _print(args: argparse.Namespace, result: Any, text: str, next_step: str) -> None:
     if args.json:
         print(json.dumps(asdict(result), indent=2))
     else:
-        print("\n\n".join(part for part in (text, next_step) if part))
+        show("\n\n".join(part for part in (text, next_step) if part))
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -198,11 +195,11 @@ _RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "convert": _convert,
     "doctor": _examine,
     "estimate": _estimate,
-    "export": lambda args: export_model(args, _say),
+    "export": export_model,
     "measure-gpu": _measure,
     "plan": _plan,
     "plot": _plot,
-    "predict": lambda args: predict_files(args, _opts_of_budget(args), _say),
+    "predict": lambda args: predict_files(args, _opts_of_budget(args)),
     "train": train.run,
 }
 

@@ -13,7 +13,7 @@ from detectron2.structures import PolygonMasks
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
-from ..inference import import_visualizer
+from ..inference import class_label, import_visualizer
 
 __all__ = ["FirstImages"]
 
@@ -62,10 +62,7 @@ class FirstImages(HookBase):
             masks = objects.gt_masks if objects.has("gt_masks") else None
             visualizer.overlay_instances(
                 boxes=objects.gt_boxes.to("cpu"),
-                labels=[self._name(number) for number in classes] or None,
+                labels=[class_label(self._names, number) for number in classes] or None,
                 masks=masks.polygons if isinstance(masks, PolygonMasks) else None,
             )
         return torch.from_numpy(visualizer.get_output().get_image().transpose(2, 0, 1).copy())
-
-    def _name(self, number: int) -> str:
-        return self._names[number] if number < len(self._names) else str(number)

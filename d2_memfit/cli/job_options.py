@@ -24,6 +24,7 @@ from ..job import (
     with_overrides,
 )
 from .options import check_opts, opts_of_settings, settings_of_data
+from .screen import show
 
 __all__ = ["files_read", "is_lazy", "job_of", "load_any_config"]
 
@@ -42,8 +43,8 @@ def is_lazy(config_file: str) -> bool:
     file = Path(config_file)
     if file.suffix != ".yaml" or not file.is_file():
         return file.suffix == ".py"
-    lines = file.read_text(errors="replace").splitlines()
-    return any(line.startswith("dataloader:") for line in lines)
+    with file.open(errors="replace") as f:
+        return any(line.startswith("dataloader:") for line in f.read(2**20).splitlines())
 
 
 def load_any_config(
@@ -64,13 +65,13 @@ def load_any_config(
     # Importing the trainer also registers what the config names.
     guessed = projects_of(args.trainer) if args.trainer else []
     if guessed and not args.project:
-        print(f"Keys of the project: --project {' --project '.join(guessed)}", file=output)
+        show(f"Keys of the project: --project {' --project '.join(guessed)}", output)
     add_keys = [find_function(name) for name in args.project or guessed]
     opts = [*opts, *args.opts]
     try:
         settings = settings_of_data(args.coco, args.config_file, opts, add_keys, progress=say)
         for setting in settings:
-            print(f"From the data: {setting}", file=output)
+            show(f"From the data: {setting}", output)
         return load_cfg(args.config_file, [*opts_of_settings(settings), *opts], add_keys)
     except UnknownKeyError as e:
         raise ConfigError(

@@ -93,8 +93,8 @@ def settings_of_data(
     """
     names = [name for name, _, _ in coco]
     for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"--coco {name} is given twice: give each dataset its own name")
+        if names.count(name) > 1 or not name.isprintable():
+            raise ConfigError(f"--coco {name!r} is twice, or not printable: give another name")
     for dataset in coco:
         register_coco(*dataset)
     if not coco:

@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 from contextlib import ExitStack
-from typing import Optional
+from typing import Optional, TextIO
 
 import torch
 from detectron2.engine import HookBase, hooks
@@ -18,21 +18,22 @@ from detectron2.utils.logger import setup_logger
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..errors import printable
 from ..memory import device_memory
 
-__all__ = ["leave_out_dumps", "progress_hooks"]
+__all__ = ["PrintableFormatter", "leave_out_dumps", "progress_hooks", "say", "show"]
 
 _DUMPS = (
     *("Environment info", "Command line arguments", "Contents of args.config_file"),
     *("Running with full config", "Model:"),
 )
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of Detectron2's tables
 _LOGGERS = ("detectron2", "fvcore", "d2_memfit")
 _PERIOD = 20  # iterations between lines of Detectron2's log
 
 
 def leave_out_dumps(output_dir: str, rank: int) -> None:
-    """Keep Detectron2's dumps off the screen, and the terminal's codes for colours out of files.
+    """Keep Detectron2's dumps off the screen, and commands of terminals out of the log.
 
     Call it before ``default_setup``, which gets the same loggers.
     """
@@ -40,17 +41,36 @@ def leave_out_dumps(output_dir: str, rank: int) -> None:
         for handler in setup_logger(output_dir, distributed_rank=rank, **name).handlers:
             if getattr(handler, "stream", None) is sys.stdout:
                 handler.addFilter(lambda record: not record.getMessage().startswith(_DUMPS))
-            else:
-                handler.setFormatter(_WithoutColours(handler.formatter or logging.Formatter()))
+            handler.setFormatter(PrintableFormatter(handler.formatter))
 
 
-class _WithoutColours(logging.Formatter):
-    def __init__(self, inner: logging.Formatter) -> None:
+class PrintableFormatter(logging.Formatter):
+    """Escapes what a terminal would obey, from names in a message, before another one formats it.
+
+    Args:
+        inner: the other formatter.
+    """
+
+    def __init__(self, inner: Optional[logging.Formatter]) -> None:
         super().__init__()
-        self._inner = inner
+        self._inner = inner or logging.Formatter()
 
     def format(self, record: logging.LogRecord) -> str:
-        return _COLOURS.sub("", self._inner.format(record))
+        record.msg, record.args = _COLOURS.sub("", record.getMessage()), ()
+        record.msg = printable(record.msg, keeps="\n\t")
+        if record.exc_info:
+            record.exc_text = printable(self.formatException(record.exc_info), keeps="\n")
+        return self._inner.format(record)
+
+
+def show(text: object, file: Optional[TextIO] = None) -> None:
+    """Print a text of several lines, as far as it is printable."""
+    print(printable(str(text), keeps="\n"), file=file, flush=True)
+
+
+def say(line: str) -> None:
+    """Print a line about progress, beside the result."""
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def progress_hooks(max_iter: int) -> list[HookBase]:

@@ -13,7 +13,6 @@ LazyConfig, which takes path.key=value. Without a GPU it trains on the CPU, on N
 import argparse
 import logging
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,7 +43,7 @@ from ..config import (
 from ..data import check_datasets, register_coco
 from ..engine import MemfitTrainer, launch, usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer, causes_named, signals_end_at_once
-from ..errors import CheckpointError, ConfigError, MemfitError, exit_on_error
+from ..errors import ConfigError, MemfitError, exit_on_error
 from ..evaluation import build_evaluator
 from ..inference import WholeModelCheckpointer
 from ..iteration import Precision
@@ -57,7 +56,7 @@ from .first_images import FirstImages
 from .job_options import files_read
 from .next_step import after_training
 from .options import check_opts, opts_of_budget, opts_of_settings, settings_of_data
-from .screen import leave_out_dumps, progress_hooks
+from .screen import leave_out_dumps, progress_hooks, say, show
 
 __all__ = ["Trainer", "argument_parser", "make_cfg", "run", "run_script"]
 
@@ -121,7 +120,7 @@ def make_cfg(args: argparse.Namespace, add_keys: AddKeys = ()) -> CfgNode:
     for dataset in args.coco:
         register_coco(*dataset)
     cfg = load_cfg(args.config_file, args.opts, add_keys)
-    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
+    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
     cfg.freeze()
     return cfg
 
@@ -148,7 +147,7 @@ def prepare(
         add_keys,
         eval_only=args.eval_only,
         reads_images=True,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
+        progress=say,
     )
     args.notes = [str(setting) for setting in settings]
     args.opts = [*opts_of_settings(settings), *opts]
@@ -181,9 +180,6 @@ def _check(args: argparse.Namespace, trainer: type[Trainer], add_keys: AddKeys) 
             f"--num-machines {args.num_machines}, got {args.machine_rank}"
         )
     ranks = world_size(args.num_gpus, args.num_machines)
-    device = load_cfg("", args.opts, add_keys).MODEL.DEVICE
-    if "MODEL.DEVICE" in args.opts[::2] and device != cfg.MODEL.DEVICE:
-        raise ConfigError(f"MODEL.DEVICE {device}: no GPU is visible")
     check_detectron2_keys(cfg)
     _check_model(cfg, trainer)
     if not args.eval_only:
@@ -199,8 +195,6 @@ def _check(args: argparse.Namespace, trainer: type[Trainer], add_keys: AddKeys) 
     if not args.eval_only and (Path(cfg.OUTPUT_DIR) / FolderLock.FILE_NAME).exists():
         # Before anything of the other run is changed. Under torchrun, each rank comes here.
         FolderLock(cfg.OUTPUT_DIR, is_shared=True).release()
-    if os.path.isdir(cfg.MODEL.WEIGHTS):
-        raise CheckpointError(f"MODEL.WEIGHTS {cfg.MODEL.WEIGHTS} is a folder: name a file in it")
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR)
     checkpointer.check(cfg.MODEL.WEIGHTS, resume=args.resume)
 
@@ -257,7 +251,7 @@ def main(
         text = after_training(
             cfg.OUTPUT_DIR, args.coco, weights, own, add_keys, eval_only=eval_only
         )
-        print(text, flush=True)
+        show(text)
 
 
 def _evaluate(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer]) -> str:

@@ -43,7 +43,7 @@ from ..memory import enforce_budget, use_expandable_segments
 from ..planner import fit_config
 from .job_options import files_read
 from .next_step import after_training
-from .screen import leave_out_dumps, progress_hooks
+from .screen import leave_out_dumps, progress_hooks, show
 
 __all__ = ["main", "run"]
 
@@ -87,7 +87,7 @@ def train(cfg: DictConfig, job: Job, resume: bool, certificate: Optional[str]) -
         follow(trainer, certificate, start_iter)
     trainer.train(start_iter, cfg.train.max_iter)
     if is_main:
-        print(after_training(cfg.train.output_dir, [], checkpointer.get_checkpoint_file()))
+        show(after_training(cfg.train.output_dir, [], checkpointer.get_checkpoint_file()))
 
 
 def load_config(args: argparse.Namespace) -> DictConfig:
@@ -118,7 +118,7 @@ def main(args: argparse.Namespace) -> None:
         evaluate(job, create_ddp_model(model))
         weights = cfg.train.init_checkpoint
         if comm.is_main_process() and weights:
-            print(after_training(cfg.train.output_dir, [], weights, eval_only=True))
+            show(after_training(cfg.train.output_dir, [], weights, eval_only=True))
     else:
         cfg = fit_config(cfg)
         train(cfg, Job.from_lazy(cfg), args.resume, args.certificate)

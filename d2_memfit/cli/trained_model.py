@@ -4,7 +4,7 @@
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -38,15 +38,14 @@ from ..inference import (
 from ..memory import device_memory, use_expandable_segments
 from .job_options import files_read, is_lazy, job_of, load_any_config
 from .next_step import after_export, after_predict
+from .screen import say, show
 
 __all__ = ["export_model", "predict_files"]
 
 _INCOMPLETE = 3  # exit status
 
-Say = Callable[[str], None]
 
-
-def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> None:
+def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
     """Run the command predict.
 
     Args:
@@ -68,7 +67,7 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
     if opts:
         use_expandable_segments()  # before anything queries the GPU
     own = ["OUTPUT_DIR", str(args.output), "MEMFIT.OOM.POLICY", "split"]
-    predictor, cfg = _predictor(args, [*opts, *own], say, files)
+    predictor, cfg = _predictor(args, [*opts, *own], files)
     if dataset is not None and not is_lazy(args.config_file):  # which has no number of classes
         check_classes(cfg, dataset)
     metadata = metadata_of(cfg) if dataset is None else MetadataCatalog.get(dataset.name)
@@ -86,30 +85,30 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str], say: Say) -> No
         recovery.setLevel(level)
     device = next(predictor.model.parameters()).device
     number = len(prediction.images)
-    print(
+    show(
         f"{number} images, {prediction.seconds / max(number, 1):.3f} s each, "
         f"{device_memory(device).peak_allocated_bytes / 2**30:.2f} GB peak on the {device.type}\n"
         f"Written: {args.output / 'pictures'}, {args.output / 'coco_instances_results.json'}, "
         f"{args.output / 'images.json'} (the images of these results)"
     )
     if prediction.done:
-        print(after_predict(args, prediction.done[0]))
+        show(after_predict(args, prediction.done[0]))
     left = len(files) - len(prediction.done)
     if left:
         say(f"{left} of {len(files)} files were left out, or ended early")
         sys.exit(_INCOMPLETE)
 
 
-def export_model(args: argparse.Namespace, say: Say) -> None:
+def export_model(args: argparse.Namespace) -> None:
     """Run the command export."""
     if args.output.suffix not in SUFFIXES:
         raise ConfigError(f"--output {args.output} must end in {' or '.join(SUFFIXES)}")
     if args.input is None:
         raise ConfigError("--input: name an image")
-    predictor, _ = _predictor(args, ["MODEL.DEVICE", "cpu"], say)
+    predictor, _ = _predictor(args, ["MODEL.DEVICE", "cpu"])
     image = next(read_images(args.input, predictor.image_format))
     compared = export(predictor.model, predictor.inputs(image)["image"].float(), args.output)
-    print(f"Written: {args.output} ({compared})\n{after_export(args.output)}")
+    show(f"Written: {args.output} ({compared})\n{after_export(args.output)}")
 
 
 def _dataset_of(args: argparse.Namespace) -> Optional[CocoFile]:
@@ -125,7 +124,7 @@ def _dataset_of(args: argparse.Namespace) -> Optional[CocoFile]:
 
 
 def _predictor(
-    args: argparse.Namespace, opts: Sequence[str], say: Say, files: Sequence[Path] = ()
+    args: argparse.Namespace, opts: Sequence[str], files: Sequence[Path] = ()
 ) -> tuple[Predictor, Any]:
     """The predictor of a command, and its job's config.
 
@@ -137,7 +136,7 @@ def _predictor(
     if isinstance(config, DictConfig):
         config.train.device = usable_device(config.train.device)
     else:
-        config.MODEL.DEVICE = usable_device(config.MODEL.DEVICE)
+        config.MODEL.DEVICE = usable_device(config.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
     job = job_of(without_data, config)
     configured = job.cfg.MODEL.WEIGHTS
     given = args.weights or (configured if "MODEL.WEIGHTS" in args.opts[::2] else None)

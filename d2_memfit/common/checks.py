@@ -6,8 +6,9 @@ import math
 import numbers
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
+import torch
 from detectron2.config import CfgNode
 
 from ..errors import ConfigError
@@ -15,11 +16,14 @@ from ..errors import ConfigError
 __all__ = [
     "check_bool",
     "check_choice",
+    "check_device",
     "check_int",
+    "check_number",
     "check_positive_int",
     "check_positive_number",
     "check_strings",
     "did_you_mean",
+    "fits",
     "suggestion",
     "value_of",
 ]
@@ -44,9 +48,15 @@ def check_positive_int(name: str, value: object) -> None:
 
 def check_positive_number(name: str, value: Any) -> None:
     """Raise :class:`ConfigError` unless ``value`` is a finite number above 0."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
+    if not fits(value, float) or value <= 0:
         raise ConfigError(f"{name} must be a positive number, got {value!r}")
+
+
+def check_number(name: str, value: Any, most: float = math.inf) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is a finite number from 0 to ``most``."""
+    if not fits(value, float) or not 0 <= value <= most:
+        end = "" if most == math.inf else f" to {most}"
+        raise ConfigError(f"{name} must be a number from 0{end}, got {value!r}")
 
 
 def check_bool(name: str, value: object) -> None:
@@ -64,9 +74,32 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def check_strings(name: str, value: Any) -> None:
     """Raise :class:`ConfigError` unless ``value`` is a list or tuple of texts."""
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not all(isinstance(v, str) for v in value):
+    if not fits(value, list[str]):
         raise ConfigError(f"{name} must be a list of names, got {value!r}")
+
+
+def check_device(name: str) -> torch.device:
+    """The device of a name; raise :class:`ConfigError` unless PyTorch knows it."""
+    try:
+        return torch.device(name)
+    except RuntimeError as e:
+        raise ConfigError(f"MODEL.DEVICE {name!r} is not a device of PyTorch: {e}") from e
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type, as ``typing.get_type_hints`` gives it; NaN is no number."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is Union:
+        return any(fits(value, one) for one in inner)
+    if kind is dict and isinstance(value, dict):
+        return all(fits(one, inner[1]) for one in value.values())
+    if kind in (list, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
+        types = inner if kind is tuple else inner * len(value)
+        return len(types) == len(value) and all(map(fits, value, types))
+    if kind in (int, float):  # of 64 bits; true is no number
+        is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
+        return is_number and not isinstance(value, bool) and abs(value) < 2**63
+    return kind is Any or isinstance(value, kind)
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -20,6 +20,7 @@ def ignore_warnings_of_libraries() -> None:
         warnings.simplefilter("ignore", category)
     warnings.filterwarnings("ignore", "pkg_resources is deprecated", UserWarning)
     warnings.filterwarnings("ignore", "torch.meshgrid", UserWarning)
+    warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # Pillow refuses twice as many
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
     # "No CUDA runtime is found", though nothing is compiled
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

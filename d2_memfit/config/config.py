@@ -14,12 +14,15 @@ from detectron2.config import get_cfg as _get_detectron2_cfg
 from ..common.checks import (
     check_bool,
     check_choice,
+    check_device,
     check_int,
+    check_number,
     check_positive_int,
     check_strings,
     did_you_mean,
+    fits,
 )
-from ..errors import ConfigError, UnknownKeyError
+from ..errors import ConfigError, DataError, UnknownKeyError
 from ..iteration import check_cost_model
 from ..memory import check_budget
 from ..techniques import TECHNIQUES, TIERS
@@ -142,6 +145,9 @@ def _merge_opts(cfg: CN, opts: Sequence[Any]) -> None:
 
     A file may have set such a key to another type: MEMFIT.BUDGET_GB is 6, 5.5 or "auto".
     """
+    for value in map(str, opts):
+        if value != value.encode(errors="ignore").decode():
+            raise ConfigError(f"{value!r} is not UTF-8, and a config is: give another name")
     defaults = default_keys()
     known = set(keys_of(defaults))
     given = dict(zip(opts[::2], opts[1::2]))
@@ -193,6 +199,7 @@ def check_config(cfg: CN, world_size: Optional[int] = None) -> None:
     for key in keys_of(cfg.MEMFIT):
         if key not in known:
             raise ConfigError(_no_such_key(f"MEMFIT.{key}", cfg))
+    check_device(cfg.MODEL.DEVICE)
     check_positive_int("SOLVER.ACCUMULATION_STEPS", cfg.SOLVER.ACCUMULATION_STEPS)
     if cfg.MEMFIT.MICRO_BATCH is not None:
         check_positive_int("MEMFIT.MICRO_BATCH", cfg.MEMFIT.MICRO_BATCH)
@@ -226,26 +233,19 @@ def check_plan(cfg: CN) -> None:
     check_bool("MEMFIT.PLAN.ENABLED", plan.ENABLED)
     check_bool("MEMFIT.PLAN.COST_MODEL", plan.COST_MODEL)
     check_bool("MEMFIT.PLAN.FROM_RUNS", plan.FROM_RUNS)
-    _check_predicted(plan.PREDICTED_GB)
+    if not fits(plan.PREDICTED_GB, list[float]) or len(plan.PREDICTED_GB) not in (0, 3):
+        raise ConfigError(
+            "MEMFIT.PLAN.PREDICTED_GB must be three numbers of GB, as a plan writes them, or [], "
+            f"got {plan.PREDICTED_GB!r}"
+        )
     if plan.ENABLED and cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
         raise ConfigError("MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
-    margin = plan.MARGIN
-    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
-    if margin is not None and not (is_number and 0 <= margin < 1):
-        raise ConfigError(f"MEMFIT.PLAN.MARGIN must be a number from 0 to 1, got {margin!r}")
+    if plan.MARGIN is not None:
+        check_number("MEMFIT.PLAN.MARGIN", plan.MARGIN, 0.99)
     check_choice("MEMFIT.PLAN.PREFER", plan.PREFER, ("exact", "speed"))
     check_strings("MEMFIT.PLAN.ALLOW", plan.ALLOW)
     for tier in plan.ALLOW:
         check_choice("MEMFIT.PLAN.ALLOW", tier, TIERS)
-
-
-def _check_predicted(values: Any) -> None:
-    is_list = isinstance(values, (list, tuple)) and len(values) in (0, 3)
-    if not is_list or any(type(value) not in (int, float) for value in values):
-        raise ConfigError(
-            "MEMFIT.PLAN.PREDICTED_GB must be three numbers of GB, as a plan writes them, or [], "
-            f"got {values!r}"
-        )
 
 
 def check_monitor(cfg: CN) -> None:
@@ -294,7 +294,7 @@ def _explained(cfg: CN, where: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except (AssertionError, KeyError, OSError, ValueError, yaml.YAMLError) as e:
+    except (AssertionError, DataError, KeyError, OSError, ValueError, yaml.YAMLError) as e:
         text = " ".join(str(e.args[0] if isinstance(e, KeyError) and e.args else e).split())
         kind = ConfigError
         unknown = re.search(r"Non-existent.* key: (\S+)", text)
@@ -303,15 +303,15 @@ def _explained(cfg: CN, where: str = "") -> Iterator[None]:
         mismatch = re.search(
             r"<class '[\w.]*?(\w+)'> vs.* \(.* vs\. (.*)\) for config key: (\S+)", text
         )
-        if isinstance(e, FileNotFoundError):
-            text = f"its _BASE_ {e.filename} does not exist"
         if mismatch:
             text = f"{mismatch[3]} must be of type {mismatch[1]}, got {mismatch[2]}"
             if mismatch[1] == "tuple":
                 text += """. Write "(800,)" for one number, "('my_train',)" for one name"""
         raise kind(where + text) from e
-    except RecursionError as e:
-        raise ConfigError(f"{where}its _BASE_ leads back to itself, or too far") from e
+    except (MemoryError, RecursionError) as e:  # MemoryError: brackets in brackets in a text
+        raise ConfigError(
+            f"{where}its _BASE_ leads back to itself, or too far, or a value is nested too deeply"
+        ) from e
     except (AttributeError, TypeError) as e:  # from looking for keys in what has none
         raise ConfigError(f"{where}not a config: it must be a mapping of keys to values") from e
 

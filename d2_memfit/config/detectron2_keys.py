@@ -5,14 +5,11 @@ What the construction of the model refuses is not here.
 """
 
 import math
-import numbers
-from collections.abc import Sequence
-from typing import Any
 
 from detectron2.config import CfgNode
 from PIL import Image
 
-from ..common.checks import check_choice, check_int, check_positive_number, value_of
+from ..common.checks import check_choice, check_int, check_positive_number, fits, value_of
 from ..data import shorter_sides
 from ..errors import ConfigError
 
@@ -90,7 +87,8 @@ def check_detectron2_keys(cfg: CfgNode) -> None:
     _check_sizes(cfg.INPUT)
     solver = cfg.SOLVER
     steps = solver.STEPS
-    if not _are_finite(steps) or sorted(set(steps)) != list(steps) or any(s < 1 for s in steps):
+    is_increasing = fits(steps, list[float]) and sorted(set(steps)) == list(steps)
+    if not is_increasing or any(step < 1 for step in steps):
         raise ConfigError(f"SOLVER.STEPS must be increasing iterations from 1 on, got {steps}")
     if not 0 <= solver.MOMENTUM < 1:
         raise ConfigError(f"SOLVER.MOMENTUM must be at least 0 and below 1, got {solver.MOMENTUM}")
@@ -103,7 +101,7 @@ def _check_model(model: CfgNode) -> None:
     if "resnet" in model.BACKBONE.NAME and not 0 <= stages <= _STAGES:
         raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT must be 0 to {_STAGES}, got {stages}")
     for key in ("PIXEL_MEAN", "PIXEL_STD"):
-        if not _are_finite(model[key]) or len(model[key]) != len(model.PIXEL_MEAN):
+        if not fits(model[key], list[float]) or len(model[key]) != len(model.PIXEL_MEAN):
             raise ConfigError(
                 f"MODEL.{key} must be one finite number per channel, got {model[key]}"
             )
@@ -127,11 +125,7 @@ def _check_sizes(node: CfgNode) -> None:
         )
     size = node.CROP.SIZE
     most = 1 if node.CROP.TYPE.startswith("relative") else math.inf
-    is_good = len(size) == 2 and _are_finite(size) and all(0 < side <= most for side in size)
+    is_good = fits(size, tuple[float, float]) and all(0 < side <= most for side in size)
     if node.CROP.ENABLED and not is_good:
         what = "shares of 0 to 1" if most == 1 else "pixels"
         raise ConfigError(f"INPUT.CROP.SIZE must be two numbers, {what}, got {size}")
-
-
-def _are_finite(values: Sequence[Any]) -> bool:
-    return all(isinstance(v, numbers.Real) and math.isfinite(v) for v in values)

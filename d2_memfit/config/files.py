@@ -6,9 +6,9 @@ from typing import Any
 
 import detectron2
 from detectron2.config import CfgNode
-from detectron2.utils.file_io import PathManager
 
 from ..common.checks import did_you_mean, suggestion
+from ..common.files import is_file
 from ..errors import ConfigError
 from .yaml_arithmetic import arithmetic_in_yaml
 
@@ -41,7 +41,7 @@ def find_config_file(name: str, suffix: str = ".yaml") -> str:
         raise ConfigError(f"--config-file: name a config of the zoo, such as {_EXAMPLE}, or a file")
     if name.endswith(".py") and suffix == ".yaml":
         raise ConfigError(f"{name} is a LazyConfig, and this command takes a yaml config")
-    if PathManager.isfile(name):
+    if is_file(name):
         return name
     for folder in _zoos():
         for file in (folder / name, folder / f"{name}{suffix}"):

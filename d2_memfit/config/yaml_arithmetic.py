@@ -13,13 +13,16 @@ no number is larger than a float can be.
 
 import ast
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import yaml
+from detectron2.config import CfgNode
 
 from ..common.patching import replaced_functions
+from ..common.reading import SafeLoader, checked
 
 __all__ = ["arithmetic_in_yaml"]
 
@@ -38,13 +41,25 @@ _OPERATORS = {
 
 @contextmanager
 def arithmetic_in_yaml() -> Iterator[None]:
-    """While open, ``yaml.safe_load`` computes such values. Anything else stays an error."""
-    with replaced_functions([yaml], {"SafeLoader": lambda _: _Loader}):
+    """While open, ``yaml.safe_load`` computes such values. Anything else stays an error.
+
+    Detectron2's configs are read as files of strangers (:mod:`~d2_memfit.common.reading`).
+    """
+    opened: list[str] = []
+
+    def open_checked(open_cfg: Callable[[str], Any], file: str) -> Any:
+        opened.append(checked(file, "its _BASE_ "))
+        if len(opened) > 20:  # a config and its bases, each as often as it is named
+            raise RecursionError
+        return open_cfg(file)
+
+    replaced: Any = {"SafeLoader": lambda _: _Loader, "_open_cfg": partial(partial, open_checked)}
+    with replaced_functions([yaml, CfgNode], replaced):
         yield
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads a config of a run in a tenth of the time, where PyYAML was built with libyaml."""
+class _Loader(SafeLoader):
+    """Reads plain data, and computes arithmetic."""
 
 
 def _construct(loader: yaml.SafeLoader, node: yaml.Node) -> Any:

@@ -13,7 +13,7 @@ from detectron2.config import CfgNode
 from detectron2.structures import BoxMode
 from pycocotools import mask as coco_masks
 
-from ..errors import DataError
+from ..errors import DataError, printable
 
 __all__ = [
     "FAR",
@@ -179,7 +179,7 @@ def _count(
         # Detectron2's dicts have no annotation ids, unless a project adds them.
         name = f"id {annotation['id']}" if "id" in annotation else f"object {number}"
         where = f"{name} of {image.get('file_name', image.get('image_id'))}"
-        case.examples.append(f"{where}, bbox {annotation.get('bbox')}")
+        case.examples.append(printable(f"{where}, bbox {annotation.get('bbox')}"))
 
 
 def _compare_with_boxes(places: Sequence[_Place], cases: dict[str, Case]) -> None:

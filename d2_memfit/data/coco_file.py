@@ -2,7 +2,6 @@
 """The content of a COCO file, and checks that Detectron2 can work with it."""
 
 import gc
-import json
 import math
 import os
 import time
@@ -14,6 +13,7 @@ from typing import Any, Optional
 from detectron2.utils.file_io import PathManager
 
 from ..common.files import is_file
+from ..common.reading import load_json
 from ..errors import DataError
 from .annotations import AnnotationFacts, look_at_annotations
 from .images import check_images
@@ -27,10 +27,11 @@ _FIELDS = {
     "categories": {"id", "name"},
 }
 _NUMBERS = {int, float}
+_PIXELS = (lambda n: type(n) in _NUMBERS and 0 < n < math.inf, "a number of pixels")
 _TEXT = (lambda value: isinstance(value, str), "a text")
 # Fields that Detectron2 and pycocotools read if they are there, and what they must be.
 _VALUES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
-    "images": {"file_name": _TEXT},
+    "images": {"file_name": _TEXT, "height": _PIXELS, "width": _PIXELS},
     "annotations": {
         "iscrowd": (lambda value: value in (0, 1), "0 or 1"),
         "keypoints": (
@@ -161,13 +162,7 @@ def read_json(name: str, json_file: str) -> dict[str, Any]:
     Raises:
         DataError: it cannot be read, or is not a mapping.
     """
-    try:
-        with PathManager.open(json_file) as f:
-            coco = json.load(f)
-    except OSError as e:
-        raise DataError(f"dataset {name}: cannot open {json_file} ({e.strerror})") from e
-    except (ValueError, RecursionError) as e:  # RecursionError: nested too deeply
-        raise DataError(f"dataset {name}: {json_file} is not valid JSON ({e})") from e
+    coco = load_json(json_file, f"dataset {name}: ")
     if not isinstance(coco, dict):
         raise DataError(f"dataset {name}: {json_file} is not COCO's format, it has no 'images'")
     return coco
@@ -215,13 +210,6 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
                 f"{where} has the {field} {odd[field]!r} with the id {odd['id']}, which is not "
                 f"{what}"
             )
-    if key == "images":
-        odd = next((e for e in entries if not (_is_length(e["height"], e["width"]))), None)
-        if odd is not None:
-            raise DataError(
-                f"{where} has the height {odd['height']!r} and width {odd['width']!r} with the id "
-                f"{odd['id']}, which are not numbers of pixels"
-            )
     twice = _first_twice([entry["id"] for entry in entries])
     if twice is not None:
         raise DataError(f"{where} has the id {twice} more than once")
@@ -234,10 +222,6 @@ def _are_numbers(values: Any) -> bool:
         return isinstance(values, list) and are_of_types and math.isfinite(sum(values))
     except (OverflowError, TypeError):  # an integer that no float can hold
         return False
-
-
-def _is_length(*numbers: Any) -> bool:
-    return all(type(n) in (int, float) and 0 < n < math.inf for n in numbers)
 
 
 def _facts_of(coco: dict[str, Any]) -> AnnotationFacts:

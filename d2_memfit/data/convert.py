@@ -92,7 +92,7 @@ def _parts(source: Path) -> list[Part]:
         names = ["val" if file.parent.name == "valid" else file.parent.name for file in ready]
         named = zip(names, ready)
         return [Part(name, read_json(name, str(f)), f.parent, f) for name, f in named]
-    dataset = Yolo(source / "data.yaml") if (source / "data.yaml").is_file() else PascalVoc(source)
+    dataset = Yolo(source / "data.yaml") if (source / "data.yaml").exists() else PascalVoc(source)
     if not source.is_dir() or not dataset.parts:
         raise ConfigError(
             f"--input {source} has neither a data.yaml with parts (YOLO) nor .xml files (Pascal "

@@ -10,6 +10,7 @@ from detectron2.data.datasets import load_coco_json
 from detectron2.utils.file_io import PathManager
 
 from ..common.checks import did_you_mean
+from ..common.files import is_file
 from ..errors import ConfigError, DataError
 from .coco_file import keypoint_names, read_json
 
@@ -52,7 +53,7 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
 
     Raises:
         ConfigError: a name is not registered, or there is no training dataset.
-        DataError: an annotation file does not exist; all that is missing is named.
+        DataError: an annotation file does not exist, or is a pipe; all that is missing is named.
     """
     if not eval_only and not cfg.DATASETS.TRAIN:
         raise ConfigError("DATASETS.TRAIN is empty: name a dataset to train on")
@@ -76,7 +77,7 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
         metadata = MetadataCatalog.get(name)
         for part in _FILES:
             path = metadata.get(part)
-            if path and not PathManager.exists(path):
+            if path and not (is_file(path) or PathManager.isdir(path)):
                 missing.setdefault(f"{key} {name}", []).append(path)
                 lacks_annotations |= part in _ANNOTATIONS
     if lacks_annotations:  # images alone may be elsewhere, by absolute paths

@@ -9,7 +9,8 @@ from typing import Any, Optional
 from detectron2.utils.file_io import PathManager
 from PIL import Image
 
-from ..errors import DataError
+from ..common.reading import checked
+from ..errors import DataError, printable
 from .annotations import Case
 
 __all__ = ["check_images", "complaints_about_images", "look_at_images", "read_header"]
@@ -108,7 +109,7 @@ def look_at_images(
 
 
 def _count(cases: dict[str, Case], fault: str, where: str) -> None:
-    cases.setdefault(fault, Case(0, [where])).number += 1
+    cases.setdefault(fault, Case(0, [printable(where)])).number += 1
 
 
 def _look_into(
@@ -134,9 +135,7 @@ def read_header(file: str) -> tuple[tuple[int, int], str, int]:
     Raises:
         Exception: of many types, if the image cannot be decoded, or ends too early.
     """
-    if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
-        raise OSError("it is a pipe, a socket or a device")  # reading it may wait for ever
-    with Image.open(file) as image:
+    with Image.open(checked(file)) as image:
         width, height = image.size
         mode = image.mode
         if _may_be_truncated(file, image.format):

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Optional, Union
 from xml.etree import ElementTree
 
-import yaml
 from pycocotools import mask as coco_masks
 
+from ..common.reading import checked, load_yaml
 from ..errors import DataError
 from .annotations import faults_of
 from .images import read_header
@@ -65,7 +65,7 @@ class Yolo:
     def __init__(self, file: Path) -> None:
         self.parts: _Parts = {}
         try:
-            data = yaml.safe_load(_read(file))
+            data = load_yaml(file)
             names = data["names"]
             names = enumerate(names) if isinstance(names, list) else names.items()
             self.names = {int(number): str(name) for number, name in names}
@@ -76,7 +76,7 @@ class Yolo:
                 for place in places if isinstance(places, list) else [places]:
                     images = _images_at(file.parent, str(data.get("path") or ""), str(place))
                     self.parts.setdefault(part, {}).update(zip(images, map(_yolo_label, images)))
-        except (AttributeError, KeyError, TypeError, ValueError, yaml.YAMLError) as e:
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise DataError(f"{file} cannot be read ({type(e).__name__}: {e})") from e
 
     def rows(self, file: Path) -> _Rows:
@@ -132,7 +132,7 @@ class PascalVoc:
             self.parts = _listed(folder, labels) or {"train": labels}
 
     def rows(self, file: Path) -> _Rows:
-        root = ElementTree.fromstring(_read(file))
+        root = ElementTree.parse(checked(file)).getroot()
         if root.tag != "annotation":
             raise ValueError(f"it has <{root.tag}> in place of <annotation>")
         return [(f"{file}, object {n}", row) for n, row in enumerate(root.findall("object"), 1)]
@@ -274,14 +274,9 @@ def _find_images(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.suffix.lower() in _IMAGES)
 
 
-def _read(file: Path) -> bytes:
-    """The content of a file that a user has written."""
-    return file.read_bytes()
-
-
 def _lines(file: Path) -> list[str]:
     """The lines of a text file that a user has written."""
     try:
-        return _read(file).decode("utf-8-sig").splitlines()  # some editors write a BOM
+        return Path(checked(file)).read_text("utf-8-sig").splitlines()  # editors write a BOM
     except ValueError as e:
         raise DataError(f"{file} cannot be read ({e})") from e

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..common.files import output_file
+from ..common.patching import replaced_functions
+from ..common.reading import checked
 from ..errors import ConfigError, DataError
 from ..memory import is_out_of_memory
 
@@ -30,12 +32,11 @@ def find_files(path: Path) -> list[Path]:
     """A file, or the images and videos of a folder by name.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the folder has none.
+        DataError: it is neither a file nor a folder.
     """
-    if path.is_file():
-        return [path]
     if not path.is_dir():
-        raise ConfigError(f"--input {path}: there is no such file or folder")
+        return [Path(checked(path, "--input "))]
     files = [f for f in sorted(path.iterdir()) if f.suffix.lower() in _IMAGES + _VIDEOS]
     if not files:
         raise ConfigError(
@@ -45,22 +46,30 @@ def find_files(path: Path) -> list[Path]:
     return files
 
 
-def read_images(file: Path, image_format: str) -> Iterator[Pixels]:
+def read_images(file: Path, image_format: str, in_tiles: bool = False) -> Iterator[Pixels]:
     """Yield an image, or the images of a video, in a model's order of channels.
+
+    Args:
+        in_tiles: whether the image may be larger than Pillow allows, because it will be cut.
 
     Raises:
         DataError: the file cannot be read, or a video ends too early.
     """
+    checked(file)
     if _is_video(file):
         for frame in _frames(file):
             yield frame[:, :, ::-1] if image_format == "RGB" else frame
         return
+    # Pillow refuses twice as many pixels. Cut into tiles, an image takes 20 bytes of RAM for each.
+    most = {"MAX_IMAGE_PIXELS": lambda most: 2**27 if in_tiles else most}
     try:
-        image = read_image(str(file), format=image_format)
+        with replaced_functions([Image], most):
+            image = read_image(str(file), format=image_format)
     except Exception as e:  # each library has many errors for damage
         if is_out_of_memory(e):
             raise
-        raise DataError(f"{file} cannot be read ({' '.join(str(e).split())})") from e
+        advice = ". Try --tile-size" if isinstance(e, Image.DecompressionBombError) else ""
+        raise DataError(f"{file} cannot be read ({' '.join(str(e).split())}){advice}") from e
     yield image
 
 

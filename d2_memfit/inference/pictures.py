@@ -9,9 +9,9 @@ from detectron2.data import Metadata
 from detectron2.data.detection_utils import convert_image_to_rgb
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, printable
 
-__all__ = ["draw", "import_visualizer"]
+__all__ = ["class_label", "draw", "import_visualizer"]
 
 # Limits of a picture's longer side, in pixels.
 _LEAST_SIDE = 600
@@ -32,6 +32,12 @@ def import_visualizer() -> Any:
             "opencv-python-headless"
         ) from e
     return Visualizer
+
+
+def class_label(names: Sequence[str], number: int) -> str:
+    """The name of a class, or its number, as matplotlib draws it: no formulas, no novels."""
+    name = names[number] if number < len(names) else str(number)
+    return printable(name[:100]).replace("$", r"\$")
 
 
 def draw(
@@ -57,8 +63,7 @@ def draw(
     names = metadata.get("thing_classes") or []
     for result in sorted(results, key=lambda r: -r["bbox"][2] * r["bbox"][3]):
         x, y, width, height = result["bbox"]
-        number = result["category_id"]
-        name = names[number] if number < len(names) else str(number)
+        name = class_label(names, result["category_id"])
         keypoints = result.get("keypoints")
         visualizer.overlay_instances(
             boxes=np.array([[x, y, x + width, y + height]]),

@@ -100,8 +100,9 @@ class FilePrediction:
 
     def _predict(self, file: Path, path: Path, results: CocoResultsWriter) -> None:
         image_format = self._predictor.image_format
+        in_tiles = self._predictor.tile_size is not None
         with PictureWriter(file, path) as pictures:
-            for number, image in enumerate(read_images(file, image_format)):
+            for number, image in enumerate(read_images(file, image_format, in_tiles)):
                 image_id = len(self.images) + 1
                 began = time.perf_counter()
                 try:

@@ -36,8 +36,9 @@ def weights_of(config_file: str, configured: str, given: Optional[str]) -> str:
     """
     folder = Path(config_file).parent
     last = folder / "last_checkpoint"  # which a run that went on after its end has, too
-    names = [*(last.read_text().splitlines() if last.is_file() else []), "model_final.pth"]
-    beside = [str(folder / name) for name in names if (folder / name).is_file()]
+    names = last.read_text(errors="replace").splitlines() if last.is_file() else []
+    files = [folder / name for name in (*names, "model_final.pth")]
+    beside = [str(file) for file in files if file.is_file()]
     weights = given or next(iter(beside), configured)
     if not weights:
         raise ConfigError(
@@ -59,6 +60,7 @@ class Predictor:
     Attributes:
         model: in evaluation mode.
         image_format: the model's order of channels, such as "BGR".
+        tile_size: as given.
 
     Raises:
         CheckpointError: the weights are not those of this model.
@@ -80,7 +82,7 @@ class Predictor:
         else:
             self.image_format = config.INPUT.FORMAT
             self._augmentations = T.AugmentationList(build_augmentation(config, is_train=False))
-        self._tile_size = tile_size
+        self.tile_size = tile_size
 
     def __call__(self, image: NDArray[np.uint8], image_id: int) -> list[dict[str, Any]]:
         """Find the objects of an image, in COCO's results format, with the model's classes.
@@ -88,11 +90,11 @@ class Predictor:
         Args:
             image: pixels [height, width, 3] in ``image_format``.
         """
-        if self._tile_size is None:
+        if self.tile_size is None:
             found: list[dict[str, Any]] = instances_to_coco_json(self._instances(image), image_id)
             return found
         height, width = image.shape[:2]
-        grid = Grid(height, width, self._tile_size, round(self._tile_size * _OVERLAP))
+        grid = Grid(height, width, self.tile_size, round(self.tile_size * _OVERLAP))
         merger = SeamMerger(grid, _MERGE_IOU)
         merged: list[Detection] = []
         for number in range(len(grid)):

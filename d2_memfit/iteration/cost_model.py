@@ -2,7 +2,6 @@
 """The bytes that a micro-batch needs, predicted from its images' sizes and objects."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -10,6 +9,7 @@ import numpy as np
 from detectron2.config import CfgNode
 from torch import nn
 
+from ..common.checks import check_number, fits
 from ..errors import ConfigError
 
 __all__ = ["FEATURES", "CostModel", "ImageFacts", "Padding", "check_cost_model"]
@@ -144,23 +144,13 @@ class CostModel:
 def check_cost_model(cfg: CfgNode) -> None:
     """Raise :class:`ConfigError` on the first invalid value of MEMFIT.COST_MODEL."""
     node = cfg.MEMFIT.COST_MODEL
-    is_list = isinstance(node.BYTES, Sequence) and not isinstance(node.BYTES, str)
-    if not is_list or not all(map(_is_sum, node.BYTES)):
+    is_of_sums = fits(node.BYTES, list[list[float]])
+    if not is_of_sums or any(len(b) != len(FEATURES) or min(b) < 0 for b in node.BYTES):
         raise ConfigError(
             f"MEMFIT.COST_MODEL.BYTES must be lists of {len(FEATURES)} numbers from 0, as "
             f"d2-memfit plan --cost-model finds them, got {node.BYTES!r}"
         )
     for key in ("ERROR_GB", "OVERHEAD_PIXELS"):
-        if not _is_amount(node[key]):
-            raise ConfigError(f"MEMFIT.COST_MODEL.{key} must be a number from 0, got {node[key]!r}")
+        check_number(f"MEMFIT.COST_MODEL.{key}", node[key])
     if node.BYTES and cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
         raise ConfigError("MEMFIT.COST_MODEL.BYTES needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
-
-
-def _is_sum(numbers: Any) -> bool:
-    is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str)
-    return is_list and len(numbers) == len(FEATURES) and all(map(_is_amount, numbers))
-
-
-def _is_amount(number: Any) -> bool:
-    return isinstance(number, (int, float)) and not isinstance(number, bool) and number >= 0

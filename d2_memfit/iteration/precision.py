@@ -9,6 +9,7 @@ from typing import Any, Optional, Union
 import torch
 from detectron2.config import CfgNode
 
+from ..common.checks import check_device
 from ..errors import ConfigError
 
 __all__ = ["Precision"]
@@ -41,10 +42,7 @@ class Precision:
     def __init__(self, name: str, device: Union[torch.device, str]) -> None:
         if name not in _DTYPES:
             raise ConfigError(f"the precision must be one of {', '.join(_DTYPES)}, got {name!r}")
-        try:
-            device = torch.device(device)
-        except RuntimeError as e:
-            raise ConfigError(f"MODEL.DEVICE {device!r} is not a device of PyTorch: {e}") from e
+        device = check_device(str(device))
         self.dtype = _DTYPES[name]
         self.device_type = device.type
         self.scaler: Optional[torch.amp.GradScaler] = None

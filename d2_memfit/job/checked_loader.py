@@ -13,6 +13,7 @@ from detectron2.data import MetadataCatalog, build, common
 from detectron2.utils import comm
 
 from ..common.patching import replaced_functions
+from ..common.reading import checked
 from ..compat import local_world_size
 from ..data import (
     AnnotationFacts,
@@ -206,10 +207,12 @@ class _NamesImage:
         self._function = function
 
     def __call__(self, item: Any) -> Any:
+        name: Optional[str] = item.get("file_name") if isinstance(item, Mapping) else None
         try:
+            if name is not None and os.path.exists(name):  # or only the mapper knows where it is
+                checked(name)
             return self._function(item)
         except Exception as e:
-            name: Optional[str] = item.get("file_name") if isinstance(item, Mapping) else None
             if name is None or isinstance(e, DataError) or is_loader_out_of_memory(e):
                 raise
             raise DataError(

@@ -9,10 +9,10 @@ from typing import Any, Optional, Union
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils.file_io import PathManager
-from PIL import Image
 
 from ..common.files import is_file
 from ..common.side_work import alone, no_information, unchanged_random_state
+from ..data import read_header
 from .label_images import labels_in
 from .largest_images import Size, dict_of_size, num_instances_of, with_instances
 
@@ -21,8 +21,6 @@ __all__ = ["Facts", "facts_of"]
 logger = logging.getLogger(__name__)
 
 _MOST_HEADERS = 10_000  # image files whose sizes are read: some 3 s on a local disk
-_ORIENTATION = 0x0112  # the tag of EXIF
-_LIES_ON_ITS_SIDE = (5, 6, 7, 8)
 
 
 @dataclass(frozen=True)
@@ -183,6 +181,5 @@ def _size_of(d: dict[str, Any]) -> Size:
     """Height and width of a dataset dict's image, or those that its file has for Detectron2."""
     if "height" in d and "width" in d:
         return d["height"], d["width"]
-    with Image.open(PathManager.get_local_path(d["file_name"])) as image:
-        lies = image.getexif().get(_ORIENTATION, 1) in _LIES_ON_ITS_SIDE
-        return image.size if lies else image.size[::-1]
+    (width, height), *_ = read_header(PathManager.get_local_path(d["file_name"]))
+    return height, width

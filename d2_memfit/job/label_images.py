@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from detectron2.data.detection_utils import read_image
 
+from ..common.reading import checked
+
 __all__ = ["Labels", "labels_in", "tiles"]
 
 _MOST_FILES = 100  # label images that are read: 5 CPU s for the 2 megapixels of Cityscapes
@@ -41,7 +43,7 @@ def labels_in(files: tuple[str, ...], ignored: frozenset[int]) -> Labels:
     """
     num_read = min(len(files), _MOST_FILES)
     read = [files[i * len(files) // num_read] for i in range(num_read)]
-    found = [np.unique(read_image(file)) for file in read]
+    found = [np.unique(read_image(checked(file))) for file in read]
     found = [labels[~np.isin(labels, list(ignored))] for labels in found]
     counts = sorted(map(len, found), reverse=True)
     return Labels(tuple(max(found, key=len).tolist()), tuple(counts))

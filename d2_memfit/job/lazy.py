@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..common.checks import check_positive_int
 from ..config import cfg_of_techniques, with_settings
-from ..errors import ConfigError
+from ..errors import ConfigError, one_line
 
 __all__ = ["LazyParts", "cfg_of_lazy", "load_lazy_config", "overrides_of", "with_overrides"]
 
@@ -43,19 +43,15 @@ def load_lazy_config(path: str, opts: Sequence[str]) -> DictConfig:
     """
     try:
         cfg = LazyConfig.load(path)
-    except Exception as e:
-        raise ConfigError(f"{path} cannot be loaded ({_one_line(e)})") from e
+    except (Exception, SystemExit) as e:  # its code may raise anything
+        raise ConfigError(f"{path} cannot be loaded ({type(e).__name__}: {one_line(e)})") from e
     try:
         return LazyConfig.apply_overrides(cfg, list(opts))
     except Exception as e:
         raise ConfigError(
-            f"{' '.join(opts)!r} cannot be overrides of {path} ({_one_line(e)}): each is "
-            "key=value, and options such as --resume come before all of them"
+            f"{' '.join(opts)!r} cannot be overrides of {path} ({type(e).__name__}: {one_line(e)})"
+            ": each is key=value, and options such as --resume come before all of them"
         ) from e
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @dataclass(frozen=True)

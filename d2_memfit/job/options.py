@@ -1,14 +1,13 @@
 # Copyright (c) the d2_memfit developers.
 """Options for recovery, and for the counts that losses are divided by."""
 
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
 
-from ..common.checks import check_bool, check_choice, check_positive_int
+from ..common.checks import check_bool, check_choice, check_number, check_positive_int, fits
 from ..errors import ConfigError
 
 __all__ = ["NormalizerOptions", "RecoveryOptions"]
@@ -40,9 +39,7 @@ class RecoveryOptions:
         check_positive_int("MEMFIT.OOM.GROW_AFTER", self.grow_after)
         check_choice("MEMFIT.OOM.LAST_RESORT", self.last_resort, ("raise", "skip"))
         check_bool("MEMFIT.OOM.ALLOW_RESIZE", self.allow_resize)
-        is_share = isinstance(self.max_skipped, numbers.Real) and 0 <= self.max_skipped <= 1
-        if not is_share:
-            raise ConfigError(f"MEMFIT.OOM.MAX_SKIPPED must be 0 to 1, got {self.max_skipped!r}")
+        check_number("MEMFIT.OOM.MAX_SKIPPED", self.max_skipped, 1)
 
     @classmethod
     def from_cfg(cls, cfg: CfgNode) -> Optional["RecoveryOptions"]:
@@ -74,8 +71,7 @@ class NormalizerOptions:
     def __post_init__(self) -> None:
         check_choice("MEMFIT.NORMALIZERS.POLICY", self.policy, ("window", "exact", "off"))
         for pair in self.losses:
-            is_pair = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
-            if not is_pair or not isinstance(pair[0], str) or pair[1] not in _COUNTS:
+            if not fits(pair, tuple[str, str]) or pair[1] not in _COUNTS:
                 raise ConfigError(
                     "MEMFIT.NORMALIZERS.LOSSES must be pairs of a pattern of names of losses and "
                     f'"objects", such as [["loss_mask*", "objects"]], got {pair!r}'

@@ -5,13 +5,13 @@ import ctypes
 import faulthandler
 import logging
 import math
-import numbers
 import sys
 from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
 
+from ..common.checks import fits
 from ..errors import ConfigError
 from .allocator import limit_onednn_cache, take_library_buffers
 from .host import available_host_bytes
@@ -60,9 +60,8 @@ _others: dict[int, int] = {}
 
 def check_budget(budget_gb: Any) -> None:
     """Raise :class:`ConfigError` unless the budget is a number above 0, "auto", or None."""
-    is_number = isinstance(budget_gb, numbers.Real) and not isinstance(budget_gb, bool)
     is_known = budget_gb is None or budget_gb == "auto"
-    if not is_known and not (is_number and 0 < budget_gb < math.inf):
+    if not is_known and not (fits(budget_gb, float) and budget_gb > 0):
         raise ConfigError(
             "MEMFIT.BUDGET_GB must be a number of GB above 0, such as 6 or 7.5, or 'auto', got "
             f"{budget_gb!r}"

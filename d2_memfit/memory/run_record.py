@@ -8,15 +8,17 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Optional, Union, get_type_hints
+from typing import Any, Optional, Union
 
 import psutil
 import torch
 
 from .. import __version__
 from ..common.files import whole_file
+from ..common.reading import load_fields, load_json
+from ..errors import DataError
 
 __all__ = ["RunRecord", "device_and_software", "keep_record", "records_folder", "records_here"]
 
@@ -54,7 +56,7 @@ class RunRecord:
     family: str
     settings: dict[str, Any]
     iterations: int
-    micro_batch: list[int]
+    micro_batch: tuple[int, int, int, int]
     had_errors: bool
     allocated_bytes: int
     reserved_bytes: int
@@ -122,36 +124,10 @@ def records_here(device: torch.device) -> Iterator[RunRecord]:
     except OSError:  # it may not be read
         return
     for path in paths:
-        record = _read(path)
-        if record is not None and record.here == here:
-            yield record
-
-
-def _read(path: Path) -> Optional[RunRecord]:
-    """A record; None if the file cannot be read, is torn, or is of another version."""
-    try:
-        values = json.loads(path.read_text())
-        record = RunRecord(**values)
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
-    return record if _is_plausible(record) else None
-
-
-def _is_plausible(record: RunRecord) -> bool:
-    hints = get_type_hints(RunRecord)
-    for field in fields(record):
-        value = getattr(record, field.name)
-        kind = hints[field.name]
-        plain = {dict[str, Any]: dict, list[int]: list, list[float]: list}
-        allowed = plain.get(kind, kind)
-        if kind == Optional[int]:
-            allowed = (int, type(None))
-        if not isinstance(value, allowed) or (kind is int and isinstance(value, bool)):
-            return False
-    numbers = [*record.micro_batch, record.outside_bytes or 0]
-    numbers += [record.allocated_bytes, record.reserved_bytes, record.iterations, record.ranks]
-    is_number = all(isinstance(n, int) and 0 <= n < 2**50 for n in numbers)
-    return is_number and len(record.micro_batch) == 4
+        with contextlib.suppress(DataError):  # it is torn, or of another version
+            record = load_fields(RunRecord, load_json(path), str(path))
+            if record.here == here:
+                yield record
 
 
 def _cpu_name() -> str:

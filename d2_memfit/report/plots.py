@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.files import output_file
-from ..errors import ConfigError
+from ..errors import ConfigError, printable
 from .records import Run
 
 __all__ = ["write_html", "write_png"]
@@ -20,6 +20,7 @@ _SERIES = (  # scalar, label, colour, dash of matplotlib and of plotly
     ("reserved_peak_gb", "reserved, peak", _ORANGE, "--", "dash"),
     ("allocated_gb", "allocated after the step", _SKY, ":", "dot"),
 )
+_OF_IMAGE = ("file_name", "height", "width", "num_instances")
 _EVENT_COLUMNS = ("iteration", "rank", "phase", "micro-batch", "images", "action", "error")
 
 
@@ -135,12 +136,11 @@ def write_html(run: Run, path: Path) -> None:
 
 def _event_row(event: dict[str, Any]) -> list[str]:
     images = ", ".join(
-        f"{image['file_name']} ({image['height']} x {image['width']}, {image['num_instances']})"
-        for image in event["images"]
+        "{} ({} x {}, {})".format(*map(image.get, _OF_IMAGE)) for image in event["images"]
     )
     values = [event["iteration"], event["rank"], event["phase"], event["micro_batch"]]
     return [_escaped(v) for v in (*values, images, event["action"], event["error"])]
 
 
 def _escaped(value: Any) -> str:
-    return html.escape(str(value))
+    return html.escape(printable(str(value)))

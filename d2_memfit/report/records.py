@@ -3,15 +3,22 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from ..common.reading import check_fields, checked
 from ..errors import DataError
 
 __all__ = ["Run", "read_run"]
 
 logger = logging.getLogger(__name__)
+
+# Fields that are drawn, and their types.
+_EVENT = {"iteration": int, "rank": int, "micro_batch": int, "reserved_gb": float}
+_EVENT |= {"phase": str, "action": str, "error": str, "images": list[dict[str, Any]]}
+_SNAPSHOT = {"iteration": int, "owners": dict[str, float]}
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class Run:
     @property
     def budget_gb(self) -> Optional[float]:
         for line in self.metrics:
-            if line.get("memfit/budget_used"):
+            if line.get("memfit/budget_used") and "memfit/reserved_peak_gb" in line:
                 return line["memfit/reserved_peak_gb"] / line["memfit/budget_used"]
         return None
 
@@ -41,13 +48,14 @@ def read_run(output_dir: str) -> Run:
     """Read metrics.json, memfit_oom.jsonl and the last memfit_memory_*.json of an OUTPUT_DIR.
 
     Raises:
-        DataError: there is nothing about memory, or a file cannot be read.
+        DataError: there is nothing about memory, a file cannot be read, or a field is missing or
+            of another type.
     """
     folder = Path(output_dir)
     if not folder.is_dir():
         raise DataError(f"{output_dir} is not a folder. Name the OUTPUT_DIR of a run")
-    metrics = _read_lines(folder / "metrics.json")
-    events = _read_lines(folder / "memfit_oom.jsonl")
+    metrics = _read(folder / "metrics.json", {"iteration": int})
+    events = _read(folder / "memfit_oom.jsonl", _EVENT)
     reports = [line for line in metrics if "memfit/allocated_gb" in line]
     if not reports and not events:
         raise DataError(
@@ -56,25 +64,34 @@ def read_run(output_dir: str) -> Run:
             + ", and there is no memfit_oom.jsonl. Train with MEMFIT.MONITOR.PERIOD 20"
         )
     snapshots = sorted(folder.glob("memfit_memory_*.json"), key=lambda path: path.stat().st_mtime)
-    snapshot = (_read_lines(snapshots[-1]) or [{}])[0] if snapshots else {}
+    snapshot = (_read(snapshots[-1], _SNAPSHOT) or [{}])[0] if snapshots else {}
     # Micro-batches are in every line, reports of the monitor in some.
     lines = [line for line in metrics if any(key.startswith("memfit/") for key in line)]
     return Run(lines, events, snapshot.get("owners", {}), snapshot.get("iteration"))
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The mapping of a file, or those of its lines; none if there is no file.
+
+    Args:
+        fields: types of the fields that each must have. Those of the monitor are finite numbers.
+    """
     if not path.exists():
         return []
-    text = path.read_text(errors="replace").splitlines()
-    found = [_json(line) for line in text]
-    lines = [line for line in found if isinstance(line, dict)]
-    if len(lines) < len(text):  # a run that is killed may leave half a line
-        logger.warning("%s: %d of %d lines are torn", path, len(text) - len(lines), len(text))
+    text = Path(checked(path)).read_text(errors="replace")
+    parts, lines = [text] if _json(text) else text.splitlines(), []
+    for number, line in enumerate(parts, 1):
+        if isinstance(values := _json(line), dict):
+            own = {key: float for key in values if key.startswith("memfit/")}
+            check_fields(values, {**fields, **own}, f"{path}, line {number}")
+            lines.append(values)
+    if len(lines) < len(parts):  # a run that is killed may leave half a line
+        logger.warning("%s: %d of %d lines are torn", path, len(parts) - len(lines), len(parts))
     return lines
 
 
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (RecursionError, ValueError):
         return None

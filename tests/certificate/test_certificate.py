@@ -17,7 +17,7 @@ from d2_memfit import Job
 from d2_memfit.certificate import Certificate, certify, follow
 from d2_memfit.data import register_coco
 from d2_memfit.engine import build_trainer
-from d2_memfit.errors import ConfigError
+from d2_memfit.errors import ConfigError, DataError, MemfitError
 
 pytestmark = pytest.mark.slow
 
@@ -232,11 +232,33 @@ def test_what_is_not_a_certificate_is_an_error(tmp_path, content):
     file = tmp_path / "c.pt"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"--certificate .*c.pt is not a file of d2-memfit"):
+    missing = r"--certificate .*c.pt cannot be read \(No such file"
+    other = r"--certificate .*c.pt is not a file of d2-memfit certify, or damaged \("
+    with pytest.raises(MemfitError, match=missing if content is None else other):
         Certificate.read(file)
     torch.save({"model": {}}, file)
-    with pytest.raises(ConfigError, match="is not a file of d2-memfit certify"):
+    with pytest.raises(DataError, match=r"--certificate .*c.pt: the field needs_bytes is missing"):
         Certificate.read(file)
+
+
+def test_changed_bytes_are_found_by_the_checksums(certificate, tmp_path):
+    certificate.write(tmp_path / "c.pt")
+    whole = (tmp_path / "c.pt").read_bytes()
+    for place in range(len(whole) // 7, len(whole), len(whole) // 5):
+        changed = bytearray(whole)
+        changed[place] ^= 4
+        (tmp_path / "changed.pt").write_bytes(changed)
+        with pytest.raises(MemfitError, match=r"changed\.pt (is not a file|: )"):
+            Certificate.read(tmp_path / "changed.pt")
+
+
+@pytest.mark.parametrize("part", ["layout", "rest", "sampler"])
+def test_a_part_of_the_datas_order_that_is_missing_is_named(certificate, cfg, tmp_path, part):
+    stream = {k: v for k, v in certificate.stream.items() if k != part}
+    dataclasses.replace(certificate, stream=stream).write(tmp_path / "c.pt")
+    message = rf"c\.pt is not whole, or of another release \(KeyError\('{part}'\)\)"
+    with pytest.raises(ConfigError, match=message):
+        train(cfg, tmp_path / "c.pt")
 
 
 def test_the_package_works_without_this_room():

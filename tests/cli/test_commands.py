@@ -249,7 +249,7 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         (["estimate", "SOLVER.MAX_ITER", "-5"], "SOLVER.MAX_ITER must be a positive integer"),
         (
             ["estimate", "--coco", "a", "b", "c", "--coco", "a", "b", "d"],
-            "--coco a is given twice",
+            "--coco 'a' is twice",
         ),
         (["plan", "--budget", "6", "--allow", "all"], "allow must be some of exact, precision, re"),
         (["estimate", "--device", "v10"], "there is no device 'v10' (did you mean v100?)"),

@@ -56,6 +56,26 @@ def test_what_a_run_has_written_is_read(output_dir):
     assert run.owners_iteration == 60
 
 
+def test_a_snapshot_is_read_as_a_run_writes_it(output_dir):
+    file = output_dir / "memfit_memory_60.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=1))  # over several lines
+    assert read_run(str(output_dir)).owners == {
+        "parameters": 2**30,
+        "activations: roi_heads": 2**31,
+    }
+
+
+def test_names_that_no_page_can_have_are_escaped(output_dir):
+    image = {**EVENT["images"][0], "file_name": "a\udc80\x1b[31m.jpg"}
+    line = json.dumps({**EVENT, "images": [image], "action": "\x07 <script>"})
+    (output_dir / "memfit_oom.jsonl").write_text(line)
+    run(output_dir)
+    page = (output_dir / "memory.html").read_text()
+    assert r"a\\udc80\\x1b[31m.jpg" in page
+    assert "\x1b" not in page
+    assert '<script>"' not in page
+
+
 def test_a_picture_and_a_page_are_made(output_dir, capsys):
     run(output_dir)
     written = f"Written: {output_dir / 'memory.png'}, {output_dir / 'memory.html'}\n"

@@ -2,6 +2,8 @@
 """What a training shows on a screen, in a terminal too, and what its files have."""
 
 import fcntl
+import json
+import logging
 import os
 import pty
 import re
@@ -12,6 +14,8 @@ from select import select
 import pytest
 from forks import Forked, run_forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from d2_memfit.cli.screen import PrintableFormatter, say, show
 
 pytestmark = pytest.mark.slow
 
@@ -99,3 +103,64 @@ def test_its_last_lines_are_commands_for_what_it_made(runs):
     assert "tensorboard --logdir ./output" in end
     assert "Next, find objects in screen_val, or in --input FOLDER:\n" in end
     assert "  d2-memfit predict --output predictions --coco screen_val" in end
+
+
+# A name that colours a terminal, sets its title, begins a line, turns text round, and is not UTF-8.
+EVIL = "a\x1b[31m\x1b]0;t\x07\r\n[ERROR] \u202eb\x9b2J\udcff"
+ESCAPED = r"a\x1b[31m\x1b]0;t\x07\r\n[ERROR] \u202eb\x9b2J\udcff"
+
+
+def test_what_is_printed_commands_no_terminal(capsys):
+    say(f"line {EVIL}")
+    show(f"one {EVIL}\ntwo \u00e9")
+    printed = capsys.readouterr()
+    assert printed.err == f"line {ESCAPED}\n"
+    assert printed.out == f"one {ESCAPED}\ntwo \u00e9\n".replace(r"\r\n", "\\r\n")
+
+
+def test_what_is_logged_commands_no_terminal_and_keeps_its_table():
+    formatter = PrintableFormatter(logging.Formatter("\x1b[32mlog\x1b[0m %(message)s"))
+    text = "table:\n\x1b[36m| a\tb |\x1b[0m %s"
+    record = logging.LogRecord("d2_memfit", logging.INFO, "", 0, text, (EVIL,), None)
+    expected = ESCAPED.replace(r"\x1b[31m", "").replace(r"\r\n", "\\r\n")
+    once, twice = formatter.format(record), formatter.format(record)  # for two handlers
+    assert once == twice == f"\x1b[32mlog\x1b[0m table:\n| a\tb | {expected}"
+    try:
+        raise ValueError(EVIL)
+    except ValueError as e:
+        record.exc_info = type(e), e, e.__traceback__
+    assert r"ValueError: a\x1b[31m" in PrintableFormatter(None).format(record)
+
+
+def test_a_training_with_hostile_names_is_one_like_others(coins, tmp_path):
+    coco = json.loads((coins / "train.json").read_text())
+    coco["categories"][0]["name"] = EVIL + "$x_{" + "y" * 10_000
+    for image in coco["images"][:2]:
+        name = EVIL.replace("\u202e", "") + image["file_name"]
+        (tmp_path / "images").mkdir(exist_ok=True)
+        (tmp_path / "images" / name).symlink_to(coins / "train" / image["file_name"])
+        image["file_name"] = name
+    coco["images"] = coco["images"][:2]
+    ids = {image["id"] for image in coco["images"]}
+    coco["annotations"] = [a for a in coco["annotations"] if a["image_id"] in ids]
+    (tmp_path / "evil.json").write_text(json.dumps(coco))
+    command = [
+        "-m",
+        "d2_memfit",
+        "train",
+        "--config-file",
+        "COCO-Detection/faster_rcnn_R_18_FPN_3x",
+    ]
+    command += ["--coco", "evil\x1b[31m", tmp_path / "evil.json", tmp_path / "images"]
+    options = [*SHORT[:-1], "1", "OUTPUT_DIR", tmp_path / "output"]
+    run = run_forked(*command, *options, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr
+    log = (tmp_path / "output" / "log.txt").read_text()
+    assert r"evil\x1b[31m" in log
+    for text in (run.stdout, run.stderr, log):
+        assert "Traceback" not in text
+        assert not set(text) & set("\x1b\x07\x9b\u202e")
+    files = (tmp_path / "output").glob("events*")
+    events = EventAccumulator(str(next(files)), {"images": 0})
+    events.Reload()
+    assert events.Tags()["images"] == ["first images/0"]  # drawn with the name of its class

@@ -163,7 +163,7 @@ def test_a_coco_file_that_cannot_be_trained_on_is_explained(coins, tmp_path, cha
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot open"),
+        (None, r"cannot be read \(No such file"),
         ("", "not valid JSON"),
         ('{"images": [', "not valid JSON"),
         ("[]", "not COCO's format"),

@@ -73,6 +73,16 @@ def warnings_of(dicts, cfg=None, names=("ring", "coin")):
     return warnings_about_data(cfg or cfg_of(), facts, names)
 
 
+def test_names_of_images_command_no_terminal(tmp_path):
+    dicts = dicts_of(annotation(bbox=[NAN] * 4))
+    dicts[1]["file_name"] = str(tmp_path / "a\n\x1b[31m.png")
+    (tmp_path / "b.png").touch()
+    dicts[0]["file_name"] = str(tmp_path / "b.png")
+    boxes, missing, *_ = warnings_of(dicts)
+    assert r"a\n\x1b[31m.png, bbox [nan, nan, nan, nan]" in boxes
+    assert missing.endswith(rf"1 of 2 images do not exist, the first is {tmp_path}/a\n\x1b[31m.png")
+
+
 def test_nothing_is_said_of_what_is_good():
     assert warnings_of(dicts_of(annotation(category_id=1))) == []
     assert warnings_of(dicts_of(annotation(bbox=[NAN] * 4, iscrowd=1))) == []  # not trained on

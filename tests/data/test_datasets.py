@@ -2,6 +2,7 @@
 """Datasets by their files, registered and found."""
 
 import json
+import os
 
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -51,6 +52,19 @@ def test_all_files_of_builtin_datasets_that_are_not_on_disk_are_named_at_once():
         "DATASETS.TRAIN coco_2017_train: ", "instances_train2017.json, ", "coco/train2017. ",
     ):  # fmt: skip
         assert part in str(e.value)
+
+
+def test_a_pipe_is_not_waited_for(coins, tmp_path):
+    os.mkfifo(tmp_path / "train.json")
+    register_coco("piped_train", str(tmp_path / "train.json"), str(coins / "train"))
+    try:
+        with pytest.raises(
+            DataError, match=r"^DATASETS\.TRAIN piped_train: /.*json cannot be read \(it is a pipe"
+        ):
+            check_datasets(cfg_with(("piped_train",)))
+    finally:
+        DatasetCatalog.remove("piped_train")
+        MetadataCatalog.remove("piped_train")
 
 
 def test_a_folder_alone_may_be_missing(coins):

@@ -1,5 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 import json
+import os
 import shlex
 import shutil
 
@@ -213,6 +214,67 @@ def test_one_tile_finds_what_the_whole_image_has_and_many_find_more(config, phot
     assert all(r["segmentation"]["size"] == [height, width] for r in many)
 
 
+def test_weights_of_another_program_are_those_of_the_model(config, photographs, tmp_path, capsys):
+    weights = torch.load(config.parent / "model_final.pth")["model"]
+    others = {"state_dict": {f"model.{name}": value for name, value in weights.items()}}
+    torch.save(others, tmp_path / "lightning.ckpt")
+    predict(config, photographs, tmp_path / "found")
+    capsys.readouterr()
+    predict(config, photographs, tmp_path / "again", "--weights", tmp_path / "lightning.ckpt")
+    assert results_of(tmp_path / "again") == results_of(tmp_path / "found")
+
+
+def test_an_image_above_pillows_limit_is_read_for_tiles(config, photographs, tmp_path, capsys):
+    usual = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = 1000
+    try:
+        with pytest.raises(SystemExit):
+            predict(config, photographs / "000.png", tmp_path / "whole")
+        said = capsys.readouterr().err
+        assert "000.png cannot be read (Image size (" in said
+        assert ". --tile-size reads up to 268 megapixels\n" in said
+        predict(config, photographs / "000.png", tmp_path / "tiles", "--tile-size", "100")
+        assert Image.MAX_IMAGE_PIXELS == 1000
+    finally:
+        Image.MAX_IMAGE_PIXELS = usual
+    assert results_of(tmp_path / "tiles")
+
+
+@pytest.mark.exhaustive
+def test_an_image_of_196_megapixels_is_read_for_tiles(config, tmp_path):
+    """It takes 4 GB of RAM, and most of a minute."""
+    Image.new("RGB", (14_000, 14_000), "white").save(tmp_path / "large.png")
+    predict(config, tmp_path / "large.png", tmp_path / "found", "--tile-size", "4000")
+    (image,) = json.loads((tmp_path / "found" / "images.json").read_text())["images"]
+    assert (image["height"], image["width"]) == (14_000, 14_000)
+
+
+def test_names_of_classes_are_drawn_as_they_are(config, photographs, coins, tmp_path):
+    """matplotlib takes what is between two $ for a formula."""
+    coco = json.loads((coins / "val.json").read_text())
+    coco["categories"][0]["name"] = "$\\frac$ \x1b[31m" + "x" * 10_000
+    (tmp_path / "math.json").write_text(json.dumps(coco))
+    classes = ["--coco", "math_val", tmp_path / "math.json", coins / "val"]
+    predict(config, photographs / "000.png", tmp_path / "found", "--min-score", "0", *classes)
+    categories = json.loads((tmp_path / "found" / "images.json").read_text())["categories"]
+    assert categories[0]["name"] == coco["categories"][0]["name"]
+
+
+def test_a_name_that_is_not_of_utf_8_is_escaped(config, photographs, tmp_path):
+    source = os.fsencode(photographs) + b"/\xff\x1b[31m.png"
+    os.rename(photographs / "000.png", source)
+    (photographs / "\x1b]0;t\x07.png").write_text("no image")
+    command = ["-m", "d2_memfit", "predict", "--config-file", config]
+    run = run_forked(*command, "--input", photographs, "--output", tmp_path / "found")
+    assert run.returncode == 3, run.stderr
+    assert r"\x1b]0;t\x07.png cannot be read" in run.stderr
+    assert not set(run.stdout + run.stderr) & set("\x1b\x07")
+    names = {
+        i["file_name"] for i in json.loads((tmp_path / "found/images.json").read_text())["images"]
+    }
+    assert names == {"\udcff\x1b[31m.png", "001.png"}
+
+
 @pytest.mark.long
 def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp_path):
     """Under a budget that the kernel enforces."""
@@ -234,10 +296,10 @@ def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--input", "no/folder"], "--input no/folder: there is no such file or folder"),
+        (["--input", "no/folder"], "--input no/folder cannot be read (No such file or directory)"),
         (["--input", "empty"], "--input empty has no images or videos"),
         (["--tile-size", "0"], "--tile-size must be an integer of at least 16"),
-        (["--weights", "no.pth"], "the checkpoint no.pth does not exist"),
+        (["--weights", "no.pth"], "the checkpoint no.pth cannot be read (No such file"),
         (
             ["--weights", "http://127.0.0.1:9/w.pkl"],
             "cannot be downloaded (URLError: <urlopen error [Errno 111] Connection refused>). "

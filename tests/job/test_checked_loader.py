@@ -111,6 +111,16 @@ def test_an_image_that_cannot_be_loaded_is_named(cfg, dicts, tmp_path, workers, 
         next(iter(loader))
 
 
+@pytest.mark.parametrize("key", ["file_name", "sem_seg_file_name"])
+def test_a_pipe_in_place_of_an_image_is_not_waited_for(cfg, dicts, tmp_path, key, alarm):
+    os.mkfifo(tmp_path / "pipe.png")
+    for entry in dicts:
+        entry[key] = str(tmp_path / "pipe.png")
+    loader = checked_loader(build_detection_train_loader, cfg)(cfg)
+    with pytest.raises(DataError, match=r"^/.*pipe\.png cannot be read \(it is a pipe"):
+        next(iter(loader))
+
+
 @pytest.mark.parametrize("mask", [{"counts": b"!!"}, [[1, 2] * 4, [3]]])
 def test_annotations_that_do_not_go_with_an_image_are_named_with_it(cfg, dicts, mask):
     cfg.INPUT.MASK_FORMAT = "bitmask"

@@ -2,6 +2,7 @@
 """Datasets of label images and of segments: sizes, classes, and mappers that read them."""
 
 import json
+import os
 
 import cv2
 import numpy as np
@@ -20,6 +21,7 @@ from detectron2.structures import BitMasks, Instances
 from torch import nn
 
 from d2_memfit import Job, estimate_memory, get_cfg
+from d2_memfit.errors import DataError
 from d2_memfit.job.facts import facts_of
 from d2_memfit.job.label_images import labels_in, tiles
 from d2_memfit.planner.writing import describe_estimate
@@ -284,3 +286,15 @@ def test_each_crop_of_tiles_has_all_values(num):
     colors = tiles((50, 60), [[1, 2, 3], [4, 5, 6]])
     assert colors.shape == (50, 60, 3)
     assert np.unique(colors.reshape(-1, 3), axis=0).tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_a_pipe_in_place_of_a_label_or_an_image_is_not_waited_for(tmp_path, alarm):
+    pipe = tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+    with pytest.raises(DataError, match="it is a pipe"):
+        labels_in((str(pipe),), frozenset())
+    DatasetCatalog.register("piped", lambda: [{"file_name": str(pipe)}])
+    try:
+        assert facts_of("piped") is None  # as of any dataset that cannot be read
+    finally:
+        DatasetCatalog.remove("piped")

@@ -68,11 +68,12 @@ def test_another_device_or_software_has_its_own_records(key):
         "\udcff".encode(errors="surrogateescape"),
     ],
 )
-def test_what_is_no_record_is_left_out(records_of_runs, text):
+def test_what_is_no_record_is_left_out(records_of_runs, text, alarm):
     records_of_runs.mkdir(parents=True)
     data = text if isinstance(text, bytes) else text.encode()
     (records_of_runs / "run_1.json").write_bytes(data)
     (records_of_runs / "run_2.json").mkdir()
+    os.mkfifo(records_of_runs / "run_3.json")
     keep_record(RECORD)
     assert list(records_here(CPU)) == [RECORD]
 

@@ -58,8 +58,8 @@ class RecordPeaks(MemoryHook):
         self._peaks = 0, 0
         self._outside: Optional[int] = 0
         self._had_errors = False
-        self._micro_batch = [0, 0, 0, 0]
-        self._peak_micro_batch = [0, 0, 0, 0]
+        self._micro_batch = 0, 0, 0, 0
+        self._peak_micro_batch = 0, 0, 0, 0
 
     def before_train(self) -> None:
         super().before_train()
@@ -79,7 +79,7 @@ class RecordPeaks(MemoryHook):
         self._had_errors = True
 
     def before_step(self) -> None:
-        self._micro_batch = [0, 0, 0, 0]
+        self._micro_batch = 0, 0, 0, 0
         self._before = device_memory(self._device).peak_allocated_bytes
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], *_: Any) -> None:
@@ -169,14 +169,14 @@ def _log(record: RunRecord) -> None:
         )
 
 
-def _size(batch: Any) -> list[int]:
+def _size(batch: Any) -> tuple[int, int, int, int]:
     """Images, height and width to which they are padded, and objects in all of them."""
     images = batch if isinstance(batch, (list, tuple)) else [batch]
     dicts = [image for image in images if isinstance(image, dict)]
-    return [len(dicts), *size_of(dicts), count_objects(dicts)]
+    return len(dicts), *size_of(dicts), count_objects(dicts)
 
 
-def _need(size: list[int]) -> tuple[int, int]:
+def _need(size: tuple[int, int, int, int]) -> tuple[int, int]:
     return size[0] * padded_area((size[1], size[2])), size[3]
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...common.files import LEFTOVERS, FolderLock, is_local, whole_file
+from ...common.reading import checked, verify_checksums
 from ...errors import CheckpointError
 from ...iteration import with_averaged_weights
 from .signals import raising_handlers_held_back
@@ -253,8 +254,8 @@ class MemfitCheckpointer(DetectionCheckpointer):
 
     def _check_exists(self, path: str) -> None:
         # A URL may still have to be downloaded. Main takes options after a question mark.
-        if path and is_local(path) and not self.path_manager.isfile(path.partition("?")[0]):
-            raise CheckpointError(f"the checkpoint {path} does not exist")
+        if path and is_local(path):
+            checked(path.partition("?")[0], "the checkpoint ")
 
     def _download(self, url: str) -> None:
         try:
@@ -284,17 +285,18 @@ class MemfitCheckpointer(DetectionCheckpointer):
         """Verify a ``torch.save`` file and return its content, with tensors not yet read."""
         filename = self.path_manager.get_local_path(file)
         try:
-            _verify_checksums(filename)
+            verify_checksums(filename)
             return _read_lazily(filename)
         except Exception as e:
             raise self._unreadable(file, e) from e
 
     def _load_file(self, filename: str) -> dict[str, Any]:
         try:
-            _verify_checksums(filename)
+            verify_checksums(filename)
             checkpoint = super()._load_file(filename)
         except Exception as e:
             raise self._unreadable(filename, e) from e
+        checkpoint["model"] = _own_weights(checkpoint["model"], self.model, filename)
         if self._loads_all and set(self.checkpointables) & set(checkpoint):
             self._check_fits(filename, checkpoint)
         return checkpoint
@@ -327,6 +329,8 @@ class _WholeFiles:
     def open(self, path: str, mode: str = "r", **kwargs: Any) -> Any:
         if "w" in mode and is_local(path):
             return whole_file(path, mode)
+        if os.path.exists(path):
+            checked(path)
         return self._path_manager.open(path, mode, **kwargs)
 
     def rm(self, path: str) -> None:
@@ -343,21 +347,6 @@ def _time(file: str) -> float:
     return os.path.getmtime(file) if is_local(file) else 0.0
 
 
-def _verify_checksums(filename: str) -> None:
-    """Read a ``torch.save`` file once, in small pieces, to verify its checksums.
-
-    Pickle files and PyTorch's format before 1.6 have no checksums.
-
-    Raises:
-        zipfile.BadZipFile, or another error of zipfile: the file is damaged.
-    """
-    if zipfile.is_zipfile(filename):
-        with zipfile.ZipFile(filename) as file:
-            damaged = file.testzip()
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-
-
 def _read_lazily(filename: str) -> Any:
     """Load a ``torch.save`` file; tensors are read when they are first used.
 
@@ -366,6 +355,27 @@ def _read_lazily(filename: str) -> Any:
     return torch.load(
         filename, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(filename)
     )
+
+
+def _own_weights(weights: Any, model: nn.Module, file: str) -> dict[str, torch.Tensor]:
+    """Weights by the model's names, wherever other programs keep them in a file.
+
+    Raises:
+        CheckpointError: there are none, or some are NaN or infinite.
+    """
+    buffers = dict(model.named_buffers())
+    try:
+        for place in ("model", "state_dict", "model_state_dict"):
+            if isinstance(weights.get(place), dict):
+                weights = weights[place]
+        weights = {name: torch.as_tensor(value) for name, value in weights.items()}
+        for name, value in weights.items():
+            may_be_infinite = name.removeprefix("module.") in buffers  # as masks of attention are
+            if not value.isfinite().all() and (value.isnan().any() or not may_be_infinite):
+                raise ValueError(f"NaN or infinite values in {name}")
+    except (AttributeError, RuntimeError, TypeError, ValueError) as e:
+        raise CheckpointError(f"the checkpoint {file} has no weights of a model ({e})") from e
+    return weights
 
 
 def _why_it_does_not_fit_the_run(

@@ -4,15 +4,15 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Optional, Union
 
 import torch
-import yaml
 
-from ...common.checks import did_you_mean
+from ...common.checks import check_choice, check_device, check_positive_number, did_you_mean
+from ...common.reading import check_fields, load_fields, load_yaml
 from ...config import CARDS
 from ...errors import ConfigError
 from ...memory import process_memory, take_library_buffers
@@ -145,40 +145,20 @@ class DeviceModel:
                 f"there is no device {str(name)!r}{hint}. There are "
                 f"{', '.join(device_names())}, and files of tools/calibrate_device.py"
             )
-        try:
-            values = _values_of_card(str(name)) if is_row else _read(path)
-            device = cls(name=path.stem, **values)
-        except (OSError, TypeError, yaml.YAMLError) as e:
-            raise ConfigError(f"{path} is not a device file: {e}") from e
-        device._check_numbers(path)
-        if device.convolution_workspace not in WORKSPACES:
-            raise ConfigError(
-                f"{path}: convolution_workspace must be one of {', '.join(WORKSPACES)}, got "
-                f"{device.convolution_workspace!r}"
-            )
-        if device.context_mb is None:
-            take_library_buffers()
-            here_mb = process_memory().data_bytes / _MB
-            device = replace(device, context_mb=here_mb, is_this_process=True)
+        values = _values_of_card(str(name)) if is_row else load_yaml(path, "--device ")
+        if isinstance(values, dict):
+            values["name"] = path.stem
+            if values.get("context_mb", 0) is None:
+                take_library_buffers()
+                values["context_mb"] = process_memory().data_bytes / _MB
+                values["is_this_process"] = True
+        device = load_fields(cls, values, str(path))
+        check_choice(f"{path}: convolution_workspace", device.convolution_workspace, WORKSPACES)
+        check_fields(device.flops_per_s, {"float32": float}, f"{path}, flops_per_s")
+        speeds = {"bytes_per_s": device.bytes_per_s, "host_bytes_per_s": device.host_bytes_per_s}
+        for key, speed in {**speeds, **device.flops_per_s}.items():
+            check_positive_number(f"{path}: {key}", speed)
         return device
-
-    def _check_numbers(self, path: Path) -> None:
-        if not isinstance(self.flops_per_s, dict) or "float32" not in self.flops_per_s:
-            raise ConfigError(
-                f"{path}: flops_per_s must have a number for float32, got {self.flops_per_s!r}"
-            )
-        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.type is float}
-        numbers |= {f"flops_per_s of {name}": speed for name, speed in self.flops_per_s.items()}
-        for name, value in numbers.items():
-            is_measured = name == "context_mb" and value is None
-            if not is_measured and not isinstance(value, (int, float)):
-                raise ConfigError(f"{path}: {name} must be a number, got {value!r}")
-        nccl = self.nccl_mb
-        is_list = isinstance(nccl, (list, tuple))
-        if not is_list or len(nccl) != 2 or any(type(mb) not in (int, float) for mb in nccl):
-            raise ConfigError(
-                f"{path}: nccl_mb must be two numbers, for 2 ranks and for more, got {nccl!r}"
-            )
 
     @classmethod
     def choose(cls, name: Optional[Union[str, Path]], torch_device: str) -> "DeviceModel":
@@ -192,13 +172,7 @@ class DeviceModel:
         """
         if name is not None and name != "auto":
             return cls.load(name)
-        try:
-            kind = torch.device(torch_device).type
-        except RuntimeError as e:
-            raise ConfigError(
-                f"MODEL.DEVICE {torch_device!r} is not a device of PyTorch: {e}"
-            ) from e
-        if kind == "cpu":
+        if check_device(torch_device).type == "cpu":
             return cls.load("cpu")
         return cls._of_this_gpu() if torch.cuda.is_available() else cls.load("cuda")
 
@@ -334,10 +308,6 @@ def device_names() -> list[str]:
     return sorted({*(path.stem for path in _FOLDER.glob("*.yaml")), *_cards()})
 
 
-def _read(path: Path) -> Any:
-    return yaml.safe_load(path.read_text())
-
-
 def _cards() -> dict[str, dict[str, str]]:
     """Rows of cards with speeds, by the names of their devices."""
     return {name.replace(" ", "_"): row for name, row in CARDS.items() if row["capability"]}
@@ -351,7 +321,7 @@ def _values_of_card(name: str) -> dict[str, Any]:
         formats["tf32"] = "tf32"
     formats["bfloat16"] = "16 bits" if row["tf32"] else "float32"
     pattern = row["PyTorch's name"]
-    of_family = _read(_FOLDER / "cuda.yaml")
+    of_family = load_yaml(_FOLDER / "cuda.yaml")
     if row["capability"] == _HOPPER:
         of_family["cublas_workspace_mb"] = _CUBLAS_OF_HOPPER_MB
     return {

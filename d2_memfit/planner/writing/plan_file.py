@@ -8,6 +8,7 @@ import yaml
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
+from ...common.reading import SafeLoader
 from ...config import get_cfg, with_memfit_keys, with_settings
 from ...job import overrides_of, with_overrides
 from ..search import Plan
@@ -48,7 +49,7 @@ def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
 
 def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictConfig]:
     """The config with a plan that :func:`planned_yaml` wrote."""
-    keys = yaml.safe_load(text)
+    keys = yaml.load(text, SafeLoader)
     if isinstance(cfg, DictConfig):
         return with_overrides(cfg, keys)
     complete = with_memfit_keys(cfg)
@@ -63,7 +64,7 @@ def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictCo
 
 def budget_in(text: str) -> float:
     """Budget, in GB, of a plan that :func:`planned_yaml` wrote."""
-    keys = yaml.safe_load(text)
+    keys = yaml.load(text, SafeLoader)
     return keys["MEMFIT"]["BUDGET_GB"] if "MEMFIT" in keys else keys["train.budget_gb"]
 
 

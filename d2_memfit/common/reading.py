@@ -1,0 +1,162 @@
+# Copyright (c) the d2_memfit developers.
+"""Reading of files that may be damaged, or made by somebody who means harm.
+
+Nothing is opened before it is known to be a file, and nothing is parsed without bounds.
+"""
+
+import json
+import math
+import os
+import stat
+import zipfile
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, Optional, Union, get_type_hints
+
+import yaml
+from detectron2.utils.file_io import PathManager
+
+from ..errors import DataError
+from .checks import fits
+from .files import is_local
+
+__all__ = ["SafeLoader", "check_fields", "checked", "load_fields", "load_json", "load_yaml"]
+__all__ += ["verify_checksums"]
+
+# What is no file, by the letter of ls.
+_KINDS = {"d": "a folder", "s": "a socket", "b": "a device", "c": "a device", "p": "a pipe"}
+# Bounds of a YAML file. The largest config of Detectron2 has 20,000 bytes and 2,000 values.
+_BYTES, _VALUES, _BY_ALIASES, _LEVELS, _CHARACTERS = 2**20, 100_000, 10_000, 100, 10_000
+_PyYAML: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time, with libyaml
+_TYPES = {int: "an integer", float: "a finite number", str: "a text", bool: "true or false"}
+
+Name = Union[str, "os.PathLike[str]"]
+
+
+def checked(path: Name, what: str = "") -> str:
+    """A path that is a file, if it is local. Anything else might be waited for without end.
+
+    Args:
+        what: the beginning of the message: the option or key that names the file.
+
+    Raises:
+        DataError: it is a pipe, socket, device or folder, is missing, or may not be read.
+    """
+    name = os.fspath(path)
+    try:
+        if not is_local(name) or (os.path.isfile(name) and os.access(name, os.R_OK)):
+            return name
+        why = "it is " + _KINDS.get(stat.filemode(os.stat(name).st_mode)[0], "not yours to read")
+    except (OSError, ValueError) as e:  # ValueError: no file can have such a name
+        why = getattr(e, "strerror", None) or str(e)
+    raise DataError(f"{what}{name} cannot be read ({why})")
+
+
+def load_json(path: Name, what: str = "") -> Any:
+    """Read a JSON file, which may be of an iopath handler.
+
+    Raises:
+        DataError: it cannot be read, or is not valid JSON.
+    """
+    try:
+        with PathManager.open(checked(path, what)) as f:
+            return json.load(f)
+    except (MemoryError, OSError, RecursionError, ValueError) as e:  # of any depth and size
+        raise DataError(f"{what}{path} is not valid JSON ({str(e) or 'it is too large'})") from e
+
+
+def load_yaml(path: Name, what: str = "") -> Any:
+    """Read a YAML file of plain data.
+
+    Raises:
+        DataError: it cannot be read, is not valid YAML, or exceeds the bounds.
+    """
+    try:
+        with open(checked(path, what), "rb") as f:
+            return yaml.load(f, SafeLoader)
+    except (ValueError, yaml.YAMLError) as e:
+        raise DataError(f"{what}{path} is not valid YAML ({' '.join(str(e).split())})") from e
+
+
+class SafeLoader(_PyYAML):
+    """A loader that refuses files that would take minutes, or all memory.
+
+    Such files can be small: aliases that stand for lists of aliases, brackets in brackets.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        content = stream.read(_BYTES + 1) if hasattr(stream, "read") else stream
+        if len(content) > _BYTES or _is_large(content):
+            raise yaml.YAMLError("over 1 MB, 100,000 values, 10,000 by aliases, or 100 levels")
+        super().__init__(content)
+
+
+def _is_large(content: Union[bytes, str]) -> bool:
+    """Count what is in a YAML file, with what its aliases repeat, and construct nothing."""
+    values = by_aliases = 0.0
+    sizes: dict[Optional[str], float] = {}  # values under each anchor
+    within: list[tuple[Optional[str], float]] = []  # open collections, and values before them
+    for event in yaml.parse(content, _PyYAML):
+        before = values + by_aliases
+        if isinstance(event, yaml.AliasEvent):
+            by_aliases += sizes.get(event.anchor, 0)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            within.append((event.anchor, before))
+            sizes[event.anchor] = math.inf  # an alias that stands for what it is in has no end
+            values += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, start = within.pop()
+            sizes[anchor] = before - start
+        elif isinstance(event, yaml.ScalarEvent):
+            sizes[event.anchor] = 1
+            values += 1 if len(event.value) <= _CHARACTERS else math.inf
+        if values > _VALUES or by_aliases > _BY_ALIASES or len(within) > _LEVELS:
+            return True
+    return False
+
+
+def verify_checksums(filename: Name) -> None:
+    """Read a ``torch.save`` file once, in small pieces, to verify its checksums.
+
+    Pickle files and PyTorch's format before 1.6 have no checksums.
+
+    Raises:
+        zipfile.BadZipFile, or another error of zipfile: the file is damaged.
+    """
+    if zipfile.is_zipfile(filename):
+        with zipfile.ZipFile(filename) as file:
+            damaged = file.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+
+
+def check_fields(values: Any, hints: Mapping[str, Any], where: str) -> None:
+    """Check the fields of a record in a file.
+
+    Args:
+        hints: the type of each field, as ``typing.get_type_hints`` gives them.
+        where: the beginning of the message: the file, and the line in it.
+
+    Raises:
+        DataError: a field is missing, or has a value of another type. NaN is no number.
+    """
+    for field, hint in hints.items():
+        if not isinstance(values, dict) or field not in values:
+            raise DataError(f"{where}: the field {field} is missing")
+        if not fits(value := values[field], hint):
+            raise DataError(f"{where}: {field} must be {_TYPES.get(hint, hint)}, got {value!r:.99}")
+
+
+def load_fields(cls: Any, values: Any, where: str) -> Any:
+    """Make an instance of a dataclass of the fields of a record in a file.
+
+    Raises:
+        DataError: as :func:`check_fields`, or a field is unknown.
+    """
+    hints = get_type_hints(cls)
+    needed = [f.name for f in fields(cls) if f.default is MISSING]
+    check_fields(values, {name: hints[name] for name in needed}, where)
+    if unknown := list(values.keys() - hints.keys()):
+        raise DataError(f"{where}: there is no field {unknown[0]}")
+    check_fields(values, {name: hints[name] for name in values}, where)
+    return cls(**values)

@@ -1,0 +1,440 @@
+# Copyright (c) the d2_memfit developers.
+"""Commands with files that are none, that are damaged, or made by somebody who means harm.
+
+Each ends soon, with one line and the right status, and nothing is written.
+"""
+
+import json
+import os
+import shutil
+import socket
+import string
+import struct
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from PIL import Image
+from tiny import ROOT, tiny_cfg
+from trained import save_trained
+
+from d2_memfit.certificate import Certificate
+from d2_memfit.cli.commands import main
+
+pytestmark = pytest.mark.slow
+
+PIPE = "cannot be read (it is a pipe)"
+NO_CONFIG = "does not exist, as a file or as a config of the zoo"
+LARGE = "over 1 MB, 100,000 values, 10,000 by aliases, or 100 levels"
+NOT_FINITE = "(NaN or infinite values in backbone.bottom_up.stem.conv1.weight)"
+UNKNOWN_DEVICE = "MODEL.DEVICE 'tpu' is not a device of PyTorch: Expected one of cpu, cuda"
+NO_SUCH_DEVICE = "PyTorch sees 0 devices of this kind"
+
+# Options of each command, before those that are wrong.
+GIVEN = {
+    "estimate": "--config-file {d}/tiny.yaml --device cuda",
+    "plan": "--config-file {d}/tiny.yaml --device cuda --budget 5",
+    "doctor": "--config-file {d}/tiny.yaml",
+    "certify": "--config-file {d}/tiny.yaml --output {out}.pt",
+    "predict": "--config-file {d}/run/config.yaml --input {d}/images/1.jpg --output {out}",
+    "export": "--config-file {d}/run/config.yaml --input {d}/images/1.jpg --output {out}.ts",
+    "train": "--config-file {d}/run/config.yaml --coco h {d}/coco.json {d}",
+    "plot": "--output {out}",
+    "convert": "--output {out}",
+}
+
+# What is wrong, and what is said of it.
+ROWS = {
+    # Pipes, sockets, devices, folders
+    "estimate --config-file {d}/pipe.yaml": f"--config-file '{{d}}/pipe.yaml' {NO_CONFIG}",
+    "estimate --config-file {d}/pipe.py": f"--config-file '{{d}}/pipe.py' {NO_CONFIG}",
+    "estimate --config-file /dev/zero": f"--config-file '/dev/zero' {NO_CONFIG}",
+    "estimate --config-file {d}/socket": f"socket' {NO_CONFIG}",
+    "estimate --config-file {d}/images": f"images' {NO_CONFIG}",
+    "estimate --config-file {d}/loop.yaml": f"loop.yaml' {NO_CONFIG}",
+    "estimate --config-file {d}/base_pipe.yaml": f"its _BASE_ {{d}}/pipe.yaml {PIPE}",
+    "estimate --config-file {d}/base_device.yaml": "its _BASE_ /dev/zero cannot be read (it is a d",
+    "estimate --config-file {d}/base_folder.yaml": "its _BASE_ {d}/images cannot be read (it is a",
+    "estimate --config-file {d}/base_url.yaml": "<urlopen error [Errno 111] Connection refused>",
+    "estimate --config-file http://127.0.0.1:9/a.yaml": "'http://127.0.0.1:9/a.yaml' does not ex",
+    "estimate --device {d}/pipe.yaml": f"--device {{d}}/pipe.yaml {PIPE}",
+    "estimate --coco h {d}/pipe.json {d}/images": f"dataset h: {{d}}/pipe.json {PIPE}",
+    "estimate --trainer pipe:Trainer": "--trainer pipe:Trainer: importing pipe failed (ModuleNotFo",
+    "estimate --project /dev/stdin:f": "--project must be MODULE:FUNCTION, such as",
+    "estimate --batch {d}/pipe.py:f": "--batch must be MODULE:FUNCTION, such as",
+    "plan --config-file {d}/pipe.yaml": f"pipe.yaml' {NO_CONFIG}",
+    "doctor --config-file {d}/pipe.yaml": f"pipe.yaml' {NO_CONFIG}",
+    "doctor --coco h {d}/pipe.json {d}/images": f"dataset h: {{d}}/pipe.json {PIPE}",
+    "certify --config-file {d}/pipe.yaml": f"pipe.yaml' {NO_CONFIG}",
+    "certify --coco h {d}/pipe.json {d}/images": f"dataset h: {{d}}/pipe.json {PIPE}",
+    "predict --input {d}/pipe.jpg": f"--input {{d}}/pipe.jpg {PIPE}",
+    "predict --input {d}/socket": "--input {d}/socket cannot be read (it is a socket)",
+    "predict --input /dev/zero": "--input /dev/zero cannot be read (it is a device)",
+    "predict --input {d}/loop.yaml": "--input {d}/loop.yaml cannot be read (Too many levels of sym",
+    "predict --weights {d}/pipe.pth": f"the checkpoint {{d}}/pipe.pth {PIPE}",
+    "predict --weights {d}/pipe.pkl": f"the checkpoint {{d}}/pipe.pkl {PIPE}",
+    "predict --weights /dev/zero": "the checkpoint /dev/zero cannot be read (it is a device)",
+    "predict --weights {d}/images": "the checkpoint {d}/images cannot be read (it is a folder)",
+    "predict --coco h {d}/pipe.json {d}/images": f"dataset h: {{d}}/pipe.json {PIPE}",
+    "export --input {d}/pipe.jpg": f"{{d}}/pipe.jpg {PIPE}",
+    "train --certificate {d}/pipe.pth": f"--certificate {{d}}/pipe.pth {PIPE}",
+    "train --certificate {d}/socket": "--certificate {d}/socket cannot be read (it is a socket)",
+    "train --certificate {d}/images": "--certificate {d}/images cannot be read (it is a folder)",
+    "train --certificate /dev/zero": "--certificate /dev/zero cannot be read (it is a device)",
+    "train MODEL.WEIGHTS {d}/pipe.pth": f"the checkpoint {{d}}/pipe.pth {PIPE}",
+    "train --resume OUTPUT_DIR {d}/piped_run": f"{{d}}/piped_run/last_checkpoint {PIPE}",
+    "plot {d}/metrics_pipe": f"{{d}}/metrics_pipe/metrics.json {PIPE}",
+    "plot {d}/oom_pipe": f"{{d}}/oom_pipe/memfit_oom.jsonl {PIPE}",
+    "plot {d}/snapshot_pipe": f"{{d}}/snapshot_pipe/memfit_memory_1.json {PIPE}",
+    "plot {d}/metrics_folder": "metrics_folder/metrics.json cannot be read (it is a folder)",
+    "convert --input {d}/yolo_pipe": f"{{d}}/yolo_pipe/data.yaml {PIPE}",
+    "convert --input {d}/list_pipe": "there is no folder or list of images list.txt",
+    "convert --input {d}/pipe.yaml": "pipe.yaml has neither a data.yaml with parts (YOLO) nor",
+    "convert --input {d}/label_pipe": f"label_pipe/labels/a.txt {PIPE}",
+    "convert --input {d}/image_pipe": f"image_pipe/images/b.png {PIPE}",
+    "convert --input {d}/voc_pipe": f"voc_pipe/train/a.xml {PIPE}",
+    # YAML that would take minutes, or all memory
+    "estimate --config-file {d}/aliases.yaml": f"{{d}}/aliases.yaml: {LARGE}",
+    "estimate --config-file {d}/merged.yaml": f"{{d}}/merged.yaml: {LARGE}",
+    "estimate --config-file {d}/itself.yaml": f"{{d}}/itself.yaml: {LARGE}",
+    "estimate --config-file {d}/deep.yaml": f"{{d}}/deep.yaml: {LARGE}",
+    "estimate --config-file {d}/many.yaml": f"{{d}}/many.yaml: {LARGE}",
+    "estimate --config-file {d}/long.yaml": f"{{d}}/long.yaml: {LARGE}",
+    "estimate --config-file {d}/base60.yaml": f"{{d}}/base60.yaml: {LARGE}",
+    "estimate --config-file {d}/bases.yaml": "its _BASE_ leads back to itself, or too far",
+    "estimate --config-file {d}/base_aliases.yaml": f"{{d}}/base_aliases.yaml: {LARGE}",
+    "estimate --device {d}/aliases.yaml": f"{{d}}/aliases.yaml is not valid YAML ({LARGE})",
+    "plan --config-file {d}/aliases.yaml": LARGE,
+    "plan --device {d}/nan.yaml": "nan.yaml: bytes_per_s must be a finite number, got nan",
+    "plan --device {d}/many.yaml": f"--device {{d}}/many.yaml is not valid YAML ({LARGE})",
+    "doctor --config-file {d}/deep.yaml": LARGE,
+    "certify --config-file {d}/merged.yaml": LARGE,
+    "predict --config-file {d}/aliases.yaml": LARGE,
+    "convert --input {d}/yolo_aliases": f"yolo_aliases/data.yaml is not valid YAML ({LARGE})",
+    "convert --input {d}/aliases.yaml": f"{{d}}/aliases.yaml is not valid YAML ({LARGE})",
+    # Other configs
+    "estimate --config-file {d}/anchors.yaml": "found duplicate anchor; first occurrence in",
+    "estimate --config-file {d}/not.yaml": f"{{d}}/not.yaml: {LARGE}",
+    "estimate --config-file {d}/date.yaml": "{d}/date.yaml: month must be in 1..12",
+    "estimate --config-file {d}/escape.yaml": r"there is no config key \x1b[31mKEY\x1b]0;a\x07.",
+    "estimate --config-file {d}/value.yaml": r"SEED must be of type int, got \x1b[2J",
+    "estimate --config-file {d}/list.yaml": "SEED must be of type int, got ['a', 'a'",
+    "train OUTPUT_DIR {d}/\udcff": r"'{d}/\udcff' is not UTF-8, and a config is: give",
+    "plan --coco \udcff {d}/coco.json {d}": r"--coco '\udcff' is twice, or not printable: give",
+    "estimate --config-file {d}/exits.py": "exits.py cannot be loaded (SystemExit: 0)",
+    # Devices
+    "estimate MODEL.DEVICE tpu": UNKNOWN_DEVICE,
+    "estimate --device a100 MODEL.DEVICE tpu": UNKNOWN_DEVICE,
+    "estimate --device auto MODEL.DEVICE gpu": "MODEL.DEVICE 'gpu' is not a device of PyTorch",
+    "plan MODEL.DEVICE tpu": UNKNOWN_DEVICE,
+    "doctor MODEL.DEVICE tpu": UNKNOWN_DEVICE,
+    "certify MODEL.DEVICE tpu": UNKNOWN_DEVICE,
+    "predict MODEL.DEVICE tpu": UNKNOWN_DEVICE,
+    "predict MODEL.DEVICE mps": f"MODEL.DEVICE mps: {NO_SUCH_DEVICE}",
+    "predict MODEL.DEVICE meta": f"MODEL.DEVICE meta: {NO_SUCH_DEVICE}",
+    "predict MODEL.DEVICE cuda:99": "MODEL.DEVICE cuda:99: PyTorch sees ",
+    "predict MODEL.DEVICE cuda:x": "MODEL.DEVICE 'cuda:x' is not a device of PyTorch",
+    "export MODEL.DEVICE tpu": UNKNOWN_DEVICE,
+    "train MODEL.DEVICE mps": f"MODEL.DEVICE mps: {NO_SUCH_DEVICE}",
+    # Device files
+    "estimate --device {d}/texts.yaml": "{d}/texts.yaml: foreach must be true or false, got 'no!'",
+    "estimate --device {d}/nan.yaml": "nan.yaml: bytes_per_s must be a finite number, got nan",
+    "estimate --device {d}/zero.yaml": "zero.yaml: bytes_per_s must be a positive number, got 0.0",
+    "estimate --device {d}/unknown.yaml": "unknown.yaml: there is no field colour",
+    "estimate --device {d}/sequence.yaml": "sequence.yaml: the field name is missing",
+    # Weights
+    "predict --weights {d}/nan.pth": NOT_FINITE,
+    "predict --weights {d}/infinite.pth": NOT_FINITE,
+    "predict --weights {d}/number.pth": "has no weights of a model ('int' object has no attribute",
+    "predict --weights {d}/texts.pth": "has no weights of a model (",
+    "predict --weights {d}/itself.pth": "itself.pth has no weights of a model (",
+    "predict --weights {d}/sparse.pth": "sparse.pth has no weights of a model (",
+    "predict --weights {d}/code.pth": "cannot read the checkpoint {d}/code.pth, it is damaged",
+    "export --weights {d}/nan.pth": NOT_FINITE,
+    "export --weights {d}/texts.pth": "has no weights of a model (",
+    "export --weights {d}/pipe.pth": f"the checkpoint {{d}}/pipe.pth {PIPE}",
+    "predict --weights {d}/socket": "the checkpoint {d}/socket cannot be read (it is a socket)",
+    # JSON
+    "train --coco g {d}/deep.json {d}/images": "deep.json is not valid JSON (maximum recursion",
+    "predict --coco g {d}/deep.json {d}/images": "deep.json is not valid JSON (maximum recursion",
+    "certify --coco h {d}/deep.json {d}/images": "deep.json is not valid JSON (maximum recursion",
+    "doctor --coco h {d}/deep.json {d}/images": "deep.json is not valid JSON (maximum recursion",
+    # Records
+    "plot {d}/no_iteration": "no_iteration/metrics.json, line 2: the field iteration is missing",
+    "plot {d}/nan": "nan/metrics.json, line 2: memfit/allocated_gb must be a finite number, got",
+    "plot {d}/text": "memfit/budget_used must be a finite number, got 'x'",
+    "plot {d}/huge": "line 2: iteration must be an integer, got 1000",
+    "plot {d}/no_action": "no_action/memfit_oom.jsonl, line 1: the field action is missing",
+    "plot {d}/images": "images must be list[dict[str, typing.Any]], got ['a']",
+    "plot {d}/owners": "owners/memfit_memory_1.json, line 1: owners must be dict[str, float], got",
+    # Certificates
+    "train --certificate {d}/flipped.pt": "flipped.pt is not a file of d2-memfit certify, or dam",
+    "train --certificate {d}/cut.pt": "cut.pt is not a file of d2-memfit certify, or damaged (",
+    "train --certificate {d}/no_states.pt": "no_states.pt: the field states is missing",
+    "train --certificate {d}/limit.pt": "limit.pt: limit_bytes must be an integer, got 'many'",
+    "train --certificate {d}/nan.pt": "nan.pt: budget_gb must be a finite number, got nan",
+    "train --certificate {d}/nan.pth": "nan.pth: the field needs_bytes is missing",
+}
+
+# The same for one of several files, which is left out.
+LEFT_OUT = {
+    "predict --input {d}/photographs": f"{{d}}/photographs/2.png {PIPE}",
+    "predict --input {d}/large.png": ". Try --tile-size",
+    "predict --input {d}/huge.png --tile-size 4000": "exceeds limit of 268435456 pixels",
+}
+
+
+def tower(item):
+    """Each line stands for the one before nine times."""
+    names = string.ascii_lowercase[:10]
+    text = f"a: &a {item}\n"
+    for below, name in zip(names, names[1:]):
+        text += f"{name}: &{name} [{','.join([f'*{below}'] * 9)}]\n"
+    return text
+
+
+YAML = {
+    "base_pipe": "_BASE_: pipe.yaml",
+    "base_device": "_BASE_: /dev/zero",
+    "base_folder": "_BASE_: images",
+    "base_url": "_BASE_: http://127.0.0.1:9/a.yaml",
+    "aliases": tower("[lol, lol]"),
+    "merged": tower("{k: 1}").replace("[*", "\n  <<: [*"),
+    "itself": "MODEL: &a {X: *a}",
+    "deep": "[" * 200_000,
+    "many": f"SEED: [{'a,' * 400_000}]",
+    "long": f"SEED: 1 # {'x' * 2**21}",
+    "base60": f"SEED: 1{':1' * 400_000}",
+    "bases": "_BASE_: [bases.yaml, bases.yaml]",
+    "base_aliases": "_BASE_: aliases.yaml",
+    "anchors": "SEED: &x 1\nVERSION: &x 2",
+    "not": f'SEED: "{"not " * 100_000}1"',
+    "date": "SEED: 2001-99-99",
+    "escape": r'"\e[31mKEY\e]0;a\a": 1',
+    "value": r'SEED: "\e[2J"',
+    "list": f"SEED: [{'a,' * 90_000}]",
+    "sequence": "- 1",
+}
+METRICS = {"iteration": 2, "memfit/allocated_gb": 1.0, "memfit/reserved_peak_gb": 2.0}
+EVENT = {
+    **{"iteration": 40, "phase": "backward", "micro_batch": 4, "images": []},
+    **{"reserved_gb": 5.9, "error": "CUDA out of memory", "action": "halved", "rank": 0},
+}
+RUNS = {
+    "metrics_pipe": {"metrics.json": os.mkfifo},
+    "oom_pipe": {"metrics.json": METRICS, "memfit_oom.jsonl": os.mkfifo},
+    "snapshot_pipe": {"metrics.json": METRICS, "memfit_memory_1.json": os.mkfifo},
+    "metrics_folder": {"metrics.json": Path.mkdir},
+    "no_iteration": {"metrics.json": {"memfit/allocated_gb": 1.0}},
+    "nan": {"metrics.json": {**METRICS, "memfit/allocated_gb": float("nan")}},
+    "text": {"metrics.json": {**METRICS, "memfit/budget_used": "x"}},
+    "huge": {"metrics.json": {**METRICS, "iteration": 10**400}},
+    "no_action": {"memfit_oom.jsonl": {k: v for k, v in EVENT.items() if k != "action"}},
+    "images": {"memfit_oom.jsonl": {**EVENT, "images": ["a"]}},
+    "owners": {
+        "metrics.json": METRICS,
+        "memfit_memory_1.json": {"iteration": 1, "owners": {"parameters": "x"}},
+    },
+}
+FOLDERS = {
+    "yolo_pipe": {"data.yaml": os.mkfifo},
+    "yolo_aliases": {"data.yaml": "train: images\n" + tower("[lol]") + "names: *j\n"},
+    "list_pipe": {"data.yaml": "train: list.txt\nnames: [a]\n", "list.txt": os.mkfifo},
+    "label_pipe": {"labels/a.txt": os.mkfifo},
+    "image_pipe": {"images/b.png": os.mkfifo},
+    "voc_pipe": {"train/a.xml": os.mkfifo},
+}
+
+
+def put(file, content):
+    """Make a file, or what is in its place."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if callable(content):
+        content(file)
+    elif isinstance(content, dict):
+        first = '{"iteration": 1}\n' if file.name == "metrics.json" else ""
+        file.write_text(first + json.dumps(content))
+    else:
+        file.write_text(content)
+
+
+def make_bomb(file, side):
+    """A PNG of black pixels, which is a thousand times as large in memory."""
+
+    def chunk(kind, data):
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    # Pillow reads the size first, and refuses it; no pixels need to be there.
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IEND", b""))
+
+
+def save_weights(folder, good):
+    name = "backbone.bottom_up.stem.conv1.weight"
+    for file, value in (("nan", float("nan")), ("infinite", float("inf"))):
+        bad = {**good, name: good[name].clone()}
+        bad[name].view(-1)[7] = value
+        torch.save({"model": bad}, folder / f"{file}.pth")
+    itself = {}
+    itself["state_dict"] = itself
+    others = {"number": {"model": 5}, "texts": {"model": dict.fromkeys(good, "x")}}
+    others |= {"itself": itself, "sparse": {"model": {name: torch.eye(3).to_sparse()}}}
+    others |= {"code": {"model": good, "x": Code(str(folder / "ran"))}}
+    for file, content in others.items():
+        torch.save(content, folder / f"{file}.pth")
+
+
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self._folder,)
+
+
+def save_certificates(folder):
+    values = {
+        **{"needs_bytes": torch.ones(2, 1, dtype=torch.int64), "limit_bytes": 5, "budget_gb": 6},
+        **{"least_budget_gb": 1.0, "images": 6, "compared": 16, "why_bounds": "", "hours": None},
+        **{"worst": [(0, 0, ["a"])], "sums": [[1.0]], "stream": {}, "states": [{}]},
+    }
+    Certificate(**values).write(folder / "good.pt")
+    whole = (folder / "good.pt").read_bytes()
+    assert Certificate.read(folder / "good.pt").images == 6
+    place = whole.index(b"least_budget_gb")
+    (folder / "flipped.pt").write_bytes(whole[:place] + b"L" + whole[place + 1 :])
+    (folder / "cut.pt").write_bytes(whole[:-100])
+    torch.save({k: v for k, v in values.items() if k != "states"}, folder / "no_states.pt")
+    torch.save({**values, "limit_bytes": "many"}, folder / "limit.pt")
+    torch.save({**values, "budget_gb": float("nan")}, folder / "nan.pt")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("h")
+    config = save_trained(folder / "run", "faster_rcnn", DATASETS__TRAIN="('h',)")
+    (folder / "tiny.yaml").write_text(tiny_cfg("proposal_network", fpn=False).dump())
+    for name in ("pipe.yaml", "pipe.py", "pipe.pth", "pipe.pkl", "pipe.json", "pipe.jpg"):
+        os.mkfifo(folder / name)
+    with socket.socket(socket.AF_UNIX) as s:
+        here = os.getcwd()
+        os.chdir(folder)  # the name of a socket must be short
+        s.bind("socket")
+        os.chdir(here)
+    (folder / "loop.yaml").symlink_to("loop.yaml")
+    (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    for name, text in YAML.items():
+        (folder / f"{name}.yaml").write_text(text)
+    card = (ROOT / "d2_memfit/planner/device/devices/cuda.yaml").read_text()
+    for name, old, new in (
+        ("texts", "foreach: true", 'foreach: "no!"'),
+        ("nan", "bytes_per_s: 360.0e+9", "bytes_per_s: .nan"),
+        ("zero", "bytes_per_s: 360.0e+9", "bytes_per_s: 0.0"),
+        ("unknown", "foreach: true", "foreach: true\ncolour: red"),
+    ):
+        assert old in card
+        (folder / f"{name}.yaml").write_text(card.replace(old, new, 1))
+    for run, files in {**RUNS, **FOLDERS}.items():
+        for file, content in files.items():
+            put(folder / run / file, content)
+    image = Image.new("RGB", (24, 24))
+    for file in (
+        "images/1.jpg",
+        "photographs/1.png",
+        "label_pipe/images/a.png",
+        "voc_pipe/train/a.png",
+    ):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        image.save(folder / file)
+    os.mkfifo(folder / "photographs" / "2.png")
+    for name in ("label_pipe", "image_pipe"):
+        put(folder / name / "data.yaml", "train: images\nnames: [coin]\n")
+        (folder / name / "images").mkdir(exist_ok=True)
+        (folder / name / "labels").mkdir(exist_ok=True)
+    make_bomb(folder / "large.png", 14_000)
+    make_bomb(folder / "huge.png", 40_000)
+    coco = {
+        "images": [{"id": 1, "file_name": "images/1.jpg", "height": 24, "width": 24}],
+        "annotations": [
+            {
+                "id": 1,
+                "image_id": 1,
+                "category_id": 1,
+                "bbox": [2, 2, 9, 9],
+                "iscrowd": 0,
+                "area": 81,
+            }
+        ],
+        "categories": [{"id": 1, "name": "ring"}],
+    }
+    text = json.dumps(coco)
+    (folder / "coco.json").write_text(text)
+    (folder / "deep.json").write_text("[" * 100_000)
+    (folder / "piped_run").mkdir()
+    os.mkfifo(folder / "piped_run" / "last_checkpoint")
+    save_weights(folder, torch.load(config.parent / "model_final.pth")["model"])
+    save_certificates(folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def ended(folder, tmp_path, capsys, monkeypatch, alarm):
+    """Runs a command to its end, and gives its status and what it says."""
+
+    def call(row):
+        command, *words = row.split(" ")
+        places = {"d": folder, "out": tmp_path / "out"}
+        given = GIVEN[command].split(" ")
+        if command == "train" and "--coco" in words:
+            place = given.index("--coco")
+            given = [*given[:place], *given[place + 4 :]]
+        arguments = [word.format(**places) for word in [*given, *words]]
+        if command == "train" and "OUTPUT_DIR" not in words:
+            arguments += ["OUTPUT_DIR", str(tmp_path / "out")]
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        try:
+            with pytest.raises(SystemExit) as e:
+                main([command, *arguments])
+        finally:
+            for name in {"g", "h"} & set(DatasetCatalog.list()):
+                DatasetCatalog.remove(name)
+                MetadataCatalog.remove(name)
+        return e.value.code, capsys.readouterr().err, places
+
+    return call
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_one_line_and_nothing_is_written(ended, tmp_path, folder, row):
+    status, said, places = ended(row)
+    assert status == 2
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert said.endswith(f"{errors[0]}\n")
+    assert ROWS[row].format(**places) in errors[0]
+    assert len(errors[0]) < 2100
+    assert errors[0].isprintable()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("row", LEFT_OUT)
+def test_one_line_and_the_others_are_done(ended, row):
+    status, said, places = ended(row)
+    assert status == 3
+    assert "files were left out" in said
+    assert sum(LEFT_OUT[row].format(**places) in line for line in said.splitlines()) == 1
+
+
+def test_the_tables_have_as_many_rows_as_the_docs_say():
+    rows = len(ROWS) + len(LEFT_OUT)
+    assert f"{rows} hostile files in another" in (ROOT / "docs/RELIABILITY.md").read_text()
