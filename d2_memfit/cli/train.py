@@ -21,7 +21,6 @@ from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
 from detectron2.engine import default_argument_parser, default_setup, hooks
 from detectron2.evaluation import DatasetEvaluator, verify_results
 from detectron2.layers import FrozenBatchNorm2d
@@ -52,7 +51,6 @@ from ..memory import use_expandable_segments
 from ..planner import fit_config
 from . import train_lazy
 from .command_line import add_card_and_coco_options
-from .first_images import FirstImages
 from .job_options import files_read
 from .next_step import after_training
 from .options import check_opts, opts_of_budget, opts_of_settings, settings_of_data
@@ -283,9 +281,7 @@ def _train(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer])
         )
     if comm.is_main_process():
         logger.info("Environment, config and model are in %s", Path(cfg.OUTPUT_DIR, "log.txt"))
-        metadata = MetadataCatalog.get(cfg.DATASETS.TRAIN[0])
-        first_images = FirstImages(cfg.INPUT.FORMAT, metadata)
-        trainer.register_hooks([first_images, *progress_hooks(trainer.max_iter)])
+        trainer.register_hooks(progress_hooks(trainer.max_iter))
     trainer.train()
     return trainer.checkpointer.get_checkpoint_file()
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, printable
 
-__all__ = ["class_label", "draw", "import_visualizer"]
+__all__ = ["draw", "import_visualizer"]
 
 # Limits of a picture's longer side, in pixels.
 _LEAST_SIDE = 600
@@ -34,7 +34,7 @@ def import_visualizer() -> Any:
     return Visualizer
 
 
-def class_label(names: Sequence[str], number: int) -> str:
+def _label(names: Sequence[str], number: int) -> str:
     """The name of a class, or its number, as matplotlib draws it: no formulas, no novels."""
     name = names[number] if number < len(names) else str(number)
     return printable(name[:100]).replace("$", r"\$")
@@ -63,7 +63,7 @@ def draw(
     names = metadata.get("thing_classes") or []
     for result in sorted(results, key=lambda r: -r["bbox"][2] * r["bbox"][3]):
         x, y, width, height = result["bbox"]
-        name = class_label(names, result["category_id"])
+        name = _label(names, result["category_id"])
         keypoints = result.get("keypoints")
         visualizer.overlay_instances(
             boxes=np.array([[x, y, x + width, y + height]]),
