@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from detectron2.engine import SimpleTrainer
+from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from torch import nn
 
@@ -18,7 +19,7 @@ from ..engine.state import Snapshot
 from ..engine.window import numbers_of
 from ..errors import MemfitError
 from ..job import Job, RecoveryOptions
-from ..measure.injection import Injector, relative_difference, seed_all
+from ..measure.injection import Injector, relative_difference
 from ..planner.dry_run import one_line_errors
 from ..planner.estimates import steps
 from ..techniques import TECHNIQUES, get_technique
@@ -47,7 +48,7 @@ def same_as_detectron2(patient: Patient) -> str:
         model = patient.model()
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
         trainer = SimpleTrainer(_WithLosses(model, patient), [patient.batch()], optimizer)
-        seed_all()
+        seed_all_rng(0)
         with EventStorage():
             trainer.iter = 0
             trainer.run_step()

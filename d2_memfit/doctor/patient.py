@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 import torch
 from detectron2.structures import Instances
+from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from torch import nn
 
@@ -16,7 +17,7 @@ from ..common.side_work import alone, no_information
 from ..engine import AccumulatingTrainer
 from ..iteration import Precision
 from ..job import Job, RecoveryOptions, losses_of, size_of
-from ..measure.injection import InjectedTrainer, Injector, seed_all
+from ..measure.injection import InjectedTrainer, Injector
 from ..planner.stand_ins import cuda_as_cpu
 from ..techniques import resize_image
 
@@ -49,7 +50,7 @@ class Patient:
 
     def model(self) -> nn.Module:
         """Build a model on the CPU, always with the same weights."""
-        seed_all()
+        seed_all_rng(0)
         with _as_planned():
             return self.job.parts.build_model("cpu").train()
 
@@ -94,7 +95,7 @@ class Patient:
             )
             if fail_at:
                 trainer.injector = Injector(fail_at)
-            seed_all(seed)
+            seed_all_rng(seed)
             with EventStorage() as storage:
                 trainer.run_step()
                 loss = float(storage.latest()["total_loss"][0])

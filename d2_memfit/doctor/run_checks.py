@@ -19,6 +19,7 @@ from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 from detectron2.engine.hooks import PeriodicCheckpointer
 from detectron2.utils import comm
+from detectron2.utils.env import seed_all_rng
 from torch import nn
 
 from .. import compat
@@ -28,7 +29,6 @@ from ..engine import MemfitMixin, build_trainer
 from ..engine.resuming import GatherStates, MemfitCheckpointer, ResumableBatches, UnknownLoader
 from ..errors import MemfitError
 from ..job import Job
-from ..measure.injection import seed_all
 from ..planner.dry_run import one_line_errors
 from ..planner.stand_ins import cuda_as_cpu
 from .patient import Unwell, smaller
@@ -187,7 +187,7 @@ def _train(
         return model
 
     with no_information(logging.ERROR), cuda_as_cpu():  # an error is raised, and _Ended is none
-        seed_all(2 if resume else 1)
+        seed_all_rng(2 if resume else 1)
         with suppress(_Ended):
             if trainer is None:
                 made, run = _of_job(job.with_settings(settings), prepared, resume)

@@ -1,11 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """Iterations with injected out-of-memory errors, and comparisons of their results."""
 
-import random
 from collections.abc import Iterable, Mapping
 from typing import Any, Optional, Union
 
-import numpy as np
 import torch
 
 from ..compat.pytorch import TorchDispatchMode, storage_id
@@ -14,7 +12,7 @@ from ..engine.recovery import RecoveryReport
 from ..engine.window import MicroBatch, Window, WindowStorage
 from ..memory import storages
 
-__all__ = ["InjectedTrainer", "Injector", "relative_difference", "seed_all"]
+__all__ = ["InjectedTrainer", "Injector", "relative_difference"]
 
 
 class Injector(TorchDispatchMode):
@@ -75,12 +73,6 @@ class InjectedTrainer(AccumulatingTrainer):
         result = super()._accumulate(window, storage)
         self.window_sizes = tuple(m.num_images for m in window.micro_batches)
         return result
-
-
-def seed_all(seed: int = 0) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def relative_difference(

@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 import torch
 from detectron2.engine import SimpleTrainer
+from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 
 from ..engine import AccumulatingTrainer
@@ -16,7 +17,6 @@ from ..job import Job, RecoveryOptions, WorstCase
 from ..memory import on_host, release_memory
 from ..planner.dry_run import worst_case
 from ..planner.estimates import build_with_values, infer
-from .injection import seed_all
 from .items import Item, Record, Scale
 from .peaks import limited, median_seconds, peaks_of, under_budget
 
@@ -44,7 +44,7 @@ class Steps:
         make: Callable[..., Any] = AccumulatingTrainer,
         windows: Optional[Iterable[list[dict[str, Any]]]] = None,
     ) -> None:
-        seed_all()
+        seed_all_rng(0)
         self._job = job
         model, optimizer = build_with_values(job, str(device))
         for group in optimizer.param_groups:
