@@ -70,9 +70,8 @@ def one_line(error: BaseException) -> str:
     if "Original Traceback" in text:
         text = text.splitlines()[-1]
     text = text.rpartition(f"{type(error).__name__}: ")[2]
-    if isinstance(error, OutOfMemoryError):
-        return printable(text, keeps="\n")
-    return printable(text[:2000])  # a value in it may be a whole file
+    # A value in it may be a whole file.
+    return printable(text, "\n") if isinstance(error, OutOfMemoryError) else printable(text[:2000])
 
 
 def printable(text: str, keeps: str = "") -> str:

@@ -83,6 +83,7 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
     if lacks_annotations:  # images alone may be elsewhere, by absolute paths
         lists = [f"{name}: {', '.join(paths)}" for name, paths in missing.items()]
         raise DataError(
-            f"files of the datasets do not exist. {'. '.join(lists)}. Built-in datasets are looked "
-            "for in the folder that DETECTRON2_DATASETS names, ./datasets by default"
+            f"files of the datasets do not exist, or are pipes. {'. '.join(lists)}. Built-in "
+            "datasets are looked for in the folder that DETECTRON2_DATASETS names, ./datasets by "
+            "default"
         )

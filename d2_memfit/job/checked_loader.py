@@ -207,10 +207,12 @@ class _NamesImage:
         self._function = function
 
     def __call__(self, item: Any) -> Any:
-        name: Optional[str] = item.get("file_name") if isinstance(item, Mapping) else None
+        fields = item if isinstance(item, Mapping) else {}
+        name: Optional[str] = fields.get("file_name")
         try:
-            if name is not None and os.path.exists(name):  # or only the mapper knows where it is
-                checked(name)
+            for key in {"file_name", "sem_seg_file_name", "pan_seg_file_name"} & fields.keys():
+                if os.path.exists(fields[key]):  # or only the mapper knows where it is
+                    checked(fields[key])
             return self._function(item)
         except Exception as e:
             if name is None or isinstance(e, DataError) or is_loader_out_of_memory(e):

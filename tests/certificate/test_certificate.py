@@ -256,7 +256,7 @@ def test_changed_bytes_are_found_by_the_checksums(certificate, tmp_path):
 def test_a_part_of_the_datas_order_that_is_missing_is_named(certificate, cfg, tmp_path, part):
     stream = {k: v for k, v in certificate.stream.items() if k != part}
     dataclasses.replace(certificate, stream=stream).write(tmp_path / "c.pt")
-    message = rf"c\.pt is not whole, or of another release \(KeyError\('{part}'\)\)"
+    message = rf"c\.pt is for another dataset, or damaged: KeyError\('{part}'\)"
     with pytest.raises(ConfigError, match=message):
         train(cfg, tmp_path / "c.pt")
 

@@ -140,7 +140,7 @@ def drop_from_first(key, field):
             set_in_first("images", "height", 5),
             r"has \(\d+, \d+\) pixels of .* entry says \(\d+, 5\)",
         ),
-        (set_in_first("images", "width", None), r"width None with the id 0, which are not numbers"),
+        (set_in_first("images", "width", None), r"width None with the id 0, which is not a number"),
         (set_in_first("annotations", "bbox", None), r"the bbox None with the id 1, which is not"),
         (set_in_first("annotations", "bbox", [1, 2, 3]), r"the bbox \[1, 2, 3\] with the id 1,"),
         (set_in_first("annotations", "bbox", [1, 2, 3, float("nan")]), r"nan\] with the id 1,"),

@@ -273,8 +273,8 @@ IMAGES = {
     "gone": (lambda file: file.unlink(), "No such file or directory"),
     "text": (lambda file: file.write_text("no image"), "cannot identify image file"),
     "truncated": (lambda file: file.write_bytes(file.read_bytes()[:-300]), "image file is trunc"),
-    "a pipe": (lambda file: [file.unlink(), os.mkfifo(file)], "it is a pipe, a socket or a dev"),
-    "a folder": (lambda file: [file.unlink(), file.mkdir()], "Is a directory"),
+    "a pipe": (lambda file: [file.unlink(), os.mkfifo(file)], "it is a pipe"),
+    "a folder": (lambda file: [file.unlink(), file.mkdir()], "it is a folder"),
 }
 
 
@@ -360,7 +360,7 @@ LISTS = {
     "an id without an image": (
         {"train": [0, 1, 2, "no"], "val": [3]},
         {"train": [0, 1, 2], "val": [3]},
-        "labels cannot be read and are left out: {folder}/JPEGImages/no and no ([Errno 2] No such",
+        "are left out: {folder}/JPEGImages/no and no ({folder}/JPEGImages/no cannot",
     ),
 }
 

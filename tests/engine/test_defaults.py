@@ -14,7 +14,7 @@ from detectron2.utils.env import seed_all_rng
 from tiny import images, parameters, read_metrics, tiny_cfg
 
 from d2_memfit import AccumulatingTrainer, MemfitMixin, MemfitTrainer
-from d2_memfit.errors import CheckpointError, ConfigError
+from d2_memfit.errors import CheckpointError, ConfigError, DataError
 from d2_memfit.evaluation import build_evaluator
 
 pytestmark = pytest.mark.slow
@@ -361,7 +361,7 @@ def test_instead_of_a_truncated_checkpoint_the_one_before_is_resumed(cfg, log, n
 
 def test_weights_that_do_not_exist_are_named(cfg):
     cfg.MODEL.WEIGHTS = "no/such/weights.pth"
-    with pytest.raises(CheckpointError, match=r"no/such/weights\.pth does not exist"):
+    with pytest.raises(DataError, match=r"no/such/weights\.pth cannot be read"):
         FixedTrainer(cfg).resume_or_load(resume=False)
 
 
