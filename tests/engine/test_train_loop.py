@@ -396,6 +396,19 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_step(log):
     assert model.weight.item() < 1.0
 
 
+def test_a_skipped_step_leaves_the_average_of_the_weights_as_it_is():
+    model = ToyModel()
+    loader = [toys(n) for n in (1, 1, 1e35, 1)]
+    trainer = AccumulatingTrainer(model, loader, sgd(model), 1, "fp16", ema_decay=0.75)
+    averages = []
+    with EventStorage():
+        for _ in loader:
+            trainer.run_step()
+            averages.append(trainer.average.tensors()[0].item())
+    assert averages[1] == averages[2]
+    assert len({*averages, model.weight.item()}) == 4
+
+
 def test_bfloat16_has_no_scaler_and_trains():
     cfg = tiny_cfg("mask_rcnn")
     model = tiny_model(cfg)

@@ -25,15 +25,7 @@ from tiny import ROOT, read_metrics
 
 from d2_memfit import Job
 from d2_memfit.errors import ConfigError, DataError
-from d2_memfit.inference import (
-    CocoResultsWriter,
-    Detection,
-    Grid,
-    SeamMerger,
-    Tile,
-    move,
-    to_coco,
-)
+from d2_memfit.inference import CocoResultsWriter, Detection, Grid, Tile, to_coco
 
 pytestmark = pytest.mark.slow
 
@@ -95,26 +87,6 @@ def masks(detections):
     return sorted((d.mask["counts"], tuple(d.box)) for d in detections)
 
 
-@pytest.mark.parametrize(
-    ("length", "size", "overlap", "starts"),
-    [
-        (1000, 512, 102, [0, 410, 488]),  # as sahi.slicing.get_slice_bboxes gives them
-        (1023, 512, 1, [0, 511]),
-        (512, 512, 100, [0]),
-        (100, 512, 100, [0]),
-        (513, 512, 511, [0, 1]),
-    ],
-)
-def test_tiles_cover_the_image_and_have_one_size(length, size, overlap, starts):
-    grid = Grid(length, length, size, overlap)
-    assert [grid[i].x0 for i in range(len(grid.lefts))] == starts
-    assert len(grid) == len(starts) ** 2
-    assert {(t.height, t.width) for t in (grid[i] for i in range(len(grid)))} == {
-        (min(size, length), min(size, length))
-    }
-    assert grid[len(grid) - 1][2:] == (length, length)
-
-
 def test_a_tile_larger_than_the_image_is_the_image(tmp_path):
     pixels = spots(200)
     (only,) = Grid(200, 200, 1024, 200)
@@ -155,92 +127,6 @@ def test_models_without_masks_are_merged_by_their_boxes(tmp_path):
     found = list(TiledPredictor(cfg(), BoxesOnly()).detect(save(tmp_path, pixels)))
     expected = BrightSpots.find(pixels).pred_boxes.tensor.tolist()
     assert sorted(d.box.tolist() for d in found) == sorted(expected)
-
-
-def boxes_of_tiles(grid, objects):
-    """What a perfect detector without masks finds in each tile, merged."""
-    merger, found = SeamMerger(grid, 0.5), []
-    for i in range(len(grid)):
-        tile = grid[i]
-        shown = np.clip(objects, [tile.x0, tile.y0] * 2, [tile.x1, tile.y1] * 2)
-        is_seen = (shown[:, 2:] > shown[:, :2]).all(axis=1)
-        found += merger.add(tile, [Detection(box, 0.9, 0) for box in shown[is_seen]])
-    return sorted(d.box.tolist() for d in [*found, *merger.finish()])
-
-
-@pytest.mark.parametrize(
-    "objects",
-    [
-        [(150, 20, 330, 220), (240, 100, 270, 130)],  # a small one on a large one
-        [(100, 20, 234, 120), (206, 20, 340, 120)],  # two that overlap, one in each tile
-        [(10, 10, 440, 440), (180, 180, 260, 260)],  # on one that is whole in no tile
-    ],
-)
-def test_objects_of_one_category_that_overlap_stay_two(objects):
-    assert boxes_of_tiles(Grid(448, 448, 256, 64), np.array(objects, float)) == sorted(
-        list(map(float, box)) for box in objects
-    )
-
-
-def test_parts_that_agree_are_united_where_no_border_seems_to_cut_them():
-    grid = Grid(256, 448, 256, 64)
-    merger = SeamMerger(grid, 0.5)
-    found = [*merger.add(grid[0], [Detection(np.array([60.0, 50, 250, 200]), 0.9, 0)])]
-    found += merger.add(grid[1], [Detection(np.array([198.0, 50, 400, 200]), 0.8, 0)])
-    found += merger.finish()
-    assert [d.box.tolist() for d in found] == [[60, 50, 400, 200]]
-
-
-def test_objects_of_two_categories_in_one_place_stay_two():
-    grid = Grid(100, 150, 100, 50)
-    merger = SeamMerger(grid, 0.5)
-    box = np.array([60.0, 10, 90, 40])
-    found = [*merger.add(grid[0], [Detection(box, 0.9, 0)])]
-    found += merger.add(grid[1], [Detection(box, 0.8, 1), Detection(box + 1, 0.7, 0)])
-    found += merger.finish()
-    assert [(d.category, d.score) for d in found] == [(0, 0.9), (1, 0.8)]
-    assert found[0].box.tolist() == box.tolist()  # whole in both: what the better one says
-
-
-def test_objects_come_as_soon_as_no_later_tile_can_show_them():
-    grid = Grid(10_000, 100, 100, 20)
-    merger = SeamMerger(grid, 0.5)
-    kept = []
-    for i in range(len(grid)):
-        tile = grid[i]
-        spot = Detection(np.array([40.0, tile.y0 + 40, 50, tile.y0 + 50]), 0.5, 0)
-        kept.append(sum(map(len, merger._parts.values())))
-        list(merger.add(tile, [spot]))
-    assert max(kept) <= 2
-
-
-@pytest.mark.parametrize("as_text", [False, True])
-def test_masks_are_moved_between_frames_without_decoding(as_text):
-    rng = np.random.default_rng(0)
-    for height, width, x, y, new in [(9, 7, 3, 2, (20, 30)), (40, 50, -11, -13, (17, 19))]:
-        for density in (0.0, 0.3, 0.7, 1.0):
-            mask = (rng.random((height, width)) < density).astype(np.uint8)
-            rle = coco_mask.encode(np.asfortranarray(mask))
-            if as_text:
-                rle["counts"] = rle["counts"].decode()
-            expected = np.zeros((80, 80), np.uint8)
-            expected[20 + y : 20 + y + height, 20 + x : 20 + x + width] = mask
-            expected = expected[20 : 20 + new[0], 20 : 20 + new[1]]
-            moved = move(rle, x, y, *new)
-            assert (coco_mask.decode(moved) == expected).all()
-            assert moved["counts"] == coco_mask.encode(np.asfortranarray(expected))["counts"]
-
-
-def test_a_mask_in_an_image_of_50000_pixels_costs_bytes():
-    small = coco_mask.encode(np.ones((30, 40), np.uint8, order="F"))
-    placed = move(small, 49_000, 48_000, 50_000, 50_000)
-    assert coco_mask.toBbox(placed).tolist() == [49_000, 48_000, 40, 30]
-    assert coco_mask.area(placed) == 1200
-    assert len(placed["counts"]) < 500
-    back = move(placed, -49_000, -48_000, 30, 40)
-    assert back["counts"] == small["counts"]
-    with pytest.raises(DataError, match="70000 x 70000 pixels is more than"):
-        move(small, 0, 0, 70_000, 70_000)
 
 
 def annotation(polygon, **more):

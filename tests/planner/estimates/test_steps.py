@@ -1,0 +1,36 @@
+# Copyright (c) the d2_memfit developers.
+"""State that exists before the dry run of an iteration."""
+
+import pytest
+from tiny import tiny_cfg
+
+from d2_memfit import Job
+from d2_memfit.job import WorstCase
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import DryJob, steps
+
+
+def job_of(ranks=1, **keys):
+    """A RetinaNet whose activations are far more than all else."""
+    cfg = tiny_cfg("retinanet", fpn=False)
+    cfg.SOLVER.IMS_PER_BATCH = 4 * ranks
+    cfg.merge_from_list([part for item in keys.items() for part in item])
+    return Job.from_cfg(cfg, ranks, batch=WorstCase((320, 480), 20))
+
+
+def test_gradients_of_earlier_micro_batches_count_at_a_peak_of_the_forward():
+    peaks = []
+    for micro_batch in (4, 2):  # the whole batch, and the second half of it
+        job = job_of(**{"MEMFIT.MICRO_BATCH": micro_batch})
+        peaks.append(DryJob(job, DeviceModel.load("cpu"), evaluates=False).training.peak())
+    gradients = sum(p.nbytes for p in steps.build(job)[0].parameters() if p.requires_grad)
+    assert [peak["gradients"] for peak in peaks] == [0, gradients]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_zero_keeps_an_equal_share_of_the_optimizers_parameters(ranks):
+    whole, share = (
+        [p.numel() for group in steps.build(job)[1].param_groups for p in group["params"]]
+        for job in (job_of(ranks), job_of(ranks, **{"MEMFIT.OPTIMIZER.ZERO": True}))
+    )
+    assert 1 <= ranks * sum(share) / sum(whole) < 1.1
