@@ -165,6 +165,10 @@ WRONG = {
         annotation(segmentation={"size": [20, 30], "counts": b"`4X"}),
         "1 of 4 masks are mappings without the size and counts of a run-length code",
     ),
+    "a code of too few pixels": (
+        annotation(segmentation={"size": [20, 30], "counts": [100, 8, 400]}),
+        "1 of 4 masks are mappings without the size and counts of a run-length code",
+    ),
     "mask elsewhere": (
         annotation(segmentation=[[15, 1, 23, 1, 23, 9]]),
         "1 of 4 masks lie for the most part outside their box, and are cut off there. Were they",
@@ -259,6 +263,11 @@ def test_it_is_an_error_if_most_masks_are_wrong_and_learnt(fault, mask):
         check_masks(cfg_of(), facts, "mine: ")
     check_masks(cfg_of(MASK_ON=False), facts)
     check_masks(cfg_of(), look_at_annotations(dicts_of(*wrong[1:])))
+
+
+def test_images_with_objects_are_counted_without_those_of_crowds():
+    facts = look_at_annotations([*dicts_of(annotation(iscrowd=1)), *dicts_of(annotation())])
+    assert (facts.num_images, facts.num_images_with_objects, facts.num_objects) == (4, 3, 7)
 
 
 def test_an_image_with_more_objects_than_can_be_compared_is_refused_in_seconds():

@@ -228,6 +228,8 @@ def test_a_schedule_of_the_users_own_stays(file_of):
     )
     assert found["SOLVER.STEPS"] == (375,)
     assert found["SOLVER.WARMUP_ITERS"] == 50
+    cfg = load_cfg(MASK, ["SOLVER.MAX_ITER", 220_000])  # the first of two steps comes before it
+    assert settings(cfg, [file_of()], given=["SOLVER.MAX_ITER"])["SOLVER.STEPS"] == (165_000,)
 
 
 def test_as_many_iterations_as_for_coco_get_a_word(file_of):

@@ -1,5 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 import inspect
+from contextlib import suppress
 
 import pytest
 import torch
@@ -41,6 +42,21 @@ def test_what_was_put_can_be_read_at_once(storage):
         assert inner.latest()["old"] == (5.0, 7)
         assert set(inner.histories()) == {"x", "old"}
     assert storage.history("x").latest() == 1.0  # until it is written
+
+
+def test_a_rewind_drops_later_scalars_and_the_name_scope_that_an_error_left_open(storage):
+    with WindowStorage(storage) as window:
+        window.put_scalar("x", 1.0)
+        mark = window.mark()
+        for _ in range(2):
+            with suppress(MemoryError), window.name_scope("inner"):
+                window.put_scalar("y", 9.0)
+                raise MemoryError
+            window.rewind(mark)
+        window.put_scalar("x", 3.0)
+    window.write()
+    assert storage.history("x").values() == [(1.0, 7), (2.0, 7)]
+    assert set(storage.histories()) == {"x", "old"}
 
 
 def test_images_and_histograms_are_those_of_the_first_micro_batch_that_has_some(storage):

@@ -53,6 +53,22 @@ def test_images_put_back_come_next_in_smaller_pieces(is_loaded):
     assert taken(window, 8) == [list(range(8))]
 
 
+def test_a_batch_is_loaded_when_its_first_image_is_needed():
+    loaded = []
+    window = Window((loaded.append(batch) or batch for batch in BATCHES), 3)
+    for num_images, expected in ((4, 1), (2, 2), (1, 2), (1, 3)):
+        window.take(num_images)
+        assert len(loaded) == expected
+
+
+def test_of_two_equal_images_the_one_that_is_meant_is_replaced():
+    one, other = {"image_id": 0}, {"image_id": 0}
+    window = Window(iter([[one, other]]), 1)
+    window.load()
+    window.replace(other, {"image_id": 1})
+    assert taken(window, 2) == [[0, 1]]
+
+
 def test_instances_without_fields_are_no_objects():
     batch = [{"instances": Instances((8, 8))}, {"labels": [1, 2]}, {"boxes": 5}]
     assert count_objects(batch) == 2
