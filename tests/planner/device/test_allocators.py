@@ -83,6 +83,16 @@ def test_at_the_limit_what_is_free_goes_back_first():
         allocator.allocate(30 * MB)
 
 
+@pytest.mark.parametrize("freed", [0, 2])
+def test_a_segment_of_which_a_part_is_in_use_does_not_go_back(freed):
+    allocator = CachingAllocator(limit_bytes=30 * MB)
+    blocks = [allocator.allocate(6 * MB) for _ in range(3)]
+    allocator.free(blocks[freed])
+    with pytest.raises(DoesNotFit):
+        allocator.allocate(12 * MB)
+    assert allocator.reserved_bytes == 20 * MB
+
+
 @pytest.mark.parametrize("expandable", [False, True])
 def test_fragments_are_what_expandable_segments_are_for(expandable):
     allocator = CachingAllocator(expandable=expandable)

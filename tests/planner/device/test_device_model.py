@@ -196,6 +196,15 @@ def test_what_is_outside_the_allocator_has_names():
         device.use(events, limit_bytes=one.total_bytes + 100 * MB, ranks=2)
 
 
+def test_memory_between_blocks_that_a_run_had_counts_without_a_limit_alone():
+    run = timeline(Allocate(Allocation(300 * MB, "activations: backbone", "forward")))
+    device = DeviceModel.load("cuda")
+    as_in_run = replace(device, reserved_factor=1.5)
+    plain = device.use(run)
+    assert as_in_run.use(run).reserved_bytes == round(1.5 * plain.reserved_bytes)
+    assert as_in_run.use(run, plain.total_bytes) == plain
+
+
 def test_a_file_counts_instead_of_the_row_of_its_card(tmp_path, monkeypatch):
     family = (FOLDER / "cuda.yaml").read_text()
     (tmp_path / "cuda.yaml").write_text(family)
