@@ -6,9 +6,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_cfg, tiny_model
+from detectron2.utils.events import EventStorage
+from tiny import parameters, tiny_cfg, tiny_model
 
-from d2_memfit.engine.state import Snapshot
+from d2_memfit.engine.state import Snapshot, watched
+from d2_memfit.engine.window import WindowStorage
 
 
 @pytest.mark.parametrize(
@@ -35,3 +37,46 @@ def test_running_statistics_and_numbers_of_modules_are_as_before():
     assert module.num_batches_tracked == 0
     assert module.normaliser == 100
     assert not hasattr(module, "counter")
+
+
+def test_scalars_of_the_window_are_as_before():
+    with EventStorage() as storage, WindowStorage(storage) as window:
+        window.put_scalar("loss", 1.0)
+        snapshot = Snapshot(torch.nn.Linear(1, 1), window)
+        for value in (5.0, 3.0):
+            snapshot.restore()
+            window.put_scalar("loss", value)
+    window.write()
+    assert storage.history("loss").values() == [(2.0, 0)]
+
+
+class WithTeachers(torch.nn.Module):
+    """Two frozen teachers, which follow in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = torch.nn.Linear(1, 1)
+        self.teachers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(2))
+        self.teachers.requires_grad_(False)
+
+    def forward(self):
+        for teacher in self.teachers:
+            teacher.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("forwards", [0, 1, 2])
+def test_frozen_weights_that_a_forward_changes_are_as_before(forwards):
+    model = WithTeachers()
+
+    def forward():
+        with watched(model, may_run_again=True):
+            model()
+
+    for _ in range(forwards):
+        forward()
+    before = parameters(model)
+    snapshot = Snapshot(model)
+    forward()
+    assert not torch.equal(model.teachers[0].weight, before["teachers.0.weight"])
+    snapshot.restore()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
