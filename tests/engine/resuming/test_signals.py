@@ -2,6 +2,7 @@
 """Workers of a loader, whoever starts them, and signals."""
 
 import os
+import signal
 import socket
 import sys
 from multiprocessing import resource_sharer
@@ -57,3 +58,26 @@ def test_workers_of_any_loader_take_no_notice_of_signals_and_end_when_their_pare
         worker.terminate()
         worker.join(10)
         assert worker.exitcode == 0
+
+
+def test_a_handler_that_raises_is_called_when_that_can_do_no_harm():
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    def hold_back(answers):
+        with signals.raising_handlers_held_back() as came:
+            signal.raise_signal(signal.SIGINT)
+            is_done.append(came == [signal.SIGINT])
+            if answers:
+                came.clear()
+
+    is_done = []
+    former = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            hold_back(answers=False)
+        hold_back(answers=True)
+        assert is_done == [True, True]
+        assert signal.getsignal(signal.SIGINT) is interrupt
+    finally:
+        signal.signal(signal.SIGINT, former)
