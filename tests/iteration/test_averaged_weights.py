@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The average of a model's weights: its values, its place in evaluations and in checkpoints."""
 
+import copy
 import gc
 import weakref
 
@@ -61,10 +62,25 @@ def test_buffers_are_averaged_and_frozen_weights_are_not_kept_twice():
     average.update(model)
     model[1].running_mean.fill_(4.0)
     average.update(model)
-    with average.in_model(model):
+    with average.in_model(model), average.in_model(model):  # an evaluation that saves
         assert model[1].running_mean.tolist() == [1.0] * 4
     assert model[1].running_mean.tolist() == [4.0] * 4
     assert sum(t.numel() for t in average.tensors()) == 4 * 4 + 1
+
+
+def test_what_was_saved_in_an_evaluation_goes_on_with_the_trained_weights():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    average, loaded = AveragedWeights(model, DECAY), AveragedWeights(other, DECAY)
+    for value in (0.0, 4.0):
+        nn.init.constant_(model.weight, value)
+        average.update(model)
+    with average.in_model(model):
+        other.load_state_dict(model.state_dict())
+        loaded.load_state_dict(copy.deepcopy(average.state_dict()), other)
+    assert other.weight.tolist() == [[4.0] * 2] * 2
+    with loaded.in_model(other):
+        assert other.weight.tolist() == [[1.0] * 2] * 2
+    assert other.weight.tolist() == [[4.0] * 2] * 2
 
 
 def test_each_optimizer_step_updates_it_once():

@@ -343,6 +343,16 @@ def test_the_size_grows_back_and_is_kept_in_checkpoints():
     assert storage.latest()["memfit/oom_events"][0] == trainer.recovery.oom_events
 
 
+def test_on_another_number_of_ranks_the_smallest_size_goes_on():
+    trainer = failing(lambda names: False, 1, CountingModel(2))
+    state = trainer.recovery.state_dict()
+    (own,) = state["sizes"]
+    state["sizes"] = [{**own, "images": images} for images in (None, 1, 2)]
+    trainer.recovery.load_state_dict(state)
+    assert trainer.recovery.micro_batch_size == 1
+    assert trainer.recovery.state_dict()["sizes"] == [{**own, "images": 1}]
+
+
 class RunAgain:
     """In place of Normalizers.must_run_again: each window runs so many times."""
 
