@@ -78,11 +78,18 @@ def assert_as_certified(needs, expected):
 
 
 def test_a_run_needs_what_is_certified(certificate, cfg, tmp_path, log):
-    certificate.write(tmp_path / "c.pt")
+    """The last window of the run is beyond its certificate."""
+    shorter = dataclasses.replace(certificate, needs_bytes=certificate.needs_bytes[:-1])
+    shorter.write(tmp_path / "c.pt")
     needs = train(cfg, tmp_path / "c.pt")
     assert_as_certified(needs, certified(certificate))
     assert len(set(needs)) > ITERATIONS / 2
-    assert "The certificate held for 12 of 12 windows" in log.text
+    assert "The certificate held for 11 of 11 windows" in log.text
+
+
+def test_a_window_that_does_not_fit_on_one_rank_is_too_large(certificate):
+    needs = torch.tensor([[1, 3], [3, 3], [2, 2]])
+    assert dataclasses.replace(certificate, needs_bytes=needs, limit_bytes=2).too_large == 2
 
 
 def test_a_resumed_run_follows_it_too(certificate, cfg, tmp_path):

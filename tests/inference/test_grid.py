@@ -24,3 +24,11 @@ def test_tiles_cover_the_image_and_have_one_size(length, size, overlap, starts):
         (min(size, length), min(size, length))
     }
     assert grid[len(grid) - 1][2:] == (length, length)
+
+
+def test_tiles_come_row_by_row():
+    grid = Grid(200, 300, 100, 0)
+    corners = [grid[i][:2] for i in range(len(grid))]
+    assert corners == [(x, y) for y in (0, 100) for x in (0, 100, 200)]
+    with pytest.raises(IndexError):
+        grid[6]

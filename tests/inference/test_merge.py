@@ -74,6 +74,11 @@ def merged(grid, found_in_tiles):
     return [*found, *merger.finish()]
 
 
+def test_an_object_that_all_rows_of_tiles_show_comes_once():
+    tall = [50.0, 20, 90, 980]
+    assert boxes_of_tiles(Grid(1000, 200, 200, 50), np.array([tall])) == [tall]
+
+
 @pytest.mark.parametrize("scores", [(0.9, 0.6, 0.7), (0.6, 0.9, 0.7), (0.6, 0.7, 0.9)])
 def test_an_object_has_its_parts_highest_score_and_the_box_of_that_part_if_it_is_whole(scores):
     grid = Grid(100, 200, 100, 50)
