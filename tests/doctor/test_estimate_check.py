@@ -45,11 +45,6 @@ def test_a_step_with_random_weights_needs_no_more_than_estimated(coins):
     assert step.error > -0.01
 
 
-def test_an_estimate_of_smaller_images_than_there_are_is_found_to_be_too_low(coins):
-    job = Job.from_cfg(coins_cfg("retinanet"), 1, image_size=(100, 100))
-    assert estimate_against_real_step(job).error < -0.2
-
-
 @pytest.fixture
 def stripes(tmp_path):
     """Label images on disk, without sizes in the dataset."""
