@@ -10,7 +10,7 @@ from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import in_words, steps, times
+from d2_memfit.planner.estimates import DryJob, in_words, steps, times
 from d2_memfit.planner.search import Trials
 from d2_memfit.planner.writing import describe_plan, planned_config, why_it_does_not_fit
 
@@ -57,6 +57,36 @@ def plan(cfg, budget_gb, **kwargs):
     """For training alone, which needs more than evaluation in all these jobs."""
     options = {"device": "cuda", "batch": CASE, "evaluates": False, **kwargs}
     return plan_memory(cfg, budget_gb, **options)
+
+
+def test_ranks_share_optimizer_states_and_batches_and_each_recovers(mask):
+    alone, eight = plan(mask, 10), plan(mask, 10, num_gpus=8)
+    assert eight.before.images_per_gpu == 1
+    assert eight.before.device_total_gb < alone.before.device_total_gb
+    assert alone.settings["MEMFIT.OOM.POLICY"] == eight.settings["MEMFIT.OOM.POLICY"] == "split"
+
+
+def test_techniques_are_taken_as_far_as_they_are_needed(mask):
+    all_of_them = plan(mask, 1, allow=["exact"])
+    assert not all_of_them.fits
+    smaller, techniques = all_of_them.steps
+    assert (smaller.name, techniques.name) == ("smaller micro-batches", "every technique")
+    assert smaller.settings == {"MEMFIT.MICRO_BATCH": 1}
+    keys = ["MEMFIT.HEADS.CHUNK_SIZE", "MEMFIT.CHECKPOINT.MODULES", "MEMFIT.OFFLOAD.MODULES"]
+    assert [key for key in techniques.settings if key in keys] == keys
+    assert techniques.settings["MEMFIT.CHECKPOINT.MODULES"] == ["all"]
+    assert techniques.time_factor > 1.15  # a forward more
+    assert techniques.gb_after < techniques.gb_before == smaller.gb_after
+    job = Job.from_cfg(mask, batch=CASE).with_settings(all_of_them.settings)
+    needed_gb = DryJob(job, DeviceModel.load("cuda"), evaluates=False).least_bytes() / 2**30
+    assert 0 <= all_of_them.least_budget_gb - needed_gb < 0.01  # rounded up
+    said = re.search(r"The smallest budget is ([\d.]+) GB", why_it_does_not_fit(all_of_them))
+    assert float(said[1]) - 0.01 <= all_of_them.smallest_budget_gb <= float(said[1])
+    enough = plan(mask, float(said[1]), allow=["exact"])
+    assert enough.fits
+    assert len(enough.settings) < len(all_of_them.settings)
+    assert "every technique" not in [step.name for step in enough.steps]
+    assert all(step.gb_after < step.gb_before for step in enough.steps)
 
 
 def test_what_fits_is_left_alone(mask):
@@ -160,26 +190,6 @@ def test_the_cache_is_given_back_for_the_margin_alone_and_not_in_the_budget(mask
     assert too_little.estimate.device_total_gb < needed_gb - 0.02
 
 
-def test_techniques_are_taken_as_far_as_they_are_needed(mask):
-    all_of_them = plan(mask, 1, allow=["exact"])
-    assert not all_of_them.fits
-    smaller, techniques = all_of_them.steps
-    assert (smaller.name, techniques.name) == ("smaller micro-batches", "every technique")
-    assert smaller.settings == {"MEMFIT.MICRO_BATCH": 1}
-    keys = ["MEMFIT.HEADS.CHUNK_SIZE", "MEMFIT.CHECKPOINT.MODULES", "MEMFIT.OFFLOAD.MODULES"]
-    assert [key for key in techniques.settings if key in keys] == keys
-    assert techniques.settings["MEMFIT.CHECKPOINT.MODULES"] == ["all"]
-    assert techniques.time_factor > 1.15  # a forward more
-    assert techniques.gb_after < techniques.gb_before == smaller.gb_after
-    said = re.search(r"The smallest budget is ([\d.]+) GB", why_it_does_not_fit(all_of_them))
-    assert float(said[1]) - 0.01 <= all_of_them.smallest_budget_gb <= float(said[1])
-    enough = plan(mask, float(said[1]), allow=["exact"])
-    assert enough.fits
-    assert len(enough.settings) < len(all_of_them.settings)
-    assert "every technique" not in [step.name for step in enough.steps]
-    assert all(step.gb_after < step.gb_before for step in enough.steps)
-
-
 def test_what_does_not_fit_has_a_step_for_all_techniques_of_each_tier(mask):
     p = plan(mask, 0.9, allow=["exact", "precision"])
     assert not p.fits
@@ -239,12 +249,6 @@ def test_with_batch_norm_smaller_micro_batches_are_another_recipe():
     p = plan(cfg, needed_gb - 0.05, batch=SMALL, allow=["recipe"])
     assert (p.steps[0].name, p.steps[0].tier) == ("smaller micro-batches", "recipe")
     assert p.steps[0].what == "the images that BatchNorm's statistics are of."
-
-
-def test_ranks_share_optimizer_states_and_batches(mask):
-    alone, eight = plan(mask, 10), plan(mask, 10, num_gpus=8)
-    assert eight.before.images_per_gpu == 1
-    assert eight.before.device_total_gb < alone.before.device_total_gb
 
 
 def test_a_users_case_is_what_is_planned_for(mask):
