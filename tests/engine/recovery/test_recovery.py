@@ -24,6 +24,7 @@ from made_up_card import made_up_card
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, get_cfg
+from d2_memfit.compat.pytorch import is_in_backward
 from d2_memfit.engine.recovery import recovering_inference
 from d2_memfit.engine.state import Snapshot
 from d2_memfit.engine.window import MicroBatchSize
@@ -62,6 +63,115 @@ def model_with_trainable_bn(family, fpn=True):
     cfg = tiny_cfg(family, fpn=fpn)
     cfg.MODEL.RESNETS.NORM = "BN"
     return tiny_model(cfg)
+
+
+class CountingModel(torch.nn.Module):
+    """The gradient of its weight counts each image, and so does a number of its own."""
+
+    def __init__(self, num_images):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(num_images))
+        self.num_seen = 0
+
+    def forward(self, batch):
+        ids = torch.tensor([image["image_id"] for image in batch])
+        self.num_seen += len(ids)
+        return {"loss": -self.weight[ids].mean()}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_image_counts_once(phase, seed):
+    rng = torch.Generator().manual_seed(seed)
+
+    def fails(names):
+        return len(names) > 1 and torch.rand((), generator=rng) < 0.5
+
+    model = CountingModel(48)
+    trainer = FailingTrainer(
+        model,
+        [[{"image_id": 6 * b + i} for i in range(6)] for b in range(8)],
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        accumulation_steps=4,
+        recovery=RecoveryOptions(grow_after=1),
+        fails=fails,
+    )
+    trainer.phase = phase
+    iterate(trainer, 2)
+    torch.testing.assert_close(model.weight.data, torch.full((48,), 1 / 24))
+    assert model.num_seen == 48
+
+
+def failing(fails, steps=1, model=None, num_batches=1, **kwargs):
+    model = model or model_with_trainable_bn("mask_rcnn", fpn=False)
+    output_dir = kwargs.pop("output_dir", "")
+    return FailingTrainer(
+        model,
+        batches(num_batches),
+        sgd(model),
+        steps,
+        recovery=RecoveryOptions(output_dir=str(output_dir), **kwargs),
+        fails=fails,
+    )
+
+
+def test_on_another_number_of_ranks_the_smallest_size_goes_on():
+    trainer = failing(lambda names: False, 1, CountingModel(2))
+    state = trainer.recovery.state_dict()
+    (own,) = state["sizes"]
+    state["sizes"] = [{**own, "images": images} for images in (None, 1, 2)]
+    trainer.recovery.load_state_dict(state)
+    assert trainer.recovery.micro_batch_size == 1
+    assert trainer.recovery.state_dict()["sizes"] == [{**own, "images": 1}]
+
+
+class FailsTimes:
+    """Image ``index`` alone fails so many times, and any batch with more images."""
+
+    def __init__(self, index, times):
+        self.index, self.left = index, times
+
+    def __call__(self, names):
+        if len(names) > 1:
+            return True
+        if names != [self.index] or not self.left:
+            return False
+        self.left -= 1
+        return True
+
+
+ACTIONS = [
+    "the micro-batch is halved to 1 and its images are run again",
+    "caches are freed and it is run again",
+    "it is run again with checkpointed activations, kept on the host",
+    "it is run again at 0.7 of its size, 0.70 of the original",
+    "it is run again at 0.7 of its size, 0.49 of the original",
+    "it is run again at 0.7 of its size, 0.34 of the original",
+]
+
+
+class OfTokens(Detector):
+    def forward(self, batch):
+        tokens = [x["image"][:, ::8, ::4].reshape(-1, 16) / 255 for x in batch]
+        return super().forward(torch.stack(tokens))
+
+
+def test_an_image_that_does_not_fit_alone_in_a_model_with_attention(tmp_path):
+    """Saved on the host, a query, key and value that were one tensor would be three."""
+    states, recomputes = [], []
+    for times in (0, 1, 2):
+        seed_all()
+        trainer = failing(FailsTimes(1, times), model=OfTokens(), output_dir=tmp_path / str(times))
+        calls = []
+        layer = trainer.model.encoder.layers[0].linear1
+        layer.register_forward_hook(lambda *_, calls=calls: calls.append(is_in_backward()))
+        trainer.phase = "backward"
+        states.append(everything(trainer, iterate(trainer)))
+        recomputes.append(sum(calls))
+    assert recomputes == [0, 0, 1]
+    assert [e["action"] for e in read_record(tmp_path / "2")] == ACTIONS[:3]
+    assert states[2].pop("scalars") == states[1].pop("scalars")
+    assert_same(states[2], states[1])
 
 
 def one_iteration(family, precision, fail_at=(), sizes=None, fpn=True):
@@ -141,78 +251,6 @@ def test_without_an_error_split_computes_what_accumulation_computes():
     assert_same(results[2], results[1])
 
 
-class CountingModel(torch.nn.Module):
-    """The gradient of its weight counts each image."""
-
-    def __init__(self, num_images):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(num_images))
-
-    def forward(self, batch):
-        ids = torch.tensor([image["image_id"] for image in batch])
-        return {"loss": -self.weight[ids].mean()}
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("seed", range(5))
-def test_every_image_counts_once(phase, seed):
-    rng = torch.Generator().manual_seed(seed)
-
-    def fails(names):
-        return len(names) > 1 and torch.rand((), generator=rng) < 0.5
-
-    model = CountingModel(48)
-    trainer = FailingTrainer(
-        model,
-        [[{"image_id": 6 * b + i} for i in range(6)] for b in range(8)],
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        accumulation_steps=4,
-        recovery=RecoveryOptions(grow_after=1),
-        fails=fails,
-    )
-    trainer.phase = phase
-    iterate(trainer, 2)
-    torch.testing.assert_close(model.weight.data, torch.full((48,), 1 / 24))
-
-
-def failing(fails, steps=1, model=None, num_batches=1, **kwargs):
-    model = model or model_with_trainable_bn("mask_rcnn", fpn=False)
-    output_dir = kwargs.pop("output_dir", "")
-    return FailingTrainer(
-        model,
-        batches(num_batches),
-        sgd(model),
-        steps,
-        recovery=RecoveryOptions(output_dir=str(output_dir), **kwargs),
-        fails=fails,
-    )
-
-
-class FailsTimes:
-    """Image ``index`` alone fails so many times, and any batch with more images."""
-
-    def __init__(self, index, times):
-        self.index, self.left = index, times
-
-    def __call__(self, names):
-        if len(names) > 1:
-            return True
-        if names != [self.index] or not self.left:
-            return False
-        self.left -= 1
-        return True
-
-
-ACTIONS = [
-    "the micro-batch is halved to 1 and its images are run again",
-    "caches are freed and it is run again",
-    "it is run again with checkpointed activations, kept on the host",
-    "it is run again at 0.7 of its size, 0.70 of the original",
-    "it is run again at 0.7 of its size, 0.49 of the original",
-    "it is run again at 0.7 of its size, 0.34 of the original",
-]
-
-
 @pytest.mark.parametrize(("phase", "times"), [("forward", 1), ("backward", 2)])
 def test_an_image_that_does_not_fit_alone_is_eased_without_changing_what_is_computed(
     phase, times, tmp_path
@@ -225,25 +263,6 @@ def test_an_image_that_does_not_fit_alone_is_eased_without_changing_what_is_comp
         states.append(everything(trainer, iterate(trainer)))
     actions = [e["action"] for e in read_record(tmp_path / "2")]
     assert actions == ACTIONS[: times + 1]
-    assert states[2].pop("scalars") == states[1].pop("scalars")
-    assert_same(states[2], states[1])
-
-
-class OfTokens(Detector):
-    def forward(self, batch):
-        tokens = [x["image"][:, ::8, ::4].reshape(-1, 16) / 255 for x in batch]
-        return super().forward(torch.stack(tokens))
-
-
-def test_an_image_that_does_not_fit_alone_in_a_model_with_attention(tmp_path):
-    """Saved on the host, a query, key and value that were one tensor would be three."""
-    states = []
-    for times in (0, 0, 2):
-        seed_all()
-        trainer = failing(FailsTimes(1, times), model=OfTokens(), output_dir=tmp_path / str(times))
-        trainer.phase = "backward"
-        states.append(everything(trainer, iterate(trainer)))
-    assert [e["action"] for e in read_record(tmp_path / "2")] == ACTIONS[:3]
     assert states[2].pop("scalars") == states[1].pop("scalars")
     assert_same(states[2], states[1])
 
@@ -341,16 +360,6 @@ def test_the_size_grows_back_and_is_kept_in_checkpoints():
     storage = iterate(resumed, 3, first=11)
     assert [int(v) for v, _ in storage.history("memfit/micro_batch").values()] == [1, 1, 2]
     assert storage.latest()["memfit/oom_events"][0] == trainer.recovery.oom_events
-
-
-def test_on_another_number_of_ranks_the_smallest_size_goes_on():
-    trainer = failing(lambda names: False, 1, CountingModel(2))
-    state = trainer.recovery.state_dict()
-    (own,) = state["sizes"]
-    state["sizes"] = [{**own, "images": images} for images in (None, 1, 2)]
-    trainer.recovery.load_state_dict(state)
-    assert trainer.recovery.micro_batch_size == 1
-    assert trainer.recovery.state_dict()["sizes"] == [{**own, "images": 1}]
 
 
 class RunAgain:
