@@ -129,6 +129,50 @@ def get_iteration():
     return get_event_storage().iter
 
 
+class MeanOverObjects(Detector):
+    """Divided by a count that nobody is told."""
+
+    def forward(self, batch):
+        features = self.features(batch)
+        return {
+            "loss_mask": features.abs().sum() / max(objects_of(batch), 1),
+            "loss": features.mean((1, 2, 3)).mean(),
+        }
+
+
+def forwards_of(kind, windows, **options):
+    """The number of forwards in each window."""
+    counts = []
+
+    class Counting(kind):
+        def forward(self, batch):
+            counts[-1] += 1
+            return super().forward(batch)
+
+    class Trainer(AccumulatingTrainer):
+        def run_step(self):
+            counts.append(0)
+            super().run_step()
+
+    sgd = torch.optim.SGD((model := Counting().double()).parameters(), lr=0.0)
+    loader = [[image] for window in windows for image in window]
+    trainer = Trainer(model, loader, sgd, len(windows[0]), **options)
+    with EventStorage() as storage:
+        for storage.iter in range(len(windows)):
+            trainer.run_step()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "later"), [(MeanOverObjects, 10, 4), (Detr, 17, 4), (Fcos, 25, 8)]
+)
+def test_the_test_is_made_once(kind, first, later):
+    """FCOS counts positives, which only a forward can tell; its first rule is wrong."""
+    counts = forwards_of(kind, windows_of([(9, 3, 1, 5), (1, 8, 2, 6), (3, 7, 4, 9)]))
+    assert counts[0] <= first
+    assert counts[1:] == [later, later]
+
+
 @pytest.mark.parametrize("kind", [PerImageClasses, Contrastive, FiltersObjects, Later])
 def test_one_count_does_not_take_the_others_with_it(kind, log):
     distance, _ = worst(kind)
@@ -214,17 +258,6 @@ def test_what_a_head_that_starts_at_zero_hides_is_told_later(log, monkeypatch):
     assert log.text.count(WRONG) == 1
 
 
-class MeanOverObjects(Detector):
-    """Divided by a count that nobody is told."""
-
-    def forward(self, batch):
-        features = self.features(batch)
-        return {
-            "loss_mask": features.abs().sum() / max(objects_of(batch), 1),
-            "loss": features.mean((1, 2, 3)).mean(),
-        }
-
-
 def test_a_loss_that_is_not_right_is_named_once_with_its_distance(log):
     distance, _ = worst(MeanOverObjects)
     assert distance > 0.05
@@ -308,39 +341,6 @@ def test_a_resumed_run_goes_on_with_a_test_that_noise_left_open(tmp_path):
     _, resumed = train(Noisy, windows[1:], steps=4, trainer=Resumed)
     assert resumed.normalizers.verdict == whole.normalizers.verdict
     assert resumed.normalizers.state_dict() == whole.normalizers.state_dict()
-
-
-def forwards_of(kind, windows, **options):
-    """The number of forwards in each window."""
-    counts = []
-
-    class Counting(kind):
-        def forward(self, batch):
-            counts[-1] += 1
-            return super().forward(batch)
-
-    class Trainer(AccumulatingTrainer):
-        def run_step(self):
-            counts.append(0)
-            super().run_step()
-
-    sgd = torch.optim.SGD((model := Counting().double()).parameters(), lr=0.0)
-    loader = [[image] for window in windows for image in window]
-    trainer = Trainer(model, loader, sgd, len(windows[0]), **options)
-    with EventStorage() as storage:
-        for storage.iter in range(len(windows)):
-            trainer.run_step()
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("kind", "first", "later"), [(MeanOverObjects, 10, 4), (Detr, 17, 4), (Fcos, 25, 8)]
-)
-def test_the_test_is_made_once(kind, first, later):
-    """FCOS counts positives, which only a forward can tell; its first rule is wrong."""
-    counts = forwards_of(kind, windows_of([(9, 3, 1, 5), (1, 8, 2, 6), (3, 7, 4, 9)]))
-    assert counts[0] <= first
-    assert counts[1:] == [later, later]
 
 
 class LogsASum(Detr):
