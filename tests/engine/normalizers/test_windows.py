@@ -119,9 +119,83 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_retinanet_is_divided_by_a_running_mean_of_windows():
+    cfg = tiny_cfg("retinanet")
+    batch = images(4)
+    results, normalizers = [], []
+    for options in ({}, {"micro_batch_size": 1}, {"micro_batch_size": 3}):
+        model = tiny_model(cfg).double()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        trainer = AccumulatingTrainer(model, [batch] * 3, sgd, **options)
+        with EventStorage() as storage:
+            for storage.iter in range(3):
+                trainer.run_step()
+        results.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
+        normalizers.append(model.loss_normalizer)
+    assert normalizers[1:] == pytest.approx([normalizers[0]] * 2, rel=1e-6)
+    assert max(differences(results[1:], [results[0]] * 2)) < 0.1
+    plain = AccumulatingTrainer(model, [batch], sgd, micro_batch_size=1)  # once more
+    with EventStorage():
+        plain.run_step()
+
+
+def on_ranks(rank, num_ranks, kind, parts, policy, options):
+    """Gradients of this rank's images; ``parts`` are all ranks' batches of each iteration."""
+    torch.manual_seed(0)
+    model = compat.create_ddp_model(kind().double(), broadcast_buffers=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = [batch for iteration in parts for batch in iteration[rank]]
+    trainer = AccumulatingTrainer(model, loader, sgd, normalizers=NORMALIZERS[policy], **options)
+    results = []
+    with EventStorage() as storage:
+        for storage.iter in range(len(parts)):
+            trainer.run_step()
+            results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return results
+
+
+@pytest.mark.parametrize("recovery", [None, RecoveryOptions()])
+@pytest.mark.parametrize("kind", [Detr, Fcos, Counted, ClassMeans])
+@pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks"])
+def test_ranks_with_different_cuts_have_the_gradient_of_one_forward(ranks, kind, recovery, request):
+    ranks = request.getfixturevalue(ranks)
+    images = [annotated_images((10, 3, 0, 5, 1, 7, 2), seed) for seed in range(3)]
+    cuts = [[0, 2, 4], [4, 5, 7]] if ranks.num_ranks == 2 else [[0, 1, 2], [2, 4, 5], [5, 6, 7]]
+    parts = [[[w[a:b], w[b:c]] for a, b, c in cuts] for w in images]
+    full, _ = gradients(kind, [[window] for window in images])
+    options = {"accumulation_steps": 2, "recovery": recovery}
+    outcomes = ranks.run(on_ranks, ranks.num_ranks, kind, parts, "window", options)
+    for actual in outcomes:
+        assert max(differences(actual, full)) < 2e-7
+
+
+class ThirstyMeans(ClassMeans):
+    """Has memory for one image."""
+
+    def forward(self, batch):
+        if torch.is_grad_enabled() and len(batch) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. injected")
+        return super().forward(batch)
+
+
+def test_a_mean_is_that_of_each_rank_if_no_batches_are_accumulated(two_ranks):
+    """As in Detectron2, also if memory runs out and the batch is cut."""
+    images = [annotated_images((10, 3, 0, 5, 1, 7, 2), seed) for seed in range(2)]
+    parts = [[[w[:3]], [w[3:]]] for w in images]
+    options = {"recovery": RecoveryOptions()}
+    plain = two_ranks.run(on_ranks, 2, ClassMeans, parts, "off", options)
+    for kind in (ClassMeans, ThirstyMeans):
+        outcomes = two_ranks.run(on_ranks, 2, kind, parts, "window", options)
+        for actual, expected in zip(outcomes, plain):
+            assert max(differences(actual, expected)) < 2e-7
+
+
 @pytest.mark.parametrize("kind", [Detr, Fcos, Counted, ClassMeans, Ignores])
+@pytest.mark.parametrize(
+    ("cut", "dtype"), [*((cut, torch.float64) for cut in CUTS), ("4 x 1", torch.float32)]
+)
 def test_a_window_has_the_gradient_and_the_losses_of_one_forward(kind, dtype, cut):
     images = images_of()
     divide, options = CUTS[cut]
@@ -238,57 +312,6 @@ def test_one_rank_in_a_process_group_is_as_it_was():
 # Ranks
 
 
-def on_ranks(rank, num_ranks, kind, parts, policy, options):
-    """Gradients of this rank's images; ``parts`` are all ranks' batches of each iteration."""
-    torch.manual_seed(0)
-    model = compat.create_ddp_model(kind().double(), broadcast_buffers=False)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    loader = [batch for iteration in parts for batch in iteration[rank]]
-    trainer = AccumulatingTrainer(model, loader, sgd, normalizers=NORMALIZERS[policy], **options)
-    results = []
-    with EventStorage() as storage:
-        for storage.iter in range(len(parts)):
-            trainer.run_step()
-            results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    return results
-
-
-@pytest.mark.parametrize("recovery", [None, RecoveryOptions()])
-@pytest.mark.parametrize("kind", [Detr, Fcos, Counted, ClassMeans])
-@pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks"])
-def test_ranks_with_different_cuts_have_the_gradient_of_one_forward(ranks, kind, recovery, request):
-    ranks = request.getfixturevalue(ranks)
-    images = [annotated_images((10, 3, 0, 5, 1, 7, 2), seed) for seed in range(3)]
-    cuts = [[0, 2, 4], [4, 5, 7]] if ranks.num_ranks == 2 else [[0, 1, 2], [2, 4, 5], [5, 6, 7]]
-    parts = [[[w[a:b], w[b:c]] for a, b, c in cuts] for w in images]
-    full, _ = gradients(kind, [[window] for window in images])
-    options = {"accumulation_steps": 2, "recovery": recovery}
-    outcomes = ranks.run(on_ranks, ranks.num_ranks, kind, parts, "window", options)
-    for actual in outcomes:
-        assert max(differences(actual, full)) < 2e-7
-
-
-class ThirstyMeans(ClassMeans):
-    """Has memory for one image."""
-
-    def forward(self, batch):
-        if torch.is_grad_enabled() and len(batch) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. injected")
-        return super().forward(batch)
-
-
-def test_a_mean_is_that_of_each_rank_if_no_batches_are_accumulated(two_ranks):
-    """As in Detectron2, also if memory runs out and the batch is cut."""
-    images = [annotated_images((10, 3, 0, 5, 1, 7, 2), seed) for seed in range(2)]
-    parts = [[[w[:3]], [w[3:]]] for w in images]
-    options = {"recovery": RecoveryOptions()}
-    plain = two_ranks.run(on_ranks, 2, ClassMeans, parts, "off", options)
-    for kind in (ClassMeans, ThirstyMeans):
-        outcomes = two_ranks.run(on_ranks, 2, kind, parts, "window", options)
-        for actual, expected in zip(outcomes, plain):
-            assert max(differences(actual, expected)) < 2e-7
-
-
 def with_errors(rank, num_ranks, kind, num_iterations, seed, steps):
     """Weights after a run in which a rank of each iteration runs out of memory, at random points
     before, in and after the criterion, in forward and backward.
@@ -392,31 +415,6 @@ def test_equal_cuts_of_a_model_that_communicates_are_trained(two_ranks):
     for actual, (log,) in two_ranks.run(with_warnings, 2, Synchronised, parts, "window", options):
         assert max(differences(actual, full)) < 2e-7
         assert "all_reduce in normalizers/test_windows.py:" in log
-
-
-# Criteria of others
-
-
-def test_retinanet_is_divided_by_a_running_mean_of_windows():
-    cfg = tiny_cfg("retinanet")
-    batch = images(4)
-    results, normalizers = [], []
-    for options in ({}, {"micro_batch_size": 1}, {"micro_batch_size": 3}):
-        model = tiny_model(cfg).double()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-        trainer = AccumulatingTrainer(model, [batch] * 3, sgd, **options)
-        with EventStorage() as storage:
-            for storage.iter in range(3):
-                trainer.run_step()
-        results.append(
-            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        )
-        normalizers.append(model.loss_normalizer)
-    assert normalizers[1:] == pytest.approx([normalizers[0]] * 2, rel=1e-6)
-    assert max(differences(results[1:], [results[0]] * 2)) < 0.1
-    plain = AccumulatingTrainer(model, [batch], sgd, micro_batch_size=1)  # once more
-    with EventStorage():
-        plain.run_step()
 
 
 # Criteria of public projects, which have an adapter
