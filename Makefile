@@ -32,6 +32,7 @@ quick: venv
 
 long: venv
 	$(PYTEST) -m "long and not exhaustive" $(PYTEST_ARGS)
+	$(PYTEST) -m exhaustive tests/gpu $(PYTEST_ARGS)
 
 exhaustive: venv
 	$(PYTEST) -m exhaustive $(PYTEST_ARGS)

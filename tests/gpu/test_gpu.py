@@ -62,7 +62,7 @@ GPU = pytest.param(
         pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     ],
 )
-CPU = pytest.param("cpu", marks=pytest.mark.long)
+CPU = pytest.param("cpu", marks=pytest.mark.exhaustive)
 MADE_UP = "made-up card"
 
 
