@@ -112,6 +112,51 @@ def fail(*args):
     raise Injected("injected")
 
 
+def test_in_the_last_iteration_a_signal_ends_the_run_as_in_any_other(tmp_path):
+    """It is saved and not evaluated."""
+    evaluated = []
+    evaluation = hooks.EvalHook(0, lambda: evaluated.append(1))
+    assert stopped_run(tmp_path, at(9, signal.SIGTERM), evaluation) == 143
+    assert resumed(tmp_path, size=50)[1] == 9
+    assert not evaluated
+
+
+def test_a_signal_after_the_last_images_has_its_status_and_the_run_is_complete(tmp_path, capfd):
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    send = hooks.CallbackHook(after_train=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    trainer.register_hooks([send, SaveOnEnding(checkpointer)])
+    with pytest.raises(SystemExit) as e:
+        trainer.train(0, 10)
+    assert (e.value.code, trainer.iter) == (143, 10)
+    assert "SIGTERM: ended. The run is complete" in capfd.readouterr().err
+
+
+def test_a_hook_that_fails_after_a_failed_run_does_not_hide_why(tmp_path, log):
+    trainer, checkpointer = trainer_of(tmp_path, size=50)
+    failing = hooks.CallbackHook(
+        before_step=lambda t: t.iter == 3 and fail(), after_train=lambda _: {}["lost"]
+    )
+    trainer.register_hooks([failing, SaveOnEnding(checkpointer)])
+    with pytest.raises(Injected):
+        trainer.train(0, 10)
+    assert resumed(tmp_path, size=50)[1] == 2
+    assert "After the end of the run, a hook failed too: 'lost'" in log.text
+
+
+def test_a_run_within_the_handling_of_an_error_ends_well(tmp_path, log):
+    """As that of a loop which trains again with other keys after an error."""
+    evaluated = []
+    try:
+        fail()
+    except Injected:
+        trainer, checkpointer = trainer_of(tmp_path, size=50)
+        evaluation = hooks.EvalHook(0, lambda: evaluated.append(1))
+        trainer.register_hooks([evaluation, SaveOnEnding(checkpointer)])
+        trainer.train(0, 3)
+    assert evaluated == [1]
+    assert "ended the run" not in log.text
+
+
 def in_forward(trainer, now):
     calls = []
 
@@ -419,51 +464,6 @@ def test_a_handler_that_is_there_is_left_alone(tmp_path, log):
     assert came == [signal.SIGUSR2]
     assert trainer.iter == 10
     assert "SIGUSR2 has a handler already, which is left alone" in log.text
-
-
-def test_in_the_last_iteration_a_signal_ends_the_run_as_in_any_other(tmp_path):
-    """It is saved and not evaluated."""
-    evaluated = []
-    evaluation = hooks.EvalHook(0, lambda: evaluated.append(1))
-    assert stopped_run(tmp_path, at(9, signal.SIGTERM), evaluation) == 143
-    assert resumed(tmp_path, size=50)[1] == 9
-    assert not evaluated
-
-
-def test_a_signal_after_the_last_images_has_its_status_and_the_run_is_complete(tmp_path, capfd):
-    trainer, checkpointer = trainer_of(tmp_path, size=50)
-    send = hooks.CallbackHook(after_train=lambda _: os.kill(os.getpid(), signal.SIGTERM))
-    trainer.register_hooks([send, SaveOnEnding(checkpointer)])
-    with pytest.raises(SystemExit) as e:
-        trainer.train(0, 10)
-    assert (e.value.code, trainer.iter) == (143, 10)
-    assert "SIGTERM: ended. The run is complete" in capfd.readouterr().err
-
-
-def test_a_hook_that_fails_after_a_failed_run_does_not_hide_why(tmp_path, log):
-    trainer, checkpointer = trainer_of(tmp_path, size=50)
-    failing = hooks.CallbackHook(
-        before_step=lambda t: t.iter == 3 and fail(), after_train=lambda _: {}["lost"]
-    )
-    trainer.register_hooks([failing, SaveOnEnding(checkpointer)])
-    with pytest.raises(Injected):
-        trainer.train(0, 10)
-    assert resumed(tmp_path, size=50)[1] == 2
-    assert "After the end of the run, a hook failed too: 'lost'" in log.text
-
-
-def test_a_run_within_the_handling_of_an_error_ends_well(tmp_path, log):
-    """As that of a loop which trains again with other keys after an error."""
-    evaluated = []
-    try:
-        fail()
-    except Injected:
-        trainer, checkpointer = trainer_of(tmp_path, size=50)
-        evaluation = hooks.EvalHook(0, lambda: evaluated.append(1))
-        trainer.register_hooks([evaluation, SaveOnEnding(checkpointer)])
-        trainer.train(0, 3)
-    assert evaluated == [1]
-    assert "ended the run" not in log.text
 
 
 @pytest.mark.parametrize("has_room", [True, False])
