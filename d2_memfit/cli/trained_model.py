@@ -117,8 +117,7 @@ def _dataset_of(args: argparse.Namespace) -> Optional[CocoFile]:
         return None
     name, json_file, image_dir = args.coco[0]
     register_coco(name, json_file, image_dir)
-    images = image_dir if args.input is None else None
-    file = check_coco_file(name, json_file, images, for_training=False)
+    file = check_coco_file(name, json_file, None if args.input else image_dir, for_training=False)
     DatasetCatalog.get(name)  # which reads the names of its classes
     return file
 

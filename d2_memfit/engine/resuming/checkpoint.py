@@ -371,7 +371,9 @@ def _own_weights(weights: Any, model: nn.Module, file: str) -> dict[str, torch.T
         weights = {name: torch.as_tensor(value) for name, value in weights.items()}
         for name, value in weights.items():
             may_be_infinite = name.removeprefix("module.") in buffers  # as masks of attention are
-            if not value.isfinite().all() and (value.isnan().any() or not may_be_infinite):
+            if not value.is_floating_point() or value.isfinite().all():
+                continue
+            if value.isnan().any() or not may_be_infinite:
                 raise ValueError(f"NaN or infinite values in {name}")
     except (AttributeError, RuntimeError, TypeError, ValueError) as e:
         raise CheckpointError(f"the checkpoint {file} has no weights of a model ({e})") from e

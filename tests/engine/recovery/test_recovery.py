@@ -607,7 +607,7 @@ def test_recoveries_leave_no_memory_behind():
     [
         ({"GROW_AFTER": 0}, "MEMFIT.OOM.GROW_AFTER must be a positive integer, got 0"),
         ({"LAST_RESORT": "ignore"}, "LAST_RESORT must be 'raise' or 'skip', got 'ignore'"),
-        ({"MAX_SKIPPED": 2}, "MAX_SKIPPED must be 0 to 1, got 2"),
+        ({"MAX_SKIPPED": 2}, "MAX_SKIPPED must be a number from 0 to 1, got 2"),
         ({"ALLOW_RESIZE": "no"}, "ALLOW_RESIZE must be True or False, got 'no'"),
         ({"POLICY": ["split"]}, "MEMFIT.OOM.POLICY must be"),
         ("split", "MEMFIT.OOM must be a node with keys, got 'split'"),
