@@ -34,11 +34,8 @@ def hold_out(part: Part, share: float) -> list[Part]:
     for c in sorted(total, key=lambda c: (c is None, total[c], str(c))):
         for image, of_image in classes.items():
             is_wanted = c in of_image and num_held[c] + 1 <= share * total[c]
-            if (
-                is_wanted
-                and image not in held
-                and all(num_held[k] + 1 < total[k] for k in of_image)
-            ):
+            stays = all(num_held[k] + 1 < total[k] for k in of_image)  # each class in train, too
+            if is_wanted and stays and image not in held:
                 held.add(image)
                 num_held.update(of_image)
     if not held or not 0 < share < 1:
