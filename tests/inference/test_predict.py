@@ -216,11 +216,10 @@ def test_one_tile_finds_what_the_whole_image_has_and_many_find_more(config, phot
 
 def test_weights_of_another_program_are_those_of_the_model(config, photographs, tmp_path, capsys):
     weights = torch.load(config.parent / "model_final.pth")["model"]
-    others = {"state_dict": {f"model.{name}": value for name, value in weights.items()}}
-    torch.save(others, tmp_path / "lightning.ckpt")
+    torch.save({"state_dict": weights, "epoch": 3}, tmp_path / "other.ckpt")
     predict(config, photographs, tmp_path / "found")
     capsys.readouterr()
-    predict(config, photographs, tmp_path / "again", "--weights", tmp_path / "lightning.ckpt")
+    predict(config, photographs, tmp_path / "again", "--weights", tmp_path / "other.ckpt")
     assert results_of(tmp_path / "again") == results_of(tmp_path / "found")
 
 
@@ -232,7 +231,7 @@ def test_an_image_above_pillows_limit_is_read_for_tiles(config, photographs, tmp
             predict(config, photographs / "000.png", tmp_path / "whole")
         said = capsys.readouterr().err
         assert "000.png cannot be read (Image size (" in said
-        assert ". --tile-size reads up to 268 megapixels\n" in said
+        assert ". Try --tile-size\n" in said
         predict(config, photographs / "000.png", tmp_path / "tiles", "--tile-size", "100")
         assert Image.MAX_IMAGE_PIXELS == 1000
     finally:
