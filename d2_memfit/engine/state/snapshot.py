@@ -125,6 +125,8 @@ class StateWatch:
             try:
                 after = self._counts(looks)
             except torch.OutOfMemoryError:  # a forward that failed may leave no memory to look with
+                if is_done:
+                    raise
                 after, left_out = self._counts(looks=False), {}
             for key, (name, reference) in self._tensors.items():
                 tensor = reference()
