@@ -39,6 +39,15 @@ NUM_POINTS = 200
 NUM_SAMPLED = 4
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The models are so small that threads mostly wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(autouse=True)
 def no_torchscript(monkeypatch):
     """TorchScript drops the text of errors that Python raises within it, as the injector does; that
