@@ -401,6 +401,7 @@ def ended(folder, tmp_path, capsys, monkeypatch, alarm):
             arguments += ["OUTPUT_DIR", str(tmp_path / "out")]
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2**30 // 12)  # rfdetr has a limit of its own
         try:
             with pytest.raises(SystemExit) as e:
                 main([command, *arguments])
