@@ -16,7 +16,8 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process"),
 ]
 
-EXTRA_MB = {"proposal_network": 230, "mask_rcnn": 560}
+# Some 40 MB of these are what libraries take for themselves when the budget is set.
+EXTRA_MB = {"proposal_network": 290, "mask_rcnn": 620}
 # The proposal network's losses are means over images. The mask loss is one over all masks.
 LARGEST_DIFFERENCE = {"proposal_network": 1e-5, "mask_rcnn": 1e-3}
 
