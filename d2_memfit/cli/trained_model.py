@@ -55,7 +55,8 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
     if args.input is not None:
         files = find_files(args.input)
     elif dataset is not None:
-        files = [Path(image["file_name"]) for image in DatasetCatalog.get(dataset.name)]
+        # A file may be listed twice.
+        files = [*dict.fromkeys(Path(d["file_name"]) for d in DatasetCatalog.get(dataset.name))]
     else:
         raise ConfigError(
             "--input: name an image, a video or a folder of them, or leave it out and name images "

@@ -131,6 +131,7 @@ def test_without_input_the_images_of_the_dataset_are_predicted_on(
         width, height = Image.open(source).size
         entry = {"id": number, "file_name": name, "height": height, "width": width}
         coco["images"].append(entry)
+    coco["images"].append({**entry, "id": 2})  # a file that is listed twice
     (tmp_path / "mine.json").write_text(json.dumps(coco))
     words = ["--config-file", str(config), "--coco", "two_folders", "mine.json", "images"]
     main(["predict", *words, "--output", "found", "--min-score", "0"])

@@ -98,9 +98,9 @@ def leave_signals_to_launcher() -> None:
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """While open, no signal comes, and processes that start are born deaf to them.
+    """While open, no signal comes, and processes that start have signals blocked.
 
-    Workers of a loader hear again once they leave signals to their parent.
+    Workers of a loader unblock them once they leave signals to their parent.
     """
     if not _ON_LINUX:
         yield
