@@ -126,7 +126,8 @@ def records_here(device: torch.device) -> Iterator[RunRecord]:
     for path in paths:
         with contextlib.suppress(DataError):  # it is torn, or of another version
             record = load_fields(RunRecord, load_json(path), str(path))
-            if record.here == here:
+            numbers = (v for v in asdict(record).values() if isinstance(v, int))
+            if record.here == here and min(numbers) >= 0:
                 yield record
 
 

@@ -59,6 +59,7 @@ def test_another_device_or_software_has_its_own_records(key):
         json.dumps({**asdict(RECORD), "of_a_later_version": 1}),
         json.dumps({**asdict(RECORD), "allocated_bytes": "1"}),
         json.dumps({**asdict(RECORD), "allocated_bytes": True}),
+        json.dumps({**asdict(RECORD), "allocated_bytes": -1}),
         json.dumps({**asdict(RECORD), "outside_bytes": 1e300}),
         json.dumps({**asdict(RECORD), "micro_batch": [1, 2]}),
         json.dumps({**asdict(RECORD), "micro_batch": [1, 2, 3, None]}),
