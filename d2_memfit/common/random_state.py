@@ -44,6 +44,16 @@ class RandomState:
         names = self._states.keys() & {"torch", "device"}
         return all(torch.equal(self._states[name], other._states[name]) for name in names)
 
+    def draws_the_same(self, other: "RandomState") -> bool:
+        """Whether Python, NumPy and PyTorch draw the same numbers after both."""
+        (_, keys, *rest), (_, others, *their_rest) = self._states["numpy"], other._states["numpy"]
+        return (
+            self.draws_the_same_tensors(other)
+            and self._states["python"] == other._states["python"]
+            and rest == their_rest
+            and np.array_equal(keys, others)
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """The states in tensors, tuples, numbers and None.
 

@@ -46,7 +46,8 @@ _PASSED_ON = (
     "/detectron2/utils/comm.py",
 )
 
-_MOST_COUNTS = 16  # numbers in a tensor; a larger one is not a count
+_FEW = 16  # numbers in a tensor that are taken for counts
+_MOST_COUNTS = 4096  # the same, if they add up, such as one for each class
 _FUNCTION = torch.autograd.function.__file__
 
 Place = tuple[tuple[str, int], ...]  # file and line of the call and its callers, innermost first
@@ -85,6 +86,11 @@ class Collective:
             and self.tensors[0].numel() <= _MOST_COUNTS
             and self.tensors[0].dtype != torch.bool
         )
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it sums so many numbers that they may be no counts: statistics, for example."""
+        return self.tensors[0].numel() > _FEW
 
     def run_alone(self) -> bool:
         """Answer as if all ranks had sent what this one sends; return whether that is possible."""

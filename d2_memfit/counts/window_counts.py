@@ -46,8 +46,8 @@ def window_count(count: Number, minimum: float = 1.0) -> Number:
     forward over all images. Elsewhere it returns the mean over ranks, as the ``all_reduce`` did.
 
     Args:
-        count: the count of the batch in this forward: a number, or a tensor with one element, which
-            stays on its device.
+        count: the count of the batch in this forward: a number, or a tensor, which stays on its
+            device. A vector has the counts of several losses, or of classes.
         minimum: lower limit of the whole window's count.
     """
     if _answering is not None:

@@ -12,7 +12,7 @@ from detectron2.utils.events import get_event_storage
 
 from .. import compat
 from ..errors import one_line
-from .normalizers import CountReport
+from .losses import CountReport
 from .recovery import RecoveryReport
 from .window import MicroBatch, Window, image_names
 

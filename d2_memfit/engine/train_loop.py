@@ -23,7 +23,7 @@ from ..iteration import AveragedWeights, CostModel, Precision
 from ..job import LossFn, NormalizerOptions, RecoveryOptions, losses_of
 from ..memory import with_room
 from .hooks import compare_number_formats, explains_hooks, likely_cause
-from .normalizers import CommunicationError, Normalizers
+from .losses import CommunicationError, LossRules
 from .rank_report import RankReport, check_finite, mean_losses, write_metrics
 from .recovery import Recovery, RecoveryReport, observed
 from .reduce import average_gradients, check_ddp, image_share
@@ -31,7 +31,6 @@ from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
 from .state import Snapshot, watched
 from .window import (
     ByteCut,
-    ForwardCounters,
     MicroBatch,
     Window,
     WindowStorage,
@@ -128,7 +127,7 @@ class AccumulatingTrainer(ResumableTrainer):
         options = normalizers or NormalizerOptions()
         if self._reduces_in_backward:  # losses are divided as in Detectron2
             options = NormalizerOptions("off")
-        self.normalizers = Normalizers(
+        self.loss_rules = LossRules(
             bare_model, self._losses, options, recovers, is_cut, accumulation_steps
         )
         self.recovery: Optional[Recovery] = None
@@ -138,7 +137,7 @@ class AccumulatingTrainer(ResumableTrainer):
                 bare_model,
                 self.micro_batch_size,
                 mixed_precision=precision.dtype != torch.float32,
-                communication=self.normalizers.communication,
+                communication=self.loss_rules.communication,
                 byte_cut=self.byte_cut,
             )
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
@@ -153,8 +152,6 @@ class AccumulatingTrainer(ResumableTrainer):
         self.gather_metric_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self._has_old_gradients = False
-        self._window_start: Optional[Snapshot] = None  # if all ranks may run the window again
-        self._counters = ForwardCounters(bare_model)
         # On several ranks, one whose forward fails would leave the others waiting in theirs.
         compares_formats = precision.dtype == torch.float16 and comm.get_world_size() == 1
         self._compared_below = math.inf if compares_formats else 0  # images of a micro-batch
@@ -233,34 +230,19 @@ class AccumulatingTrainer(ResumableTrainer):
         """Accumulate a window's gradients without other ranks, then exchange reports with them.
 
         The reports are a vote. Before it, a rank that runs out of memory runs images again alone.
-        After it, all ranks run the window again together if losses were divided by a count that was
-        not the window's.
 
         Returns:
             The reports of all ranks.
         """
-        self._window_start = None
         if self.recovery is not None and self.run_state.loads_in_this_process:
             window.load()  # a second run must not draw the loader's random numbers again
         with WindowStorage(get_event_storage()) as storage, self._no_sync():
             reports = comm.all_gather(self._attempt(window, storage))
-            while self._must_run_again(reports):
-                if self._window_start is not None:  # it began
-                    self._window_start.restore()
-                self.optimizer.zero_grad(set_to_none=True)
-                self.model.zero_grad(set_to_none=True)  # what another optimizer steps on, too
-                window.start_over()
-                reports = comm.all_gather(self._attempt(window, storage))
         storage.write()
+        self.loss_rules.learn([r.counts for r in reports])
         if self.recovery is not None:
             self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
         return reports
-
-    def _must_run_again(self, reports: list[RankReport]) -> bool:
-        """Whether losses were divided by counts that were not the window's, on any rank."""
-        if any(r.recovery is not None and r.recovery.final_error for r in reports):
-            return False
-        return self.normalizers.must_run_again([r.counts for r in reports])
 
     def _attempt(self, window: Window, storage: WindowStorage) -> RankReport:
         """Accumulate a window's gradients on this rank, and report how that went."""
@@ -269,13 +251,12 @@ class AccumulatingTrainer(ResumableTrainer):
         try:
             with self._final_error("window", window):
                 self._begin_window(window, storage)
-                with self._counters.compared(window):
-                    recovery = self._accumulate(window, storage)
+                recovery = self._accumulate(window, storage)
                 self._free_old_gradients()  # if all images were skipped
         except CommunicationError as e:
             found = str(e)  # the report tells all ranks
         except OutOfMemoryError as e:
-            if self.normalizers.communication.known:  # the other ranks wait in a forward
+            if self.loss_rules.communication.known:  # the other ranks wait in a forward
                 raise
             recovery = RecoveryReport(final_error=str(e))
         return self._report(window, recovery, found)
@@ -283,28 +264,24 @@ class AccumulatingTrainer(ResumableTrainer):
     def _begin_window(self, window: Window, storage: WindowStorage) -> None:
         """Find what the window's losses are divided by, before its first forward."""
         if self.byte_cut is not None:
-            if found := self.normalizers.communication.known:
+            if found := self.loss_rules.communication.known:
                 raise ConfigError(
                     "MEMFIT.COST_MODEL.BYTES cuts the images of each rank alone, and the model "
                     f"communicates in its forward, {found}. Train without it"
                 )
             window.cut(self.byte_cut.micro_batches)
         size = self.recovery.micro_batch_size if self.recovery else self.micro_batch_size
-        self.normalizers.begin(window, size, self._forward)
-        if self._window_start is None and self.normalizers.may_run_again:
-            model = compat.without_ddp(self.model)
-            device = next(model.parameters()).device
-            self._window_start = with_room(lambda: Snapshot(model, storage), device)
+        self.loss_rules.begin(window, size, self._forward)
 
     def _accumulate(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
         """Run a window's micro-batches one after another; each counts by its images."""
 
         def backward(loss: torch.Tensor, micro_batch: MicroBatch) -> None:
-            with self.normalizers.of(micro_batch, replays=True):
+            with self.loss_rules.of(micro_batch, replays=True):
                 self._backward(loss, micro_batch.num_images / window.expected_images)
 
         def begin_anew() -> None:
-            if self.normalizers.lacks_counts:  # it went through the model at once, and did not fit
+            if self.loss_rules.lacks_counts:  # it went through the model at once, and did not fit
                 self._begin_window(window, storage)
 
         if self.recovery is not None:
@@ -312,8 +289,7 @@ class AccumulatingTrainer(ResumableTrainer):
         while (micro_batch := window.take(self.micro_batch_size)) is not None:
             storage.next_micro_batch(micro_batch.num_images)
             backward(self._forward(micro_batch), micro_batch)
-            if not self.normalizers.may_run_again:
-                micro_batch.keep_names_only()
+            micro_batch.keep_names_only()
         return None
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -330,12 +306,8 @@ class AccumulatingTrainer(ResumableTrainer):
             watched(self.model, self.recovery is not None),
             observed(self.out_of_memory_observers),
             self.precision.autocast(),
-            self.normalizers.of(micro_batch),
         ):
-            losses = self.normalizers.weighted(self._losses(self.model, micro_batch.batch))
-            total: Any = sum(losses.values())
-        micro_batch.losses = {name: loss.detach() for name, loss in losses.items()}
-        return total
+            return self.loss_rules.run(micro_batch, partial(self._losses, self.model))
 
     def _losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
         return losses_of(model, batch, self.loss_fn)
@@ -359,7 +331,7 @@ class AccumulatingTrainer(ResumableTrainer):
         try:
             with self._final_error("vote", window):
                 mine = RankReport.of(window, self.model.parameters(), self._likely_cause)
-                mine.counts = self.normalizers.report(window, found)
+                mine.counts = self.loss_rules.report(window, found)
                 mine.recovery = recovery
         except OutOfMemoryError as e:
             mine = RankReport(recovery=RecoveryReport(final_error=str(e)))
@@ -405,8 +377,8 @@ class AccumulatingTrainer(ResumableTrainer):
         state = {**super().state_dict(), **self.precision.state_dict()}
         if self.recovery is not None:
             state["recovery"] = self.recovery.state_dict()
-        if normalizers := self.normalizers.state_dict():
-            state["normalizers"] = normalizers
+        if rules := self.loss_rules.state_dict():
+            state["loss_rules"] = rules
         if self.average is not None:
             state["ema"] = self.average.state_dict()
         return state
@@ -416,7 +388,7 @@ class AccumulatingTrainer(ResumableTrainer):
         self.precision.load_state_dict(state_dict)
         if self.recovery is not None and "recovery" in state_dict:
             self.recovery.load_state_dict(state_dict["recovery"])
-        self.normalizers.load_state_dict(state_dict.get("normalizers", {}))
+        self.loss_rules.load_state_dict(state_dict.get("loss_rules", {}))
         if "ema" in state_dict:  # a run that keeps no average goes on from the trained weights too
             model = compat.without_ddp(self.model)
             average = self.average or AveragedWeights(model, 0.5)

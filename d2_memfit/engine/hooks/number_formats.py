@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...memory import is_out_of_memory
-from ..normalizers import SameDraws, without_traces
+from ..losses import SameDraws, without_traces
 
 __all__ = ["compare_number_formats"]
 

@@ -102,7 +102,7 @@ class MakeRoom(MemoryHook):
         taken = self._most_room - room
         largest = self._inner.recovery.largest
         # If ranks communicate in the forward, their micro-batches must stay equal.
-        may_shrink = not self._inner.normalizers.communication.known
+        may_shrink = not self._inner.loss_rules.communication.known
         if room >= _MARGIN * need or taken < _NOTICEABLE_BYTES or not may_shrink:
             return
         if has_grown:  # no window was cut by this limit yet

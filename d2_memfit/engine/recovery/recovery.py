@@ -17,7 +17,7 @@ from ...errors import OutOfMemoryError
 from ...job import RecoveryOptions
 from ...memory import is_out_of_memory, release_memory
 from ...techniques import checkpointed, resize_image
-from ..normalizers import Communication
+from ..losses import Communication
 from ..state import Snapshot
 from ..window import (
     ByteCut,

@@ -3,7 +3,6 @@
 
 from .byte_cut import *
 from .columns import *
-from .forward_counters import *
 from .micro_batch_size import *
 from .quickest_cuts import *
 from .storage import *

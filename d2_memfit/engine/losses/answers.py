@@ -44,7 +44,7 @@ class Totals:
         ranks: number of ranks.
     """
 
-    counts: Mapping[Site, float] = field(default_factory=dict)
+    counts: Counts = field(default_factory=dict)
     images: float = 0.0
     mean_images: float = 0.0
     ranks: int = 1
@@ -61,9 +61,11 @@ class Answers:
         totals: the window's counts.
         weights: for a loss, the count by which micro-batches are weighted in place of images.
         pretended: on one rank, tells the model that there are two.
+        is_test: whether no other rank takes part, as in tests and while counts are taken.
 
     Attributes:
         is_asked: whether the model or an adapter has asked for anything of the window.
+        large: sums over ranks that may be no counts, by their sites.
     """
 
     def __init__(
@@ -72,8 +74,11 @@ class Answers:
         totals: Optional[Totals] = None,
         weights: Optional[Mapping[str, Site]] = None,
         pretended: Optional[PretendedRanks] = None,
+        is_test: bool = False,
     ) -> None:
         self.is_asked = False
+        self.large: dict[Site, str] = {}
+        self._is_test = is_test
         self._communicate = communicate
         self._totals = totals or Totals()
         self._weights = weights or {}
@@ -149,23 +154,28 @@ class Answers:
         site = self._note(kind, own)
         if site not in self._totals.counts:
             return _limited(own, minimum)
-        answer = max(self._totals.counts[site], minimum) * self._share(images)
-        return torch.full_like(own, answer) if isinstance(own, torch.Tensor) else answer
+        answer = self._totals.counts[site].clamp(min=minimum) * self._share(images)
+        if isinstance(own, torch.Tensor):
+            dtype = own.dtype if own.is_floating_point() else torch.float32
+            return answer.reshape(own.shape).to(own.device, dtype)
+        return answer.item()
 
     def _handle(self, call: Collective) -> bool:
         if not call.is_count:
             return self._communicate(call)
         tensor = call.tensors[0].detach()
-        answers = tensor.clone().reshape(-1)
         ranks = call.scale or 1
-        for i, own in enumerate(tensor.clone().reshape(-1)):
-            site = self._note(sites.SUM, own)
-            if site in self._totals.counts:
-                answer = self._totals.counts[site] / self._totals.ranks * ranks
-                answers[i] = answer if tensor.is_floating_point() else round(answer)
-            else:
-                answers[i] = own * ranks
-        tensor.copy_(answers.reshape(tensor.shape))
+        site = self._note(sites.SUM, tensor)
+        if call.is_large:
+            self.large[site] = str(call)
+        if site not in self._totals.counts:
+            if call.is_large and not self._is_test:
+                return self._communicate(call)
+            tensor.mul_(ranks)
+            return True
+        answer = self._totals.counts[site] / self._totals.ranks * ranks
+        answer = answer if tensor.is_floating_point() else answer.round()
+        tensor.copy_(answer.reshape(tensor.shape))
         return True
 
     def _cross_entropy(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -185,7 +195,8 @@ class Answers:
         if site == sites.IN_FULL:
             return 1.0 / (share * self._totals.ranks)
         # A batch without any object is divided by 1.
-        return max(self._forward[site], 1.0) / (max(self._totals.counts[site], 1.0) * share)
+        whole = self._totals.counts[site].item()
+        return max(self._forward[site], 1) / (max(whole, 1.0) * share)
 
     def _share(self, images: float) -> float:
         return self._forward[sites.IMAGES] / images if images else 1.0
@@ -195,7 +206,8 @@ class Answers:
         place = place_of_caller()
         site = (kind, place, self._calls[kind, place])
         self._calls[kind, place] += 1
-        self._forward[site] = torch.as_tensor(value).detach()
+        is_tensor = isinstance(value, torch.Tensor)
+        self._forward[site] = value.detach().clone() if is_tensor else value
         return site
 
 

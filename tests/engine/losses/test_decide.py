@@ -20,15 +20,15 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer, compat, window_count
-from d2_memfit.engine.normalizers import normalizers
-from d2_memfit.engine.normalizers.sites import IN_FULL
+from d2_memfit.engine.losses import EXACT, NOT_KNOWN, OTHER, loss_rules
+from d2_memfit.engine.losses.sites import IN_FULL
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import NormalizerOptions, RecoveryOptions
 
 pytestmark = pytest.mark.slow
 
 WINDOWS = [(10, 3, 0, 5), (1, 0, 0, 0), (0, 4, 4, 4), (2, 2, 7, 2)]
-WRONG = "Micro-batches have other losses than the full batch"
+WRONG = "of the gradient in micro-batches"
 
 
 def windows_of(numbers=WINDOWS):
@@ -140,21 +140,21 @@ class MeanOverObjects(Detector):
         }
 
 
-def forwards_of(kind, windows, **options):
+def forwards_of(kind, windows, trainer=AccumulatingTrainer, **options):
     """The number of forwards in each window."""
     counts = []
 
-    class Counting(kind):
-        def forward(self, batch):
-            counts[-1] += 1
-            return super().forward(batch)
+    def count(*_):
+        counts[-1] += 1
 
-    class Trainer(AccumulatingTrainer):
+    class Trainer(trainer):
         def run_step(self):
             counts.append(0)
             super().run_step()
 
-    sgd = torch.optim.SGD((model := Counting().double()).parameters(), lr=0.0)
+    model = kind().double()
+    model.register_forward_pre_hook(count)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     loader = [[image] for window in windows for image in window]
     trainer = Trainer(model, loader, sgd, len(windows[0]), **options)
     with EventStorage() as storage:
@@ -164,19 +164,29 @@ def forwards_of(kind, windows, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "first", "later"), [(MeanOverObjects, 10, 4), (Detr, 17, 4), (Fcos, 25, 8)]
+    ("kind", "first", "later"), [(MeanOverObjects, 27, 4), (Detr, 25, 4), (Fcos, 29, 8)]
 )
 def test_the_test_is_made_once(kind, first, later):
-    """FCOS counts positives, which only a forward can tell; its first rule is wrong."""
+    """FCOS counts positives, which only a forward can tell."""
     counts = forwards_of(kind, windows_of([(9, 3, 1, 5), (1, 8, 2, 6), (3, 7, 4, 9)]))
     assert counts[0] <= first
     assert counts[1:] == [later, later]
 
 
-@pytest.mark.parametrize("kind", [PerImageClasses, Contrastive, FiltersObjects, Later])
+@pytest.mark.parametrize("kind", [PerImageClasses, Contrastive, FiltersObjects])
 def test_one_count_does_not_take_the_others_with_it(kind, log):
     distance, _ = worst(kind)
     assert distance < 2e-7
+    assert WRONG not in log.text
+
+
+def test_a_loss_that_is_new_is_tested_before_the_next_window(log):
+    full, _ = train(Later, windows_of())
+    cut, trainer = train(Later, windows_of(), steps=4)
+    off = [float((c - f).norm() / f.norm()) for c, f in zip(cut, full)]
+    assert max(off[:2]) < 2e-7
+    assert off[3] < 2e-7
+    assert trainer.loss_rules.rules.terms["loss_mask"].word == EXACT
     assert WRONG not in log.text
 
 
@@ -241,20 +251,35 @@ def test_a_head_that_starts_at_zero_does_not_hide_weights_of_classes(kind):
 
 
 class UntrainedWithIgnored(UntrainedWeighted):
-    """Its mean is over some pixels, which shows when its head no longer is zero."""
+    """Its mean is over some pixels. All losses are alike at first, and their gradients are not."""
 
     def mean(self, logits, labels):
-        logits = logits + max(get_iteration() - 1, 0) * torch.arange(3.0)[:, None]
         labels[:, -1] = 1
         return F.cross_entropy(logits, labels, ignore_index=0)
 
 
-def test_what_a_head_that_starts_at_zero_hides_is_told_later(log, monkeypatch):
+class LaterOverObjects(Detector):
+    """Its mean over images becomes one over objects."""
+
+    def forward(self, batch):
+        sums = self.features(batch).mean((1, 2, 3))
+        objects = torch.tensor([float(len(image["instances"])) for image in batch])
+        is_late = get_iteration() >= 2
+        over_objects = (sums * objects).sum() / objects.sum().clamp(min=1)
+        return {"loss": over_objects if is_late else sums.mean()}
+
+
+def test_a_head_that_starts_at_zero_hides_nothing(log):
+    train(UntrainedWithIgnored, windows_of([(10, 3, 4, 5)]), steps=4)
+    assert log.text.count(WRONG) == 1
+
+
+def test_what_a_first_test_cannot_see_is_told_later(log, monkeypatch):
     numbers = [(10, 3, 4, 5), (1, 8, 2, 2), (6, 4, 4, 4), (2, 2, 7, 2)]
-    train(UntrainedWithIgnored, windows_of(numbers[:3]), steps=4)
+    train(LaterOverObjects, windows_of(numbers), steps=4)
     assert WRONG not in log.text
-    monkeypatch.setattr(normalizers, "_TRIED_AGAIN", (2, 3))
-    train(UntrainedWithIgnored, windows_of(numbers), steps=4)
+    monkeypatch.setattr(loss_rules, "_TESTED_AGAIN", (2, 3))
+    train(LaterOverObjects, windows_of(numbers), steps=4)
     assert log.text.count(WRONG) == 1
 
 
@@ -262,8 +287,8 @@ def test_a_loss_that_is_not_right_is_named_once_with_its_distance(log):
     distance, _ = worst(MeanOverObjects)
     assert distance > 0.05
     [message] = [r.getMessage() for r in log.records if WRONG in r.getMessage()]
-    assert "distances: loss_mask (" in message
-    assert "MEMFIT.NORMALIZERS.LOSSES" in message
+    assert message.startswith("loss_mask: other, ")
+    assert 'MEMFIT.NORMALIZERS.LOSSES [["loss_mask", "objects"]]' in message
 
 
 def test_the_remedies_in_that_message_help(log):
@@ -302,7 +327,7 @@ class Total(Detr):
 
 def test_losses_that_are_added_up_cannot_be_told_apart(log):
     worst(Total)
-    assert "distances: total_loss (" in log.text
+    assert "total_loss: other, " in log.text
 
 
 class Noisy(Detr):
@@ -316,31 +341,42 @@ class Noisy(Detr):
         return {**losses, "loss_bbox": losses["loss_bbox"] * float(noise)}
 
 
-def test_a_random_loss_is_read_against_its_own_noise(log):
-    numbers = [(10, 3, 0, 5)] * 6
-    _, trainer = train(Noisy, windows_of(numbers), steps=4)
-    assert trainer.normalizers.verdict.weights["loss_bbox"] == IN_FULL
+def test_noise_that_hides_a_distance_is_neither_right_nor_wrong(log):
+    _, trainer = train(Noisy, windows_of([(10, 3, 0, 5)] * 2), steps=4)
+    assert trainer.loss_rules.rules.terms["loss_bbox"].word == NOT_KNOWN
+    assert "loss_bbox: not known (noise 0." in log.text
+
+
+class NoisyOnEqualRows(Detr):
+    """Its boxes are moved by random numbers that do not depend on the batch."""
+
+    def forward(self, batch):
+        losses = super().forward(batch)
+        return {**losses, "loss_bbox": losses["loss_bbox"] * (0.5 + torch.rand(()))}
+
+
+def test_random_numbers_that_can_be_fixed_hide_nothing(log):
+    _, trainer = train(NoisyOnEqualRows, windows_of([(10, 3, 0, 5)] * 2), steps=4)
+    assert trainer.loss_rules.rules.terms["loss_bbox"].word == EXACT
     assert WRONG not in log.text
 
 
-def test_a_resumed_run_goes_on_with_a_test_that_noise_left_open(tmp_path):
+def test_a_resumed_run_goes_on_with_the_rules(tmp_path):
     windows = windows_of([(10, 3, 0, 5), (2, 9, 1, 0), (4, 4, 8, 3)])
-    Noisy.generator = np.random.default_rng(1)
-    _, whole = train(Noisy, windows, steps=4)
-    Noisy.generator = np.random.default_rng(1)
-    _, ended = train(Noisy, windows[:1], steps=4)
-    state = ended.normalizers.state_dict()
-    assert state["needs_trial"]
-    torch.save(state, tmp_path / "state.pth")
+    _, whole = train(Detr, windows, steps=4)
+    _, ended = train(Detr, windows[:1], steps=4)
+    torch.save(ended.loss_rules.state_dict(), tmp_path / "state.pth")
 
     class Resumed(AccumulatingTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.normalizers.load_state_dict(torch.load(tmp_path / "state.pth", weights_only=True))
+            self.loss_rules.load_state_dict(torch.load(tmp_path / "state.pth", weights_only=True))
 
-    _, resumed = train(Noisy, windows[1:], steps=4, trainer=Resumed)
-    assert resumed.normalizers.verdict == whole.normalizers.verdict
-    assert resumed.normalizers.state_dict() == whole.normalizers.state_dict()
+    windows = windows[1:]
+    counts = forwards_of(Detr, windows, trainer=Resumed)
+    _, resumed = train(Detr, windows, steps=4, trainer=Resumed)
+    assert counts == [4, 4]
+    assert resumed.loss_rules.rules == whole.loss_rules.rules
 
 
 class LogsASum(Detr):
@@ -389,7 +425,7 @@ class AsksInVain(MeanOverObjects):
 
 
 def test_a_window_count_that_never_sees_its_loss_is_an_error():
-    with pytest.raises(ConfigError, match=r"window_count in .*test_trial.py:\d+: no loss depends"):
+    with pytest.raises(ConfigError, match=r"window_count in .*test_decide.py:\d+: no loss depends"):
         train(AsksInVain, windows_of(), steps=4)
 
 
@@ -407,17 +443,31 @@ def test_a_criterion_that_needs_objects_keeps_its_counts(log):
 
 
 class NeedsTwo(Detr):
+    least = 2
+
     def forward(self, batch):
-        if len(batch) < 2:
+        if len(batch) < self.least:
             raise ValueError("one image has no other to be compared with")
         return super().forward(batch)
 
 
+class NeedsFive(NeedsTwo):
+    least = 5
+
+
+def test_a_criterion_that_needs_two_images_is_tested_with_pairs(log):
+    numbers = [(10, 3, 0, 5), (1, 8, 0, 0), (2, 2, 7, 2)]
+    full, _ = train(NeedsTwo, windows_of(numbers))
+    cut, _ = train(NeedsTwo, windows_of(numbers), steps=2)
+    assert max(float((c - f).norm() / f.norm()) for c, f in zip(cut, full)) < 2e-7
+    assert WRONG not in log.text
+
+
 def test_a_criterion_that_cannot_be_tested_keeps_image_weights_and_one_line_says_so(log):
-    train(NeedsTwo, windows_of(), steps=2)
+    train(NeedsFive, windows_of([(10, 3, 0, 5, 1) * 2]), steps=2)
     messages = [r.getMessage() for r in log.records if "could not be tested" in r.getMessage()]
     assert len(messages) == 1
-    assert "ValueError: one image has no other to be compared with in normalizers/" in messages[0]
+    assert "ValueError: one image has no other to be compared with in losses/" in messages[0]
 
 
 class Thirsty(Detr):
@@ -446,7 +496,7 @@ class FailsLater(Detr):
 
 def test_an_error_of_what_a_model_is_told_does_not_end_the_run():
     _, trainer = train(FailsLater, windows_of()[:3], steps=4)
-    assert "loss_bbox" not in trainer.normalizers.verdict.weights
+    assert "loss_bbox" not in trainer.loss_rules.rules.weights
 
 
 class Fails(Detr):
@@ -478,14 +528,14 @@ def test_a_test_without_memory_leaves_what_is_known():
     windows = windows_of([(10, 3, 0, 5), (1, 0, 2, 0)])
     full, _ = train(Detr, windows)
     cut, trainer = train(NewLossWithoutMemory, windows, steps=4)
-    assert "loss_bbox" in trainer.normalizers.verdict.weights
+    assert "loss_bbox" in trainer.loss_rules.rules.weights
     assert float((cut[0] - full[0]).norm() / full[0].norm()) < 2e-7
 
 
 def test_windows_that_begin_without_objects_are_tested_when_there_are_some(log):
     distance, trainer = worst(Detr, [(0, 0, 0, 0), (0, 0, 0, 0), (10, 3, 0, 5), (1, 0, 2, 4)])
     assert distance < 2e-7
-    assert "loss_bbox" in trainer.normalizers.verdict.weights
+    assert "loss_bbox" in trainer.loss_rules.rules.weights
 
 
 # Ranks
@@ -508,7 +558,7 @@ def on_ranks(rank, num_ranks, kind, windows, recovery):
             trainer.run_step()
             parameters = trainer.model.parameters()
             gradients.append(torch.cat([p.grad.flatten() for p in parameters]))
-    return gradients, dict(trainer.normalizers.verdict.weights)
+    return gradients, dict(trainer.loss_rules.rules.weights)
 
 
 class RaisesOnOneRank(Detr):
@@ -524,7 +574,7 @@ def state_of_ranks(rank, num_ranks, windows):
     trainer = make_on_ranks(rank, num_ranks, Detr, windows, None)
     with EventStorage():
         trainer.run_step()
-    return trainer.normalizers.state_dict()
+    return trainer.loss_rules.state_dict()
 
 
 def test_a_run_of_two_ranks_is_resumed_on_one(two_ranks):
@@ -534,7 +584,7 @@ def test_a_run_of_two_ranks_is_resumed_on_one(two_ranks):
     class Resumed(AccumulatingTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.normalizers.load_state_dict(state)
+            self.loss_rules.load_state_dict(state)
 
     full, _ = train(Detr, windows)
     cut, _ = train(Detr, windows, steps=4, trainer=Resumed)
@@ -548,7 +598,7 @@ class LaterOnOneRank(Later):
 
 
 def test_a_loss_that_is_new_on_one_rank_is_tested_on_all(two_ranks):
-    windows = windows_of([(4, 3, 1, 5), (1, 2, 4, 2), (3, 4, 2, 4)])
+    windows = windows_of([(4, 3, 1, 5), (1, 2, 4, 2), (3, 4, 2, 4), (3, 4, 2, 4)])
     (_, weights), (_, others) = two_ranks.run(on_ranks, 2, LaterOnOneRank, windows, None)
     assert weights == others
     assert weights["loss_mask"] == IN_FULL
@@ -569,18 +619,19 @@ def test_ranks_decide_the_same(kind, recovery, two_ranks):
 
 def on_ranks_tested_again(rank, num_ranks, windows):
     """Train; after the second window go on with another trainer, as a resumed run does."""
-    normalizers._TRIED_AGAIN = (2, 3)
+    loss_rules._TESTED_AGAIN = (2, 3)
     trainers = [
-        make_on_ranks(rank, num_ranks, UntrainedWithIgnored, part, RecoveryOptions())
+        make_on_ranks(rank, num_ranks, LaterOverObjects, part, RecoveryOptions())
         for part in (windows[:2], windows[2:])
     ]
     with EventStorage() as storage:
         for storage.iter in range(len(windows)):
             trainer = trainers[storage.iter // 2]
             if storage.iter == 2:
-                trainer.normalizers.load_state_dict(trainers[0].normalizers.state_dict())
+                trainer.loss_rules.load_state_dict(trainers[0].loss_rules.state_dict())
             trainer.run_step()
-    return [t.normalizers.verdict for t in trainers], trainer.normalizers.state_dict()
+    words = [{k: t.word for k, t in x.loss_rules.rules.terms.items()} for x in trainers]
+    return words, trainer.loss_rules.state_dict()
 
 
 def test_ranks_and_a_resumed_run_test_again_together(two_ranks):
@@ -588,5 +639,5 @@ def test_ranks_and_a_resumed_run_test_again_together(two_ranks):
     one, other = two_ranks.run(on_ranks_tested_again, 2, windows)
     assert one == other
     (before, after), _ = one
-    assert before.wrong == ()
-    assert after.wrong == ("loss",)
+    assert before == {"loss": EXACT}
+    assert after == {"loss": OTHER}

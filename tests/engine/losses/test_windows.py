@@ -273,7 +273,7 @@ def test_a_model_that_does_something_else_with_ranks_is_left_alone(log):
     windows = list(map(divide, images))
     off = gradients(Doubles, windows, normalizers=NORMALIZERS["off"], **options)[1]
     on = gradients(Doubles, windows, **options)[1]
-    assert "other losses than the full batch, by these relative distances: loss_bbox (" in log.text
+    assert "loss_bbox: other, " in log.text
     for one, other in zip(on, off):  # its weighted mean is the window's all the same
         assert one["loss_bbox"] == pytest.approx(other["loss_bbox"])
 
@@ -386,7 +386,7 @@ def test_split_with_a_model_that_communicates_is_an_error_on_all_ranks(two_ranks
     parts = [[[annotated_images((2, 3))]] * 2]
     errors = two_ranks.run(expected_error, 2, parts, {"recovery": RecoveryOptions()})
     assert errors[0] == errors[1]
-    assert "all_reduce in normalizers/test_windows.py:" in errors[0]
+    assert "all_reduce in losses/test_windows.py:" in errors[0]
     assert "(Synchronised)" in errors[0]
     assert "MEMFIT.OOM.POLICY raise" in errors[0]
 
@@ -402,7 +402,7 @@ def test_unequal_cuts_of_a_model_that_communicates_are_an_error_on_all_ranks(two
 def with_warnings(*arguments):
     with pytest.MonkeyPatch.context() as patch:
         logs = []
-        logger = logging.getLogger("d2_memfit.engine.normalizers.communication")
+        logger = logging.getLogger("d2_memfit.engine.losses.communication")
         patch.setattr(logger, "warning", lambda text, *args: logs.append(text % args))
         return on_ranks(*arguments), logs
 
@@ -414,7 +414,7 @@ def test_equal_cuts_of_a_model_that_communicates_are_trained(two_ranks):
     options = {"accumulation_steps": 2}
     for actual, (log,) in two_ranks.run(with_warnings, 2, Synchronised, parts, "window", options):
         assert max(differences(actual, full)) < 2e-7
-        assert "all_reduce in normalizers/test_windows.py:" in log
+        assert "all_reduce in losses/test_windows.py:" in log
 
 
 # Criteria of public projects, which have an adapter

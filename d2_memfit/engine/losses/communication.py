@@ -2,14 +2,14 @@
 """Collectives in a forward that are not counts. A rank cannot repeat them alone."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from detectron2.utils import comm
 
 from ...counts import Collective
 from ...errors import ConfigError
 
-__all__ = ["Communication", "CommunicationError", "Spared", "raise_on_all"]
+__all__ = ["Communication", "CommunicationError", "Spared"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +22,6 @@ class Spared(CommunicationError):
     """A function of the model cannot work with what it is told of another rank."""
 
 
-def raise_on_all(found: Iterable[str]) -> None:
-    """Raise :class:`CommunicationError`, on all ranks, if any of them found a collective."""
-    for text in filter(None, found):
-        raise CommunicationError(text)
-
-
 class Communication:
     """Knowledge about a model's communication in its forward.
 
@@ -37,10 +31,12 @@ class Communication:
             without retries.
 
     Attributes:
-        known: the first collective, as text; "" if there is none.
+        found: the first collective that a test has seen, as text; "" if there was none.
+        known: the same, once all ranks know it.
     """
 
     def __init__(self, may_retry: bool, is_size_fixed: bool) -> None:
+        self.found = ""
         self.known = ""
         self._may_retry = may_retry
         self._is_size_fixed = is_size_fixed
@@ -52,23 +48,27 @@ class Communication:
         return self._may_retry and not self.known
 
     def handle(self, call: Collective) -> bool:
-        """Handle a collective for :func:`~d2_memfit.counts.collectives.noticed_collectives`.
+        """Handle a collective in a window for
+        :func:`~d2_memfit.counts.collectives.noticed_collectives`.
 
         Raises:
-            CommunicationError: it is the first collective that is found.
+            CommunicationError: ranks run images again alone, and no test has found it.
         """
-        if self.known:  # the other ranks make the same call
-            return False
-        return self.handle_alone(call)
+        if self._is_alone:
+            return self.note(call)
+        if not self.known and self._may_retry:
+            raise CommunicationError(str(call))
+        return False  # the other ranks make the same call
 
-    def handle_alone(self, call: Collective) -> bool:
-        """Handle a collective in a forward that no other rank runs, whether there is one or not.
+    def note(self, call: Collective) -> bool:
+        """Answer a collective in a forward that no other rank runs, whether there is one or not.
 
         Raises:
-            CommunicationError: as above, or it cannot be answered without other ranks.
+            CommunicationError: it cannot be answered without other ranks.
         """
-        is_known = call.name in ("barrier", "broadcast", "reduce") if self._is_alone else self.known
-        if not is_known or not call.run_alone():
+        self.found = self.found or str(call)
+        is_harmless = not self._is_alone or call.name in ("barrier", "broadcast", "reduce")
+        if not (is_harmless and call.run_alone()):
             raise CommunicationError(str(call))
         return True
 

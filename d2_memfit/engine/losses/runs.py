@@ -1,0 +1,302 @@
+# Copyright (c) the d2_memfit developers.
+"""Forwards and backwards for tests of a model. They leave nothing behind."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from detectron2.utils.events import EventStorage, get_event_storage
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from ...common.random_state import RandomState
+from ...compat.pytorch import BatchNorm
+from ...counts import Handler, PretendedRanks
+from ...errors import ConfigError
+from ..state import Snapshot
+from ..window import MicroBatch
+from .answers import Answers, Totals
+from .changes import changed_names, counters_of, state_of
+from .communication import Spared
+from .sites import Counts, Site
+from .sketch import sketch_of_gradients
+
+__all__ = ["Part", "Run", "SameDraws", "Subject", "without_traces"]
+
+# The functions at import: other contexts may replace them later.
+_RANDPERM = torch.randperm
+_DRAWS = (
+    _RANDPERM,
+    torch.bernoulli,
+    torch.rand,
+    torch.rand_like,
+    torch.randint,
+    torch.randint_like,
+    torch.randn,
+    torch.randn_like,
+    torch.Tensor.bernoulli_,
+    torch.Tensor.normal_,
+    torch.Tensor.uniform_,
+)
+_DROPOUT = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
+
+
+@contextmanager
+def without_traces(model: nn.Module) -> Iterator[None]:
+    """Run forwards without gradients that leave the model, random states and log unchanged.
+
+    Attributes of the model's modules, such as ``training``, are put back, too.
+    """
+    snapshot = Snapshot(model)
+    try:
+        with torch.no_grad(), EventStorage(get_event_storage().iter):
+            yield
+    finally:
+        snapshot.restore()
+
+
+@dataclass
+class Part:
+    """One forward of a test.
+
+    Attributes:
+        images, objects: numbers of them.
+        losses: their values, with the weights that they have in place of images.
+        gradient: a sketch of the gradient of all of them, with their weights, without the images'.
+        counts: what the forward has counted.
+    """
+
+    images: int
+    losses: dict[str, float]
+    gradient: torch.Tensor
+    counts: Counts
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(torch.isfinite(torch.tensor([*self.losses.values(), 0.0])).all())
+
+
+@dataclass
+class Run:
+    """Some forwards of a test, one after another.
+
+    Attributes:
+        is_asked: whether the model or an adapter has asked for anything of the window.
+        has_drawn: whether random numbers were drawn.
+        large: sums over ranks that may be no counts, by their sites.
+        changed: names of what the forwards have changed in the model.
+        counters: those of them that have grown by one with each forward.
+    """
+
+    parts: list[Part] = field(default_factory=list)
+    is_asked: bool = False
+    has_drawn: bool = False
+    large: dict[Site, str] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    counters: list[str] = field(default_factory=list)
+
+    @property
+    def is_finite(self) -> bool:
+        return all(part.is_finite for part in self.parts)
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient of all images, of which each forward's have their share."""
+        images = sum(part.images for part in self.parts)
+        return sum(  # type: ignore[return-value]
+            (part.images / images * part.gradient for part in self.parts), torch.zeros(())
+        )
+
+    def loss(self, name: str) -> float:
+        images = sum(part.images for part in self.parts)
+        return sum(part.images / images * part.losses.get(name, 0.0) for part in self.parts)
+
+
+@dataclass
+class Subject:
+    """A model with its losses, for tests that leave it as it was.
+
+    Args:
+        model: without DDP around it, and without gradients.
+        losses: called as ``losses(model, batch)``.
+        communicate: handles the model's collectives that are not counts.
+        pretended: tells the model that there are two ranks, so that it adds up its counts; None on
+            several ranks.
+
+    Attributes:
+        forwards: images that went through the model so far.
+        has_gradients: False where there is no memory for them. The values of the losses then stand
+            for their gradient.
+    """
+
+    model: nn.Module
+    losses: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]]
+    communicate: Handler
+    pretended: Optional[PretendedRanks] = None
+    forwards: int = 0
+    has_gradients: bool = True
+
+    def run(
+        self,
+        groups: Sequence[Any],
+        totals: Optional[Totals] = None,
+        pretends: bool = False,
+        weights: Optional[Mapping[str, Site]] = None,
+        seed: int = 0,
+        terms: Optional[Sequence[str]] = None,
+        carries: bool = True,
+        freezes: bool = False,
+        with_gradient: bool = True,
+        looks: bool = False,
+    ) -> Run:
+        """Run groups of images, one forward and backward each.
+
+        Args:
+            totals, weights: as for :class:`Answers`.
+            pretends: whether the model is told of a second rank, if there is none.
+            terms: names of the losses whose gradient is taken; None takes all.
+            carries: whether a forward finds what those before have changed in the model, as in
+                training. Otherwise each finds the state at the start.
+            freezes: whether batch normalisation uses its running statistics.
+            looks: whether to look for changes in the model.
+        """
+        pretended = self.pretended if pretends else None
+        while True:
+            answers = Answers(self.communicate, totals, weights, pretended, is_test=True)
+            result = Run()
+            start = Snapshot(self.model)
+            no_step = register_optimizer_step_pre_hook(_refuse_step)
+            try:
+                has_gradient = with_gradient and self.has_gradients
+                with EventStorage(get_event_storage().iter), torch.set_grad_enabled(has_gradient):
+                    before = state_of(self.model) if looks else {}
+                    self._fix(freezes)
+                    for group in groups:
+                        result.parts.append(self._part(group, answers, seed, terms, result))
+                        if not carries:
+                            start.restore()
+                            self._fix(freezes)
+                result.is_asked = answers.is_asked
+                result.large = answers.large
+                if looks:
+                    after = state_of(self.model)
+                    result.changed = changed_names(before, after)
+                    result.counters = counters_of(before, after, len(groups))
+                return result
+            except Spared:
+                continue
+            finally:
+                no_step.remove()
+                start.restore()
+                self.model.zero_grad(set_to_none=True)
+
+    def _part(
+        self,
+        images: Any,
+        answers: Answers,
+        seed: int,
+        terms: Optional[Sequence[str]],
+        result: Run,
+    ) -> Part:
+        micro_batch = MicroBatch(copy.deepcopy(images))  # models may change images
+        self.forwards += micro_batch.num_images
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        with SameDraws(seed):
+            before = RandomState(parameters[0].device)
+            with answers.of(micro_batch):
+                losses = self.losses(self.model, micro_batch.batch)
+                _check(losses, parameters)
+                weighted = answers.weighted(losses)
+                total: Any = sum(weighted[k] for k in losses if terms is None or k in terms)
+            if torch.is_grad_enabled() and total.requires_grad:
+                with answers.of(micro_batch, replays=True):
+                    total.backward()
+            result.has_drawn |= not before.draws_the_same(RandomState(parameters[0].device))
+        values = {name: float(loss.detach()) for name, loss in weighted.items()}
+        gradient = sketch_of_gradients(parameters)
+        self.model.zero_grad(set_to_none=True)
+        if not self.has_gradients:
+            chosen = [v for k, v in values.items() if terms is None or k in terms]
+            gradient = torch.tensor(chosen, dtype=torch.float64)
+        return Part(micro_batch.num_images, values, gradient, answers.counts[-1])
+
+    def _fix(self, freezes: bool) -> None:
+        for module in self.model.modules():
+            if isinstance(module, BatchNorm) and freezes:
+                module.training = False
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise ConfigError(
+        f"the model's forward or loss_fn steps by itself ({type(optimizer).__name__}.step). Return "
+        "the losses, and leave backward and step to the trainer"
+    )
+
+
+def _check(losses: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Raise :class:`ConfigError` if a forward does not give losses that can be trained on."""
+    if not isinstance(losses, Mapping):
+        raise ConfigError(
+            f"the model or loss_fn must return a loss or a dict of losses, got a "
+            f"{type(losses).__name__}"
+        )
+    for name, loss in losses.items():
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(f"{name} must be a tensor with one number, got {got}")
+    if any(p.grad is not None for p in parameters):
+        raise ConfigError(
+            "the model's forward or loss_fn calls backward() by itself. Return the losses, and "
+            "leave backward and step to the trainer"
+        )
+
+
+class SameDraws(TorchFunctionMode):
+    """While open, random numbers do not depend on earlier ones, and nothing is dropped.
+
+    It is for tests of a model: nothing is trained under it.
+
+    Args:
+        seed: another one gives other numbers.
+        same_rows: whether all rows of a random tensor have the same numbers. An object's are then
+            the same in whatever batch it is.
+    """
+
+    def __init__(self, seed: int = 0, same_rows: bool = True) -> None:
+        super().__init__()
+        self._seed = seed
+        self._same_rows = same_rows
+
+    def __enter__(self) -> Any:
+        self._seed_all()
+        return super().__enter__()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUT:
+            return args[0] if args else kwargs["input"]
+        if func not in _DRAWS:
+            return func(*args, **kwargs)
+        self._seed_all()
+        drawn = func(*args, **kwargs)
+        if func is _RANDPERM:  # of the anchors or proposals of an image
+            return drawn.copy_(torch.arange(len(drawn)).roll(self._seed * len(drawn) // 3))
+        if self._same_rows and drawn.dim() > 0 and len(drawn) > 0:
+            drawn.detach().copy_(drawn[:1].clone().expand_as(drawn))
+        return drawn
+
+    def _seed_all(self) -> None:
+        random.seed(self._seed)
+        np.random.seed(self._seed)
+        torch.manual_seed(self._seed)

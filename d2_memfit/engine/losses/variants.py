@@ -1,0 +1,105 @@
+# Copyright (c) the d2_memfit developers.
+"""Images of a job, varied for the test of its losses: fewer objects, none, another size."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from detectron2.structures import Instances
+from torch import nn
+
+from ...job import size_of
+from ...techniques import resize_image
+from ..window import Row, count_objects
+
+__all__ = ["images_of_one_size", "images_of_two_sizes", "shrunk"]
+
+_IGNORED = ("ignore_value", "ignore_index", "ignore_label")  # attributes of heads and criteria
+_DETECTRON2S = 255
+_OTHER_SIZE = 0.7  # of height and width, where a window has images of one size
+
+
+def images_of_one_size(
+    images: Sequence[Any], model: nn.Module, number: int = 3, with_empty: bool = True
+) -> list[Any]:
+    """Images of one size: the most crowded one, one with a third of its labels, one without any.
+
+    If too few have one size, the most crowded one is taken again, with its pixels shifted.
+
+    Args:
+        model: its heads say which label of a pixel is ignored.
+        with_empty: whether labels of the last one are taken away.
+    """
+    crowded = max(images, key=count_objects)
+    others = [i for i in images if i is not crowded and _size(i) == _size(crowded)]
+    others += [_shifted(crowded, n) for n in range(1, number)]
+    second = min(filter(count_objects, others), key=count_objects, default=others[0])
+    rest = [image for image in others if image is not second][: number - 2]
+    most = max(count_objects(crowded) // 3, 1)
+    chosen = [crowded, _labelled(second, most, 0.5, model), *rest]
+    if with_empty:
+        chosen[-1] = _labelled(chosen[-1], 0, 0.0, model)
+    return chosen
+
+
+def images_of_two_sizes(images: Sequence[Any]) -> list[Any]:
+    """Two images with objects and of different size; none if all have one, and cannot be resized."""
+    crowded = max(images, key=count_objects)
+    for other in sorted(images, key=count_objects, reverse=True):
+        if _size(other) != _size(crowded):
+            return [crowded, other]
+    other = next((image for image in images if image is not crowded), crowded)
+    can_be_resized = isinstance(other, dict) and min(_size(other)) > 1
+    return [crowded, resize_image(other, _OTHER_SIZE)] if can_be_resized else []
+
+
+def shrunk(images: Sequence[Any], most_pixels: float) -> list[Any]:
+    """The images, smaller if together they have more pixels; others than dataset dicts as given."""
+    height, width = size_of(list(images))
+    factor = math.sqrt(most_pixels / max(len(images) * height * width, 1))
+    if factor >= 1 or not all(isinstance(i, dict) and min(_size(i)) > 1 for i in images):
+        return list(images)
+    return [resize_image(image, factor) for image in images]
+
+
+def _size(image: Any) -> tuple[int, int]:
+    return size_of(list(image.parts) if isinstance(image, Row) else image)
+
+
+def _shifted(image: Any, number: int) -> Any:
+    pixels = image.get("image") if isinstance(image, dict) else None
+    if not isinstance(pixels, torch.Tensor):
+        return image
+    return {**image, "image": pixels.roll(16 * number, -1)}
+
+
+def _labelled(image: Any, objects: int, share: float, model: nn.Module) -> Any:
+    """The image with fewer objects, and with labels on a share of its pixels' rows."""
+    return _cut(image, count_objects(image), objects, share, _size(image), _ignored_by(model))
+
+
+def _cut(value: Any, old: int, new: int, share: float, size: tuple[int, int], ignored: int) -> Any:
+    def cut(part: Any) -> Any:
+        return _cut(part, old, new, share, size, ignored)
+
+    if isinstance(value, Row):
+        return replace(value, parts=tuple(map(cut, value.parts)))
+    if isinstance(value, dict):
+        return {k: v if k in ("image", "proposals") else cut(v) for k, v in value.items()}
+    if isinstance(value, Instances):
+        return value[:new] if value.get_fields() else value
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and value.dtype == torch.int64 and value.shape[-2:] == size and min(size) > 1:
+        labels = value.clone()
+        labels[..., round(size[0] * share) :, :] = ignored
+        return labels
+    if (is_tensor and value.dim() > 0) or isinstance(value, list):
+        return value[:new] if old and len(value) == old else value
+    return value
+
+
+def _ignored_by(model: nn.Module) -> int:
+    found = [getattr(m, name, None) for m in model.modules() for name in _IGNORED]
+    return next((value for value in found if type(value) is int), _DETECTRON2S)
