@@ -1074,6 +1074,21 @@ class RandomPointsDeclared(RandomPoints):
         return window_count(num_objects(batch))
 
 
+@criterion(is_random=True)
+class UncertainPoints(Masks):
+    """PointRend's: of more random points, those where a mask is least certain."""
+
+    def losses(self, batch):
+        logits, wanted = self.masks(batch)
+        points = torch.rand(len(logits), 16).mul(logits.shape[1]).long()
+        uncertain = -logits.detach().gather(1, points).abs()
+        points = points.gather(1, uncertain.topk(8, dim=1).indices)
+        ce = F.binary_cross_entropy_with_logits(
+            logits.gather(1, points), wanted.gather(1, points), reduction="none"
+        )
+        return {"loss_mask": ce.mean(1).sum() / num_boxes_of(batch)}
+
+
 @criterion()
 class Solo(Masks):
     """SOLOv2: a mean of dice over masks, and a focal loss over positives and one."""
@@ -1312,6 +1327,9 @@ class EightyClassCountsOverRanks(ClassCountsOverRanks):
     num_classes = LVIS
 
 
+remedy(ClassBalanced)(EightyClassCountsOverRanks)
+
+
 @criterion()
 class ClassCountsWithClampWithin(ClassBalanced):
     def counts(self, own):
@@ -1380,6 +1398,16 @@ class PairsOfImages(Detector):
             features = F.normalize(self.quality.weight * rows, dim=1)
             total = total + (features @ features.T).sum() / max(len(rows), 1) ** 2
         return {"loss_contrastive": total / len(batch)}
+
+
+@criterion()
+class MixedImages(Detector):
+    """Mixup: each image is mixed with the next one of its batch."""
+
+    def losses(self, batch):
+        pooled = self.pooled(batch)
+        mixed = 0.6 * pooled + 0.4 * pooled.roll(1, 0)
+        return {"loss_mixed": (4 * self.quality(mixed)).exp().mean()}
 
 
 @criterion()
@@ -1763,8 +1791,9 @@ class SpectralNorm(Detector):
     def __init__(self):
         super().__init__()
         self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(CHANNELS, CHANNELS))
-        vector = self.spectral.parametrizations.weight[0]._u
-        vector.copy_(F.normalize(torch.randn(CHANNELS), dim=0))
+        norm = self.spectral.parametrizations.weight[0]
+        for vector in (norm._u, norm._v):
+            vector.copy_(F.normalize(torch.randn(CHANNELS), dim=0))
 
     def losses(self, batch):
         return {"loss_spectral": self.quality(self.spectral(self.pooled(batch))).exp().mean()}
@@ -1792,6 +1821,17 @@ class DropoutOfOwnCount(Detector):
 
 by_key(DropoutOfOwnCount, "loss_dropped")
 next(iter(CRITERIA["DropoutOfOwnCount"].remedies.values())).is_random = True
+
+
+@criterion(is_random=True)
+class StochasticDepth(Detector):
+    """One draw for all images of a batch."""
+
+    def losses(self, batch):
+        pooled = self.pooled(batch)
+        kept = torch.bernoulli(torch.tensor(0.9, dtype=pooled.dtype)) / 0.9
+        deeper = pooled + kept * self.boxes(pooled).mean(1, keepdim=True)
+        return {"loss_dropped": self.quality(deeper).exp().mean()}
 
 
 @criterion(is_random=True)
