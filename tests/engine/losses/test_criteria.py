@@ -326,15 +326,16 @@ def of_ranks(ranks, name, remedy, size):
     return first
 
 
-ON_RANKS = frozenset(  # noqa: SIM905  a list would have a line for each
-    """
-    NumBoxesOverRanks WindowCount OwnCount ClampWithinAllReduce PlusTenWithinWindowCount
-    DistinctClassesOverRanks PlainSum MeanOfMeans Fcos QualityWeights RunningMean Solo DicePerMask
-    LabelledPixels WeightedPixels HardPixelsOfBatch PaddedMean ClassWeights ClassCountsOverRanks
-    PairsOfBatch AsLargeAsMain NormalisedGradients Queue Prototypes WarmUpInNumber Teacher
-    StateForTheLog BatchStatistics TimesRanks SmallDetector
-    """.split()
-)
+# fmt: off
+ON_RANKS = {
+    "NumBoxesOverRanks", "WindowCount", "OwnCount", "ClampWithinAllReduce",
+    "PlusTenWithinWindowCount", "DistinctClassesOverRanks", "PlainSum", "MeanOfMeans", "Fcos",
+    "QualityWeights", "RunningMean", "Solo", "DicePerMask", "LabelledPixels", "WeightedPixels",
+    "HardPixelsOfBatch", "PaddedMean", "ClassWeights", "ClassCountsOverRanks", "PairsOfBatch",
+    "AsLargeAsMain", "NormalisedGradients", "Queue", "Prototypes", "WarmUpInNumber", "Teacher",
+    "StateForTheLog", "BatchStatistics", "TimesRanks", "SmallDetector",
+}
+# fmt: on
 NOT_RANDOM = [name for name, criterion in CRITERIA.items() if not criterion.is_random]
 
 
