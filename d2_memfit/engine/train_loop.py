@@ -21,14 +21,13 @@ from ..common.checks import check_positive_int
 from ..errors import ConfigError, OutOfMemoryError
 from ..iteration import AveragedWeights, CostModel, Precision
 from ..job import LossFn, NormalizerOptions, RecoveryOptions, losses_of
-from ..memory import with_room
 from .hooks import compare_number_formats, explains_hooks, likely_cause
 from .losses import CommunicationError, LossRules
 from .rank_report import RankReport, check_finite, mean_losses, write_metrics
 from .recovery import Recovery, RecoveryReport, observed
 from .reduce import average_gradients, check_ddp, image_share
 from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
-from .state import Snapshot, watched
+from .state import watched
 from .window import (
     ByteCut,
     MicroBatch,

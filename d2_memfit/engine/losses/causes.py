@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
 import torch
 
 from .sketch import relative
@@ -110,7 +111,9 @@ def cause_of(found: Evidence) -> str:
             "its gradient has a factor that the forward computes from its own micro-batch. Compute "
             "the factor for each image"
         )
-    changes = f", and on {', '.join(found.state)}, which each forward changes" if found.state else ""
+    changes = (
+        f", and on {', '.join(found.state)}, which each forward changes" if found.state else ""
+    )
     return (
         f"it depends on the images of a forward together{changes}, such as on pairs of them or on "
         "the hardest elements of the batch. No cut has the gradient of the whole window: raise "

@@ -16,16 +16,16 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Optional
 
 import torch
 
+from ...compat.pytorch import BatchNorm
 from ...errors import ConfigError
 from . import sites
 from .answers import Totals
-from ...compat.pytorch import BatchNorm
 from .causes import Evidence, cause_of, weights_of_parts
 from .published import Published, published
 from .rules import CLOSE, EXACT, NOT_KNOWN, OTHER, Rule, Rules, Term, rule_of
@@ -37,18 +37,17 @@ from .variants import images_of_one_size, images_of_two_sizes
 __all__ = ["BY_IMAGES", "LIMIT", "GradientTest", "Way", "chosen_way"]
 
 LIMIT = 1e-3  # relative distance of a gradient that is right
-_ROUNDING = 1e-6  # declared counts are tried above it
+_ROUNDING = 2e-5  # of float32
+_OF_FLOAT64 = 1e-9
+_SMALL = 1e-3  # of the gradient of all losses; one of a smaller loss is compared with this
 _DIVIDED = 0.75  # a loss that is divided by a count has about half, if the count is doubled
 _MOST_FORWARDS = 60  # images through the model
 _MOST_PAIRS = 5  # of random numbers
-_SURE = 4  # standard errors
-_BORDERS = 10  # times that the effect of sizes must be that of padding, which no weights have
+_SURE = 6  # standard errors
+_BORDERS = 10  # the effect of padding, which no weights have, may make a distance so much larger
+_PADDING = 0.05  # it is not named up to here
 _PADDED = (
     "in images of different sizes, it is a mean over padded images. Take the mean of each image"
-)
-_NO_LABELS = (
-    "it is not finite for an image without labels, as a micro-batch of its own. Sum it over the "
-    "labels, and divide it by d2_memfit.window_count(number of labels)"
 )
 _KINDS = (sites.SUM, sites.COUNT, sites.MEAN)
 
@@ -102,7 +101,9 @@ def chosen_way(of_ranks: Sequence[Sequence[Way]]) -> Way:
             max(way.distance for way in found),
             any(way.spoils for way in found),
         )
-        if best is None or (not way.spoils and way.distance < best.distance):
+        # If both are right, so are counts for images that differ more than those of the test.
+        is_as_near = best is not None and way.distance <= max(best.distance, _ROUNDING)
+        if best is None or (not way.spoils and is_as_near):
             best = way
     assert best is not None
     ways = [way for ways in of_ranks for way in ways]
@@ -140,6 +141,7 @@ class GradientTest:
             that count forwards.
         names: of the losses.
         statistics: sums over ranks of many numbers that do not add up, as text.
+        broken_rules: counts whose rule does not hold for images of another size.
         not_finite: names of losses that only an image without labels makes infinite or NaN.
 
     Raises:
@@ -176,10 +178,17 @@ class GradientTest:
             for site, text in self._whole.large.items()
             if not _is_same(whole[site], sites.added_up(parts).get(site, whole[site] + 1))
         ]
+        self.broken_rules: set[Site] = set()
         self._tried: dict[str, tuple[Counts, Run]] = {}
         last = self._by_images.parts[-1].losses
         is_cause = with_empty and self._whole.is_finite
         self.not_finite = [k for k, v in last.items() if is_cause and not math.isfinite(v)]
+
+    @property
+    def _rounding(self) -> float:
+        """Distance of all losses below which each of them is right."""
+        is_double = next(self._subject.model.parameters()).dtype == torch.float64
+        return _OF_FLOAT64 if is_double else _ROUNDING
 
     @property
     def zero(self) -> frozenset[str]:
@@ -191,15 +200,13 @@ class GradientTest:
         places = frozenset().union(*(part.counts for part in self._by_images.parts))
         plain = Way(BY_IMAGES, Rules(places=places), self._off(self._by_images))
         ways = [plain]
-        if plain.distance <= _ROUNDING and not self._patterns:
-            return ways
         if self._subject.pretended is not None:
             told = self._run(self._together, pretends=True, with_gradient=False)
             if any(site[0] == sites.SUM for site in told.parts[0].counts):
                 ways.append(self._way(_OVER_RANKS, told.parts[0].counts, True))
         nearest = min(way.distance for way in ways)
         is_declared = self._whole.is_asked or self._patterns
-        if is_declared and (len(ways) == 1 or nearest > _ROUNDING):
+        if is_declared and (len(ways) == 1 or nearest > self._rounding):
             ways.append(self._way(_DECLARED, self._whole.parts[0].counts, False))
         return ways
 
@@ -214,15 +221,18 @@ class GradientTest:
             if not math.isfinite(loss)
         }
         names = [name for name in self.names if name not in terms]
-        found = self._pairs(way, names)
-        if found.word == EXACT:
+        found = self._pairs(way, names, 2)
+        if found.word == EXACT and found.distance <= self._rounding:
             terms.update(dict.fromkeys(names, Term(EXACT, found.distance)))
-            return {**terms, **self._in_two_sizes(way, names), **self._without_labels()}
-        is_noisy = found.noise > 0
+            return {**terms, **self._in_two_sizes(way, names)}
+        noisy = [name for name in names if found.noise_of(name) > LIMIT]
+        groups = [self._pairs(way, noisy, _MOST_PAIRS)] if noisy else []
+        fixed = [name for name in names if name not in noisy]
         parts = found.pairs[0].parts
-        groups = [self._pairs(way, g, is_noisy) for g in self._groups(names, parts)]
+        groups += [self._pairs(way, group, 1) for group in self._groups(fixed, parts)]
         for group in groups:
-            why = f"noise {group.noise:.1g}" if group.word == NOT_KNOWN else ""
+            noise = max(group.noise, *map(found.noise_of, group.names))
+            why = f"noise {noise:.1g}" if group.word == NOT_KNOWN else ""
             terms.update(dict.fromkeys(group.names, Term(group.word, group.distance, why)))
         wrong = [group for group in groups if group.word == OTHER]
         stated = self._published() if wrong else {}
@@ -233,10 +243,7 @@ class GradientTest:
                 said = f"{known.code}, up to {known.distance:g}" if is_close else why
                 terms[name] = Term(CLOSE if is_close else OTHER, group.distance, said)
         exact = [name for name, term in terms.items() if term.word == EXACT]
-        return {**terms, **self._in_two_sizes(way, exact), **self._without_labels()}
-
-    def _without_labels(self) -> dict[str, Term]:
-        return dict.fromkeys(self.not_finite, Term(OTHER, math.inf, _NO_LABELS))
+        return {**terms, **self._in_two_sizes(way, exact)}
 
     def _run(self, groups: Sequence[Sequence[Any]], **options: Any) -> Run:
         freezes = options.pop("freezes", False) or self._freezes
@@ -260,21 +267,22 @@ class GradientTest:
         by_image = {site[:2] for site in told.keys() - of_parts}
         counts = {s: n for s, n in told.items() if s[0] in _KINDS and s[:2] not in by_image}
         depends = {site: self._depending(site, counts, pretends) for site in counts}
-        parts = self._answered(counts, self._weights(depends), pretends)
+        divided = self._divided(counts, pretends) if any(s[0] == sites.SUM for s in counts) else []
+        parts = self._answered(counts, self._weights(depends, divided), pretends)
         sums = sites.added_up(part.counts for part in parts.parts)
         broken = {s: n for s, n in counts.items() if s not in sums or not _is_same(n, sums[s])}
         of_broken = {site: tuple(depends[site]) for site in broken}
         if broken:
             depends = {site: n for site, n in depends.items() if site not in broken}
             counts = {site: n for site, n in counts.items() if site not in broken}
-            parts = self._answered(counts, self._weights(depends), pretends)
+            parts = self._answered(counts, self._weights(depends, divided), pretends)
         self._tried[name] = counts, parts
         of_each = [part.counts for part in parts.parts]
         used = [site for site in counts if depends[site] or site[0] == sites.MEAN]
         rules = Rules(
             True,
             {site: rule_of(site, of_each) for site in used},
-            self._weights(depends),
+            self._weights(depends, divided),
             frozenset().union(*of_each),
         )
         unused = [s for s in counts if s[0] == sites.COUNT and not depends[s]]
@@ -299,35 +307,37 @@ class GradientTest:
         known = {site: annotated[site] for site in (sites.IMAGES, sites.OBJECTS)}
         return Totals({**known, **counts}, images, images)
 
-    def _depending(self, site: Site, counts: Counts, pretends: bool) -> dict[str, bool]:
-        """Losses that depend on a count, which is doubled for that; whether they are divided by it.
-
-        The count of a mean stands in its loss itself.
-        """
+    def _depending(self, site: Site, counts: Counts, pretends: bool) -> frozenset[str]:
+        """Losses that depend on a count. That of a mean stands in its loss itself."""
         if site[0] == sites.MEAN:
-            return {}
-        one, two = (
-            self._run(
-                [self._together[0][:1]],
-                totals=self._totals({**counts, site: n}),
-                pretends=pretends,
-                with_gradient=False,
-            )
-            for n in (counts[site], 2 * counts[site] + (2 if site[0] == sites.COUNT else 0))
-        )
-        pairs = {k: (one.loss(k), two.loss(k)) for k in self.names}
-        return {k: v != 0 and w / v < _DIVIDED for k, (v, w) in pairs.items() if v != w}
+            return frozenset()
+        n = counts[site]
+        more = n * torch.linspace(2, 3, len(n)) + 2  # in another ratio, if there are several
+        losses = [self._losses_with({**counts, site: m}, pretends) for m in (n, more)]
+        return frozenset(name for name in self.names if losses[0].get(name) != losses[1].get(name))
 
-    def _weights(self, depends: Mapping[Site, Mapping[str, bool]]) -> dict[str, Site]:
+    def _divided(self, counts: Counts, pretends: bool) -> list[str]:
+        """Losses that are divided by what the model adds up over ranks."""
+        doubled = {s: 2 * n if s[0] == sites.SUM else n for s, n in counts.items()}
+        one, two = (self._losses_with(c, pretends) for c in (counts, doubled))
+        return [k for k, loss in one.items() if loss and two.get(k, loss) / loss < _DIVIDED]
+
+    def _losses_with(self, counts: Counts, pretends: bool) -> dict[str, float]:
+        """The losses of the first part if counts are answered."""
+        options = {"totals": self._totals(counts), "pretends": pretends}
+        return self._run(self._apart[:1], with_gradient=False, **options).parts[0].losses
+
+    def _weights(
+        self, depends: Mapping[Site, frozenset[str]], divided: Sequence[str]
+    ) -> dict[str, Site]:
         """What weighs some losses in place of images.
 
         Raises:
             ConfigError: a loss is told in two ways.
         """
         kinds = {s[0]: s for s in (sites.OBJECTS, sites.IN_FULL)}
-        sums = [losses for site, losses in depends.items() if site[0] == sites.SUM]
-        divided = [k for losses in sums for k, is_divided in losses.items() if is_divided]
-        weights = dict.fromkeys(divided, sites.IN_FULL)
+        summed = {k for s, names in depends.items() if s[0] == sites.SUM for k in names}
+        weights = {name: sites.IN_FULL for name in divided if name in summed}
         for name in self.names:
             told = {kind for pattern, kind in self._patterns if fnmatchcase(name, pattern)}
             if not told:
@@ -360,37 +370,35 @@ class GradientTest:
         )
         return _Pair(whole, parts)
 
-    def _pairs(self, way: Way, names: Sequence[str], is_noisy: Optional[bool] = None) -> "_Pairs":
-        """Pairs with other random numbers, until the mean of their differences is known.
-
-        Args:
-            is_noisy: whether random numbers matter; None if that is not known.
-        """
-        pairs = _Pairs(names, [self._pair(way, names)])
+    def _pairs(self, way: Way, names: Sequence[str], most: int) -> "_Pairs":
+        """Pairs with other random numbers, until the mean of their differences is known."""
+        least = _SMALL * float(self._whole.gradient.norm())
+        pairs = _Pairs(names, [self._pair(way, names)], least, most)
         first = pairs.pairs[0]
-        is_settled = first.distance <= LIMIT and not (first.whole.has_drawn or first.parts.has_drawn)
-        if is_settled or is_noisy is False:
+        if pairs.distance <= LIMIT and not first.has_drawn:
             return pairs
-        while len(pairs.pairs) < 2 or pairs.noise > LIMIT / 3:
-            if len(pairs.pairs) == _MOST_PAIRS or not self._has_time:
-                break
+        while len(pairs.pairs) < most and self._has_time:
             pairs.pairs.append(self._pair(way, names, len(pairs.pairs)))
+            if pairs.noise <= LIMIT / 3:
+                break
         return pairs
 
     @property
     def _has_time(self) -> bool:
         return self._subject.forwards + 2 * len(self._together[0]) <= _MOST_FORWARDS
 
-    def _groups(self, names: Sequence[str], parts: Run) -> list[list[str]]:
+    def _groups(self, names: Sequence[str], parts: Run, images: int = 0) -> list[list[str]]:
         """Losses of one criterion, such as those of all layers, if their values are as right.
 
         There are as few groups as can be tested. The last one then has all others.
         """
         groups: dict[Any, list[str]] = {}
         for name in sorted(names, key=lambda name: not self._is_off(name, parts)):
-            groups.setdefault((re.sub(r"\d+", "", name), self._is_off(name, parts)), []).append(name)
+            groups.setdefault((re.sub(r"\d+", "", name), self._is_off(name, parts)), []).append(
+                name
+            )
         left = _MOST_FORWARDS - self._subject.forwards
-        most = max(left // (2 * len(self._together[0])), 1)
+        most = max(left // (2 * (images or len(self._together[0]))), 1)
         first, others = list(groups.values())[: most - 1], list(groups.values())[most - 1 :]
         rest = [name for group in others for name in group]
         return [*first, rest] if rest else first
@@ -414,8 +422,8 @@ class GradientTest:
                 group.names,
                 first.whole.gradient,
                 sum(map(first.whole.loss, group.names)),
-                [part.gradient for part in first.parts.parts],
-                [sum(part.losses[k] for k in group.names) for part in first.parts.parts],
+                first.parts.gradients,
+                [sum(part.losses.get(k, 0.0) for k in group.names) for part in first.parts.parts],
                 objects,
                 LIMIT,
                 [text for losses, text in way.broken if {*losses} & {*group.names}],
@@ -437,22 +445,39 @@ class GradientTest:
             return computed
 
         with warnings.catch_warnings(), torch.autograd.detect_anomaly(check_nan=False):
-            replace(self._subject, losses=losses).run([self._together[0][:1]])
+            replace(self._subject, losses=losses).run(self._apart[:1])
         return found
 
     def _in_two_sizes(self, way: Way, names: Sequence[str]) -> dict[str, Term]:
         """Test losses that are exact so far with images of two sizes, which are padded.
 
-        Other padding changes features near borders. That is of the data, and no loss is named for
-        it. A loss is, if its images have other weights because of their sizes.
+        Other padding also changes features near borders. That is of the data, and no loss is named
+        for a little of it. A loss is, if its images have other weights because of their sizes.
         """
         images = images_of_two_sizes(self._images)
-        if not images or not names or not self._has_time:
+        if not images or not (names or way.rules.counts) or not self._has_time:
             return {}
         try:  # without a second rank first, which would be taken for the cause of an error
             self._run([images], with_gradient=False)
         except Exception:  # such as torch.stack: all images must have one size
             return {}
+        everything = self._pair_of_sizes(way, images, names)
+        for part in everything.parts.parts:
+            self.broken_rules |= way.rules.broken(part.counts)
+        if everything.distance <= self._rounding:
+            return {}
+        found = {}
+        for group in self._groups(names, everything.parts, images=len(images)):
+            pair = self._pair_of_sizes(way, images, group)
+            _, rest = weights_of_parts(pair.whole.gradient, pair.parts.gradients)
+            distance = float(pair.difference.norm()) / max(
+                float(pair.whole.gradient.norm()), _SMALL * float(everything.whole.gradient.norm())
+            )
+            if distance > max(LIMIT, min(_BORDERS * rest, _PADDING)):
+                found.update(dict.fromkeys(group, Term(OTHER, distance, _PADDED)))
+        return found
+
+    def _pair_of_sizes(self, way: Way, images: Sequence[Any], names: Sequence[str]) -> "_Pair":
         whole = self._run([images], pretends=way.rules.pretends, terms=names)
         known = {*way.rules.counts, sites.IMAGES, sites.OBJECTS}
         counts = {s: n for s, n in whole.parts[0].counts.items() if s in known}
@@ -463,12 +488,7 @@ class GradientTest:
             pretends=way.rules.pretends,
             terms=names,
         )
-        pair = _Pair(whole, parts)
-        weights, rest = weights_of_parts(whole.gradient, [part.gradient for part in parts.parts])
-        if pair.distance <= max(LIMIT, _BORDERS * rest):
-            return {}
-        off = [k for k in names if not pair.is_right([k])] or names
-        return dict.fromkeys(off, Term(OTHER, pair.distance, _PADDED))
+        return _Pair(whole, parts)
 
 
 @dataclass
@@ -486,6 +506,10 @@ class _Pair:
     def distance(self) -> float:
         return relative(self.difference, self.whole.gradient)
 
+    @property
+    def has_drawn(self) -> bool:
+        return self.whole.has_drawn or self.parts.has_drawn
+
     def is_right(self, names: Sequence[str]) -> bool:
         """Whether the gradient is right, or at least the values of these losses."""
         pairs = [(self.whole.loss(name), self.parts.loss(name)) for name in names]
@@ -499,6 +523,14 @@ class _Pairs:
 
     names: Sequence[str]
     pairs: list[_Pair]
+    least: float  # norm of a gradient with which a smaller one is compared
+    most: int  # pairs, if random numbers matter
+
+    def noise_of(self, name: str) -> float:
+        """By how much the difference of a loss's value differs from pair to pair, relative."""
+        differences = [pair.parts.loss(name) - pair.whole.loss(name) for pair in self.pairs]
+        scale = max(abs(pair.whole.loss(name)) for pair in self.pairs)
+        return (max(differences) - min(differences)) / scale if scale else 0.0
 
     @property
     def noise(self) -> float:
@@ -521,14 +553,16 @@ class _Pairs:
         distance, noise = self.distance, self.noise
         if not math.isfinite(distance):
             return OTHER
-        if noise > LIMIT / 3 and distance < _SURE * noise:
+        is_sure = len(self.pairs) == _MOST_PAIRS and distance >= _SURE * noise
+        is_cut_short = self.most > 1 and len(self.pairs) == 1 and self.pairs[0].has_drawn
+        if (noise > LIMIT / 3 and not is_sure) or (is_cut_short and distance > LIMIT):
             return NOT_KNOWN
         return OTHER if distance > LIMIT else EXACT
 
     @property
     def _scale(self) -> float:
         norms = [float(pair.whole.gradient.norm()) for pair in self.pairs]
-        return sum(norms) / len(norms) or 1.0
+        return max(sum(norms) / len(norms), self.least) or 1.0
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

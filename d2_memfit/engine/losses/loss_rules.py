@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -26,7 +26,7 @@ from . import sites
 from .adapters import adapt_criteria
 from .answers import Answers, Totals
 from .communication import Communication, Spared
-from .decide import BY_IMAGES, GradientTest, Way, chosen_way
+from .decide import GradientTest, Way, chosen_way
 from .rules import CLOSE, EXACT, NOT_KNOWN, OTHER, Rules, Term
 from .runs import Subject, without_traces
 from .sites import Counts, Site
@@ -70,6 +70,16 @@ class _Found:
     mistake: str = ""  # of the user, for a ConfigError
     collective: str = ""
     may_have_objects: bool = False
+
+
+@dataclass
+class _Told:
+    """One rank's findings in the second half of a test."""
+
+    terms: dict[str, Term]
+    zero: frozenset[str]
+    not_finite: frozenset[str]
+    broken_rules: set[Site]
 
 
 class LossRules:
@@ -321,12 +331,17 @@ class LossRules:
                 f"window_count in {place}: no loss depends on what it returns. Divide the loss by "
                 "it, in the same forward"
             )
+        of_ranks = [t for t in comm.all_gather(self._second_half(test, way)) if t is not None]
         terms: dict[str, Term] = {}
-        of_ranks = comm.all_gather(self._second_half(test, way))
-        for name in dict.fromkeys(name for ranks, _ in of_ranks for name in ranks):
-            terms[name] = reduce(Term.worse, (r[name] for r, _ in of_ranks if name in r))
-        zero = frozenset.intersection(*(zeros for ranks, zeros in of_ranks if ranks))
-        self.rules = replace(way.rules, terms=terms, zero=zero)
+        for told in of_ranks:
+            for name, term in told.terms.items():
+                terms[name] = term.worse(terms.get(name, term))
+        self.rules = replace(
+            way.rules.without(set().union(*(told.broken_rules for told in of_ranks))),
+            terms=terms,
+            zero=frozenset.intersection(*(told.zero for told in of_ranks)),
+            not_finite=frozenset().union(*(told.not_finite for told in of_ranks)),
+        )
         self._has_tested = True
         if test is not None:
             self._counters = [name for name in test.counters if name not in self._said]
@@ -352,17 +367,15 @@ class LossRules:
             found.error = _error_text(e)
         return None, found
 
-    def _second_half(
-        self, test: Optional[GradientTest], way: Way
-    ) -> tuple[dict[str, Term], frozenset[str]]:
+    def _second_half(self, test: Optional[GradientTest], way: Way) -> Optional["_Told"]:
+        """What the test says about each loss with the weights that were chosen."""
         if test is None:
-            return {}, frozenset()
+            return None
         try:
             terms = with_room(lambda: test.terms(way), next(self._model.parameters()).device)
-            return terms, test.zero
         except Exception as e:  # of the model's code
-            text = _error_text(e)
-        return dict.fromkeys(test.names, Term(NOT_KNOWN, 0.0, text)), test.zero
+            terms = dict.fromkeys(test.names, Term(NOT_KNOWN, 0.0, _error_text(e)))
+        return _Told(terms, test.zero, frozenset(test.not_finite), test.broken_rules)
 
     def _tested(self, subject: Subject, images: Sequence[Any]) -> tuple[GradientTest, _Found]:
         """The test with images that the model can be run with, and what it has found.
@@ -432,9 +445,7 @@ class LossRules:
         self, window: Window, micro_batch_size: Optional[int], forward: Callable[..., Any]
     ) -> Sequence[Counts]:
         """Each rank's counts, by a forward of all images without gradients."""
-        self._answers = Answers(
-            self.communication.note, pretended=self._told, is_test=True
-        )
+        self._answers = Answers(self.communication.note, pretended=self._told, is_test=True)
         error = ""
         try:
             with without_traces(self._model):
@@ -497,7 +508,17 @@ class LossRules:
                 "A forward changes %s, so an iteration changes it once per micro-batch",
                 ", ".join(changed),
             )
-        new = {k: t for k, t in terms.items() if t.word in (OTHER, NOT_KNOWN) and k not in self._said}
+        if bad := sorted(self.rules.not_finite - self._said):
+            self._said.update(bad)
+            logger.warning(
+                "%s: not finite for an image without labels, if it is a micro-batch of its own, "
+                "and that ends a run. Sum over the labels, and divide by "
+                "d2_memfit.window_count(number of labels)",
+                ", ".join(bad),
+            )
+        new = {
+            k: t for k, t in terms.items() if t.word in (OTHER, NOT_KNOWN) and k not in self._said
+        }
         self._said.update(new)
         for why in dict.fromkeys(term.why for term in new.values()):
             of_why = {name: term for name, term in new.items() if term.why == why}

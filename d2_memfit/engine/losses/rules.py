@@ -57,6 +57,7 @@ class Rules:
         places: where counts were taken in the test, answered or not.
         terms: the result of the test for each loss.
         zero: losses that were zero in the test, so that it says nothing about them.
+        not_finite: losses that are infinite or NaN for an image without labels.
     """
 
     is_answered: bool = False
@@ -65,6 +66,7 @@ class Rules:
     places: frozenset[Site] = frozenset()
     terms: Mapping[str, Term] = field(default_factory=dict)
     zero: frozenset[str] = frozenset()
+    not_finite: frozenset[str] = frozenset()
 
     @property
     def pretends(self) -> bool:
@@ -112,6 +114,7 @@ class Rules:
             "places": sorted(self.places),
             "terms": {name: tuple(term) for name, term in self.terms.items()},
             "zero": sorted(self.zero),
+            "not_finite": sorted(self.not_finite),
         }
 
     @classmethod
@@ -123,6 +126,7 @@ class Rules:
             places=frozenset(state["places"]),
             terms={name: Term(*term) for name, term in state["terms"].items()},
             zero=frozenset(state["zero"]),
+            not_finite=frozenset(state["not_finite"]),
         )
 
 

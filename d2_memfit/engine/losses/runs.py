@@ -21,7 +21,7 @@ from ...compat.pytorch import BatchNorm
 from ...counts import Handler, PretendedRanks
 from ...errors import ConfigError
 from ..state import Snapshot
-from ..window import MicroBatch
+from ..window import MicroBatch, count_images
 from .answers import Answers, Totals
 from .changes import changed_names, counters_of, state_of
 from .communication import Spared
@@ -114,6 +114,11 @@ class Run:
             (part.images / images * part.gradient for part in self.parts), torch.zeros(())
         )
 
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradient of each forward, as if it were the only one."""
+        return [part.gradient for part in self.parts]
+
     def loss(self, name: str) -> float:
         images = sum(part.images for part in self.parts)
         return sum(part.images / images * part.losses.get(name, 0.0) for part in self.parts)
@@ -178,8 +183,11 @@ class Subject:
                 with EventStorage(get_event_storage().iter), torch.set_grad_enabled(has_gradient):
                     before = state_of(self.model) if looks else {}
                     self._fix(freezes)
+                    images = sum(map(count_images, groups))
                     for group in groups:
-                        result.parts.append(self._part(group, answers, seed, terms, result))
+                        share = count_images(group) / images
+                        part = self._part(group, share, answers, seed, terms, result)
+                        result.parts.append(part)
                         if not carries:
                             start.restore()
                             self._fix(freezes)
@@ -200,6 +208,7 @@ class Subject:
     def _part(
         self,
         images: Any,
+        share: float,
         answers: Answers,
         seed: int,
         terms: Optional[Sequence[str]],
@@ -215,12 +224,12 @@ class Subject:
                 _check(losses, parameters)
                 weighted = answers.weighted(losses)
                 total: Any = sum(weighted[k] for k in losses if terms is None or k in terms)
-            if torch.is_grad_enabled() and total.requires_grad:
+            if torch.is_grad_enabled() and isinstance(total, torch.Tensor) and total.requires_grad:
                 with answers.of(micro_batch, replays=True):
-                    total.backward()
+                    (total * share).backward()  # hooks may look at its size
             result.has_drawn |= not before.draws_the_same(RandomState(parameters[0].device))
         values = {name: float(loss.detach()) for name, loss in weighted.items()}
-        gradient = sketch_of_gradients(parameters)
+        gradient = sketch_of_gradients(parameters) / share
         self.model.zero_grad(set_to_none=True)
         if not self.has_gradients:
             chosen = [v for k, v in values.items() if terms is None or k in terms]

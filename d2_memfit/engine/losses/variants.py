@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from detectron2.structures import Instances
 from torch import nn
 
@@ -26,21 +27,25 @@ def images_of_one_size(
 ) -> list[Any]:
     """Images of one size: the most crowded one, one with a third of its labels, one without any.
 
-    If too few have one size, the most crowded one is taken again, with its pixels shifted.
+    The pixels are those of different images of the window, as far as there are any.
 
     Args:
         model: its heads say which label of a pixel is ignored.
-        with_empty: whether labels of the last one are taken away.
+        with_empty: whether the third one has no labels.
     """
     crowded = max(images, key=count_objects)
-    others = [i for i in images if i is not crowded and _size(i) == _size(crowded)]
-    others += [_shifted(crowded, n) for n in range(1, number)]
-    second = min(filter(count_objects, others), key=count_objects, default=others[0])
-    rest = [image for image in others if image is not second][: number - 2]
-    most = max(count_objects(crowded) // 3, 1)
-    chosen = [crowded, _labelled(second, most, 0.5, model), *rest]
-    if with_empty:
-        chosen[-1] = _labelled(chosen[-1], 0, 0.0, model)
+    others = [i for i in images if i is not crowded] or [crowded]
+    others.sort(key=lambda i: (_size(i) != _size(crowded), -count_objects(i)))
+    chosen = [crowded]
+    for n in range(1, number):
+        other = others[(n - 1) % len(others)]
+        is_like = _size(other) == _size(crowded) and n <= len(others) and other is not crowded
+        chosen.append(other if is_like else _with_pixels_of(crowded, other, n))
+    objects = count_objects(crowded)
+    shares = [0.3, 0.0 if with_empty else 0.6, 0.8]
+    for n, share in zip(range(1, number), shares):
+        least = 1 if share else 0
+        chosen[n] = _labelled(chosen[n], max(round(objects * share), least), share, model)
     return chosen
 
 
@@ -68,11 +73,17 @@ def _size(image: Any) -> tuple[int, int]:
     return size_of(list(image.parts) if isinstance(image, Row) else image)
 
 
-def _shifted(image: Any, number: int) -> Any:
+def _with_pixels_of(image: Any, other: Any, number: int) -> Any:
+    """The image and its labels, with the pixels of another one, flipped and dark or inverted."""
     pixels = image.get("image") if isinstance(image, dict) else None
-    if not isinstance(pixels, torch.Tensor):
+    others = other.get("image") if isinstance(other, dict) else None
+    if not (isinstance(pixels, torch.Tensor) and isinstance(others, torch.Tensor)):
+        return other if image is not other else image
+    if pixels.dim() != 3 or others.dim() != 3 or len(pixels) != len(others):
         return image
-    return {**image, "image": pixels.roll(16 * number, -1)}
+    resized = F.interpolate(others[None].float(), size=pixels.shape[-2:])[0].flip(-1)
+    changed = resized / 4 if number % 2 else resized.max() - resized
+    return {**image, "image": changed.to(pixels.dtype)}
 
 
 def _labelled(image: Any, objects: int, share: float, model: nn.Module) -> Any:
