@@ -1,60 +1,56 @@
 # Copyright (c) the d2_memfit developers.
-"""Whether images one by one have the losses of one forward over all of them."""
+"""Whether images one by one have the gradient of one forward over all of them."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from detectron2.structures import Boxes, Instances, Keypoints, PolygonMasks
 
-from ..compat.pytorch import BatchNorm
 from ..counts import Collective, PretendedRanks
-from ..engine.normalizers import RIGHT, Trial, Verdict, adapt_criteria, judged, published_distance
+from ..engine.losses import (
+    CLOSE,
+    EXACT,
+    NOT_KNOWN,
+    OTHER,
+    Rules,
+    Subject,
+    adapt_criteria,
+    decided,
+)
 from ..engine.window import images_of
-from .patient import Patient, Unwell
+from .patient import Patient, Untested, Unwell
 
 __all__ = ["accumulates", "five_images"]
 
+_WORDS = (OTHER, NOT_KNOWN, CLOSE, EXACT)
 _OBJECTS = (10, 3, 1, 0, 5)  # of the images
 _MOST_LOSSES = 6  # in the line
-_POLICIES = ("window", "exact")
 
 
 def accumulates(patient: Patient) -> str:
-    """Compare five images one by one with all at once, loss by loss, with each policy."""
+    """Compare the gradient of single images with that of one forward over them."""
     images = five_images(patient.batch())
-    without = ""
-    try:
-        verdicts = {p: patient.call(_verdict, patient, images, p) for p in _POLICIES}
-    except Exception as e:  # some models cannot train on an image without objects
-        without = f" (the model raises {type(e).__name__} for an image without objects)"
-        images = five_images(patient.batch(), with_empty=False)
-        verdicts = {p: patient.call(_verdict, patient, images, p) for p in _POLICIES}
-    model, distances = patient.model(), verdicts["window"].distances
-    which = f"{len(images)} images{without}, one by one against one forward"
-    text = f"losses of {which}, {_table(verdicts)}"
-    off = [name for name, distance in distances.items() if distance > RIGHT]
-    published = {name: published_distance(model, name) for name in off}
-    unknown = [name for name in off if distances[name] > published[name].distance]
-    if unknown:
-        raise Unwell(
-            f"{text}. {', '.join(unknown)}: divided by a count of its own batch that is not "
-            "declared, or its images depend on each other. See ACCUMULATION.md"
-        )
-    if any(isinstance(m, BatchNorm) and m.training for m in model.modules()):
-        live = patient.call(_verdict, patient, images, "window", False).distances
-        allowed = {name: max(RIGHT, 2 * distances[name]) for name in live}
-        worst = max(live, key=lambda name: live[name] / allowed[name])
-        if live[worst] > allowed[worst]:
-            raise Unwell(
-                f"{text}. With the statistics of each micro-batch, batch normalisation makes "
-                f"{worst} {live[worst]:.0e} from one forward's. Use MODEL.*.NORM FrozenBN or GN"
-            )
-    if not off:
-        return text
-    stated = [f"{name} up to {p.distance:g} ({p.kind})" for name, p in published.items()]
-    return f"{text}. ACCUMULATION.md states {', '.join(stated)}"
+    if not isinstance(images, list):
+        raise Untested("not tested: batches cannot be cut into images")
+    rules, by_images = patient.call(_decided, patient, images, "window")
+    exact, _ = patient.call(_decided, patient, images, "exact")
+    text = f"gradients of single images and of one forward over them are {_words(rules)}"
+    others = {"off": by_images, "exact": exact}
+    worse = [f"{_worst(other)} with POLICY {policy}" for policy, other in others.items()]
+    text += f". The largest distance is {_worst(rules)}, {', '.join(worse)}"
+    if rules.left_out:
+        text += f". Tested with {rules.left_out}"
+    if rules.not_finite:
+        text += f". Not finite for an image without labels: {', '.join(sorted(rules.not_finite))}"
+    of_words = {word: [t for t in rules.terms.values() if t.word == word] for word in _WORDS}
+    if of_words[OTHER]:
+        raise Unwell(f"{text}. {'; '.join(dict.fromkeys(t.why for t in of_words[OTHER]))}")
+    if of_words[NOT_KNOWN]:
+        raise Untested(f"{text} ({'; '.join(dict.fromkeys(t.why for t in of_words[NOT_KNOWN]))})")
+    stated = dict.fromkeys(t.why for t in of_words[CLOSE])
+    return f"{text}. ACCUMULATION.md states {'; '.join(stated)}" if stated else text
 
 
 def five_images(batch: Any, with_empty: bool = True) -> Any:
@@ -111,32 +107,32 @@ def _moved(instances: Instances, pixels: int) -> Instances:
     return moved
 
 
-def _verdict(patient: Patient, images: Sequence[Any], policy: str, freezes: bool = True) -> Verdict:
-    """The verdict on each image as a part: the nearer of two ways to fix random numbers."""
-    verdicts = []
-    for same_rows in (True, False):
-        model = patient.model()
-        adapt_criteria(model, is_exact=policy == "exact")
-        ranks = PretendedRanks()
-        trial = Trial(model, patient.losses, _refuse, ranks, freezes=freezes, same_rows=same_rows)
-        verdicts.append(judged([trial.run(images)]))
-        if max(verdicts[-1].distances.values()) <= RIGHT:
-            break
-    return min(verdicts, key=lambda v: sum(v.distances.values()))
+def _decided(patient: Patient, images: Sequence[Any], policy: str) -> tuple[Rules, Rules]:
+    """The rules with a policy, and what holds if all losses count by images."""
+    model = patient.model()
+    adapt_criteria(model, is_exact=policy == "exact")
+    return decided(Subject(model, patient.losses, _refuse, PretendedRanks()), images)
 
 
 def _refuse(call: Collective) -> bool:
     raise NotImplementedError(str(call))
 
 
-def _table(verdicts: Mapping[str, Verdict]) -> str:
-    """The distances of the losses that are furthest away, with each policy."""
-    policies = {"off": verdicts["window"].by_images}
-    policies.update((policy, verdict.distances) for policy, verdict in verdicts.items())
-    names = sorted(policies["off"], key=lambda n: [-policies[p][n] for p in ("window", "off")])
-    parts = [
-        f"{name} {', '.join(f'{distances[name]:.0e}' for distances in policies.values())}"
-        for name in names[:_MOST_LOSSES]
-    ]
-    more = f"; {len(names) - _MOST_LOSSES} more are nearer" if len(names) > _MOST_LOSSES else ""
-    return f"with POLICY {', '.join(policies)}: {'; '.join(parts)}{more}"
+def _words(rules: Rules) -> str:
+    """The losses by their words, those that are furthest away first."""
+    parts = []
+    for word in _WORDS:
+        terms = {name: term for name, term in rules.terms.items() if term.word == word}
+        names = sorted(terms, key=lambda name: -terms[name].distance)
+        far = [f"{name} {terms[name].distance:.1g}" for name in names[:_MOST_LOSSES]]
+        more = f" and {len(names) - _MOST_LOSSES} more" if len(names) > _MOST_LOSSES else ""
+        if names:
+            parts.append(
+                f"{word}: {', '.join(names[:_MOST_LOSSES] if word == EXACT else far)}{more}"
+            )
+    return "; ".join(parts)
+
+
+def _worst(rules: Rules) -> str:
+    name, term = max(rules.terms.items(), key=lambda item: item[1].distance)
+    return f"{name} {term.distance:.1g}"

@@ -14,9 +14,9 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..counts import Collective, PretendedRanks, noticed_collectives
+from ..engine.losses import counters_of, state_of
 from ..engine.recovery import recovering_inference
 from ..engine.state import Snapshot
-from ..engine.window import numbers_of
 from ..errors import MemfitError
 from ..job import Job, RecoveryOptions
 from ..measure.injection import Injector, relative_difference
@@ -114,14 +114,14 @@ def puts_state_back(patient: Patient) -> str:
     model = patient.model()
     before = _other_state(model)
     snapshot = Snapshot(model)
-    counters = numbers_of(model)
+    state = state_of(model)
 
     def forward() -> None:
         loss: Any = sum(patient.losses(model, patient.batch()).values())
         loss.backward()
 
     patient.call(forward)
-    counting = [k for k, v in numbers_of(model).items() if k in counters and v == counters[k] + 1]
+    counting = counters_of(state, state_of(model), 1)
     snapshot.restore()
     after = _other_state(model)
     changed = [name for name, value in after.items() if not _same(before.get(name), value)]
@@ -163,7 +163,7 @@ def _same(one: Any, other: Any) -> bool:
 def counts(patient: Patient) -> str:
     images = five_images(patient.batch(), with_empty=False)
     _, _, trainer = patient.step(micro_batch_size=1, images=images)
-    places = trainer.normalizers.described()
+    places = trainer.loss_rules.described()
     return f"with accumulation, these are the window's: {_few(places)}" if places else "none found"
 
 

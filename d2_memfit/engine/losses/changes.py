@@ -62,7 +62,7 @@ def _print_of(value: Any, depth: int) -> Any:
             return id(value)
         if value.numel() == 1:
             return "tensor", (), value.item()
-        data = value.detach().cpu().contiguous().view(torch.uint8).numpy()
+        data = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return "tensor", tuple(value.shape), zlib.crc32(data)
     if depth and isinstance(value, Mapping):
         return tuple((str(k), _print_of(v, depth - 1)) for k, v in list(value.items())[:_MOST])

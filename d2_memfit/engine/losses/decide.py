@@ -24,6 +24,7 @@ import torch
 
 from ...compat.pytorch import BatchNorm
 from ...errors import ConfigError
+from ...memory import release_memory, with_room
 from . import sites
 from .answers import Totals
 from .causes import Evidence, cause_of, weights_of_parts
@@ -32,9 +33,9 @@ from .rules import CLOSE, EXACT, NOT_KNOWN, OTHER, Rule, Rules, Term, rule_of
 from .runs import Run, Subject
 from .sites import Counts, Site
 from .sketch import relative
-from .variants import images_of_one_size, images_of_two_sizes
+from .variants import images_of_one_size, images_of_two_sizes, shrunk
 
-__all__ = ["BY_IMAGES", "LIMIT", "GradientTest", "Way", "chosen_way"]
+__all__ = ["BY_IMAGES", "LIMIT", "GradientTest", "Way", "chosen_way", "decided", "try_ways"]
 
 LIMIT = 1e-3  # relative distance of a gradient that is right
 _ROUNDING = 2e-5  # of float32
@@ -44,6 +45,9 @@ _DIVIDED = 0.75  # a loss that is divided by a count has about half, if the coun
 _MOST_FORWARDS = 60  # images through the model
 _MOST_PAIRS = 5  # of random numbers
 _SURE = 6  # standard errors
+# Images together, images of a part, and by how much they have fewer pixels, in turn.
+_TRIED = ((3, 1, 1), (4, 2, 1), (3, 1, 4), (2, 1, 4), (2, 1, 16), (3, 1, 16))  # no gradient
+_MOST_PIXELS = 2**17  # of the images together
 _BORDERS = 10  # the effect of padding, which no weights have, may make a distance so much larger
 _PADDING = 0.05  # it is not named up to here
 _PADDED = (
@@ -124,6 +128,61 @@ def _common(site: Site, ways: Sequence[Way]) -> Optional[Rule]:
     return first if torch.allclose(told, told[0], rtol=1e-5, atol=1e-5) else None
 
 
+def try_ways(
+    subject: Subject, images: Sequence[Any], patterns: Sequence[Sequence[str]] = ()
+) -> tuple["GradientTest", list[Way]]:
+    """The test on images that the model can be run with, and the ways that it has found.
+
+    Raises:
+        Exception: that of the model's code, if there are no such images.
+        ConfigError: as for :class:`GradientTest`.
+    """
+    device = next(subject.model.parameters()).device
+    without = ""
+    for i, (number, of_part, share) in enumerate(_TRIED):
+        subject.has_gradients = i < len(_TRIED) - 1
+        of_size = shrunk(images, _MOST_PIXELS / share)
+        for with_empty, freezes in ((True, False), (False, False), (True, True), (False, True)):
+            options = patterns, number, of_part
+            try:
+                test = GradientTest(subject, of_size, *options, with_empty, freezes)
+                if bad := test.not_finite:
+                    test = GradientTest(subject, of_size, *options, False, freezes)
+                    test.not_finite = bad
+                test.without = without if not with_empty else ""
+                return test, with_room(test.ways, device)
+            except ConfigError:
+                raise
+            except Exception as e:
+                error = e
+            if with_empty:
+                without = f"no image without labels ({type(error).__name__})"
+            release_memory(device)
+    raise error
+
+
+def decided(subject: Subject, images: Sequence[Any]) -> tuple[Rules, Rules]:
+    """The rules that one process finds for its losses, and what holds if all count by images.
+
+    Raises:
+        Exception: that of the model's code, if it cannot be tested.
+    """
+    test, ways = try_ways(subject, images)
+    found = []
+    for way in (chosen_way([ways]), ways[0]):
+        terms = test.terms(way)
+        found.append(
+            replace(
+                way.rules.without(test.broken_rules),
+                terms=terms,
+                zero=test.zero,
+                not_finite=frozenset(test.not_finite),
+                left_out=test.without,
+            )
+        )
+    return found[0], found[1]
+
+
 class GradientTest:
     """The test on images of one rank.
 
@@ -140,6 +199,7 @@ class GradientTest:
         changed, counters: names of what forwards change in the model, and of numbers among them
             that count forwards.
         names: of the losses.
+        without: what it had to leave out; "" if it has all.
         statistics: sums over ranks of many numbers that do not add up, as text.
         broken_rules: counts whose rule does not hold for images of another size.
         not_finite: names of losses that only an image without labels makes infinite or NaN.
@@ -178,6 +238,7 @@ class GradientTest:
             for site, text in self._whole.large.items()
             if not _is_same(whole[site], sites.added_up(parts).get(site, whole[site] + 1))
         ]
+        self.without = ""
         self.broken_rules: set[Site] = set()
         self._tried: dict[str, tuple[Counts, Run]] = {}
         last = self._by_images.parts[-1].losses

@@ -20,17 +20,16 @@ from torch import nn
 from ...counts import PretendedRanks
 from ...errors import ConfigError, OutOfMemoryError, one_line
 from ...job import NormalizerOptions
-from ...memory import error_line, is_out_of_memory, release_memory, with_room
+from ...memory import error_line, is_out_of_memory, with_room
 from ..window import MicroBatch, Window, count_objects, may_have_objects
 from . import sites
 from .adapters import adapt_criteria
 from .answers import Answers, Totals
 from .communication import Communication, Spared
-from .decide import GradientTest, Way, chosen_way
+from .decide import GradientTest, Way, chosen_way, try_ways
 from .rules import CLOSE, EXACT, NOT_KNOWN, OTHER, Rules, Term
 from .runs import Subject, without_traces
 from .sites import Counts, Site
-from .variants import shrunk
 
 __all__ = ["CountReport", "LossRules"]
 
@@ -38,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_TESTS = 8
 _TESTED_AGAIN = (100, 1000)  # iterations; a head that starts at zero has like losses at first
-_MOST_PIXELS = 2**17  # of the test's images together, if a micro-batch has no more
-# Images together, images of a part, and by how much they have fewer pixels, in turn.
-_TRIED = ((3, 1, 1), (4, 2, 1), (3, 1, 4), (2, 1, 4), (2, 1, 16), (3, 1, 16))  # no gradient
 _NO_MEMORY = "memory ran out"
 _HELP = "docs/ACCUMULATION.md#what-losses-are-divided-by"
 
@@ -80,6 +76,7 @@ class _Told:
     zero: frozenset[str]
     not_finite: frozenset[str]
     broken_rules: set[Site]
+    left_out: str
 
 
 class LossRules:
@@ -341,6 +338,7 @@ class LossRules:
             terms=terms,
             zero=frozenset.intersection(*(told.zero for told in of_ranks)),
             not_finite=frozenset().union(*(told.not_finite for told in of_ranks)),
+            left_out=max(told.left_out for told in of_ranks),
         )
         self._has_tested = True
         if test is not None:
@@ -360,7 +358,8 @@ class LossRules:
                 found.error = "batches cannot be cut into images"
                 self._probe(subject, window)
             elif is_asked:
-                return self._tested(subject, images)
+                test, ways = try_ways(subject, images, self._options.losses)
+                return test, _Found(ways, test.names)
         except ConfigError as e:
             found.mistake = str(e)
         except Exception as e:  # of the model's code
@@ -375,32 +374,7 @@ class LossRules:
             terms = with_room(lambda: test.terms(way), next(self._model.parameters()).device)
         except Exception as e:  # of the model's code
             terms = dict.fromkeys(test.names, Term(NOT_KNOWN, 0.0, _error_text(e)))
-        return _Told(terms, test.zero, frozenset(test.not_finite), test.broken_rules)
-
-    def _tested(self, subject: Subject, images: Sequence[Any]) -> tuple[GradientTest, _Found]:
-        """The test with images that the model can be run with, and what it has found.
-
-        Raises:
-            Exception: that of the model's code, if there are none.
-        """
-        device = next(self._model.parameters()).device
-        for i, (number, of_part, share) in enumerate(_TRIED):
-            subject.has_gradients = i < len(_TRIED) - 1
-            of_size = shrunk(images, _MOST_PIXELS / share)
-            for with_empty, freezes in ((True, False), (False, False), (True, True), (False, True)):
-                options = self._options.losses, number, of_part
-                try:
-                    test = GradientTest(subject, of_size, *options, with_empty, freezes)
-                    if bad := test.not_finite:
-                        test = GradientTest(subject, of_size, *options, False, freezes)
-                        test.not_finite = bad
-                    return test, _Found(with_room(test.ways, device), test.names)
-                except ConfigError:
-                    raise
-                except Exception as e:
-                    error = e
-                release_memory(device)
-        raise error
+        return _Told(terms, test.zero, frozenset(test.not_finite), test.broken_rules, test.without)
 
     def _probe(self, subject: Subject, window: Window) -> None:
         """Run a micro-batch, so that collectives are found before the first window."""
@@ -498,10 +472,11 @@ class LossRules:
                 words.append(f"{word}{figure}: {', '.join(of_word)}")
         logger.info(
             "Gradients of micro-batches were compared with those of one forward, with %d forwards "
-            "of an image in %.1f s. %s",
+            "of an image in %.1f s. %s%s",
             forwards,
             seconds,
             "; ".join(words),
+            f"; with {self.rules.left_out}" if self.rules.left_out else "",
         )
         if changed:
             logger.info(

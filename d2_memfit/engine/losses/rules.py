@@ -58,6 +58,7 @@ class Rules:
         terms: the result of the test for each loss.
         zero: losses that were zero in the test, so that it says nothing about them.
         not_finite: losses that are infinite or NaN for an image without labels.
+        left_out: what the test had to leave out, because the model cannot be run with it.
     """
 
     is_answered: bool = False
@@ -67,6 +68,7 @@ class Rules:
     terms: Mapping[str, Term] = field(default_factory=dict)
     zero: frozenset[str] = frozenset()
     not_finite: frozenset[str] = frozenset()
+    left_out: str = ""
 
     @property
     def pretends(self) -> bool:
@@ -115,6 +117,7 @@ class Rules:
             "terms": {name: tuple(term) for name, term in self.terms.items()},
             "zero": sorted(self.zero),
             "not_finite": sorted(self.not_finite),
+            "left_out": self.left_out,
         }
 
     @classmethod
@@ -127,6 +130,7 @@ class Rules:
             terms={name: Term(*term) for name, term in state["terms"].items()},
             zero=frozenset(state["zero"]),
             not_finite=frozenset(state["not_finite"]),
+            left_out=state["left_out"],
         )
 
 

@@ -110,9 +110,7 @@ class Run:
     def gradient(self) -> torch.Tensor:
         """The gradient of all images, of which each forward's have their share."""
         images = sum(part.images for part in self.parts)
-        return sum(  # type: ignore[return-value]
-            (part.images / images * part.gradient for part in self.parts), torch.zeros(())
-        )
+        return sum((part.images / images * part.gradient for part in self.parts), torch.zeros(()))
 
     @property
     def gradients(self) -> list[torch.Tensor]:

@@ -50,7 +50,7 @@ def images_of_one_size(
 
 
 def images_of_two_sizes(images: Sequence[Any]) -> list[Any]:
-    """Two images with objects and of different size; none if all have one, and cannot be resized."""
+    """Two images of different size, with objects; none if they cannot be resized."""
     crowded = max(images, key=count_objects)
     for other in sorted(images, key=count_objects, reverse=True):
         if _size(other) != _size(crowded):
