@@ -300,7 +300,7 @@ class Job:
 
     def build_train_loader(self) -> Any:
         says_all = isinstance(self.parts, TrainerParts)  # a LazyConfig gives keys of training only
-        cfg = apply_techniques("config", self.cfg, self.cfg)
+        cfg = apply_techniques("config", self.cfg, self.cfg, announce=False)
         build = checked_loader(self.parts.with_cfg(cfg).build_train_loader, cfg, says_all)
         return apply_techniques("loader", build, cfg)()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from detectron2.engine import HookBase, TrainerBase
 from detectron2.engine.hooks import LRScheduler, PeriodicCheckpointer
@@ -36,10 +36,13 @@ __all__ = [
     "TrainingEnded",
     "call_after_train",
     "causes_named",
+    "checkpointers_of",
     "saved_at_end",
 ]
 
 logger = logging.getLogger(__name__)
+
+_Checkpointer = TypeVar("_Checkpointer", bound=Checkpointer)
 
 _training_numbers = itertools.count()  # the same on all ranks, which train together
 
@@ -74,11 +77,25 @@ def saved_at_end(trainer: TrainerBase) -> Iterator[None]:
     except TrainingEnded:
         pass
     finally:
-        _end(trainer)
-        show_tracebacks()
+        try:
+            _end(trainer)
+        finally:
+            for checkpointer in checkpointers_of(trainer, MemfitCheckpointer):
+                checkpointer.end_run()
+            show_tracebacks()
     if number := getattr(compat.inner_trainer(trainer), "stop_signal", 0):
         say_ended(number, "The run is complete")
         raise SystemExit(128 + number)
+
+
+def checkpointers_of(
+    trainer: TrainerBase, kind: type[_Checkpointer] = Checkpointer
+) -> list[_Checkpointer]:
+    """The checkpointers of a trainer and of its hooks, its own first."""
+    holders = (trainer, *compat.hooks_of(trainer))
+    values = [getattr(trainer, "checkpointer", None)]
+    values += [value for holder in holders for value in vars(holder).values()]
+    return list({id(value): value for value in values if isinstance(value, kind)}.values())
 
 
 def call_after_train(trainer: TrainerBase, hooks: Callable[[], None]) -> None:
