@@ -3,14 +3,25 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any, Callable
 
 from torch import nn
 
-__all__ = ["calls_function", "has_name", "knows_function", "replaced_functions", "source_files"]
+__all__ = [
+    "Groups",
+    "calls_function",
+    "has_name",
+    "knows_function",
+    "replaced_functions",
+    "replaced_together",
+    "source_files",
+]
+
+# Files, and by name a function that makes the new function from the original.
+Groups = Iterable[tuple[Iterable[Any], Mapping[str, Callable[[Any], Any]]]]
 
 
 def source_files(modules: Iterable[nn.Module]) -> list[Any]:
@@ -55,11 +66,9 @@ def has_name(code: CodeType, name: str) -> bool:
     return name in code.co_names or any(has_name(c, name) for c in inner)
 
 
-@contextmanager
 def replaced_functions(
-    files: Iterable[Any],
-    replacements: Mapping[str, Callable[[Any], Any]],
-) -> Iterator[None]:
+    files: Iterable[Any], replacements: Mapping[str, Callable[[Any], Any]]
+) -> AbstractContextManager[None]:
     """While open, replace functions in the files that know them by name.
 
     Args:
@@ -69,19 +78,29 @@ def replaced_functions(
     Raises:
         LookupError: no file knows a name, so nothing would be replaced.
     """
-    files = list(files)
-    for name in replacements:
-        if not knows_function(files, name):
-            raise LookupError(f"there is no function {name} to be replaced in {files}")
-    originals = [(f, n, getattr(f, n)) for f in files for n in replacements if hasattr(f, n)]
-    # A class has a method in another form than getattr gives: a classmethod, or one of C++.
-    entries = [vars(file).get(name, original) for file, name, original in originals]
-    for file, name, original in originals:
-        setattr(file, name, replacements[name](original))
+    return replaced_together([(files, replacements)])
+
+
+@contextmanager
+def replaced_together(groups: Groups) -> Iterator[None]:
+    """While open, replace the functions of all groups, as :func:`replaced_functions` does."""
+    entries = []
     try:
+        for given, replacements in groups:
+            files = list(given)
+            for name in replacements:
+                if not knows_function(files, name):
+                    raise LookupError(f"there is no function {name} to be replaced in {files}")
+            found = [(f, n, getattr(f, n)) for f in files for n in replacements if hasattr(f, n)]
+            for file, name, original in found:
+                # A class has a method in another form than getattr gives: a classmethod, or one
+                # of C++.
+                entries.append((file, name, vars(file).get(name, original)))
+            for file, name, original in found:
+                setattr(file, name, replacements[name](original))
         yield
     finally:
-        for (file, name, _), entry in zip(originals, entries):
+        for file, name, entry in reversed(entries):
             setattr(file, name, entry)
 
 
