@@ -13,6 +13,8 @@ from torch import nn
 __all__ = [
     "Groups",
     "calls_function",
+    "change_class",
+    "files_of_classes",
     "has_name",
     "knows_function",
     "replaced_functions",
@@ -24,13 +26,27 @@ __all__ = [
 Groups = Iterable[tuple[Iterable[Any], Mapping[str, Callable[[Any], Any]]]]
 
 
+def change_class(instance: Any, cls: type) -> None:
+    """Make an object one of another class, which is derived from its own class or is that again.
+
+    Detectron2 and projects have the object by then, and others refer to it. Three kinds of objects
+    need it: modules whose technique wraps methods, so that copies and ``isinstance`` stay right;
+    the trainer and the checkpointer that a project makes from a class of its own.
+    """
+    instance.__class__ = cls
+
+
 def source_files(modules: Iterable[nn.Module]) -> list[Any]:
     """The files that define the classes of modules, and the bases of these classes.
 
     The attributes of each are the names that the file knows, as for a Python module.
     """
-    classes = {c for module in modules for c in type(module).__mro__}
-    files = [file for file in map(_file_of, classes) if file is not None]
+    return files_of_classes(c for module in modules for c in type(module).__mro__)
+
+
+def files_of_classes(classes: Iterable[type]) -> list[Any]:
+    """The files that define classes, as in :func:`source_files`."""
+    files = [file for file in map(_file_of, set(classes)) if file is not None]
     return list({id(vars(file)): file for file in files}.values())
 
 

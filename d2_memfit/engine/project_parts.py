@@ -12,7 +12,7 @@ from detectron2.engine import AMPTrainer, SimpleTrainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..common.patching import replaced_functions
+from ..common.patching import change_class, replaced_functions
 from ..errors import ConfigError
 from ..iteration import Precision
 from .train_loop import AccumulatingTrainer
@@ -71,7 +71,7 @@ def project_parts(
                 )
             # A class of the project's own, such as one with its own run_step, has SimpleTrainer as
             # its base since before d2_memfit was imported.
-            self.__class__ = _accumulating(type(self))
+            change_class(self, _accumulating(type(self)))
             AccumulatingTrainer.__init__(self, **{k: v for k, v in given.items() if k in _KEPT})
             if given.get("grad_scaler") and self.precision.scaler:
                 self.precision.scaler = given["grad_scaler"]

@@ -417,16 +417,15 @@ class SaveOnEnding(HookBase):
     def _evaluate(self, evaluate: Callable[[], Any]) -> Any:
         """Run an evaluation that can stop before each batch."""
         model = compat.without_ddp(self._inner.model)
-        original = type(model)
         self._evaluation_key = f"d2_memfit/{self._training}/{self.trainer.iter}"
 
-        def train(model: nn.Module, mode: bool = True) -> nn.Module:
+        def train(mode: bool = True) -> nn.Module:
             if mode:  # inference_on_dataset has finished its batches
                 self._agree_in_evaluation(is_through=True)
                 self._evaluation_key += "/next"
-            return original.train(model, mode)
+            return type(model).train(model, mode)
 
-        model.__class__ = type(original.__name__, (original,), {"train": train})
+        model.__dict__["train"] = train  # a module has no hook for it
         before_batch = model.register_forward_pre_hook(lambda *_: self._agree_in_evaluation())
         try:
             self._is_evaluating = True
@@ -435,7 +434,7 @@ class SaveOnEnding(HookBase):
         finally:
             self._is_evaluating = False
             before_batch.remove()
-            model.__class__ = original
+            del model.__dict__["train"]
 
     def _agree_in_evaluation(self, is_through: bool = False) -> None:
         """Leave if a rank received a signal before any rank finished its images.
