@@ -309,8 +309,10 @@ def test_endings_save_and_say_the_same_and_are_resumed(way, kind, coins, tmp_pat
 
 
 def test_a_signal_to_one_rank_ends_both(way, coins, tmp_path, two_ranks):
-    assert two_ranks.run(end_early, way, tmp_path, coins, "signal") == [ENDINGS["signal"]] * 2
-    assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
+    status, (line,) = ENDINGS["signal"]
+    later = status, [line.replace("1", "2")]  # it comes after the vote of iteration 1
+    assert two_ranks.run(end_early, way, tmp_path, coins, "signal") == [later] * 2
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
 
 
 def resume_in_two_folders(rank, way, folder, coins):
@@ -337,7 +339,7 @@ def train_in_a_folder_in_use(rank, way, folder, coins):
 
 def test_a_rank_that_cannot_begin_ends_all(way, coins, tmp_path, two_ranks):
     one, other = two_ranks.run(train_in_a_folder_in_use, way, tmp_path, coins)
-    assert one.startswith(f"OUTPUT_DIR {tmp_path}: another process")
+    assert one.startswith(f"OUTPUT_DIR {tmp_path} is in use by process")
     assert other == f"rank 0 cannot begin the run: {one}"
 
 
