@@ -120,11 +120,9 @@ class Run:
             for name in techniques_on(part, job.cfg):
                 raise ConfigError(f"technique {name} is on and would do nothing: {why_not}")
         hooks = compat.hooks_of(trainer)
-        others = list(hooks)
-        hooks.clear()
-        best = [BestCheckpoint(job)] if job.cfg.MEMFIT.BEST.METRIC else []
-        trainer.register_hooks([*job_hooks(job), *best])
-        hooks += others
+        num_others = len(hooks)
+        trainer.register_hooks(job_hooks(job))
+        hooks[:] = hooks[num_others:] + hooks[:num_others]
         logger.info(
             "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, on %d ranks",
             job.cfg.SOLVER.IMS_PER_BATCH,
@@ -288,7 +286,7 @@ def build_trainer(
         run.not_built.add("config")
     options = {"loss_fn": job.parts.loss_fn, "clip_gradients": job.parts.clip_gradients()}
     trainer = AccumulatingTrainer(
-        compat.create_ddp_model(model, **job.ddp_options()),
+        compat.create_ddp_model(model, **{**job.parts.ddp_options(), **run.ddp_options}),
         data_loader,
         optimizer,
         **{**run.options, **options, **kwargs},
