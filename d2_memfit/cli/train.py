@@ -165,10 +165,6 @@ def _check(args: argparse.Namespace, trainer: type[Trainer], add_keys: AddKeys) 
     cfg = make_cfg(args, add_keys)
     if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
-    if args.certificate:
-        from ..certificate import Certificate
-
-        Certificate.read(args.certificate)
     ranks = world_size(args.num_gpus, args.num_machines)
     check_detectron2_keys(cfg)
     _check_model(cfg, trainer)
@@ -296,6 +292,10 @@ def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: Ad
     """
     if args.certificate and args.eval_only:
         raise ConfigError("--certificate is of a training: leave it out with --eval-only")
+    if args.certificate:
+        from ..certificate import Certificate
+
+        Certificate.read(args.certificate)
     check_int("--num-gpus", args.num_gpus, at_least=0)
     check_positive_int("--num-machines", args.num_machines)
     if not 0 <= args.machine_rank < args.num_machines:
