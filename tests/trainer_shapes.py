@@ -24,7 +24,8 @@ from tiny import parameters
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from d2_memfit import AccumulatingTrainer, MemfitMixin, MemfitTrainer, compat, get_cfg
+from d2_memfit import AccumulatingTrainer, MemfitMixin, MemfitTrainer, get_cfg
+from d2_memfit.common.patching import replaced_functions
 
 
 class Detector(nn.Module):
@@ -246,6 +247,10 @@ class ReadmesLine(Parts, MemfitTrainer):
     __init__ = init_of_maskdino
 
 
+def on_a_cpu(init):
+    return lambda self, module, **kwargs: init(self, module, **{**kwargs, "device_ids": None})
+
+
 def class_of(shape):
     if shape == "README's line":
         return ReadmesLine
@@ -273,7 +278,7 @@ def train(rank, shape, output_dir, keys, fails="", fits=1, first=0, last=4):
     seed_all_rng(rank + first)
     cfg = cfg_of(output_dir, **keys)
     if shape.startswith("plain "):
-        with compat.ddp_made_with({}):  # on a CPU
+        with replaced_functions([DistributedDataParallel], {"__init__": on_a_cpu}):
             trainer = PROJECTS[shape.removeprefix("plain ")](cfg)
     else:
         trainer = class_of(shape)(cfg)

@@ -15,22 +15,21 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import default_argument_parser, default_setup, hooks
+from detectron2.engine import default_argument_parser, hooks
 from detectron2.evaluation import DatasetEvaluator, verify_results
-from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
-from detectron2.utils.logger import setup_logger
 from torch import nn
 
 from ..common.checks import check_int, check_positive_int
-from ..common.files import FolderLock, check_run_folder, whole_file
+from ..common.files import whole_file
 from ..config import (
     check_config,
     check_detectron2_keys,
@@ -51,10 +50,10 @@ from ..memory import use_expandable_segments
 from ..planner import fit_config
 from . import train_lazy
 from .command_line import add_card_and_coco_options
-from .job_options import files_read
 from .next_step import after_training
 from .options import check_opts, opts_of_budget, opts_of_settings, settings_of_data
-from .screen import leave_out_dumps, progress_hooks, say, show
+from .run_folder import check_folder, set_up_rank
+from .screen import progress_hooks, say, show
 
 __all__ = ["Trainer", "argument_parser", "make_cfg", "run", "run_script"]
 
@@ -166,17 +165,6 @@ def _check(args: argparse.Namespace, trainer: type[Trainer], add_keys: AddKeys) 
     cfg = make_cfg(args, add_keys)
     if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
-    if args.certificate:
-        from ..certificate import Certificate
-
-        Certificate.read(args.certificate)
-    check_int("--num-gpus", args.num_gpus, at_least=0)
-    check_positive_int("--num-machines", args.num_machines)
-    if not 0 <= args.machine_rank < args.num_machines:
-        raise ConfigError(
-            f"--machine-rank must be 0 to {args.num_machines - 1}, because there are "
-            f"--num-machines {args.num_machines}, got {args.machine_rank}"
-        )
     ranks = world_size(args.num_gpus, args.num_machines)
     check_detectron2_keys(cfg)
     _check_model(cfg, trainer)
@@ -189,12 +177,7 @@ def _check(args: argparse.Namespace, trainer: type[Trainer], add_keys: AddKeys) 
     check_datasets(cfg, args.eval_only)
     if not cfg.OUTPUT_DIR:
         raise ConfigError("OUTPUT_DIR is empty: name a folder")
-    check_run_folder(cfg.OUTPUT_DIR, files_read(args))
-    if not args.eval_only and (Path(cfg.OUTPUT_DIR) / FolderLock.FILE_NAME).exists():
-        # Before anything of the other run is changed. Under torchrun, each rank comes here.
-        FolderLock(cfg.OUTPUT_DIR, is_shared=True).release()
-    checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.OUTPUT_DIR)
-    checkpointer.check(cfg.MODEL.WEIGHTS, resume=args.resume)
+    check_folder(args, cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS)
 
 
 def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
@@ -217,24 +200,7 @@ def main(
 ) -> None:
     """Run one rank, with the arguments completed by :func:`prepare`."""
     cfg = make_cfg(args, add_keys)
-    config_file = Path(cfg.OUTPUT_DIR) / "config.yaml"
-    logging.raiseExceptions = False  # on a full disk, each line of the log would have a traceback
-    try:
-        is_kept = args.eval_only and comm.is_main_process() and config_file.is_file()
-        of_training = config_file.read_text() if is_kept else None
-        leave_out_dumps(cfg.OUTPUT_DIR, comm.get_rank())
-        if comm.is_main_process():
-            with whole_file(config_file, "w") as file:  # default_setup leaves a part on a full disk
-                file.write(cfg.dump())
-        default_setup(cfg, args)
-        if of_training is not None:  # evaluations may be with other keys
-            with whole_file(config_file, "w") as file:
-                file.write(of_training)
-    except OSError as e:  # such as a full disk
-        raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR} cannot be written ({e.strerror})") from e
-    setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
-    if cfg.MODEL.DEVICE == "cpu" and not torch.cuda.is_available():
-        logger.warning("No GPU is visible: running on the CPU")
+    set_up_rank(args, cfg, cfg.OUTPUT_DIR, cfg.MODEL.DEVICE)
     for note in args.notes:
         logger.info("From the data: %s", note)
 
@@ -269,8 +235,6 @@ def _train(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer])
     """Train; return the file of the last checkpoint."""
     trainer = trainer_class(cfg)
     trainer.resume_or_load(resume=args.resume)
-    if not cfg.MODEL.WEIGHTS and not trainer.start_iter and comm.is_main_process():
-        _warn_of_frozen_norms(trainer.model)
     if args.certificate:
         from ..certificate import follow
 
@@ -306,16 +270,6 @@ def _warn_of_batch(args: argparse.Namespace, cfg: CfgNode, add_keys: AddKeys = (
     )
 
 
-def _warn_of_frozen_norms(model: torch.nn.Module) -> None:
-    """Warn of random weights behind norms that are frozen, and so normalise nothing."""
-    if any(isinstance(module, FrozenBatchNorm2d) for module in model.modules()):
-        logger.warning(
-            "MODEL.WEIGHTS is empty, and frozen batch norm does not normalise the activations of "
-            "random weights, so training is likely to diverge. Name weights, or set "
-            "MODEL.RESNETS.NORM GN (BN for a light backbone) and MODEL.BACKBONE.FREEZE_AT 0"
-        )
-
-
 def _fitted(cfg: CfgNode, trainer: type[Trainer]) -> CfgNode:
     """The config with its plan.
 
@@ -338,18 +292,24 @@ def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: Ad
     """
     if args.certificate and args.eval_only:
         raise ConfigError("--certificate is of a training: leave it out with --eval-only")
+    if args.certificate:
+        from ..certificate import Certificate
+
+        Certificate.read(args.certificate)
+    check_int("--num-gpus", args.num_gpus, at_least=0)
+    check_positive_int("--num-machines", args.num_machines)
+    if not 0 <= args.machine_rank < args.num_machines:
+        raise ConfigError(
+            f"--machine-rank must be 0 to {args.num_machines - 1}, because there are "
+            f"--num-machines {args.num_machines}, got {args.machine_rank}"
+        )
     if args.config_file.endswith(".py") and trainer is Trainer:
-        train_lazy.run(args)
-        return
-    prepare(args, trainer, add_keys)
-    launch(
-        main,
-        args.num_gpus,
-        args.num_machines,
-        args.machine_rank,
-        args.dist_url,
-        args=(args, trainer, add_keys),
-    )
+        train_lazy.prepare(args)
+        of_rank = partial(train_lazy.main, args)
+    else:
+        prepare(args, trainer, add_keys)
+        of_rank = partial(main, args, trainer, add_keys)
+    launch(of_rank, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
 
 
 @exit_on_error

@@ -23,29 +23,27 @@ from typing import Any, Optional
 
 import torch
 from detectron2.config import instantiate
-from detectron2.engine import default_setup, default_writers, hooks
+from detectron2.engine import default_writers, hooks
 from detectron2.evaluation import print_csv_format
 from detectron2.utils import comm
-from detectron2.utils.logger import setup_logger
 from omegaconf import DictConfig
 
-from ..common.files import check_run_folder
 from ..compat import create_ddp_model
 from ..config import check_config, find_config_file
-from ..engine import build_trainer, evaluating, launch, usable_device, world_size
-from ..engine.hooks import BestCheckpoint
-from ..engine.resuming import MemfitCheckpointer, SaveOnEnding, causes_named
+from ..engine import build_trainer, evaluating, usable_device, world_size
+from ..engine.resuming import MemfitCheckpointer, causes_named
 from ..errors import ConfigError, exit_on_error
 from ..evaluation import use_available_implementation
+from ..inference import WholeModelCheckpointer
 from ..iteration import Precision
 from ..job import Job, RecoveryOptions, cfg_of_lazy, load_lazy_config
 from ..memory import enforce_budget, use_expandable_segments
 from ..planner import fit_config
-from .job_options import files_read
 from .next_step import after_training
-from .screen import leave_out_dumps, progress_hooks, show
+from .run_folder import check_folder, set_up_rank
+from .screen import progress_hooks, show
 
-__all__ = ["main", "run"]
+__all__ = ["main", "prepare"]
 
 
 def evaluate(job: Job, model: torch.nn.Module) -> Optional[dict[str, Any]]:
@@ -70,15 +68,11 @@ def train(cfg: DictConfig, job: Job, resume: bool, certificate: Optional[str]) -
             hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
             hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if is_main else None,
             hooks.EvalHook(cfg.train.eval_period, lambda: evaluate(job, model)),
-            BestCheckpoint(job, checkpointer) if job.cfg.MEMFIT.BEST.METRIC else None,
             hooks.PeriodicWriter(writers, period=cfg.train.log_period) if is_main else None,
-            SaveOnEnding(checkpointer, job.cfg.MEMFIT.STOP_ON_SIGNALS),
             *(progress_hooks(cfg.train.max_iter) if is_main else []),
         ]
     )
     checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
-    comm.synchronize()  # all ranks have read their weights
-    checkpointer.begin_run()
     # The checkpoint has the iteration that was just finished.
     start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
     if certificate:
@@ -104,19 +98,16 @@ def load_config(args: argparse.Namespace) -> DictConfig:
 def main(args: argparse.Namespace) -> None:
     """Run one rank."""
     cfg = load_config(args)
-    leave_out_dumps(cfg.train.output_dir, comm.get_rank())
-    default_setup(cfg, args)
-    logger = setup_logger(cfg.train.output_dir, distributed_rank=comm.get_rank(), name="d2_memfit")
-    if cfg.train.device == "cpu" and not torch.cuda.is_available():
-        logger.warning("No GPU is visible: running on the CPU")
-
+    set_up_rank(args, cfg, cfg.train.output_dir, cfg.train.device)
     if args.eval_only:
         job = Job.from_lazy(cfg)
         enforce_budget(job.budget_gb, cfg.train.device)
         model = job.parts.build_model(cfg.train.device)
-        MemfitCheckpointer(model).load(cfg.train.init_checkpoint)
+        checkpointer = WholeModelCheckpointer(model, cfg.train.output_dir)
+        checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
         evaluate(job, create_ddp_model(model))
-        weights = cfg.train.init_checkpoint
+        last = checkpointer.get_checkpoint_file() if args.resume else ""
+        weights = last or cfg.train.init_checkpoint
         if comm.is_main_process() and weights:
             show(after_training(cfg.train.output_dir, [], weights, eval_only=True))
     else:
@@ -124,8 +115,8 @@ def main(args: argparse.Namespace) -> None:
         train(cfg, Job.from_lazy(cfg), args.resume, args.certificate)
 
 
-def run(args: argparse.Namespace) -> None:
-    """Check the arguments, then start the ranks, or join those that torchrun started."""
+def prepare(args: argparse.Namespace) -> None:
+    """Check all that can be checked before a process starts. Nothing is written."""
     for name in ("coco", "card", "budget", "fit", "training_only"):
         if getattr(args, name):
             option = "--" + name.replace("_", "-")
@@ -140,8 +131,4 @@ def run(args: argparse.Namespace) -> None:
     check_config(keys, world_size(args.num_gpus, args.num_machines))
     Precision.from_cfg(keys)
     RecoveryOptions.from_cfg(keys)
-    # Errors are found before a process starts or anything is written.
-    check_run_folder(cfg.train.output_dir, files_read(args))
-    checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.train.output_dir)
-    checkpointer.check(cfg.train.init_checkpoint, resume=args.resume and not args.eval_only)
-    launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
+    check_folder(args, cfg.train.output_dir, cfg.train.init_checkpoint)

@@ -3,14 +3,37 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any, Callable
 
 from torch import nn
 
-__all__ = ["calls_function", "has_name", "knows_function", "replaced_functions", "source_files"]
+__all__ = [
+    "Groups",
+    "calls_function",
+    "change_class",
+    "files_of_classes",
+    "has_name",
+    "knows_function",
+    "replaced_functions",
+    "replaced_together",
+    "source_files",
+]
+
+# Files, and by name a function that makes the new function from the original.
+Groups = Iterable[tuple[Iterable[Any], Mapping[str, Callable[[Any], Any]]]]
+
+
+def change_class(instance: Any, cls: type) -> None:
+    """Make an object one of another class, which is derived from its own class or is that again.
+
+    Detectron2 and projects have the object by then, and others refer to it. Three kinds of objects
+    need it: modules whose technique wraps methods, so that copies and ``isinstance`` stay right;
+    the trainer and the checkpointer that a project makes from a class of its own.
+    """
+    instance.__class__ = cls
 
 
 def source_files(modules: Iterable[nn.Module]) -> list[Any]:
@@ -18,8 +41,12 @@ def source_files(modules: Iterable[nn.Module]) -> list[Any]:
 
     The attributes of each are the names that the file knows, as for a Python module.
     """
-    classes = {c for module in modules for c in type(module).__mro__}
-    files = [file for file in map(_file_of, classes) if file is not None]
+    return files_of_classes(c for module in modules for c in type(module).__mro__)
+
+
+def files_of_classes(classes: Iterable[type]) -> list[Any]:
+    """The files that define classes, as in :func:`source_files`."""
+    files = [file for file in map(_file_of, set(classes)) if file is not None]
     return list({id(vars(file)): file for file in files}.values())
 
 
@@ -55,11 +82,9 @@ def has_name(code: CodeType, name: str) -> bool:
     return name in code.co_names or any(has_name(c, name) for c in inner)
 
 
-@contextmanager
 def replaced_functions(
-    files: Iterable[Any],
-    replacements: Mapping[str, Callable[[Any], Any]],
-) -> Iterator[None]:
+    files: Iterable[Any], replacements: Mapping[str, Callable[[Any], Any]]
+) -> AbstractContextManager[None]:
     """While open, replace functions in the files that know them by name.
 
     Args:
@@ -69,19 +94,29 @@ def replaced_functions(
     Raises:
         LookupError: no file knows a name, so nothing would be replaced.
     """
-    files = list(files)
-    for name in replacements:
-        if not knows_function(files, name):
-            raise LookupError(f"there is no function {name} to be replaced in {files}")
-    originals = [(f, n, getattr(f, n)) for f in files for n in replacements if hasattr(f, n)]
-    # A class has a method in another form than getattr gives: a classmethod, or one of C++.
-    entries = [vars(file).get(name, original) for file, name, original in originals]
-    for file, name, original in originals:
-        setattr(file, name, replacements[name](original))
+    return replaced_together([(files, replacements)])
+
+
+@contextmanager
+def replaced_together(groups: Groups) -> Iterator[None]:
+    """While open, replace the functions of all groups, as :func:`replaced_functions` does."""
+    entries = []
     try:
+        for given, replacements in groups:
+            files = list(given)
+            for name in replacements:
+                if not knows_function(files, name):
+                    raise LookupError(f"there is no function {name} to be replaced in {files}")
+            found = [(f, n, getattr(f, n)) for f in files for n in replacements if hasattr(f, n)]
+            for file, name, original in found:
+                # A class has a method in another form than getattr gives: a classmethod, or one
+                # of C++.
+                entries.append((file, name, vars(file).get(name, original)))
+            for file, name, original in found:
+                setattr(file, name, replacements[name](original))
         yield
     finally:
-        for (file, name, _), entry in zip(originals, entries):
+        for file, name, entry in reversed(entries):
             setattr(file, name, entry)
 
 

@@ -12,7 +12,6 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Callable, Optional
 
@@ -35,8 +34,6 @@ from fvcore.common.registry import Registry
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..common.patching import replaced_functions
-
 __all__ = [
     "DRAWN_BY_SAMPLERS",
     "SAVES_INNER_TRAINER",
@@ -44,7 +41,6 @@ __all__ = [
     "create_ddp_model",
     "create_local_process_group",
     "current_iteration",
-    "ddp_made_with",
     "deals_its_indices",
     "endless_indices",
     "has_compiled_ops",
@@ -269,20 +265,6 @@ def create_ddp_model(model: nn.Module, **kwargs: Any) -> nn.Module:
 def without_ddp(model: nn.Module) -> nn.Module:
     """The model inside ``DistributedDataParallel``; other models are returned unchanged."""
     return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-@contextmanager
-def ddp_made_with(options: dict[str, Any]) -> Iterator[None]:
-    """While open, add options to each call of ``create_ddp_model``, in all modules that import it.
-
-    Args:
-        options: keyword arguments of ``DistributedDataParallel``, in addition to the caller's.
-    """
-    name = "create_ddp_model"
-    modules = [m for m in list(sys.modules.values()) if hasattr(m, "__dict__")]
-    files = [m for m in modules if vars(m).get(name) is _create_ddp_model]
-    with replaced_functions(files, {name: lambda _: partial(create_ddp_model, **options)}):
-        yield
 
 
 def create_local_process_group(ranks_per_machine: int) -> None:

@@ -93,8 +93,7 @@ def _measure(job: Job, batch: list[object]) -> int:
         no_information(),
         unchanged_random_state(),
         EventStorage(),
-        cuda_as_cpu(),  # as in a dry run
-        compiled_operators(),
+        cuda_as_cpu(compiled_operators()),  # as in a dry run
         TensorMeter() as meter,
     ):
         torch.default_generator.manual_seed(0)

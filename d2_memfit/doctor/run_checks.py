@@ -26,7 +26,7 @@ from .. import compat
 from ..common.side_work import no_information
 from ..config import with_settings
 from ..engine import MemfitMixin, build_trainer
-from ..engine.resuming import GatherStates, MemfitCheckpointer, ResumableBatches, UnknownLoader
+from ..engine.resuming import MemfitCheckpointer, ResumableBatches, UnknownLoader
 from ..errors import MemfitError
 from ..job import Job
 from ..planner.dry_run import one_line_errors
@@ -228,7 +228,7 @@ def _of_job(job: Job, prepared: _Prepare, resume: bool) -> Any:
     checkpointer = MemfitCheckpointer(made.model, job.cfg.OUTPUT_DIR, trainer=made)
     start = checkpointer.resume_or_load("", resume=resume).get("iteration", -1) + 1
     saves = [PeriodicCheckpointer(checkpointer, _ITERATIONS // 2)] if comm.get_rank() == 0 else []
-    made.register_hooks([GatherStates(), *saves])
+    made.register_hooks(saves)
     return made, lambda: made.train(start, _ITERATIONS)
 
 

@@ -1,24 +1,35 @@
 # Copyright (c) the d2_memfit developers.
-"""From a job to its trainer: the options that its keys ask for, and one call that makes it."""
+"""One way to make a trainer: what the run of a job needs, whoever makes its parts."""
 
 import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Optional
 
 import torch
+from detectron2.config import CfgNode
+from detectron2.engine import HookBase, TrainerBase
+from detectron2.layers import FrozenBatchNorm2d
+from detectron2.utils import comm
+from detectron2.utils.events import get_event_storage
 from torch import nn
 
 from .. import compat
 from ..common.checks import value_of
-from ..config import default_keys
-from ..errors import ConfigError
+from ..common.files import is_config_dump, is_local, whole_file
+from ..config import default_keys, without_memfit_keys
+from ..errors import CheckpointError, ConfigError, RankError, one_line
 from ..iteration import CostModel
-from ..job import Job
+from ..job import Job, checked_loader
+from ..job.parts import GivenParts, TrainerParts
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques, techniques_on
-from .hooks import job_hooks
+from .hooks import BestCheckpoint, job_hooks
+from .resuming import MemfitCheckpointer, SaveOnEnding, checkpointers_of
 from .train_loop import AccumulatingTrainer
 
-__all__ = ["build_trainer", "check_applied", "check_run_step", "trainer_options"]
+__all__ = ["Run", "build_trainer"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,58 +42,216 @@ _OF_RUN_STEP = (
     "MEMFIT.EMA_DECAY",
     "MEMFIT.MONITOR.SNAPSHOT_ON_OOM",
 )
+_OF_HOOKS = ("MEMFIT.MONITOR", "MEMFIT.BEST")
 
 
-def trainer_options(job: Job) -> dict[str, Any]:
-    """The keyword arguments of :class:`AccumulatingTrainer` that a job's keys ask for.
+class Run:
+    """The run of a job: budget, techniques, hooks, checkpointers, endings, and checks over ranks.
+
+    All ways to make a trainer go through it, in this order: it is made, it wraps the functions that
+    build the parts (:meth:`building`), it completes the trainer (:meth:`complete`), and it begins
+    with ``train()`` (:meth:`begin`) or with the first step of a loop without it
+    (:meth:`begin_loop`).
+
+    Args:
+        job: its budget is set here.
+
+    Attributes:
+        cfg: the job's config with the techniques of the part "config".
+        options: keyword arguments of :class:`AccumulatingTrainer` that the job's keys ask for.
+        ddp_options: those of ``DistributedDataParallel`` that its techniques ask for.
+        not_built: the parts, as ``Technique.part``, whose techniques are not applied yet.
 
     Raises:
         ConfigError: the job is to be planned, and was not.
     """
-    if job.cfg.MEMFIT.PLAN.ENABLED:
-        raise ConfigError(
-            "MEMFIT.PLAN.ENABLED True: a trainer does not plan. Call d2_memfit.fit_config before, "
-            "as in Trainer(fit_config(cfg, Trainer)), or set it False"
+
+    def __init__(self, job: Job) -> None:
+        if job.cfg.MEMFIT.PLAN.ENABLED:
+            raise ConfigError(
+                "MEMFIT.PLAN.ENABLED True: a trainer does not plan. Call d2_memfit.fit_config "
+                "before, as in Trainer(fit_config(cfg, Trainer)), or set it False"
+            )
+        if job.budget_gb is not None:
+            use_expandable_segments()
+        enforce_budget(job.budget_gb, job.cfg.MODEL.DEVICE)
+        self.job = job
+        self.cfg = apply_techniques("config", job.cfg, job.cfg)
+        self.options: dict[str, Any] = {
+            "accumulation_steps": job.geometry.accumulation_steps,
+            "precision": job.precision(),
+            "micro_batch_size": job.geometry.micro_batch_size,
+            "cost_model": CostModel.from_cfg(job.cfg),
+            "recovery": job.recovery,
+            "normalizers": job.normalizers,
+            "ema_decay": job.cfg.MEMFIT.EMA_DECAY,
+        }
+        self.ddp_options: dict[str, Any] = apply_techniques("ddp", {}, job.cfg)
+        self.not_built = {"model", "optimizer", "loader"}
+
+    def building(self, part: str, build: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that builds a part, so that the part's techniques are applied."""
+
+        def build_part(*args: Any, **kwargs: Any) -> Any:
+            if part == "loader":
+                return self.with_techniques(part, checked_loader(build, self.cfg))(*args, **kwargs)
+            return self.with_techniques(part, build(*args, **kwargs))
+
+        return build_part
+
+    def with_techniques(self, part: str, made: Any) -> Any:
+        """Apply the techniques of a part to it; return the part to use."""
+        self.not_built.discard(part)
+        return apply_techniques(part, made, self.cfg)
+
+    def complete(self, trainer: TrainerBase, why_not: str) -> None:
+        """Check that all techniques are applied, and add the job's hooks before the trainer's.
+
+        Args:
+            why_not: why a technique would not be applied, and what to do.
+
+        Raises:
+            ConfigError: a technique is on and would do nothing.
+        """
+        job, model = self.job, compat.inner_trainer(trainer).model
+        if any(getattr(model, name, value) != value for name, value in self.ddp_options.items()):
+            self.not_built.add("ddp")
+        for part in sorted(self.not_built):
+            for name in techniques_on(part, job.cfg):
+                raise ConfigError(f"technique {name} is on and would do nothing: {why_not}")
+        hooks = compat.hooks_of(trainer)
+        num_others = len(hooks)
+        trainer.register_hooks(job_hooks(job))
+        hooks[:] = hooks[num_others:] + hooks[:num_others]
+        logger.info(
+            "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, on %d ranks",
+            job.cfg.SOLVER.IMS_PER_BATCH,
+            job.cfg.SOLVER.ACCUMULATION_STEPS,
+            job.ranks,
         )
-    return {
-        "accumulation_steps": job.geometry.accumulation_steps,
-        "precision": job.precision(),
-        "micro_batch_size": job.geometry.micro_batch_size,
-        "cost_model": CostModel.from_cfg(job.cfg),
-        "recovery": job.recovery,
-        "normalizers": job.normalizers,
-        "ema_decay": job.cfg.MEMFIT.EMA_DECAY,
-    }
+
+    def begin(self, trainer: Any) -> None:
+        """Begin ``train()`` on all ranks, or on none. The weights are loaded.
+
+        Raises:
+            CheckpointError: the ranks would go on from different iterations.
+            RankError: another rank cannot begin.
+        """
+        _check_same_iteration(trainer.start_iter, self.cfg.OUTPUT_DIR)
+        _on_all_ranks(lambda: self._begin(trainer))
+
+    def begin_loop(self) -> None:
+        """Begin a loop of ``run_step()``, which calls no hooks.
+
+        Raises:
+            ConfigError: a key would do nothing in it.
+            CheckpointError: as in :meth:`begin`.
+        """
+        defaults = default_keys()
+        asked = [k for k in _OF_HOOKS if value_of(self.job.cfg, k) != value_of(defaults, k)]
+        if asked:
+            raise ConfigError(
+                f"{' and '.join(asked)} is on, and a loop of run_step() calls no hooks: train with "
+                "trainer.train(start_iter, max_iter), or leave its keys at their defaults"
+            )
+        _check_same_iteration(get_event_storage().iter, self.cfg.OUTPUT_DIR)
+
+    def _begin(self, trainer: Any) -> None:
+        own = next(iter(checkpointers_of(trainer)), None)
+        hooks = compat.hooks_of(trainer)
+        metric = self.cfg.MEMFIT.BEST.METRIC
+        if metric and own is None and comm.is_main_process():
+            raise ConfigError(
+                f"MEMFIT.BEST.METRIC {metric} would do nothing: no hook of the trainer saves. "
+                "Register hooks.PeriodicCheckpointer(checkpointer, PERIOD)"
+            )
+        for checkpointer in checkpointers_of(trainer, MemfitCheckpointer):
+            checkpointer.begin_run(is_new=checkpointer is own and trainer.start_iter == 0)
+        if not any(isinstance(hook, SaveOnEnding) for hook in hooks):
+            trainer.register_hooks([SaveOnEnding(own, self.cfg.MEMFIT.STOP_ON_SIGNALS)])
+        for hook in hooks:
+            if isinstance(hook, BestCheckpoint):
+                hook.save_by(own)
+        hooks.sort(key=_place)
+        if isinstance(self.job.parts, TrainerParts):
+            _write_plain_config(self.job.cfg)
+        if not self.cfg.MODEL.WEIGHTS and not isinstance(self.job.parts, GivenParts):
+            _warn_of_frozen_norms(compat.inner_trainer(trainer).model)
+
+    def check_run_step(self, trainer: type, inner: type[AccumulatingTrainer]) -> None:
+        """Raise :class:`ConfigError` if a key is set that only our ``run_step`` reads.
+
+        Args:
+            trainer, inner: the classes of a trainer and of its ``_trainer``. The ``run_step`` of
+                one does not call that of ``AccumulatingTrainer``.
+        """
+        defaults = default_keys()
+        values = {key: value_of(self.job.cfg, key) for key in _OF_RUN_STEP}
+        asked = [f"{key} {v}" for key, v in values.items() if v != value_of(defaults, key)]
+        if asked:
+            is_inner = inner.run_step is not AccumulatingTrainer.run_step
+            cls, step = (inner, "super()") if is_inner else (trainer, "self._trainer")
+            raise ConfigError(
+                f"{', '.join(asked)}: {cls.__name__}.run_step does not call {step}.run_step(), "
+                "which reads these keys. Call it. For losses of your own: "
+                "self._trainer.loss_fn = FUNCTION"
+            )
 
 
-def check_applied(job: Job, parts: set[str], why: str) -> None:
-    """Raise :class:`ConfigError` if a technique of one of these parts is on.
-
-    Args:
-        parts: as ``Technique.part``.
-        why: why it would not be applied, and what to do.
-    """
-    for part in parts:
-        for name in techniques_on(part, job.cfg):
-            raise ConfigError(f"technique {name} is on and would do nothing: {why}")
+def _place(hook: HookBase) -> int:
+    """The best is saved after all that evaluates, and an ending after all else."""
+    return 2 if isinstance(hook, SaveOnEnding) else int(isinstance(hook, BestCheckpoint))
 
 
-def check_run_step(job: Job, trainer: type, inner: type[AccumulatingTrainer]) -> None:
-    """Raise :class:`ConfigError` if a key is set that only ``AccumulatingTrainer.run_step`` reads.
+def _check_same_iteration(first: int, output_dir: str) -> None:
+    firsts = comm.all_gather(first)  # all ranks have read their weights
+    if len(set(firsts)) > 1:
+        raise CheckpointError(
+            f"the ranks would go on from different iterations, {firsts}: OUTPUT_DIR {output_dir} "
+            "must be one folder that all of them see"
+        )
 
-    Args:
-        trainer, inner: the classes of a trainer and of its ``_trainer``. The ``run_step`` of one
-            does not call that one.
-    """
-    defaults = default_keys()
-    values = {key: value_of(job.cfg, key) for key in _OF_RUN_STEP}
-    asked = [f"{key} {v}" for key, v in values.items() if v != value_of(defaults, key)]
-    if asked:
-        is_inner = inner.run_step is not AccumulatingTrainer.run_step
-        cls, step = (inner, "super()") if is_inner else (trainer, "self._trainer")
-        raise ConfigError(
-            f"{', '.join(asked)}: {cls.__name__}.run_step does not call {step}.run_step(), which "
-            "reads these keys. Call it. For losses of your own: self._trainer.loss_fn = FUNCTION"
+
+def _on_all_ranks(begin: Callable[[], None]) -> None:
+    """Call a function on all ranks. An error on one is raised on all."""
+    error: Optional[Exception] = None
+    try:
+        begin()
+    except Exception as e:
+        error = e
+    texts = comm.all_gather(error and one_line(error))
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise RankError(f"rank {rank} cannot begin the run: {text}")
+
+
+def _write_plain_config(cfg: CfgNode) -> None:
+    """Write OUTPUT_DIR/detectron2_config.yaml, with which plain Detectron2 uses the result."""
+    if not (comm.is_main_process() and cfg.OUTPUT_DIR and is_local(cfg.OUTPUT_DIR)):
+        return
+    plain = without_memfit_keys(cfg)
+    plain.MODEL.WEIGHTS = os.path.join(cfg.OUTPUT_DIR, "model_final.pth")
+    path = os.path.join(cfg.OUTPUT_DIR, "detectron2_config.yaml")
+    with suppress(OSError):  # a full disk is the checkpointer's to report
+        os.makedirs(cfg.OUTPUT_DIR, exist_ok=True)
+        if os.path.exists(path) and not is_config_dump(path):
+            logger.warning("%s was not written by a training, and stays as it is", path)
+            return
+        with whole_file(path, "w") as file:
+            file.write(plain.dump())
+
+
+def _warn_of_frozen_norms(model: nn.Module) -> None:
+    """Warn of random weights behind norms that are frozen, and so normalise nothing."""
+    norms = [m for m in model.modules() if isinstance(m, FrozenBatchNorm2d)]
+    is_random = bool(norms) and not any(bool(norm.running_mean.any()) for norm in norms)
+    if is_random and comm.is_main_process():
+        logger.warning(
+            "MODEL.WEIGHTS is empty, and frozen batch norm does not normalise the activations of "
+            "random weights, so training is likely to diverge. Name weights, or set "
+            "MODEL.RESNETS.NORM GN (BN for a light backbone) and MODEL.BACKBONE.FREEZE_AT 0"
         )
 
 
@@ -105,35 +274,30 @@ def build_trainer(
         ConfigError: a technique or recovery cannot work with the model or optimizer, or a key would
             do nothing.
     """
-    options = {
-        **trainer_options(job),
-        "loss_fn": job.parts.loss_fn,
-        "clip_gradients": job.parts.clip_gradients(),
-        **kwargs,
-    }
-    if data_loader is not None:
-        why = "build_trainer got a data_loader. Leave that out, or turn the technique off"
-        check_applied(job, {"config", "loader"}, why)
-    if job.budget_gb is not None:
-        use_expandable_segments()
-    enforce_budget(job.budget_gb, job.cfg.MODEL.DEVICE)
-    model = job.parts.build_model(job.cfg.MODEL.DEVICE) if model is None else model
-    model = apply_techniques("model", compat.without_ddp(model), job.cfg)
+    run, cfg = Run(job), job.cfg
+    model = job.parts.build_model(cfg.MODEL.DEVICE) if model is None else compat.without_ddp(model)
+    model = run.with_techniques("model", model)
     optimizer = job.parts.build_optimizer(model) if optimizer is None else optimizer
-    optimizer = apply_techniques("optimizer", optimizer, job.cfg)
+    optimizer = run.with_techniques("optimizer", optimizer)
+    if data_loader is None:
+        data_loader = job.build_train_loader()
+        run.not_built.discard("loader")
+    else:
+        run.not_built.add("config")
+    options = {"loss_fn": job.parts.loss_fn, "clip_gradients": job.parts.clip_gradients()}
     trainer = AccumulatingTrainer(
-        compat.create_ddp_model(model, **job.ddp_options()),
-        job.build_train_loader() if data_loader is None else data_loader,
+        compat.create_ddp_model(model, **{**job.parts.ddp_options(), **run.ddp_options}),
+        data_loader,
         optimizer,
-        **options,
+        **{**run.options, **options, **kwargs},
     )
-    if job.cfg.MEMFIT.EVALUATION.ON_DISK or techniques_on("evaluation", job.cfg):
+    why_not = "build_trainer got a data_loader. Leave that out, or turn the technique off"
+    run.complete(trainer, why_not)
+    if cfg.MEMFIT.EVALUATION.ON_DISK or techniques_on("evaluation", cfg):
         logger.info("MEMFIT.EVALUATION is for what runs within d2_memfit.engine.evaluating")
-    hooks = job_hooks(job)
-    trainer.register_hooks(hooks)
     logger.info(
         "These hooks run in trainer.train(start_iter, max_iter), not in a loop of run_step(): %s",
-        ", ".join(type(hook).__name__ for hook in hooks),
+        ", ".join(type(hook).__name__ for hook in compat.hooks_of(trainer)),
     )
-    trainer.needs_train = job.cfg.MEMFIT.MONITOR != default_keys().MEMFIT.MONITOR
+    trainer.run = run
     return trainer

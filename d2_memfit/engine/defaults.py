@@ -2,33 +2,34 @@
 """Detectron2's default trainer with accumulation, as one more base class."""
 
 import logging
-import os
+import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
+from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
-from detectron2.engine import DefaultTrainer, HookBase, TrainerBase
+from detectron2.engine import DefaultTrainer, TrainerBase
 from detectron2.solver import LRMultiplier
-from detectron2.utils import comm
-from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
 from .. import compat
-from ..common.files import is_config_dump, is_local, whole_file
 from ..common.logs import start_logging
-from ..config import with_memfit_keys, without_memfit_keys
-from ..errors import CheckpointError, RankError, one_line
+from ..config import with_memfit_keys
 from ..iteration import auto_scale_workers
-from ..job import Job, checked_loader
-from ..memory import enforce_budget, use_expandable_segments
-from ..techniques import apply_techniques
-from .build import check_applied, check_run_step, trainer_options
+from ..job import Job
+from ..memory import use_expandable_segments
+from .build import Run
 from .evaluating import evaluating
-from .hooks import BestCheckpoint, explains_hooks, job_hooks
+from .hooks import explains_hooks
 from .project_parts import project_parts
-from .resuming import MemfitCheckpointer, Progress, SaveOnEnding, call_after_train, saved_at_end
+from .resuming import (
+    MemfitCheckpointer,
+    Progress,
+    call_after_train,
+    checkpointers_of,
+    saved_at_end,
+)
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["MemfitMixin", "MemfitTrainer"]
@@ -47,15 +48,13 @@ def _of_a_job(init: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(init)
     def __init__(self: "MemfitMixin", cfg: CfgNode, *args: Any, **kwargs: Any) -> None:
-        if "_job" in vars(self):
+        if "_job_run" in vars(self):
             init(self, cfg, *args, **kwargs)
             return
         cfg = self._begin(cfg)
-        ddp_options = apply_techniques("ddp", {}, cfg)
-        with project_parts(self, trainer_options(self._job), ddp_options) as made:
-            self._trainers, self._checkpointers = made
+        with project_parts(self._job_run.options, self._job_run.ddp_options) as self._trainers:
             init(self, cfg, *args, **kwargs)
-        self._complete(ddp_options)
+        self._complete()
 
     return __init__
 
@@ -76,12 +75,8 @@ def _saved_at_end(train: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(train)
     def method(self: "MemfitMixin", *args: Any, **kwargs: Any) -> Any:
-        try:
-            with saved_at_end(self):
-                return train(self, *args, **kwargs)
-        finally:
-            for checkpointer in self._checkpointers:
-                checkpointer.end_run()
+        with saved_at_end(self):
+            return train(self, *args, **kwargs)
 
     return method
 
@@ -104,11 +99,8 @@ class MemfitMixin(_Trainer):
     """
 
     _has_begun = False
-    _hooks: list[HookBase]
-    _job: Job
-    _not_built: set[str]
-    _trainers: list[AccumulatingTrainer]
-    _checkpointers: list[MemfitCheckpointer]
+    _job_run: Run
+    _trainers: list[AccumulatingTrainer]  # which this trainer's __init__ makes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -138,56 +130,25 @@ class MemfitMixin(_Trainer):
         cfg = with_memfit_keys(cfg)
         if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
             use_expandable_segments()  # before "auto" asks the GPU
-        self._job = Job.from_trainer(type(self), cfg)
-        cfg = apply_techniques("config", self._job.cfg, self._job.cfg)
-        enforce_budget(self._job.budget_gb, cfg.MODEL.DEVICE)
-        self._not_built = {"model", "optimizer", "loader"}
-        self.__dict__.update(
-            build_model=self._building("model", self.build_model, cfg),
-            build_optimizer=self._building("optimizer", self.build_optimizer, cfg),
-            build_train_loader=self._building(
-                "loader", checked_loader(self.build_train_loader, cfg), cfg
-            ),
-        )
-        return cfg
+        self._job_run = run = Run(Job.from_trainer(type(self), cfg))
+        for part in ("model", "optimizer", "loader"):
+            name = "build_train_loader" if part == "loader" else f"build_{part}"
+            self.__dict__[name] = run.building(part, getattr(self, name))
+        return run.cfg
 
-    def _building(self, part: str, build: Callable[..., Any], cfg: CfgNode) -> Callable[..., Any]:
-        """A ``build_*`` method with techniques, whichever class defines it."""
-
-        def build_part(*args: Any, **kwargs: Any) -> Any:
-            self._not_built.discard(part)
-            if part == "loader":
-                return apply_techniques(part, build, cfg)(*args, **kwargs)
-            return apply_techniques(part, build(*args, **kwargs), cfg)
-
-        return build_part
-
-    def _complete(self, ddp_options: dict[str, Any]) -> None:
-        """Check what the project's ``__init__`` made, and add hooks."""
+    def _complete(self) -> None:
+        """Check what the project's ``__init__`` made, and add checkpointers' parts and hooks."""
         self._check_inner()
-        cfg = self._job.cfg
-        model = self._inner.model
-        if any(getattr(model, name, value) != value for name, value in ddp_options.items()):
-            self._not_built.add("ddp")
-        check_applied(
-            self._job,
-            self._not_built,
+        self._job_run.complete(
+            self,
             f"{type(self).__name__}.__init__ makes that part by itself. Call there "
             "self.build_model(cfg), self.build_optimizer(cfg, model), self.build_train_loader(cfg) "
             "and detectron2.engine.create_ddp_model(model)",
         )
-        others = self._hooks
-        self._hooks = []
-        self.register_hooks(job_hooks(self._job))  # before the project's, which write and save
-        self._hooks += others
-        if cfg.MEMFIT.BEST.METRIC:  # after those that evaluate
-            self.register_hooks([BestCheckpoint(self._job, self.checkpointer)])
-        logger.info(
-            "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, on %d ranks",
-            cfg.SOLVER.IMS_PER_BATCH,
-            cfg.SOLVER.ACCUMULATION_STEPS,
-            comm.get_world_size(),
-        )
+        for checkpointer in checkpointers_of(self, DetectionCheckpointer):
+            MemfitCheckpointer.adopt(checkpointer)
+            if checkpointer.save_dir and "trainer" not in checkpointer.checkpointables:
+                checkpointer.add_checkpointable("trainer", weakref.proxy(self))
 
     def _check_inner(self) -> None:
         if not any(self._inner is trainer for trainer in self._trainers):
@@ -207,36 +168,10 @@ class MemfitMixin(_Trainer):
     def before_train(self) -> None:
         self._has_begun = False
         self._check_inner()
-        starts = comm.all_gather(self.start_iter)  # all ranks have read their weights
-        if len(set(starts)) > 1:
-            raise CheckpointError(
-                f"the ranks would go on from different iterations, {starts}: OUTPUT_DIR "
-                f"{self._job.cfg.OUTPUT_DIR} must be one folder that all of them see"
-            )
-        own = getattr(self, "checkpointer", None)
-        self._begin_checkpoints(own)
-        if not any(isinstance(hook, SaveOnEnding) for hook in self._hooks):  # the last one
-            own = own if isinstance(own, Checkpointer) else None
-            self.register_hooks([SaveOnEnding(own, self._job.cfg.MEMFIT.STOP_ON_SIGNALS)])
-        _write_plain_config(self._job.cfg)
+        self._job_run.begin(self)
         super().before_train()
         self._inner.run_state.restore_again(self.start_iter)
         self._has_begun = True
-
-    def _begin_checkpoints(self, own: Any) -> None:
-        """Begin the run of all checkpointers, on all ranks or on none."""
-        error: Optional[Exception] = None
-        try:
-            for checkpointer in self._checkpointers:
-                checkpointer.begin_run(is_new=checkpointer is own and self.start_iter == 0)
-        except Exception as e:
-            error = e
-        texts = comm.all_gather(error and one_line(error))
-        if error is not None:
-            raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise RankError(f"rank {rank} cannot begin the run: {text}")
 
     def before_step(self) -> None:
         self._inner.agreed_stop_signal = None
@@ -244,7 +179,7 @@ class MemfitMixin(_Trainer):
 
     def after_step(self) -> None:
         if self._inner.agreed_stop_signal is None:  # a run_step of the project's own
-            check_run_step(self._job, type(self), type(self._inner))
+            self._job_run.check_run_step(type(self), type(self._inner))
             self._inner.progress = Progress(self.iter, has_stepped=True)
         super().after_step()
 
@@ -286,22 +221,6 @@ class MemfitMixin(_Trainer):
             # It is in the optimizer's state. The scheduler sets it only when it steps.
             for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_lr()):
                 group["lr"] = lr
-
-
-def _write_plain_config(cfg: CfgNode) -> None:
-    """Write OUTPUT_DIR/detectron2_config.yaml, with which plain Detectron2 uses the result."""
-    if not (comm.is_main_process() and cfg.OUTPUT_DIR and is_local(cfg.OUTPUT_DIR)):
-        return
-    plain = without_memfit_keys(cfg)
-    plain.MODEL.WEIGHTS = os.path.join(cfg.OUTPUT_DIR, "model_final.pth")
-    path = os.path.join(cfg.OUTPUT_DIR, "detectron2_config.yaml")
-    with suppress(OSError):  # a full disk is the checkpointer's to report
-        os.makedirs(cfg.OUTPUT_DIR, exist_ok=True)
-        if os.path.exists(path) and not is_config_dump(path):
-            logger.warning("%s was not written by a training, and stays as it is", path)
-            return
-        with whole_file(path, "w") as file:
-            file.write(plain.dump())
 
 
 class MemfitTrainer(MemfitMixin, DefaultTrainer):

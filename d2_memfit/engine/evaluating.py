@@ -9,7 +9,7 @@ from torch import nn
 
 from .. import compat
 from ..config import with_budget, with_memfit_keys
-from ..evaluation import distinct_annotation_ids, predictions_on_disk
+from ..evaluation import coco_evaluators
 from ..iteration import with_averaged_weights
 from ..job import RecoveryOptions, checked_test_loaders
 from ..memory import enforce_budget
@@ -47,8 +47,7 @@ def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
         ready_to_evaluate(compat.without_ddp(model), cfg),
         recovering_inference(model, RecoveryOptions.from_cfg(cfg)),
         checked_test_loaders(cfg),
-        predictions_on_disk(cfg),
-        distinct_annotation_ids(),
+        coco_evaluators(cfg),
     ):
         _open.append(model)
         try:

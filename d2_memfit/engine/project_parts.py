@@ -2,21 +2,19 @@
 """The parts that a project's trainer makes itself, of Detectron2's classes."""
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
 import torch
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.engine import AMPTrainer, SimpleTrainer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from .. import compat
-from ..common.patching import replaced_functions
+from ..common.patching import change_class, replaced_functions
 from ..errors import ConfigError
 from ..iteration import Precision
-from .resuming import MemfitCheckpointer
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["project_parts"]
@@ -31,24 +29,22 @@ _KEPT = {"model", "data_loader", "optimizer", "gather_metric_period"}
 
 @contextmanager
 def project_parts(
-    trainer: Any, options: Mapping[str, Any], ddp_options: dict[str, Any]
-) -> Iterator[tuple[list[AccumulatingTrainer], list[MemfitCheckpointer]]]:
+    options: Mapping[str, Any], ddp_options: Mapping[str, Any]
+) -> Iterator[list[AccumulatingTrainer]]:
     """While open, make objects of Detectron2's classes what d2_memfit needs, whoever makes them.
 
     - A ``SimpleTrainer`` or ``AMPTrainer`` becomes an :class:`AccumulatingTrainer`. A class derived
       from ``SimpleTrainer`` gets it as a base before ``SimpleTrainer``, so that its
       ``super().run_step()`` accumulates. The ``DefaultTrainer`` of few-shot-object-detection, and
       of Detectron2's first releases, is such a class.
-    - A ``DetectionCheckpointer`` becomes a :class:`MemfitCheckpointer`, and saves the trainer too.
-    - ``create_ddp_model`` works on a CPU.
+    - ``DistributedDataParallel`` works on a CPU, too.
 
     Args:
-        trainer: its ``__init__`` runs.
         options: keyword arguments of every :class:`AccumulatingTrainer`.
         ddp_options: keyword arguments of ``DistributedDataParallel``, in addition to the project's.
 
     Yields:
-        The trainers and the checkpointers that are made.
+        The trainers that are made.
 
     Raises:
         ConfigError: when an :class:`AccumulatingTrainer` is made with other options, or a trainer
@@ -56,7 +52,6 @@ def project_parts(
         TypeError: when a trainer is made of a class that is derived from ``AMPTrainer``.
     """
     trainers: list[AccumulatingTrainer] = []
-    checkpointers: list[MemfitCheckpointer] = []
 
     def simple(original: _Init) -> _Init:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +69,9 @@ def project_parts(
                     "AMPTrainer is made, and SOLVER.AMP.ENABLED is False: this run trains in "
                     "float32. Set it True for mixed precision, or make a SimpleTrainer"
                 )
-            self.__class__ = _accumulating(type(self))
+            # A class of the project's own, such as one with its own run_step, has SimpleTrainer as
+            # its base since before d2_memfit was imported.
+            change_class(self, _accumulating(type(self)))
             AccumulatingTrainer.__init__(self, **{k: v for k, v in given.items() if k in _KEPT})
             if given.get("grad_scaler") and self.precision.scaler:
                 self.precision.scaler = given["grad_scaler"]
@@ -91,23 +88,21 @@ def project_parts(
 
         return __init__
 
-    def checkpointer(original: _Init) -> _Init:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            MemfitCheckpointer.adopt(self)
-            if self.save_dir and "trainer" not in self.checkpointables:
-                self.add_checkpointable("trainer", weakref.proxy(trainer))
-            checkpointers.append(self)
+    def ddp(original: _Init) -> _Init:
+        def __init__(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if next(module.parameters()).device.type == "cpu":
+                kwargs["device_ids"] = None
+            original(self, module, *args, **{**ddp_options, **kwargs})
 
         return __init__
 
-    with (
-        replaced_functions([SimpleTrainer, AMPTrainer], {"__init__": simple}),
-        replaced_functions([AccumulatingTrainer], {"__init__": accumulating}),
-        replaced_functions([DetectionCheckpointer], {"__init__": checkpointer}),
-        compat.ddp_made_with(ddp_options),
-    ):
-        yield trainers, checkpointers
+    # DefaultTrainer.__init__ makes its trainer and DDP by name, and so do projects: there is no
+    # method to override. A trainer that is replaced later would have two iterators of its loader.
+    makers = {SimpleTrainer: simple, AMPTrainer: simple, AccumulatingTrainer: accumulating}
+    makers[DistributedDataParallel] = ddp
+    inits = {cls.__init__: maker for cls, maker in makers.items()}
+    with replaced_functions(makers, {"__init__": lambda original: inits[original](original)}):
+        yield trainers
 
 
 def _accumulating(cls: type) -> type:

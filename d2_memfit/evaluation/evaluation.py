@@ -2,12 +2,8 @@
 """The evaluator of a dataset, with or without Detectron2's compiled operators."""
 
 import inspect
-import io
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
@@ -23,17 +19,14 @@ from detectron2.evaluation import (
     PascalVOCDetectionEvaluator,
     SemSegEvaluator,
 )
-from detectron2.utils.logger import log_first_n
 from detectron2.utils.registry import locate
 from omegaconf import ListConfig
 
 from .. import compat
-from ..common.patching import replaced_functions
 
 __all__ = [
     "build_coco_evaluator",
     "build_evaluator",
-    "distinct_annotation_ids",
     "use_available_implementation",
 ]
 
@@ -105,35 +98,3 @@ def use_available_implementation(evaluator: Any) -> None:
         target = locate(call._target_) if isinstance(call._target_, str) else call._target_
         if inspect.isclass(target) and issubclass(target, COCOEvaluator):
             call.setdefault("use_fast_impl", compat.has_compiled_ops())
-
-
-@contextmanager
-def distinct_annotation_ids() -> Iterator[None]:
-    """While open, ``COCOEvaluator`` numbers annotations from 1 if their ids do not tell them apart.
-
-    ``COCOeval.evaluateImg`` writes the id of the matched annotation, where 0 is no match, and
-    ``COCO`` finds annotations by their ids. So an object with the id 0 counts as missed.
-    """
-    with replaced_functions([COCOEvaluator], {"evaluate": _numbering}):
-        yield
-
-
-def _numbering(evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(evaluate)
-    def evaluate_numbered(self: Any, *args: Any, **kwargs: Any) -> Any:
-        annotations = self._coco_api.dataset.get("annotations", [])
-        ids = [a["id"] for a in annotations]
-        if len({i for i in ids if isinstance(i, int) and i > 0}) < len(ids):
-            log_first_n(
-                logging.WARNING,
-                f"{self._metadata.get('json_file')}: annotation ids are not different integers "
-                "from 1 up, which pycocotools needs. They are numbered anew for the evaluation",
-                key="message",
-            )
-            for number, annotation in enumerate(annotations, 1):
-                annotation["id"] = number
-            with redirect_stdout(io.StringIO()):
-                self._coco_api.createIndex()
-        return evaluate(self, *args, **kwargs)
-
-    return evaluate_numbered

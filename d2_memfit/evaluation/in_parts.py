@@ -3,11 +3,13 @@
 
 import io
 import json
+import logging
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from copy import deepcopy
+from functools import wraps
 from typing import Any, Callable, Optional
 
 import numpy as np
@@ -15,6 +17,7 @@ from detectron2.config import CfgNode
 from detectron2.evaluation import COCOEvaluator, coco_evaluation
 from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
+from detectron2.utils.logger import log_first_n
 from pycocotools.cocoeval import COCOeval
 
 from ..common.patching import replaced_functions
@@ -22,25 +25,53 @@ from ..errors import ConfigError
 from .coco_matches import CocoMatches
 from .spilled_predictions import SpilledPredictions, save_as_list
 
-__all__ = ["predictions_on_disk"]
+__all__ = ["coco_evaluators"]
 
 _IMAGES = 200  # images in a part; pycocotools takes about 0.2 MB for one with 100 objects
 _TASKS = {"segmentation": "segm", "keypoints": "keypoints"}
 
 
 @contextmanager
-def predictions_on_disk(cfg: CfgNode) -> Iterator[None]:
-    """While open, keep predictions of ``COCOEvaluator`` in a file, if MEMFIT.EVALUATION.ON_DISK.
+def coco_evaluators(cfg: CfgNode) -> Iterator[None]:
+    """While open, ``COCOEvaluator`` also evaluates what it cannot, or not in little memory.
 
-    They are evaluated in parts, also in derived classes. Results and files are those of the
-    official COCO API for the whole. Box proposals, and what subclasses evaluate themselves, are
-    evaluated as a list.
+    - It numbers annotations from 1 if their ids do not tell them apart. ``COCOeval.evaluateImg``
+      writes the id of the matched annotation, where 0 is no match, and ``COCO`` finds annotations
+      by their ids. So an object with the id 0 counts as missed.
+    - It keeps predictions in a file, if MEMFIT.EVALUATION.ON_DISK. They are evaluated in parts,
+      also in derived classes. Results and files are those of the official COCO API for the whole.
+      Box proposals, and what subclasses evaluate themselves, are evaluated as a list.
     """
-    if not cfg.MEMFIT.EVALUATION.ON_DISK:
+    methods: dict[str, Any] = {"evaluate": _numbering}
+    if cfg.MEMFIT.EVALUATION.ON_DISK:
+        methods = {
+            "reset": lambda _: _reset,
+            "evaluate": lambda original: _numbering(_evaluate(original)),
+        }
+    # Projects make and derive evaluators themselves, in build_evaluator or test.
+    with replaced_functions([COCOEvaluator], methods):
         yield
-        return
-    with replaced_functions([COCOEvaluator], {"reset": lambda _: _reset, "evaluate": _evaluate}):
-        yield
+
+
+def _numbering(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(evaluate)
+    def evaluate_numbered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        annotations = self._coco_api.dataset.get("annotations", [])
+        ids = [a["id"] for a in annotations]
+        if len({i for i in ids if isinstance(i, int) and i > 0}) < len(ids):
+            log_first_n(
+                logging.WARNING,
+                f"{self._metadata.get('json_file')}: annotation ids are not different integers "
+                "from 1 up, which pycocotools needs. They are numbered anew for the evaluation",
+                key="message",
+            )
+            for number, annotation in enumerate(annotations, 1):
+                annotation["id"] = number
+            with redirect_stdout(io.StringIO()):
+                self._coco_api.createIndex()
+        return evaluate(self, *args, **kwargs)
+
+    return evaluate_numbered
 
 
 def _reset(self: Any) -> None:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..common.files import output_file
-from ..common.patching import replaced_functions
 from ..common.reading import checked
 from ..errors import ConfigError, DataError
 from ..memory import is_out_of_memory
@@ -60,16 +59,19 @@ def read_images(file: Path, image_format: str, in_tiles: bool = False) -> Iterat
         for frame in _frames(file):
             yield frame[:, :, ::-1] if image_format == "RGB" else frame
         return
-    # Pillow refuses twice as many pixels. Cut into tiles, an image takes 20 bytes of RAM for each.
-    most = {"MAX_IMAGE_PIXELS": lambda most: 2**27 if in_tiles else most}
+    most = Image.MAX_IMAGE_PIXELS
+    if in_tiles:
+        # Pillow refuses twice as many. Cut into tiles, an image takes 20 bytes of RAM for each.
+        Image.MAX_IMAGE_PIXELS = 2**27
     try:
-        with replaced_functions([Image], most):
-            image = read_image(str(file), format=image_format)
+        image = read_image(str(file), format=image_format)
     except Exception as e:  # each library has many errors for damage
         if is_out_of_memory(e):
             raise
         advice = ". Try --tile-size" if isinstance(e, Image.DecompressionBombError) else ""
         raise DataError(f"{file} cannot be read ({' '.join(str(e).split())}){advice}") from e
+    finally:
+        Image.MAX_IMAGE_PIXELS = most
     yield image
 
 

@@ -19,7 +19,7 @@ from detectron2.data.transforms import ResizeTransform, Transform
 from detectron2.structures import BoxMode
 from PIL import Image
 
-from ..common.patching import replaced_functions
+from ..common.patching import Groups, replaced_together
 from ..common.side_work import alone, no_information, unchanged_random_state
 from .facts import facts_of
 from .label_images import tiles
@@ -69,11 +69,18 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
         return noting_init
 
     def get_one_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+        is_inner = False
+
         def get(self: Any, name: str) -> list[dict[str, Any]]:
+            nonlocal is_inner
+            if is_inner:  # another dataset is made of it
+                return original(self, name)
             captured.names.append(name)
-            catalog = [type(DatasetCatalog)]
-            with replaced_functions(catalog, {"get": lambda _: original}):  # of what it is made of
+            is_inner = True
+            try:
                 facts = facts_of([name])
+            finally:
+                is_inner = False
             if facts is None:
                 d = invented_dict((480, 640), 2, name, with_labels)
             else:
@@ -91,13 +98,17 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
         return load_proposals_into_dataset
 
     maps = [getattr(common, n) for n in ("MapDataset", "_MapIterableDataset") if hasattr(common, n)]
+    # A loader has its mapper, and the names of its datasets, only while it is made.
+    groups: list[tuple[list[Any], dict[str, Any]]] = [
+        (maps, {"__init__": note_mapper}),
+        ([type(DatasetCatalog)], {"get": get_one_dict}),
+        ([build], {"load_proposals_into_dataset": keep_dicts}),
+    ]
     with (
         alone(),
         unchanged_random_state(),
         no_information(),
-        replaced_functions(maps, {"__init__": note_mapper}),
-        replaced_functions([type(DatasetCatalog)], {"get": get_one_dict}),
-        replaced_functions([build], {"load_proposals_into_dataset": keep_dicts}),
+        replaced_together(groups),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # warnings of workers, which do not start
@@ -156,10 +167,13 @@ class _EmptyFiles:
 
 
 @contextmanager
-def empty_images(labels: Sequence[int] = ()) -> Iterator[_EmptyFiles]:
-    """While open, ``read_image`` gives empty images for the yielded object's names.
+def empty_images(
+    labels: Sequence[int] = (),
+) -> Iterator[tuple[_EmptyFiles, set[tuple[int, int]]]]:
+    """While open, ``read_image`` gives empty images for the names of the yielded object.
 
-    Nothing is logged, and random numbers are the same each time.
+    They are resized as in :func:`largest_resizes`, whose pairs are yielded, too. Nothing is logged,
+    and random numbers are the same each time.
 
     Args:
         labels: values of label images.
@@ -182,19 +196,22 @@ def empty_images(labels: Sequence[int] = ()) -> Iterator[_EmptyFiles]:
         return apply
 
     known = [module for module, function in _files_with("read_image") if function is original]
+    reads: list[tuple[list[Any], dict[str, Any]]] = [
+        (known, {"read_image": read_empty}),
+        ([ResizeTransform], {"apply_image": resize_empty}),  # a tenth of the time
+    ]
     with (
         TemporaryDirectory() as folder,
         alone(),
         no_information(),
         unchanged_random_state(),
-        replaced_functions(known, {"read_image": read_empty}),
-        replaced_functions([ResizeTransform], {"apply_image": resize_empty}),  # a tenth of the time
+        largest_resizes(reads) as resizes,
     ):
         files = _EmptyFiles(labels, folder)
         random.seed(0)
         np.random.seed(0)
         torch.default_generator.manual_seed(0)
-        yield files
+        yield files, resizes
 
 
 def _files_with(name: str) -> list[tuple[Any, Any]]:
@@ -204,11 +221,14 @@ def _files_with(name: str) -> list[tuple[Any, Any]]:
 
 
 @contextmanager
-def largest_resizes() -> Iterator[set[tuple[int, int]]]:
+def largest_resizes(others: Groups = ()) -> Iterator[set[tuple[int, int]]]:
     """While open, ``ResizeShortestEdge`` uses the largest of its lengths.
 
     So do a project's copies of that class. Yields the pairs of shorter and longest side that they
     were used with.
+
+    Args:
+        others: functions that are replaced for the same time.
     """
     used: set[tuple[int, int]] = set()
 
@@ -223,5 +243,6 @@ def largest_resizes() -> Iterator[set[tuple[int, int]]]:
 
     known = {c for _, c in _files_with("ResizeShortestEdge") if isinstance(c, type)}
     resizes = [c for c in known if "get_transform" in vars(c)]
-    with replaced_functions(resizes, {"get_transform": take_largest}):
+    # Mappers make and call their augmentations themselves, with lengths that are drawn at random.
+    with replaced_together([(resizes, {"get_transform": take_largest}), *others]):
         yield used

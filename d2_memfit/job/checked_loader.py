@@ -28,7 +28,7 @@ from ..data import (
 from ..errors import DataError
 from ..iteration import BatchGeometry
 from ..memory import is_loader_out_of_memory
-from ..techniques import SharedDataset
+from ..techniques import SharedDataset, SharedList
 
 __all__ = ["checked_loader", "checked_test_loaders", "shm_bytes"]
 
@@ -56,7 +56,7 @@ def checked_loader(
     """
 
     def build_checked_loader(*args: Any, **kwargs: Any) -> Any:
-        with _replaced(lambda dicts: _check_dicts(dicts, cfg, says_all)):
+        with _replaced(lambda dicts: _check_dicts(dicts, cfg, says_all), cfg):
             return build_loader(*args, **kwargs)
 
     return build_checked_loader
@@ -72,25 +72,24 @@ def checked_test_loaders(cfg: CfgNode) -> Iterator[None]:
     Raises:
         DataError: when a loader is built or iterated.
     """
-    with (
-        SharedDataset.sharing(cfg),
-        _replaced(lambda dicts: _check_test_dicts(dicts, cfg)),
-    ):
+    with _replaced(lambda dicts: _check_test_dicts(dicts, cfg), cfg):
         yield
 
 
 @contextmanager
-def _replaced(check: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+def _replaced(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[None]:
     """While open, Detectron2's ``DatasetFromList`` checks, and its ``MapDataset`` names images.
 
-    This holds in all modules that import them.
+    The first also shares its items with other processes, if MEMFIT.HOST.SHARED_DATASET. This holds
+    in all modules that import them: Detectron2's loaders take no other classes.
     """
+    is_shared = SharedDataset.is_on(cfg)
 
     def checking(original: Callable[..., Any]) -> Callable[..., Any]:
         def dataset_from_list(items: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(items, list) and items and _is_dataset_dict(items[0]):
                 check(items)
-            return original(items, *args, **kwargs)
+            return SharedList(items) if is_shared else original(items, *args, **kwargs)
 
         return dataset_from_list
 

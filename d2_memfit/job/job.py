@@ -279,10 +279,6 @@ class Job:
         there = self.cfg.MODEL.DEVICE if device is None else device
         return Precision.from_cfg(with_settings(self.cfg, {"MODEL.DEVICE": there}))
 
-    def ddp_options(self) -> dict[str, Any]:
-        """Keyword arguments of ``DistributedDataParallel``."""
-        return apply_techniques("ddp", self.parts.ddp_options(), self.cfg)
-
     def build_model(self, device: Optional[str] = None, announce: bool = True) -> nn.Module:
         """Build the model with its techniques, on MODEL.DEVICE or another device.
 
@@ -300,7 +296,7 @@ class Job:
 
     def build_train_loader(self) -> Any:
         says_all = isinstance(self.parts, TrainerParts)  # a LazyConfig gives keys of training only
-        cfg = apply_techniques("config", self.cfg, self.cfg)
+        cfg = apply_techniques("config", self.cfg, self.cfg, announce=False)
         build = checked_loader(self.parts.with_cfg(cfg).build_train_loader, cfg, says_all)
         return apply_techniques("loader", build, cfg)()
 

@@ -12,7 +12,7 @@ from detectron2.structures import Instances
 
 from ..errors import ConfigError
 from .batches import copy_of, need_of, padded_area, size_of
-from .capture import CapturedLoader, capture_loader, empty_images, largest_resizes, with_proposals
+from .capture import CapturedLoader, capture_loader, empty_images, with_proposals
 from .facts import Facts, facts_of
 from .known_datasets import assumed_facts
 from .largest_images import (
@@ -215,7 +215,7 @@ class _Mapper:
             sizes: sizes of the dataset's images; none for any shape.
             num_draws: draws of augmentations for each of the sizes with the largest results.
         """
-        with empty_images(self._labels) as files, largest_resizes() as resizes:
+        with empty_images(self._labels) as (files, resizes):
 
             def draw(size: Size, times: int, is_crowded: bool) -> list[_Drawn]:
                 maps = self._maps * times

@@ -12,10 +12,10 @@ from detectron2.structures import Boxes, Instances
 from detectron2.utils.logger import log_first_n
 from torch import nn
 
-from ..common.patching import knows_function, replaced_functions, source_files
+from ..common.patching import Groups, knows_function, source_files
 from ..errors import ConfigError
 from .registry import TECHNIQUES, PositiveIntTechnique
-from .support import add_mixin
+from .support import ReplacesInForward, add_mixin
 
 __all__ = ["ChunkedMatcher", "ChunkedMatching", "PairwiseQuality"]
 
@@ -174,13 +174,11 @@ def _label_best_anchors(
             labels[chunk][(part == best[rows, None]).any(dim=0)] = 1
 
 
-class _MatchesInChunks(nn.Module):
+class _MatchesInChunks(ReplacesInForward):
     chunk_size: int
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        files = _files_of_detectron2(self)
-        with replaced_functions(files, {"pairwise_iou": self._without_matrix}):
-            return super().forward(*args, **kwargs)
+    def replaced(self) -> Groups:
+        return [(_files_of_detectron2(self), {"pairwise_iou": self._without_matrix})]
 
     def _without_matrix(self, pairwise_iou: Callable[..., Any]) -> Callable[..., Any]:
         def quality(instances: Boxes, anchors: Boxes) -> PairwiseQuality:

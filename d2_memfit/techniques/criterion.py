@@ -4,7 +4,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import signature, unwrap
 from itertools import count
@@ -19,13 +19,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from ..common.patching import calls_function, replaced_functions, source_files
+from ..common.patching import Groups, calls_function, files_of_classes, source_files
 from ..common.random_state import RandomState
 from ..compat.pytorch import tree_iter
 from ..errors import ConfigError
 from ..memory import is_out_of_memory
 from .registry import TECHNIQUES, PositiveIntTechnique
 from .support import (
+    ReplacesInForward,
     add_mixin,
     chunks_of,
     device_of,
@@ -116,22 +117,32 @@ def _is_loss_of_pairs(name: str, method: FunctionType) -> bool:
     return has_indices and any(word in name for word in _OF_PAIRS)
 
 
-class _LooksAtChunks(nn.Module):
+class _LooksAtChunks(ReplacesInForward):
     chunk_size: int
     functions: list[_Function]
     can_chunk: dict[str, bool]  # by function name, once tested
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def replaced(self) -> Groups:
         # Classes are changed, not modules, because some models make their criterion in the forward.
-        with ExitStack() as stack:
-            for cls, name, call in self.functions:
-                new = partial(_in_chunks, call, self.chunk_size, self.can_chunk)
-                stack.enter_context(replaced_functions([cls], {name: new}))
-            return super().forward(*args, **kwargs)
+        solver = _Solver()
+        groups: list[tuple[list[Any], dict[str, Any]]] = []
+        matchers: list[type] = []
+        for cls, name, call in self.functions:
+            kind: Any = call
+            if call is _MatcherCall:
+                matchers += cls.__mro__
+                kind = partial(_MatcherCall, solver)
+            new = partial(_in_chunks, kind, self.chunk_size, self.can_chunk)
+            groups.append(([cls], {name: new}))
+        files = [file for file in files_of_classes(matchers) if hasattr(file, _SOLVER)]
+        return [*groups, (files, {_SOLVER: solver.instead_of})]
 
 
 def _in_chunks(
-    kind: type[_Call], chunk_size: int, can_chunk: dict[str, bool], function: Callable[..., Any]
+    kind: Callable[..., _Call],
+    chunk_size: int,
+    can_chunk: dict[str, bool],
+    function: Callable[..., Any],
 ) -> Callable[..., Any]:
     @wraps(function)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -198,6 +209,7 @@ class _MatcherCall:
     ``linear_sum_assignment``.
 
     Args:
+        solver: finds the pairs.
         forward: called as ``forward(matcher, *args, **kwargs)``.
         args, kwargs: predictions, and lists with the targets of each image.
 
@@ -210,11 +222,13 @@ class _MatcherCall:
 
     def __init__(
         self,
+        solver: "_Solver",
         forward: Callable[..., Any],
         matcher: nn.Module,
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> None:
+        self._solver = solver
         self._forward = forward
         self._matcher = matcher
         self._args = args
@@ -233,7 +247,7 @@ class _MatcherCall:
 
         args = [select(value) for value in self._args]
         kwargs = {name: select(value) for name, value in self._kwargs.items()}
-        return _MatcherCall(self._forward, self._matcher, args, kwargs)
+        return _MatcherCall(self._solver, self._forward, self._matcher, args, kwargs)
 
     def run(self, chunk_size: int) -> tuple[Any, list[_Matrix]]:
         """Match with costs computed in chunks.
@@ -251,13 +265,32 @@ class _MatcherCall:
         for chunk in chunks:
             state.restore()  # all chunks compare masks at the same points
             matrices.begin(is_last=chunk is chunks[-1])
-            result = self.of(chunk)._call(matrices)
+            call = self.of(chunk)
+            with self._solver.gathering(matrices):
+                result = call._forward(call._matcher, *call._args, **call._kwargs)
         return result, [*matrices.whole, np.array([len(queries) for queries, _ in result])]
 
-    def _call(self, matrices: "_Matrices") -> Any:
-        files = [file for file in source_files([self._matcher]) if hasattr(file, _SOLVER)]
-        with replaced_functions(files, {_SOLVER: matrices.gathering}):
-            return self._forward(self._matcher, *self._args, **self._kwargs)
+
+class _Solver:
+    """SciPy's ``linear_sum_assignment``, except while columns of a matrix are gathered."""
+
+    def __init__(self) -> None:
+        self._matrices: Optional[_Matrices] = None
+
+    def instead_of(self, solve: _Solve) -> _Solve:
+        def linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
+            solving = solve if self._matrices is None else self._matrices.gathering(solve)
+            return solving(*args, **kwargs)
+
+        return linear_sum_assignment
+
+    @contextmanager
+    def gathering(self, matrices: "_Matrices") -> Iterator[None]:
+        self._matrices = matrices
+        try:
+            yield
+        finally:
+            self._matrices = None
 
 
 class _Matrices:

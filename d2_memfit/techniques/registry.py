@@ -18,6 +18,7 @@ from ..common.checks import (
     did_you_mean,
     value_of,
 )
+from ..common.patching import change_class
 from ..errors import ConfigError
 
 __all__ = [
@@ -214,9 +215,9 @@ def ready_to_evaluate(model: nn.Module, cfg: CfgNode, announce: bool = True) -> 
         model: without DDP around it.
         announce: as for :func:`apply_techniques`.
     """
-    original = model.__class__
+    original = type(model)
     apply_techniques("evaluation", model, cfg, announce)
     try:
         yield
     finally:
-        model.__class__ = original
+        change_class(model, original)

@@ -4,18 +4,14 @@
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Callable
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from detectron2.config import CfgNode
-from detectron2.data import build
 from detectron2.utils import comm
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from ..common.patching import replaced_functions
 from ..errors import HostMemoryError
 from .registry import TECHNIQUES, BooleanTechnique
 
@@ -30,7 +26,8 @@ class SharedDataset(BooleanTechnique):
     annotations take 0.5 GB, those of a large dataset tens of GB. Costs nothing: the file is removed
     from its folder once all ranks have mapped it. Its pages stay in RAM while there is room.
 
-    Source: github.com/facebookresearch/detectron2/issues/4626 and d2go/issues/405.
+    Source: github.com/facebookresearch/detectron2/issues/4626 and d2go/issues/405. The loaders of
+    ``job/checked_loader.py`` make a :class:`SharedList` if it is on.
     """
 
     tier = "exact"
@@ -38,24 +35,6 @@ class SharedDataset(BooleanTechnique):
     in_plans = False
     # Whether the ranks of a machine share one copy of the dataset's annotations.
     key = "MEMFIT.HOST.SHARED_DATASET"
-
-    @classmethod
-    def apply(cls, build_loader: Callable[..., Any], cfg: CfgNode) -> Callable[..., Any]:
-        def build_loader_with_shared_dataset(*args: Any, **kwargs: Any) -> Any:
-            with cls.sharing(cfg):
-                return build_loader(*args, **kwargs)
-
-        return build_loader_with_shared_dataset
-
-    @classmethod
-    @contextmanager
-    def sharing(cls, cfg: CfgNode) -> Iterator[None]:
-        """While open, Detectron2's loaders share their datasets, if the technique is on."""
-        if not cls.is_on(cfg):
-            yield
-            return
-        with replaced_functions([build], {"DatasetFromList": lambda _: SharedList}):
-            yield
 
 
 class SharedList(Dataset[Any]):

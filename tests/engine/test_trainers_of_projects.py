@@ -228,7 +228,7 @@ def test_metrics_that_shall_be_written_meanwhile_are_refused(monkeypatch):
 
     monkeypatch.setattr(SimpleTrainer, "__init__", init_of_main)
     refused = pytest.raises(ConfigError, match="async_write_metrics=True cannot be used")
-    with project_parts(None, {}, {}), refused:
+    with project_parts({}, {}), refused:
         SimpleTrainer(None, [], None, async_write_metrics=True)
 
 
@@ -316,18 +316,31 @@ def test_a_technique_that_would_not_be_applied_is_an_error(tmp_path):
     assert hasattr(type(remedied.model.net), "_extended_class")
 
 
+class SaysItself(Parts, DefaultTrainer):
+    """It says what technique GradientBucketView would."""
+
+    def __init__(self, cfg):
+        super(DefaultTrainer, self).__init__()
+        model = self.build_model(cfg)
+        optimizer = self.build_optimizer(cfg, model)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=False)
+        self._trainer = SimpleTrainer(ddp, self.build_train_loader(cfg), optimizer)
+
+
 def bucket_views(rank, shape, output_dir):
-    trainer = class_of(shape)(cfg_of(output_dir, **{"MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW": True}))
+    cls = type("Trainer", (MemfitMixin, SaysItself), {}) if shape is None else class_of(shape)
+    trainer = cls(cfg_of(output_dir, **{"MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW": True}))
     assert isinstance(trainer.model, DistributedDataParallel)
     assert not isinstance(trainer.model.module, DistributedDataParallel)
     return trainer.model.gradient_as_bucket_view
 
 
 def test_options_of_ddp_reach_a_model_that_the_project_wraps(two_ranks, tmp_path):
-    assert two_ranks.run(bucket_views, "README's line", str(tmp_path)) == [True, True]
+    for shape in ("README's line", "SimpleTrainer"):
+        assert two_ranks.run(bucket_views, shape, str(tmp_path)) == [True, True]
     text = r"GradientBucketView is on and would do nothing: .*detectron2\.engine\.create_ddp_model"
     with pytest.raises(AssertionError, match=text):
-        two_ranks.run(bucket_views, "SimpleTrainer", str(tmp_path))
+        two_ranks.run(bucket_views, None, str(tmp_path))
 
 
 def test_a_plan_that_nobody_makes_is_an_error(coins, tmp_path):

@@ -21,8 +21,8 @@ from d2_memfit import MemfitTrainer
 from d2_memfit.config import check_config
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
+from d2_memfit.evaluation import coco_evaluators
 from d2_memfit.evaluation import in_parts as evaluation_in_parts
-from d2_memfit.evaluation import predictions_on_disk
 from d2_memfit.evaluation.spilled_predictions import SpilledPredictions
 
 pytestmark = pytest.mark.slow
@@ -150,7 +150,7 @@ def test_results_and_files_are_those_of_detectron2(
     expected = evaluated(
         tmp_path / "whole", predictions(*dataset), **{**options, "use_fast_impl": False}
     )
-    with predictions_on_disk(cfg):
+    with coco_evaluators(cfg):
         found = evaluated(tmp_path / "parts", predictions(*dataset), **options)
     assert {task: list(of_task) for task, of_task in found[0].items()} == {
         task: list(of_task) for task, of_task in expected[0].items()
@@ -167,7 +167,7 @@ def test_some_of_the_images(dataset, cfg, tmp_path, monkeypatch):
     (tmp_path / "whole").mkdir()
     chosen = dataset[0][::4]
     expected = evaluated(tmp_path / "whole", predictions(*dataset), chosen)
-    with predictions_on_disk(cfg):
+    with coco_evaluators(cfg):
         found = evaluated(tmp_path / "parts", predictions(*dataset), chosen)
     np.testing.assert_equal(dict(found[0]), dict(expected[0]))
 
@@ -176,7 +176,7 @@ def test_images_of_another_dataset_are_an_error_as_in_pycocotools(dataset, cfg, 
     found = [*predictions(*dataset)]
     found[0]["image_id"] = found[0]["instances"][0]["image_id"] = -1
     with (
-        predictions_on_disk(cfg),
+        coco_evaluators(cfg),
         pytest.raises(AssertionError, match="Results do not correspond to current coco set"),
     ):
         evaluated(tmp_path, found)
@@ -188,7 +188,7 @@ def test_nothing_found_is_no_number(dataset, cfg, tmp_path):
         expected = None
         for on_disk in (False, True):
             cfg.MEMFIT.EVALUATION.ON_DISK = on_disk
-            with predictions_on_disk(cfg):
+            with coco_evaluators(cfg):
                 evaluator.reset()
                 for prediction in found:
                     evaluator._predictions.append(prediction)
@@ -199,7 +199,7 @@ def test_nothing_found_is_no_number(dataset, cfg, tmp_path):
 
 def test_a_wrong_number_of_sigmas_is_named(dataset, cfg, tmp_path):
     with (
-        predictions_on_disk(cfg),
+        coco_evaluators(cfg),
         pytest.raises(ConfigError, match="KEYPOINT_OKS_SIGMAS must have 3 numbers"),
     ):
         evaluated(tmp_path, predictions(*dataset), kpt_oks_sigmas=[0.1])
@@ -216,7 +216,7 @@ def test_instances_and_proposals_of_a_model_are_taken(dataset, cfg, tmp_path):
         results = []
         for on_disk in (False, True):
             cfg.MEMFIT.EVALUATION.ON_DISK = on_disk
-            with predictions_on_disk(cfg):
+            with coco_evaluators(cfg):
                 evaluator = COCOEvaluator(NAME, output_dir=str(tmp_path), use_fast_impl=False)
                 evaluator.reset()
                 evaluator.process([{"image_id": dataset[0][0]}], [output])
@@ -230,7 +230,7 @@ def test_an_evaluator_of_ones_own_gets_what_it_can_iterate(dataset, cfg, tmp_pat
         def evaluate(self):
             return sum(len(p["instances"]) for p in self._predictions)
 
-    with predictions_on_disk(cfg):
+    with coco_evaluators(cfg):
         evaluator = Counting(NAME, output_dir=str(tmp_path))
         evaluator.reset()
         for prediction in predictions(*dataset):
@@ -280,7 +280,7 @@ def evaluate_on_rank(rank, folder, num_ranks):
     try:
         for on_disk in (False, True):
             cfg.MEMFIT.EVALUATION.ON_DISK = on_disk
-            with predictions_on_disk(cfg):
+            with coco_evaluators(cfg):
                 evaluator = COCOEvaluator(NAME, output_dir=folder, use_fast_impl=False)
                 evaluator._kpt_oks_sigmas = [0.1] * KEYPOINTS
                 evaluator.reset()
@@ -322,7 +322,7 @@ def growth_mb(folder, num_images, on_disk):
     rng = random.Random(0)
     masks = [some_mask(rng) for _ in range(500)]
     peak, ended = 0, threading.Event()
-    with predictions_on_disk(cfg):
+    with coco_evaluators(cfg):
         evaluator = COCOEvaluator(NAME, tasks=("segm",), use_fast_impl=False)
         evaluator.reset()
         process = psutil.Process()

@@ -9,6 +9,7 @@ from detectron2.data import build_detection_train_loader
 from tiny import tiny_cfg
 
 from d2_memfit.errors import ConfigError, HostMemoryError
+from d2_memfit.job import checked_loader
 from d2_memfit.techniques import apply_techniques, get_technique
 from d2_memfit.techniques.shared_dataset import SharedList
 
@@ -54,7 +55,7 @@ def test_the_loader_gives_the_same_images(coins):
     cfg.DATALOADER.NUM_WORKERS = 2
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.MEMFIT.HOST.SHARED_DATASET = True
-    build = apply_techniques("loader", build_detection_train_loader, cfg)
+    build = apply_techniques("loader", checked_loader(build_detection_train_loader, cfg), cfg)
     loader = build(cfg)
     dataset = loader.dataset.dataset
     while hasattr(dataset, "dataset"):

@@ -2,7 +2,7 @@
 """The best checkpoint by a result of the evaluations, and the end of a run that gets no better."""
 
 import logging
-from typing import Any
+from typing import Any, Optional
 
 from detectron2.engine.hooks import BestCheckpointer, EvalHook, PeriodicCheckpointer
 from detectron2.utils import comm
@@ -22,19 +22,21 @@ class BestCheckpoint(BestCheckpointer):
 
     It is Detectron2's ``BestCheckpointer`` with a state, so that a resumed run knows its best. An
     evaluation comes after the checkpoint of its iteration: a run resumed there begins with it.
-    Register it on all ranks, after the hook that evaluates. The keys are those of MEMFIT.BEST.
-
-    Args:
-        checkpointer: writes the files on rank 0.
+    It must be on all ranks, after the hook that evaluates. The keys are those of MEMFIT.BEST.
     """
 
-    def __init__(self, job: Job, checkpointer: Checkpointer) -> None:
+    def __init__(self, job: Job) -> None:
         best = job.cfg.MEMFIT.BEST
-        super().__init__(job.cfg.TEST.EVAL_PERIOD, checkpointer, best.METRIC, best.MODE)
+        super().__init__(job.cfg.TEST.EVAL_PERIOD, None, best.METRIC, best.MODE)
+        self._checkpointer: Any = None
         self._patience = best.PATIENCE
         self._evaluations_since = 0
         self._evaluated = -1  # the last iteration with an evaluation
         self._has_ended = False
+
+    def save_by(self, checkpointer: Optional[Checkpointer]) -> None:
+        """Set who writes the files on rank 0. Other ranks need none."""
+        self._checkpointer = checkpointer
 
     def _best_checking(self) -> None:
         self._evaluated = iteration = min(self.trainer.iter, self.trainer.max_iter - 1)

@@ -6,6 +6,7 @@ from detectron2.utils import comm
 
 from ...job import Job
 from ..resuming import GatherStates
+from .best_checkpoint import BestCheckpoint
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
@@ -16,7 +17,7 @@ __all__ = ["job_hooks"]
 
 
 def job_hooks(job: Job) -> list[HookBase]:
-    """The hooks of MEMFIT.MONITOR, BUDGET_GB and OOM, and those that each job has.
+    """The hooks of MEMFIT.MONITOR, BUDGET_GB, OOM and BEST, and those that each job has.
 
     Register them on all ranks, before the hooks that write and save.
     """
@@ -36,4 +37,6 @@ def job_hooks(job: Job) -> list[HookBase]:
         made.append(MakeRoom())
     if comm.is_main_process():
         made.append(RecordPeaks(job))
+    if job.cfg.MEMFIT.BEST.METRIC:
+        made.append(BestCheckpoint(job))
     return made

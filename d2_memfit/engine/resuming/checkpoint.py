@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...common.files import LEFTOVERS, FolderLock, is_local, whole_file
+from ...common.patching import change_class
 from ...common.reading import checked, verify_checksums
 from ...errors import CheckpointError
 from ...iteration import with_averaged_weights
@@ -59,7 +60,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
         """Make a project's checkpointer one of this class too. What it overrides is kept."""
         if not isinstance(checkpointer, cls):
             original = type(checkpointer)
-            checkpointer.__class__ = type(original.__name__, (cls, original), {})
+            change_class(checkpointer, type(original.__name__, (cls, original), {}))
             checkpointer.path_manager = _WholeFiles(checkpointer.path_manager)
 
     def save(self, name: str, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from detectron2.engine import HookBase, TrainerBase
 from detectron2.engine.hooks import LRScheduler, PeriodicCheckpointer
@@ -36,10 +36,13 @@ __all__ = [
     "TrainingEnded",
     "call_after_train",
     "causes_named",
+    "checkpointers_of",
     "saved_at_end",
 ]
 
 logger = logging.getLogger(__name__)
+
+_Checkpointer = TypeVar("_Checkpointer", bound=Checkpointer)
 
 _training_numbers = itertools.count()  # the same on all ranks, which train together
 
@@ -74,11 +77,25 @@ def saved_at_end(trainer: TrainerBase) -> Iterator[None]:
     except TrainingEnded:
         pass
     finally:
-        _end(trainer)
-        show_tracebacks()
+        try:
+            _end(trainer)
+        finally:
+            for checkpointer in checkpointers_of(trainer, MemfitCheckpointer):
+                checkpointer.end_run()
+            show_tracebacks()
     if number := getattr(compat.inner_trainer(trainer), "stop_signal", 0):
         say_ended(number, "The run is complete")
         raise SystemExit(128 + number)
+
+
+def checkpointers_of(
+    trainer: TrainerBase, kind: type[_Checkpointer] = Checkpointer
+) -> list[_Checkpointer]:
+    """The checkpointers of a trainer and of its hooks, its own first."""
+    holders = (trainer, *compat.hooks_of(trainer))
+    values = [getattr(trainer, "checkpointer", None)]
+    values += [value for holder in holders for value in vars(holder).values()]
+    return list({id(value): value for value in values if isinstance(value, kind)}.values())
 
 
 def call_after_train(trainer: TrainerBase, hooks: Callable[[], None]) -> None:
@@ -400,16 +417,15 @@ class SaveOnEnding(HookBase):
     def _evaluate(self, evaluate: Callable[[], Any]) -> Any:
         """Run an evaluation that can stop before each batch."""
         model = compat.without_ddp(self._inner.model)
-        original = type(model)
         self._evaluation_key = f"d2_memfit/{self._training}/{self.trainer.iter}"
 
-        def train(model: nn.Module, mode: bool = True) -> nn.Module:
+        def train(mode: bool = True) -> nn.Module:
             if mode:  # inference_on_dataset has finished its batches
                 self._agree_in_evaluation(is_through=True)
                 self._evaluation_key += "/next"
-            return original.train(model, mode)
+            return type(model).train(model, mode)
 
-        model.__class__ = type(original.__name__, (original,), {"train": train})
+        model.__dict__["train"] = train  # a module has no hook for it
         before_batch = model.register_forward_pre_hook(lambda *_: self._agree_in_evaluation())
         try:
             self._is_evaluating = True
@@ -418,7 +434,7 @@ class SaveOnEnding(HookBase):
         finally:
             self._is_evaluating = False
             before_batch.remove()
-            model.__class__ = original
+            del model.__dict__["train"]
 
     def _agree_in_evaluation(self, is_through: bool = False) -> None:
         """Leave if a rank received a signal before any rank finished its images.

@@ -4,7 +4,7 @@
 import logging
 import pickle
 from collections.abc import Callable, Iterable
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 from detectron2.engine import HookBase, SimpleTrainer
@@ -13,7 +13,6 @@ from torch import nn
 
 from ... import compat
 from ...common.random_state import RandomState
-from ...errors import ConfigError
 from ...memory import with_room
 from ...techniques import ShardedOptimizer
 from ..state import Snapshot
@@ -25,6 +24,14 @@ __all__ = ["GatherStates", "ResumableTrainer"]
 logger = logging.getLogger(__name__)
 
 
+class _Run(Protocol):
+    """The part of :class:`~d2_memfit.engine.build.Run` that a trainer calls."""
+
+    def begin(self, trainer: Any) -> None: ...
+
+    def begin_loop(self) -> None: ...
+
+
 class ResumableTrainer(SimpleTrainer):
     """A ``SimpleTrainer`` that trains the same, with a :class:`RunState` in its checkpoints.
 
@@ -32,16 +39,19 @@ class ResumableTrainer(SimpleTrainer):
     :class:`GatherStates` does this.
 
     Attributes:
-        needs_train: whether there are hooks of MEMFIT.MONITOR that no loop has called yet.
+        run: begins with ``train``, or with the first step of a loop without it; None for a trainer
+            that no job has made.
         progress: how far the iteration ``iter`` is.
     """
+
+    _has_begun = False
 
     def __init__(
         self, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
     ) -> None:
         self.run_state = RunState(compat.without_ddp(model), data_loader)
         super().__init__(model, self.run_state.batches, optimizer)
-        self.needs_train = False
+        self.run: Optional[_Run] = None
         self.stop_signal = 0
         self.agreed_stop_signal: Optional[int] = None  # before a step
         self.progress: Optional[Progress] = None
@@ -57,24 +67,26 @@ class ResumableTrainer(SimpleTrainer):
         compat.iterate_anew(self, self.run_state.batches)
 
     def check_train(self) -> None:
-        """Raise :class:`ConfigError` if this is a loop that calls no hooks, and should."""
-        if self.needs_train:
-            raise ConfigError(
-                "MEMFIT.MONITOR is on, and a loop of run_step() calls no hooks: train with "
-                "trainer.train(start_iter, max_iter), or leave MEMFIT.MONITOR at its defaults"
-            )
+        """Begin the run if this is a loop that calls no hooks."""
+        if self.run is not None and not self._has_begun:
+            self.run.begin_loop()
+            self._has_begun = True
 
     def train(self, start_iter: int, max_iter: int) -> None:
         with saved_at_end(self):
             super().train(start_iter, max_iter)
 
     def before_train(self) -> None:
-        self.needs_train = False
+        self._has_begun = False
+        if self.run is not None:
+            self.run.begin(self)
         super().before_train()
         self.run_state.restore_again(self.start_iter)
+        self._has_begun = True
 
     def after_train(self) -> None:
-        call_after_train(self, super().after_train)
+        if self._has_begun:  # or else some hooks have not
+            call_after_train(self, super().after_train)
 
     def gather_states(self) -> None:
         """Collect on rank 0 the states of all ranks for a checkpoint. All ranks must call it."""

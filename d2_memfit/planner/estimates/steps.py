@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Callable, Optional
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import compat
-from ...common.patching import replaced_functions, source_files
+from ...common.patching import Groups, source_files
 from ...common.side_work import alone, no_information, unchanged_random_state
 from ...iteration import AveragedWeights, Precision, average_of
 from ...job import Job, LossFn, losses_of, tensors_of
@@ -59,11 +59,12 @@ def train(
         accumulates: whether gradients of earlier micro-batches exist.
     """
     precision = job.precision("cpu")
-    with _started(job, micro_batches, foreach) as (run, model, optimizer):
+    casts = casts_of_cuda() if like_gpu else ()
+    with _started(job, micro_batches, foreach, casts) as (run, model, optimizer):
         scripted = _not_optimised(model, precision.dtype)
         if not accumulates:
             model.zero_grad(set_to_none=True)
-        with noted_calls(model, run), casts_of_cuda() if like_gpu else nullcontext():
+        with noted_calls(model, run):
             note = run.timeline.notes.append
             loss_fn = job.parts.loss_fn
             for phase in iterate(model, optimizer, precision, micro_batches, loss_fn, note):
@@ -117,12 +118,11 @@ def iterate(
 
 def evaluate(job: Job, batch: Any, like_gpu: bool = True, foreach: bool = True) -> Timeline:
     """Make a dry run of an evaluation between two training iterations."""
-    paste = {"paste_masks_in_image": _paste_like_gpu} if like_gpu else {}
-    with _started(job, [batch], foreach) as (run, model, _):
+    paste = [([layers, mask_ops], {"paste_masks_in_image": _paste_like_gpu})] if like_gpu else []
+    with _started(job, [batch], foreach, paste) as (run, model, _):
         run.timeline.forget_what_is_gone()  # the optimizer's step is not part of it
         run.phase = "evaluation"
-        with replaced_functions([layers, mask_ops], paste):
-            infer(model, job, batch, run.timeline.notes.append)
+        infer(model, job, batch, run.timeline.notes.append)
     return run.timeline
 
 
@@ -162,11 +162,11 @@ def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:
 
 @contextmanager
 def _started(
-    job: Job, micro_batches: Sequence[Any], foreach: bool
+    job: Job, micro_batches: Sequence[Any], foreach: bool, stand_ins: Groups
 ) -> Iterator[tuple[DryRun, nn.Module, Optimizer]]:
     """A job after its first iteration, gradients included."""
     last = EventStorage(job.cfg.SOLVER.MAX_ITER - 1)  # a burn-in is over in the last iteration
-    with _as_on_gpu(), no_information(), last, ExitStack() as stack:
+    with _as_on_gpu(stand_ins), no_information(), last, ExitStack() as stack:
         torch.default_generator.manual_seed(0)  # and no generator of a GPU
         with WithoutValues():
             model, optimizer = build_with_values(job, "cpu")
@@ -193,10 +193,10 @@ def _started(
 
 
 @contextmanager
-def _as_on_gpu() -> Iterator[None]:
+def _as_on_gpu(stand_ins: Groups = ()) -> Iterator[None]:
     """Run a GPU's code, in one thread: little is computed, and threads would mostly wait."""
     num_threads = torch.get_num_threads()
-    with alone(), cuda_as_cpu(), compiled_operators(), unchanged_random_state():
+    with alone(), cuda_as_cpu(compiled_operators(), stand_ins), unchanged_random_state():
         torch.set_num_threads(1)
         try:
             yield
@@ -249,15 +249,10 @@ def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:
         bytes_of_all = num * height * width * mask_ops.BYTES_PER_FLOAT
         num_chunks = math.ceil(bytes_of_all / mask_ops.GPU_MEM_LIMIT)
         for chunk in torch.arange(num).chunk(max(num_chunks, 1)):
-            with replaced_functions([torch], {"stack": _without_values}):  # for its large grid
-                pasted, _ = compat.paste_masks_on_grid(
-                    masks[chunk, None], boxes[chunk], height, width, skip_empty=False
-                )
+            pasted, _ = compat.paste_masks_on_grid(  # whose grid is large, and has no values either
+                masks[chunk, None], make_fake(boxes[chunk]), height, width, skip_empty=False
+            )
             result[chunk] = pasted >= threshold
         return result
 
     return paste_masks_in_image
-
-
-def _without_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda tensors, *args, **kwargs: function(make_fake(tensors), *args, **kwargs)

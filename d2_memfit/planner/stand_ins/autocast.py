@@ -1,14 +1,13 @@
 # Copyright (c) the d2_memfit developers.
 """Mixed precision on the CPU with the number formats of a GPU."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
 
-from ...common.patching import replaced_functions
+from ...common.patching import Groups
 from ...compat.pytorch import tree_map
 
 __all__ = ["casts_of_cuda"]
@@ -30,16 +29,14 @@ _TO_FLOAT32 = {
 }
 
 
-@contextmanager
-def casts_of_cuda() -> Iterator[None]:
-    """While open, autocast on the CPU casts to float32 what it casts on a GPU.
+def casts_of_cuda() -> Groups:
+    """For :func:`cuda_as_cpu`: autocast on the CPU casts to float32 what it casts on a GPU.
 
     The functions are replaced. A TorchFunctionMode does not work: PyTorch closes it in a backward,
     where checkpointed modules are computed again.
     """
     places = (torch, torch.linalg, torch.nn.functional, torch.Tensor)
-    with replaced_functions(places, dict.fromkeys(_TO_FLOAT32, _in_float32)):
-        yield
+    return [(places, dict.fromkeys(_TO_FLOAT32, _in_float32))]
 
 
 def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,8 +8,7 @@ attention is that of Deformable DETR, which other projects have by the same name
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -23,7 +22,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ...common.patching import replaced_functions
+from ...common.patching import Groups
 from ...compat import pretended_compiled_ops
 from ...compat.pytorch import pair
 from ..dry_run import is_fake
@@ -42,10 +41,9 @@ _deform_conv2d = torch.ops.torchvision.deform_conv2d
 _deform_conv2d_backward = torch.ops.torchvision._deform_conv2d_backward
 
 
-@contextmanager
-def compiled_operators() -> Iterator[None]:
-    """While open, models run that need operators compiled by Detectron2 for a GPU."""
-    places = [
+def compiled_operators() -> Groups:
+    """For :func:`cuda_as_cpu`: models run that need operators compiled by Detectron2 for a GPU."""
+    places: list[tuple[Any, dict[str, Any]]] = [
         (deform_conv, {"deform_conv": _convolve, "modulated_deform_conv": _convolve_modulated}),
         (roi_align_rotated, {"roi_align_rotated": _RoiAlignRotated.apply}),
         (nms, {"nms_rotated": _nms_rotated}),
@@ -57,12 +55,7 @@ def compiled_operators() -> Iterator[None]:
     if not issubclass(deform_conv.DeformConv, nn.Module):
         classes = {name: getattr(_source(), name) for name in ("DeformConv", "ModulatedDeformConv")}
         places += [(layers, classes), (resnet, classes), (_source(), places[0][1])]
-    with ExitStack() as stack:
-        for file, functions in places:
-            stack.enter_context(
-                replaced_functions([file], {k: _by(f) for k, f in functions.items()})
-            )
-        yield
+    return [([file], {k: _by(f) for k, f in functions.items()}) for file, functions in places]
 
 
 def upright(boxes: Boxes) -> Boxes:

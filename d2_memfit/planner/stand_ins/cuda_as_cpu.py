@@ -2,21 +2,22 @@
 """CUDA calls of a model's own code, done on the CPU, where a dry run has its tensors."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
+from itertools import chain
 from typing import Any, Optional
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ...common.patching import replaced_functions
+from ...common.patching import Groups, replaced_together
 from ...compat.pytorch import DeviceContext, constructors, know_as_builtin
 
 __all__ = ["cuda_as_cpu"]
 
 
 @contextmanager
-def cuda_as_cpu() -> Iterator[None]:
+def cuda_as_cpu(*others: Groups) -> Iterator[None]:
     """While open, CUDA is the CPU for code in Python.
 
     ``.cuda()``, ``.to("cuda")``, ``device="cuda"``, autocast for CUDA, streams and the like do on
@@ -29,11 +30,15 @@ def cuda_as_cpu() -> Iterator[None]:
 
     Functions are replaced. A TorchFunctionMode would cost time in every call of PyTorch, and
     PyTorch closes it in a backward.
+
+    Args:
+        others: other stand-ins of a dry run, which are open for the same time.
     """
-    with ExitStack() as stack:
-        for place, replacements in _replacements():
-            known = {name: new for name, new in replacements.items() if hasattr(place, name)}
-            stack.enter_context(replaced_functions([place], known))
+    cuda = [
+        ([place], {name: new for name, new in replacements.items() if hasattr(place, name)})
+        for place, replacements in _replacements()
+    ]
+    with replaced_together([*cuda, *chain.from_iterable(others)]):
         yield
 
 

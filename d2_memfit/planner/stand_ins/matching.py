@@ -7,7 +7,7 @@ for all proposals with the same box. Hungarian matching takes any match.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from hashlib import sha1
 from typing import Any
 
@@ -19,7 +19,7 @@ from detectron2.structures import Boxes, masks
 from numpy.typing import NDArray
 from torch import nn
 
-from ...common.patching import knows_function, replaced_functions, source_files
+from ...common.patching import knows_function, replaced_together, source_files
 from ..dry_run import DryRun, is_fake, make_fake, make_real
 from .compiled_operators import upright
 
@@ -64,41 +64,34 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
 
         return get_fake_deltas
 
-    call = Matcher.__call__
+    def in_chunks(call: Callable[..., Any]) -> Callable[..., Any]:
+        def match(self: Matcher, matrix: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            found = call(self, matrix)
+            pair = pairs.pop(id(matrix), None)
+            if pair is not None:
+                with run.paused():
+                    for result, real in zip(found, _labels(self, *pair)):
+                        result.copy_(real)
+                make_real(found)
+            return found
 
-    def match(self: Matcher, matrix: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        found = call(self, matrix)
-        pair = pairs.pop(id(matrix), None)
-        if pair is not None:
-            with run.paused():
-                for result, real in zip(found, _labels(self, *pair)):
-                    result.copy_(real)
-            make_real(found)
-        return found
+        return match
 
-    Matcher.__call__ = match
-    try:
-        files = source_files(model.modules())
-        names = [n for n in ("pairwise_iou", "pairwise_iou_rotated") if knows_function(files, n)]
-        iou = dict.fromkeys(names, without_values)
-        with (
-            replaced_functions(files, iou),
-            replaced_functions([Box2BoxTransform], {"get_deltas": without_targets}),
-            replaced_functions([masks], {"rasterize_polygons_within_box": _once_per_box}),
-            _assigning_at_once(files),
-        ):
-            yield
-    finally:
-        Matcher.__call__ = call
-
-
-def _assigning_at_once(files: list[Any]) -> AbstractContextManager[None]:
-    name = "linear_sum_assignment"
+    files = source_files(model.modules())
+    names = [n for n in ("pairwise_iou", "pairwise_iou_rotated") if knows_function(files, n)]
+    solver = "linear_sum_assignment"
     # A matcher need not be a module of the model.
-    places = [
-        file for file in (*files, *sys.modules.values()) if name in getattr(file, "__dict__", {})
+    matchers = [f for f in (*files, *sys.modules.values()) if solver in getattr(f, "__dict__", {})]
+    # Models call these functions by name. They have no arguments that would choose others.
+    groups: list[tuple[list[Any], dict[str, Any]]] = [
+        ([Matcher], {"__call__": in_chunks}),
+        (files, dict.fromkeys(names, without_values)),
+        ([Box2BoxTransform], {"get_deltas": without_targets}),
+        ([masks], {"rasterize_polygons_within_box": _once_per_box}),
+        (matchers, {solver: _assign_at_once} if matchers else {}),
     ]
-    return replaced_functions(places, {name: _assign_at_once} if places else {})
+    with replaced_together(groups):
+        yield
 
 
 def _assign_at_once(_: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 """Shared parts of techniques: blocks, modules, objects, state, recomputation."""
 
 from .blocks import *
+from .in_forward import *
 from .module_state import *
 from .modules import *
 from .objects import *

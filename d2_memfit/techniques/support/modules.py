@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...common.checks import did_you_mean
+from ...common.patching import change_class
 from ...errors import ConfigError
 
 __all__ = ["add_mixin", "find_modules", "own_class"]
@@ -72,7 +73,7 @@ def add_mixin(module: nn.Module, mixin: type, **attributes: Any) -> None:
         "_extended_class": base,
         "_extensions": extensions,
     }
-    module.__class__ = type(original.__name__, (mixin, original), members)
+    change_class(module, type(original.__name__, (mixin, original), members))
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

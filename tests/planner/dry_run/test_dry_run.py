@@ -24,7 +24,7 @@ from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import TensorMeter, process_memory
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_fake, make_fake
 from d2_memfit.planner.estimates import steps
-from d2_memfit.planner.stand_ins import casts_of_cuda
+from d2_memfit.planner.stand_ins import casts_of_cuda, cuda_as_cpu
 from d2_memfit.planner.stand_ins.autocast import _TO_FLOAT32
 
 pytestmark = pytest.mark.slow
@@ -279,7 +279,7 @@ def test_mixed_precision_has_the_formats_of_a_gpu():
         return [result.dtype for result in results]
 
     in_32, in_16 = torch.float32, torch.bfloat16
-    with casts_of_cuda():
+    with cuda_as_cpu(casts_of_cuda()):
         assert formats() == [in_16] * 4  # without autocast nothing changes
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert formats() == [in_32, in_32, in_32, in_16]

@@ -75,7 +75,7 @@ def test_autocast_is_that_of_the_cpu_with_the_format_of_cuda():
             assert torch.get_autocast_gpu_dtype() == torch.float16
         with torch.amp.autocast(device_type="cuda", dtype=torch.bfloat16):
             assert (X @ X).dtype == torch.bfloat16
-        with autocast_of_old(), casts_of_cuda():
+        with autocast_of_old(), cuda_as_cpu(casts_of_cuda()):
             assert (X @ X).dtype == torch.float16
             assert X.half().softmax(dim=0).dtype == torch.float32
         assert (X @ X).dtype == torch.float32

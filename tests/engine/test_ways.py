@@ -1,0 +1,368 @@
+# Copyright (c) the d2_memfit developers.
+"""One way to make a trainer: each check, hook and ending, in each way that a run is started."""
+
+import contextlib
+import io
+import logging
+import os
+import re
+import resource
+import signal
+
+import pytest
+import torch
+from detectron2.data import DatasetCatalog
+from detectron2.engine import DefaultTrainer, hooks
+from detectron2.engine.defaults import default_writers
+from detectron2.utils import comm
+from detectron2.utils.events import EventStorage
+from resumed import coins_cfg
+from tiny import read_metrics
+
+from d2_memfit import AccumulatingTrainer, Job, MemfitMixin
+from d2_memfit.cli import train as command
+from d2_memfit.cli import train_lazy
+from d2_memfit.common.files import FolderLock
+from d2_memfit.data import register_coco
+from d2_memfit.engine import MemfitCheckpointer, build_trainer
+from d2_memfit.errors import MemfitError, one_line
+from d2_memfit.job.lazy import overrides_of
+from d2_memfit.memory import enforce_budget, process_memory
+
+pytestmark = pytest.mark.slow
+
+LAZY = """
+import torch
+from detectron2.config import LazyCall as L
+from detectron2.data import (
+    DatasetMapper,
+    build_detection_test_loader,
+    build_detection_train_loader,
+    get_detection_dataset_dicts,
+)
+from detectron2.evaluation import COCOEvaluator
+from detectron2.solver.build import get_default_optimizer_params
+from fvcore.common.param_scheduler import CosineParamScheduler
+
+from resumed import coins_cfg
+from tiny import tiny_model
+
+cfg = coins_cfg("FOLDER", "faster_rcnn")
+cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = 0.0
+
+
+def build():
+    return tiny_model(cfg)
+
+
+def mapper(is_train):
+    return DatasetMapper(cfg, is_train)
+
+
+model = L(build)()
+dataloader = dict(
+    train=L(build_detection_train_loader)(
+        dataset=L(get_detection_dataset_dicts)(names="coins_train"),
+        mapper=L(mapper)(is_train=True),
+        total_batch_size=2,
+        num_workers=0,
+    ),
+    test=L(build_detection_test_loader)(
+        dataset=L(get_detection_dataset_dicts)(names="coins_val", filter_empty=False),
+        mapper=L(mapper)(is_train=False),
+    ),
+    evaluator=L(COCOEvaluator)(dataset_name="coins_val", output_dir="FOLDER/inference"),
+)
+optimizer = L(torch.optim.SGD)(params=L(get_default_optimizer_params)(base_lr=0.01), lr=0.01)
+lr_multiplier = L(CosineParamScheduler)(start_value=1.0, end_value=0.1)
+train = dict(
+    output_dir="FOLDER", init_checkpoint="", max_iter=2, amp=dict(enabled=False), device="cpu",
+    ddp=dict(broadcast_buffers=False), checkpointer=dict(period=100), eval_period=0, log_period=1,
+)
+"""
+
+
+def cfg_of(folder, keys):
+    cfg = coins_cfg(folder, "faster_rcnn", **{"SOLVER.MAX_ITER": 2, **keys})
+    cfg.SOLVER.ACCUMULATION_STEPS = 2
+    cfg.DATASETS.TEST = ("coins_val",)
+    cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = 0.0  # so that there is an AP
+    return cfg
+
+
+def by_mixin(folder, keys, resume):
+    class Project(DefaultTrainer):
+        build_evaluator = command.Trainer.build_evaluator
+
+    class Trainer(MemfitMixin, Project):
+        pass
+
+    trainer = Trainer(cfg_of(folder, keys))
+    trainer.resume_or_load(resume=resume)
+    trainer.train()
+
+
+def by_build_trainer(folder, keys, resume):
+    job = Job.from_trainer(command.Trainer, cfg_of(folder, keys))
+    trainer = build_trainer(job)
+    checkpointer = MemfitCheckpointer(trainer.model, str(folder), trainer=trainer)
+    is_main = comm.is_main_process()
+    writers = default_writers(str(folder)) if is_main else []
+    trainer.register_hooks(
+        [
+            hooks.PeriodicCheckpointer(checkpointer, 100) if is_main else None,
+            hooks.EvalHook(
+                job.cfg.TEST.EVAL_PERIOD, lambda: command.Trainer.test(job.cfg, trainer.model)
+            ),
+            hooks.PeriodicWriter(writers, 1) if is_main else None,
+        ]
+    )
+    start = checkpointer.resume_or_load("", resume=resume).get("iteration", -1) + 1
+    trainer.train(start, job.cfg.SOLVER.MAX_ITER)
+
+
+def by_command(folder, keys, resume, trainer=command.Trainer):
+    file = folder / "command.yaml"
+    file.write_text(cfg_of(folder, keys).dump())
+    args = command.argument_parser().parse_args(["--config-file", str(file)])
+    args.resume, args.notes = resume, []
+    command.main(args, trainer)
+
+
+def by_script(folder, keys, resume):
+    class Trainer(command.Trainer):
+        pass
+
+    by_command(folder, keys, resume, Trainer)
+
+
+def by_lazy_config(folder, keys, resume):
+    file = folder / "config.py"
+    file.write_text(LAZY.replace("FOLDER", str(folder)))
+    args = command.argument_parser().parse_args(["--config-file", str(file)])
+    places = {"train.accumulation_steps": 2}
+    for key, value in keys.items():
+        places |= (
+            {"train.eval_period": value} if key.startswith("TEST") else overrides_of({key: value})
+        )
+    args.opts = [f"{place}={value!r}" for place, value in places.items()]
+    args.resume = resume
+    train_lazy.main(args)
+
+
+WAYS = [by_mixin, by_build_trainer, by_command, by_script, by_lazy_config]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def way(request):
+    return request.param
+
+
+def error_of(way, folder, keys, resume=False):
+    """The line of the error that ends a run, with its class if the way raises it."""
+    folder.mkdir(exist_ok=True)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            way(folder, keys, resume)
+    except SystemExit:
+        return printed.getvalue().strip().removeprefix("error: ")
+    except MemfitError as e:
+        return one_line(e)
+    return ""
+
+
+REFUSED = {
+    "a technique for no module": ({"MEMFIT.CHECKPOINT.MODULES": ["no_such"]}, "no module of the"),
+    "a key that would do nothing": ({"MEMFIT.BEST.PATIENCE": 1}, "BEST.PATIENCE needs a MEMFIT.BE"),
+    "a plan without a budget": ({"MEMFIT.PLAN.ENABLED": True}, "PLAN.ENABLED needs a MEMFIT.BUDG"),
+    "a budget that is too small": ({"MEMFIT.BUDGET_GB": 0.001}, "MEMFIT.BUDGET_GB 0.001"),
+    "a step that cannot be cut": ({"MEMFIT.MICRO_BATCH": 0}, "must be a positive integer, got 0"),
+}
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_cannot_work_is_an_error(way, row, coins, tmp_path):
+    keys, text = REFUSED[row]
+    assert text in error_of(way, tmp_path, keys)
+    assert not list(tmp_path.glob("*.pth"))
+
+
+@pytest.mark.parametrize("way", [by_mixin, by_build_trainer])
+def test_ways_that_do_not_plan_say_so(way, coins, tmp_path):
+    keys = {"MEMFIT.PLAN.ENABLED": True, "MEMFIT.BUDGET_GB": budget_gb()}
+    assert "MEMFIT.PLAN.ENABLED True: a trainer does not plan" in error_of(way, tmp_path, keys)
+
+
+def budget_gb():
+    return process_memory().data_bytes / 2**30 + 20
+
+
+def train_with_all(rank, way, folder, coins):
+    """What a run with a budget, a monitor, a best checkpoint and an average leaves."""
+    known(coins)
+    budget = budget_gb()
+    keys = {"MEMFIT.MONITOR.PERIOD": 1, "MEMFIT.EMA_DECAY": 0.5, "MEMFIT.BUDGET_GB": budget}
+    keys |= {"MEMFIT.BEST.METRIC": "bbox/AP", "TEST.EVAL_PERIOD": 1}
+    try:
+        assert error_of(way, folder, keys) == ""
+        return resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30 - budget
+    finally:
+        enforce_budget(None, "cpu")
+
+
+def known(coins):
+    for split in ("train", "val"):
+        if f"coins_{split}" not in DatasetCatalog:
+            register_coco(f"coins_{split}", str(coins / f"{split}.json"), str(coins / split))
+
+
+def check_all(folder, log):
+    assert any("memfit/allocated_gb" in line for line in read_metrics(folder))
+    assert {m["effective_batch"] for m in read_metrics(folder) if "effective_batch" in m} == {4}
+    for name in ("model_best", "model_final"):
+        checkpoint = torch.load(folder / f"{name}.pth", weights_only=True)
+        state = checkpoint["trainer"]
+        state = state.get("_trainer", state)
+        assert {"ema", "optimizer", "run"} <= set(state)
+    assert re.search(r"bbox/AP \d\.\d+ is the best, and in model_best\.pth", log)
+    assert "Effective batch: SOLVER.IMS_PER_BATCH 2 x SOLVER.ACCUMULATION_STEPS 2" in log
+
+
+def test_budget_monitor_best_and_average_work(way, coins, tmp_path, log):
+    assert abs(train_with_all(0, way, tmp_path, coins)) < 1
+    check_all(tmp_path, log.text)
+
+
+def test_and_on_two_ranks(way, coins, tmp_path, two_ranks):
+    for over in two_ranks.run(train_with_all, way, tmp_path, coins):
+        assert abs(over) < 1
+    saved = torch.load(tmp_path / "model_best.pth", weights_only=True)["trainer"]
+    assert None not in saved.get("_trainer", saved)["run"]["ranks"]
+
+
+@contextlib.contextmanager
+def steps(act=lambda iteration: None):
+    """While open, ``act`` is called before each step. Yields the iterations of the steps."""
+    original, made = AccumulatingTrainer._step, []
+
+    def step(self, *args):
+        act(self.iter)
+        original(self, *args)
+        made.append(self.iter)
+
+    AccumulatingTrainer._step = step
+    try:
+        yield made
+    finally:
+        AccumulatingTrainer._step = original
+
+
+@contextlib.contextmanager
+def lines():
+    """The lines that d2_memfit logs, whatever the command does with its loggers."""
+    found = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            found.append(record.getMessage())
+
+    handler, logger = Handler(), logging.getLogger("d2_memfit")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def end_early(rank, way, folder, coins, kind):
+    """The end of a run that an error, or a signal to its last rank, ends in iteration 1."""
+    known(coins)
+
+    def act(iteration):
+        if iteration == 1 and kind == "error":
+            raise RuntimeError("a bug")
+        if iteration == 1 and rank == comm.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with lines() as said, steps(act), pytest.raises((SystemExit, RuntimeError)) as e:
+        way(folder, {"SOLVER.MAX_ITER": 4}, False)
+    status = e.value.code if isinstance(e.value, SystemExit) else 1
+    return status, [line.partition(f"{folder}")[0] for line in said if ENDED.match(line)]
+
+
+ENDED = re.compile("RuntimeError ended|SIGTERM: ending")
+ENDINGS = {
+    "signal": (143, ["SIGTERM: ending after iteration 1. --resume goes on from there"]),
+    "error": (1, ["RuntimeError ended the run in iteration 1. The state after iteration 0 is in "]),
+}
+
+
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_endings_save_and_say_the_same_and_are_resumed(way, kind, coins, tmp_path):
+    assert end_early(0, way, tmp_path, coins, kind) == ENDINGS[kind]
+    last = 1 if kind == "signal" else 0
+    assert (tmp_path / "last_checkpoint").read_text() == f"model_000000{last}.pth"
+    with steps() as made:
+        way(tmp_path, {"SOLVER.MAX_ITER": 4}, True)
+    assert made == [*range(last + 1, 4)]
+
+
+def test_a_signal_to_one_rank_ends_both(way, coins, tmp_path, two_ranks):
+    status, (line,) = ENDINGS["signal"]
+    later = status, [line.replace("1", "2")]  # it comes after the vote of iteration 1
+    assert two_ranks.run(end_early, way, tmp_path, coins, "signal") == [later] * 2
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
+
+
+def resume_in_two_folders(rank, way, folder, coins):
+    known(coins)
+    assert error_of(way, folder / "one", {}) == ""
+    return error_of(way, folder / ("one" if rank == 0 else "other"), {"SOLVER.MAX_ITER": 4}, True)
+
+
+def test_ranks_that_would_go_on_from_different_iterations_are_told(way, coins, tmp_path, two_ranks):
+    for error in two_ranks.run(resume_in_two_folders, way, tmp_path, coins):
+        assert error.startswith("the ranks would go on from different iterations, [2, 0]: OUTPUT")
+
+
+def train_in_a_folder_in_use(rank, way, folder, coins):
+    known(coins)
+    lock = FolderLock(str(folder)) if rank == 1 else None  # the first rank is another process
+    comm.synchronize()
+    try:
+        return error_of(way, folder, {})
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def test_a_rank_that_cannot_begin_ends_all(way, coins, tmp_path, two_ranks):
+    one, other = two_ranks.run(train_in_a_folder_in_use, way, tmp_path, coins)
+    assert one.startswith(f"OUTPUT_DIR {tmp_path} is in use by process")
+    assert other == f"rank 0 cannot begin the run: {one}"
+
+
+def loop_in_two_folders(rank, folder, coins):
+    """A loop of one's own, which calls ``run_step`` alone."""
+    known(coins)
+    trainer = build_trainer(Job.from_cfg(cfg_of(folder, {})))
+    with EventStorage(3 * rank):
+        try:
+            trainer.run_step()
+        except MemfitError as e:
+            return one_line(e)
+
+
+def test_also_in_a_loop_of_ones_own(coins, tmp_path, two_ranks):
+    for error in two_ranks.run(loop_in_two_folders, tmp_path, coins):
+        assert error.startswith("the ranks would go on from different iterations, [0, 3]: OUTPUT")
+
+
+def test_a_best_that_nobody_saves_is_an_error(coins, tmp_path):
+    keys = {"MEMFIT.BEST.METRIC": "bbox/AP", "TEST.EVAL_PERIOD": 1}
+    job = Job.from_cfg(cfg_of(tmp_path, keys))
+    with pytest.raises(MemfitError, match="would do nothing: no hook of the trainer saves"):
+        build_trainer(job).train(0, 1)
+    with EventStorage(), pytest.raises(MemfitError, match=r"BEST is on, and a loop of run_step\("):
+        build_trainer(job).run_step()
