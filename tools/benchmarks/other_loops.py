@@ -273,10 +273,10 @@ def torchvision_loop(kind: str) -> Callable[[Batches], Gradient]:
 
 
 class Backbone(nn.Sequential):
-    out_channels = 16
+    out_channels = 32  # FCOS has 32 groups
 
     def __init__(self) -> None:
-        super().__init__(nn.Conv2d(3, 16, 3, 4, 1), nn.GELU(), nn.Conv2d(16, 16, 3, 2, 1))
+        super().__init__(nn.Conv2d(3, 32, 3, 4, 1), nn.GELU(), nn.Conv2d(32, 32, 3, 2, 1))
 
 
 def torchvision_model(kind: str) -> nn.Module:
