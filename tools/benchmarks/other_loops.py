@@ -196,7 +196,7 @@ DETR = {
 def rfdetr_module(parts: Batches) -> Gradient:
     """Its Lightning module, with Lightning's ``accumulate_grad_batches``."""
     import pytorch_lightning
-    from rfdetr.config import RFDETRNanoConfig, TrainConfig
+    from rfdetr.config import MultiScale, RFDETRNanoConfig, TrainConfig
     from rfdetr.training import RFDETRModelModule
     from rfdetr.utilities.tensors import collate_fn
 
@@ -217,7 +217,7 @@ def rfdetr_module(parts: Batches) -> Gradient:
         amp_dtype=None,
         batch_size=len(parts[0]),
         grad_accum_steps=len(parts),
-        multi_scale=False,
+        multi_scale=MultiScale.OFF,
         warmup_epochs=0,
         seed=None,
         use_ema=False,
@@ -228,7 +228,7 @@ def rfdetr_module(parts: Batches) -> Gradient:
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
             found.append(gradient_of(module.model))
 
-    loader = []
+    loader: Any = []  # its batches are made
     for part in parts:
         images, targets = collate_fn(
             [(p, {"boxes": centred(t["boxes"]), "labels": t["labels"]}) for p, t in part]
