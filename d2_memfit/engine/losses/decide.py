@@ -301,7 +301,11 @@ class GradientTest:
             terms.update(dict.fromkeys(names, Term(EXACT, found.distance)))
             return {**terms, **self._in_two_sizes(way, names)}
         noisy = [name for name in names if found.noise_of(name) > LIMIT]
-        groups = [self._pairs(way, noisy, _MOST_PAIRS)] if noisy else []
+        # More pairs cannot settle what is far within the noise.
+        may_settle = any(found.offset_of(k) > 2 * found.noise_of(k) for k in noisy)
+        groups = [self._pairs(way, noisy, _MOST_PAIRS if may_settle else 1)] if noisy else []
+        for group in groups:
+            group.is_noisy = True
         fixed = [name for name in names if name not in noisy]
         parts = found.pairs[0].parts
         groups += [self._pairs(way, group, 1) for group in self._groups(fixed, parts)]
@@ -310,7 +314,14 @@ class GradientTest:
             why = f"noise {noise:.1g}" if group.word == NOT_KNOWN else ""
             terms.update(dict.fromkeys(group.names, Term(group.word, group.distance, why)))
         wrong = [group for group in groups if group.word == OTHER]
-        stated = self._published() if wrong else {}
+        is_known = all(group.word == EXACT for group in groups)
+        stated = {} if is_known else self._published()
+        for group in groups:
+            for name in group.names if group.word == NOT_KNOWN else ():
+                known = stated.get(name, Published())
+                if group.distance + found.noise_of(name) <= known.distance:
+                    said = f"{known.code}, up to {known.distance:g}"
+                    terms[name] = Term(CLOSE, group.distance, said)
         for group, why in zip(wrong, self._causes(way, wrong)):
             for name in group.names:
                 known = stated.get(name, Published())
@@ -449,7 +460,7 @@ class GradientTest:
     def _pairs(self, way: Way, names: Sequence[str], most: int) -> "_Pairs":
         """Pairs with other random numbers, until the mean of their differences is known."""
         least = _SMALL * float(self._whole.gradient.norm())
-        pairs = _Pairs(names, [self._pair(way, names)], least, most)
+        pairs = _Pairs(names, [self._pair(way, names)], least)
         first = pairs.pairs[0]
         if pairs.distance <= LIMIT and not first.has_drawn:
             return pairs
@@ -466,18 +477,17 @@ class GradientTest:
     def _groups(self, names: Sequence[str], parts: Run, images: int = 0) -> list[list[str]]:
         """Losses of one criterion, such as those of all layers, if their values are as right.
 
-        There are as few groups as can be tested. The last one then has all others.
+        If these are too many to be tested, there are two groups, by values.
         """
-        groups: dict[Any, list[str]] = {}
-        for name in sorted(names, key=lambda name: not self._is_off(name, parts)):
-            groups.setdefault((re.sub(r"\d+", "", name), self._is_off(name, parts)), []).append(
-                name
-            )
         left = _MOST_FORWARDS - self._subject.forwards
-        most = max(left // (2 * (images or len(self._together[0]))), 1)
-        first, others = list(groups.values())[: most - 1], list(groups.values())[most - 1 :]
-        rest = [name for group in others for name in group]
-        return [*first, rest] if rest else first
+        most = left // (2 * (images or len(self._together[0])))
+        groups: dict[Any, list[str]] = {}
+        by_value: dict[Any, list[str]] = {}
+        for name in names:
+            is_off = self._is_off(name, parts)
+            groups.setdefault((re.sub(r"\d+", "", name), is_off), []).append(name)
+            by_value.setdefault(is_off, []).append(name)
+        return list((groups if len(groups) <= most else by_value).values())
 
     def _causes(self, way: Way, wrong: Sequence["_Pairs"]) -> list[str]:
         """Why groups of losses are wrong, and what helps."""
@@ -600,13 +610,19 @@ class _Pairs:
     names: Sequence[str]
     pairs: list[_Pair]
     least: float  # norm of a gradient with which a smaller one is compared
-    most: int  # pairs, if random numbers matter
+    is_noisy: bool = False  # whether values of its losses differ from pair to pair
 
     def noise_of(self, name: str) -> float:
         """By how much the difference of a loss's value differs from pair to pair, relative."""
         differences = [pair.parts.loss(name) - pair.whole.loss(name) for pair in self.pairs]
         scale = max(abs(pair.whole.loss(name)) for pair in self.pairs)
         return (max(differences) - min(differences)) / scale if scale else 0.0
+
+    def offset_of(self, name: str) -> float:
+        """By how much the value of a loss is off in the mean of the pairs, relative."""
+        differences = [pair.parts.loss(name) - pair.whole.loss(name) for pair in self.pairs]
+        scale = max(abs(pair.whole.loss(name)) for pair in self.pairs)
+        return abs(sum(differences)) / len(differences) / scale if scale else 0.0
 
     @property
     def noise(self) -> float:
@@ -630,7 +646,7 @@ class _Pairs:
         if not math.isfinite(distance):
             return OTHER
         is_sure = len(self.pairs) == _MOST_PAIRS and distance >= _SURE * noise
-        is_cut_short = self.most > 1 and len(self.pairs) == 1 and self.pairs[0].has_drawn
+        is_cut_short = self.is_noisy and len(self.pairs) == 1
         if (noise > LIMIT / 3 and not is_sure) or (is_cut_short and distance > LIMIT):
             return NOT_KNOWN
         return OTHER if distance > LIMIT else EXACT
