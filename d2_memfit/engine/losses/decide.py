@@ -530,8 +530,10 @@ class GradientTest:
             found.update({name: published(name, loss) for name, loss in computed.items()})
             return computed
 
-        with warnings.catch_warnings(), torch.autograd.detect_anomaly(check_nan=False):
-            replace(self._subject, losses=losses).run(self._apart[:1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is slow
+            with torch.autograd.detect_anomaly(check_nan=False):
+                replace(self._subject, losses=losses).run(self._apart[:1])
         return found
 
     def _in_two_sizes(self, way: Way, names: Sequence[str]) -> dict[str, Term]:
