@@ -15,7 +15,8 @@ class PlanStep:
 
     Attributes:
         name: a technique, "smaller micro-batches", or "every technique" of a tier, if none fits.
-        tier: "exact", "precision" or "recipe".
+        tier: "exact", "precision" or "recipe"; "not known" for smaller micro-batches, whose losses
+            only a test can tell.
         settings: config keys and their new values.
         what: what it changes in training, for tiers other than exact.
         gb_before, gb_after: device memory of the process without and with this step; later steps

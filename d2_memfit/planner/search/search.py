@@ -32,6 +32,11 @@ logger = logging.getLogger(__name__)
 _GB = 2**30
 
 _MICRO_BATCH = "smaller micro-batches"
+_NOT_KNOWN = "not known"  # until the losses are tested
+_BY_TEST = (
+    "what losses are divided by, unless that is declared. The test before the first window names "
+    "such losses; d2-memfit doctor names them now"
+)
 _OF_BATCH_NORM = "the images that BatchNorm's statistics are of."
 
 
@@ -177,7 +182,8 @@ class Planner(Trials):
         before = choice_of((), self._images)
         if choice.num_images < self._images:
             after = choice_of((), choice.num_images)
-            steps.append(self._step([_MICRO_BATCH], self.micro_batch_tier, before, after))
+            tier = "recipe" if self.micro_batch_tier == "recipe" else _NOT_KNOWN
+            steps.append(self._step([_MICRO_BATCH], tier, before, after))
             before = after
         of_tiers = groupby(choice.names, lambda name: get_technique(name).tier)
         groups = [[name] for name in choice.names] if one_by_one else [[*g] for _, g in of_tiers]
@@ -190,11 +196,12 @@ class Planner(Trials):
     def _step(self, names: list[str], tier: str, before: Choice, after: Choice) -> PlanStep:
         settings, there = self.settings(after), self.settings(before)
         one, other = self.dry_job(before), self.dry_job(after)
+        what = " ".join(map(_what_changes, names)) if tier in ("precision", "recipe") else ""
         return PlanStep(
             name="every technique" if names[1:] else names[0],
             tier=tier,
             settings={k: v for k, v in settings.items() if k not in there or there[k] != v},
-            what=" ".join(map(_what_changes, names)) if tier != "exact" else "",
+            what=_BY_TEST if tier == _NOT_KNOWN else what,
             gb_before=one.total_bytes(self.limit_bytes) / _GB,
             gb_after=other.total_bytes(self.limit_bytes) / _GB,
             time_factor=other.seconds() / one.seconds(),
