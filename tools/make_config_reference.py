@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from d2_memfit import get_cfg
 from d2_memfit.common.checks import value_of
-from d2_memfit.config import check_config, with_settings
 from d2_memfit.config import keys as config_keys
+from d2_memfit.config import with_settings
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import overrides_of
+from d2_memfit.settings import check_settings, overrides_of
 from d2_memfit.techniques import TECHNIQUES
 
 CONFIG_MD = Path(__file__).resolve().parents[1] / "docs" / "CONFIG.md"
@@ -126,7 +126,7 @@ def kind(key: str, default: object) -> str:
     if default is not None:
         return {"str": "text"}.get(type(default).__name__, type(default).__name__)
     try:
-        check_config(with_settings(get_cfg(), {key: 1000.5}))
+        check_settings(with_settings(get_cfg(), {key: 1000.5}))
     except ConfigError:
         return "int or None"
     return "number or None"

@@ -31,16 +31,16 @@ from omegaconf import DictConfig
 
 from ..common.files import check_run_folder
 from ..compat import create_ddp_model
-from ..config import check_config, find_config_file
+from ..config import find_config_file
 from ..engine import build_trainer, evaluating, launch, usable_device, world_size
 from ..engine.hooks import BestCheckpoint
 from ..engine.resuming import MemfitCheckpointer, SaveOnEnding, causes_named
 from ..errors import ConfigError, exit_on_error
 from ..evaluation import use_available_implementation
-from ..iteration import Precision
-from ..job import Job, RecoveryOptions, cfg_of_lazy, load_lazy_config
+from ..job import Job, load_lazy_config
 from ..memory import enforce_budget, use_expandable_segments
 from ..planner import fit_config
+from ..settings import Precision, cfg_of_lazy, check_settings, lazy_name, named
 from .job_options import files_read
 from .next_step import after_training
 from .screen import leave_out_dumps, progress_hooks, show
@@ -134,12 +134,12 @@ def run(args: argparse.Namespace) -> None:
                 "and a plan are +train.memfit.preset=6GB +train.memfit.plan.enabled=True"
             )
     cfg = load_config(args)
-    keys = cfg_of_lazy(cfg)
+    ranks = world_size(args.num_gpus, args.num_machines)
+    with named(lazy_name):
+        keys = check_settings(cfg_of_lazy(cfg), ranks, trains=not args.eval_only)
+        Precision.from_cfg(keys)
     if keys.MEMFIT.BUDGET_GB is not None or keys.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
-    check_config(keys, world_size(args.num_gpus, args.num_machines))
-    Precision.from_cfg(keys)
-    RecoveryOptions.from_cfg(keys)
     # Errors are found before a process starts or anything is written.
     check_run_folder(cfg.train.output_dir, files_read(args))
     checkpointer = MemfitCheckpointer(torch.nn.Module(), cfg.train.output_dir)

@@ -1,19 +1,20 @@
 # Copyright (c) the d2_memfit developers.
-"""Checks of single values of a config."""
+"""Checks of single values of a config, and errors of several as one."""
 
 import difflib
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any, Union, get_args, get_origin
 
 import torch
 from detectron2.config import CfgNode
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ConfigErrors, one_line
 
 __all__ = [
+    "Problems",
     "check_bool",
     "check_choice",
     "check_device",
@@ -110,3 +111,27 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 def suggestion(names: Sequence[str]) -> str:
     """Text " (did you mean ...?)" with these names, or nothing."""
     return f" (did you mean {' or '.join(names)}?)" if names else ""
+
+
+class Problems:
+    """Errors of several rules, to be raised as one."""
+
+    def __init__(self) -> None:
+        self._errors: list[ConfigError] = []
+        self._wrong: set[str] = set()
+
+    def of(self, keys: Sequence[str], rule: Callable[..., Any], *args: Any) -> Any:
+        """Apply a rule to keys, unless one of them is known to be wrong; return its result."""
+        if self._wrong.isdisjoint(keys):
+            try:
+                return rule(*args)
+            except ConfigError as e:
+                self._errors.append(e)
+                self._wrong.update(keys)
+        return None
+
+    def raise_all(self) -> None:
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            raise ConfigErrors("\n".join(map(one_line, self._errors)))

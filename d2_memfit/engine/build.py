@@ -11,7 +11,6 @@ from .. import compat
 from ..common.checks import value_of
 from ..config import default_keys
 from ..errors import ConfigError
-from ..iteration import CostModel
 from ..job import Job
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques, techniques_on
@@ -48,7 +47,7 @@ def trainer_options(job: Job) -> dict[str, Any]:
         "accumulation_steps": job.geometry.accumulation_steps,
         "precision": job.precision(),
         "micro_batch_size": job.geometry.micro_batch_size,
-        "cost_model": CostModel.from_cfg(job.cfg),
+        "cost_model": job.settings.cost_model,
         "recovery": job.recovery,
         "normalizers": job.normalizers,
         "ema_decay": job.cfg.MEMFIT.EMA_DECAY,

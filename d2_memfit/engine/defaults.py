@@ -20,9 +20,9 @@ from ..common.files import is_config_dump, is_local, whole_file
 from ..common.logs import start_logging
 from ..config import with_memfit_keys, without_memfit_keys
 from ..errors import CheckpointError, RankError, one_line
-from ..iteration import auto_scale_workers
 from ..job import Job, checked_loader
 from ..memory import enforce_budget, use_expandable_segments
+from ..settings import auto_scale_workers
 from ..techniques import apply_techniques
 from .build import check_applied, check_run_step, trainer_options
 from .evaluating import evaluating

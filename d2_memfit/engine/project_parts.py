@@ -15,7 +15,7 @@ from detectron2.engine import AMPTrainer, SimpleTrainer
 from .. import compat
 from ..common.patching import replaced_functions
 from ..errors import ConfigError
-from ..iteration import Precision
+from ..settings import Precision
 from .resuming import MemfitCheckpointer
 from .train_loop import AccumulatingTrainer
 

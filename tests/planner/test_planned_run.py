@@ -9,9 +9,9 @@ from tiny import tiny_cfg
 from d2_memfit import fit_config
 from d2_memfit.config import load_cfg, presets
 from d2_memfit.errors import ConfigError, MemfitError
-from d2_memfit.iteration import CostModel
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import planned_run
+from d2_memfit.settings import Settings
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def test_a_plan_has_a_cost_model_where_a_key_says_so(cfg, tmp_path):
     cfg.MEMFIT.MICRO_BATCH = 1
     cfg.MEMFIT.PLAN.COST_MODEL = True
     planned = fit_config(cfg)
-    assert CostModel.from_cfg(planned).limit_bytes < planned.MEMFIT.BUDGET_GB * GB
+    assert Settings.of(planned, 1).cost_model.limit_bytes < planned.MEMFIT.BUDGET_GB * GB
     assert load_cfg(str(tmp_path / "output" / "memfit_plan.yaml")).dump() == planned.dump()
 
 
