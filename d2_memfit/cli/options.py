@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
 
 from ..config import find_config_file, keys_in_own_files, merge_opts, preset_of_card
 from ..data import (
@@ -77,6 +78,7 @@ def with_data(
     *,
     eval_only: bool = False,
     reads_images: bool = False,
+    keeps: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[CfgNode, list[Setting]]:
     """Complete a config with options and with settings from the datasets of ``--coco``.
@@ -94,6 +96,7 @@ def with_data(
         check: raises :class:`ConfigError` if the config cannot work, before the datasets are read.
         eval_only: whether nothing is trained.
         reads_images: whether images must exist, or only the annotations.
+        keeps: whether this process trains, so that what is read for the check is kept for it.
         progress: as for :func:`~d2_memfit.data.check_coco_file`.
 
     Returns:
@@ -129,7 +132,8 @@ def with_data(
                 why = f"{image_dir} does not exist here: a training needs the images of {name}"
                 settings.append(Setting("", None, why))
             needs_objects = trains and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
-            file = check_coco_file(name, json_file, folder, needs_objects, progress)
+            keep = DatasetCatalog[name].keep if trains and keeps else lambda coco: None
+            file = check_coco_file(name, json_file, folder, needs_objects, progress, keep)
             train += [file] if trains else []
             test += [file] if name in cfg.DATASETS.TEST else []
     of_data = fit_to_data(cfg, train, test, given)

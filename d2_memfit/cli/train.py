@@ -21,6 +21,7 @@ from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
 from detectron2.engine import default_argument_parser, default_setup, hooks
 from detectron2.evaluation import DatasetEvaluator, verify_results
 from detectron2.layers import FrozenBatchNorm2d
@@ -32,7 +33,7 @@ from torch import nn
 from ..common.checks import check_int, check_positive_int
 from ..common.files import FolderLock, check_run_folder, whole_file
 from ..config import find_config_file, load_cfg, merge_opts, with_settings
-from ..data import check_datasets, register_coco
+from ..data import check_datasets, classes_of_model, register_coco
 from ..engine import MemfitTrainer, launch, usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer, causes_named, signals_end_at_once
 from ..errors import ConfigError, MemfitError, exit_on_error
@@ -40,7 +41,7 @@ from ..evaluation import build_evaluator
 from ..inference import WholeModelCheckpointer
 from ..memory import use_expandable_segments
 from ..planner import fit_config
-from ..settings import Precision, Rules, check_settings
+from ..settings import Precision, check_settings
 from ..settings.detectron2_keys import DETECTRON2_RULES
 from . import train_lazy
 from .command_line import add_card_and_coco_options
@@ -127,23 +128,17 @@ def prepare(
     if args.training_only:
         opts = [*opts, "DATASETS.TEST", "()"]
     recipe = load_cfg(args.config_file, (), add_keys)
-
-    def check(cfg: CfgNode) -> None:
-        # The data tell the number of classes.
-        of_data = [k for k in DETECTRON2_RULES.values if args.coco and k.endswith(".NUM_CLASSES")]
-        values = {k: rule for k, rule in DETECTRON2_RULES.values.items() if k not in of_data}
-        ranks = world_size(args.num_gpus, args.num_machines)
-        more = Rules(values, DETECTRON2_RULES.relations)
-        check_settings(cfg, ranks, more, trains=not args.eval_only)
-
+    ranks = world_size(args.num_gpus, args.num_machines)
+    trains = not args.eval_only
     cfg, settings = with_data(
         recipe,
         args.coco,
         args.config_file,
         opts,
-        check,
+        lambda cfg: check_settings(cfg, ranks, DETECTRON2_RULES, trains),
         eval_only=args.eval_only,
         reads_images=True,
+        keeps=ranks == 1,
         progress=say,
     )
     args.notes = [str(setting) for setting in settings]
@@ -198,6 +193,9 @@ def _check(args: argparse.Namespace, cfg: CfgNode, trainer: type[Trainer]) -> No
 
 def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
     """Build the model without memory for its weights, which takes a tenth of a second."""
+    classes = classes_of_model(cfg)
+    if classes is not None:
+        check_positive_int(*classes)
     try:
         with torch.device("meta"):
             trainer.build_model(with_settings(cfg, {"MODEL.DEVICE": "meta"}))
@@ -272,6 +270,8 @@ def _evaluate(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Traine
 def _train(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer]) -> str:
     """Train; return the file of the last checkpoint."""
     trainer = trainer_class(cfg)
+    for name, _, _ in args.coco:
+        DatasetCatalog[name].forget()
     trainer.resume_or_load(resume=args.resume)
     if not cfg.MODEL.WEIGHTS and not trainer.start_iter and comm.is_main_process():
         _warn_of_frozen_norms(trainer.model)

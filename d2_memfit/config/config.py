@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import Any
 
 import yaml
 from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg as _get_detectron2_cfg
 
-from ..common.checks import Problems, did_you_mean
+from ..common.checks import check_all, did_you_mean
 from ..errors import ConfigError, DataError, UnknownKeyError
 from .files import find_config_file
 from .keys import default_keys, keys_of
@@ -37,7 +38,7 @@ def add_memfit_config(cfg: CN) -> None:
 
 def with_memfit_keys(cfg: CN) -> CN:
     """A Detectron2 config with the keys of d2_memfit: the same one, if it has them all."""
-    if _has_all(cfg, default_keys()):
+    if set(keys_of(default_keys())) <= set(keys_of(cfg)):
         return cfg
     complete = cfg.clone()
     complete.defrost()
@@ -143,8 +144,6 @@ def merge_opts(cfg: CN, opts: Sequence[Any]) -> None:
     for value in map(str, opts):
         if value != value.encode(errors="ignore").decode():
             raise ConfigError(f"{value!r} is not UTF-8, and a config is: give another name")
-    if len(opts) % 2:
-        raise ConfigError(f"KEY VALUE pairs: a value is missing after {opts[-1]}")
     defaults = default_keys()
     known = set(keys_of(defaults))
     given = dict(zip(opts[::2], opts[1::2]))
@@ -154,15 +153,13 @@ def merge_opts(cfg: CN, opts: Sequence[Any]) -> None:
         default, name = _node_of(defaults, key)
         if default[name] is None:
             _node_of(cfg, key)[0][name] = None
-    problems = Problems()
-    for key, value in given.items():
-        problems.of([key], _merge_one, cfg, key, value)
-    problems.raise_all()
+    pairs = (opts[i : i + 2] for i in range(0, len(opts), 2))
+    check_all(([pair[0]], partial(_merge_pair, cfg, pair)) for pair in pairs)
 
 
-def _merge_one(cfg: CN, key: str, value: Any) -> None:
+def _merge_pair(cfg: CN, pair: Sequence[Any]) -> None:
     with _explained(cfg):
-        cfg.merge_from_list([key, value])
+        cfg.merge_from_list(list(pair))
 
 
 def cfg_of_memfit(keys: Mapping[str, Any]) -> CN:
@@ -235,10 +232,3 @@ def _add_missing(cfg: CN, defaults: CN) -> None:
             setattr(cfg, key, type(cfg)(value) if isinstance(value, CN) else value)
         elif isinstance(value, CN):
             _add_missing(cfg[key], value)
-
-
-def _has_all(cfg: CN, defaults: CN) -> bool:
-    return all(
-        key in cfg and (not isinstance(value, CN) or _has_all(cfg[key], value))
-        for key, value in defaults.items()
-    )

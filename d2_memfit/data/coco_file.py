@@ -83,6 +83,7 @@ def check_coco_file(
     image_dir: Optional[str],
     for_training: bool,
     progress: Callable[[str], None] = lambda line: None,
+    keep: Callable[[dict[str, Any]], Any] = lambda coco: None,
 ) -> CocoFile:
     """Read a COCO file, and check the properties that Detectron2 relies on.
 
@@ -92,6 +93,7 @@ def check_coco_file(
         for_training: whether there must be objects to learn from. If not, annotations may be
             missing, as in COCO's test sets.
         progress: called with a line at the start and the end of a large file.
+        keep: called with the content after the check.
 
     Raises:
         DataError: the file is missing, is not a COCO file, or is empty; or its images are
@@ -109,6 +111,7 @@ def check_coco_file(
     try:
         coco = read_json(name, json_file)
         file = check_coco(name, json_file, coco, image_dir, for_training)
+        keep(coco)
     finally:
         gc.enable()
     if is_large:

@@ -111,13 +111,8 @@ class AccumulatingTrainer(ResumableTrainer):
         ema_decay: Optional[float] = None,
     ) -> None:
         check_positive_int("gather_metric_period", gather_metric_period)
-        check_arguments(
-            {
-                "SOLVER.ACCUMULATION_STEPS": ("accumulation_steps", accumulation_steps),
-                "MEMFIT.MICRO_BATCH": ("micro_batch_size", micro_batch_size),
-                "MEMFIT.EMA_DECAY": ("ema_decay", ema_decay),
-            }
-        )
+        counts = {"accumulation_steps": accumulation_steps, "micro_batch_size": micro_batch_size}
+        check_arguments("MEMFIT", {**counts, "ema_decay": ema_decay})
         if not isinstance(precision, Precision):
             precision = Precision(precision, next(model.parameters()).device)
         self.accumulation_steps = accumulation_steps

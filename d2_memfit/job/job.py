@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Optional, Union
 
@@ -16,7 +17,6 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from ..common.checks import check_positive_int
 from ..common.side_work import no_information
 from ..config import cfg_of_memfit, with_settings
 from ..errors import ConfigError
@@ -107,7 +107,7 @@ class Job:
         batch: Any = None,
         loss_fn: Optional[LossFn] = None,
     ) -> None:
-        ranks = _checked(ranks)
+        ranks = comm.get_world_size() if ranks is None else ranks
         with named(argument_name):
             cfg = cfg_of_memfit(memfit or {})
         is_number = isinstance(images_per_batch, int) and images_per_batch > 0
@@ -147,7 +147,6 @@ class Job:
         """
         if not isinstance(cfg, CfgNode):
             raise TypeError(f"a trainer's job needs a config of yacs, got a {type(cfg).__name__}")
-        ranks = _checked(ranks)
         other = own_registry(cfg) if trainer is DefaultTrainer else None
         if other is not None:
             raise ConfigError(
@@ -167,7 +166,6 @@ class Job:
             cfg: with the nodes model, optimizer, dataloader and train.
             ranks, batch: as for :meth:`from_cfg`.
         """
-        ranks = _checked(ranks)
         job = cls.__new__(cls)
         settings = Settings.of(cfg_of_lazy(cfg), ranks, lazy_name)
         job._describe(LazyParts(copy.deepcopy(cfg)), settings, **batch)
@@ -213,7 +211,7 @@ class Job:
         """
         job = copy.copy(self)
         try:
-            job.settings = self.settings.with_keys(settings)
+            job.settings = replace(self.settings, cfg=with_settings(self.cfg, settings))
         except KeyError as e:
             raise ConfigError(f"there is no config key {e.args[0]}") from e
         job.parts = self.parts.with_settings(settings)
@@ -335,8 +333,3 @@ class Job:
     def evaluation_batch(self) -> Any:
         """The largest batch in evaluation."""
         return self.batches.evaluation()
-
-
-def _checked(ranks: Optional[int]) -> int:
-    check_positive_int("num_gpus", comm.get_world_size() if ranks is None else ranks)
-    return comm.get_world_size() if ranks is None else ranks

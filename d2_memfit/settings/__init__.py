@@ -2,8 +2,6 @@
 """What a run is told: parsed, checked and typed once, from a config, a LazyConfig or arguments."""
 
 from .lazy import *
-from .names import *
-from .options import *
 from .precision import *
 from .rules import *
 from .scaling import *

@@ -11,7 +11,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from PIL import Image
 
-from ..common.checks import check_choice, check_int, check_positive_number, fits
+from ..common.checks import check_choice, check_int, check_positive_number, fits, must
 from ..data import shorter_sides
 from ..errors import ConfigError
 from .rules import Rules
@@ -22,8 +22,6 @@ __all__ = ["DETECTRON2_RULES"]
 _AT_LEAST = {
     "MODEL.RPN.BATCH_SIZE_PER_IMAGE": 1,
     "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE": 1,
-    "MODEL.ROI_HEADS.NUM_CLASSES": 1,
-    "MODEL.RETINANET.NUM_CLASSES": 1,
     "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": 1,
     "MODEL.ROI_MASK_HEAD.POOLER_RESOLUTION": 1,
     "MODEL.ROI_KEYPOINT_HEAD.POOLER_RESOLUTION": 1,
@@ -72,37 +70,9 @@ _STAGES = 5  # of a ResNet that can be frozen: the stem and res2 to res5
 _LARGEST_SEED = 2**32 - 2**16  # NumPy's, with room for the ranks, which add their numbers
 
 
-def _share(key: str, value: Any) -> None:
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{key} must be 0 to 1, got {value}")
-
-
-def _not_negative(key: str, value: Any) -> None:
-    if not 0 <= value < math.inf:
-        raise ConfigError(f"{key} must be a number from 0, got {value}")
-
-
-def _steps(key: str, value: Any) -> None:
-    is_increasing = fits(value, list[float]) and sorted(set(value)) == list(value)
-    if not is_increasing or any(step < 1 for step in value):
-        raise ConfigError(f"{key} must be increasing iterations from 1 on, got {value}")
-
-
-def _momentum(key: str, value: Any) -> None:
-    if not 0 <= value < 1:
-        raise ConfigError(f"{key} must be at least 0 and below 1, got {value}")
-
-
-def _seed(key: str, value: Any) -> None:
-    if value > _LARGEST_SEED:
-        raise ConfigError(f"{key} must be at most {_LARGEST_SEED}, got {value}")
-
-
-def _numbers(key: str, value: Any) -> None:
-    if not fits(value, list[float]):
-        raise ConfigError(f"{key} must be one finite number per channel, got {value}")
-    if key == "MODEL.PIXEL_STD" and 0 in value:
-        raise ConfigError(f"{key} must not be 0, got {value}")
+def _are_increasing(value: Any) -> bool:
+    are_numbers = fits(value, list[float]) and min(value, default=1) >= 1
+    return are_numbers and sorted(set(value)) == list(value)
 
 
 def _sizes(key: str, value: Any) -> None:
@@ -120,10 +90,12 @@ def _frozen_stages(cfg: CfgNode) -> None:
         raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT must be 0 to {_STAGES}, got {stages}")
 
 
-def _channels(cfg: CfgNode) -> None:
+def _deviations(cfg: CfgNode) -> None:
     std = cfg.MODEL.PIXEL_STD
     if len(std) != len(cfg.MODEL.PIXEL_MEAN):
         raise ConfigError(f"MODEL.PIXEL_STD must be one finite number per channel, got {std}")
+    if 0 in std:
+        raise ConfigError(f"MODEL.PIXEL_STD must not be 0, got {std}")
 
 
 def _range_of_sizes(cfg: CfgNode) -> None:
@@ -144,24 +116,24 @@ def _crop(cfg: CfgNode) -> None:
         raise ConfigError(f"INPUT.CROP.SIZE must be two numbers, {what}, got {crop.SIZE}")
 
 
+_CHANNELS = must("one finite number per channel", lambda value: fits(value, list[float]))
 DETECTRON2_RULES = Rules(
     {
         **{key: partial(check_int, at_least=number) for key, number in _AT_LEAST.items()},
         **{key: partial(check_choice, choices=names) for key, names in _CHOICES.items()},
-        **dict.fromkeys(_SHARES, _share),
-        **dict.fromkeys(_NOT_NEGATIVE, _not_negative),
+        **dict.fromkeys(_SHARES, must("0 to 1", lambda value: 0 <= value <= 1)),
+        **dict.fromkeys(_NOT_NEGATIVE, must("a number from 0", lambda v: 0 <= v < math.inf)),
         **dict.fromkeys(_POSITIVE, check_positive_number),
-        "MODEL.PIXEL_MEAN": _numbers,
-        "MODEL.PIXEL_STD": _numbers,
+        **dict.fromkeys(("MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"), _CHANNELS),
         "INPUT.MIN_SIZE_TRAIN": _sizes,
         "INPUT.MIN_SIZE_TEST": _sizes,
-        "SOLVER.STEPS": _steps,
-        "SOLVER.MOMENTUM": _momentum,
-        "SEED": _seed,
+        "SOLVER.STEPS": must("increasing iterations from 1 on", _are_increasing),
+        "SOLVER.MOMENTUM": must("at least 0 and below 1", lambda value: 0 <= value < 1),
+        "SEED": must(f"at most {_LARGEST_SEED}", lambda value: value <= _LARGEST_SEED),
     },
     (
         (("MODEL.BACKBONE.FREEZE_AT",), _frozen_stages),
-        (("MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"), _channels),
+        (("MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"), _deviations),
         (("INPUT.MIN_SIZE_TRAIN", "INPUT.MIN_SIZE_TRAIN_SAMPLING"), _range_of_sizes),
         (("INPUT.CROP.SIZE", "INPUT.CROP.TYPE"), _crop),
     ),

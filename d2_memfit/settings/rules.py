@@ -1,14 +1,14 @@
 # Copyright (c) the d2_memfit developers.
 """Rules for the values of keys, and the check of a whole config by them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
 from detectron2.config import CfgNode
 
 from ..common.checks import (
-    Problems,
+    check_all,
     check_bool,
     check_choice,
     check_device,
@@ -18,6 +18,7 @@ from ..common.checks import (
     check_strings,
     did_you_mean,
     fits,
+    must,
     value_of,
 )
 from ..config import budget_of_preset, default_keys, keys_of
@@ -25,6 +26,7 @@ from ..errors import ConfigError, UnknownKeyError
 from ..iteration import FEATURES
 from ..memory import check_budget
 from ..techniques import TECHNIQUES, TIERS
+from .lazy import ARGUMENTS
 from .scaling import auto_scale_workers
 
 __all__ = ["Rules", "check_arguments", "check_settings"]
@@ -60,42 +62,20 @@ def _preset(key: str, value: Any) -> None:
         budget_of_preset(value)
 
 
-def _decay(key: str, value: Any) -> None:
-    if not (isinstance(value, float) and 0 < value < 1):
-        raise ConfigError(
-            f"{key} must be a number above 0 and below 1, such as 0.999, got {value!r}"
-        )
-
-
-def _cost_sums(key: str, value: Any) -> None:
-    is_of_sums = fits(value, list[list[float]])
-    if not is_of_sums or any(len(b) != len(FEATURES) or min(b) < 0 for b in value):
-        raise ConfigError(
-            f"{key} must be lists of {len(FEATURES)} numbers from 0, as d2-memfit plan "
-            f"--cost-model finds them, got {value!r}"
-        )
-
-
-def _counted_losses(key: str, value: Any) -> None:
-    for pair in value:
-        if not fits(pair, tuple[str, str]) or pair[1] not in ("objects", "sum"):
-            raise ConfigError(
-                f'{key} must be pairs of a pattern of names of losses and "objects" or "sum", such '
-                f'as [["loss_mask*", "objects"]], got {pair!r}'
-            )
-
-
 def _tiers(key: str, value: Any) -> None:
     check_strings(key, value)
     for tier in value:
         check_choice(key, tier, TIERS)
 
 
-def _predicted(key: str, value: Any) -> None:
-    if not fits(value, list[float]) or len(value) not in (0, 3):
-        raise ConfigError(
-            f"{key} must be three numbers of GB, as a plan writes them, or [], got {value!r}"
-        )
+def _are_sums(value: Any) -> bool:
+    return fits(value, list[list[float]]) and all(
+        len(numbers) == len(FEATURES) and min(numbers) >= 0 for numbers in value
+    )
+
+
+def _are_counts(value: Any) -> bool:
+    return all(fits(p, tuple[str, str]) and p[1] in ("objects", "sum") for p in value)
 
 
 def _has_budget(key: str, cfg: CfgNode) -> None:
@@ -117,7 +97,12 @@ def _metric_is_evaluated(cfg: CfgNode) -> None:
         )
 
 
+_SWITCHES = (
+    *("EVALUATION.ON_DISK", "MONITOR.SNAPSHOT_ON_OOM", "OOM.ALLOW_RESIZE", "PLAN.COST_MODEL"),
+    *("PLAN.ENABLED", "PLAN.FROM_RUNS", "STOP_ON_SIGNALS"),
+)
 _RULES: dict[str, Rule] = {
+    **{f"MEMFIT.{key}": check_bool for key in _SWITCHES},
     "MODEL.DEVICE": lambda key, value: check_device(value),
     "SOLVER.ACCUMULATION_STEPS": check_positive_int,
     "SOLVER.IMS_PER_BATCH": check_positive_int,
@@ -127,34 +112,43 @@ _RULES: dict[str, Rule] = {
     "MEMFIT.AMP_DTYPE": _choice("float16", "bfloat16"),
     "MEMFIT.BUDGET_GB": lambda key, value: check_budget(value),
     "MEMFIT.PRESET": _preset,
-    "MEMFIT.STOP_ON_SIGNALS": check_bool,
-    "MEMFIT.EMA_DECAY": _or_none(_decay),
+    "MEMFIT.EMA_DECAY": _or_none(
+        must(
+            "a number above 0 and below 1, such as 0.999",
+            lambda value: isinstance(value, float) and 0 < value < 1,
+        )
+    ),
     "MEMFIT.BEST.MODE": _choice("max", "min"),
     "MEMFIT.BEST.PATIENCE": _or_none(check_positive_int),
-    "MEMFIT.COST_MODEL.BYTES": _cost_sums,
+    "MEMFIT.COST_MODEL.BYTES": must(
+        f"lists of {len(FEATURES)} numbers from 0, as d2-memfit plan --cost-model finds them",
+        _are_sums,
+    ),
     "MEMFIT.COST_MODEL.ERROR_GB": check_number,
     "MEMFIT.COST_MODEL.OVERHEAD_PIXELS": check_number,
     "MEMFIT.OOM.POLICY": _choice("raise", "split"),
     "MEMFIT.OOM.GROW_AFTER": check_positive_int,
-    "MEMFIT.OOM.ALLOW_RESIZE": check_bool,
     "MEMFIT.OOM.LAST_RESORT": _choice("raise", "skip"),
     "MEMFIT.OOM.MAX_SKIPPED": partial(check_number, most=1),
     "MEMFIT.NORMALIZERS.POLICY": _choice("window", "exact", "off"),
-    "MEMFIT.NORMALIZERS.LOSSES": _counted_losses,
+    "MEMFIT.NORMALIZERS.LOSSES": must(
+        'pairs of a pattern of names of losses and "objects" or "sum", such as [["loss_mask*", '
+        '"objects"]]',
+        _are_counts,
+    ),
     "MEMFIT.MONITOR.PERIOD": _or_none(check_positive_int),
     "MEMFIT.MONITOR.LEAK_WINDOW": _or_none(partial(check_int, at_least=40)),
     "MEMFIT.MONITOR.SNAPSHOT_ITER": _or_none(partial(check_int, at_least=0)),
-    "MEMFIT.MONITOR.SNAPSHOT_ON_OOM": check_bool,
-    "MEMFIT.EVALUATION.ON_DISK": check_bool,
-    "MEMFIT.PLAN.ENABLED": check_bool,
-    "MEMFIT.PLAN.COST_MODEL": check_bool,
-    "MEMFIT.PLAN.FROM_RUNS": check_bool,
-    "MEMFIT.PLAN.PREDICTED_GB": _predicted,
+    "MEMFIT.PLAN.PREDICTED_GB": must(
+        "three numbers of GB, as a plan writes them, or []",
+        lambda value: fits(value, list[float]) and len(value) in (0, 3),
+    ),
     "MEMFIT.PLAN.MARGIN": _or_none(partial(check_number, most=0.99)),
     "MEMFIT.PLAN.PREFER": _choice("exact", "speed"),
     "MEMFIT.PLAN.ALLOW": _tiers,
 }
 _BUDGET = ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET")
+_BATCH = ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUMULATION_STEPS")
 _BEST = ("MEMFIT.BEST.METRIC", "MEMFIT.BEST.PATIENCE", "TEST.EVAL_PERIOD")
 _RELATIONS: tuple[tuple[Sequence[str], Callable[[CfgNode], Any]], ...] = (
     *(
@@ -166,19 +160,21 @@ _RELATIONS: tuple[tuple[Sequence[str], Callable[[CfgNode], Any]], ...] = (
 )
 
 
-def check_arguments(values: Mapping[str, tuple[str, Any]]) -> None:
+def check_arguments(node: str, arguments: Mapping[str, Any]) -> None:
     """Check arguments by the rules for keys.
 
     Args:
-        values: names and values of the arguments, by key.
+        node: the node of the keys of those that have no other.
 
     Raises:
         ConfigError: values cannot work; all of them are named.
     """
-    problems = Problems()
-    for key, (name, value) in values.items():
-        problems.of([key], _RULES[key], name, value)
-    problems.raise_all()
+    keys = {name: ARGUMENTS.get(name, f"{node}.{name.upper()}") for name in arguments}
+    check_all(
+        ([key], partial(_RULES[key], name, arguments[name]))
+        for name, key in keys.items()
+        if key in _RULES
+    )
 
 
 def check_settings(
@@ -197,29 +193,27 @@ def check_settings(
     Raises:
         ConfigError: values cannot work; all of them are named.
     """
-    problems = Problems()
     known = list(keys_of(default_keys()))
-    for key in keys_of(cfg.MEMFIT, "MEMFIT."):
-        problems.of([key], _check_name, key, known)
-    problems.raise_all()
-    for key in known:
-        problems.of([key], _check_kind, key, cfg)
-    problems.raise_all()
-    own = {key: rule for key, rule in _RULES.items() if trains or not key.startswith("SOLVER.")}
-    for key, rule in {**own, **more.values}.items():
-        problems.of([key], rule, key, value_of(cfg, key))
-    for name, technique in TECHNIQUES:
-        problems.of([name], technique.is_on, cfg)  # raises on a value that cannot work
-    for keys, relation in (*(_RELATIONS if trains else ()), *more.relations):
-        problems.of(keys, relation, cfg)
-    scaled = None
-    if trains and ranks is not None:
+    names = keys_of(cfg.MEMFIT, "MEMFIT.")
+    check_all(([name], partial(_check_name, name, known)) for name in names)
+    check_all(([key], partial(_check_kind, key, cfg)) for key in known)
+    scaled = [cfg]
+
+    def checks() -> Iterator[tuple[Sequence[str], Callable[[], Any]]]:
+        for key, rule in {**_RULES, **more.values}.items():
+            if trains or key in more.values or not key.startswith("SOLVER."):
+                yield [key], partial(rule, key, value_of(cfg, key))
         for name, technique in TECHNIQUES:
-            problems.of([name], technique.check, cfg, ranks)
-        keys = ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUMULATION_STEPS")
-        scaled = problems.of(keys, _scaled, cfg, ranks)
-    problems.raise_all()
-    return cfg if scaled is None else scaled
+            yield [name], partial(technique.is_on, cfg)  # raises on a value that cannot work
+            if trains and ranks is not None:
+                yield [name], partial(technique.check, cfg, ranks)
+        for keys, relation in (*(_RELATIONS if trains else ()), *more.relations):
+            yield keys, partial(relation, cfg)
+        if trains and ranks is not None:
+            yield _BATCH, lambda: scaled.append(_scaled(cfg, ranks))
+
+    check_all(checks())
+    return scaled[-1]
 
 
 def _check_name(key: str, known: Sequence[str]) -> None:

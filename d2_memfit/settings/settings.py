@@ -1,26 +1,68 @@
 # Copyright (c) the d2_memfit developers.
 """The settings of a run, parsed and checked once."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Optional
+from typing import Optional
 
 from detectron2.config import CfgNode
 from detectron2.utils import comm
 
 from .. import compat
+from ..common.checks import check_positive_int
 from ..config import budget_of_preset, with_memfit_keys, with_settings
 from ..iteration import BatchGeometry, CostModel
 from ..memory import auto_budget_gb
 from ..techniques import workers_bytes
-from .names import named
-from .options import NormalizerOptions, RecoveryOptions
-from .rules import check_settings
+from .lazy import named
+from .rules import check_arguments, check_settings
 
-__all__ = ["Settings"]
+__all__ = ["NormalizerOptions", "RecoveryOptions", "Settings"]
 
 _GB = 2**30
+
+
+@dataclass(frozen=True)
+class RecoveryOptions:
+    """The keys of the config's node MEMFIT.OOM, and other facts that recovery needs.
+
+    Args:
+        grow_after, allow_resize, last_resort, max_skipped: as the keys.
+        output_dir: folder of the record; "" for none.
+        budget_gb: MEMFIT.BUDGET_GB, for messages.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    grow_after: int = 1000
+    allow_resize: bool = False
+    last_resort: str = "raise"
+    max_skipped: float = 0.001
+    output_dir: str = ""
+    budget_gb: Optional[float] = None
+
+    def __post_init__(self) -> None:
+        check_arguments("MEMFIT.OOM", vars(self))
+
+
+@dataclass(frozen=True)
+class NormalizerOptions:
+    """The keys of the config's node MEMFIT.NORMALIZERS.
+
+    Args:
+        policy, losses: as the keys.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    policy: str = "window"
+    losses: Sequence[Sequence[str]] = ()
+
+    def __post_init__(self) -> None:
+        check_arguments("MEMFIT.NORMALIZERS", vars(self))
 
 
 @dataclass(frozen=True)
@@ -56,6 +98,7 @@ class Settings:
         """
         is_a_rank = comm.get_world_size() > 1
         ranks = comm.get_world_size() if ranks is None else ranks
+        check_positive_int("num_gpus", ranks)
         with named(name):
             cfg = check_settings(with_memfit_keys(cfg), ranks, trains=trains)
             if not cfg.is_frozen():
@@ -63,14 +106,6 @@ class Settings:
                 cfg.freeze()
             ranks_here = compat.local_world_size() if is_a_rank else ranks
             return cls(with_settings(cfg, {"MEMFIT.BUDGET_GB": _budget(cfg, ranks_here)}), ranks)
-
-    def with_keys(self, values: Mapping[str, Any]) -> "Settings":
-        """The same settings with other values for some keys.
-
-        Raises:
-            KeyError: there is no such key.
-        """
-        return replace(self, cfg=with_settings(self.cfg, values))
 
     @cached_property
     def geometry(self) -> BatchGeometry:
