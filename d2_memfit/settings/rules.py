@@ -75,7 +75,7 @@ def _are_sums(value: Any) -> bool:
 
 
 def _are_counts(value: Any) -> bool:
-    return all(fits(p, tuple[str, str]) and p[1] in ("objects", "sum") for p in value)
+    return fits(value, list[tuple[str, str]]) and all(of in ("objects", "sum") for _, of in value)
 
 
 def _has_budget(key: str, cfg: CfgNode) -> None:
