@@ -24,9 +24,8 @@ def trainer(**arguments):
 
 
 def of_cfg(**keys):
-    return Job.from_cfg(
-        with_settings(get_cfg(), {k.replace("__", "."): v for k, v in keys.items()})
-    )
+    settings = {key.replace("__", "."): value for key, value in keys.items()}
+    return Job.from_cfg(with_settings(get_cfg(), settings))
 
 
 def of_lazy(**train):
@@ -64,7 +63,7 @@ WAYS = {
     ),
     "an unknown key of a Job": (
         lambda: pieces(memfit={"oom": {"grow_afer": 1}}),
-        ["there is no config key memfit.oom.grow_afer (did you mean memfit.oom.grow_after?)"],
+        ["there is no config key memfit.oom.grow_afer (did you mean memfit.oom.grow_after"],
     ),
     "options": (
         lambda: RecoveryOptions(grow_after=0, last_resort="wait"),
@@ -141,7 +140,8 @@ def test_settings_share_what_is_the_same_and_change_nothing():
     changed = with_settings(settings.cfg, {"MEMFIT.OOM.POLICY": "split"})
     assert changed.MODEL is settings.cfg.MODEL
     assert (settings.cfg.MEMFIT.OOM.POLICY, changed.MEMFIT.OOM.POLICY) == ("raise", "split")
-    assert changed.is_frozen() and changed.MEMFIT.OOM.is_frozen()
+    assert changed.is_frozen()
+    assert changed.MEMFIT.OOM.is_frozen()
 
 
 def test_an_evaluation_does_not_read_the_keys_of_training():
@@ -149,11 +149,11 @@ def test_an_evaluation_does_not_read_the_keys_of_training():
     cfg.SOLVER.MAX_ITER, cfg.MEMFIT.BEST.METRIC, cfg.SOLVER.IMS_PER_BATCH = 0, "bbox/AP", 3
     assert Settings.of(cfg, 2, trains=False).recovery is None
     cfg.MEMFIT.OOM.POLICY = "never"
-    with pytest.raises(ConfigError, match="MEMFIT.OOM.POLICY must be 'raise' or 'split'"):
+    with pytest.raises(ConfigError, match=r"MEMFIT\.OOM\.POLICY must be 'raise' or 'split'"):
         Settings.of(cfg, 2, trains=False)
 
 
 def test_only_counts_that_are_known_divide_losses():
     assert NormalizerOptions(losses=[["*", "sum"]]).losses == [["*", "sum"]]
-    with pytest.raises(ConfigError, match=r'and "objects" or "sum", such as .*, got \[\["a", "x"'):
+    with pytest.raises(ConfigError, match=r'and "objects" or "sum", such as .*, got \[\['):
         NormalizerOptions(losses=[["a", "x"]])
