@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog
 
 from ..config import find_config_file, keys_in_own_files, merge_opts, preset_of_card
 from ..data import (
@@ -15,6 +14,7 @@ from ..data import (
     check_coco_file,
     fit_to_data,
     goes_with_data,
+    keep_dicts,
     register_coco,
 )
 from ..errors import ConfigError
@@ -132,12 +132,13 @@ def with_data(
                 why = f"{image_dir} does not exist here: a training needs the images of {name}"
                 settings.append(Setting("", None, why))
             needs_objects = trains and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
-            keep = DatasetCatalog[name].keep if trains and keeps else lambda coco: None
-            file = check_coco_file(name, json_file, folder, needs_objects, progress, keep)
+            file = check_coco_file(name, json_file, folder, needs_objects, progress)
             train += [file] if trains else []
             test += [file] if name in cfg.DATASETS.TEST else []
     of_data = fit_to_data(cfg, train, test, given)
     merge_opts(cfg, opts_of_settings(of_data))
+    for file in train if keeps else ():
+        keep_dicts(file.name, file.content)
     return cfg, [*settings, *of_data]
 
 

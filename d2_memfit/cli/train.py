@@ -21,7 +21,6 @@ from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog
 from detectron2.engine import default_argument_parser, default_setup, hooks
 from detectron2.evaluation import DatasetEvaluator, verify_results
 from detectron2.layers import FrozenBatchNorm2d
@@ -33,7 +32,7 @@ from torch import nn
 from ..common.checks import check_int, check_positive_int
 from ..common.files import FolderLock, check_run_folder, whole_file
 from ..config import find_config_file, load_cfg, merge_opts, with_settings
-from ..data import check_datasets, classes_of_model, register_coco
+from ..data import check_datasets, classes_of_model, keep_dicts, register_coco
 from ..engine import MemfitTrainer, launch, usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer, causes_named, signals_end_at_once
 from ..errors import ConfigError, MemfitError, exit_on_error
@@ -271,7 +270,7 @@ def _train(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer])
     """Train; return the file of the last checkpoint."""
     trainer = trainer_class(cfg)
     for name, _, _ in args.coco:
-        DatasetCatalog[name].forget()
+        keep_dicts(name, None)
     trainer.resume_or_load(resume=args.resume)
     if not cfg.MODEL.WEIGHTS and not trainer.start_iter and comm.is_main_process():
         _warn_of_frozen_norms(trainer.model)

@@ -61,6 +61,7 @@ class CocoFile:
         facts: facts about its annotations.
         without_area: ids of annotations that pycocotools cannot evaluate.
         keypoint_names: keypoint names of all categories with keypoints.
+        content: what was read.
     """
 
     name: str
@@ -69,6 +70,7 @@ class CocoFile:
     facts: AnnotationFacts
     without_area: Sequence[int]
     keypoint_names: tuple[str, ...]
+    content: dict[str, Any]
 
     @property
     def has_masks(self) -> bool:
@@ -83,7 +85,6 @@ def check_coco_file(
     image_dir: Optional[str],
     for_training: bool,
     progress: Callable[[str], None] = lambda line: None,
-    keep: Callable[[dict[str, Any]], Any] = lambda coco: None,
 ) -> CocoFile:
     """Read a COCO file, and check the properties that Detectron2 relies on.
 
@@ -93,7 +94,6 @@ def check_coco_file(
         for_training: whether there must be objects to learn from. If not, annotations may be
             missing, as in COCO's test sets.
         progress: called with a line at the start and the end of a large file.
-        keep: called with the content after the check.
 
     Raises:
         DataError: the file is missing, is not a COCO file, or is empty; or its images are
@@ -111,7 +111,6 @@ def check_coco_file(
     try:
         coco = read_json(name, json_file)
         file = check_coco(name, json_file, coco, image_dir, for_training)
-        keep(coco)
     finally:
         gc.enable()
     if is_large:
@@ -156,6 +155,7 @@ def check_coco(
             if not ("iscrowd" in a and _are_numbers([a.get("area")]))
         ],
         keypoint_names=tuple(keypoint_names(coco)),
+        content=coco,
     )
 
 

@@ -2,7 +2,6 @@
 """Datasets registered by their COCO files."""
 
 import pickle
-from collections.abc import Callable
 from typing import Any, Optional
 
 import pycocotools.coco
@@ -10,6 +9,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
 from detectron2.utils.file_io import PathManager
+from pycocotools.coco import COCO
 
 from ..common.checks import did_you_mean
 from ..common.files import is_file
@@ -17,7 +17,7 @@ from ..common.patching import replaced_functions
 from ..errors import ConfigError, DataError
 from .coco_file import keypoint_names, read_json
 
-__all__ = ["CocoDataset", "check_datasets", "register_coco"]
+__all__ = ["check_datasets", "keep_dicts", "register_coco"]
 
 # The metadata of Detectron2's datasets that are paths.
 _ANNOTATIONS = ("json_file", "panoptic_json")
@@ -31,7 +31,7 @@ def register_coco(name: str, json_file: str, image_dir: str) -> None:
         ConfigError: the name belongs to another dataset.
     """
     if name not in DatasetCatalog:
-        DatasetCatalog.register(name, CocoDataset(name, json_file, image_dir))
+        DatasetCatalog.register(name, _CocoDataset(name, json_file, image_dir))
         MetadataCatalog.get(name).set(
             json_file=json_file, image_root=image_dir, evaluator_type="coco"
         )
@@ -39,7 +39,7 @@ def register_coco(name: str, json_file: str, image_dir: str) -> None:
         raise ConfigError(f"--coco {name}: there is another dataset of this name, choose a new one")
 
 
-class CocoDataset:
+class _CocoDataset:
     """Loads dataset dicts, and the keypoint names that Detectron2 needs to flip images.
 
     Args:
@@ -53,28 +53,20 @@ class CocoDataset:
     def __call__(self) -> list[dict[str, Any]]:
         return pickle.loads(self._kept) if self._kept else self._load()
 
-    def keep(self, coco: dict[str, Any]) -> None:
-        """Keep the dicts of a file's content, so that it need not be read again."""
-        self._kept = pickle.dumps(self._load(coco))
-
-    def forget(self) -> None:
-        """Free the memory of what is kept."""
-        self._kept = b""
+    def keep(self, coco: Optional[dict[str, Any]]) -> None:
+        self._kept = b"" if coco is None else pickle.dumps(self._load(coco))
 
     def _load(self, coco: Optional[dict[str, Any]] = None) -> list[dict[str, Any]]:
         name, json_file, image_dir = self._place
         coco = read_json(name, json_file) if coco is None else coco
 
-        def of_content(original: Callable[[], Any]) -> Callable[[str], Any]:
-            def api_of(json_file: str) -> Any:
-                api = original()
-                api.dataset = coco
-                api.createIndex()
-                return api
+        def api_of(file: str) -> COCO:
+            api = COCO()
+            api.dataset = coco
+            api.createIndex()
+            return api
 
-            return api_of
-
-        with replaced_functions([pycocotools.coco], {"COCO": of_content}):
+        with replaced_functions([pycocotools.coco], {"COCO": lambda original: api_of}):
             dicts = load_coco_json(json_file, image_dir, name)
         if any("keypoints" in a for d in dicts for a in d["annotations"]):
             names = keypoint_names(coco)
@@ -83,6 +75,18 @@ class CocoDataset:
             pairs = [pair for pair in pairs if pair[1] in names]
             MetadataCatalog.get(name).set(keypoint_names=names, keypoint_flip_map=pairs)
         return dicts
+
+
+def keep_dicts(name: str, coco: Optional[dict[str, Any]]) -> None:
+    """Keep the dicts of a file that was read for its check, so that it need not be read again.
+
+    Args:
+        name: of a dataset; of others than :func:`register_coco`'s nothing is kept.
+        coco: the content; None frees the memory.
+    """
+    dataset = DatasetCatalog[name]
+    if isinstance(dataset, _CocoDataset):
+        dataset.keep(coco)
 
 
 def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
