@@ -83,6 +83,23 @@ def test_training_evaluation_and_resuming(arguments, tmp_path, capsys):
     assert (output_dir / "config.yaml").read_text() == config
 
 
+@pytest.mark.parametrize(
+    "opts",
+    [
+        {"MEMFIT.OOM.POLICY": "never", "SOLVER.BASE_LR": -0.1, "SOLVER.MAX_ITER": 0},
+        {"MODEL.NEITHER": 2, "SOLVER.MAX_ITR": 1, "SOLVER.STEPS": 20},
+    ],
+)
+def test_all_that_is_wrong_is_said_at_once(arguments, tmp_path, capsys, opts):
+    code, error = call(capsys, *arguments, *(text for pair in opts.items() for text in pair))
+    lines = error.splitlines()
+    assert code == 2
+    assert len(lines) == len(opts)
+    assert all(line.startswith("error: ") for line in lines)
+    assert all(any(key in line for line in lines) for key in opts)
+    assert not (tmp_path / "output").exists()
+
+
 def test_evaluation_of_weights_for_other_classes_is_one_line(arguments, tmp_path, capsys):
     cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.MODEL.ROI_HEADS.NUM_CLASSES = 7
