@@ -1,8 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Training: one window of images per iteration, with recovery from out-of-memory errors."""
 
-from ..iteration import Precision
-from ..job import NormalizerOptions, RecoveryOptions
+from ..settings import NormalizerOptions, Precision, RecoveryOptions
 from .build import build_trainer
 from .defaults import MemfitMixin, MemfitTrainer
 from .evaluating import evaluating

@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import compat
 from ..common.checks import check_positive_int
 from ..errors import ConfigError, OutOfMemoryError
-from ..iteration import AveragedWeights, CostModel, Precision
-from ..job import LossFn, NormalizerOptions, RecoveryOptions, losses_of
+from ..iteration import AveragedWeights, CostModel
+from ..job import LossFn, losses_of
+from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from .hooks import compare_number_formats, explains_hooks, likely_cause
 from .losses import CommunicationError, LossRules
 from .rank_report import RankReport, check_finite, mean_losses, write_metrics
@@ -107,10 +108,9 @@ class AccumulatingTrainer(ResumableTrainer):
         cost_model: Optional[CostModel] = None,
         ema_decay: Optional[float] = None,
     ) -> None:
-        check_positive_int("SOLVER.ACCUMULATION_STEPS", accumulation_steps)
         check_positive_int("gather_metric_period", gather_metric_period)
-        if micro_batch_size is not None:
-            check_positive_int("MEMFIT.MICRO_BATCH", micro_batch_size)
+        counts = {"accumulation_steps": accumulation_steps, "micro_batch_size": micro_batch_size}
+        check_arguments("MEMFIT", {**counts, "ema_decay": ema_decay})
         if not isinstance(precision, Precision):
             precision = Precision(precision, next(model.parameters()).device)
         self.accumulation_steps = accumulation_steps

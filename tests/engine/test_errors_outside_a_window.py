@@ -16,7 +16,7 @@ from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.engine.recovery import Recovery, recovering_inference
 from d2_memfit.engine.state import Snapshot
 from d2_memfit.errors import OutOfMemoryError
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

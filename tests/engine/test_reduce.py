@@ -22,7 +22,7 @@ from tiny import (
 from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.engine import reduce
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import NormalizerOptions
+from d2_memfit.settings import NormalizerOptions
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from ...counts import PretendedRanks
 from ...errors import ConfigError, OutOfMemoryError, one_line
-from ...job import NormalizerOptions
 from ...memory import error_line, is_out_of_memory, with_room
+from ...settings import NormalizerOptions
 from ..window import MicroBatch, Window, count_objects, may_have_objects
 from . import sites
 from .adapters import adapt_criteria

@@ -9,8 +9,8 @@ from torch import nn
 
 from ... import compat
 from ...errors import OutOfMemoryError
-from ...job import RecoveryOptions
 from ...memory import is_out_of_memory, release_memory
+from ...settings import RecoveryOptions
 from ...techniques import can_have_results_on_host, results_on_host
 from ..state import Snapshot
 from .oom_record import RAISE, OomRecord

@@ -14,8 +14,8 @@ from detectron2.utils.events import get_event_storage
 from torch import nn
 
 from ...errors import OutOfMemoryError
-from ...job import RecoveryOptions
 from ...memory import is_out_of_memory, release_memory
+from ...settings import RecoveryOptions
 from ...techniques import checkpointed, resize_image
 from ..losses import Communication
 from ..state import Snapshot

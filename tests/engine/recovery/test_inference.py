@@ -13,8 +13,8 @@ from d2_memfit import compat
 from d2_memfit.engine.recovery import recovering_inference
 from d2_memfit.engine.state import Snapshot
 from d2_memfit.errors import OutOfMemoryError
-from d2_memfit.job import RecoveryOptions
 from d2_memfit.memory import TensorMeter
+from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

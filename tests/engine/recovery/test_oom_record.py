@@ -11,7 +11,7 @@ from forks import CONTEXT, start_server
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.engine.recovery.oom_record import OomRecord, padded_size
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

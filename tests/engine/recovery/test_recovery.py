@@ -29,8 +29,8 @@ from d2_memfit.engine.recovery import recovering_inference
 from d2_memfit.engine.state import Snapshot
 from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import ConfigError, OutOfMemoryError
-from d2_memfit.job import NormalizerOptions, RecoveryOptions
 from d2_memfit.memory import TensorMeter, device_memory
+from d2_memfit.settings import NormalizerOptions, RecoveryOptions, check_settings
 
 pytestmark = pytest.mark.slow
 
@@ -629,7 +629,7 @@ def test_options_that_cannot_work_are_named(options, message):
     else:
         cfg.MEMFIT.OOM = options
     with pytest.raises(ConfigError, match=message):
-        RecoveryOptions.from_cfg(cfg)
+        check_settings(cfg)
 
 
 def recovering(model, batch):
