@@ -76,7 +76,8 @@ def cause_of(found: Evidence) -> str:
     if found.broken_counts:
         return (
             f"its count does not add up over micro-batches: {'; '.join(found.broken_counts)}. "
-            "Declare the raw count there, and clamp or add to it afterwards"
+            "Declare the raw count there. Clamp or add to it after the all_reduce; the limit of a "
+            "window_count is its argument minimum"
         )
     if found.frozen:
         few = ", ".join(found.norms[:2])
