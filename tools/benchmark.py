@@ -9,6 +9,7 @@ tools/benchmark.py dry_runs         time and RAM of dry runs
 tools/benchmark.py estimates        estimates against the same jobs run on the CPU
 tools/benchmark.py gradients        distance of accumulated gradients from the full batch's
 tools/benchmark.py operators        plans by operator against plans by block
+tools/benchmark.py overhead         CPU seconds of an iteration beside those of the model
 tools/benchmark.py plans            plans against the best of all choices
 tools/benchmark.py recovery         cost of recovery from out-of-memory errors
 tools/benchmark.py selective        blocks chosen one by one against checkpoints of all blocks
@@ -28,6 +29,7 @@ BENCHMARKS = (
     "estimates",
     "gradients",
     "operators",
+    "overhead",
     "plans",
     "recovery",
     "selective",
