@@ -14,7 +14,7 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..counts import Collective, PretendedRanks, noticed_collectives
-from ..engine.recovery import recovering_inference
+from ..engine.attempts import recovering_inference
 from ..engine.state import Snapshot
 from ..engine.window import numbers_of
 from ..errors import MemfitError

@@ -12,8 +12,8 @@ from detectron2.utils.events import get_event_storage
 
 from .. import compat
 from ..errors import one_line
+from .attempts import RecoveryReport
 from .normalizers import CountReport
-from .recovery import RecoveryReport
 from .window import MicroBatch, Window, image_names
 
 __all__ = ["RankReport", "check_finite", "mean_losses", "write_metrics"]

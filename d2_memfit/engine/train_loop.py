@@ -21,14 +21,13 @@ from ..common.checks import check_positive_int
 from ..errors import ConfigError, OutOfMemoryError
 from ..iteration import AveragedWeights, CostModel, Precision
 from ..job import LossFn, NormalizerOptions, RecoveryOptions, losses_of
-from ..memory import with_room
+from .attempts import Recovery, RecoveryReport, WindowRetries, observed, run_all
 from .hooks import compare_number_formats, explains_hooks, likely_cause
 from .normalizers import CommunicationError, Normalizers
 from .rank_report import RankReport, check_finite, mean_losses, write_metrics
-from .recovery import Recovery, RecoveryReport, observed
 from .reduce import average_gradients, check_ddp, image_share
 from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
-from .state import Snapshot, watched
+from .state import watched
 from .window import (
     ByteCut,
     ForwardCounters,
@@ -138,7 +137,7 @@ class AccumulatingTrainer(ResumableTrainer):
                 bare_model,
                 self.micro_batch_size,
                 mixed_precision=precision.dtype != torch.float32,
-                communication=self.normalizers.communication,
+                may_recover=lambda: self.normalizers.communication.may_recover,
                 byte_cut=self.byte_cut,
             )
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
@@ -153,7 +152,6 @@ class AccumulatingTrainer(ResumableTrainer):
         self.gather_metric_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self._has_old_gradients = False
-        self._window_start: Optional[Snapshot] = None  # if all ranks may run the window again
         self._counters = ForwardCounters(bare_model)
         # On several ranks, one whose forward fails would leave the others waiting in theirs.
         compares_formats = precision.dtype == torch.float16 and comm.get_world_size() == 1
@@ -184,6 +182,24 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _run(self, window: Window) -> list[RankReport]:
         """Run a window to the gradients of all ranks' images; return the reports of all ranks."""
+        self._begin(window)
+        if self._reduces_in_backward:  # as in Detectron2
+            self._accumulate(window)
+            reports = self._vote(window)
+        else:
+            with WindowStorage(get_event_storage()) as storage, self._no_sync():
+                reports = self._vote(window, self._attempt(window, storage))
+            storage.write()
+            if self.recovery is not None:
+                self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
+        check_finite(reports, self.iter)
+        if not self._reduces_in_backward and any(r.num_images for r in reports):
+            with self._final_error("reduction", window):
+                average_gradients(self.model, window, reports)
+        return reports
+
+    def _begin(self, window: Window) -> None:
+        """Copy what the iteration changes before its step, in case that it does not get there."""
         self.check_train()
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
         self.iter = get_event_storage().iter
@@ -193,15 +209,6 @@ class AccumulatingTrainer(ResumableTrainer):
             self._free_old_gradients()
         with self._final_error("start", window):
             self.progress.put_back = self.run_state.mark(is_watched=self.recovery is not None)
-
-        run = self._run_batch if self._reduces_in_backward else self._run_window
-        reports = run(window)
-        self.agreed_stop_signal = max(r.stop_signal for r in reports)
-        check_finite(reports, self.iter)
-        if not self._reduces_in_backward and any(r.num_images for r in reports):
-            with self._final_error("reduction", window):
-                average_gradients(self.model, window, reports)
-        return reports
 
     def _step(self, window: Window, reports: list[RankReport]) -> None:
         """Write the metrics, clip, and change the weights."""
@@ -217,70 +224,28 @@ class AccumulatingTrainer(ResumableTrainer):
                     self.average.update(compat.without_ddp(self.model))
                 self._end_step(reports)
 
-    def _run_batch(self, window: Window) -> list[RankReport]:
-        """Run a window that is one batch, as Detectron2 does: DDP averages in the backward.
-
-        Returns:
-            The reports of all ranks.
-        """
-        micro_batch = window.take()
-        assert micro_batch is not None  # it is the first
-        share = image_share(micro_batch.num_images, self.model)
-        self._backward(self._forward(micro_batch), share)
-        return comm.all_gather(self._report(window))
-
-    def _run_window(self, window: Window) -> list[RankReport]:
-        """Accumulate a window's gradients without other ranks, then exchange reports with them.
-
-        The reports are a vote. Before it, a rank that runs out of memory runs images again alone.
-        After it, all ranks run the window again together if losses were divided by a count that was
-        not the window's.
-
-        Returns:
-            The reports of all ranks.
-        """
-        self._window_start = None
-        if self.recovery is not None and self.run_state.loads_in_this_process:
-            window.load()  # a second run must not draw the loader's random numbers again
-        with WindowStorage(get_event_storage()) as storage, self._no_sync():
-            reports = comm.all_gather(self._attempt(window, storage))
-            while self._must_run_again(reports):
-                if self._window_start is not None:  # it began
-                    self._window_start.restore()
-                self.optimizer.zero_grad(set_to_none=True)
-                self.model.zero_grad(set_to_none=True)  # what another optimizer steps on, too
-                window.start_over()
-                reports = comm.all_gather(self._attempt(window, storage))
-        storage.write()
+    def _attempt(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
+        """Accumulate a window's gradients on this rank; the error if memory ran out for good."""
+        retries = None
         if self.recovery is not None:
-            self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
-        return reports
-
-    def _must_run_again(self, reports: list[RankReport]) -> bool:
-        """Whether losses were divided by counts that were not the window's, on any rank."""
-        if any(r.recovery is not None and r.recovery.final_error for r in reports):
-            return False
-        return self.normalizers.must_run_again([r.counts for r in reports])
-
-    def _attempt(self, window: Window, storage: WindowStorage) -> RankReport:
-        """Accumulate a window's gradients on this rank, and report how that went."""
-        recovery = None
-        found = ""
+            bare = compat.without_ddp(self.model)
+            retries = WindowRetries(self.recovery, bare, window, storage)
         try:
             with self._final_error("window", window):
-                self._begin_window(window, storage)
+                if retries is not None and self.run_state.loads_in_this_process:
+                    window.load()  # a second run must not draw the loader's random numbers again
+                self._count(window)
                 with self._counters.compared(window):
-                    recovery = self._accumulate(window, storage)
+                    self._accumulate(window, storage, retries)
                 self._free_old_gradients()  # if all images were skipped
-        except CommunicationError as e:
-            found = str(e)  # the report tells all ranks
         except OutOfMemoryError as e:
+            self.model.zero_grad(set_to_none=True)
             if self.normalizers.communication.known:  # the other ranks wait in a forward
                 raise
-            recovery = RecoveryReport(final_error=str(e))
-        return self._report(window, recovery, found)
+            return RecoveryReport(final_error=str(e))
+        return None if retries is None else retries.end()
 
-    def _begin_window(self, window: Window, storage: WindowStorage) -> None:
+    def _count(self, window: Window) -> None:
         """Find what the window's losses are divided by, before its first forward."""
         if self.byte_cut is not None:
             if found := self.normalizers.communication.known:
@@ -290,31 +255,37 @@ class AccumulatingTrainer(ResumableTrainer):
                 )
             window.cut(self.byte_cut.micro_batches)
         size = self.recovery.micro_batch_size if self.recovery else self.micro_batch_size
-        self.normalizers.begin(window, size, self._forward)
-        if self._window_start is None and self.normalizers.may_run_again:
-            model = compat.without_ddp(self.model)
-            device = next(model.parameters()).device
-            self._window_start = with_room(lambda: Snapshot(model, storage), device)
+        try:
+            self.normalizers.begin(window, size, self._forward)
+        except CommunicationError as e:  # on all ranks
+            self.normalizers.communication.allow(str(e))
+            self.normalizers.begin(window, size, self._forward)
 
-    def _accumulate(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
+    def _accumulate(
+        self,
+        window: Window,
+        storage: Optional[WindowStorage] = None,
+        retries: Optional[WindowRetries] = None,
+    ) -> None:
         """Run a window's micro-batches one after another; each counts by its images."""
 
-        def backward(loss: torch.Tensor, micro_batch: MicroBatch) -> None:
+        def take() -> Optional[MicroBatch]:
+            if retries is None:
+                return window.take(self.micro_batch_size)
+            if self.normalizers.lacks_counts and retries.report.oom_events:
+                self._count(window)  # it was to go through the model at once
+            return window.take(retries.micro_batch_size, self.micro_batch_size is not None)
+
+        def run(micro_batch: MicroBatch) -> None:
+            if storage is not None:
+                storage.next_micro_batch(micro_batch.num_images)
+            loss = self._forward(micro_batch)
             with self.normalizers.of(micro_batch, replays=True):
-                self._backward(loss, micro_batch.num_images / window.expected_images)
-
-        def begin_anew() -> None:
-            if self.normalizers.lacks_counts:  # it went through the model at once, and did not fit
-                self._begin_window(window, storage)
-
-        if self.recovery is not None:
-            return self.recovery.run(window, storage, self._forward, backward, begin_anew)
-        while (micro_batch := window.take(self.micro_batch_size)) is not None:
-            storage.next_micro_batch(micro_batch.num_images)
-            backward(self._forward(micro_batch), micro_batch)
-            if not self.normalizers.may_run_again:
+                self._backward(loss, self._weight(micro_batch, window))
+            if storage is not None and retries is None:
                 micro_batch.keep_names_only()
-        return None
+
+        run_all(take, run, retries)
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a forward's losses. Each loss is kept in the micro-batch, too."""
@@ -340,6 +311,11 @@ class AccumulatingTrainer(ResumableTrainer):
     def _losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
         return losses_of(model, batch, self.loss_fn)
 
+    def _weight(self, micro_batch: MicroBatch, window: Window) -> Union[float, torch.Tensor]:
+        if self._reduces_in_backward:  # DDP averages over ranks
+            return image_share(micro_batch.num_images, self.model)
+        return micro_batch.num_images / window.expected_images
+
     def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
         """Add the gradients of ``weight x loss`` to the window's."""
         self._free_old_gradients()
@@ -352,21 +328,23 @@ class AccumulatingTrainer(ResumableTrainer):
             self.optimizer.zero_grad(set_to_none=True)
         self._has_old_gradients = False
 
-    def _report(
-        self, window: Window, recovery: Optional[RecoveryReport] = None, found: str = ""
-    ) -> RankReport:
-        """This rank's report of its window; only the error if there is no memory to make one."""
+    def _vote(self, window: Window, recovery: Optional[RecoveryReport] = None) -> list[RankReport]:
+        """The reports of all ranks. One without memory to make a report only has the error."""
         try:
             with self._final_error("vote", window):
                 mine = RankReport.of(window, self.model.parameters(), self._likely_cause)
-                mine.counts = self.normalizers.report(window, found)
+                mine.counts = self.normalizers.report(window, "")
                 mine.recovery = recovery
         except OutOfMemoryError as e:
             mine = RankReport(recovery=RecoveryReport(final_error=str(e)))
         mine.stop_signal = self.stop_signal
         if comm.get_world_size() > 1:  # for a checkpoint of rank 0, should this rank die
             mine.run_state = self.run_state.packed()
-        return mine
+        reports = comm.all_gather(mine)
+        self.agreed_stop_signal = max(r.stop_signal for r in reports)
+        if not any(r.recovery and r.recovery.final_error for r in reports):
+            self.normalizers.must_run_again([r.counts for r in reports])
+        return reports
 
     def _likely_cause(self, micro_batch: MicroBatch) -> str:
         model = compat.without_ddp(self.model)

@@ -13,7 +13,7 @@ from injection import iterate
 from tiny import images
 
 from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.engine.recovery import Recovery, recovering_inference
+from d2_memfit.engine.attempts import Recovery, recovering_inference
 from d2_memfit.engine.state import Snapshot
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.job import RecoveryOptions
@@ -107,7 +107,7 @@ def test_the_first_failure_is_on_file_when_the_restoration_fails(part, tmp_path,
     if part == "restore":
         monkeypatch.setattr(Snapshot, "restore", run_out)
     else:
-        monkeypatch.setattr("d2_memfit.engine.recovery.recovery.release_memory", run_out)
+        monkeypatch.setattr("d2_memfit.engine.attempts.attempts.release_memory", run_out)
     trainer = trainer_of(tmp_path)
     trainer.model.fits = 1
     with pytest.raises(OutOfMemoryError, match="in the restoration of iteration 0"):
