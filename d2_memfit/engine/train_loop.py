@@ -21,10 +21,10 @@ from ..common.checks import check_positive_int
 from ..errors import ConfigError, OutOfMemoryError
 from ..iteration import AveragedWeights, CostModel, Precision
 from ..job import LossFn, NormalizerOptions, RecoveryOptions, losses_of
-from .attempts import Recovery, RecoveryReport, WindowRetries, observed, run_all
+from .attempts import Recovery, WindowRetries, observed, run_all
 from .hooks import compare_number_formats, explains_hooks, likely_cause
-from .normalizers import CommunicationError, Normalizers
-from .rank_report import RankReport, check_finite, mean_losses, write_metrics
+from .normalizers import CommunicationError, CountReport, Normalizers
+from .rank_report import RankReport, Vote, check_finite, mean_losses, write_metrics
 from .reduce import average_gradients, check_ddp, image_share
 from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
 from .state import watched
@@ -152,6 +152,7 @@ class AccumulatingTrainer(ResumableTrainer):
         self.gather_metric_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self._has_old_gradients = False
+        self._exchange = Vote(next(model.parameters()).device)
         self._counters = ForwardCounters(bare_model)
         # On several ranks, one whose forward fails would leave the others waiting in theirs.
         compares_formats = precision.dtype == torch.float16 and comm.get_world_size() == 1
@@ -185,10 +186,14 @@ class AccumulatingTrainer(ResumableTrainer):
         self._begin(window)
         if self._reduces_in_backward:  # as in Detectron2
             self._accumulate(window)
-            reports = self._vote(window)
+            reports = self._vote(window, RankReport())
         else:
             with WindowStorage(get_event_storage()) as storage, self._no_sync():
                 reports = self._vote(window, self._attempt(window, storage))
+                while any(r.counts.communicates for r in reports):
+                    self.model.zero_grad(set_to_none=True)
+                    window.start_over()
+                    reports = self._vote(window, self._attempt(window, storage))
             storage.write()
             if self.recovery is not None:
                 self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
@@ -224,12 +229,12 @@ class AccumulatingTrainer(ResumableTrainer):
                     self.average.update(compat.without_ddp(self.model))
                 self._end_step(reports)
 
-    def _attempt(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
-        """Accumulate a window's gradients on this rank; the error if memory ran out for good."""
+    def _attempt(self, window: Window, storage: WindowStorage) -> RankReport:
+        """Accumulate a window's gradients on this rank, and report how that went."""
         retries = None
         if self.recovery is not None:
-            bare = compat.without_ddp(self.model)
-            retries = WindowRetries(self.recovery, bare, window, storage)
+            bare, last = compat.without_ddp(self.model), self.run_state.at_start
+            retries = WindowRetries(self.recovery, bare, window, storage, last)
         try:
             with self._final_error("window", window):
                 if retries is not None and self.run_state.loads_in_this_process:
@@ -242,8 +247,10 @@ class AccumulatingTrainer(ResumableTrainer):
             self.model.zero_grad(set_to_none=True)
             if self.normalizers.communication.known:  # the other ranks wait in a forward
                 raise
-            return RecoveryReport(final_error=str(e))
-        return None if retries is None else retries.end()
+            return RankReport(error=str(e))
+        except CommunicationError as e:
+            return RankReport(counts=CountReport(str(e)))
+        return RankReport(recovery=None if retries is None else retries.end())
 
     def _count(self, window: Window) -> None:
         """Find what the window's losses are divided by, before its first forward."""
@@ -328,23 +335,35 @@ class AccumulatingTrainer(ResumableTrainer):
             self.optimizer.zero_grad(set_to_none=True)
         self._has_old_gradients = False
 
-    def _vote(self, window: Window, recovery: Optional[RecoveryReport] = None) -> list[RankReport]:
-        """The reports of all ranks. One without memory to make a report only has the error."""
+    def _vote(self, window: Window, mine: RankReport) -> list[RankReport]:
+        """Complete this rank's report, and return those of all ranks.
+
+        Raises:
+            OutOfMemoryError: on every rank, if memory ran out for good on any.
+        """
         try:
             with self._final_error("vote", window):
-                mine = RankReport.of(window, self.model.parameters(), self._likely_cause)
-                mine.counts = self.normalizers.report(window, "")
-                mine.recovery = recovery
+                if not mine.error:
+                    mine.add(window, self._reduced_later(), self._likely_cause)
+                    mine.counts = self.normalizers.report(window, mine.counts.communicates)
         except OutOfMemoryError as e:
-            mine = RankReport(recovery=RecoveryReport(final_error=str(e)))
+            mine = RankReport(error=str(e))
         mine.stop_signal = self.stop_signal
-        if comm.get_world_size() > 1:  # for a checkpoint of rank 0, should this rank die
-            mine.run_state = self.run_state.packed()
-        reports = comm.all_gather(mine)
+        if comm.get_world_size() > 1:  # for a checkpoint of the first rank, should this one die
+            pack = partial(self.run_state.packed, self.learned())
+            mine.run_state = self.run_state.ranks.put(self.iter, pack)
+        reports = self._exchange.of(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
-        if not any(r.recovery and r.recovery.final_error for r in reports):
+        if errors := [r.error for r in reports if r.error]:
+            raise OutOfMemoryError("\n".join(errors))
+        if not self._reduces_in_backward:
             self.normalizers.must_run_again([r.counts for r in reports])
         return reports
+
+    def _reduced_later(self) -> Iterable[nn.Parameter]:
+        """Parameters whose gradients ranks reduce after the backward."""
+        is_ddp = isinstance(self.model, DistributedDataParallel)
+        return self.model.parameters() if is_ddp and not self._reduces_in_backward else ()
 
     def _likely_cause(self, micro_batch: MicroBatch) -> str:
         model = compat.without_ddp(self.model)
@@ -358,7 +377,7 @@ class AccumulatingTrainer(ResumableTrainer):
     def _end_step(self, reports: list[RankReport]) -> None:
         """The iteration's state is whole: from here on, a checkpoint may have it."""
         self.progress = Progress(self.iter, has_stepped=True)
-        self.run_state.keep(self.iter, [r.run_state for r in reports])
+        self.run_state.ranks.learn(self.iter, [r.run_state for r in reports])
 
     def _clip(self) -> None:
         if self.clip_gradients is None:
@@ -379,10 +398,15 @@ class AccumulatingTrainer(ResumableTrainer):
         is_ddp = isinstance(self.model, DistributedDataParallel)
         return self.model.no_sync() if is_ddp else contextlib.nullcontext()
 
+    def learned(self) -> Any:
+        return None if self.recovery is None else self.recovery.size.state_dict()
+
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), **self.precision.state_dict()}
+        own = self.learned()
+        sizes = [(rank and rank.pop("learned", None)) or own for rank in state["run"]["ranks"]]
         if self.recovery is not None:
-            state["recovery"] = self.recovery.state_dict()
+            state["recovery"] = self.recovery.state_dict(sizes)
         if normalizers := self.normalizers.state_dict():
             state["normalizers"] = normalizers
         if self.average is not None:

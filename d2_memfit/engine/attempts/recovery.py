@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -37,8 +37,6 @@ class RecoveryReport:
     retried_images: int = 0
     seen_images: int = 0  # including skipped images
     skipped_images: int = 0
-    final_error: str = ""
-    size: dict[str, Any] = field(default_factory=dict)  # state of the MicroBatchSize
 
 
 class Recovery:
@@ -79,7 +77,6 @@ class Recovery:
         self._device = next(model.parameters()).device
         self.record = OomRecord(options, model, mixed_precision)
         self._configured_size = micro_batch_size
-        self._sizes = [self.size.state_dict()]  # one of each rank
         self._allocator_retries = 0
         self._rises = 0  # iterations in a row in which the allocator retried
 
@@ -100,19 +97,13 @@ class Recovery:
                 get_event_storage().iter,
                 self.size.described(),
             )
-        report.size = self.size.state_dict()
 
     def end_iteration(self, reports: Sequence[RecoveryReport]) -> None:
         """Count the events of all ranks, and log them.
 
         Raises:
-            OutOfMemoryError: on every rank, if an image of any rank does not fit at all, or too
-                many were skipped.
+            OutOfMemoryError: on every rank, if too many images were skipped.
         """
-        errors = [r.final_error for r in reports if r.final_error]
-        if errors:
-            raise OutOfMemoryError("\n".join(errors))
-        self._sizes = [r.size for r in reports]
         self.oom_events += sum(r.oom_events for r in reports)
         self.retried_images += sum(r.retried_images for r in reports)
         self.skipped_images += sum(r.skipped_images for r in reports)
@@ -131,9 +122,10 @@ class Recovery:
                 f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self.options.max_skipped} allows"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, sizes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The state, with the states of the sizes of all ranks."""
         return {
-            "sizes": self._sizes,
+            "sizes": list(sizes),
             "oom_events": self.oom_events,
             "retried_images": self.retried_images,
             "skipped_images": self.skipped_images,
@@ -146,7 +138,6 @@ class Recovery:
         same_ranks = len(sizes) == comm.get_world_size()
         own = sizes[rank] if same_ranks else min(sizes, key=lambda s: s["images"] or math.inf)
         self.size.load_state_dict(own)
-        self._sizes = sizes if same_ranks else [own] * comm.get_world_size()
         self.oom_events = state["oom_events"]
         self.retried_images = state["retried_images"]
         self.skipped_images = state["skipped_images"]
@@ -181,6 +172,7 @@ class WindowRetries(Retries):
     Args:
         recovery: decides how large micro-batches are.
         model: without DDP around it.
+        last: an earlier snapshot of the model.
 
     Attributes:
         report: of this window.
@@ -192,6 +184,7 @@ class WindowRetries(Retries):
         model: nn.Module,
         window: Window,
         storage: WindowStorage,
+        last: Optional[Snapshot],
     ) -> None:
         super().__init__(next(model.parameters()).device)
         self.report = RecoveryReport()
@@ -200,6 +193,7 @@ class WindowRetries(Retries):
         self._window = window
         self._storage = storage
         self._at_start: Optional[Snapshot] = None
+        self._last = last
         self._escalation = Escalation(recovery.options)
 
     @property
@@ -213,9 +207,9 @@ class WindowRetries(Retries):
         return self.report
 
     def copy(self) -> Snapshot:
-        copy = Snapshot(self._model, self._storage)
-        self._at_start = self._at_start or copy
-        return copy
+        self._last = Snapshot(self._model, self._storage, last=self._last)
+        self._at_start = self._at_start or self._last
+        return self._last
 
     def around(self, piece: MicroBatch) -> AbstractContextManager[Any]:
         needs_low_memory = self._escalation.needs_low_memory(piece)

@@ -40,6 +40,7 @@ class Snapshot:
         model: without DDP around it.
         storage: the window's storage, if there is one.
         is_watched: whether forwards of the model are watched for changes of parameters.
+        last: an earlier snapshot of the model, which shares copies of what has not changed since.
     """
 
     def __init__(
@@ -47,12 +48,18 @@ class Snapshot:
         model: nn.Module,
         storage: Optional[WindowStorage] = None,
         is_watched: bool = True,
+        last: Optional["Snapshot"] = None,
     ) -> None:
         self._storage = storage
-        self._scalars = storage and storage.mark()
+        self._scalars = 0 if storage is None else storage.mark()
         self._random_state = RandomState(next(model.parameters()).device)
-        changed = StateWatch.of(model).changed if is_watched else ()
-        self._module_state = ModuleState(model, changed)
+        watch = StateWatch.of(model) if is_watched else None
+        self._module_state: ModuleState = ModuleState(
+            model,
+            () if watch is None else watch.changed,
+            None if last is None else last._module_state,
+            frozenset() if watch is None else watch.uncounted,
+        )
 
     def restore(self) -> None:
         """Restore the state. This can be done more than once."""
@@ -83,11 +90,16 @@ class StateWatch:
     PyTorch counts the changes of a tensor, except changes through ``.data``. The 1st, 2nd, 4th,
     8th, ... forward is searched for these, and for changes of plain attributes that snapshots leave
     out.
+
+    Attributes:
+        uncounted: ids of tensors that snapshots copy, and that changed without a count.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.uncounted: set[int] = set()
         self._num_forwards = 0
         self._tensors: Tensors = {}
+        self._copied: Tensors = {}  # which snapshots copy anyway
         self._said: set[str] = set()
         self._changed: list[ref[torch.Tensor]] = []
         frozen: list[torch.Tensor] = [p for p in model.parameters() if not p.requires_grad]
@@ -111,9 +123,10 @@ class StateWatch:
         looks = self._num_forwards & (self._num_forwards + 1) == 0
         left_out: dict[str, tuple[nn.Module, str, str]] = {}
         if looks:
-            self._tensors, left_out = _named_state(model)
+            self._tensors, self._copied, left_out = _named_state(model)
         copied = {id(t) for t in self.changed}
-        before = self._counts(looks)
+        watched = {**self._tensors, **self._copied} if looks else self._tensors
+        before = _counts(watched, looks)
         others = {k: _fingerprint(getattr(m, a)) for k, (m, a, _) in left_out.items()}
         is_done = False
         try:
@@ -123,21 +136,22 @@ class StateWatch:
             self._num_forwards += 1
             self._at_first = []
             try:
-                after = self._counts(looks)
+                after = _counts(watched, looks)
             except torch.OutOfMemoryError:  # a forward that failed may leave no memory to look with
                 if is_done:
                     raise
-                after, left_out = self._counts(looks=False), {}
-            for key, (name, reference) in self._tensors.items():
+                after, left_out = _counts(watched, looks=False), {}
+            for key, (name, reference) in watched.items():
                 tensor = reference()
-                if tensor is not None and before[key][: len(after[key])] != after[key]:
+                if tensor is None or before[key][: len(after[key])] == after[key]:
+                    continue
+                if key not in self._copied:
                     self._note(name, tensor, is_late=not is_done and key not in copied)
+                elif before[key][0] == after[key][0]:
+                    self.uncounted.add(key)
             for name, (part, attribute, why) in left_out.items():
                 if others[name] != _fingerprint(getattr(part, attribute, None)):
                     self._warn(name, why)
-
-    def _counts(self, looks: bool) -> dict[int, tuple[Any, ...]]:
-        return {key: _counted(r(), looks) for key, (_, r) in self._tensors.items()}
 
     def _note(self, name: str, tensor: torch.Tensor, is_late: bool) -> None:
         """Record a changed tensor. It is late if the forward failed, as no snapshot has it."""
@@ -166,16 +180,17 @@ class StateWatch:
             )
 
 
-def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, str, str]]]:
-    """Tensors that forwards may change and snapshots do not copy, and attributes copied in part.
-
-    The attributes come with the reason why a part is left out.
+def _named_state(
+    model: nn.Module,
+) -> tuple[Tensors, Tensors, dict[str, tuple[nn.Module, str, str]]]:
+    """Tensors that forwards may change and snapshots do not copy, those that they copy, and
+    attributes copied in part, with the reason why a part is left out.
     """
     state = ModuleState(model)
     names = {part: name for name, part in model.named_modules()}
     tensors: Tensors = {}
     own: set[int] = set()
-    for part in state.parts:
+    for part in state.modules:
         if hasattr(part, "save_for_retry"):
             own.update(map(id, part.parameters()))
         prefix = names.get(part, type(part).__name__)
@@ -188,7 +203,8 @@ def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, 
     for part, name, why in state.left_out:
         where = names.get(part) or type(part).__name__
         left_out[f"{where}.{name}"] = part, name, why
-    return {k: v for k, v in tensors.items() if k not in own}, left_out
+    copied = {id(t): ("", ref(t)) for t in state.tensors if _can_be_counted(t)}
+    return {k: v for k, v in tensors.items() if k not in own}, copied, left_out
 
 
 def _may_change_unseen(value: Any) -> bool:
@@ -196,9 +212,16 @@ def _may_change_unseen(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and (isinstance(value, nn.Parameter) or value.nbytes > LARGE_BYTES)
-        and (value.layout == torch.strided and not value.is_meta)
-        and value.grad_fn is None
+        and _can_be_counted(value)
     )
+
+
+def _can_be_counted(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta and tensor.grad_fn is None
+
+
+def _counts(tensors: Tensors, looks: bool) -> dict[int, tuple[Any, ...]]:
+    return {key: _counted(r(), looks) for key, (_, r) in tensors.items()}
 
 
 def _counted(tensor: Optional[torch.Tensor], looks: bool) -> tuple[Any, ...]:
