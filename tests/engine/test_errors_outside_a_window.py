@@ -96,7 +96,7 @@ def test_other_errors_of_hooks_and_other_policies_are_left_alone(tmp_path):
 
 
 def test_the_vote(tmp_path, monkeypatch):
-    monkeypatch.setattr("d2_memfit.engine.train_loop.RankReport.of", run_out)
+    monkeypatch.setattr("d2_memfit.engine.train_loop.RankReport.add", run_out)
     with pytest.raises(OutOfMemoryError, match="in the vote of iteration 0"):
         iterate(trainer_of(tmp_path))
     assert phases(tmp_path) == ["vote"]

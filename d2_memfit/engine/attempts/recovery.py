@@ -122,10 +122,10 @@ class Recovery:
                 f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self.options.max_skipped} allows"
             )
 
-    def state_dict(self, sizes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The state, with the states of the sizes of all ranks."""
+    def state_dict(self, sizes: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """The state, with those of the sizes of all ranks; without any, with that of this rank."""
         return {
-            "sizes": list(sizes),
+            "sizes": list(sizes) or [self.size.state_dict()],
             "oom_events": self.oom_events,
             "retried_images": self.retried_images,
             "skipped_images": self.skipped_images,

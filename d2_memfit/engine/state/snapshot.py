@@ -15,7 +15,7 @@ from torch import nn
 
 from ... import compat
 from ...common.random_state import RandomState
-from ...compat.pytorch import change_count, parameters_by_name
+from ...compat.pytorch import change_count, change_counts, parameters_by_name
 from ...techniques.support import LARGE_BYTES, MOST_BYTES, ModuleState, plain_attributes
 from ..window import WindowStorage
 
@@ -58,7 +58,6 @@ class Snapshot:
             model,
             () if watch is None else watch.changed,
             None if last is None else last._module_state,
-            frozenset() if watch is None else watch.uncounted,
         )
 
     def restore(self) -> None:
@@ -90,16 +89,11 @@ class StateWatch:
     PyTorch counts the changes of a tensor, except changes through ``.data``. The 1st, 2nd, 4th,
     8th, ... forward is searched for these, and for changes of plain attributes that snapshots leave
     out.
-
-    Attributes:
-        uncounted: ids of tensors that snapshots copy, and that changed without a count.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.uncounted: set[int] = set()
         self._num_forwards = 0
         self._tensors: Tensors = {}
-        self._copied: Tensors = {}  # which snapshots copy anyway
         self._said: set[str] = set()
         self._changed: list[ref[torch.Tensor]] = []
         frozen: list[torch.Tensor] = [p for p in model.parameters() if not p.requires_grad]
@@ -123,10 +117,9 @@ class StateWatch:
         looks = self._num_forwards & (self._num_forwards + 1) == 0
         left_out: dict[str, tuple[nn.Module, str, str]] = {}
         if looks:
-            self._tensors, self._copied, left_out = _named_state(model)
+            self._tensors, left_out = _named_state(model)
         copied = {id(t) for t in self.changed}
-        watched = {**self._tensors, **self._copied} if looks else self._tensors
-        before = _counts(watched, looks)
+        before = _counts(self._tensors, looks)
         others = {k: _fingerprint(getattr(m, a)) for k, (m, a, _) in left_out.items()}
         is_done = False
         try:
@@ -136,19 +129,16 @@ class StateWatch:
             self._num_forwards += 1
             self._at_first = []
             try:
-                after = _counts(watched, looks)
+                after = _counts(self._tensors, looks)
             except torch.OutOfMemoryError:  # a forward that failed may leave no memory to look with
                 if is_done:
                     raise
-                after, left_out = _counts(watched, looks=False), {}
-            for key, (name, reference) in watched.items():
+                after, left_out = _counts(self._tensors, looks=False), {}
+            for key, count in after.items() if before != after else ():
+                name, reference = self._tensors[key]
                 tensor = reference()
-                if tensor is None or before[key][: len(after[key])] == after[key]:
-                    continue
-                if key not in self._copied:
+                if tensor is not None and before[key][: len(count)] != count:
                     self._note(name, tensor, is_late=not is_done and key not in copied)
-                elif before[key][0] == after[key][0]:
-                    self.uncounted.add(key)
             for name, (part, attribute, why) in left_out.items():
                 if others[name] != _fingerprint(getattr(part, attribute, None)):
                     self._warn(name, why)
@@ -180,11 +170,10 @@ class StateWatch:
             )
 
 
-def _named_state(
-    model: nn.Module,
-) -> tuple[Tensors, Tensors, dict[str, tuple[nn.Module, str, str]]]:
-    """Tensors that forwards may change and snapshots do not copy, those that they copy, and
-    attributes copied in part, with the reason why a part is left out.
+def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, str, str]]]:
+    """Tensors that forwards may change and snapshots do not copy, and attributes copied in part.
+
+    The attributes come with the reason why a part is left out.
     """
     state = ModuleState(model)
     names = {part: name for name, part in model.named_modules()}
@@ -203,8 +192,7 @@ def _named_state(
     for part, name, why in state.left_out:
         where = names.get(part) or type(part).__name__
         left_out[f"{where}.{name}"] = part, name, why
-    copied = {id(t): ("", ref(t)) for t in state.tensors if _can_be_counted(t)}
-    return {k: v for k, v in tensors.items() if k not in own}, copied, left_out
+    return {k: v for k, v in tensors.items() if k not in own}, left_out
 
 
 def _may_change_unseen(value: Any) -> bool:
@@ -212,16 +200,17 @@ def _may_change_unseen(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and (isinstance(value, nn.Parameter) or value.nbytes > LARGE_BYTES)
-        and _can_be_counted(value)
+        and (value.layout == torch.strided and not value.is_meta)
+        and value.grad_fn is None
     )
 
 
-def _can_be_counted(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta and tensor.grad_fn is None
-
-
 def _counts(tensors: Tensors, looks: bool) -> dict[int, tuple[Any, ...]]:
-    return {key: _counted(r(), looks) for key, (_, r) in tensors.items()}
+    alive = [r() for _, r in tensors.values()]
+    there = [t for t in alive if t is not None and not t.is_inference()]
+    if not looks and len(there) == len(alive):
+        return dict(zip(tensors, change_counts(there)))
+    return {key: _counted(t, looks) for key, t in zip(tensors, alive)}
 
 
 def _counted(tensor: Optional[torch.Tensor], looks: bool) -> tuple[Any, ...]:

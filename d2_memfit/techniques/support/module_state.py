@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...compat.pytorch import buffers_by_name, change_counts, children_by_name
+from ...compat.pytorch import BatchNorm, buffers_by_name, change_counts, children_by_name
 
 __all__ = ["LARGE_BYTES", "MOST_BYTES", "ModuleState", "plain_attributes"]
 
@@ -65,7 +65,9 @@ class ModuleState:
         changed: parameters, or large tensors among the attributes, that forwards change.
         last: an earlier state of this module. What is as it was then is not copied again: constants
             that are the same, and tensors of which PyTorch has counted no change.
-        uncounted: ids of tensors that forwards change without a count, through ``.data``.
+            Each of these is compared with its copy in the 1st, 2nd, 4th, 8th, ... state that
+            follows another. One that changes without a count, as through ``.data``, is always
+            copied from then on. Batch normalisation's running statistics are, too.
 
     Attributes:
         modules: all parts, including those that only plain attributes lead to, such as in a list.
@@ -78,7 +80,6 @@ class ModuleState:
         module: nn.Module,
         changed: Iterable[torch.Tensor] = (),
         last: Optional["ModuleState"] = None,
-        uncounted: AbstractSet[int] = frozenset(),
     ) -> None:
         self._changed = list(changed)
         self._parts: dict[int, _Part]
@@ -94,10 +95,14 @@ class ModuleState:
             found = chain(self._changed, *(part.tensors for part in self._parts.values()))
             self.tensors = list({id(t): t for t in found}.values())
         self._counts = change_counts(self.tensors)
+        self._age: int = 0 if last is None else last._age + 1
+        self._is_compared = self._age & (self._age - 1) == 0
+        self._uncounted: set[int] = set() if last is None else last._uncounted
         self._copies: dict[int, _Copy] = {} if last is None else last._copies
         self._new: set[int] = set()  # copies that were made here
-        if last is None or self._counts != last._counts or uncounted:
-            self._copy_tensors(uncounted)
+        has_uncounted = self._uncounted or any(p.is_uncounted for p in self._parts.values())
+        if last is None or self._is_compared or has_uncounted or self._counts != last._counts:
+            self._copy_tensors()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -110,11 +115,12 @@ class ModuleState:
     def restore(self) -> None:
         """Restore the state. This may be repeated, also between forward and backward.
 
-        An old copy of a tensor without a counted change says nothing of its last value.
+        A tensor without a counted change is left alone if it was not compared with its old copy:
+        the copy may be older than a change without a count.
         """
         now = change_counts(self.tensors)
         for tensor, then, count in zip(self.tensors, self._counts, now):
-            if count != then or id(tensor) in self._new:
+            if count != then or self._is_compared or id(tensor) in self._new:
                 # Through .data, so that autograd does not see a change of a saved tensor.
                 tensor.data.copy_(self._copies[id(tensor)].value)
         for part in self._parts.values():
@@ -126,16 +132,21 @@ class ModuleState:
         same_changed = list(map(id, changed)) == list(map(id, self._changed))
         return self._is_constant and same_changed and self._values.are_same()
 
-    def _copy_tensors(self, uncounted: AbstractSet[int]) -> None:
+    def _copy_tensors(self) -> None:
         """Copy tensors that have changed since they were copied."""
         earlier, self._copies = self._copies, {}
+        statistics = {id(b) for p in self._parts.values() if p.is_uncounted for b in p.tensors}
         for tensor, count in zip(self.tensors, self._counts):
-            copy = earlier.get(id(tensor))
-            is_old = copy is None or copy.tensor is not tensor or copy.count != count
-            if copy is None or is_old or id(tensor) in uncounted:
+            key = id(tensor)
+            copy = earlier.get(key)
+            if copy is not None and (copy.tensor is not tensor or copy.count != count):
+                copy = None
+            if copy is not None and self._is_compared and not torch.equal(copy.value, tensor):
+                self._uncounted = {*self._uncounted, key}
+            if copy is None or key in self._uncounted or key in statistics:
                 copy = _Copy(tensor, count, tensor.detach().clone())
-                self._new.add(id(tensor))
-            self._copies[id(tensor)] = copy
+                self._new.add(key)
+            self._copies[key] = copy
 
 
 class _Copy(NamedTuple):
@@ -189,6 +200,7 @@ class _Part:
     Attributes:
         dicts: its attributes, buffers and children.
         is_constant: whether the attributes are constants, so that they only change as a whole.
+        is_uncounted: whether forwards change its buffers without a count.
         tensors: are to be copied.
         modules: those that only a plain attribute leads to, and their parts.
     """
@@ -199,6 +211,7 @@ class _Part:
         self.dicts = (vars(module), buffers, children_by_name(module))
         self.values = _Values(self.dicts)
         self.is_constant = True
+        self.is_uncounted = isinstance(module, BatchNorm) and module.training
         self.tensors = [b for b in buffers.values() if b is not None]
         self.modules: list[nn.Module] = []
         self.left_out: list[tuple[nn.Module, str, str]] = []
