@@ -279,7 +279,8 @@ class AccumulatingTrainer(ResumableTrainer):
         def take() -> Optional[MicroBatch]:
             if retries is None:
                 return window.take(self.micro_batch_size)
-            if self.normalizers.lacks_counts and retries.report.oom_events:
+            starts_over = retries.report.oom_events > 0 and not window.micro_batches
+            if starts_over and self.normalizers.lacks_counts:
                 self._count(window)  # it was to go through the model at once
             return window.take(retries.micro_batch_size, self.micro_batch_size is not None)
 
