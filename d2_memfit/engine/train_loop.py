@@ -243,6 +243,7 @@ class AccumulatingTrainer(ResumableTrainer):
                 with self._counters.compared(window):
                     self._accumulate(window, storage, retries)
                 self._free_old_gradients()  # if all images were skipped
+                return RankReport(recovery=None if retries is None else retries.end())
         except OutOfMemoryError as e:
             self.model.zero_grad(set_to_none=True)
             if self.normalizers.communication.known:  # the other ranks wait in a forward
@@ -250,23 +251,22 @@ class AccumulatingTrainer(ResumableTrainer):
             return RankReport(error=str(e))
         except CommunicationError as e:
             return RankReport(counts=CountReport(str(e)))
-        return RankReport(recovery=None if retries is None else retries.end())
 
     def _count(self, window: Window) -> None:
         """Find what the window's losses are divided by, before its first forward."""
-        if self.byte_cut is not None:
-            if found := self.normalizers.communication.known:
-                raise ConfigError(
-                    "MEMFIT.COST_MODEL.BYTES cuts the images of each rank alone, and the model "
-                    f"communicates in its forward, {found}. Train without it"
-                )
-            window.cut(self.byte_cut.micro_batches)
         size = self.recovery.micro_batch_size if self.recovery else self.micro_batch_size
-        try:
-            self.normalizers.begin(window, size, self._forward)
-        except CommunicationError as e:  # on all ranks
-            self.normalizers.communication.allow(str(e))
-            self.normalizers.begin(window, size, self._forward)
+        while True:
+            if self.byte_cut is not None:
+                if found := self.normalizers.communication.known:
+                    raise ConfigError(
+                        "MEMFIT.COST_MODEL.BYTES cuts the images of each rank alone, and the "
+                        f"model communicates in its forward, {found}. Train without it"
+                    )
+                window.cut(self.byte_cut.micro_batches)
+            try:
+                return self.normalizers.begin(window, size, self._forward)
+            except CommunicationError as e:  # on all ranks
+                self.normalizers.communication.allow(str(e))
 
     def _accumulate(
         self,
@@ -351,7 +351,8 @@ class AccumulatingTrainer(ResumableTrainer):
             mine = RankReport(error=str(e))
         mine.stop_signal = self.stop_signal
         if comm.get_world_size() > 1:  # for a checkpoint of the first rank, should this one die
-            pack = partial(self.run_state.packed, self.learned())
+            size = None if self.recovery is None else self.recovery.size.state_dict()
+            pack = partial(self.run_state.packed, size)
             mine.run_state = self.run_state.ranks.put(self.iter, pack)
         reports = self._exchange.of(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
@@ -400,7 +401,7 @@ class AccumulatingTrainer(ResumableTrainer):
         return self.model.no_sync() if is_ddp else contextlib.nullcontext()
 
     def learned(self) -> Any:
-        return None if self.recovery is None else self.recovery.size.state_dict()
+        return None if self.recovery is None else self.recovery.last_size
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), **self.precision.state_dict()}

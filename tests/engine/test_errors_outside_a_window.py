@@ -176,7 +176,7 @@ def test_counts_that_find_no_memory(start, part, phase, tmp_path, monkeypatch):
 
 
 def test_an_error_at_the_end_of_a_window_names_its_last_images(tmp_path, monkeypatch):
-    monkeypatch.setattr(Recovery, "_end_window", run_out)
+    monkeypatch.setattr(Recovery, "end_window", run_out)
     with pytest.raises(OutOfMemoryError, match=r"in the window .*micro-batch of 2.*image_0.png"):
         iterate(trainer_of(tmp_path))
 

@@ -52,6 +52,7 @@ class Recovery:
 
     Attributes:
         size: the current limit of a micro-batch, in images or bytes.
+        last_size: its state after the last window that ran to its end on all ranks.
         largest: the last window's micro-batch with the most images, until the next window runs.
         record: where errors are recorded and explained.
         oom_events, retried_images, skipped_images: totals over all ranks and iterations.
@@ -69,6 +70,7 @@ class Recovery:
         self.options = options
         self.may_recover = may_recover
         self.size: SizeLimit = byte_cut or MicroBatchSize(micro_batch_size, options.grow_after)
+        self.last_size = self.size.state_dict()
         self.largest: Optional[MicroBatch] = None
         self.oom_events = 0
         self.retried_images = 0
@@ -104,6 +106,7 @@ class Recovery:
         Raises:
             OutOfMemoryError: on every rank, if too many images were skipped.
         """
+        self.last_size = self.size.state_dict()
         self.oom_events += sum(r.oom_events for r in reports)
         self.retried_images += sum(r.retried_images for r in reports)
         self.skipped_images += sum(r.skipped_images for r in reports)
@@ -125,7 +128,7 @@ class Recovery:
     def state_dict(self, sizes: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """The state, with those of the sizes of all ranks; without any, with that of this rank."""
         return {
-            "sizes": list(sizes) or [self.size.state_dict()],
+            "sizes": list(sizes) or [self.last_size],
             "oom_events": self.oom_events,
             "retried_images": self.retried_images,
             "skipped_images": self.skipped_images,
@@ -138,6 +141,7 @@ class Recovery:
         same_ranks = len(sizes) == comm.get_world_size()
         own = sizes[rank] if same_ranks else min(sizes, key=lambda s: s["images"] or math.inf)
         self.size.load_state_dict(own)
+        self.last_size = self.size.state_dict()
         self.oom_events = state["oom_events"]
         self.retried_images = state["retried_images"]
         self.skipped_images = state["skipped_images"]

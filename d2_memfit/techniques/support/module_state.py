@@ -100,9 +100,10 @@ class ModuleState:
         self._uncounted: set[int] = set() if last is None else last._uncounted
         self._copies: dict[int, _Copy] = {} if last is None else last._copies
         self._new: set[int] = set()  # copies that were made here
-        has_uncounted = self._uncounted or any(p.is_uncounted for p in self._parts.values())
-        if last is None or self._is_compared or has_uncounted or self._counts != last._counts:
-            self._copy_tensors()
+        statistics = (p.tensors for p in self._parts.values() if p.is_uncounted)
+        always = {id(t) for t in chain(self._changed, *statistics)} | self._uncounted
+        if last is None or self._is_compared or always or self._counts != last._counts:
+            self._copy_tensors(always)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -132,10 +133,9 @@ class ModuleState:
         same_changed = list(map(id, changed)) == list(map(id, self._changed))
         return self._is_constant and same_changed and self._values.are_same()
 
-    def _copy_tensors(self) -> None:
-        """Copy tensors that have changed since they were copied."""
+    def _copy_tensors(self, always: AbstractSet[int]) -> None:
+        """Copy tensors that have changed since they were copied, and those that always do."""
         earlier, self._copies = self._copies, {}
-        statistics = {id(b) for p in self._parts.values() if p.is_uncounted for b in p.tensors}
         for tensor, count in zip(self.tensors, self._counts):
             key = id(tensor)
             copy = earlier.get(key)
@@ -143,7 +143,8 @@ class ModuleState:
                 copy = None
             if copy is not None and self._is_compared and not torch.equal(copy.value, tensor):
                 self._uncounted = {*self._uncounted, key}
-            if copy is None or key in self._uncounted or key in statistics:
+                copy = None
+            if copy is None or key in always:
                 copy = _Copy(tensor, count, tensor.detach().clone())
                 self._new.add(key)
             self._copies[key] = copy
