@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from enum import Enum
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -90,7 +91,7 @@ class ModuleState:
             self._is_constant = True
         else:
             self._parts = _parts_of(module, self._changed, {} if last is None else last._parts)
-            self._values = _Values(d for part in self._parts.values() for d in part.dicts)
+            self._values = _Values(self.modules)
             self._is_constant = all(part.is_constant for part in self._parts.values())
             found = chain(self._changed, *(part.tensors for part in self._parts.values()))
             self.tensors = list({id(t): t for t in found}.values())
@@ -157,20 +158,31 @@ class _Copy(NamedTuple):
 
 
 class _Values:
-    """The values of dicts, to see later whether they are the same."""
+    """Plain attributes, buffers and children of modules, to see later whether they are the same."""
 
-    def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
-        self._dicts = list(dicts)
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._attributes: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
+        self._sized: list[dict[str, Any]] = []
+        self._inner: list[dict[str, Any]] = []
+        for module in modules:
+            attributes = vars(module)
+            self._attributes.append((itemgetter(*attributes.keys() - _OF_MODULES), attributes))
+            self._sized.append(attributes)
+            self._inner += [buffers_by_name(module), children_by_name(module)]
         self._then = self._now()
 
     def are_same(self) -> bool:
         try:
             return self._now() == self._then
-        except Exception:  # of tensors in the place of something else, which cannot be compared
+        except Exception:  # an attribute is gone, or became a tensor, which cannot be compared
             return False
 
-    def _now(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._dicts)))
+    def _now(self) -> tuple[list[Any], ...]:
+        return (
+            [values_of(attributes) for values_of, attributes in self._attributes],
+            list(map(len, self._sized)),
+            list(chain.from_iterable(map(dict.values, self._inner))),
+        )
 
 
 def _parts_of(
@@ -199,7 +211,6 @@ class _Part:
         known: objects whose content is saved already, by their ids; those of this part are added.
 
     Attributes:
-        dicts: its attributes, buffers and children.
         is_constant: whether the attributes are constants, so that they only change as a whole.
         is_uncounted: whether forwards change its buffers without a count.
         tensors: are to be copied.
@@ -209,8 +220,7 @@ class _Part:
     def __init__(self, module: nn.Module, known: dict[int, Any]) -> None:
         buffers = buffers_by_name(module)
         self.module = module
-        self.dicts = (vars(module), buffers, children_by_name(module))
-        self.values = _Values(self.dicts)
+        self.values = _Values([module])
         self.is_constant = True
         self.is_uncounted = isinstance(module, BatchNorm) and module.training
         self.tensors = [b for b in buffers.values() if b is not None]
