@@ -73,11 +73,13 @@ def change_count(tensor: torch.Tensor) -> int:
 
 
 def change_counts(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """A value for each tensor that differs after a change, except in place through ``.data``."""
+    """Two values for each tensor: all first ones, then all second ones. One of them differs after a
+    change, except in place through ``.data``.
+    """
     try:
-        return list(zip([t._version for t in tensors], [t.data_ptr() for t in tensors]))
+        return [t._version for t in tensors] + [t.data_ptr() for t in tensors]
     except RuntimeError:  # a tensor of inference, or one without a storage
-        return [object() for _ in tensors]
+        return [object() for _ in range(2 * len(tensors))]
 
 
 def make_wrapper(cls: type, shape: Any, **options: Any) -> Any:

@@ -209,7 +209,8 @@ def _counts(tensors: Tensors, looks: bool) -> dict[int, tuple[Any, ...]]:
     alive = [r() for _, r in tensors.values()]
     there = [t for t in alive if t is not None and not t.is_inference()]
     if not looks and len(there) == len(alive):
-        return dict(zip(tensors, change_counts(there)))
+        counts = change_counts(there)
+        return dict(zip(tensors, zip(counts, counts[len(there) :])))
     return {key: _counted(t, looks) for key, t in zip(tensors, alive)}
 
 

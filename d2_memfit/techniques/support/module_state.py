@@ -120,8 +120,9 @@ class ModuleState:
         A tensor without a counted change is left alone if it was not compared with its old copy:
         the copy may be older than a change without a count.
         """
-        now = change_counts(self.tensors)
-        for tensor, then, count in zip(self.tensors, self._counts, now):
+        for tensor, then, count in zip(
+            self.tensors, _pairs(self._counts), _pairs(change_counts(self.tensors))
+        ):
             if count != then or self._is_compared or id(tensor) in self._new:
                 # Through .data, so that autograd does not see a change of a saved tensor.
                 tensor.data.copy_(self._copies[id(tensor)].value)
@@ -137,7 +138,7 @@ class ModuleState:
     def _copy_tensors(self, always: AbstractSet[int]) -> None:
         """Copy tensors that have changed since they were copied, and those that always do."""
         earlier, self._copies = self._copies, {}
-        for tensor, count in zip(self.tensors, self._counts):
+        for tensor, count in zip(self.tensors, _pairs(self._counts)):
             key = id(tensor)
             copy = earlier.get(key)
             if copy is not None and (copy.tensor is not tensor or copy.count != count):
@@ -149,6 +150,11 @@ class ModuleState:
                 copy = _Copy(tensor, count, tensor.detach().clone())
                 self._new.add(key)
             self._copies[key] = copy
+
+
+def _pairs(counts: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """The two counts of each tensor."""
+    return zip(counts, counts[len(counts) // 2 :])
 
 
 class _Copy(NamedTuple):
@@ -166,7 +172,9 @@ class _Values:
         self._inner: list[dict[str, Any]] = []
         for module in modules:
             attributes = vars(module)
-            self._attributes.append((itemgetter(*attributes.keys() - _OF_MODULES), attributes))
+            self._attributes.append(
+                (itemgetter("training", *attributes.keys() - _OF_MODULES), attributes)
+            )
             self._sized.append(attributes)
             self._inner += [buffers_by_name(module), children_by_name(module)]
         self._then = self._now()
@@ -179,7 +187,8 @@ class _Values:
 
     def _now(self) -> tuple[list[Any], ...]:
         return (
-            [values_of(attributes) for values_of, attributes in self._attributes],
+            # Without tuples that stay: they would be garbage to collect.
+            list(chain.from_iterable(values(a) for values, a in self._attributes)),
             list(map(len, self._sized)),
             list(chain.from_iterable(map(dict.values, self._inner))),
         )
