@@ -14,8 +14,8 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..counts import Collective, PretendedRanks, noticed_collectives
+from ..engine.attempts import recovering_inference
 from ..engine.losses import counters_of, state_of
-from ..engine.recovery import recovering_inference
 from ..engine.state import Snapshot
 from ..errors import MemfitError
 from ..job import Job

@@ -14,7 +14,7 @@ from ..job import checked_test_loaders
 from ..memory import enforce_budget
 from ..settings import Settings
 from ..techniques import ready_to_evaluate
-from .recovery import recovering_inference
+from .attempts import recovering_inference
 
 __all__ = ["evaluating"]
 

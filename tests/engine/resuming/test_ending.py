@@ -274,8 +274,8 @@ EDGES = {
     phase: (out_of_memory_in(name), OutOfMemoryError, 1)
     for phase, name in [
         ("start", "run_state.mark"),
-        ("window", "normalizers.begin"),
-        ("vote", "normalizers.report"),
+        ("window", "loss_rules.begin"),
+        ("vote", "loss_rules.report"),
     ]
 }
 
