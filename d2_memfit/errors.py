@@ -13,6 +13,7 @@ __all__ = [
     "START_HERE",
     "CheckpointError",
     "ConfigError",
+    "ConfigErrors",
     "DataError",
     "HostMemoryError",
     "MemfitError",
@@ -35,6 +36,10 @@ class MemfitError(Exception):
 
 class ConfigError(MemfitError, ValueError):
     """A config key, or the corresponding argument, has a value that cannot work."""
+
+
+class ConfigErrors(ConfigError):
+    """Several values cannot work; the message has a line for each."""
 
 
 class UnknownKeyError(ConfigError):
@@ -64,14 +69,16 @@ class OutOfMemoryError(MemfitError, torch.OutOfMemoryError):
 def one_line(error: BaseException) -> str:
     """An error's message, without the traceback that a worker of the data loader adds.
 
-    Other line breaks are in a name or value, but for those of a final :class:`OutOfMemoryError`.
+    Other line breaks are in a name or value, but for those of a final :class:`OutOfMemoryError` and
+    of :class:`ConfigErrors`.
     """
     text = str(error).rstrip()
     if "Original Traceback" in text:
         text = text.splitlines()[-1]
     text = text.rpartition(f"{type(error).__name__}: ")[2]
-    # A value in it may be a whole file.
-    return printable(text, "\n") if isinstance(error, OutOfMemoryError) else printable(text[:2000])
+    if isinstance(error, (ConfigErrors, OutOfMemoryError)):
+        return printable(text, "\n")
+    return printable(text[:2000])  # a value in it may be a whole file
 
 
 def printable(text: str, keeps: str = "") -> str:
@@ -105,7 +112,8 @@ def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return main(*args)
         except MemfitError as e:
-            print(f"error: {one_line(e)}", file=sys.stderr)
+            separator = "\nerror: " if isinstance(e, ConfigErrors) else "\n"
+            print("error:", one_line(e).replace("\n", separator), file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)

@@ -96,7 +96,7 @@ def texts_of(node):
         return []
     if called(node).endswith("Error"):
         return [*node.args[:1], *(k.value for k in node.keywords if k.arg == "problem")]
-    if called(node) in ("warning", "error"):
+    if called(node) in ("warning", "error", "must"):
         return node.args[:1]
     if called(node) == "exit":  # with a text, or with a status
         return [n for n in node.args if pattern(template(n)) or isinstance(n, ast.Name)]

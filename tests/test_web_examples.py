@@ -16,7 +16,7 @@ from forks import run_forked
 from tiny import ROOT
 
 from d2_memfit import MemfitTrainer, estimate_memory
-from d2_memfit.config import check_config
+from d2_memfit.settings import check_settings
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def test_batch_and_workers(coins):
     cfg = cfg_of("batch_and_workers.py", batch_size=4, num_workers=2)
     assert (cfg.SOLVER.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS) == (4, 2)
     assert cfg.OUTPUT_DIR == "./output/bs4_workers2"
-    check_config(cfg, world_size=2)
+    check_settings(cfg, world_size=2)
 
     trainer, forwards, steps = trained(cfg)
     assert (forwards, steps) == (1, 1)
@@ -75,7 +75,7 @@ def test_batch_and_workers(coins):
 def test_image_sizes(coins):
     cfg = cfg_of("image_sizes.py", min_size=600, max_size=800)
     assert (cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN) == ((600,), 800)
-    check_config(cfg)
+    check_settings(cfg)
     cfg.SOLVER.IMS_PER_BATCH = 2
     assert estimate_memory(cfg).image_size == (600, 800)
 
@@ -87,7 +87,7 @@ def test_image_sizes(coins):
 def test_accumulation_steps(coins):
     cfg = cfg_of("accumulation_steps.py", accumulation_steps=2, batch_size=2)
     assert (cfg.SOLVER.ACCUMULATION_STEPS, cfg.SOLVER.IMS_PER_BATCH) == (2, 2)
-    check_config(cfg)
+    check_settings(cfg)
 
     cfg.DATALOADER.NUM_WORKERS = 0
     trainer, forwards, steps = trained(cfg)

@@ -10,6 +10,7 @@ tools/benchmark.py estimates        estimates against the same jobs run on the C
 tools/benchmark.py gradients        distance of accumulated gradients from the full batch's
 tools/benchmark.py operators        plans by operator against plans by block
 tools/benchmark.py other_loops      accumulated gradients of other trainers
+tools/benchmark.py overhead         CPU seconds of an iteration beside those of the model
 tools/benchmark.py plans            plans against the best of all choices
 tools/benchmark.py recovery         cost of recovery from out-of-memory errors
 tools/benchmark.py selective        blocks chosen one by one against checkpoints of all blocks
@@ -30,6 +31,7 @@ BENCHMARKS = (
     "gradients",
     "operators",
     "other_loops",
+    "overhead",
     "plans",
     "recovery",
     "selective",

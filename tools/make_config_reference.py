@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from d2_memfit import get_cfg
 from d2_memfit.common.checks import value_of
-from d2_memfit.config import check_config, with_settings
 from d2_memfit.config import keys as config_keys
+from d2_memfit.config import with_settings
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import overrides_of
+from d2_memfit.settings import check_settings, overrides_of
 from d2_memfit.techniques import TECHNIQUES
 
 CONFIG_MD = Path(__file__).resolve().parents[1] / "docs" / "CONFIG.md"
@@ -61,7 +61,8 @@ cfg.SOLVER.ACCUMULATION_STEPS = 4
 
 - `add_memfit_config(cfg)` adds the keys to a config that was made elsewhere.
 - An unknown key, or a value that cannot work, is an error. It names the key, the value and what to
-  do: [TROUBLESHOOTING.md](TROUBLESHOOTING.md#config-keys-and-values).
+  do: [TROUBLESHOOTING.md](TROUBLESHOOTING.md#config-keys-and-values). Each value that is wrong has
+  a line.
 - [`SOLVER.REFERENCE_WORLD_SIZE`](ACCUMULATION.md#learning-rate-and-batch-size) and
   [`SOLVER.AMP.ENABLED`](ACCUMULATION.md#mixed-precision) are keys of Detectron2. They work together
   with these.
@@ -126,7 +127,7 @@ def kind(key: str, default: object) -> str:
     if default is not None:
         return {"str": "text"}.get(type(default).__name__, type(default).__name__)
     try:
-        check_config(with_settings(get_cfg(), {key: 1000.5}))
+        check_settings(with_settings(get_cfg(), {key: 1000.5}))
     except ConfigError:
         return "int or None"
     return "number or None"

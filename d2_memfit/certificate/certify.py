@@ -16,7 +16,6 @@ from ..common.side_work import alone, no_information, unchanged_random_state
 from ..engine.resuming import ResumableBatches, UnknownLoader
 from ..engine.window import ByteCut
 from ..errors import ConfigError
-from ..iteration import CostModel
 from ..job import Job
 from ..planner.estimates import DryJob, run_dry, steps
 from .certificate import Certificate
@@ -47,7 +46,7 @@ def certify(
     Raises:
         ConfigError: there is no cost model, or the images are not known before the run.
     """
-    cost_model = CostModel.from_cfg(job.cfg)
+    cost_model = job.settings.cost_model
     if cost_model is None:
         raise ConfigError(
             "MEMFIT.COST_MODEL.BYTES is empty, and a certificate is of windows that are cut by "

@@ -4,6 +4,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Optional, Union
 
@@ -19,11 +20,11 @@ from ..job import (
     Job,
     find_function,
     load_lazy_config,
-    overrides_of,
     projects_of,
     with_overrides,
 )
-from .options import check_opts, opts_of_settings, settings_of_data
+from ..settings import check_settings, overrides_of
+from .options import check_opts, with_data
 from .screen import show
 
 __all__ = ["files_read", "is_lazy", "job_of", "load_any_config"]
@@ -69,15 +70,17 @@ def load_any_config(
     add_keys = [find_function(name) for name in args.project or guessed]
     opts = [*opts, *args.opts]
     try:
-        settings = settings_of_data(args.coco, args.config_file, opts, add_keys, progress=say)
-        for setting in settings:
-            show(f"From the data: {setting}", output)
-        return load_cfg(args.config_file, [*opts_of_settings(settings), *opts], add_keys)
+        recipe = load_cfg(args.config_file, (), add_keys)
+        check = partial(check_settings, trains=bool(args.coco))  # the job checks the rest
+        cfg, settings = with_data(recipe, args.coco, args.config_file, opts, check, progress=say)
     except UnknownKeyError as e:
         raise ConfigError(
             f"{e}. If it is a project's, name the function that adds it: --project "
             f"MODULE:FUNCTION, such as {PROJECT}; or the script that trains: --trainer"
         ) from e
+    for setting in settings:
+        show(f"From the data: {setting}", output)
+    return cfg
 
 
 def _load_lazy(args: argparse.Namespace, opts: Sequence[str]) -> DictConfig:

@@ -7,18 +7,19 @@ from typing import Any, Optional
 
 from detectron2.config import CfgNode
 
-from ..config import check_config, find_config_file, keys_in_own_files, load_cfg, preset_of_card
+from ..config import find_config_file, keys_in_own_files, merge_opts, preset_of_card
 from ..data import (
     CocoFile,
     Setting,
     check_coco_file,
     fit_to_data,
     goes_with_data,
+    keep_dicts,
     register_coco,
 )
 from ..errors import ConfigError
 
-__all__ = ["check_opts", "opts_of_budget", "opts_of_settings", "settings_of_data"]
+__all__ = ["check_opts", "opts_of_budget", "opts_of_settings", "with_data"]
 
 
 def check_opts(opts: Sequence[str]) -> None:
@@ -68,28 +69,38 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def settings_of_data(
+def with_data(
+    recipe: CfgNode,
     coco: Sequence[Sequence[str]],
     config_file: str,
     opts: Sequence[str],
-    add_keys: Sequence[Callable[[CfgNode], Any]] = (),
+    check: Callable[[CfgNode], Any],
     *,
     eval_only: bool = False,
     reads_images: bool = False,
+    keeps: bool = False,
     progress: Callable[[str], None] = lambda line: None,
-) -> list[Setting]:
-    """Register and check the datasets of ``--coco``, and find the settings that follow from them.
+) -> tuple[CfgNode, list[Setting]]:
+    """Complete a config with options and with settings from the datasets of ``--coco``.
+
+    The datasets are registered and checked.
 
     Only keys that the user has not given are set. Values in a file for other datasets do not apply
     to these. A plan made for COCO also applies to your own data, except for its schedule and
     classes.
 
     Args:
+        recipe: the config of ``config_file``, which is left as it is.
         coco: values of ``--coco``.
-        config_file, opts, add_keys: as for :func:`~d2_memfit.config.config.load_cfg`.
+        config_file, opts: as for :func:`~d2_memfit.config.config.load_cfg`.
+        check: raises :class:`ConfigError` if the config cannot work, before the datasets are read.
         eval_only: whether nothing is trained.
         reads_images: whether images must exist, or only the annotations.
+        keeps: whether this process trains, so that what is read for the check is kept for it.
         progress: as for :func:`~d2_memfit.data.check_coco_file`.
+
+    Returns:
+        The config, and the settings in it that follow from the data.
     """
     names = [name for name, _, _ in coco]
     for name in names:
@@ -97,20 +108,20 @@ def settings_of_data(
             raise ConfigError(f"--coco {name!r} is twice, or not printable: give another name")
     for dataset in coco:
         register_coco(*dataset)
-    if not coco:
-        return []
     given = set(opts[::2])
-    if config_file:
-        datasets = load_cfg(config_file, [], add_keys).DATASETS
+    if coco and config_file:
+        datasets = recipe.DATASETS
         of_file = keys_in_own_files(find_config_file(config_file))
         names_others = bool({"DATASETS.TRAIN", "DATASETS.TEST"} & of_file)
         if names_others and not {*datasets.TRAIN, *datasets.TEST} & set(names):
             of_file = {key for key in of_file if not goes_with_data(key)}
         given |= of_file
-    settings = _roles(names, given, eval_only)
-    cfg = load_cfg(config_file, [*opts_of_settings(settings), *opts], add_keys)
-    if not eval_only:
-        check_config(cfg)
+    settings = _roles(names, given, eval_only) if coco else []
+    cfg = recipe.clone()
+    merge_opts(cfg, [*opts_of_settings(settings), *opts])
+    check(cfg)
+    if not coco:
+        return cfg, []
     train: list[CocoFile] = []
     test: list[CocoFile] = []
     for name, json_file, image_dir in coco:
@@ -124,7 +135,11 @@ def settings_of_data(
             file = check_coco_file(name, json_file, folder, needs_objects, progress)
             train += [file] if trains else []
             test += [file] if name in cfg.DATASETS.TEST else []
-    return [*settings, *fit_to_data(cfg, train, test, given)]
+    of_data = fit_to_data(cfg, train, test, given)
+    merge_opts(cfg, opts_of_settings(of_data))
+    for file in train if keeps else ():
+        keep_dicts(file.name, file.content)
+    return cfg, [*settings, *of_data]
 
 
 def opts_of_settings(settings: Sequence[Setting]) -> list[str]:

@@ -30,32 +30,25 @@ from torch import nn
 
 from ..common.checks import check_int, check_positive_int
 from ..common.files import whole_file
-from ..config import (
-    check_config,
-    check_detectron2_keys,
-    check_plan,
-    find_config_file,
-    load_cfg,
-    with_settings,
-)
-from ..data import check_datasets, register_coco
+from ..config import find_config_file, load_cfg, merge_opts, with_settings
+from ..data import check_datasets, classes_of_model, keep_dicts, register_coco
 from ..engine import MemfitTrainer, launch, usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer, causes_named, signals_end_at_once
 from ..errors import ConfigError, MemfitError, exit_on_error
 from ..evaluation import build_evaluator
 from ..inference import WholeModelCheckpointer
-from ..iteration import Precision
-from ..job import RecoveryOptions
 from ..memory import use_expandable_segments
 from ..planner import fit_config
+from ..settings import Precision, check_settings
+from ..settings.detectron2_keys import DETECTRON2_RULES
 from . import train_lazy
 from .command_line import add_card_and_coco_options
 from .next_step import after_training
-from .options import check_opts, opts_of_budget, opts_of_settings, settings_of_data
+from .options import check_opts, opts_of_budget, opts_of_settings, with_data
 from .run_folder import check_folder, set_up_rank
 from .screen import progress_hooks, say, show
 
-__all__ = ["Trainer", "argument_parser", "make_cfg", "run", "run_script"]
+__all__ = ["Trainer", "argument_parser", "run", "run_script"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,18 +106,9 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_cfg(args: argparse.Namespace, add_keys: AddKeys = ()) -> CfgNode:
-    for dataset in args.coco:
-        register_coco(*dataset)
-    cfg = load_cfg(args.config_file, args.opts, add_keys)
-    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
-    cfg.freeze()
-    return cfg
-
-
 def prepare(
     args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()
-) -> None:
+) -> tuple[CfgNode, int]:
     """Check all that can be checked before a process starts, and complete the arguments.
 
     OUTPUT_DIR is not touched. ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data,
@@ -132,48 +116,53 @@ def prepare(
 
     Args:
         trainer, add_keys: as for :func:`run`.
+
+    Returns:
+        The config, and the effective batch of its file.
     """
     check_opts(args.opts)
     opts = [*opts_of_budget(args.card, args.budget, args.opts), *args.opts]
     if args.training_only:
         opts = [*opts, "DATASETS.TEST", "()"]
-    settings = settings_of_data(
+    recipe = load_cfg(args.config_file, (), add_keys)
+    ranks = world_size(args.num_gpus, args.num_machines)
+    trains = not args.eval_only
+    cfg, settings = with_data(
+        recipe,
         args.coco,
         args.config_file,
         opts,
-        add_keys,
+        lambda cfg: check_settings(cfg, ranks, DETECTRON2_RULES, trains),
         eval_only=args.eval_only,
         reads_images=True,
+        keeps=ranks == 1,
         progress=say,
     )
     args.notes = [str(setting) for setting in settings]
-    args.opts = [*opts_of_settings(settings), *opts]
-    if args.fit:
-        args.opts = [*_opts_of_fit(make_cfg(args, add_keys), args.eval_only), *args.opts]
-    _check(args, trainer, add_keys)
+    wanted = _opts_of_fit(cfg, args.eval_only) if args.fit else {}
+    of_fit = [text for key in wanted if key not in opts[::2] for text in (key, wanted[key])]
+    merge_opts(cfg, of_fit)
+    args.opts = [*of_fit, *opts_of_settings(settings), *opts]
+    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
+    cfg.freeze()
+    _check(args, cfg, trainer)
+    return cfg, recipe.SOLVER.IMS_PER_BATCH * recipe.SOLVER.ACCUMULATION_STEPS
 
 
-def _opts_of_fit(cfg: CfgNode, eval_only: bool) -> list[str]:
+def _opts_of_fit(cfg: CfgNode, eval_only: bool) -> dict[str, str]:
     # A plan turns on "split", where the model can be split.
-    opts = ["MEMFIT.OOM.POLICY", "split"] if eval_only else ["MEMFIT.PLAN.ENABLED", "True"]
+    opts = {"MEMFIT.OOM.POLICY": "split"} if eval_only else {"MEMFIT.PLAN.ENABLED": "True"}
     if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
-        opts += ["MEMFIT.BUDGET_GB", "auto"]
+        opts["MEMFIT.BUDGET_GB"] = "auto"
     return opts
 
 
-def _check(args: argparse.Namespace, trainer: type[Trainer], add_keys: AddKeys) -> None:
-    cfg = make_cfg(args, add_keys)
+def _check(args: argparse.Namespace, cfg: CfgNode, trainer: type[Trainer]) -> None:
     if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
-    ranks = world_size(args.num_gpus, args.num_machines)
-    check_detectron2_keys(cfg)
     _check_model(cfg, trainer)
-    if not args.eval_only:
-        check_config(trainer.auto_scale_workers(cfg, ranks), ranks)
     args.config_file = find_config_file(args.config_file)  # which is logged
     Precision.from_cfg(cfg)
-    RecoveryOptions.from_cfg(cfg)
-    check_plan(cfg)
     check_datasets(cfg, args.eval_only)
     if not cfg.OUTPUT_DIR:
         raise ConfigError("OUTPUT_DIR is empty: name a folder")
@@ -182,6 +171,9 @@ def _check(args: argparse.Namespace, trainer: type[Trainer], add_keys: AddKeys) 
 
 def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
     """Build the model without memory for its weights, which takes a tenth of a second."""
+    classes = classes_of_model(cfg)
+    if classes is not None:
+        check_positive_int(*classes)
     try:
         with torch.device("meta"):
             trainer.build_model(with_settings(cfg, {"MODEL.DEVICE": "meta"}))
@@ -196,10 +188,15 @@ def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
 @exit_on_error
 @causes_named()
 def main(
-    args: argparse.Namespace, trainer_class: type[Trainer] = Trainer, add_keys: AddKeys = ()
+    args: argparse.Namespace,
+    cfg: CfgNode,
+    batch_of_file: int,
+    trainer_class: type[Trainer] = Trainer,
+    add_keys: AddKeys = (),
 ) -> None:
-    """Run one rank, with the arguments completed by :func:`prepare`."""
-    cfg = make_cfg(args, add_keys)
+    """Run one rank, with the arguments, config and batch of :func:`prepare`."""
+    for dataset in args.coco:
+        register_coco(*dataset)
     set_up_rank(args, cfg, cfg.OUTPUT_DIR, cfg.MODEL.DEVICE)
     for note in args.notes:
         logger.info("From the data: %s", note)
@@ -207,7 +204,7 @@ def main(
     if args.eval_only:
         weights = _evaluate(args, cfg, trainer_class)
     else:
-        _warn_of_batch(args, cfg, add_keys)
+        _warn_of_batch(args.opts, cfg, batch_of_file)
         weights = _train(args, _fitted(cfg, trainer_class), trainer_class)
     if weights and comm.is_main_process():
         own = None if trainer_class is Trainer else trainer_class
@@ -234,6 +231,8 @@ def _evaluate(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Traine
 def _train(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer]) -> str:
     """Train; return the file of the last checkpoint."""
     trainer = trainer_class(cfg)
+    for name, _, _ in args.coco:
+        keep_dicts(name, None)
     trainer.resume_or_load(resume=args.resume)
     if args.certificate:
         from ..certificate import follow
@@ -250,13 +249,11 @@ def _train(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer])
     return trainer.checkpointer.get_checkpoint_file()
 
 
-def _warn_of_batch(args: argparse.Namespace, cfg: CfgNode, add_keys: AddKeys = ()) -> None:
+def _warn_of_batch(opts: Sequence[str], cfg: CfgNode, batch_of_file: int) -> None:
     """Warn if the command changes the config file's effective batch and not its learning rate."""
-    recipe = load_cfg(args.config_file, (), add_keys).SOLVER
     solver = cfg.SOLVER
-    factor = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS
-    factor /= recipe.IMS_PER_BATCH * recipe.ACCUMULATION_STEPS
-    if factor == 1 or solver.REFERENCE_WORLD_SIZE or "SOLVER.BASE_LR" in args.opts[::2]:
+    factor = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS / batch_of_file
+    if factor == 1 or solver.REFERENCE_WORLD_SIZE or "SOLVER.BASE_LR" in opts[::2]:
         return
     logger.warning(
         "SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d is %.3g times the batch of the "
@@ -307,8 +304,8 @@ def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: Ad
         train_lazy.prepare(args)
         of_rank = partial(train_lazy.main, args)
     else:
-        prepare(args, trainer, add_keys)
-        of_rank = partial(main, args, trainer, add_keys)
+        cfg, batch_of_file = prepare(args, trainer, add_keys)
+        of_rank = partial(main, args, cfg, batch_of_file, trainer, add_keys)
     launch(of_rank, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
 
 

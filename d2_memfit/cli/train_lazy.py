@@ -29,16 +29,16 @@ from detectron2.utils import comm
 from omegaconf import DictConfig
 
 from ..compat import create_ddp_model
-from ..config import check_config, find_config_file
+from ..config import find_config_file
 from ..engine import build_trainer, evaluating, usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer, causes_named
 from ..errors import ConfigError, exit_on_error
 from ..evaluation import use_available_implementation
 from ..inference import WholeModelCheckpointer
-from ..iteration import Precision
-from ..job import Job, RecoveryOptions, cfg_of_lazy, load_lazy_config
+from ..job import Job, load_lazy_config
 from ..memory import enforce_budget, use_expandable_segments
 from ..planner import fit_config
+from ..settings import Precision, cfg_of_lazy, check_settings, lazy_name, named
 from .next_step import after_training
 from .run_folder import check_folder, set_up_rank
 from .screen import progress_hooks, show
@@ -125,10 +125,10 @@ def prepare(args: argparse.Namespace) -> None:
                 "and a plan are +train.memfit.preset=6GB +train.memfit.plan.enabled=True"
             )
     cfg = load_config(args)
-    keys = cfg_of_lazy(cfg)
+    ranks = world_size(args.num_gpus, args.num_machines)
+    with named(lazy_name):
+        keys = check_settings(cfg_of_lazy(cfg), ranks, trains=not args.eval_only)
+        Precision.from_cfg(keys)
     if keys.MEMFIT.BUDGET_GB is not None or keys.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
-    check_config(keys, world_size(args.num_gpus, args.num_machines))
-    Precision.from_cfg(keys)
-    RecoveryOptions.from_cfg(keys)
     check_folder(args, cfg.train.output_dir, cfg.train.init_checkpoint)

@@ -76,7 +76,7 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
     if "deep" in looked:
         say(dict(complaints_about_images(looked, len(files)))["deep"])
     prediction = FilePrediction(predictor, args.output, metadata, args.min_score)
-    recovery = logging.getLogger("d2_memfit.engine.recovery")
+    recovery = logging.getLogger("d2_memfit.engine.attempts")
     level = recovery.level
     recovery.setLevel(logging.CRITICAL)  # it has a line for each image that does not fit
     try:

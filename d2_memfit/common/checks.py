@@ -1,19 +1,20 @@
 # Copyright (c) the d2_memfit developers.
-"""Checks of single values of a config."""
+"""Checks of single values of a config, and errors of several as one."""
 
 import difflib
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any, Union, get_args, get_origin
 
 import torch
 from detectron2.config import CfgNode
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ConfigErrors, one_line
 
 __all__ = [
+    "check_all",
     "check_bool",
     "check_choice",
     "check_device",
@@ -24,6 +25,7 @@ __all__ = [
     "check_strings",
     "did_you_mean",
     "fits",
+    "must",
     "suggestion",
     "value_of",
 ]
@@ -46,12 +48,6 @@ def check_positive_int(name: str, value: object) -> None:
     check_int(name, value, at_least=1)
 
 
-def check_positive_number(name: str, value: Any) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is a finite number above 0."""
-    if not fits(value, float) or value <= 0:
-        raise ConfigError(f"{name} must be a positive number, got {value!r}")
-
-
 def check_number(name: str, value: Any, most: float = math.inf) -> None:
     """Raise :class:`ConfigError` unless ``value`` is a finite number from 0 to ``most``."""
     if not fits(value, float) or not 0 <= value <= most:
@@ -59,23 +55,11 @@ def check_number(name: str, value: Any, most: float = math.inf) -> None:
         raise ConfigError(f"{name} must be a number from 0{end}, got {value!r}")
 
 
-def check_bool(name: str, value: object) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be True or False, got {value!r}")
-
-
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise :class:`ConfigError` unless ``value`` is one of two or more texts."""
     if value not in choices:
         texts = [repr(choice) for choice in choices]
         raise ConfigError(f"{name} must be {', '.join(texts[:-1])} or {texts[-1]}, got {value!r}")
-
-
-def check_strings(name: str, value: Any) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is a list or tuple of texts."""
-    if not fits(value, list[str]):
-        raise ConfigError(f"{name} must be a list of names, got {value!r}")
 
 
 def check_device(name: str) -> torch.device:
@@ -102,6 +86,21 @@ def fits(value: Any, hint: Any) -> bool:
     return kind is Any or isinstance(value, kind)
 
 
+def must(what: str, test: Callable[[Any], bool]) -> Callable[[str, Any], None]:
+    """A check that raises :class:`ConfigError` unless a value passes a test."""
+
+    def check(name: str, value: Any) -> None:
+        if not test(value):
+            raise ConfigError(f"{name} must be {what}, got {value!r}")
+
+    return check
+
+
+check_bool = must("True or False", lambda value: isinstance(value, bool))
+check_positive_number = must("a positive number", lambda value: fits(value, float) and value > 0)
+check_strings = must("a list of names", lambda value: fits(value, list[str]))
+
+
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Suggest known names that are close to an unknown one, as :func:`suggestion`."""
     return suggestion(difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff))
@@ -110,3 +109,24 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 def suggestion(names: Sequence[str]) -> str:
     """Text " (did you mean ...?)" with these names, or nothing."""
     return f" (did you mean {' or '.join(names)}?)" if names else ""
+
+
+def check_all(checks: Iterable[tuple[Sequence[str], Callable[[], Any]]]) -> None:
+    """Raise the errors of all checks as one :class:`ConfigError`, with a line for each.
+
+    Args:
+        checks: the keys of each check. It is left out if one of them is known to be wrong.
+    """
+    errors: list[ConfigError] = []
+    wrong: set[str] = set()
+    for keys, check in checks:
+        if wrong.isdisjoint(keys):
+            try:
+                check()
+            except ConfigError as e:
+                errors.append(e)
+                wrong.update(keys)
+    if len(errors) > 1:
+        raise ConfigErrors("\n".join(map(one_line, errors)))
+    for error in errors:
+        raise error

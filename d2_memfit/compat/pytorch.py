@@ -4,6 +4,7 @@
 PyTorch may rename them in any release. ``tests/compat/test_pytorch.py`` tests each name.
 """
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -27,6 +28,8 @@ __all__ = [
     "autograd_node_number",
     "buffers_by_name",
     "change_count",
+    "change_counts",
+    "children_by_name",
     "clear_cublas_workspaces",
     "constructors",
     "cross_entropy_owner",
@@ -69,6 +72,16 @@ def change_count(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def change_counts(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Two values for each tensor: all first ones, then all second ones. One of them differs after a
+    change, except in place through ``.data``.
+    """
+    try:
+        return [t._version for t in tensors] + [t.data_ptr() for t in tensors]
+    except RuntimeError:  # a tensor of inference, or one without a storage
+        return [object() for _ in range(2 * len(tensors))]
+
+
 def make_wrapper(cls: type, shape: Any, **options: Any) -> Any:
     """Make a tensor of a subclass that has no memory of its own."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
@@ -82,6 +95,11 @@ def schema(operator: Any) -> Any:
 def buffers_by_name(module: nn.Module) -> dict[str, Any]:
     """The dict in which a module keeps its own buffers: tensors or None."""
     return module._buffers
+
+
+def children_by_name(module: nn.Module) -> dict[str, Optional[nn.Module]]:
+    """The dict in which a module keeps its own children."""
+    return module._modules
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, Optional[nn.Parameter]]:

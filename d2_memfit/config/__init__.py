@@ -3,7 +3,6 @@
 
 from .cards import *
 from .config import *
-from .detectron2_keys import *
 from .files import *
 from .keys import *
 from .presets import *

@@ -7,9 +7,10 @@ from typing import Any
 import detectron2
 from detectron2.config import CfgNode
 
-from ..common.checks import did_you_mean, suggestion
+from ..common.checks import did_you_mean, suggestion, value_of
 from ..common.files import is_file
 from ..errors import ConfigError
+from .keys import keys_of
 from .yaml_arithmetic import arithmetic_in_yaml
 
 __all__ = [
@@ -72,7 +73,8 @@ def keys_in_own_files(config_file: str) -> set[str]:
     A recipe of the zoo is for the zoo's dataset; a user's own file is for the user's dataset.
     """
     with arithmetic_in_yaml():
-        return set(_flat(_OwnFiles.load_yaml_with_base(config_file)))
+        own = CfgNode(_OwnFiles.load_yaml_with_base(config_file))
+    return {key for key in keys_of(own) if not isinstance(value_of(own, key), CfgNode)}
 
 
 class _OwnFiles(CfgNode):
@@ -82,14 +84,6 @@ class _OwnFiles(CfgNode):
         if any(path.is_relative_to(folder.resolve()) for folder in _zoos()):
             return {}
         return super().load_yaml_with_base(filename, allow_unsafe=allow_unsafe)
-
-
-def _flat(node: dict[str, Any], prefix: str = "") -> list[str]:
-    keys = []
-    for key, value in node.items():
-        nested = isinstance(value, dict)
-        keys += _flat(value, f"{prefix}{key}.") if nested else [prefix + key]
-    return keys
 
 
 def detectron2_zoo() -> Path:

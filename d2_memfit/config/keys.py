@@ -5,10 +5,11 @@ Those of the techniques stand in their files, in :mod:`d2_memfit.techniques`.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from detectron2.config import CfgNode as CN
 
-from ..techniques import TECHNIQUES
+from ..techniques import TECHNIQUES, Technique
 
 __all__ = ["default_keys", "keys_of"]
 
@@ -92,9 +93,9 @@ _C.MEMFIT.NORMALIZERS = CN()
 # window_count declares, and the weights of weighted means; each is tested first. "exact": the means
 # of R-CNN's heads too, at the cost of one more forward. "off": none.
 _C.MEMFIT.NORMALIZERS.POLICY = "window"
-# Losses that a model divides by the number of annotated objects in its batch, without adding it up
-# over ranks. Each entry is a pair of a pattern of their names and "objects", such as
-# [["loss_mask*", "objects"]].
+# What a model divides losses by, where it adds up no count over ranks. Each entry is a pair of a
+# pattern of their names and "objects", the number of annotated objects in the batch, or "sum" for a
+# loss that is a sum over images, such as [["loss_mask*", "objects"]].
 _C.MEMFIT.NORMALIZERS.LOSSES = []
 
 _C.MEMFIT.MONITOR = CN()
@@ -138,10 +139,16 @@ _C.MEMFIT.PLAN.PREDICTED_GB = []
 
 
 def default_keys() -> CN:
-    """All keys of d2_memfit."""
+    """All keys of d2_memfit, frozen."""
+    return _with_techniques(tuple(technique for _, technique in TECHNIQUES))
+
+
+@lru_cache(maxsize=1)
+def _with_techniques(techniques: tuple[type[Technique], ...]) -> CN:
     cfg = _C.clone()
-    for _, technique in TECHNIQUES:
+    for technique in techniques:
         technique.add_config(cfg)
+    cfg.freeze()
     return cfg
 
 

@@ -1,17 +1,12 @@
 # Copyright (c) the d2_memfit developers.
-"""Budgets by name: the size that is printed on a card, or "auto" for the free memory."""
+"""Budgets by name: the size that is printed on a card."""
 
 from typing import Optional
 
-from detectron2.config import CfgNode
-
-from .. import compat
 from ..common.checks import did_you_mean
 from ..errors import ConfigError
-from ..memory import auto_budget_gb
-from ..techniques import workers_bytes
 
-__all__ = ["PRESETS", "budget_of_preset", "why_no_card_has", "with_budget"]
+__all__ = ["PRESETS", "budget_of_preset", "why_no_card_has"]
 
 # Memory, in GB of 2^30 bytes, that a process may take of a card of a nominal size: the smallest
 # "total capacity" that PyTorch reports for one, less 0.1. A card with a desktop has 0.3 to 1 GB
@@ -53,33 +48,6 @@ def budget_of_preset(name: str) -> float:
             f"{', '.join(PRESETS)}; for another size, MEMFIT.BUDGET_GB takes any number"
         )
     return PRESETS[name]
-
-
-def with_budget(cfg: CfgNode, ranks_here: Optional[int] = None) -> CfgNode:
-    """The config with MEMFIT.BUDGET_GB as a number or None.
-
-    MEMFIT.PRESET gives the number, unless BUDGET_GB does. "auto" is measured on this machine.
-
-    Args:
-        ranks_here: number of ranks on this machine; None is that of this run.
-
-    Raises:
-        ConfigError: nothing can be measured.
-    """
-    budget_gb = cfg.MEMFIT.BUDGET_GB
-    if budget_gb is None and cfg.MEMFIT.PRESET:
-        budget_gb = budget_of_preset(cfg.MEMFIT.PRESET)
-    elif budget_gb == "auto":
-        ranks_here = ranks_here or compat.local_world_size()
-        budget_gb = auto_budget_gb(cfg.MODEL.DEVICE, ranks_here, workers_bytes(cfg, ranks_here))
-    if budget_gb == cfg.MEMFIT.BUDGET_GB:
-        return cfg
-    changed = cfg.clone()
-    changed.defrost()
-    changed.MEMFIT.BUDGET_GB = budget_gb
-    if cfg.is_frozen():
-        changed.freeze()
-    return changed
 
 
 def why_no_card_has(budget_gb: float) -> Optional[str]:

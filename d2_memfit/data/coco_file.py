@@ -61,6 +61,7 @@ class CocoFile:
         facts: facts about its annotations.
         without_area: ids of annotations that pycocotools cannot evaluate.
         keypoint_names: keypoint names of all categories with keypoints.
+        content: what was read.
     """
 
     name: str
@@ -69,6 +70,7 @@ class CocoFile:
     facts: AnnotationFacts
     without_area: Sequence[int]
     keypoint_names: tuple[str, ...]
+    content: dict[str, Any]
 
     @property
     def has_masks(self) -> bool:
@@ -153,6 +155,7 @@ def check_coco(
             if not ("iscrowd" in a and _are_numbers([a.get("area")]))
         ],
         keypoint_names=tuple(keypoint_names(coco)),
+        content=coco,
     )
 
 

@@ -1,20 +1,23 @@
 # Copyright (c) the d2_memfit developers.
 """Datasets registered by their COCO files."""
 
-from functools import partial
-from typing import Any
+import pickle
+from typing import Any, Optional
 
+import pycocotools.coco
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
 from detectron2.utils.file_io import PathManager
+from pycocotools.coco import COCO
 
 from ..common.checks import did_you_mean
 from ..common.files import is_file
+from ..common.patching import replaced_functions
 from ..errors import ConfigError, DataError
 from .coco_file import keypoint_names, read_json
 
-__all__ = ["check_datasets", "register_coco"]
+__all__ = ["check_datasets", "keep_dicts", "register_coco"]
 
 # The metadata of Detectron2's datasets that are paths.
 _ANNOTATIONS = ("json_file", "panoptic_json")
@@ -28,7 +31,7 @@ def register_coco(name: str, json_file: str, image_dir: str) -> None:
         ConfigError: the name belongs to another dataset.
     """
     if name not in DatasetCatalog:
-        DatasetCatalog.register(name, partial(_load, name, json_file, image_dir))
+        DatasetCatalog.register(name, _CocoDataset(name, json_file, image_dir))
         MetadataCatalog.get(name).set(
             json_file=json_file, image_root=image_dir, evaluator_type="coco"
         )
@@ -36,16 +39,54 @@ def register_coco(name: str, json_file: str, image_dir: str) -> None:
         raise ConfigError(f"--coco {name}: there is another dataset of this name, choose a new one")
 
 
-def _load(name: str, json_file: str, image_dir: str) -> list[dict[str, Any]]:
-    """Load dataset dicts, and the keypoint names that Detectron2 needs to flip images."""
-    dicts = load_coco_json(json_file, image_dir, name)
-    if any("keypoints" in a for d in dicts for a in d["annotations"]):
-        names = keypoint_names(read_json(name, json_file))
-        swaps = {"left": "right", "Left": "Right", "LEFT": "RIGHT"}
-        pairs = [(n, n.replace(s, swaps[s])) for n in names for s in swaps if s in n]
-        pairs = [pair for pair in pairs if pair[1] in names]
-        MetadataCatalog.get(name).set(keypoint_names=names, keypoint_flip_map=pairs)
-    return dicts
+class _CocoDataset:
+    """Loads dataset dicts, and the keypoint names that Detectron2 needs to flip images.
+
+    Args:
+        name, json_file, image_dir: as for :func:`register_coco`.
+    """
+
+    def __init__(self, name: str, json_file: str, image_dir: str) -> None:
+        self._place = name, json_file, image_dir
+        self._kept = b""
+
+    def __call__(self) -> list[dict[str, Any]]:
+        return pickle.loads(self._kept) if self._kept else self._load()
+
+    def keep(self, coco: Optional[dict[str, Any]]) -> None:
+        self._kept = b"" if coco is None else pickle.dumps(self._load(coco))
+
+    def _load(self, coco: Optional[dict[str, Any]] = None) -> list[dict[str, Any]]:
+        name, json_file, image_dir = self._place
+        coco = read_json(name, json_file) if coco is None else coco
+
+        def api_of(file: str) -> COCO:
+            api = COCO()
+            api.dataset = coco
+            api.createIndex()
+            return api
+
+        with replaced_functions([pycocotools.coco], {"COCO": lambda original: api_of}):
+            dicts = load_coco_json(json_file, image_dir, name)
+        if any("keypoints" in a for d in dicts for a in d["annotations"]):
+            names = keypoint_names(coco)
+            swaps = {"left": "right", "Left": "Right", "LEFT": "RIGHT"}
+            pairs = [(n, n.replace(s, swaps[s])) for n in names for s in swaps if s in n]
+            pairs = [pair for pair in pairs if pair[1] in names]
+            MetadataCatalog.get(name).set(keypoint_names=names, keypoint_flip_map=pairs)
+        return dicts
+
+
+def keep_dicts(name: str, coco: Optional[dict[str, Any]]) -> None:
+    """Keep the dicts of a file that was read for its check, so that it need not be read again.
+
+    Args:
+        name: of a dataset; of others than :func:`register_coco`'s nothing is kept.
+        coco: the content; None frees the memory.
+    """
+    dataset = DatasetCatalog[name]
+    if isinstance(dataset, _CocoDataset):
+        dataset.keep(coco)
 
 
 def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:

@@ -14,14 +14,15 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..counts import Collective, PretendedRanks, noticed_collectives
+from ..engine.attempts import recovering_inference
 from ..engine.losses import counters_of, state_of
-from ..engine.recovery import recovering_inference
 from ..engine.state import Snapshot
 from ..errors import MemfitError
-from ..job import Job, RecoveryOptions
+from ..job import Job
 from ..measure.injection import Injector, relative_difference
 from ..planner.dry_run import one_line_errors
 from ..planner.estimates import steps
+from ..settings import RecoveryOptions
 from ..techniques import TECHNIQUES, get_technique
 from .accumulation_check import five_images
 from .estimate_check import estimate_against_real_step

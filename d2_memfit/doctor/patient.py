@@ -15,10 +15,10 @@ from torch import nn
 
 from ..common.side_work import alone, no_information
 from ..engine import AccumulatingTrainer
-from ..iteration import Precision
-from ..job import Job, RecoveryOptions, losses_of, size_of
+from ..job import Job, losses_of, size_of
 from ..measure.injection import InjectedTrainer, Injector
 from ..planner.stand_ins import cuda_as_cpu
+from ..settings import Precision, RecoveryOptions
 from ..techniques import resize_image
 
 __all__ = ["Patient", "Untested", "Unwell", "smaller"]

@@ -194,7 +194,7 @@ def _train(
             else:
                 is_ours = issubclass(trainer, MemfitMixin) or not mixin
                 bases = (trainer,) if is_ours else (MemfitMixin, trainer)
-                cfg = with_settings(job.cfg, {**_OF_TRAINERS, **settings})
+                cfg = with_settings(job.cfg, {**_OF_TRAINERS, **settings}).clone()  # theirs
                 made, run = _of_class(bases, cfg, prepared, resume)
             made.register_hooks([_End(last)])
             run()

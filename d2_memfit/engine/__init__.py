@@ -1,14 +1,13 @@
 # Copyright (c) the d2_memfit developers.
 """Training: one window of images per iteration, with recovery from out-of-memory errors."""
 
-from ..iteration import Precision
-from ..job import NormalizerOptions, RecoveryOptions
+from ..settings import NormalizerOptions, Precision, RecoveryOptions
+from .attempts import recovering_inference
 from .build import build_trainer
 from .defaults import MemfitMixin, MemfitTrainer
 from .evaluating import evaluating
 from .hooks import LeakDetector, MemoryMonitor, MemorySnapshot
 from .launch import launch, usable_device, world_size
-from .recovery import recovering_inference
 from .resuming import GatherStates, MemfitCheckpointer, SaveOnEnding
 from .train_loop import AccumulatingTrainer
 

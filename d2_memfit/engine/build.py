@@ -20,7 +20,6 @@ from ..common.checks import value_of
 from ..common.files import is_config_dump, is_local, whole_file
 from ..config import default_keys, without_memfit_keys
 from ..errors import CheckpointError, ConfigError, RankError, one_line
-from ..iteration import CostModel
 from ..job import Job, checked_loader
 from ..job.parts import GivenParts, TrainerParts
 from ..memory import enforce_budget, use_expandable_segments
@@ -81,7 +80,7 @@ class Run:
             "accumulation_steps": job.geometry.accumulation_steps,
             "precision": job.precision(),
             "micro_batch_size": job.geometry.micro_batch_size,
-            "cost_model": CostModel.from_cfg(job.cfg),
+            "cost_model": job.settings.cost_model,
             "recovery": job.recovery,
             "normalizers": job.normalizers,
             "ema_decay": job.cfg.MEMFIT.EMA_DECAY,

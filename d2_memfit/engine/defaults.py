@@ -16,9 +16,9 @@ from torch import nn
 from .. import compat
 from ..common.logs import start_logging
 from ..config import with_memfit_keys
-from ..iteration import auto_scale_workers
 from ..job import Job
 from ..memory import use_expandable_segments
+from ..settings import auto_scale_workers
 from .build import Run
 from .evaluating import evaluating
 from .hooks import explains_hooks

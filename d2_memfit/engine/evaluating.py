@@ -8,13 +8,13 @@ from detectron2.config import CfgNode
 from torch import nn
 
 from .. import compat
-from ..config import with_budget, with_memfit_keys
 from ..evaluation import coco_evaluators
 from ..iteration import with_averaged_weights
-from ..job import RecoveryOptions, checked_test_loaders
+from ..job import checked_test_loaders
 from ..memory import enforce_budget
+from ..settings import Settings
 from ..techniques import ready_to_evaluate
-from .recovery import recovering_inference
+from .attempts import recovering_inference
 
 __all__ = ["evaluating"]
 
@@ -39,13 +39,14 @@ def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
     if any(model is other for other in _open):
         yield cfg
         return
-    cfg = with_budget(with_memfit_keys(cfg))
+    settings = Settings.of(cfg, trains=False)
+    cfg = settings.cfg
     if cfg.MEMFIT.BUDGET_GB is not None:
         enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
     with (
         with_averaged_weights(compat.without_ddp(model)),
         ready_to_evaluate(compat.without_ddp(model), cfg),
-        recovering_inference(model, RecoveryOptions.from_cfg(cfg)),
+        recovering_inference(model, settings.recovery),
         checked_test_loaders(cfg),
         coco_evaluators(cfg),
     ):

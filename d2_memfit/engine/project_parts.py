@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..common.patching import change_class, replaced_functions
 from ..errors import ConfigError
-from ..iteration import Precision
+from ..settings import Precision
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["project_parts"]

@@ -3,60 +3,117 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Optional
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 
 from .. import compat
 from ..errors import one_line
+from .attempts import RecoveryReport
 from .losses import CountReport
-from .recovery import RecoveryReport
 from .window import MicroBatch, Window, image_names
 
-__all__ = ["RankReport", "check_finite", "mean_losses", "write_metrics"]
+__all__ = ["RankReport", "Vote", "check_finite", "mean_losses", "write_metrics"]
 
 
 @dataclass
 class RankReport:
-    """One rank's report of its window, pickled for the others."""
+    """One rank's report of its window."""
 
     num_images: int = 0
     loss_sums: dict[str, float] = field(default_factory=dict)  # each loss, summed over images
     data_time: float = 0.0  # seconds
     # One line for each micro-batch with a loss of infinity or NaN.
     not_finite: list[str] = field(default_factory=list)
-    has_gradient: list[bool] = field(default_factory=list)  # each parameter, in the model's order
+    # Of each parameter, in the model's order, if gradients are reduced after the backward.
+    has_gradient: list[bool] = field(default_factory=list)
     recovery: Optional[RecoveryReport] = None
+    error: str = ""  # for which all ranks end: memory ran out for good
     counts: CountReport = field(default_factory=CountReport)
     stop_signal: int = 0  # the signal that asked this rank to end the run
-    run_state: bytes = b""  # a packed RunState, on several ranks
+    run_state: Any = None  # for a checkpoint of the first rank, see StatesOfRanks
 
-    @classmethod
-    def of(
-        cls,
+    def add(
+        self,
         window: Window,
         parameters: Iterable[torch.Tensor],
         likely_cause: Callable[[MicroBatch], str],
-    ) -> "RankReport":
+    ) -> None:
         """Sum a window's losses after its last backward. This waits for the device.
 
         Args:
-            parameters: those of the model.
+            parameters: those of the model, if other ranks need to know which have gradients.
             likely_cause: the text for a micro-batch whose losses are not finite. An error in it
                 becomes part of the text, and goes no further.
         """
-        made = cls(window.num_images, data_time=window.data_time)
-        made.has_gradient = [p.grad is not None for p in parameters]
+        self.num_images = window.num_images
+        self.data_time = window.data_time
+        self.has_gradient = [p.grad is not None for p in parameters]
         for m in window.micro_batches:
             losses = {name: loss.item() for name, loss in m.losses.items()}
             for name, loss in losses.items():
-                made.loss_sums[name] = made.loss_sums.get(name, 0.0) + m.num_images * loss
+                self.loss_sums[name] = self.loss_sums.get(name, 0.0) + m.num_images * loss
             if not math.isfinite(sum(losses.values())):
-                made.not_finite.append(_not_finite(m, losses, likely_cause))
-        return made
+                self.not_finite.append(_not_finite(m, losses, likely_cause))
+
+    def numbers(self) -> list[float]:
+        """The part that differs in each iteration, as numbers."""
+        counted = [] if self.recovery is None else vars(self.recovery).values()
+        return [
+            *(self.num_images, self.data_time, self.stop_signal),
+            *self.loss_sums.values(),
+            *counted,
+        ]
+
+    def with_numbers(self, numbers: Sequence[float]) -> "RankReport":
+        """This report with other :meth:`numbers`."""
+        sums, counted = numbers[3:][: len(self.loss_sums)], numbers[3 + len(self.loss_sums) :]
+        return replace(
+            self,
+            num_images=int(numbers[0]),
+            data_time=numbers[1],
+            stop_signal=int(numbers[2]),
+            loss_sums=dict(zip(self.loss_sums, sums)),
+            recovery=self.recovery and RecoveryReport(*map(int, counted)),
+        )
+
+
+class Vote:
+    """The exchange of reports between ranks, which all take part in.
+
+    It is one small tensor, unless a report of any rank says more than the numbers of what all ranks
+    know, such as an error. All ranks see that in the tensor, and pickled reports follow.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: list[RankReport] = []  # the last pickled ones
+
+    def of(self, mine: RankReport) -> list[RankReport]:
+        """The reports of all ranks."""
+        ranks, rank = comm.get_world_size(), comm.get_rank()
+        if ranks == 1:
+            return [mine]
+        width = 1 + max((len(r.numbers()) for r in self._known), default=0)
+        numbers = mine.numbers()
+        is_usual = len(self._known) == ranks and (
+            self._known[rank].with_numbers(numbers) == mine if len(numbers) < width else False
+        )
+        table = torch.zeros(ranks, width, dtype=torch.float64)
+        table[rank, 0] = not is_usual
+        if is_usual:
+            table[rank, 1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        table = table.to(self._device)
+        dist.all_reduce(table)
+        has_more, *columns = zip(*table.tolist())
+        if any(has_more):
+            self._known = comm.all_gather(mine)
+            return self._known
+        return [r.with_numbers(row) for r, row in zip(self._known, zip(*columns))]
 
 
 def check_finite(reports: Sequence[RankReport], iteration: int) -> None:

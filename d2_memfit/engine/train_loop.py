@@ -19,12 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import compat
 from ..common.checks import check_positive_int
 from ..errors import ConfigError, OutOfMemoryError
-from ..iteration import AveragedWeights, CostModel, Precision
-from ..job import LossFn, NormalizerOptions, RecoveryOptions, losses_of
+from ..iteration import AveragedWeights, CostModel
+from ..job import LossFn, losses_of
+from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
+from .attempts import Recovery, WindowRetries, observed, run_all
 from .hooks import compare_number_formats, explains_hooks, likely_cause
-from .losses import CommunicationError, LossRules
-from .rank_report import RankReport, check_finite, mean_losses, write_metrics
-from .recovery import Recovery, RecoveryReport, observed
+from .losses import CommunicationError, CountReport, LossRules
+from .rank_report import RankReport, Vote, check_finite, mean_losses, write_metrics
 from .reduce import average_gradients, check_ddp, image_share
 from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
 from .state import watched
@@ -107,10 +108,9 @@ class AccumulatingTrainer(ResumableTrainer):
         cost_model: Optional[CostModel] = None,
         ema_decay: Optional[float] = None,
     ) -> None:
-        check_positive_int("SOLVER.ACCUMULATION_STEPS", accumulation_steps)
         check_positive_int("gather_metric_period", gather_metric_period)
-        if micro_batch_size is not None:
-            check_positive_int("MEMFIT.MICRO_BATCH", micro_batch_size)
+        counts = {"accumulation_steps": accumulation_steps, "micro_batch_size": micro_batch_size}
+        check_arguments("MEMFIT", {**counts, "ema_decay": ema_decay})
         if not isinstance(precision, Precision):
             precision = Precision(precision, next(model.parameters()).device)
         self.accumulation_steps = accumulation_steps
@@ -136,7 +136,7 @@ class AccumulatingTrainer(ResumableTrainer):
                 bare_model,
                 self.micro_batch_size,
                 mixed_precision=precision.dtype != torch.float32,
-                communication=self.loss_rules.communication,
+                may_recover=lambda: self.loss_rules.communication.may_recover,
                 byte_cut=self.byte_cut,
             )
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
@@ -151,6 +151,7 @@ class AccumulatingTrainer(ResumableTrainer):
         self.gather_metric_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self._has_old_gradients = False
+        self._exchange = Vote(next(model.parameters()).device)
         # On several ranks, one whose forward fails would leave the others waiting in theirs.
         compares_formats = precision.dtype == torch.float16 and comm.get_world_size() == 1
         self._compared_below = math.inf if compares_formats else 0  # images of a micro-batch
@@ -180,6 +181,25 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _run(self, window: Window) -> list[RankReport]:
         """Run a window to the gradients of all ranks' images; return the reports of all ranks."""
+        self._begin(window)
+        if self._reduces_in_backward:  # as in Detectron2
+            self._accumulate(window)
+            reports = self._vote(window, RankReport())
+        else:
+            with WindowStorage(get_event_storage()) as storage, self._no_sync():
+                reports = self._vote(window, self._attempt(window, storage))
+            storage.write()
+            self.loss_rules.learn([r.counts for r in reports])
+            if self.recovery is not None:
+                self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
+        check_finite(reports, self.iter)
+        if not self._reduces_in_backward and any(r.num_images for r in reports):
+            with self._final_error("reduction", window):
+                average_gradients(self.model, window, reports)
+        return reports
+
+    def _begin(self, window: Window) -> None:
+        """Copy what the iteration changes before its step, in case that it does not get there."""
         self.check_train()
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
         self.iter = get_event_storage().iter
@@ -189,15 +209,6 @@ class AccumulatingTrainer(ResumableTrainer):
             self._free_old_gradients()
         with self._final_error("start", window):
             self.progress.put_back = self.run_state.mark(is_watched=self.recovery is not None)
-
-        run = self._run_batch if self._reduces_in_backward else self._run_window
-        reports = run(window)
-        self.agreed_stop_signal = max(r.stop_signal for r in reports)
-        check_finite(reports, self.iter)
-        if not self._reduces_in_backward and any(r.num_images for r in reports):
-            with self._final_error("reduction", window):
-                average_gradients(self.model, window, reports)
-        return reports
 
     def _step(self, window: Window, reports: list[RankReport]) -> None:
         """Write the metrics, clip, and change the weights."""
@@ -213,54 +224,31 @@ class AccumulatingTrainer(ResumableTrainer):
                     self.average.update(compat.without_ddp(self.model))
                 self._end_step(reports)
 
-    def _run_batch(self, window: Window) -> list[RankReport]:
-        """Run a window that is one batch, as Detectron2 does: DDP averages in the backward.
-
-        Returns:
-            The reports of all ranks.
-        """
-        micro_batch = window.take()
-        assert micro_batch is not None  # it is the first
-        share = image_share(micro_batch.num_images, self.model)
-        self._backward(self._forward(micro_batch), share)
-        return comm.all_gather(self._report(window))
-
-    def _run_window(self, window: Window) -> list[RankReport]:
-        """Accumulate a window's gradients without other ranks, then exchange reports with them.
-
-        The reports are a vote. Before it, a rank that runs out of memory runs images again alone.
-
-        Returns:
-            The reports of all ranks.
-        """
-        if self.recovery is not None and self.run_state.loads_in_this_process:
-            window.load()  # a second run must not draw the loader's random numbers again
-        with WindowStorage(get_event_storage()) as storage, self._no_sync():
-            reports = comm.all_gather(self._attempt(window, storage))
-        storage.write()
-        self.loss_rules.learn([r.counts for r in reports])
-        if self.recovery is not None:
-            self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
-        return reports
-
     def _attempt(self, window: Window, storage: WindowStorage) -> RankReport:
         """Accumulate a window's gradients on this rank, and report how that went."""
-        recovery = None
-        found = ""
+        retries = None
+        if self.recovery is not None:
+            bare, last = compat.without_ddp(self.model), self.run_state.at_start
+            retries = WindowRetries(self.recovery, bare, window, storage, last)
         try:
             with self._final_error("window", window):
-                self._begin_window(window, storage)
-                recovery = self._accumulate(window, storage)
+                if retries is not None and self.run_state.loads_in_this_process:
+                    window.load()  # a second run must not draw the loader's random numbers again
+                self._count(window)
+                self._accumulate(window, storage, retries)
                 self._free_old_gradients()  # if all images were skipped
-        except CommunicationError as e:
-            found = str(e)  # the report tells all ranks
+                return RankReport(recovery=None if retries is None else retries.end())
         except OutOfMemoryError as e:
+            self.model.zero_grad(set_to_none=True)
             if self.loss_rules.communication.known:  # the other ranks wait in a forward
                 raise
-            recovery = RecoveryReport(final_error=str(e))
-        return self._report(window, recovery, found)
+            return RankReport(error=str(e))
+        except CommunicationError as e:  # its images are left out, and the report tells all ranks
+            self.model.zero_grad(set_to_none=True)
+            window.start_over()
+            return RankReport(counts=CountReport(str(e)))
 
-    def _begin_window(self, window: Window, storage: WindowStorage) -> None:
+    def _count(self, window: Window) -> None:
         """Find what the window's losses are divided by, before its first forward."""
         if self.byte_cut is not None:
             if found := self.loss_rules.communication.known:
@@ -272,24 +260,32 @@ class AccumulatingTrainer(ResumableTrainer):
         size = self.recovery.micro_batch_size if self.recovery else self.micro_batch_size
         self.loss_rules.begin(window, size, self._forward)
 
-    def _accumulate(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
+    def _accumulate(
+        self,
+        window: Window,
+        storage: Optional[WindowStorage] = None,
+        retries: Optional[WindowRetries] = None,
+    ) -> None:
         """Run a window's micro-batches one after another; each counts by its images."""
 
-        def backward(loss: torch.Tensor, micro_batch: MicroBatch) -> None:
+        def take() -> Optional[MicroBatch]:
+            if retries is None:
+                return window.take(self.micro_batch_size)
+            starts_over = retries.report.oom_events > 0 and not window.micro_batches
+            if starts_over and self.loss_rules.lacks_counts:
+                self._count(window)  # it was to go through the model at once
+            return window.take(retries.micro_batch_size, self.micro_batch_size is not None)
+
+        def run(micro_batch: MicroBatch) -> None:
+            if storage is not None:
+                storage.next_micro_batch(micro_batch.num_images)
+            loss = self._forward(micro_batch)
             with self.loss_rules.of(micro_batch, replays=True):
-                self._backward(loss, micro_batch.num_images / window.expected_images)
+                self._backward(loss, self._weight(micro_batch, window))
+            if storage is not None and retries is None:
+                micro_batch.keep_names_only()
 
-        def begin_anew() -> None:
-            if self.loss_rules.lacks_counts:  # it went through the model at once, and did not fit
-                self._begin_window(window, storage)
-
-        if self.recovery is not None:
-            return self.recovery.run(window, storage, self._forward, backward, begin_anew)
-        while (micro_batch := window.take(self.micro_batch_size)) is not None:
-            storage.next_micro_batch(micro_batch.num_images)
-            backward(self._forward(micro_batch), micro_batch)
-            micro_batch.keep_names_only()
-        return None
+        run_all(take, run, retries)
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a forward's losses. Each loss is kept in the micro-batch, too."""
@@ -311,6 +307,11 @@ class AccumulatingTrainer(ResumableTrainer):
     def _losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
         return losses_of(model, batch, self.loss_fn)
 
+    def _weight(self, micro_batch: MicroBatch, window: Window) -> Union[float, torch.Tensor]:
+        if self._reduces_in_backward:  # DDP averages over ranks
+            return image_share(micro_batch.num_images, self.model)
+        return micro_batch.num_images / window.expected_images
+
     def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
         """Add the gradients of ``weight x loss`` to the window's."""
         self._free_old_gradients()
@@ -323,21 +324,34 @@ class AccumulatingTrainer(ResumableTrainer):
             self.optimizer.zero_grad(set_to_none=True)
         self._has_old_gradients = False
 
-    def _report(
-        self, window: Window, recovery: Optional[RecoveryReport] = None, found: str = ""
-    ) -> RankReport:
-        """This rank's report of its window; only the error if there is no memory to make one."""
+    def _vote(self, window: Window, mine: RankReport) -> list[RankReport]:
+        """Complete this rank's report, and return those of all ranks.
+
+        Raises:
+            OutOfMemoryError: on every rank, if memory ran out for good on any.
+        """
         try:
             with self._final_error("vote", window):
-                mine = RankReport.of(window, self.model.parameters(), self._likely_cause)
-                mine.counts = self.loss_rules.report(window, found)
-                mine.recovery = recovery
+                if not mine.error:
+                    mine.add(window, self._reduced_later(), self._likely_cause)
+                    mine.counts = self.loss_rules.report(window, mine.counts.communicates)
         except OutOfMemoryError as e:
-            mine = RankReport(recovery=RecoveryReport(final_error=str(e)))
+            mine = RankReport(error=str(e))
         mine.stop_signal = self.stop_signal
-        if comm.get_world_size() > 1:  # for a checkpoint of rank 0, should this rank die
-            mine.run_state = self.run_state.packed()
-        return mine
+        if comm.get_world_size() > 1:  # for a checkpoint of the first rank, should this one die
+            size = None if self.recovery is None else self.recovery.size.state_dict()
+            pack = partial(self.run_state.packed, size)
+            mine.run_state = self.run_state.ranks.put(self.iter, pack)
+        reports = self._exchange.of(mine)
+        self.agreed_stop_signal = max(r.stop_signal for r in reports)
+        if errors := [r.error for r in reports if r.error]:
+            raise OutOfMemoryError("\n".join(errors))
+        return reports
+
+    def _reduced_later(self) -> Iterable[nn.Parameter]:
+        """Parameters whose gradients ranks reduce after the backward."""
+        is_ddp = isinstance(self.model, DistributedDataParallel)
+        return self.model.parameters() if is_ddp and not self._reduces_in_backward else ()
 
     def _likely_cause(self, micro_batch: MicroBatch) -> str:
         model = compat.without_ddp(self.model)
@@ -351,7 +365,7 @@ class AccumulatingTrainer(ResumableTrainer):
     def _end_step(self, reports: list[RankReport]) -> None:
         """The iteration's state is whole: from here on, a checkpoint may have it."""
         self.progress = Progress(self.iter, has_stepped=True)
-        self.run_state.keep(self.iter, [r.run_state for r in reports])
+        self.run_state.ranks.learn(self.iter, [r.run_state for r in reports])
 
     def _clip(self) -> None:
         if self.clip_gradients is None:
@@ -372,10 +386,15 @@ class AccumulatingTrainer(ResumableTrainer):
         is_ddp = isinstance(self.model, DistributedDataParallel)
         return self.model.no_sync() if is_ddp else contextlib.nullcontext()
 
+    def learned(self) -> Any:
+        return None if self.recovery is None else self.recovery.last_size
+
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), **self.precision.state_dict()}
+        own = self.learned()
+        sizes = [(rank and rank.pop("learned", None)) or own for rank in state["run"]["ranks"]]
         if self.recovery is not None:
-            state["recovery"] = self.recovery.state_dict()
+            state["recovery"] = self.recovery.state_dict(sizes)
         if rules := self.loss_rules.state_dict():
             state["loss_rules"] = rules
         if self.average is not None:

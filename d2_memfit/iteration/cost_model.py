@@ -3,18 +3,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
-from detectron2.config import CfgNode
 from torch import nn
 
-from ..common.checks import check_number, fits
-from ..errors import ConfigError
-
-__all__ = ["FEATURES", "CostModel", "ImageFacts", "Padding", "check_cost_model"]
-
-_GB = 2**30
+__all__ = ["FEATURES", "CostModel", "ImageFacts", "Padding"]
 
 # The features of a sum in MEMFIT.COST_MODEL.BYTES, in order.
 FEATURES = (
@@ -118,17 +112,6 @@ class CostModel:
     limit_bytes: int
     overhead_pixels: float = 0.0
 
-    @classmethod
-    def from_cfg(cls, cfg: CfgNode) -> Optional["CostModel"]:
-        """The cost model of MEMFIT.COST_MODEL under MEMFIT.BUDGET_GB; None without sums."""
-        node = cfg.MEMFIT.COST_MODEL
-        if not node.BYTES:
-            return None
-        sums = tuple(tuple(map(float, numbers)) for numbers in node.BYTES)
-        margin = cfg.MEMFIT.PLAN.MARGIN or 0.0  # a plan with a cost model writes its own
-        limit_gb = cfg.MEMFIT.BUDGET_GB * (1 - margin) - node.ERROR_GB
-        return cls(sums, int(limit_gb * _GB), node.OVERHEAD_PIXELS)
-
     def bytes_of(self, images: ImageFacts, padding: Padding) -> Any:
         """Bytes of a micro-batch; of many if the facts are arrays."""
         features = images.features(padding)
@@ -139,18 +122,3 @@ class CostModel:
     def bytes_before_images(self) -> float:
         """Bytes that the process needs before the first image."""
         return max(numbers[0] for numbers in self.sums)
-
-
-def check_cost_model(cfg: CfgNode) -> None:
-    """Raise :class:`ConfigError` on the first invalid value of MEMFIT.COST_MODEL."""
-    node = cfg.MEMFIT.COST_MODEL
-    is_of_sums = fits(node.BYTES, list[list[float]])
-    if not is_of_sums or any(len(b) != len(FEATURES) or min(b) < 0 for b in node.BYTES):
-        raise ConfigError(
-            f"MEMFIT.COST_MODEL.BYTES must be lists of {len(FEATURES)} numbers from 0, as "
-            f"d2-memfit plan --cost-model finds them, got {node.BYTES!r}"
-        )
-    for key in ("ERROR_GB", "OVERHEAD_PIXELS"):
-        check_number(f"MEMFIT.COST_MODEL.{key}", node[key])
-    if node.BYTES and cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
-        raise ConfigError("MEMFIT.COST_MODEL.BYTES needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")

@@ -7,6 +7,5 @@ from .job import *
 from .largest_images import *
 from .lazy import *
 from .losses import *
-from .options import *
 from .projects import *
 from .real_images import *

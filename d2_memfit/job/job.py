@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Optional, Union
 
@@ -16,20 +17,27 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import compat
-from ..common.checks import check_positive_int
 from ..common.side_work import no_information
-from ..config import cfg_of_techniques, check_config, with_budget, with_memfit_keys, with_settings
+from ..config import cfg_of_memfit, with_settings
 from ..errors import ConfigError
-from ..iteration import BatchGeometry, Precision, auto_scale_workers
+from ..iteration import BatchGeometry
+from ..settings import (
+    NormalizerOptions,
+    Precision,
+    RecoveryOptions,
+    Settings,
+    argument_name,
+    cfg_of_lazy,
+    lazy_name,
+    named,
+)
 from ..techniques import apply_techniques
 from .batches import GivenBatches
 from .checked_loader import checked_loader
 from .largest_images import Size, WorstCase
-from .lazy import LazyParts, cfg_of_lazy
+from .lazy import LazyParts
 from .losses import LossFn
 from .mapped import MappedBatches
-from .options import NormalizerOptions, RecoveryOptions
 from .parts import GivenParts, Parts, TrainerParts
 from .projects import own_registry
 
@@ -69,18 +77,16 @@ class Job:
             in estimates. Modules that it calls are parts of the model, so that they are counted.
 
     Attributes:
-        cfg: the frozen yacs config, with all keys of d2_memfit. For a LazyConfig or pieces, its
-            keys hold the corresponding values.
+        settings: what the job is told. For a LazyConfig or pieces, the keys of its ``cfg`` hold the
+            corresponding values.
         parts: makes model, optimizer and loaders.
-        geometry: numbers of images in an iteration.
 
     Raises:
         ConfigError: a value cannot work.
     """
 
-    cfg: CfgNode
+    settings: Settings
     parts: Parts
-    geometry: BatchGeometry
 
     def __init__(
         self,
@@ -101,10 +107,11 @@ class Job:
         batch: Any = None,
         loss_fn: Optional[LossFn] = None,
     ) -> None:
-        check_positive_int("images_per_batch", images_per_batch)
-        ranks = _checked(ranks)
-        cfg = cfg_of_techniques(memfit or {})
-        cfg.SOLVER.IMS_PER_BATCH = images_per_batch * ranks
+        ranks = comm.get_world_size() if ranks is None else ranks
+        with named(argument_name):
+            cfg = cfg_of_memfit(memfit or {})
+        is_number = isinstance(images_per_batch, int) and images_per_batch > 0
+        cfg.SOLVER.IMS_PER_BATCH = images_per_batch * (ranks if is_number else 1)
         cfg.SOLVER.ACCUMULATION_STEPS = accumulation_steps
         cfg.SOLVER.MAX_ITER = max_iter
         cfg.SOLVER.AMP.ENABLED = amp_dtype is not None
@@ -113,7 +120,7 @@ class Job:
         cfg.MODEL.DEVICE, cfg.OUTPUT_DIR = device, output_dir
         cfg.DATASETS.TEST = () if test_loader is None else ("test_loader",)
         parts = GivenParts(model, optimizer, train_loader, test_loader, loss_fn)
-        self._describe(parts, cfg, ranks, batch)
+        self._describe(parts, Settings.of(cfg, ranks, argument_name), batch)
 
     @classmethod
     def from_cfg(cls, cfg: CfgNode, ranks: Optional[int] = None, **batch: Any) -> "Job":
@@ -140,9 +147,6 @@ class Job:
         """
         if not isinstance(cfg, CfgNode):
             raise TypeError(f"a trainer's job needs a config of yacs, got a {type(cfg).__name__}")
-        ranks = _checked(ranks)
-        cfg = auto_scale_workers(with_memfit_keys(cfg), ranks)
-        parts = TrainerParts(cfg, trainer)
         other = own_registry(cfg) if trainer is DefaultTrainer else None
         if other is not None:
             raise ConfigError(
@@ -151,7 +155,7 @@ class Job:
                 "project's: name the class that trains, --trainer MODULE:CLASS"
             )
         job = cls.__new__(cls)
-        job._describe(parts, cfg, ranks, **batch)
+        job._describe(TrainerParts(cfg, trainer), Settings.of(cfg, ranks), **batch)
         return job
 
     @classmethod
@@ -162,9 +166,9 @@ class Job:
             cfg: with the nodes model, optimizer, dataloader and train.
             ranks, batch: as for :meth:`from_cfg`.
         """
-        ranks = _checked(ranks)
         job = cls.__new__(cls)
-        job._describe(LazyParts(copy.deepcopy(cfg)), cfg_of_lazy(cfg), ranks, **batch)
+        settings = Settings.of(cfg_of_lazy(cfg), ranks, lazy_name)
+        job._describe(LazyParts(copy.deepcopy(cfg)), settings, **batch)
         return job
 
     @classmethod
@@ -189,22 +193,13 @@ class Job:
     def _describe(
         self,
         parts: Parts,
-        cfg: CfgNode,
-        ranks: int,
+        settings: Settings,
         batch: Any = None,
         image_size: Optional[Size] = None,
         num_instances: Optional[int] = None,
     ) -> None:
-        check_config(cfg, ranks)
-        is_a_rank = comm.get_world_size() > 1
-        cfg = with_budget(cfg, compat.local_world_size() if is_a_rank else ranks)
-        RecoveryOptions.from_cfg(cfg)
-        NormalizerOptions.from_cfg(cfg)
-        cfg = cfg.clone()
-        cfg.freeze()
-        self.cfg = cfg
-        self.parts = parts.with_cfg(cfg)
-        self.geometry = BatchGeometry.from_cfg(cfg, ranks)
+        self.settings = settings
+        self.parts = parts.with_cfg(settings.cfg)
         self._batch = batch
         self._facts = image_size, num_instances
 
@@ -216,12 +211,10 @@ class Job:
         """
         job = copy.copy(self)
         try:
-            job.cfg = with_settings(self.cfg, settings)
+            job.settings = replace(self.settings, cfg=with_settings(self.cfg, settings))
         except KeyError as e:
             raise ConfigError(f"there is no config key {e.args[0]}") from e
-        job.cfg.freeze()
         job.parts = self.parts.with_settings(settings)
-        job.geometry = BatchGeometry.from_cfg(job.cfg, self.ranks)
         same_mapper = all(key.startswith(("MEMFIT.", "SOLVER.")) for key in settings)
         if not same_mapper or job.geometry.crosses_batches != self.geometry.crosses_batches:
             vars(job).pop("batches", None)
@@ -235,8 +228,18 @@ class Job:
         return job
 
     @property
+    def cfg(self) -> CfgNode:
+        """The frozen yacs config, with all keys of d2_memfit."""
+        return self.settings.cfg
+
+    @property
     def ranks(self) -> int:
-        return self.geometry.ranks
+        return self.settings.ranks
+
+    @property
+    def geometry(self) -> BatchGeometry:
+        """Numbers of images in an iteration."""
+        return self.settings.geometry
 
     @property
     def budget_gb(self) -> Optional[float]:
@@ -257,12 +260,12 @@ class Job:
     @property
     def recovery(self) -> Optional[RecoveryOptions]:
         """Options of recovery; None if an out-of-memory error ends the run."""
-        return RecoveryOptions.from_cfg(self.cfg)
+        return self.settings.recovery
 
     @property
     def normalizers(self) -> NormalizerOptions:
         """Options for the counts that losses are divided by."""
-        return NormalizerOptions.from_cfg(self.cfg)
+        return self.settings.normalizers
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -276,8 +279,7 @@ class Job:
 
     def precision(self, device: Optional[str] = None) -> Precision:
         """Number formats on MODEL.DEVICE or another device."""
-        there = self.cfg.MODEL.DEVICE if device is None else device
-        return Precision.from_cfg(with_settings(self.cfg, {"MODEL.DEVICE": there}))
+        return Precision.from_cfg(self.cfg, device)
 
     def build_model(self, device: Optional[str] = None, announce: bool = True) -> nn.Module:
         """Build the model with its techniques, on MODEL.DEVICE or another device.
@@ -327,8 +329,3 @@ class Job:
     def evaluation_batch(self) -> Any:
         """The largest batch in evaluation."""
         return self.batches.evaluation()
-
-
-def _checked(ranks: Optional[int]) -> int:
-    check_positive_int("num_gpus", comm.get_world_size() if ranks is None else ranks)
-    return comm.get_world_size() if ranks is None else ranks

@@ -91,9 +91,7 @@ class TrainerParts:
         Raises:
             ConfigError: there is no such key.
         """
-        changed = with_settings(self.cfg, settings)
-        changed.freeze()
-        return TrainerParts(changed, self.trainer)
+        return TrainerParts(with_settings(self.cfg, settings), self.trainer)
 
     def without_resizing(self) -> "TrainerParts":
         """The same parts, whose loaders leave images in their sizes."""

@@ -8,8 +8,8 @@ import torch
 
 from ..compat.pytorch import TorchDispatchMode, storage_id
 from ..engine import AccumulatingTrainer
-from ..engine.recovery import RecoveryReport
-from ..engine.window import MicroBatch, Window, WindowStorage
+from ..engine.rank_report import RankReport
+from ..engine.window import MicroBatch, Window
 from ..memory import storages
 
 __all__ = ["InjectedTrainer", "Injector", "relative_difference"]
@@ -69,10 +69,9 @@ class InjectedTrainer(AccumulatingTrainer):
         with self.injector:
             super()._backward(loss, weight)
 
-    def _accumulate(self, window: Window, storage: WindowStorage) -> Optional[RecoveryReport]:
-        result = super()._accumulate(window, storage)
+    def _vote(self, window: Window, *args: Any) -> list[RankReport]:
         self.window_sizes = tuple(m.num_images for m in window.micro_batches)
-        return result
+        return super()._vote(window, *args)
 
 
 def relative_difference(

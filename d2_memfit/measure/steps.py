@@ -13,10 +13,11 @@ from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 
 from ..engine import AccumulatingTrainer
-from ..job import Job, RecoveryOptions, WorstCase
+from ..job import Job, WorstCase
 from ..memory import on_host, release_memory
 from ..planner.dry_run import worst_case
 from ..planner.estimates import build_with_values, infer
+from ..settings import RecoveryOptions
 from .items import Item, Record, Scale
 from .peaks import limited, median_seconds, peaks_of, under_budget
 

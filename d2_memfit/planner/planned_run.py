@@ -17,13 +17,14 @@ from ..common.files import check_outputs, output_file
 from ..common.logs import start_logging
 from ..config import with_memfit_keys, with_settings
 from ..errors import ConfigError, MemfitError
-from ..job import Job, cfg_of_lazy, size_of, with_overrides
+from ..job import Job, size_of, with_overrides
 from ..memory import (
     limit_onednn_cache,
     return_large_blocks,
     segments_expand,
     use_expandable_segments,
 )
+from ..settings import cfg_of_lazy
 from .device import DeviceModel
 from .dry_run import one_line_errors
 from .search import plan_memory
@@ -79,9 +80,8 @@ def fit_config(cfg: _Config, trainer: Any = None) -> _Config:
 
 
 def _wants_a_plan(cfg: Union[CfgNode, DictConfig]) -> bool:
-    if isinstance(cfg, DictConfig):
-        return cfg_of_lazy(cfg).MEMFIT.PLAN.ENABLED
-    return with_memfit_keys(cfg).MEMFIT.PLAN.ENABLED
+    cfg = cfg_of_lazy(cfg) if isinstance(cfg, DictConfig) else with_memfit_keys(cfg)
+    return cfg.MEMFIT.PLAN.ENABLED
 
 
 def _on_each_rank(call: Callable[[], Any]) -> list[Any]:

@@ -27,9 +27,11 @@ from torch import nn
 
 from d2_memfit.cli.job_options import files_read
 from d2_memfit.cli.train import Trainer as MemfitTrainer
-from d2_memfit.cli.train import argument_parser, make_cfg, run
+from d2_memfit.cli.train import argument_parser, run
 from d2_memfit.common.files import check_outputs, check_run_folder, output_file
-from d2_memfit.data import check_datasets
+from d2_memfit.config import load_cfg
+from d2_memfit.data import check_datasets, register_coco
+from d2_memfit.engine import usable_device
 from d2_memfit.errors import ConfigError, exit_on_error
 from d2_memfit.inference import load_whole_model, weights_of
 
@@ -171,7 +173,10 @@ def main() -> None:
     args = parser.parse_args()
     weights = weights_of(args.config_file, "", args.weights)
     args.opts += ["MODEL.WEIGHTS", weights]
-    cfg = make_cfg(args)
+    for dataset in args.coco:
+        register_coco(*dataset)
+    cfg = load_cfg(args.config_file, args.opts)
+    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
     # Before it takes the time to prune.
     pruned = Path(cfg.OUTPUT_DIR) / "pruned.pth"
     check_outputs([pruned], [weights, *files_read(args)])

@@ -25,13 +25,12 @@ from detectron2.utils.logger import setup_logger
 from tiled_images import CorruptImageError, TiledPredictor, load_tiled_cfg, warn_left_out
 
 from d2_memfit.common.files import check_outputs
-from d2_memfit.config import with_budget
 from d2_memfit.data import check_coco_file
-from d2_memfit.engine.recovery import recovering_inference
+from d2_memfit.engine.attempts import recovering_inference
 from d2_memfit.errors import exit_on_error
 from d2_memfit.inference import CocoResultsWriter, load_whole_model, to_coco
-from d2_memfit.job import RecoveryOptions
 from d2_memfit.memory import enforce_budget, use_expandable_segments
+from d2_memfit.settings import Settings
 from d2_memfit.techniques import ready_to_evaluate
 
 
@@ -70,14 +69,15 @@ def main() -> None:
     check_outputs([args.output], inputs)
     if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
-    cfg = with_budget(cfg)
+    settings = Settings.of(cfg, trains=False)
+    cfg = settings.cfg
     enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
     model = build_model(cfg).eval()
     load_whole_model(model, cfg.MODEL.WEIGHTS)
     predictor = TiledPredictor(cfg, model)
     with (
         ready_to_evaluate(model, cfg),
-        recovering_inference(model, RecoveryOptions.from_cfg(cfg)),
+        recovering_inference(model, settings.recovery),
         CocoResultsWriter.open(args.output) as results,
     ):
         for image_id, file_name in files.items():

@@ -21,7 +21,7 @@ from PIL import Image
 from tiny import ROOT, tiny_cfg
 from trained import save_trained
 
-from d2_memfit.cli import train, train_lazy
+from d2_memfit.cli import train
 from d2_memfit.cli.commands import main
 from d2_memfit.inference import picture_name
 
@@ -316,7 +316,6 @@ def test_a_file_of_the_user_stays_as_it_is(command, here, monkeypatch, capsys):
     for name, content in files.items():
         put(name, content)
     monkeypatch.setattr(train, "launch", None)
-    monkeypatch.setattr(train_lazy, "launch", None)
     before = all_files(here)
     with pytest.raises(SystemExit) as e:
         run(command, monkeypatch)

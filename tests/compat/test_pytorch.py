@@ -64,7 +64,7 @@ ATTRIBUTES = {
     "torch.UntypedStorage": ["_cdata"],
     "torch.Tensor": ["_version"],
     "torch._ops.OpOverload": ["_schema"],
-    "torch.nn.Module": ["_buffers", "_parameters"],
+    "torch.nn.Module": ["_buffers", "_modules", "_parameters"],
     "torch.nn.parallel.DistributedDataParallel": ["_comm_hooks"],
 }
 

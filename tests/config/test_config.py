@@ -5,10 +5,11 @@ from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
 from d2_memfit import add_memfit_config, get_cfg
-from d2_memfit.config import check_config, load_cfg, with_memfit_keys
+from d2_memfit.config import load_cfg, with_memfit_keys
 from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.config.yaml_arithmetic import arithmetic_in_yaml
 from d2_memfit.errors import ConfigError
+from d2_memfit.settings import check_settings
 
 
 def test_get_cfg_is_detectron2s_plus_our_keys():
@@ -130,7 +131,7 @@ def test_accumulation_steps_are_a_positive_integer(value):
     cfg = get_cfg()
     cfg.SOLVER.ACCUMULATION_STEPS = value
     with pytest.raises(ConfigError) as e:
-        check_config(cfg)
+        check_settings(cfg)
     assert str(e.value) == f"SOLVER.ACCUMULATION_STEPS must be a positive integer, got {value!r}"
 
 
@@ -140,14 +141,14 @@ def test_unknown_keys_are_found_that_no_merge_has_seen():
     with pytest.raises(
         ConfigError, match=r"no config key MEMFIT\.MICROBATCH \(did you mean MEMFIT\.MICRO"
     ):
-        check_config(cfg)
+        check_settings(cfg)
 
 
 def test_images_are_shared_equally_among_ranks():
     cfg = get_cfg()
-    check_config(cfg, world_size=8)
+    check_settings(cfg, ranks=8)
     with pytest.raises(ConfigError, match="divisible by the number of ranks, 3, got 16"):
-        check_config(cfg, world_size=3)
+        check_settings(cfg, ranks=3)
 
 
 @pytest.mark.parametrize("value", [5.5, "auto", None, 7])
@@ -157,7 +158,7 @@ def test_a_budget_on_the_command_line_may_be_of_another_type_than_in_the_file(tm
     cfg = load_cfg(str(file), ["MEMFIT.BUDGET_GB", str(value), "MEMFIT.MICRO_BATCH", "None"])
     assert value == cfg.MEMFIT.BUDGET_GB
     assert cfg.MEMFIT.MICRO_BATCH is None
-    check_config(cfg)
+    check_settings(cfg)
 
 
 def test_a_config_of_a_projects_own_class_gets_nodes_of_that_class():

@@ -5,10 +5,11 @@ import pytest
 
 from d2_memfit import get_cfg, plan_memory
 from d2_memfit.cli.options import opts_of_budget
-from d2_memfit.config import PRESETS, budget_of_preset, load_cfg, why_no_card_has, with_budget
+from d2_memfit.config import PRESETS, budget_of_preset, load_cfg, why_no_card_has
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase
 from d2_memfit.memory import process_memory
+from d2_memfit.settings import Settings
 
 # What PyTorch says that the smallest card of each size has, in GB.
 SMALLEST = {
@@ -65,34 +66,30 @@ def test_it_is_a_warning_where_it_is_planned(log):
 
 def test_a_named_budget_goes_before_that_of_a_card():
     cfg = get_cfg()
-    assert with_budget(cfg) is cfg
+    assert Settings.of(cfg, 1).cfg.MEMFIT.BUDGET_GB is None
     cfg.MEMFIT.PRESET = "6GB"
-    cfg.freeze()
-    assert PRESETS["6GB"] == with_budget(cfg).MEMFIT.BUDGET_GB
-    assert with_budget(cfg).is_frozen()
-    cfg = cfg.clone()
-    cfg.defrost()
+    assert PRESETS["6GB"] == Settings.of(cfg, 1).cfg.MEMFIT.BUDGET_GB
     cfg.MEMFIT.BUDGET_GB = 3
-    assert with_budget(cfg) is cfg
+    assert Settings.of(cfg, 1).cfg.MEMFIT.BUDGET_GB == 3
 
 
 def test_auto_is_measured_and_leaves_room_for_the_workers_of_the_loader(log):
     cfg = get_cfg()
     cfg.MODEL.DEVICE, cfg.MEMFIT.BUDGET_GB = "cpu", "auto"
     cfg.DATALOADER.NUM_WORKERS = 0
-    alone = with_budget(cfg).MEMFIT.BUDGET_GB
+    alone = Settings.of(cfg, 1).cfg.MEMFIT.BUDGET_GB
     assert alone > process_memory().data_bytes / 2**30
     assert "MEMFIT.BUDGET_GB auto on the device cpu: " in log.text
     cfg.DATALOADER.NUM_WORKERS = 4
-    assert alone - 1 > with_budget(cfg).MEMFIT.BUDGET_GB
+    assert alone - 1 > Settings.of(cfg, 1).cfg.MEMFIT.BUDGET_GB
 
 
 def test_a_preset_of_the_command_line_takes_the_place_of_a_files_budget(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("MEMFIT: {BUDGET_GB: 10}\nVERSION: 2\n")
     cfg = load_cfg(str(file), ["MEMFIT.PRESET", "6GB"])
-    assert with_budget(cfg).MEMFIT.BUDGET_GB == 5.5
-    assert with_budget(load_cfg(str(file))).MEMFIT.BUDGET_GB == 10
+    assert Settings.of(cfg, 1).cfg.MEMFIT.BUDGET_GB == 5.5
+    assert Settings.of(load_cfg(str(file)), 1).cfg.MEMFIT.BUDGET_GB == 10
 
 
 @pytest.mark.parametrize("card", ["6GB", "6", " 6 gb ", "6G", "6GiB"])

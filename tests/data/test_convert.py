@@ -103,8 +103,7 @@ def accepted(monkeypatch):
         assert (program, name) == ("d2-memfit", "train")
         args = train.argument_parser().parse_args([*arguments, "MODEL.WEIGHTS", ""])
         args.fit = False  # which plans
-        train.prepare(args)
-        cfg = train.make_cfg(args)
+        cfg, _ = train.prepare(args)
         mapper = DatasetMapper(cfg, is_train=True)
         found = {}
         for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):

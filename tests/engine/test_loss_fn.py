@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

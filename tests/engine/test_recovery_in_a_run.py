@@ -112,7 +112,7 @@ def test_a_preset_is_a_budget_of_a_projects_evaluation_too():
 FAILS_IN_ITERATIONS_1_AND_3 = """
 import os, signal, torch
 from d2_memfit.engine import AccumulatingTrainer
-from d2_memfit.engine.recovery import recovery
+from d2_memfit.engine.attempts import attempts as recovery
 
 def fails(self, micro_batch, forward=AccumulatingTrainer._forward):
     if self.iter in (1, 3) and micro_batch.num_images > 1:

@@ -20,7 +20,7 @@ from tiny import (
 from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import OutOfMemoryError
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

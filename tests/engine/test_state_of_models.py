@@ -15,7 +15,7 @@ from injection import iterate
 from tiny import tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.job import NormalizerOptions, RecoveryOptions
+from d2_memfit.settings import NormalizerOptions, RecoveryOptions
 from d2_memfit.techniques.support import module_state
 
 

@@ -18,12 +18,12 @@ from forks import run_forked
 from tiny import tiny_cfg
 
 from d2_memfit import MemfitTrainer
-from d2_memfit.config import check_config
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
 from d2_memfit.evaluation import coco_evaluators
 from d2_memfit.evaluation import in_parts as evaluation_in_parts
 from d2_memfit.evaluation.spilled_predictions import SpilledPredictions
+from d2_memfit.settings import check_settings
 
 pytestmark = pytest.mark.slow
 
@@ -307,7 +307,7 @@ def test_ranks_send_theirs_in_parts(two_ranks, tmp_path):
 def test_a_value_that_is_no_bool_is_an_error(cfg):
     cfg.MEMFIT.EVALUATION.ON_DISK = "yes"
     with pytest.raises(ConfigError, match=r"EVALUATION.ON_DISK must be True or False, got 'yes'"):
-        check_config(cfg)
+        check_settings(cfg)
 
 
 def growth_mb(folder, num_images, on_disk):

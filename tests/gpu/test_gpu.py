@@ -35,11 +35,11 @@ from torch import nn
 from d2_memfit import AccumulatingTrainer, estimate_memory, plan_memory
 from d2_memfit.compat.pytorch import clear_cublas_workspaces
 from d2_memfit.config import with_settings
+from d2_memfit.engine.attempts import recovering_inference
 from d2_memfit.engine.hooks import LeakDetector, MemoryMonitor, MemorySnapshot
-from d2_memfit.engine.recovery import recovering_inference
 from d2_memfit.errors import ConfigError
-from d2_memfit.iteration import CostModel, Precision
-from d2_memfit.job import RecoveryOptions, WorstCase
+from d2_memfit.iteration import CostModel
+from d2_memfit.job import WorstCase
 from d2_memfit.measure import calibration, outside
 from d2_memfit.measure.calibration import calibrate
 from d2_memfit.measure.items import Scale, items_of
@@ -48,6 +48,7 @@ from d2_memfit.measure.peaks import limited, load_kernels, peaks_of
 from d2_memfit.memory import OwnerMeter, enforce_budget, is_out_of_memory, release_memory
 from d2_memfit.planner.estimates import steps as dry_steps
 from d2_memfit.planner.stand_ins import casts_of_cuda, cuda_as_cpu
+from d2_memfit.settings import Precision, RecoveryOptions
 from d2_memfit.techniques import TECHNIQUES, apply_techniques, offload
 
 pytestmark = pytest.mark.slow

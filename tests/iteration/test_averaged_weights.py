@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from d2_memfit import AccumulatingTrainer, MemfitTrainer
 from d2_memfit.engine import MemfitCheckpointer, evaluating
 from d2_memfit.iteration import AveragedWeights, average_of
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

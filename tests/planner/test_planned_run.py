@@ -7,11 +7,11 @@ import pytest
 from tiny import tiny_cfg
 
 from d2_memfit import fit_config
-from d2_memfit.config import load_cfg, presets
+from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError, MemfitError
-from d2_memfit.iteration import CostModel
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import planned_run
+from d2_memfit.settings import Settings, settings
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def test_a_plan_has_a_cost_model_where_a_key_says_so(cfg, tmp_path):
     cfg.MEMFIT.MICRO_BATCH = 1
     cfg.MEMFIT.PLAN.COST_MODEL = True
     planned = fit_config(cfg)
-    assert CostModel.from_cfg(planned).limit_bytes < planned.MEMFIT.BUDGET_GB * GB
+    assert Settings.of(planned, 1).cost_model.limit_bytes < planned.MEMFIT.BUDGET_GB * GB
     assert load_cfg(str(tmp_path / "output" / "memfit_plan.yaml")).dump() == planned.dump()
 
 
@@ -80,7 +80,7 @@ def test_a_preset_is_a_budget(cfg):
 def test_what_is_free_is_planned_for_and_a_plan_for_more_is_not_taken_again(cfg, monkeypatch, log):
     cfg.MEMFIT.BUDGET_GB = "auto"
     free = [8.0]
-    monkeypatch.setattr(presets, "auto_budget_gb", lambda *_: free[0])
+    monkeypatch.setattr(settings, "auto_budget_gb", lambda *_: free[0])
     assert fit_config(cfg).MEMFIT.BUDGET_GB == 8
     free[0] = 7.8  # about as much
     assert fit_config(cfg).MEMFIT.BUDGET_GB == 8
@@ -107,11 +107,11 @@ def plan_on_ranks(rank, output_dir, what_fails):
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.MEMFIT.PLAN.ENABLED, cfg.MEMFIT.BUDGET_GB = True, "auto"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(presets, "auto_budget_gb", lambda *_: 8.0 - 2 * rank)
+        patch.setattr(settings, "auto_budget_gb", lambda *_: 8.0 - 2 * rank)
         if what_fails == "planning" and rank == 0:
             patch.setattr(planned_run, "plan_memory", lambda *_, **__: 1 / 0)
         if what_fails == "measuring" and rank == 1:
-            patch.setattr(presets, "auto_budget_gb", lambda *_: 1 / 0)
+            patch.setattr(settings, "auto_budget_gb", lambda *_: 1 / 0)
         try:
             return fit_config(cfg).MEMFIT.BUDGET_GB
         except (MemfitError, ZeroDivisionError) as e:

@@ -445,7 +445,8 @@ LIMITED = """
 import sys
 from detectron2.modeling import build_model
 from tiled_images import TiledPredictor, load_tiled_cfg
-from d2_memfit.engine import RecoveryOptions, recovering_inference
+from d2_memfit.engine import recovering_inference
+from d2_memfit.settings import Settings
 from d2_memfit.memory import enforce_budget, process_memory
 
 config, folder = sys.argv[1:]
@@ -457,7 +458,7 @@ predictor._tiles.BATCH_SIZE = 1  # what the first forward allocates once is ther
 next(predictor.detect(f"{folder}/large.npy"), None)
 predictor._tiles.BATCH_SIZE = 9
 enforce_budget(process_memory().data_bytes / 2**30 + 0.2, "cpu")
-with recovering_inference(model, RecoveryOptions.from_cfg(cfg)):
+with recovering_inference(model, Settings.of(cfg, trains=False).recovery):
     list(predictor.detect(f"{folder}/large.npy"))
 print("tiles are done")
 """

@@ -13,10 +13,10 @@ from tiny_transformers import RESOLUTION, draw_the_same_for_each_row, tiny_trans
 
 from d2_memfit import Job
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import RecoveryOptions
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.estimates import steps
+from d2_memfit.settings import RecoveryOptions
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -7,10 +7,10 @@ from detectron2.config import CfgNode
 from tiny import ROOT, tiny_cfg
 
 from d2_memfit import Job, estimate_memory, get_cfg, plan_memory
-from d2_memfit.config import check_config
 from d2_memfit.errors import ConfigError
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.search.trials import _ORDER, Trials
+from d2_memfit.settings import check_settings
 from d2_memfit.techniques import TECHNIQUES, TIERS, Technique, apply_techniques, get_technique
 from d2_memfit.techniques.registry import PARTS
 
@@ -57,7 +57,7 @@ def test_each_is_off_by_default_and_its_settings_turn_it_on(name):
     assert settings, f"{name} has no enabling_settings for this config: no plan uses it"
     for key, value in settings.items():
         cfg.merge_from_list([key, value])
-    check_config(cfg)
+    check_settings(cfg)
     if technique.part != "config" or name == "HostBudget":
         assert technique.is_on(cfg)
 
@@ -95,7 +95,7 @@ def test_one_in_a_users_file_has_keys_and_is_applied(log):
         assert apply_techniques("model", 8, cfg) == 8
         assert not log.records
         cfg.MEMFIT.HALVING = True
-        check_config(cfg)
+        check_settings(cfg)
         assert apply_techniques("model", 8, cfg) == 4
         assert "Technique Halving (recipe) is on" in log.text
         assert log.records[0].levelno == logging.INFO
@@ -120,7 +120,7 @@ def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, lo
     cfg = tiny_cfg("proposal_network", fpn=False)
     cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 1
     cfg.MEMFIT.MINE, cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN = True, 10, 0.1
-    check_config(cfg)
+    check_settings(cfg)
     needed = estimate_memory(cfg, device="cuda").device_total_gb
     assert applied
     cfg.MEMFIT.MINE = False

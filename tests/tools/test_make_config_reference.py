@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from d2_memfit import get_cfg
 from d2_memfit.cli import train_lazy
-from d2_memfit.job import cfg_of_lazy
+from d2_memfit.settings import cfg_of_lazy
 
 KEYS = {key.name: key for key in reference.documented_keys()}
 

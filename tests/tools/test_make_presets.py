@@ -5,11 +5,12 @@ from d2_transformers import add_transformers_config
 from tiny import ROOT
 
 from d2_memfit import estimate_memory, model_zoo
-from d2_memfit.config import PRESETS, check_config, load_cfg
+from d2_memfit.config import PRESETS, load_cfg
 from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.job import Job
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import margin_of
+from d2_memfit.settings import check_settings
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +20,7 @@ NAMES = [n for n in model_zoo.list_configs() if n.endswith(("GB.yaml", "GB_amp.y
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_keeps_the_recipe(name):
     cfg = model_zoo.get_config(name)
-    check_config(cfg)
+    check_settings(cfg)
     stem = name[: -len(".yaml")]
     base, card = (
         stem[: -len("_amp")].rsplit("_", 1) if cfg.SOLVER.AMP.ENABLED else stem.rsplit("_", 1)
@@ -59,7 +60,7 @@ def test_a_preset_for_the_guide_has_its_settings(name):
         load_cfg(str(folder / f"{file}.yaml"), (), [add_transformers_config])
         for file in (name, model)
     )
-    check_config(cfg)
+    check_settings(cfg)
     assert cfg.MODEL == base.MODEL
     assert (batch, accum) == (cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS)
     assert 3 * multi_scale == cfg.TRANSFORMERS.MULTI_SCALE_STEPS

@@ -83,6 +83,23 @@ def test_training_evaluation_and_resuming(arguments, tmp_path, capsys):
     assert (output_dir / "config.yaml").read_text() == config
 
 
+@pytest.mark.parametrize(
+    "opts",
+    [
+        {"MEMFIT.OOM.POLICY": "never", "SOLVER.BASE_LR": -0.1, "SOLVER.MAX_ITER": 0},
+        {"MODEL.NEITHER": 2, "SOLVER.MAX_ITR": 1, "SOLVER.STEPS": 20},
+    ],
+)
+def test_all_that_is_wrong_is_said_at_once(arguments, tmp_path, capsys, opts):
+    code, error = call(capsys, *arguments, *(text for pair in opts.items() for text in pair))
+    lines = error.splitlines()
+    assert code == 2
+    assert len(lines) == len(opts)
+    assert all(line.startswith("error: ") for line in lines)
+    assert all(any(key in line for line in lines) for key in opts)
+    assert not (tmp_path / "output").exists()
+
+
 def test_evaluation_of_weights_for_other_classes_is_one_line(arguments, tmp_path, capsys):
     cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.MODEL.ROI_HEADS.NUM_CLASSES = 7
@@ -136,8 +153,7 @@ def test_a_users_own_data_need_nothing_but_their_files(coins, tmp_path, capsys):
 )
 def test_another_batch_with_the_same_learning_rate_gets_a_warning(opts, advice, log):
     arguments = ["--config-file", "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x", *opts]
-    args = train.argument_parser().parse_args(arguments)
-    train._warn_of_batch(args, train.make_cfg(args))
+    train._warn_of_batch(opts, load_cfg(arguments[1], opts), batch_of_file=16)
     said = [record.getMessage() for record in log.records]
     assert len(said) == (advice is not None)
     assert all(f"(arXiv:1706.02677): {advice}." in line for line in said)
@@ -146,8 +162,7 @@ def test_another_batch_with_the_same_learning_rate_gets_a_warning(opts, advice, 
 def test_without_an_own_schedule_it_is_that_of_a_fine_tuning(coins, capsys):
     arguments, opts = own_data(coins)
     args = train.argument_parser().parse_args([str(a) for a in [*arguments, *opts]])
-    train.prepare(args)
-    cfg = train.make_cfg(args)
+    cfg, _ = train.prepare(args)
     assert cfg.SOLVER.MAX_ITER == 2080  # 65 epochs of 64 images
     assert cfg.SOLVER.STEPS == (1560,)
     assert cfg.SOLVER.WARMUP_ITERS == cfg.SOLVER.CHECKPOINT_PERIOD == 208
@@ -173,8 +188,7 @@ def test_fit_plans_for_what_is_free_here_and_trains(arguments, tmp_path):
 
 def test_fit_takes_the_card_that_is_named(arguments, coins):
     args = train.argument_parser().parse_args(["--fit", "--card", "6GB", *arguments])
-    train.prepare(args)
-    cfg = train.make_cfg(args)
+    cfg, _ = train.prepare(args)
     assert (cfg.MEMFIT.PRESET, cfg.MEMFIT.BUDGET_GB) == ("6GB", None)
     assert cfg.MEMFIT.PLAN.ENABLED
 

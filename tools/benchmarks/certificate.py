@@ -34,11 +34,12 @@ from d2_memfit.certificate import Certificate, certify, follow
 from d2_memfit.config import load_cfg, with_settings
 from d2_memfit.data import register_coco
 from d2_memfit.engine import launch
-from d2_memfit.iteration import CostModel, ImageFacts, Padding
+from d2_memfit.iteration import ImageFacts, Padding
 from d2_memfit.memory import process_memory
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, as_in_runs, steps
 from d2_memfit.planner.search import CostFit
+from d2_memfit.settings import Settings
 
 from .common import machine, markdown_table
 
@@ -190,7 +191,7 @@ def _certify(folder: Path, ranks: int, windows: int, images: int) -> float:
     fit = CostFit(job, there, Padding.of(steps.build(job)[0]))
     fit.run()
     planned = with_settings(cfg, {"MEMFIT.BUDGET_GB": budget_gb, **fit.settings()})
-    cost_model = CostModel.from_cfg(planned)
+    cost_model = Settings.of(planned, ranks).cost_model
     assert cost_model is not None
     start = time.process_time()
     certificate = certify(Job.from_cfg(planned, ranks), device="cpu")

@@ -32,7 +32,7 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.engine import launch
 from d2_memfit.engine.window import MicroBatch, MicroBatchSize
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.settings import RecoveryOptions
 from d2_memfit.techniques.support import ModuleState
 
 from .common import Side, coins, machine, markdown_table, take_turns

@@ -21,7 +21,7 @@ from torch.nn.functional import conv2d
 from d2_memfit import estimate_memory
 from d2_memfit.compat.pytorch import dump_memory_snapshot, record_memory_history
 from d2_memfit.engine import AccumulatingTrainer
-from d2_memfit.job import RecoveryOptions, WorstCase
+from d2_memfit.job import WorstCase
 from d2_memfit.measure.items import Record
 from d2_memfit.measure.jobs import error_record
 from d2_memfit.measure.peaks import limited, median_seconds, peaks_of
@@ -33,6 +33,7 @@ from d2_memfit.memory import (
     segments_expand,
     use_expandable_segments,
 )
+from d2_memfit.settings import RecoveryOptions
 
 from . import full_card
 from .card import CARD, GB, MB, PREPARED, REHEARSE, full_size, job_of, measured, outside

@@ -9,7 +9,7 @@ from detectron2.engine import HookBase
 from detectron2.engine.train_loop import TrainerBase
 
 from ... import compat
-from ..recovery import Recovery
+from ..attempts import Recovery
 
 __all__ = ["explains_hooks"]
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,8 +18,9 @@ from torch import nn
 
 from ...counts import PretendedRanks
 from ...errors import ConfigError, OutOfMemoryError, one_line
-from ...job import NormalizerOptions
 from ...memory import error_line, is_out_of_memory, with_room
+from ...settings import NormalizerOptions
+from ..attempts import run_to_count
 from ..window import MicroBatch, Window, count_objects, may_have_objects
 from . import sites
 from .adapters import adapt_criteria
@@ -421,14 +421,16 @@ class LossRules:
         """Each rank's counts, by a forward of all images without gradients."""
         self._answers = Answers(self.communication.note, pretended=self._told, is_test=True)
         error = ""
+        may_recover = self.communication.may_recover
         try:
             with without_traces(self._model):
-                self._run_for_counts(window, micro_batch_size, forward)
+                run_to_count(
+                    self._model, window, forward, micro_batch_size, self._is_cut, may_recover
+                )
         except Exception as e:
-            if not (self.communication.may_recover and is_out_of_memory(e)):
+            if not (may_recover and is_out_of_memory(e)):
                 raise
             error = error_line(e)
-        window.start_over()
         own = sites.added_up(self._answers.counts)
         missing = {site: torch.zeros(1, dtype=torch.float64) for site in self.rules.counts}
         errors, of_ranks = zip(*comm.all_gather((error, {**missing, **own})))
@@ -439,26 +441,6 @@ class LossRules:
                 "MEMFIT.NORMALIZERS.POLICY off"
             )
         return of_ranks
-
-    def _run_for_counts(
-        self, window: Window, micro_batch_size: Optional[int], forward: Callable[..., Any]
-    ) -> None:
-        """Run a window's forwards; if memory runs out, again in smaller pieces.
-
-        An image that does not fit alone is left out. Training handles it with stronger means.
-        """
-        recovers = self.communication.may_recover
-        device = next(self._model.parameters()).device
-        while (micro_batch := window.take(micro_batch_size, self._is_cut)) is not None:
-            run = partial(forward, micro_batch)
-            try:
-                with_room(run, device) if recovers else run()
-            except Exception as e:
-                if not (recovers and is_out_of_memory(e)):
-                    raise
-                if micro_batch.can_be_split:
-                    micro_batch_size = micro_batch.num_images // 2
-                    window.put_back()
 
     def _say(self, changed: Sequence[str], forwards: int, seconds: float) -> None:
         """Log the word for each loss, and what forwards change in the model."""

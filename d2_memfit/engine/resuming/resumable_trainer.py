@@ -17,6 +17,7 @@ from ...memory import with_room
 from ...techniques import ShardedOptimizer
 from ..state import Snapshot
 from .ending import Progress, call_after_train, saved_at_end
+from .rank_states import RankStates
 from .resumable_batches import ResumableBatches, UnknownLoader
 
 __all__ = ["GatherStates", "ResumableTrainer"]
@@ -92,10 +93,17 @@ class ResumableTrainer(SimpleTrainer):
         """Collect on rank 0 the states of all ranks for a checkpoint. All ranks must call it."""
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.consolidate_state_dict()
-        self.run_state.keep(self.iter, comm.gather(self.run_state.packed()))
+        self.run_state.refresh()
+        own = self.run_state.packed(self.learned())
+        self.run_state.ranks.keep(self.iter, comm.gather(own))
+
+    def learned(self) -> Any:
+        """What only this rank has learned in training, in plain types."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "run": self.run_state.state_dict(self.iter)}
+        run = self.run_state.state_dict(self.iter, self.learned())
+        return {**super().state_dict(), "run": run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -134,12 +142,15 @@ class RunState:
     Attributes:
         batches: what to iterate in place of the loader. It is the loader itself if its order cannot
             be resumed.
+        ranks: the states of all ranks.
+        at_start: the copy that the last iteration began with.
     """
 
     def __init__(self, model: nn.Module, data_loader: Iterable[Any]) -> None:
         self._model = model
         self._device = next(model.parameters()).device
-        self._numbers_at_start = _numbers(model)
+        self._attributes = _attributes(model)
+        self._numbers_at_start = self._numbers()
         self._why_unknown = ""
         self._data: Optional[ResumableBatches] = None
         try:
@@ -147,9 +158,10 @@ class RunState:
         except UnknownLoader as e:
             self._why_unknown = str(e)
         self.batches: Iterable[Any] = data_loader if self._data is None else self._data
-        self._gathered: tuple[int, list[bytes]] = (-1, [])
         self._random_state: Optional[RandomState] = None  # of this rank, until the run starts
         self._is_loaded = False
+        self.ranks = RankStates()
+        self.at_start: Optional[Snapshot] = None
 
     @property
     def loads_in_this_process(self) -> bool:
@@ -160,45 +172,56 @@ class RunState:
         """Whether a worker of the loader was ended with SIGKILL."""
         return self._data is not None and self._data.has_killed_worker()
 
-    def keep(self, iteration: int, ranks: list[bytes]) -> None:
-        """Keep the :meth:`packed` states of all ranks after an iteration."""
-        self._gathered = (iteration, ranks)
-
     def mark(self, is_watched: bool) -> Callable[[], None]:
         """A function that puts back what an iteration changes before its optimizer step.
 
         Args:
             is_watched: whether forwards are watched for changes of parameters.
         """
-        snapshot = with_room(lambda: Snapshot(self._model, is_watched=is_watched), self._device)
-        undo = [snapshot.restore]
-        if self._data is not None:
-            undo.append(self._data.mark())
+        last = self.at_start
+        at_start = with_room(
+            lambda: Snapshot(self._model, is_watched=is_watched, last=last), self._device
+        )
+        self.at_start = at_start
+        undo_data = None if self._data is None else self._data.mark()
 
         def put_back() -> None:
-            for function in undo:
-                function()
+            at_start.restore()
+            if undo_data is not None:
+                undo_data()
 
         return put_back
 
-    def state_dict(self, iteration: int) -> dict[str, Any]:
-        """The state in plain types and tensors.
+    def state_dict(self, iteration: int, learned: Any = None) -> dict[str, Any]:
+        """The state in plain types and tensors. Ranks whose state is not known have None.
 
-        States of other ranks come from :meth:`keep`; they are None if that was in another
-        iteration.
+        Args:
+            learned: what this rank has learned.
         """
-        gathered_at, packed = self._gathered
-        ranks: list[Any] = [None] * comm.get_world_size()
-        if gathered_at == iteration and packed:
-            ranks = [_unpacked(state) if state else None for state in packed]
-        ranks[comm.get_rank()] = _unpacked(self.packed())
+        self.refresh()
+        packed = self.ranks.after(iteration)
+        packed[comm.get_rank()] = self.packed(learned)
+        ranks = [state and _unpacked(state) for state in packed]
         return {"ranks": ranks, "data": self._data and self._data.stream()}
 
-    def packed(self) -> bytes:
+    def packed(self, learned: Any = None) -> bytes:
         """The state of this rank, quick to make and to send."""
-        numbers = _numbers(self._model).items() - self._numbers_at_start.items()
+        numbers = dict(self._numbers().items() - self._numbers_at_start.items())
         data = self._data and self._data.packed()
-        return pickle.dumps((RandomState(self._device).state_dict(), dict(numbers), data))
+        return pickle.dumps((RandomState(self._device).state_dict(), numbers, data, learned))
+
+    def refresh(self) -> None:
+        """Look up the names of the model's modules again, in case that it has new ones."""
+        self._attributes = _attributes(self._model)
+
+    def _numbers(self) -> dict[str, Any]:
+        """The plain numbers among the attributes of all modules, by their full names."""
+        return {
+            f"{name}.{key}": float(value) if isinstance(value, float) else int(value)
+            for name, attributes in self._attributes
+            for key, value in attributes.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
 
     def load_state_dict(self, state: Optional[dict[str, Any]]) -> None:
         """Continue from a checkpoint's state; None if it has none."""
@@ -269,19 +292,14 @@ class RunState:
 
 
 def _unpacked(state: bytes) -> dict[str, Any]:
-    states, numbers, data = pickle.loads(state)
+    states, numbers, data, learned = pickle.loads(state)
     return {
         "random_states": states,
         "numbers": numbers,
         "data": data and ResumableBatches.unpacked(data),
+        **({} if learned is None else {"learned": learned}),
     }
 
 
-def _numbers(model: nn.Module) -> dict[str, Any]:
-    """The plain numbers among the attributes of all modules, by their full names."""
-    return {
-        f"{name}.{key}": float(value) if isinstance(value, float) else int(value)
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
+def _attributes(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, vars(module)) for name, module in model.named_modules()]

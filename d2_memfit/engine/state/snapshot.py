@@ -15,7 +15,7 @@ from torch import nn
 
 from ... import compat
 from ...common.random_state import RandomState
-from ...compat.pytorch import change_count, parameters_by_name
+from ...compat.pytorch import change_count, change_counts, parameters_by_name
 from ...techniques.support import LARGE_BYTES, MOST_BYTES, ModuleState, plain_attributes
 from ..window import WindowStorage
 
@@ -40,6 +40,7 @@ class Snapshot:
         model: without DDP around it.
         storage: the window's storage, if there is one.
         is_watched: whether forwards of the model are watched for changes of parameters.
+        last: an earlier snapshot of the model, which shares copies of what has not changed since.
     """
 
     def __init__(
@@ -47,12 +48,17 @@ class Snapshot:
         model: nn.Module,
         storage: Optional[WindowStorage] = None,
         is_watched: bool = True,
+        last: Optional["Snapshot"] = None,
     ) -> None:
         self._storage = storage
-        self._scalars = storage and storage.mark()
+        self._scalars = 0 if storage is None else storage.mark()
         self._random_state = RandomState(next(model.parameters()).device)
-        changed = StateWatch.of(model).changed if is_watched else ()
-        self._module_state = ModuleState(model, changed)
+        watch = StateWatch.of(model) if is_watched else None
+        self._module_state: ModuleState = ModuleState(
+            model,
+            () if watch is None else watch.changed,
+            None if last is None else last._module_state,
+        )
 
     def restore(self) -> None:
         """Restore the state. This can be done more than once."""
@@ -113,7 +119,7 @@ class StateWatch:
         if looks:
             self._tensors, left_out = _named_state(model)
         copied = {id(t) for t in self.changed}
-        before = self._counts(looks)
+        before = _counts(self._tensors, looks)
         others = {k: _fingerprint(getattr(m, a)) for k, (m, a, _) in left_out.items()}
         is_done = False
         try:
@@ -123,21 +129,19 @@ class StateWatch:
             self._num_forwards += 1
             self._at_first = []
             try:
-                after = self._counts(looks)
+                after = _counts(self._tensors, looks)
             except torch.OutOfMemoryError:  # a forward that failed may leave no memory to look with
                 if is_done:
                     raise
-                after, left_out = self._counts(looks=False), {}
-            for key, (name, reference) in self._tensors.items():
+                after, left_out = _counts(self._tensors, looks=False), {}
+            for key, count in after.items() if before != after else ():
+                name, reference = self._tensors[key]
                 tensor = reference()
-                if tensor is not None and before[key][: len(after[key])] != after[key]:
+                if tensor is not None and before[key][: len(count)] != count:
                     self._note(name, tensor, is_late=not is_done and key not in copied)
             for name, (part, attribute, why) in left_out.items():
                 if others[name] != _fingerprint(getattr(part, attribute, None)):
                     self._warn(name, why)
-
-    def _counts(self, looks: bool) -> dict[int, tuple[Any, ...]]:
-        return {key: _counted(r(), looks) for key, (_, r) in self._tensors.items()}
 
     def _note(self, name: str, tensor: torch.Tensor, is_late: bool) -> None:
         """Record a changed tensor. It is late if the forward failed, as no snapshot has it."""
@@ -175,7 +179,7 @@ def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, 
     names = {part: name for name, part in model.named_modules()}
     tensors: Tensors = {}
     own: set[int] = set()
-    for part in state.parts:
+    for part in state.modules:
         if hasattr(part, "save_for_retry"):
             own.update(map(id, part.parameters()))
         prefix = names.get(part, type(part).__name__)
@@ -199,6 +203,15 @@ def _may_change_unseen(value: Any) -> bool:
         and (value.layout == torch.strided and not value.is_meta)
         and value.grad_fn is None
     )
+
+
+def _counts(tensors: Tensors, looks: bool) -> dict[int, tuple[Any, ...]]:
+    alive = [r() for _, r in tensors.values()]
+    there = [t for t in alive if t is not None and not t.is_inference()]
+    if not looks and len(there) == len(alive):
+        counts = change_counts(there)
+        return dict(zip(tensors, zip(counts, counts[len(there) :])))
+    return {key: _counted(t, looks) for key, t in zip(tensors, alive)}
 
 
 def _counted(tensor: Optional[torch.Tensor], looks: bool) -> tuple[Any, ...]:

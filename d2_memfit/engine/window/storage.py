@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """An event storage that makes one entry per key and iteration from a window's forwards."""
 
-import copy
 from typing import Any
 
 from detectron2.utils.events import EventStorage
@@ -23,7 +22,8 @@ class WindowStorage(EventStorage):
         self._storage = storage
         self._micro_batch = 0
         self._num_images = 1
-        self._weights: dict[str, list[int]] = {}  # images behind each entry of a scalar's history
+        # Each entry of a scalar: its name, the value and its iteration, and the images behind it.
+        self._entries: list[tuple[str, tuple[float, int], int]] = []
         self._first: dict[tuple[str, str], int] = {}  # (kind, name) -> micro-batch
 
     def next_micro_batch(self, num_images: int) -> None:
@@ -33,7 +33,8 @@ class WindowStorage(EventStorage):
 
     def put_scalar(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         super().put_scalar(name, value, *args, **kwargs)
-        self._weights.setdefault(self._current_prefix + name, []).append(self._num_images)
+        full = self._current_prefix + name
+        self._entries.append((full, self._latest_scalars[full], self._num_images))
 
     def put_image(self, img_name: str, img_tensor: Any) -> None:
         if self._is_first("image", img_name):
@@ -53,27 +54,31 @@ class WindowStorage(EventStorage):
     def latest(self) -> Any:
         return {**self._storage.latest(), **super().latest()}
 
-    def mark(self) -> Any:
-        """The scalars so far, for :meth:`rewind`."""
-        return copy.deepcopy((self._history, self._latest_scalars, self._weights))
+    def mark(self) -> int:
+        """The number of entries so far, for :meth:`rewind`."""
+        return len(self._entries)
 
-    def rewind(self, mark: Any) -> None:
+    def rewind(self, mark: int) -> None:
         """Drop scalars put since the mark, and a name scope that an error left open."""
-        self._history, self._latest_scalars, self._weights = copy.deepcopy(mark)
+        del self._entries[mark:]
+        self._history.clear()
+        self._latest_scalars.clear()
+        for name, (value, iteration), _ in self._entries:
+            self._history[name].update(value, iteration)
+            self._latest_scalars[name] = (value, iteration)
         self._current_prefix = ""
 
     def write(self) -> None:
         """Write one value per scalar and iteration to the run's storage."""
-        for name, history in super().histories().items():
-            entries: dict[int, list[tuple[float, int]]] = {}
-            for (value, iteration), num_images in zip(history.values(), self._weights[name]):
-                entries.setdefault(iteration, []).append((value, num_images))
-            for iteration, values in entries.items():
-                mean = sum(v * n for v, n in values) / sum(n for _, n in values)
-                # Only main's put_scalar can be told an iteration other than the current one.
-                at = {} if iteration == self.iter else {"cur_iter": iteration}
-                hint = self.smoothing_hints()[name]
-                self._storage.put_scalar(name, mean, smoothing_hint=hint, **at)
+        values: dict[tuple[str, int], list[tuple[float, int]]] = {}
+        for name, (value, iteration), num_images in self._entries:
+            values.setdefault((name, iteration), []).append((value, num_images))
+        for (name, iteration), entries in values.items():
+            mean = sum(v * n for v, n in entries) / sum(n for _, n in entries)
+            # Only main's put_scalar can be told an iteration other than the current one.
+            at = {} if iteration == self.iter else {"cur_iter": iteration}
+            hint = self.smoothing_hints()[name]
+            self._storage.put_scalar(name, mean, smoothing_hint=hint, **at)
 
     def _is_first(self, kind: str, name: str) -> bool:
         return self._first.setdefault((kind, name), self._micro_batch) == self._micro_batch

@@ -51,6 +51,16 @@ class MicroBatch:
     def can_be_split(self) -> bool:
         return images_of(self.data) is not None and self.num_images > 1
 
+    @property
+    def phase(self) -> str:
+        """The phase in which it is: its forward, until its losses are known, or its backward."""
+        return "backward" if self.losses else "forward"
+
+    @property
+    def image(self) -> Any:
+        """The only image, for :meth:`Window.replace`; or the data, if it is not a list of one."""
+        return self.data[0] if is_list_of_images(self.data) and len(self.data) == 1 else self.data
+
     def keep_names_only(self) -> None:
         """Free the images and keep their names."""
         images = images_of(self.data)

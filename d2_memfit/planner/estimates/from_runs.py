@@ -24,10 +24,10 @@ from typing import Optional
 
 import torch
 
-from ...config import check_config
 from ...errors import ConfigError, one_line
 from ...job import Job, WorstCase
 from ...memory import RunRecord, records_here
+from ...settings import check_settings
 from ..device import DeviceModel
 from .dry_job import DryJob
 
@@ -96,7 +96,7 @@ def _with_outside(device: DeviceModel, record: RunRecord) -> DeviceModel:
 def _with_tensors(device: DeviceModel, job: Job, record: RunRecord) -> DeviceModel:
     try:
         job = job.with_settings(record.settings)
-        check_config(job.cfg, job.ranks)
+        check_settings(job.cfg, job.ranks)
         dry_job, is_alike = _what_ran(job, device, record)
     except (ConfigError, TypeError, ValueError) as e:  # a record that somebody has changed
         logger.info("A run of %s is left out: %s", record.date, one_line(e))

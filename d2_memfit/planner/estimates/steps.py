@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from ... import compat
 from ...common.patching import Groups, source_files
 from ...common.side_work import alone, no_information, unchanged_random_state
-from ...iteration import AveragedWeights, Precision, average_of
+from ...iteration import AveragedWeights, average_of
 from ...job import Job, LossFn, losses_of, tensors_of
+from ...settings import Precision
 from ...techniques import ready_to_evaluate
 from ..dry_run import (
     DryRun,

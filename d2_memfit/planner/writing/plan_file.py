@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 
 from ...common.reading import SafeLoader
 from ...config import get_cfg, with_memfit_keys, with_settings
-from ...job import overrides_of, with_overrides
+from ...job import with_overrides
+from ...settings import overrides_of
 from ..search import Plan
 from .text import describe_plan
 
@@ -52,7 +53,7 @@ def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictCo
     keys = yaml.load(text, SafeLoader)
     if isinstance(cfg, DictConfig):
         return with_overrides(cfg, keys)
-    complete = with_memfit_keys(cfg)
+    complete = with_memfit_keys(cfg).clone()
     complete.defrost()
     complete.MEMFIT.BUDGET_GB = None  # "auto" is not a number
     complete.merge_from_other_cfg(type(complete)(keys))

@@ -4,10 +4,12 @@
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -15,13 +17,13 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
 from torch import nn
 
-from ...compat.pytorch import buffers_by_name
+from ...compat.pytorch import BatchNorm, buffers_by_name, change_counts, children_by_name
 
 __all__ = ["LARGE_BYTES", "MOST_BYTES", "ModuleState", "plain_attributes"]
 
@@ -62,61 +64,205 @@ class ModuleState:
 
     Args:
         changed: parameters, or large tensors among the attributes, that forwards change.
+        last: an earlier state of this module. What is as it was then is not copied again: constants
+            that are the same, and tensors of which PyTorch has counted no change.
+            Each of these is compared with its copy in the 1st, 2nd, 4th, 8th, ... state that
+            follows another. One that changes without a count, as through ``.data``, is always
+            copied from then on. Batch normalisation's running statistics are, too.
 
     Attributes:
-        parts: all modules, including those that only plain attributes lead to, such as in a list.
+        modules: all parts, including those that only plain attributes lead to, such as in a list.
         left_out: parts, names and reasons of attributes that may be state and are not saved.
+        tensors: those that are copied.
     """
 
-    def __init__(self, module: nn.Module, changed: Iterable[torch.Tensor] = ()) -> None:
-        self.parts: list[nn.Module] = []
-        self.left_out: list[tuple[nn.Module, str, str]] = []
-        self._known: dict[int, Any] = {}  # by id; the objects stay alive, so that ids do
-        self._undo: list[Undo] = []
-        for tensor in changed:
-            self._known[id(tensor)] = tensor
-            self._undo.append(_undo_tensor(tensor))
-        parts = deque(module.modules())
-        while parts:
-            part = parts.popleft()
-            if id(part) not in self._known:
-                self._known[id(part)] = part
-                parts.extend(self._keep(part))
+    def __init__(
+        self,
+        module: nn.Module,
+        changed: Iterable[torch.Tensor] = (),
+        last: Optional["ModuleState"] = None,
+    ) -> None:
+        self._changed = list(changed)
+        self._parts: dict[int, _Part]
+        self._values: _Values
+        self.tensors: list[torch.Tensor]
+        if last is not None and last._has_parts_of_now(self._changed):
+            self._parts, self._values, self.tensors = last._parts, last._values, last.tensors
+            self._is_constant = True
+        else:
+            self._parts = _parts_of(module, self._changed, {} if last is None else last._parts)
+            self._values = _Values(self.modules)
+            self._is_constant = all(part.is_constant for part in self._parts.values())
+            found = chain(self._changed, *(part.tensors for part in self._parts.values()))
+            self.tensors = list({id(t): t for t in found}.values())
+        self._counts = change_counts(self.tensors)
+        self._age: int = 0 if last is None else last._age + 1
+        self._is_compared = self._age & (self._age - 1) == 0
+        self._uncounted: set[int] = set() if last is None else last._uncounted
+        self._copies: dict[int, _Copy] = {} if last is None else last._copies
+        self._new: set[int] = set()  # copies that were made here
+        statistics = (p.tensors for p in self._parts.values() if p.is_uncounted)
+        always = {id(t) for t in chain(self._changed, *statistics)} | self._uncounted
+        if last is None or self._is_compared or always or self._counts != last._counts:
+            self._copy_tensors(always)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [part.module for part in self._parts.values()]
+
+    @property
+    def left_out(self) -> list[tuple[nn.Module, str, str]]:
+        return [attribute for part in self._parts.values() for attribute in part.left_out]
 
     def restore(self) -> None:
-        """Restore the state. This may be repeated, also between forward and backward."""
-        for undo in self._undo:
-            undo()
+        """Restore the state. This may be repeated, also between forward and backward.
 
-    def _keep(self, part: nn.Module) -> list[nn.Module]:
-        """Save a part's state; return modules that only a plain attribute leads to."""
-        self._undo += [_undo_tensor(b) for b in buffers_by_name(part).values() if b is not None]
-        buffers = buffers_by_name(part)
-        self._undo.append(partial(_restore_entries, buffers, dict(buffers)))
-        self.parts.append(part)
-        if hasattr(part, "save_for_retry"):
-            own: Any = part
-            self._undo.append(partial(own.restore_for_retry, own.save_for_retry()))
-            return []
-        kept = dict(vars(part))
+        A tensor without a counted change is left alone if it was not compared with its old copy:
+        the copy may be older than a change without a count.
+        """
+        for tensor, then, count in zip(
+            self.tensors, _pairs(self._counts), _pairs(change_counts(self.tensors))
+        ):
+            if count != then or self._is_compared or id(tensor) in self._new:
+                # Through .data, so that autograd does not see a change of a saved tensor.
+                tensor.data.copy_(self._copies[id(tensor)].value)
+        for part in self._parts.values():
+            for undo in part.undo:
+                undo()
+
+    def _has_parts_of_now(self, changed: Sequence[torch.Tensor]) -> bool:
+        """Whether all parts are constant, and the same as when this was made."""
+        same_changed = list(map(id, changed)) == list(map(id, self._changed))
+        return self._is_constant and same_changed and self._values.are_same()
+
+    def _copy_tensors(self, always: AbstractSet[int]) -> None:
+        """Copy tensors that have changed since they were copied, and those that always do."""
+        earlier, self._copies = self._copies, {}
+        for tensor, count in zip(self.tensors, _pairs(self._counts)):
+            key = id(tensor)
+            copy = earlier.get(key)
+            if copy is not None and (copy.tensor is not tensor or copy.count != count):
+                copy = None
+            if copy is not None and self._is_compared and not torch.equal(copy.value, tensor):
+                self._uncounted = {*self._uncounted, key}
+                copy = None
+            if copy is None or key in always:
+                copy = _Copy(tensor, count, tensor.detach().clone())
+                self._new.add(key)
+            self._copies[key] = copy
+
+
+def _pairs(counts: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """The two counts of each tensor."""
+    return zip(counts, counts[len(counts) // 2 :])
+
+
+class _Copy(NamedTuple):
+    tensor: torch.Tensor
+    count: Any  # of its changes, when it was copied
+    value: torch.Tensor
+
+
+class _Values:
+    """Plain attributes, buffers and children of modules, to see later whether they are the same."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._attributes: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
+        self._sized: list[dict[str, Any]] = []
+        self._inner: list[dict[str, Any]] = []
+        for module in modules:
+            attributes = vars(module)
+            self._attributes.append(
+                (itemgetter("training", *attributes.keys() - _OF_MODULES), attributes)
+            )
+            self._sized.append(attributes)
+            self._inner += [buffers_by_name(module), children_by_name(module)]
+        self._then = self._now()
+
+    def are_same(self) -> bool:
+        try:
+            return self._now() == self._then
+        except Exception:  # an attribute is gone, or became a tensor, which cannot be compared
+            return False
+
+    def _now(self) -> tuple[list[Any], ...]:
+        return (
+            # Without tuples that stay: they would be garbage to collect.
+            list(chain.from_iterable(values(a) for values, a in self._attributes)),
+            list(map(len, self._sized)),
+            list(chain.from_iterable(map(dict.values, self._inner))),
+        )
+
+
+def _parts_of(
+    module: nn.Module, changed: Iterable[torch.Tensor], earlier: Mapping[int, "_Part"]
+) -> dict[int, "_Part"]:
+    """The parts of a module by their ids. Constant ones that are the same as earlier are kept."""
+    known: dict[int, Any] = {id(t): t for t in changed}
+    parts: dict[int, _Part] = {}
+    modules = deque(module.modules())
+    while modules:
+        found = modules.popleft()
+        if id(found) not in known:
+            known[id(found)] = found
+            part = earlier.get(id(found))
+            if part is None or not (part.is_constant and part.values.are_same()):
+                part = _Part(found, known)
+            parts[id(found)] = part
+            modules.extend(part.modules)
+    return parts
+
+
+class _Part:
+    """The buffers and plain attributes of one module.
+
+    Args:
+        known: objects whose content is saved already, by their ids; those of this part are added.
+
+    Attributes:
+        is_constant: whether the attributes are constants, so that they only change as a whole.
+        is_uncounted: whether forwards change its buffers without a count.
+        tensors: are to be copied.
+        modules: those that only a plain attribute leads to, and their parts.
+    """
+
+    def __init__(self, module: nn.Module, known: dict[int, Any]) -> None:
+        buffers = buffers_by_name(module)
+        self.module = module
+        self.values = _Values([module])
+        self.is_constant = True
+        self.is_uncounted = isinstance(module, BatchNorm) and module.training
+        self.tensors = [b for b in buffers.values() if b is not None]
+        self.modules: list[nn.Module] = []
+        self.left_out: list[tuple[nn.Module, str, str]] = []
+        self.undo: list[Undo] = [partial(_restore_entries, buffers, dict(buffers))]
+        if hasattr(module, "save_for_retry"):
+            own: Any = module
+            self.is_constant = False
+            self.undo.append(partial(own.restore_for_retry, own.save_for_retry()))
+        else:
+            self._keep_attributes(known)
+
+    def _keep_attributes(self, known: dict[int, Any]) -> None:
+        kept = dict(vars(self.module))
         left = set(_OF_MODULES)
-        modules: list[nn.Module] = []
         for name, value in kept.items():
             if type(value) in _CONSTANT or name in _OF_MODULES:
                 continue
-            contents = _Contents(self._known)
+            self.is_constant = False
+            contents = _Contents(known)
             try:
                 contents.keep(value)
             except _LeftOutError as e:
                 left.add(name)
                 if e.reason:
-                    self.left_out.append((part, name, e.reason))
+                    self.left_out.append((self.module, name, e.reason))
                 continue
-            self._undo += contents.undo
-            self._known.update(contents.found)
-            modules += contents.modules
-        self._undo.append(partial(_restore_attributes, vars(part), kept, left))
-        return modules
+            self.undo += contents.undo
+            self.tensors += contents.tensors
+            known.update(contents.found)
+            self.modules += [part for hidden in contents.modules for part in hidden.modules()]
+        self.undo.append(partial(_restore_attributes, vars(self.module), kept, left))
 
 
 def plain_attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -134,6 +280,7 @@ class _Contents:
 
     def __init__(self, known: dict[int, Any]) -> None:
         self.undo: list[Undo] = []
+        self.tensors: list[torch.Tensor] = []
         self.found: dict[int, Any] = {}
         self.modules: list[nn.Module] = []
         self._known = known
@@ -183,7 +330,7 @@ class _Contents:
         if tensor.nbytes > MOST_BYTES:
             raise _LeftOutError(f"it has {tensor.nbytes / 2**20:.0f} MB")
         if tensor.nbytes <= LARGE_BYTES:
-            self.undo.append(_undo_tensor(tensor))
+            self.tensors.append(tensor)
 
     def _keep_object(self, value: Any) -> None:
         if type(value).__module__.partition(".")[0] in _NO_STATE_OF:
@@ -211,12 +358,6 @@ def _restore_slots(value: Any, kept: dict[str, Any]) -> None:
             object.__delattr__(value, name)
         elif name in kept and getattr(value, name, None) is not kept[name]:
             object.__setattr__(value, name, kept[name])
-
-
-def _undo_tensor(tensor: torch.Tensor) -> Undo:
-    # Through .data, so that autograd does not see a change of a saved tensor.
-    value = tensor.detach().clone()
-    return lambda: tensor.data.copy_(value)
 
 
 def _refill(values: Any, add: Callable[[Any], None], kept: Iterable[Any]) -> None:

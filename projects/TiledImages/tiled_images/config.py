@@ -7,9 +7,10 @@ from typing import Any
 from detectron2.config import CfgNode
 
 from d2_memfit.common.checks import check_bool, check_int, check_positive_int
-from d2_memfit.config import check_config, load_cfg
+from d2_memfit.config import load_cfg
 from d2_memfit.engine import usable_device
 from d2_memfit.errors import ConfigError
+from d2_memfit.settings import check_settings
 
 __all__ = ["add_tiled_config", "check_tiles", "load_tiled_cfg"]
 
@@ -87,5 +88,5 @@ def load_tiled_cfg(config_file: str, opts: Sequence[Any]) -> CfgNode:
     cfg.INPUT.MIN_SIZE_TRAIN = (size,)
     cfg.INPUT.MIN_SIZE_TEST = cfg.INPUT.MAX_SIZE_TRAIN = cfg.INPUT.MAX_SIZE_TEST = size
     cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
-    check_config(cfg)
+    check_settings(cfg)
     return cfg

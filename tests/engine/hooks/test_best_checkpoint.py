@@ -18,9 +18,9 @@ from resumed import coins_cfg
 from tiny import parameters, read_metrics
 
 from d2_memfit import MemfitTrainer
-from d2_memfit.config import check_config
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError
+from d2_memfit.settings import check_settings
 
 pytestmark = pytest.mark.slow
 
@@ -241,4 +241,4 @@ def test_a_result_that_is_no_number_is_not_the_best(coins, tmp_path):
 )
 def test_what_cannot_work_is_an_error(tmp_path, keys, message):
     with pytest.raises(ConfigError, match=message):
-        check_config(cfg_of(tmp_path, **keys))
+        check_settings(cfg_of(tmp_path, **keys))

@@ -13,10 +13,10 @@ from monitored import batches, make_trainer
 from tiny import tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.engine.attempts import observed
 from d2_memfit.engine.hooks import MemorySnapshot
-from d2_memfit.engine.recovery import observed
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -5,12 +5,12 @@ import pytest
 from tiny import ROOT, tiny_cfg
 
 from d2_memfit import get_cfg
-from d2_memfit.config import check_config
 from d2_memfit.engine import GatherStates
 from d2_memfit.engine.hooks import job_hooks
 from d2_memfit.engine.hooks.peak_record import RecordPeaks
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
+from d2_memfit.settings import check_settings
 
 KEYS = list(get_cfg().MEMFIT.MONITOR)
 
@@ -24,7 +24,7 @@ def monitors(key, value):
     cfg = tiny_cfg("mask_rcnn")
     default = hooks_of(cfg)
     cfg.MEMFIT.MONITOR[key] = value
-    check_config(cfg)
+    check_settings(cfg)
     return [hook for hook in hooks_of(cfg) if hook not in default]
 
 
@@ -52,4 +52,4 @@ def test_a_value_that_cannot_work_is_an_error(key):
         monitors(key, 0.5)
     except ConfigError:
         return
-    pytest.fail(f"MEMFIT.MONITOR.{key} 0.5 is taken: check it in check_monitor (config/config.py)")
+    pytest.fail(f"MEMFIT.MONITOR.{key} 0.5 is taken: add a rule (settings/rules.py)")

@@ -10,7 +10,7 @@ from torch import nn
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine.hooks import compare_number_formats
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.settings import RecoveryOptions
 
 
 class Model(nn.Module):

@@ -18,8 +18,9 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine.hooks import job_hooks
 from d2_memfit.engine.hooks.shared_device import MakeRoom
 from d2_memfit.iteration import CostModel
-from d2_memfit.job import Job, RecoveryOptions
+from d2_memfit.job import Job
 from d2_memfit.memory import host
+from d2_memfit.settings import RecoveryOptions
 
 GB = 2**30
 

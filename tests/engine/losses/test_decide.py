@@ -23,7 +23,7 @@ from d2_memfit import AccumulatingTrainer, compat, window_count
 from d2_memfit.engine.losses import EXACT, NOT_KNOWN, OTHER, loss_rules
 from d2_memfit.engine.losses.sites import IN_FULL
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import NormalizerOptions, RecoveryOptions
+from d2_memfit.settings import NormalizerOptions, RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from d2_memfit import AccumulatingTrainer, compat, window_count
 from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import NormalizerOptions, RecoveryOptions
+from d2_memfit.settings import NormalizerOptions, RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

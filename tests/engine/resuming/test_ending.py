@@ -32,7 +32,7 @@ from d2_memfit.engine import AccumulatingTrainer
 from d2_memfit.engine.resuming import GatherStates, MemfitCheckpointer, SaveOnEnding
 from d2_memfit.engine.resuming.signals import SIGNALS
 from d2_memfit.errors import CheckpointError, HostMemoryError, OutOfMemoryError
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.settings import RecoveryOptions
 
 
 def at(iteration, *numbers, when="before_step"):
@@ -274,8 +274,8 @@ EDGES = {
     phase: (out_of_memory_in(name), OutOfMemoryError, 1)
     for phase, name in [
         ("start", "run_state.mark"),
-        ("window", "normalizers.begin"),
-        ("vote", "normalizers.report"),
+        ("window", "loss_rules.begin"),
+        ("vote", "loss_rules.report"),
     ]
 }
 

@@ -13,11 +13,10 @@ from tiny import tiny_cfg, tiny_model
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer, Job, compat, window_count
-from d2_memfit.config import check_config
 from d2_memfit.engine.window import ByteCut, Window, count_objects
 from d2_memfit.errors import ConfigError
 from d2_memfit.iteration import CostModel, ImageFacts, Padding
-from d2_memfit.job import NormalizerOptions, RecoveryOptions
+from d2_memfit.settings import NormalizerOptions, RecoveryOptions, Settings, check_settings
 
 # 100 bytes, one for each pixel, and ten for each object.
 SUMS = ((100.0, 0.0, 1.0, 10.0, 0.0, 0.0),)
@@ -286,21 +285,21 @@ def test_values_that_cannot_work_are_errors(settings, message):
     for key, value in settings.items():
         cfg.MEMFIT.COST_MODEL[key] = value
     with pytest.raises(ConfigError, match=message):
-        check_config(cfg)
+        check_settings(cfg)
 
 
 def test_a_lazy_config_has_a_cost_model_too():
     keys = {"bytes": [[1, 2, 3, 4, 5, 6.5], [6, 5, 4, 3, 2, 1]], "error_gb": 0.5}
     job = Job.from_lazy(lazy_config(budget_gb=10.0, memfit={"cost_model": keys}))
-    assert CostModel.from_cfg(job.cfg).sums == ((1, 2, 3, 4, 5, 6.5), (6, 5, 4, 3, 2, 1))
+    assert job.settings.cost_model.sums == ((1, 2, 3, 4, 5, 6.5), (6, 5, 4, 3, 2, 1))
 
 
 def test_a_config_makes_the_limit_and_the_default_has_none(tmp_path):
     cfg = tiny_cfg()
-    assert CostModel.from_cfg(cfg) is None
+    assert Settings.of(cfg).cost_model is None
     cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN = 10.0, 0.1
     cfg.MEMFIT.COST_MODEL.BYTES = [[1, 2, 3, 4, 5, 6.5]]
     cfg.MEMFIT.COST_MODEL.ERROR_GB = 0.5
-    cost_model = CostModel.from_cfg(cfg)
+    cost_model = Settings.of(cfg).cost_model
     assert cost_model.limit_bytes == int(8.5 * 2**30)
     assert cost_model.sums == ((1, 2, 3, 4, 5, 6.5),)

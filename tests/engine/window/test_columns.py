@@ -8,11 +8,11 @@ import torch
 from injection import FailingTrainer, iterate
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine.recovery.oom_record import OomRecord
+from d2_memfit.engine.attempts.oom_record import OomRecord
 from d2_memfit.engine.window import Window, count_images, image_names
 from d2_memfit.engine.window.columns import as_given
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ from injection import FailingTrainer, InjectedTrainer, iterate
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.settings import RecoveryOptions
 
 
 class MaskHead(torch.nn.Module):

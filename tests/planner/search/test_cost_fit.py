@@ -6,13 +6,14 @@ import pytest
 from d2_memfit import Job, plan_memory
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
-from d2_memfit.iteration import CostModel, ImageFacts, Padding
+from d2_memfit.iteration import ImageFacts, Padding
 from d2_memfit.job import WorstCase
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob
 from d2_memfit.planner.search import CostFit
 from d2_memfit.planner.search.cost_sums import Run, fitted, fitted_to_two, predicted
 from d2_memfit.planner.writing import describe_plan, planned, planned_yaml
+from d2_memfit.settings import Settings
 
 CASE = WorstCase((320, 480), 40)
 BUDGET_GB = 2.4
@@ -100,7 +101,7 @@ def test_a_plan_has_a_cost_model_on_request_and_its_config_cuts_by_it():
     plan = plan_of(cfg)
     assert "MEMFIT.MICRO_BATCH" in plan.settings  # how many of the largest images, for estimates
     assert "Windows are cut by predicted bytes" in describe_plan(plan)
-    cost_model = CostModel.from_cfg(planned(cfg, planned_yaml(cfg, plan)))
+    cost_model = Settings.of(planned(cfg, planned_yaml(cfg, plan)), 1).cost_model
     assert 1 <= len(cost_model.sums) <= 2
     assert 0 < cost_model.limit_bytes <= BUDGET_GB * 0.9 * 2**30
     assert cost_model.overhead_pixels >= 0

@@ -25,12 +25,12 @@ from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, get_cfg
 from d2_memfit.compat.pytorch import is_in_backward
-from d2_memfit.engine.recovery import recovering_inference
+from d2_memfit.engine.attempts import recovering_inference
 from d2_memfit.engine.state import Snapshot
 from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import ConfigError, OutOfMemoryError
-from d2_memfit.job import NormalizerOptions, RecoveryOptions
 from d2_memfit.memory import TensorMeter, device_memory
+from d2_memfit.settings import NormalizerOptions, RecoveryOptions, check_settings
 
 pytestmark = pytest.mark.slow
 
@@ -371,44 +371,24 @@ def test_the_size_grows_back_and_is_kept_in_checkpoints():
     assert storage.latest()["memfit/oom_events"][0] == trainer.recovery.oom_events
 
 
-class RunAgain:
-    """In place of Normalizers.must_run_again: each window runs so many times."""
-
-    def __init__(self, trainer, num_runs, monkeypatch):
-        self._num_runs, self._done = num_runs, 0
-        monkeypatch.setattr(trainer.normalizers, "must_run_again", self)
-        monkeypatch.setattr(type(trainer.normalizers), "may_run_again", True)
-
-    def __call__(self, reports):
-        self._done += 1
-        return self._done % self._num_runs != 0
-
-
-def test_an_iteration_that_all_ranks_run_again_counts_once(monkeypatch):
-    fails_at = {0}
+def test_a_resized_image_stays_one_when_its_window_starts_over(tmp_path):
+    """The backward of a later image fails, and its window starts over."""
+    failures = {1: 3, 3: 1}
+    heights = []
 
     def fails(names):
-        return trainer.iter in fails_at and len(names) > 1
+        if len(names) > 1:
+            return True
+        heights.append((names[0], trainer._current[0]["image"].shape[1]))
+        failures[names[0]] = failures.get(names[0], 0) - 1
+        return failures[names[0]] >= 0
 
-    trainer = failing(fails, 1, CountingModel(100), 20, grow_after=4)
-    RunAgain(trainer, 3, monkeypatch)
-    sizes = iterate(trainer, 7).history("memfit/micro_batch").values()
-    assert [int(v) for v, _ in sizes] == [1, 1, 1, 1, 1, 2, 2]
-
-
-def test_a_resized_image_stays_one_when_all_ranks_run_its_window_again(tmp_path, monkeypatch):
     model = tiny_model(tiny_cfg("mask_rcnn"))
-    trainer = failing(FailsTimes(1, 99), model=model, allow_resize=True, output_dir=tmp_path)
-    trainer.fails.left = 3  # until it is resized
-    again = RunAgain(trainer, 2, monkeypatch)
-
-    def run_again(reports):
-        trainer.fails.left = 1
-        return again(reports)
-
-    monkeypatch.setattr(trainer.normalizers, "must_run_again", run_again)
+    trainer = failing(fails, 2, model, 2, allow_resize=True, output_dir=tmp_path)
+    trainer.phase = "backward"
     iterate(trainer)
-    assert [e["action"] for e in read_record(tmp_path)] == ACTIONS[:5]
+    assert [e["action"] for e in read_record(tmp_path)] == [*ACTIONS[:4], ACTIONS[1]]
+    assert heights[-4:] == [(0, 64), (1, 45), (2, 64), (3, 64)]
 
 
 def test_what_happened_is_logged_and_counted(log):
@@ -470,8 +450,8 @@ class RisingAllocator:
         self.rises = iter(rises)
         monkeypatch.setattr(torch.cuda, "memory_stats", self)
         memory = device_memory(torch.device("cpu"))
-        monkeypatch.setattr("d2_memfit.engine.recovery.oom_record.device_memory", lambda _: memory)
-        monkeypatch.setattr("d2_memfit.engine.recovery.recovery.release_memory", lambda *_, **__: 0)
+        monkeypatch.setattr("d2_memfit.engine.attempts.oom_record.device_memory", lambda _: memory)
+        monkeypatch.setattr("d2_memfit.engine.attempts.attempts.release_memory", lambda *_, **__: 0)
 
     def __call__(self, device):
         self.retries += next(self.rises)
@@ -629,7 +609,7 @@ def test_options_that_cannot_work_are_named(options, message):
     else:
         cfg.MEMFIT.OOM = options
     with pytest.raises(ConfigError, match=message):
-        RecoveryOptions.from_cfg(cfg)
+        check_settings(cfg)
 
 
 def recovering(model, batch):

@@ -4,7 +4,7 @@ import torch
 
 from d2_memfit import get_cfg
 from d2_memfit.errors import ConfigError
-from d2_memfit.iteration import Precision
+from d2_memfit.settings import Precision
 
 
 @pytest.mark.parametrize(

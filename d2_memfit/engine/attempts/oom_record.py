@@ -18,8 +18,9 @@ from torch import nn
 from ... import compat
 from ...errors import START_HERE, OutOfMemoryError
 from ...iteration import Padding
-from ...job import RecoveryOptions, size_of
+from ...job import size_of
 from ...memory import device_memory, error_line, is_out_of_memory
+from ...settings import RecoveryOptions
 from ..window import count_images, count_objects, dataset_dicts
 
 logger = logging.getLogger(__name__)

@@ -52,10 +52,14 @@ class Precision:
             self.scaler = torch.amp.GradScaler(self.device_type)
 
     @classmethod
-    def from_cfg(cls, cfg: CfgNode) -> "Precision":
-        """The precision from SOLVER.AMP.ENABLED, MEMFIT.AMP_DTYPE and MODEL.DEVICE."""
+    def from_cfg(cls, cfg: CfgNode, device: Optional[str] = None) -> "Precision":
+        """The precision from SOLVER.AMP.ENABLED and MEMFIT.AMP_DTYPE.
+
+        Args:
+            device: in place of MODEL.DEVICE.
+        """
         name = cfg.MEMFIT.AMP_DTYPE if cfg.SOLVER.AMP.ENABLED else "float32"
-        return cls(name, cfg.MODEL.DEVICE)
+        return cls(name, cfg.MODEL.DEVICE if device is None else device)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for a forward."""

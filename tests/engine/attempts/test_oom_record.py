@@ -10,8 +10,8 @@ from detectron2.utils.events import EventStorage
 from forks import CONTEXT, start_server
 from tiny import images, tiny_cfg, tiny_model
 
-from d2_memfit.engine.recovery.oom_record import OomRecord, padded_size
-from d2_memfit.job import RecoveryOptions
+from d2_memfit.engine.attempts.oom_record import OomRecord, padded_size
+from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer
 
-from ..common.checks import check_positive_int
 from ..errors import ConfigError
 
 __all__ = ["auto_scale_workers"]
@@ -24,8 +23,6 @@ def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         config if there is nothing to do.
     """
     steps = cfg.SOLVER.get("ACCUMULATION_STEPS", 1)
-    check_positive_int("SOLVER.ACCUMULATION_STEPS", steps)
-    check_positive_int("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH)
     reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
     if reference == 0 or (steps == 1 and reference == num_workers):
         return cfg

@@ -1,0 +1,144 @@
+# Copyright (c) the d2_memfit developers.
+"""The only loop that runs images again."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Optional, TypeVar
+
+import torch
+from torch import nn
+
+from ...errors import OutOfMemoryError
+from ...memory import error_line, is_out_of_memory, release_memory
+from ..state import Snapshot
+from ..window import MicroBatch, Window
+
+__all__ = ["Retries", "run_all", "run_to_count"]
+
+_Piece = TypeVar("_Piece")
+
+
+def run_all(
+    take: Callable[[], Optional[_Piece]],
+    run: Callable[[_Piece], Any],
+    retries: Optional["Retries"] = None,
+) -> None:
+    """Run images in pieces until all are through.
+
+    A piece that runs out of memory is undone, and its images come again with less memory.
+
+    Args:
+        take: the next piece; None after the last one.
+        run: runs a piece.
+        retries: how images come again; None lets errors pass, and copies nothing.
+
+    Raises:
+        OutOfMemoryError: images do not fit in any way, or there is no memory to undo a piece.
+    """
+    while (piece := take()) is not None:
+        if retries is None:
+            run(piece)
+            continue
+        before = failure = None
+        try:
+            before = retries.copy()
+            with retries.around(piece):
+                run(piece)
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
+            failure = retries.describe(e, piece)
+        if failure is not None:
+            # No exception is being handled here, so nothing holds the tensors of the attempt.
+            final_error = retries.react(failure, piece)
+            retries.undo(before, piece)
+            if final_error:
+                raise OutOfMemoryError(final_error)
+
+
+class Retries(ABC):
+    """How pieces that ran out of memory come again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._num_undone = 0
+
+    def copy(self) -> Optional[Snapshot]:
+        """A copy of what the next piece may change; None if nothing is to be restored."""
+        return None
+
+    def around(self, piece: Any) -> AbstractContextManager[Any]:
+        """A context in which a piece runs."""
+        return nullcontext()
+
+    def describe(self, error: Exception, piece: Any) -> Any:
+        """A description of an error, which holds no reference to it."""
+        return error_line(error)
+
+    @abstractmethod
+    def react(self, failure: Any, piece: Any) -> str:
+        """Record a failure, and decide how its images come again.
+
+        Args:
+            failure: from :meth:`describe`.
+
+        Returns:
+            str: the message of the final error if they cannot; "" otherwise.
+        """
+
+    def undo(self, before: Optional[Snapshot], piece: Any) -> None:
+        """Free what an attempt left, and restore the state before it, if it could be copied."""
+        self._num_undone += 1
+        # From Python 3.12 on, frames of the attempt hold each other, and its tensors, if leaving a
+        # ``with`` failed in it as well. So a collection comes first.
+        release_memory(self._device, thorough=self._num_undone > 1)
+        if before is not None:
+            before.restore()
+
+
+def run_to_count(
+    model: nn.Module,
+    window: Window,
+    forward: Callable[[MicroBatch], Any],
+    micro_batch_size: Optional[int],
+    across_batches: bool,
+    may_recover: bool,
+) -> None:
+    """Run the forwards of a window for its counts, and put all its images back.
+
+    If memory runs out, they run in smaller pieces; training still begins with its own size. An
+    image that does not fit alone is left out: training handles it with stronger means. The caller
+    restores what forwards change.
+
+    Args:
+        micro_batch_size, across_batches: as for :meth:`Window.take`.
+    """
+    retries = _Smaller(next(model.parameters()).device, window, micro_batch_size)
+    run_all(
+        lambda: window.take(retries.micro_batch_size, across_batches),
+        forward,
+        retries if may_recover else None,
+    )
+    window.start_over()
+
+
+class _Smaller(Retries):
+    """Halves pieces, and leaves out an image that failed twice."""
+
+    def __init__(
+        self, device: torch.device, window: Window, micro_batch_size: Optional[int]
+    ) -> None:
+        super().__init__(device)
+        self.micro_batch_size = micro_batch_size
+        self._window = window
+        self._failed_alone: Any = None
+
+    def react(self, failure: str, piece: MicroBatch) -> str:
+        if piece.can_be_split:
+            self.micro_batch_size = piece.num_images // 2
+        elif piece.image is self._failed_alone:
+            return ""
+        self._failed_alone = piece.image
+        self._window.put_back()
+        return ""

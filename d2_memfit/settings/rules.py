@@ -1,0 +1,237 @@
+# Copyright (c) the d2_memfit developers.
+"""Rules for the values of keys, and the check of a whole config by them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Optional
+
+from detectron2.config import CfgNode
+
+from ..common.checks import (
+    check_all,
+    check_bool,
+    check_choice,
+    check_device,
+    check_int,
+    check_number,
+    check_positive_int,
+    check_strings,
+    did_you_mean,
+    fits,
+    must,
+    value_of,
+)
+from ..config import budget_of_preset, default_keys, keys_of
+from ..errors import ConfigError, UnknownKeyError
+from ..iteration import FEATURES
+from ..memory import check_budget
+from ..techniques import TECHNIQUES, TIERS
+from .lazy import ARGUMENTS
+from .scaling import auto_scale_workers
+
+__all__ = ["Rules", "check_arguments", "check_settings"]
+
+Rule = Callable[[str, Any], Any]
+
+
+class Rules(NamedTuple):
+    """Rules for keys, which raise :class:`ConfigError`.
+
+    Attributes:
+        values: rules by key, each called with the key and its value.
+        relations: rules for several keys, each called with the config if they are right alone.
+    """
+
+    values: Mapping[str, Rule]
+    relations: Sequence[tuple[Sequence[str], Callable[[CfgNode], Any]]] = ()
+
+
+_NO_MORE = Rules({})
+
+
+def _or_none(rule: Rule) -> Rule:
+    return lambda key, value: None if value is None else rule(key, value)
+
+
+def _choice(*choices: str) -> Rule:
+    return partial(check_choice, choices=choices)
+
+
+def _preset(key: str, value: Any) -> None:
+    if value:
+        budget_of_preset(value)
+
+
+def _tiers(key: str, value: Any) -> None:
+    check_strings(key, value)
+    for tier in value:
+        check_choice(key, tier, TIERS)
+
+
+def _are_sums(value: Any) -> bool:
+    return fits(value, list[list[float]]) and all(
+        len(numbers) == len(FEATURES) and min(numbers) >= 0 for numbers in value
+    )
+
+
+def _are_counts(value: Any) -> bool:
+    return fits(value, list[tuple[str, str]]) and all(of in ("objects", "sum") for _, of in value)
+
+
+def _has_budget(key: str, cfg: CfgNode) -> None:
+    if value_of(cfg, key) and cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
+        raise ConfigError(f"{key} needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
+
+
+def _patience_has_metric(cfg: CfgNode) -> None:
+    if cfg.MEMFIT.BEST.PATIENCE is not None and not cfg.MEMFIT.BEST.METRIC:
+        raise ConfigError('MEMFIT.BEST.PATIENCE needs a MEMFIT.BEST.METRIC, such as "bbox/AP"')
+
+
+def _metric_is_evaluated(cfg: CfgNode) -> None:
+    metric = cfg.MEMFIT.BEST.METRIC
+    if metric and not (cfg.TEST.EVAL_PERIOD > 0 and cfg.DATASETS.TEST):
+        raise ConfigError(
+            f"MEMFIT.BEST.METRIC {metric}: nothing is evaluated before the end of the run. Set "
+            "TEST.EVAL_PERIOD and DATASETS.TEST"
+        )
+
+
+_SWITCHES = (
+    *("EVALUATION.ON_DISK", "MONITOR.SNAPSHOT_ON_OOM", "OOM.ALLOW_RESIZE", "PLAN.COST_MODEL"),
+    *("PLAN.ENABLED", "PLAN.FROM_RUNS", "STOP_ON_SIGNALS"),
+)
+_RULES: dict[str, Rule] = {
+    **{f"MEMFIT.{key}": check_bool for key in _SWITCHES},
+    "MODEL.DEVICE": lambda key, value: check_device(value),
+    "SOLVER.ACCUMULATION_STEPS": check_positive_int,
+    "SOLVER.IMS_PER_BATCH": check_positive_int,
+    "SOLVER.MAX_ITER": check_positive_int,
+    "MEMFIT.MICRO_BATCH": _or_none(check_positive_int),
+    # Without mixed precision it is float32: SOLVER.AMP.ENABLED False.
+    "MEMFIT.AMP_DTYPE": _choice("float16", "bfloat16"),
+    "MEMFIT.BUDGET_GB": lambda key, value: check_budget(value),
+    "MEMFIT.PRESET": _preset,
+    "MEMFIT.EMA_DECAY": _or_none(
+        must(
+            "a number above 0 and below 1, such as 0.999",
+            lambda value: isinstance(value, float) and 0 < value < 1,
+        )
+    ),
+    "MEMFIT.BEST.MODE": _choice("max", "min"),
+    "MEMFIT.BEST.PATIENCE": _or_none(check_positive_int),
+    "MEMFIT.COST_MODEL.BYTES": must(
+        f"lists of {len(FEATURES)} numbers from 0, as d2-memfit plan --cost-model finds them",
+        _are_sums,
+    ),
+    "MEMFIT.COST_MODEL.ERROR_GB": check_number,
+    "MEMFIT.COST_MODEL.OVERHEAD_PIXELS": check_number,
+    "MEMFIT.OOM.POLICY": _choice("raise", "split"),
+    "MEMFIT.OOM.GROW_AFTER": check_positive_int,
+    "MEMFIT.OOM.LAST_RESORT": _choice("raise", "skip"),
+    "MEMFIT.OOM.MAX_SKIPPED": partial(check_number, most=1),
+    "MEMFIT.NORMALIZERS.POLICY": _choice("window", "exact", "off"),
+    "MEMFIT.NORMALIZERS.LOSSES": must(
+        'pairs of a pattern of names of losses and "objects" or "sum", such as [["loss_mask*", '
+        '"objects"]]',
+        _are_counts,
+    ),
+    "MEMFIT.MONITOR.PERIOD": _or_none(check_positive_int),
+    "MEMFIT.MONITOR.LEAK_WINDOW": _or_none(partial(check_int, at_least=40)),
+    "MEMFIT.MONITOR.SNAPSHOT_ITER": _or_none(partial(check_int, at_least=0)),
+    "MEMFIT.PLAN.PREDICTED_GB": must(
+        "three numbers of GB, as a plan writes them, or []",
+        lambda value: fits(value, list[float]) and len(value) in (0, 3),
+    ),
+    "MEMFIT.PLAN.MARGIN": _or_none(partial(check_number, most=0.99)),
+    "MEMFIT.PLAN.PREFER": _choice("exact", "speed"),
+    "MEMFIT.PLAN.ALLOW": _tiers,
+}
+_BUDGET = ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET")
+_BATCH = ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUMULATION_STEPS")
+_BEST = ("MEMFIT.BEST.METRIC", "MEMFIT.BEST.PATIENCE", "TEST.EVAL_PERIOD")
+_RELATIONS: tuple[tuple[Sequence[str], Callable[[CfgNode], Any]], ...] = (
+    *(
+        ((key, *_BUDGET), partial(_has_budget, key))
+        for key in ("MEMFIT.PLAN.ENABLED", "MEMFIT.COST_MODEL.BYTES")
+    ),
+    (_BEST, _patience_has_metric),
+    (_BEST, _metric_is_evaluated),
+)
+
+
+def check_arguments(node: str, arguments: Mapping[str, Any]) -> None:
+    """Check arguments by the rules for keys.
+
+    Args:
+        node: the node of the keys of those that have no other.
+
+    Raises:
+        ConfigError: values cannot work; all of them are named.
+    """
+    keys = {name: ARGUMENTS.get(name, f"{node}.{name.upper()}") for name in arguments}
+    check_all(
+        ([key], partial(_RULES[key], name, arguments[name]))
+        for name, key in keys.items()
+        if key in _RULES
+    )
+
+
+def check_settings(
+    cfg: CfgNode, ranks: Optional[int] = None, more: Rules = _NO_MORE, trains: bool = True
+) -> CfgNode:
+    """Check a config that has all keys of d2_memfit.
+
+    Args:
+        ranks: the number of ranks, where that is known.
+        more: rules in addition to those for the keys of d2_memfit.
+        trains: False for an evaluation, which does not read the keys of training.
+
+    Returns:
+        CfgNode: the config, scaled to the ranks by :func:`auto_scale_workers`.
+
+    Raises:
+        ConfigError: values cannot work; all of them are named.
+    """
+    known = list(keys_of(default_keys()))
+    names = keys_of(cfg.MEMFIT, "MEMFIT.")
+    check_all(([name], partial(_check_name, name, known)) for name in names)
+    check_all(([key], partial(_check_kind, key, cfg)) for key in known)
+    scaled = [cfg]
+
+    def checks() -> Iterator[tuple[Sequence[str], Callable[[], Any]]]:
+        for key, rule in {**_RULES, **more.values}.items():
+            if trains or key in more.values or not key.startswith("SOLVER."):
+                yield [key], partial(rule, key, value_of(cfg, key))
+        for name, technique in TECHNIQUES:
+            yield [name], partial(technique.is_on, cfg)  # raises on a value that cannot work
+            if trains and ranks is not None:
+                yield [name], partial(technique.check, cfg, ranks)
+        for keys, relation in (*(_RELATIONS if trains else ()), *more.relations):
+            yield keys, partial(relation, cfg)
+        if trains and ranks is not None:
+            yield _BATCH, lambda: scaled.append(_scaled(cfg, ranks))
+
+    check_all(checks())
+    return scaled[-1]
+
+
+def _check_name(key: str, known: Sequence[str]) -> None:
+    if key not in known:
+        raise UnknownKeyError(f"there is no config key {key}{did_you_mean(key.upper(), known)}")
+
+
+def _check_kind(key: str, cfg: CfgNode) -> None:
+    is_node = isinstance(value_of(default_keys(), key), CfgNode)
+    if is_node and not isinstance(value_of(cfg, key), CfgNode):
+        raise ConfigError(f"{key} must be a node with keys, got {value_of(cfg, key)!r}")
+
+
+def _scaled(cfg: CfgNode, ranks: int) -> CfgNode:
+    scaled = auto_scale_workers(cfg, ranks)
+    if scaled.SOLVER.IMS_PER_BATCH % ranks:
+        raise ConfigError(
+            f"SOLVER.IMS_PER_BATCH must be divisible by the number of ranks, {ranks}, "
+            f"got {scaled.SOLVER.IMS_PER_BATCH}"
+        )
+    return scaled

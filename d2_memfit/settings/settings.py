@@ -1,0 +1,149 @@
+# Copyright (c) the d2_memfit developers.
+"""The settings of a run, parsed and checked once."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Optional
+
+from detectron2.config import CfgNode
+from detectron2.utils import comm
+
+from .. import compat
+from ..common.checks import check_positive_int
+from ..config import budget_of_preset, with_memfit_keys, with_settings
+from ..iteration import BatchGeometry, CostModel
+from ..memory import auto_budget_gb
+from ..techniques import workers_bytes
+from .lazy import named
+from .rules import check_arguments, check_settings
+
+__all__ = ["NormalizerOptions", "RecoveryOptions", "Settings"]
+
+_GB = 2**30
+
+
+@dataclass(frozen=True)
+class RecoveryOptions:
+    """The keys of the config's node MEMFIT.OOM, and other facts that recovery needs.
+
+    Args:
+        grow_after, allow_resize, last_resort, max_skipped: as the keys.
+        output_dir: folder of the record; "" for none.
+        budget_gb: MEMFIT.BUDGET_GB, for messages.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    grow_after: int = 1000
+    allow_resize: bool = False
+    last_resort: str = "raise"
+    max_skipped: float = 0.001
+    output_dir: str = ""
+    budget_gb: Optional[float] = None
+
+    def __post_init__(self) -> None:
+        check_arguments("MEMFIT.OOM", vars(self))
+
+
+@dataclass(frozen=True)
+class NormalizerOptions:
+    """The keys of the config's node MEMFIT.NORMALIZERS.
+
+    Args:
+        policy, losses: as the keys.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    policy: str = "window"
+    losses: Sequence[Sequence[str]] = ()
+
+    def __post_init__(self) -> None:
+        check_arguments("MEMFIT.NORMALIZERS", vars(self))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is told, with types.
+
+    Attributes:
+        cfg: the frozen yacs config, with all keys of d2_memfit, scaled to the ranks, and with
+            MEMFIT.BUDGET_GB as a number or None.
+        ranks: processes that train together.
+    """
+
+    cfg: CfgNode
+    ranks: int
+
+    @classmethod
+    def of(
+        cls,
+        cfg: CfgNode,
+        ranks: Optional[int] = None,
+        name: Callable[[str], str] = str,
+        trains: bool = True,
+    ) -> "Settings":
+        """Check a config, and find what it leaves open.
+
+        Args:
+            ranks: processes that train together; None is those of this run.
+            name: the name that the user gave to a key, for errors.
+            trains: False for an evaluation, which does not read the keys of training.
+
+        Raises:
+            ConfigError: values cannot work; all of them are named. Or nothing can be measured.
+        """
+        is_a_rank = comm.get_world_size() > 1
+        ranks = comm.get_world_size() if ranks is None else ranks
+        check_positive_int("num_gpus", ranks)
+        with named(name):
+            cfg = check_settings(with_memfit_keys(cfg), ranks, trains=trains)
+            if not cfg.is_frozen():
+                cfg = cfg.clone()
+                cfg.freeze()
+            ranks_here = compat.local_world_size() if is_a_rank else ranks
+            return cls(with_settings(cfg, {"MEMFIT.BUDGET_GB": _budget(cfg, ranks_here)}), ranks)
+
+    @cached_property
+    def geometry(self) -> BatchGeometry:
+        """Numbers of images in an iteration."""
+        return BatchGeometry.from_cfg(self.cfg, self.ranks)
+
+    @cached_property
+    def recovery(self) -> Optional[RecoveryOptions]:
+        """Options of recovery; None if an out-of-memory error ends the run."""
+        keys = {key.lower(): value for key, value in self.cfg.MEMFIT.OOM.items()}
+        if keys.pop("policy") == "raise":
+            return None
+        cfg = self.cfg
+        return RecoveryOptions(**keys, output_dir=cfg.OUTPUT_DIR, budget_gb=cfg.MEMFIT.BUDGET_GB)
+
+    @cached_property
+    def normalizers(self) -> NormalizerOptions:
+        """Options for the counts that losses are divided by."""
+        node = self.cfg.MEMFIT.NORMALIZERS
+        return NormalizerOptions(**{key.lower(): value for key, value in node.items()})
+
+    @cached_property
+    def cost_model(self) -> Optional[CostModel]:
+        """The cost model of MEMFIT.COST_MODEL under MEMFIT.BUDGET_GB; None without sums."""
+        node = self.cfg.MEMFIT.COST_MODEL
+        if not node.BYTES:
+            return None
+        sums = tuple(tuple(map(float, numbers)) for numbers in node.BYTES)
+        margin = self.cfg.MEMFIT.PLAN.MARGIN or 0.0  # a plan with a cost model writes its own
+        limit_gb = self.cfg.MEMFIT.BUDGET_GB * (1 - margin) - node.ERROR_GB
+        return CostModel(sums, int(limit_gb * _GB), node.OVERHEAD_PIXELS)
+
+
+def _budget(cfg: CfgNode, ranks_here: int) -> Optional[float]:
+    """The budget in GB. MEMFIT.PRESET gives it, unless BUDGET_GB does; "auto" is measured."""
+    budget_gb = cfg.MEMFIT.BUDGET_GB
+    if budget_gb is None and cfg.MEMFIT.PRESET:
+        return budget_of_preset(cfg.MEMFIT.PRESET)
+    if budget_gb == "auto":
+        return auto_budget_gb(cfg.MODEL.DEVICE, ranks_here, workers_bytes(cfg, ranks_here))
+    return budget_gb

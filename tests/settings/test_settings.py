@@ -1,0 +1,159 @@
+# Copyright (c) the d2_memfit developers.
+"""Settings: what a run is told, checked in one place, in the words of whoever wrote it."""
+
+import pytest
+import torch
+from lazy_configs import lazy_config
+from tiny import tiny_cfg
+
+from d2_memfit.config import get_cfg, with_settings
+from d2_memfit.engine import AccumulatingTrainer
+from d2_memfit.errors import ConfigError, one_line
+from d2_memfit.job import Job
+from d2_memfit.settings import NormalizerOptions, RecoveryOptions, Settings, check_settings
+from d2_memfit.settings.detectron2_keys import DETECTRON2_RULES
+
+
+def pieces(**arguments):
+    return Job(model=lambda: torch.nn.Linear(1, 1), optimizer=torch.optim.Adam, **arguments)
+
+
+def trainer(**arguments):
+    model = torch.nn.Linear(1, 1)
+    return AccumulatingTrainer(model, [], torch.optim.SGD(model.parameters(), 0.1), **arguments)
+
+
+def of_cfg(**keys):
+    settings = {key.replace("__", "."): value for key, value in keys.items()}
+    return Job.from_cfg(with_settings(get_cfg(), settings))
+
+
+def of_lazy(**train):
+    return Job.from_lazy(lazy_config(**train))
+
+
+STEPS, SIZE = "must be a positive integer, got 0", "must be a positive integer, got 1.5"
+WAYS = {
+    "yacs": (
+        lambda: of_cfg(SOLVER__ACCUMULATION_STEPS=0, MEMFIT__MICRO_BATCH=1.5),
+        [f"SOLVER.ACCUMULATION_STEPS {STEPS}", f"MEMFIT.MICRO_BATCH {SIZE}"],
+    ),
+    "LazyConfig": (
+        lambda: of_lazy(accumulation_steps=0, micro_batch=1.5),
+        [f"train.accumulation_steps {STEPS}", f"train.micro_batch {SIZE}"],
+    ),
+    "a Job of pieces": (
+        lambda: pieces(accumulation_steps=0, micro_batch_size=1.5),
+        [f"accumulation_steps {STEPS}", f"micro_batch_size {SIZE}"],
+    ),
+    "a trainer": (
+        lambda: trainer(accumulation_steps=0, micro_batch_size=1.5),
+        [f"accumulation_steps {STEPS}", f"micro_batch_size {SIZE}"],
+    ),
+    "nodes of a LazyConfig": (
+        lambda: of_lazy(oom={"grow_after": 0}, memfit={"heads": {"chunk_size": 1.5}}),
+        [f"train.oom.grow_after {STEPS}", f"train.memfit.heads.chunk_size {SIZE}"],
+    ),
+    "nodes of a Job": (
+        lambda: pieces(memfit={"oom": {"grow_after": 0}, "monitor": {"leak_window": 3}}),
+        [
+            f"memfit.oom.grow_after {STEPS}",
+            "memfit.monitor.leak_window must be an integer of at least 40, got 3",
+        ],
+    ),
+    "an unknown key of a Job": (
+        lambda: pieces(memfit={"oom": {"grow_afer": 1}}),
+        ["there is no config key memfit.oom.grow_afer (did you mean memfit.oom.grow_after"],
+    ),
+    "options": (
+        lambda: RecoveryOptions(grow_after=0, last_resort="wait"),
+        [f"grow_after {STEPS}", "last_resort must be 'raise' or 'skip', got 'wait'"],
+    ),
+    "one value": (lambda: trainer(ema_decay=1.0), ["ema_decay must be a number above 0 and below"]),
+    "images of pieces": (
+        lambda: pieces(images_per_batch=-1, ranks=2),
+        ["images_per_batch must be a positive integer, got -1"],
+    ),
+    "relations": (
+        lambda: of_lazy(memfit={"plan": {"enabled": True}, "best": {"patience": 2}}),
+        [
+            "train.memfit.plan.enabled needs a train.budget_gb, or a train.memfit.preset",
+            "train.memfit.best.patience needs a train.memfit.best.metric",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_that_is_wrong_comes_at_once_in_the_words_of_the_user(way):
+    make, expected = WAYS[way]
+    with pytest.raises(ConfigError) as e:
+        make()
+    lines = one_line(e.value).split("\n")
+    assert len(lines) == len(expected)
+    for line, text in zip(sorted(lines), sorted(expected)):
+        assert line.startswith(text)
+
+
+def test_the_keys_of_detectron2_are_in_the_same_list():
+    cfg = get_cfg()
+    cfg.SOLVER.STEPS, cfg.SOLVER.MAX_ITER, cfg.MEMFIT.OOM.POLICY = (9, 3), 0, "never\nmind"
+    cfg.MODEL.PIXEL_STD = [1.0]
+    with pytest.raises(ConfigError) as e:
+        check_settings(cfg, 1, DETECTRON2_RULES)
+    assert sorted(line.split()[0] for line in one_line(e.value).split("\n")) == [
+        "MEMFIT.OOM.POLICY",
+        "MODEL.PIXEL_STD",
+        "SOLVER.MAX_ITER",
+        "SOLVER.STEPS",
+    ]
+
+
+def test_a_wrong_value_hides_only_what_depends_on_it():
+    cfg = get_cfg()
+    cfg.SOLVER.IMS_PER_BATCH, cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.ENABLED = 0, -1, True
+    with pytest.raises(ConfigError) as e:
+        check_settings(cfg, 3)
+    assert [line.split()[0] for line in str(e.value).split("\n")] == [
+        "SOLVER.IMS_PER_BATCH",
+        "MEMFIT.BUDGET_GB",
+    ]
+
+
+def test_what_is_parsed_has_types_and_is_made_once():
+    cfg = tiny_cfg()
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS = 4, 3
+    cfg.MEMFIT.OOM.POLICY, cfg.MEMFIT.OOM.GROW_AFTER = "split", 7
+    cfg.MEMFIT.NORMALIZERS.LOSSES = [["loss_mask*", "objects"], ["loss_total", "sum"]]
+    job = Job.from_cfg(cfg, 2)
+    assert (job.geometry.images_per_batch, job.geometry.window) == (2, 6)
+    assert job.recovery.grow_after == 7
+    assert list(job.normalizers.losses[1]) == ["loss_total", "sum"]
+    assert job.geometry is job.settings.geometry is job.geometry
+    assert not cfg.is_frozen()
+    other = job.with_settings({"MEMFIT.OOM.POLICY": "raise"})
+    assert (other.recovery, job.recovery.grow_after) == (None, 7)
+
+
+def test_settings_share_what_is_the_same_and_change_nothing():
+    settings = Settings.of(tiny_cfg(), 1)
+    changed = with_settings(settings.cfg, {"MEMFIT.OOM.POLICY": "split"})
+    assert changed.MODEL is settings.cfg.MODEL
+    assert (settings.cfg.MEMFIT.OOM.POLICY, changed.MEMFIT.OOM.POLICY) == ("raise", "split")
+    assert changed.is_frozen()
+    assert changed.MEMFIT.OOM.is_frozen()
+
+
+def test_an_evaluation_does_not_read_the_keys_of_training():
+    cfg = get_cfg()
+    cfg.SOLVER.MAX_ITER, cfg.MEMFIT.BEST.METRIC, cfg.SOLVER.IMS_PER_BATCH = 0, "bbox/AP", 3
+    assert Settings.of(cfg, 2, trains=False).recovery is None
+    cfg.MEMFIT.OOM.POLICY = "never"
+    with pytest.raises(ConfigError, match=r"MEMFIT\.OOM\.POLICY must be 'raise' or 'split'"):
+        Settings.of(cfg, 2, trains=False)
+
+
+def test_only_counts_that_are_known_divide_losses():
+    assert NormalizerOptions(losses=[["*", "sum"]]).losses == [["*", "sum"]]
+    with pytest.raises(ConfigError, match=r'and "objects" or "sum", such as .*, got \[\['):
+        NormalizerOptions(losses=[["a", "x"]])
