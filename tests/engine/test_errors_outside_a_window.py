@@ -148,7 +148,7 @@ def test_the_start_of_a_window_is_tried_again_and_then_explained(start, tmp_path
     assert len(made) > 1
     trainer = start(tmp_path)
     monkeypatch.setattr(AT_START, run_out)
-    with pytest.raises(OutOfMemoryError, match="in the start of iteration .*to try.*OUT_OF_M"):
+    with pytest.raises(OutOfMemoryError, match=r"in the start of iteration .*to try.*OUT_OF_M"):
         iterate(trainer)
     assert phases(tmp_path) == ["start"]
 
