@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 
 from .. import compat
+from ..common.rank_table import rank_table
 from ..errors import one_line
 from .attempts import RecoveryReport
 from .losses import CountReport
@@ -103,13 +103,9 @@ class Vote:
         is_usual = len(self._known) == ranks and (
             self._known[rank].with_numbers(numbers) == mine if len(numbers) < width else False
         )
-        table = torch.zeros(ranks, width, dtype=torch.float64)
-        table[rank, 0] = not is_usual
-        if is_usual:
-            table[rank, 1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        table = table.to(self._device)
-        dist.all_reduce(table)
-        has_more, *columns = zip(*table.tolist())
+        row = [float(not is_usual), *(numbers if is_usual else ())]
+        table = rank_table([*row, *[0.0] * (width - len(row))], self._device)
+        has_more, *columns = zip(*table)
         if any(has_more):
             self._known = comm.all_gather(mine)
             return self._known

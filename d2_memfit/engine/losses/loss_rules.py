@@ -16,6 +16,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
+from ...common.rank_table import rank_table
 from ...counts import PretendedRanks
 from ...errors import ConfigError, OutOfMemoryError, one_line
 from ...memory import error_line, is_out_of_memory, with_room
@@ -116,6 +117,7 @@ class LossRules:
         self.communication = Communication(recovers, is_cut)
         self.lacks_counts = False
         self._model = model
+        self._device = next(model.parameters()).device
         self._losses = losses
         self._options = options
         self._recovers = recovers
@@ -152,7 +154,10 @@ class LossRules:
             if self._ranks > 1:
                 self._answers = self._new_answers()
             return
-        annotated, numbers = zip(*comm.all_gather(self._annotated(window, micro_batch_size)))
+        table = rank_table(self._annotated(window, micro_batch_size), self._device)
+        numbers = [int(number) for *_, number in table]
+        names = (sites.IMAGES, sites.OBJECTS)
+        annotated = [sites.added_up([dict(zip(names, row))]) for row in table]
         if self._is_due and (self._recovers or max(numbers) > 1):
             objects = [own[sites.OBJECTS].item() > 0 for own in annotated]
             self._decide(window, objects)
@@ -371,7 +376,7 @@ class LossRules:
         if test is None:
             return None
         try:
-            terms = with_room(lambda: test.terms(way), next(self._model.parameters()).device)
+            terms = with_room(lambda: test.terms(way), self._device)
         except Exception as e:  # of the model's code
             terms = dict.fromkeys(test.names, Term(NOT_KNOWN, 0.0, _error_text(e)))
         return _Told(terms, test.zero, frozenset(test.not_finite), test.broken_rules, test.without)
@@ -390,16 +395,15 @@ class LossRules:
                     f"are {', '.join(dict.fromkeys(names))}"
                 )
 
-    def _annotated(self, window: Window, micro_batch_size: Optional[int]) -> tuple[Counts, int]:
+    def _annotated(self, window: Window, micro_batch_size: Optional[int]) -> list[float]:
         """This rank's images and objects, and in how many micro-batches they are."""
         window.load()
         while window.take(micro_batch_size, self._is_cut) is not None:
             pass
         objects = sum(count_objects(m.data) for m in window.micro_batches)
-        part = sites.added_up([{sites.IMAGES: window.num_images, sites.OBJECTS: objects}])
-        number = len(window.micro_batches)
+        numbers: list[float] = [window.num_images, objects, len(window.micro_batches)]
         window.start_over()
-        return part, number
+        return numbers
 
     def _new_answers(self, totals: Optional[Totals] = None) -> Answers:
         weights = self.rules.weights if totals else {}
@@ -419,7 +423,7 @@ class LossRules:
         self, window: Window, micro_batch_size: Optional[int], forward: Callable[..., Any]
     ) -> Sequence[Counts]:
         """Each rank's counts, by a forward of all images without gradients."""
-        self._answers = Answers(self.communication.note, pretended=self._told, is_test=True)
+        self._answers = Answers(self.communication.handle, pretended=self._told, is_test=True)
         error = ""
         may_recover = self.communication.may_recover
         try:
