@@ -355,6 +355,14 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _likely_cause(self, micro_batch: MicroBatch) -> str:
         model = compat.without_ddp(self.model)
+        without_labels = self.loss_rules.rules.not_finite
+        if any(
+            not micro_batch.losses[k].isfinite() for k in without_labels & {*micro_batch.losses}
+        ):
+            return (
+                f"a micro-batch without labels, for which {', '.join(sorted(without_labels))} is "
+                "not finite: sum over the labels, and divide by d2_memfit.window_count(labels)"
+            )
         in_float32 = None
         is_mixed = self.precision.dtype != torch.float32
         has_images = any("image" in image for image in dataset_dicts(micro_batch.data))

@@ -410,6 +410,70 @@ def test_nothing_stands_around_a_forward_whose_losses_are_means_over_images():
 # Bad input
 
 
+class DeclaresToo(MeanOverObjects):
+    def forward(self, batch):
+        features = self.features(batch)
+        count = window_count(objects_of(batch))
+        return {"loss_mask": features.abs().sum() / count, "loss": features.mean()}
+
+
+class VectorLoss(Detector):
+    def forward(self, batch):
+        return {"loss": self.features(batch).abs().mean((1, 2, 3))}
+
+
+class OneAtATime(Detector):
+    def forward(self, batch):
+        if len(batch) > 1:
+            raise ValueError("one image at a time")
+        return {"loss": self.features(batch).abs().mean()}
+
+
+def steps_by_itself(model, batch):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(batch)["loss"]
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+OBJECTS = NormalizerOptions(losses=[["loss_mask", "objects"]])
+BOTH = NormalizerOptions(losses=[["loss_mask", "objects"], ["loss_*", "sum"]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        (DeclaresToo, {"normalizers": OBJECTS}, r"loss_mask is divided by is declared twice, by"),
+        (MeanOverObjects, {"normalizers": BOTH}, r"declared twice, by objects, sum\. Leave one"),
+        (VectorLoss, {}, r"loss must be a tensor with one number, got \[3\]"),
+        (MeanOverObjects, {"loss_fn": steps_by_itself}, r"steps by itself \(SGD.step\)"),
+    ],
+)
+def test_losses_that_cannot_be_weighted_are_an_error_before_the_first_step(kind, options, text):
+    windows = windows_of([(10, 3, 0, 5)])
+    with pytest.raises(ConfigError, match=text) as error:
+        train(kind, windows, steps=4, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_takes_one_image_at_a_time_is_not_known(log):
+    train(OneAtATime, windows_of([(10, 3, 0, 5)]), steps=4)
+    [line] = [r.getMessage() for r in log.records if r.levelname == "WARNING"]
+    assert line.startswith("not known: what losses are divided by could not be tested (ValueError")
+
+
+def test_a_sum_over_images_is_declared_by_a_key(log):
+    class Sum(Detector):
+        def forward(self, batch):
+            return {"loss_sum": self.features(batch).abs().mean((1, 2, 3)).sum()}
+
+    assert worst(Sum)[0] > 0.5
+    assert 'Set MEMFIT.NORMALIZERS.LOSSES [["loss_sum", "sum"]]' in log.text
+    told = NormalizerOptions(losses=[["loss_sum", "sum"]])
+    assert worst(Sum, normalizers=told)[0] < 1e-12
+
+
 def test_a_pattern_that_matches_no_loss_is_an_error_with_the_names():
     told = NormalizerOptions(losses=[["loss_masks", "objects"]])
     with pytest.raises(ConfigError, match=r"no loss matches 'loss_masks'.* loss_ce, loss_bbox"):
@@ -534,6 +598,27 @@ def test_windows_that_begin_without_objects_are_tested_when_there_are_some(log):
     distance, trainer = worst(Detr, [(0, 0, 0, 0), (0, 0, 0, 0), (10, 3, 0, 5), (1, 0, 2, 4)])
     assert distance < 2e-7
     assert "loss_bbox" in trainer.loss_rules.rules.weights
+
+
+class MeanOverLabels(Detector):
+    """A mean over pixels with a label; an image may have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.classes = nn.Conv2d(CHANNELS, CLASSES, 1)
+
+    def forward(self, batch):
+        logits = self.classes(self.features(batch))
+        labels = torch.full((len(batch), *logits.shape[-2:]), 255)
+        for own, image in zip(labels, batch):
+            own[: len(image["instances"])] = 1
+        return {"loss_sem_seg": F.cross_entropy(logits, labels, ignore_index=255)}
+
+
+def test_a_loss_that_needs_labels_is_named_before_it_ends_the_run(log):
+    with pytest.raises(FloatingPointError, match="Likely a micro-batch without labels, for which"):
+        train(MeanOverLabels, windows_of([(3, 1, 2, 4), (3, 1, 0, 4)]), steps=4)
+    assert "loss_sem_seg: not finite for an image without labels" in log.text
 
 
 # Ranks
