@@ -91,7 +91,7 @@ class Vote:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: list[RankReport] = []  # the last pickled ones
+        self._known: list[RankReport] = []  # the last pickled ones, of all ranks
 
     def of(self, mine: RankReport) -> list[RankReport]:
         """The reports of all ranks."""
@@ -100,9 +100,9 @@ class Vote:
             return [mine]
         width = 1 + max((len(r.numbers()) for r in self._known), default=0)
         numbers = mine.numbers()
-        is_usual = len(self._known) == ranks and (
-            self._known[rank].with_numbers(numbers) == mine if len(numbers) < width else False
-        )
+        known = self._known[rank] if len(self._known) == ranks else RankReport()
+        has_same = list(known.loss_sums) == list(mine.loss_sums) and len(numbers) < width
+        is_usual = has_same and known.with_numbers(numbers) == mine
         row = [float(not is_usual), *(numbers if is_usual else ())]
         table = rank_table([*row, *[0.0] * (width - len(row))], self._device)
         has_more, *columns = zip(*table)
