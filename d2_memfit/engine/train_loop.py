@@ -181,7 +181,7 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _run(self, window: Window) -> list[RankReport]:
         """Run a window to the gradients of all ranks' images; return the reports of all ranks."""
-        self._begin(window)
+        self._start(window)
         if self._reduces_in_backward:  # as in Detectron2
             self._accumulate(window)
             reports = self._vote(window, RankReport())
@@ -198,7 +198,7 @@ class AccumulatingTrainer(ResumableTrainer):
                 average_gradients(self.model, window, reports)
         return reports
 
-    def _begin(self, window: Window) -> None:
+    def _start(self, window: Window) -> None:
         """Copy what the iteration changes before its step, in case that it does not get there."""
         self.check_train()
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
