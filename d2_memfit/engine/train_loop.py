@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 from ..common.checks import check_positive_int
-from ..errors import ConfigError, OutOfMemoryError
+from ..errors import OutOfMemoryError
 from ..iteration import AveragedWeights, CostModel
 from ..job import LossFn, losses_of
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
@@ -127,7 +127,13 @@ class AccumulatingTrainer(ResumableTrainer):
         if self._reduces_in_backward:  # losses are divided as in Detectron2
             options = NormalizerOptions("off")
         self.loss_rules = LossRules(
-            bare_model, self._losses, options, recovers, is_cut, accumulation_steps
+            bare_model,
+            self._losses,
+            options,
+            recovers,
+            is_cut,
+            cost_model is not None,
+            accumulation_steps,
         )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
@@ -251,11 +257,6 @@ class AccumulatingTrainer(ResumableTrainer):
     def _count(self, window: Window) -> None:
         """Find what the window's losses are divided by, before its first forward."""
         if self.byte_cut is not None:
-            if found := self.loss_rules.communication.known:
-                raise ConfigError(
-                    "MEMFIT.COST_MODEL.BYTES cuts the images of each rank alone, and the model "
-                    f"communicates in its forward, {found}. Train without it"
-                )
             window.cut(self.byte_cut.micro_batches)
         size = self.recovery.micro_batch_size if self.recovery else self.micro_batch_size
         self.loss_rules.begin(window, size, self._forward)

@@ -346,9 +346,9 @@ def test_a_loader_that_ends_within_a_window_is_named_and_nothing_is_stepped():
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
 def test_numbers_that_are_not_positive_integers_are_refused(value):
     model = ToyModel()
-    with pytest.raises(ConfigError, match=r"SOLVER.ACCUMULATION_STEPS must be a positive integer"):
+    with pytest.raises(ConfigError, match=r"accumulation_steps must be a positive integer"):
         AccumulatingTrainer(model, [], sgd(model), accumulation_steps=value)
-    with pytest.raises(ConfigError, match=r"MEMFIT.MICRO_BATCH must be a positive integer"):
+    with pytest.raises(ConfigError, match=r"micro_batch_size must be a positive integer"):
         AccumulatingTrainer(model, [], sgd(model), micro_batch_size=value)
 
 

@@ -123,7 +123,7 @@ def by_build_trainer(folder, keys, resume):
 
 
 def by_command(folder, keys, resume, trainer=command.Trainer):
-    file = folder / "command.yaml"
+    file = folder / f"command_{comm.get_rank()}.yaml"
     file.write_text(cfg_of(folder, keys).dump())
     args = command.argument_parser().parse_args(["--config-file", str(file)])
     args.resume, args.notes = resume, []

@@ -29,17 +29,19 @@ class Communication:
         may_retry: whether a rank may run its images again.
         is_size_fixed: whether MEMFIT.MICRO_BATCH or a cost model is set. Ranks then continue
             without retries.
+        cuts_by_bytes: whether it is a cost model. Ranks then have different micro-batches.
 
     Attributes:
-        found: the first collective that a test has seen, as text; "" if there was none.
+        found: the first collective that was seen, as text; "" if there was none.
         known: the same, once all ranks know it.
     """
 
-    def __init__(self, may_retry: bool, is_size_fixed: bool) -> None:
+    def __init__(self, may_retry: bool, is_size_fixed: bool, cuts_by_bytes: bool = False) -> None:
         self.found = ""
         self.known = ""
         self._may_retry = may_retry
         self._is_size_fixed = is_size_fixed
+        self._cuts_by_bytes = cuts_by_bytes
         self._is_alone = comm.get_world_size() == 1  # a forward may be told otherwise
 
     @property
@@ -56,8 +58,9 @@ class Communication:
         """
         if self._is_alone:
             return self.note(call)
-        if not self.known and self._may_retry:
+        if not self.known and (self._may_retry or self._cuts_by_bytes):
             raise CommunicationError(str(call))
+        self.found = self.found or str(call)
         return False  # the other ranks make the same call
 
     def note(self, call: Collective) -> bool:
@@ -78,6 +81,11 @@ class Communication:
         Raises:
             ConfigError: the model cannot be trained with these options.
         """
+        if self._cuts_by_bytes:
+            raise ConfigError(
+                "MEMFIT.COST_MODEL.BYTES cuts the images of each rank alone, and the model "
+                f"communicates in its forward, {found}. Train without it"
+            )
         if self._may_retry and not self._is_size_fixed:
             raise ConfigError(
                 f"MEMFIT.OOM.POLICY split cannot run a rank's images again, because {found} "

@@ -24,7 +24,7 @@ import torch
 
 from ...compat.pytorch import BatchNorm
 from ...errors import ConfigError
-from ...memory import release_memory, with_room
+from ...memory import is_out_of_memory, release_memory, with_room
 from . import sites
 from .answers import Totals
 from .causes import Evidence, cause_of, weights_of_parts
@@ -171,6 +171,8 @@ def try_ways(
             if with_empty:
                 without = f"no image without labels ({type(error).__name__})"
             release_memory(device)
+        if i > 0 and not is_out_of_memory(error):
+            break
     raise error
 
 

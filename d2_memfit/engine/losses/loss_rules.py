@@ -95,6 +95,7 @@ class LossRules:
         options: which counts are taken over the window.
         recovers: whether ranks may run images again, each for itself.
         is_cut: whether the trainer cuts the loader's batches.
+        cuts_by_bytes: whether it does so by a cost model.
         accumulation_steps: as for the trainer.
 
     Attributes:
@@ -111,10 +112,11 @@ class LossRules:
         options: NormalizerOptions,
         recovers: bool,
         is_cut: bool,
+        cuts_by_bytes: bool,
         accumulation_steps: int,
     ) -> None:
         self.rules = Rules()
-        self.communication = Communication(recovers, is_cut)
+        self.communication = Communication(recovers, is_cut, cuts_by_bytes)
         self.lacks_counts = False
         self._model = model
         self._device = next(model.parameters()).device
@@ -126,7 +128,7 @@ class LossRules:
         self._ranks = comm.get_world_size()
         self._pretended = PretendedRanks() if self._ranks == 1 else None
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
-        self._is_due = options.policy != "off" or self._ranks > 1
+        self._is_due = options.policy != "off"
         self._tests_left = _MOST_TESTS
         self._has_tested = False
         self._is_spared = False  # a function, in this window
@@ -164,14 +166,7 @@ class LossRules:
         self.lacks_counts = self._ranks == 1 and numbers[0] == 1
         if self.lacks_counts:  # its own counts are the window's
             return
-        for name in self._counters if max(numbers) > 1 else ():
-            logger.warning(
-                "%s counts forwards, %d times per iteration with accumulation. What depends on "
-                "it, such as a warm-up, comes earlier by that factor: lengthen it",
-                name,
-                max(numbers),
-            )
-        self._counters = []
+        self._name_counters(max(numbers))
         if not self.rules.is_answered and self._ranks == 1:
             return
         self.communication.check(numbers)
@@ -227,8 +222,11 @@ class LossRules:
         Args:
             found: text of the :class:`CommunicationError` that ended it, if one did.
         """
-        report = CountReport(found, is_new=self._is_spared)
+        is_told = self._ranks == 1 or self.communication.known
+        unexpected = "" if is_told else self.communication.found
+        report = CountReport(found or unexpected, is_new=self._is_spared)
         self._is_spared = False
+        self._name_counters(len(window.micro_batches))
         if not self._has_tested:
             return report
         for counts in self._answers.counts if self._answers is not None else ():
@@ -311,9 +309,6 @@ class LossRules:
             raise ConfigError(mistake)
         for collective in [f.collective for f in found if f.collective and self._ranks > 1][:1]:
             self.communication.allow(collective)
-        if self._options.policy == "off":
-            self._is_due = False
-            return
         self._check_patterns([name for f in found for name in f.names])
         self._is_due = not any(has_objects) and any(f.may_have_objects for f in found)
         self._tests_left -= not self._is_due
@@ -359,9 +354,8 @@ class LossRules:
         images = window.images_waiting
         found = _Found()
         try:
-            if self._options.policy == "off" or not images:
+            if not images:
                 found.error = "batches cannot be cut into images"
-                self._probe(subject, window)
             elif is_asked:
                 test, ways = try_ways(subject, images, self._options.losses)
                 return test, _Found(ways, test.names)
@@ -381,12 +375,6 @@ class LossRules:
             terms = dict.fromkeys(test.names, Term(NOT_KNOWN, 0.0, _error_text(e)))
         return _Told(terms, test.zero, frozenset(test.not_finite), test.broken_rules, test.without)
 
-    def _probe(self, subject: Subject, window: Window) -> None:
-        """Run a micro-batch, so that collectives are found before the first window."""
-        if self._ranks > 1 and (micro_batch := window.take()) is not None:
-            window.put_back()
-            subject.run([micro_batch.data], with_gradient=False)
-
     def _check_patterns(self, names: Sequence[str]) -> None:
         for pattern, _ in self._options.losses if names else ():
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -404,6 +392,18 @@ class LossRules:
         numbers: list[float] = [window.num_images, objects, len(window.micro_batches)]
         window.start_over()
         return numbers
+
+    def _name_counters(self, forwards: int) -> None:
+        """Warn once of numbers that count the forwards of an iteration."""
+        for name in self._counters if forwards > 1 else ():
+            logger.warning(
+                "%s counts forwards, %d times per iteration with accumulation. What depends on "
+                "it, such as a warm-up, comes earlier by that factor: lengthen it",
+                name,
+                forwards,
+            )
+        if forwards > 1:
+            self._counters = []
 
     def _new_answers(self, totals: Optional[Totals] = None) -> Answers:
         weights = self.rules.weights if totals else {}

@@ -544,7 +544,8 @@ def test_other_errors_are_not_tried_again(error):
             calls.append(batch)
             raise error
 
-    trainer = AccumulatingTrainer(Broken(2), batches(1), sgd(Broken(2)), recovery=RecoveryOptions())
+    options = {"recovery": RecoveryOptions(), "normalizers": NormalizerOptions("off")}
+    trainer = AccumulatingTrainer(Broken(2), batches(1), sgd(Broken(2)), **options)
     with pytest.raises(type(error)):
         iterate(trainer)
     assert len(calls) == 1

@@ -155,14 +155,19 @@ def differences(ones, others):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", [Detr, Fcos, Counted])
-def test_the_gradient_is_that_of_one_forward_in_any_order_of_the_images(kind, dtype):
+def test_the_gradient_is_that_of_one_forward_in_any_order_of_the_images(kind, dtype, log):
     windows = [annotated_images(numbers, seed) for seed, numbers in enumerate(NUMBERS)]
     full = gradients(kind, [[window] for window in windows], dtype)
     shuffled = [[window[2:], window[1::-1]] for window in windows]
     for cut, steps in (([[window] for window in windows], 1), (shuffled, 2)):
         options = {"accumulation_steps": steps, "cost_model": CUT}
         actual = gradients(kind, cut, dtype, **options)
-        assert max(differences(actual, full)) < (2e-7 if dtype == torch.float64 else 1e-5)
+        off = differences(actual, full)
+        if kind is Detr:  # has 12 queries, so 14 objects no longer tell its count
+            assert log.text.count("no longer follows from the annotations") == 1
+            assert off.pop(1) > 1e-3
+            log.clear()
+        assert max(off) < (2e-7 if dtype == torch.float64 else 1e-5)
 
 
 def test_windows_are_cut_and_metrics_are_of_all_images():
