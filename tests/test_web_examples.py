@@ -52,6 +52,7 @@ def trained(cfg):
     cfg.MODEL.WEIGHTS, cfg.MODEL.DEVICE = "", "cpu"
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (64,), 96
     cfg.SOLVER.MAX_ITER = 1
+    cfg.MEMFIT.NORMALIZERS.POLICY = "off"  # a test of the losses has forwards, too
     trainer = MemfitTrainer(cfg)
     trainer.checkpointer.save_to_disk = False
     forwards, steps = [], []
@@ -65,7 +66,7 @@ def test_batch_and_workers(coins):
     cfg = cfg_of("batch_and_workers.py", batch_size=4, num_workers=2)
     assert (cfg.SOLVER.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS) == (4, 2)
     assert cfg.OUTPUT_DIR == "./output/bs4_workers2"
-    check_settings(cfg, world_size=2)
+    check_settings(cfg, 2)
 
     trainer, forwards, steps = trained(cfg)
     assert (forwards, steps) == (1, 1)

@@ -19,6 +19,7 @@ __all__ = ["images_of_one_size", "images_of_two_sizes", "shrunk"]
 
 _IGNORED = ("ignore_value", "ignore_index", "ignore_label")  # attributes of heads and criteria
 _DETECTRON2S = 255
+_NOT_LABELS = ("image", "pixel_values", "pixel_mask", "proposals")  # fields of an image
 _OTHER_SIZE = 0.7  # of height and width, where a window has images of one size
 
 
@@ -96,12 +97,16 @@ def _cut(value: Any, old: int, new: int, share: float, size: tuple[int, int], ig
         return _cut(part, old, new, share, size, ignored)
 
     if isinstance(value, Row):
-        return replace(value, parts=tuple(map(cut, value.parts)))
+        # A tensor is an image or a label image, and not one entry for each object.
+        parts = (
+            _cut(p, 0, new, share, size, ignored) if _is_tensor(p) else cut(p) for p in value.parts
+        )
+        return replace(value, parts=tuple(parts))
     if isinstance(value, dict):
-        return {k: v if k in ("image", "proposals") else cut(v) for k, v in value.items()}
+        return {k: v if k in _NOT_LABELS else cut(v) for k, v in value.items()}
     if isinstance(value, Instances):
         return value[:new] if value.get_fields() else value
-    is_tensor = isinstance(value, torch.Tensor)
+    is_tensor = _is_tensor(value)
     if is_tensor and value.dtype == torch.int64 and value.shape[-2:] == size and min(size) > 1:
         labels = value.clone()
         labels[..., round(size[0] * share) :, :] = ignored
@@ -109,6 +114,10 @@ def _cut(value: Any, old: int, new: int, share: float, size: tuple[int, int], ig
     if (is_tensor and value.dim() > 0) or isinstance(value, list):
         return value[:new] if old and len(value) == old else value
     return value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _ignored_by(model: nn.Module) -> int:
