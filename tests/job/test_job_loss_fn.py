@@ -123,5 +123,5 @@ def test_an_injected_error_leaves_no_trace():
 def test_the_doctor_tests_its_losses_row_by_row():
     patient = Patient(job_of(every_anchor_counts(tiny_cfg("proposal_network")), columns(2)))
     text = accumulates(patient)
-    assert "losses of 2 images, one by one" in text
+    assert "gradients of single images and of one forward over them are exact" in text
     assert "loss_rpn_cls_pseudo" in text

@@ -483,10 +483,10 @@ class LossRules:
         self._said.update(new)
         for why in dict.fromkeys(term.why for term in new.values()):
             of_why = {name: term for name, term in new.items() if term.why == why}
-            logger.warning("%s. See %s", described(of_why), _HELP)
+            logger.warning("%s. See %s", complaint_about(of_why), _HELP)
 
 
-def described(terms: Mapping[str, Term]) -> str:
+def complaint_about(terms: Mapping[str, Term]) -> str:
     """Losses that are wrong for one reason, with their distance and a remedy, in one line."""
     term = max(terms.values(), key=lambda t: t.distance)
     names = ", ".join(terms)
