@@ -17,7 +17,7 @@ from ..job import Job, WorstCase
 from ..memory import on_host, release_memory
 from ..planner.dry_run import worst_case
 from ..planner.estimates import build_with_values, infer
-from ..settings import RecoveryOptions
+from ..settings import NormalizerOptions, RecoveryOptions
 from .items import Item, Record, Scale
 from .peaks import limited, median_seconds, peaks_of, under_budget
 
@@ -122,7 +122,8 @@ def with_fragments(item: Item, job: Job, device: torch.device, scale: Scale) -> 
 
     num_iterations = 3 if scale.case else _ITERATIONS
     windows = (window() for _ in range(num_iterations))
-    recovering = partial(AccumulatingTrainer, recovery=RecoveryOptions())
+    untested = NormalizerOptions("off")  # the peaks are those of training alone
+    recovering = partial(AccumulatingTrainer, recovery=RecoveryOptions(), normalizers=untested)
     assert job.budget_gb is not None
     with under_budget(device, job.budget_gb), peaks_of(device) as peaks:
         training = Steps(job, device, recovering, windows)
