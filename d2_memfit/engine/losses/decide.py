@@ -24,6 +24,7 @@ import torch
 
 from ...compat.pytorch import BatchNorm
 from ...errors import ConfigError
+from ...job import size_of
 from ...memory import is_out_of_memory, release_memory, with_room
 from . import sites
 from .answers import Totals
@@ -142,9 +143,16 @@ def _common(site: Site, ways: Sequence[Way]) -> Optional[Rule]:
 
 
 def try_ways(
-    subject: Subject, images: Sequence[Any], patterns: Sequence[Sequence[str]] = ()
+    subject: Subject,
+    images: Sequence[Any],
+    patterns: Sequence[Sequence[str]] = (),
+    of_micro_batch: Optional[int] = None,
 ) -> tuple["GradientTest", list[Way]]:
     """The test on images that the model can be run with, and the ways that it has found.
+
+    Args:
+        of_micro_batch: images that a micro-batch may have. Those of the test together are as small
+            as these; None: they are as small as :data:`_MOST_PIXELS`.
 
     Raises:
         Exception: that of the model's code, if there are no such images.
@@ -154,7 +162,9 @@ def try_ways(
     without = ""
     for i, (number, of_part, share) in enumerate(_TRIED):
         subject.has_gradients = i < len(_TRIED) - 1
-        of_size = shrunk(images, _MOST_PIXELS / share)
+        height, width = size_of(list(images))
+        fits = height * width * of_micro_batch if of_micro_batch else _MOST_PIXELS
+        of_size = shrunk(images, min(fits, _MOST_PIXELS) / share / number)
         for with_empty, freezes in ((True, False), (False, False), (True, True), (False, True)):
             options = patterns, number, of_part
             try:

@@ -157,12 +157,13 @@ class LossRules:
                 self._answers = self._new_answers()
             return
         table = rank_table(self._annotated(window, micro_batch_size), self._device)
-        numbers = [int(number) for *_, number in table]
+        numbers = [int(number) for *_, number, _ in table]
+        largest = int(max(row[-1] for row in table))
         names = (sites.IMAGES, sites.OBJECTS)
         annotated = [sites.added_up([dict(zip(names, row))]) for row in table]
         if self._is_due and (self._recovers or max(numbers) > 1):
             objects = [own[sites.OBJECTS].item() > 0 for own in annotated]
-            self._decide(window, objects)
+            self._decide(window, objects, largest)
         self.lacks_counts = self._ranks == 1 and numbers[0] == 1
         if self.lacks_counts:  # its own counts are the window's
             return
@@ -291,16 +292,17 @@ class LossRules:
         counts = self.rules.counts.items()
         return sorted({f"{sites.place_of(s)} ({how[rule is not None]})" for s, rule in counts})
 
-    def _decide(self, window: Window, has_objects: Sequence[bool]) -> None:
+    def _decide(self, window: Window, has_objects: Sequence[bool], largest: int) -> None:
         """Test the losses on the window's images, and set the rules. All ranks call it.
 
         Args:
             has_objects: whether the window of each rank has any.
+            largest: images of the largest micro-batch.
         """
         start = time.perf_counter()
         subject = Subject(self._model, self._losses, self.communication.note, self._pretended)
         is_asked = has_objects[comm.get_rank()] or not (any(has_objects) or self._has_tested)
-        test, mine = self._first_half(subject, window, is_asked)
+        test, mine = self._first_half(subject, window, largest if is_asked else 0)
         mine.may_have_objects = may_have_objects(window.images_waiting)
         statistics = test.statistics if test is not None else []
         mine.collective = next(iter(statistics), self.communication.found)
@@ -348,7 +350,7 @@ class LossRules:
             self._say(others, subject.forwards, time.perf_counter() - start)
 
     def _first_half(
-        self, subject: Subject, window: Window, is_asked: bool
+        self, subject: Subject, window: Window, of_micro_batch: int
     ) -> tuple[Optional[GradientTest], _Found]:
         """Test the ways of weighting on this rank's images, if it is asked to."""
         images = window.images_waiting
@@ -356,8 +358,8 @@ class LossRules:
         try:
             if not images:
                 found.error = "batches cannot be cut into images"
-            elif is_asked:
-                test, ways = try_ways(subject, images, self._options.losses)
+            elif of_micro_batch:
+                test, ways = try_ways(subject, images, self._options.losses, of_micro_batch)
                 return test, _Found(ways, test.names)
         except ConfigError as e:
             found.mistake = str(e)
@@ -384,12 +386,13 @@ class LossRules:
                 )
 
     def _annotated(self, window: Window, micro_batch_size: Optional[int]) -> list[float]:
-        """This rank's images and objects, and in how many micro-batches they are."""
+        """This rank's images, objects, micro-batches, and images in the largest of these."""
         window.load()
         while window.take(micro_batch_size, self._is_cut) is not None:
             pass
         objects = sum(count_objects(m.data) for m in window.micro_batches)
-        numbers: list[float] = [window.num_images, objects, len(window.micro_batches)]
+        largest = max((m.num_images for m in window.micro_batches), default=0)
+        numbers: list[float] = [window.num_images, objects, len(window.micro_batches), largest]
         window.start_over()
         return numbers
 

@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from torch import nn
 __all__ = ["relative", "sketch_of_gradients"]
 
 _LENGTH = 2**16
-_SIGNS = 64  # signs of a row are the product of two of so many
+_SIGNS = 8  # signs of a row are the product of two of so many
 
 
 def sketch_of_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -39,7 +38,6 @@ def sketch_of_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return sums
 
 
-@lru_cache(maxsize=1)
 def _signs() -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 2, (2, _SIGNS, _LENGTH), generator=generator, dtype=torch.int8) * 2 - 1

@@ -20,6 +20,7 @@ __all__ = ["images_of_one_size", "images_of_two_sizes", "shrunk"]
 _IGNORED = ("ignore_value", "ignore_index", "ignore_label")  # attributes of heads and criteria
 _DETECTRON2S = 255
 _NOT_LABELS = ("image", "pixel_values", "pixel_mask", "proposals")  # fields of an image
+_LEAST_SIDE = 32  # pixels
 _OTHER_SIZE = 0.7  # of height and width, where a window has images of one size
 
 
@@ -62,9 +63,13 @@ def images_of_two_sizes(images: Sequence[Any]) -> list[Any]:
 
 
 def shrunk(images: Sequence[Any], most_pixels: float) -> list[Any]:
-    """The images, smaller if together they have more pixels; others than dataset dicts as given."""
+    """The images, smaller if the largest has more pixels; others than dataset dicts as given.
+
+    Their shorter side keeps 32 pixels.
+    """
     height, width = size_of(list(images))
-    factor = math.sqrt(most_pixels / max(len(images) * height * width, 1))
+    least = _LEAST_SIDE / max(min(height, width), 1)
+    factor = max(math.sqrt(most_pixels / max(height * width, 1)), least)
     if factor >= 1 or not all(isinstance(i, dict) and min(_size(i)) > 1 for i in images):
         return list(images)
     return [resize_image(image, factor) for image in images]
