@@ -149,7 +149,7 @@ class Waiting(torch.nn.Module):
         self.weight.register_hook(self.count)
 
     def forward(self, batch):
-        while torch.is_grad_enabled() and self.rank == 1 and not self.flag.exists():
+        while self.rank == 1 and not self.flag.exists():
             time.sleep(0.01)
         return {"loss": self.weight * len(batch)}
 

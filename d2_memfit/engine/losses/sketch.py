@@ -17,17 +17,15 @@ def sketch_of_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Sum the gradients' elements, with random signs, into 65,536 numbers in float64.
 
     It is linear, so that sums and differences of gradients can be taken of sketches, and norms are
-    kept within a few percent (the count sketch of Charikar, Chen and Farach-Colton, 2002). Models
-    with fewer parameters have their gradient itself.
+    kept within a few percent (the count sketch of Charikar, Chen and Farach-Colton, 2002). A model
+    with fewer parameters has its gradient itself, with some signs changed.
     """
     sums = torch.zeros(_LENGTH, dtype=torch.float64)
     signs = _signs()
     position = row = 0
     for p in parameters:
-        rest = torch.zeros(p.numel()) if p.grad is None else p.grad.detach().flatten()
-        if p.grad is not None and p.grad.is_sparse:
-            rest = p.grad.to_dense().flatten()
-        rest = rest.to("cpu", torch.float64)
+        rest = torch.zeros(p.numel()) if p.grad is None else p.grad.detach()
+        rest = rest.to_dense().flatten().to("cpu", torch.float64)
         while len(rest):
             part = slice(position, min(position + len(rest), _LENGTH))
             now, rest = rest.split([part.stop - position, len(rest) - part.stop + position])
