@@ -319,27 +319,16 @@ class GradientTest:
         for group in groups:
             group.is_noisy = True
         fixed = [name for name in names if name not in noisy]
-        parts = found.pairs[0].parts
-        groups += [self._pairs(way, group, 1) for group in self._groups(fixed, parts)]
-        for group in groups:
-            noise = max(group.noise, *map(found.noise_of, group.names))
-            why = f"noise {noise:.1g}" if group.word == NOT_KNOWN else ""
-            terms.update(dict.fromkeys(group.names, Term(group.word, group.distance, why)))
+        groups += [self._pairs(way, g, 1) for g in self._groups(fixed, found.pairs[0].parts)]
+        is_exact = all(group.word == EXACT for group in groups)
+        stated = {} if is_exact else self._published()
         wrong = [group for group in groups if group.word == OTHER]
-        is_known = all(group.word == EXACT for group in groups)
-        stated = {} if is_known else self._published()
+        causes = dict(zip(map(id, wrong), self._causes(way, wrong)))
         for group in groups:
-            for name in group.names if group.word == NOT_KNOWN else ():
-                known = stated.get(name, Published())
-                if group.distance + found.noise_of(name) <= known.distance:
-                    said = f"{known.code}, up to {known.distance:g}"
-                    terms[name] = Term(CLOSE, group.distance, said)
-        for group, why in zip(wrong, self._causes(way, wrong)):
             for name in group.names:
-                known = stated.get(name, Published())
-                is_close = group.distance <= known.distance
-                said = f"{known.code}, up to {known.distance:g}" if is_close else why
-                terms[name] = Term(CLOSE if is_close else OTHER, group.distance, said)
+                noise = max(group.noise, found.noise_of(name)) if group.is_noisy else 0.0
+                why = causes.get(id(group), f"noise {noise:.1g}")
+                terms[name] = _term(group, noise, stated.get(name, Published()), why)
         exact = [name for name, term in terms.items() if term.word == EXACT]
         return {**terms, **self._in_two_sizes(way, exact)}
 
@@ -669,6 +658,15 @@ class _Pairs:
     def _scale(self) -> float:
         norms = [float(pair.whole.gradient.norm()) for pair in self.pairs]
         return max(sum(norms) / len(norms), self.least) or 1.0
+
+
+def _term(group: _Pairs, noise: float, known: Published, why: str) -> Term:
+    """The result for a loss of a group, whose code may have a stated distance."""
+    if group.word == EXACT:
+        return Term(EXACT, group.distance)
+    if group.distance + noise <= known.distance:
+        return Term(CLOSE, group.distance, f"{known.code}, up to {known.distance:g}")
+    return Term(group.word, group.distance, why)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
