@@ -78,6 +78,7 @@ def check_accumulation(
     Raises:
         DataError: the batch cannot be cut into images, or has fewer than two.
         ConfigError: the losses cannot be trained on.
+        MemfitError: the model raises an error for images together and one by one.
     """
     images = images_of(batch)
     if images is None or len(images) < 2:

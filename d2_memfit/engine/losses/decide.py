@@ -14,16 +14,18 @@ Nothing is left behind. Random numbers do not depend on the batch, and nothing i
 
 import math
 import re
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
 
 from ...compat.pytorch import BatchNorm
-from ...errors import ConfigError
+from ...errors import ConfigError, MemfitError, one_line
 from ...job import size_of
 from ...memory import is_out_of_memory, release_memory, with_room
 from . import sites
@@ -36,7 +38,17 @@ from .sites import Counts, Site
 from .sketch import relative
 from .variants import images_of_one_size, images_of_two_sizes, shrunk
 
-__all__ = ["BY_IMAGES", "LIMIT", "GradientTest", "Way", "chosen_way", "decided", "try_ways"]
+__all__ = [
+    "BY_IMAGES",
+    "LIMIT",
+    "GradientTest",
+    "UntestableError",
+    "Way",
+    "chosen_way",
+    "decided",
+    "error_text",
+    "try_ways",
+]
 
 LIMIT = 1e-3  # relative distance of a gradient that is right
 _ROUNDING = 2e-5  # of float32
@@ -57,10 +69,16 @@ _PADDED = (
 )
 _KINDS = (sites.SUM, sites.COUNT, sites.MEAN)
 
+_NO_MEMORY = "memory ran out"
+
 # Names of ways.
 BY_IMAGES = "images"  # all losses by images
 _DECLARED = "declared"  # counts that an adapter, a weighted cross entropy or the user declares
 _OVER_RANKS = "over ranks"  # these, and counts that the model adds up over ranks
+
+
+class UntestableError(MemfitError):
+    """The losses of a model cannot be tested. The message is the model's error, in one line."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +173,11 @@ def try_ways(
             as these; None: they are as small as :data:`_MOST_PIXELS`.
 
     Raises:
-        Exception: that of the model's code, if there are no such images.
+        UntestableError: there are no such images.
         ConfigError: as for :class:`GradientTest`.
     """
     device = next(subject.model.parameters()).device
-    without = ""
+    without = error = ""
     for i, (number, of_part, share) in enumerate(_TRIED):
         subject.has_gradients = i < len(_TRIED) - 1
         height, width = size_of(list(images))
@@ -176,21 +194,31 @@ def try_ways(
                 return test, with_room(test.ways, device)
             except ConfigError:
                 raise
-            except Exception as e:
-                error = e
+            except Exception as e:  # of the model's code. Its traceback would keep its tensors
+                error = error_text(e)
+                kind = type(e).__name__
             if with_empty:
-                without = f"no image without labels ({type(error).__name__})"
+                without = f"no image without labels ({kind})"
             release_memory(device)
-        if i > 0 and not is_out_of_memory(error):
+        if i > 0 and error != _NO_MEMORY:
             break
-    raise error
+    raise UntestableError(error)
+
+
+def error_text(error: Exception) -> str:
+    """An error of the model's code in one line."""
+    if is_out_of_memory(error):
+        return _NO_MEMORY
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    file = "/".join(Path(place.filename).parts[-2:])
+    return f"{type(error).__name__}: {one_line(error)[:200]} in {file}:{place.lineno}"
 
 
 def decided(subject: Subject, images: Sequence[Any]) -> tuple[Rules, Rules]:
     """The rules that one process finds for its losses, and what holds if all count by images.
 
     Raises:
-        Exception: that of the model's code, if it cannot be tested.
+        UntestableError: the model cannot be tested.
     """
     test, ways = try_ways(subject, images)
     found = []

@@ -3,12 +3,10 @@
 
 import logging
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -18,7 +16,7 @@ from torch import nn
 
 from ...common.rank_table import rank_table
 from ...counts import PretendedRanks
-from ...errors import ConfigError, OutOfMemoryError, one_line
+from ...errors import ConfigError, OutOfMemoryError
 from ...memory import error_line, is_out_of_memory, with_room
 from ...settings import NormalizerOptions
 from ..attempts import run_to_count
@@ -27,7 +25,7 @@ from . import sites
 from .adapters import adapt_criteria
 from .answers import Answers, Totals
 from .communication import Communication, Spared
-from .decide import GradientTest, Way, chosen_way, try_ways
+from .decide import GradientTest, UntestableError, Way, chosen_way, error_text, try_ways
 from .rules import CLOSE, EXACT, NOT_KNOWN, OTHER, Rules, Term
 from .runs import Subject, without_traces
 from .sites import Counts, Site
@@ -38,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_TESTS = 8
 _TESTED_AGAIN = (100, 1000)  # iterations; a head that starts at zero has like losses at first
-_NO_MEMORY = "memory ran out"
 _HELP = "docs/ACCUMULATION.md#what-losses-are-divided-by"
 
 
@@ -363,8 +360,8 @@ class LossRules:
                 return test, _Found(ways, test.names)
         except ConfigError as e:
             found.mistake = str(e)
-        except Exception as e:  # of the model's code
-            found.error = _error_text(e)
+        except UntestableError as e:
+            found.error = str(e)
         return None, found
 
     def _second_half(self, test: Optional[GradientTest], way: Way) -> Optional["_Told"]:
@@ -374,7 +371,7 @@ class LossRules:
         try:
             terms = with_room(lambda: test.terms(way), self._device)
         except Exception as e:  # of the model's code
-            terms = dict.fromkeys(test.names, Term(NOT_KNOWN, 0.0, _error_text(e)))
+            terms = dict.fromkeys(test.names, Term(NOT_KNOWN, 0.0, error_text(e)))
         return _Told(terms, test.zero, frozenset(test.not_finite), test.broken_rules, test.without)
 
     def _check_patterns(self, names: Sequence[str]) -> None:
@@ -496,11 +493,3 @@ def complaint_about(terms: Mapping[str, Term]) -> str:
     if term.word == NOT_KNOWN:
         return f"{names}: not known ({term.why})"
     return f"{names}: other, {term.distance:.2g} of the gradient in micro-batches: {term.why}"
-
-
-def _error_text(error: Exception) -> str:
-    if is_out_of_memory(error):
-        return _NO_MEMORY
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    file = "/".join(Path(place.filename).parts[-2:])
-    return f"{type(error).__name__}: {one_line(error)[:200]} in {file}:{place.lineno}"
