@@ -18,7 +18,7 @@ from .engine.losses import (
     Communication,
     Subject,
     Term,
-    decided,
+    gradient_test,
     relative,
     sketch_of_gradients,
     without_traces,
@@ -103,8 +103,8 @@ def _terms(
 ) -> list[tuple[str, Term]]:
     communicate = Communication(may_retry=True, is_size_fixed=False).note
     subject = Subject(model, lambda m, b: losses_of(m, b, loss_fn), communicate, PretendedRanks())
-    _, by_images = decided(subject, images)
-    return list(by_images.terms.items())
+    test = gradient_test(subject, images)
+    return list(test.rules(test.ways[0]).terms.items())
 
 
 def _of_loss(name: str, term: Term) -> AccumulationFinding:

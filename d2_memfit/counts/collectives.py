@@ -63,6 +63,7 @@ class Collective:
         module: class of the innermost module that calls it.
         tensors: the tensors that the call changes in place.
         sent: the tensors that it sends, if they are others, as in an all_gather.
+        num_ranks: those of its group.
         scale: factor by which it multiplies a value that all ranks have: the ranks of its group
             for a sum, 1 for a mean; None for other calls.
         is_differentiable: whether gradients flow through it.
@@ -73,6 +74,7 @@ class Collective:
     module: str
     tensors: Sequence[torch.Tensor]
     sent: Sequence[torch.Tensor]
+    num_ranks: int
     scale: Optional[int]
     is_differentiable: bool
 
@@ -235,6 +237,7 @@ def _collective(name: str, args: Sequence[Any], num_ranks: int) -> Collective:
         module,
         tensors,
         sent,
+        num_ranks,
         _scale(op, num_ranks) if "reduce" in name and not sent else None,
         is_differentiable or any(t.requires_grad for t in tensors),
     )

@@ -17,7 +17,7 @@ from ..engine.losses import (
     Rules,
     Subject,
     adapt_criteria,
-    decided,
+    gradient_test,
 )
 from ..engine.window import images_of
 from .patient import Patient, Untested, Unwell
@@ -111,7 +111,8 @@ def _decided(patient: Patient, images: Sequence[Any], policy: str) -> tuple[Rule
     """The rules with a policy, and what holds if all losses count by images."""
     model = patient.model()
     adapt_criteria(model, is_exact=policy == "exact")
-    return decided(Subject(model, patient.losses, _refuse, PretendedRanks()), images)
+    test = gradient_test(Subject(model, patient.losses, _refuse, PretendedRanks()), images)
+    return test.rules(test.nearest), test.rules(test.ways[0])
 
 
 def _refuse(call: Collective) -> bool:

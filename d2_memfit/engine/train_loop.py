@@ -22,7 +22,7 @@ from ..errors import OutOfMemoryError
 from ..iteration import AveragedWeights, CostModel
 from ..job import LossFn, losses_of
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
-from .attempts import Recovery, WindowRetries, observed, run_all
+from .attempts import Recovery, RecoveryReport, WindowRetries, observed, run_all
 from .hooks import compare_number_formats, explains_hooks, likely_cause
 from .losses import CommunicationError, CountReport, LossRules
 from .rank_report import RankReport, Vote, check_finite, mean_losses, write_metrics
@@ -197,7 +197,7 @@ class AccumulatingTrainer(ResumableTrainer):
             storage.write()
             self.loss_rules.learn([r.counts for r in reports])
             if self.recovery is not None:
-                self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
+                self.recovery.end_iteration([r.recovery or RecoveryReport() for r in reports])
         check_finite(reports, self.iter)
         if not self._reduces_in_backward and any(r.num_images for r in reports):
             with self._final_error("reduction", window):

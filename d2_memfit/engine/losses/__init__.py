@@ -6,7 +6,9 @@ from .changes import *
 from .communication import *
 from .decide import *
 from .loss_rules import *
+from .pairs import *
 from .published import *
 from .rules import *
 from .runs import *
 from .sketch import *
+from .wording import *

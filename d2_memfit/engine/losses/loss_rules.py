@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Optional
 
@@ -17,18 +17,20 @@ from torch import nn
 from ...common.rank_table import rank_table
 from ...counts import PretendedRanks
 from ...errors import ConfigError, OutOfMemoryError
-from ...memory import error_line, is_out_of_memory, with_room
+from ...memory import error_line, is_out_of_memory
 from ...settings import NormalizerOptions
 from ..attempts import run_to_count
+from ..state import Snapshot
 from ..window import MicroBatch, Window, count_objects, may_have_objects
 from . import sites
 from .adapters import adapt_criteria
 from .answers import Answers, Totals
 from .communication import Communication, Spared
-from .decide import GradientTest, UntestableError, Way, chosen_way, error_text, try_ways
-from .rules import CLOSE, EXACT, NOT_KNOWN, OTHER, Rules, Term
+from .decide import UntestableError, gradient_test, text_of
+from .rules import Rules
 from .runs import Subject, without_traces
 from .sites import Counts, Site
+from .wording import HELP, log_rules
 
 __all__ = ["CountReport", "LossRules"]
 
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_TESTS = 8
 _TESTED_AGAIN = (100, 1000)  # iterations; a head that starts at zero has like losses at first
-_HELP = "docs/ACCUMULATION.md#what-losses-are-divided-by"
+_MOST_TESTERS = 2  # ranks
 
 
 @dataclass
@@ -56,25 +58,22 @@ class CountReport:
 
 @dataclass
 class _Found:
-    """One rank's findings in the first half of a test."""
+    """What the rank that tests has found. Plain data: all ranks get it.
 
-    ways: Sequence[Way] = ()
-    names: Sequence[str] = ()
-    error: str = ""  # of the model
-    mistake: str = ""  # of the user, for a ConfigError
+    Attributes:
+        rules: None if the losses could not be tested.
+        changed, counters, forwards: as for :class:`GradientTest`.
+        collective: of the model, that is no count; "" if there is none.
+        error, mistake: of the model, and of the user; "" if there is none.
+    """
+
+    rules: Optional[Rules] = None
+    changed: Sequence[str] = ()
+    counters: Sequence[str] = ()
+    forwards: int = 0
     collective: str = ""
-    may_have_objects: bool = False
-
-
-@dataclass
-class _Told:
-    """One rank's findings in the second half of a test."""
-
-    terms: dict[str, Term]
-    zero: frozenset[str]
-    not_finite: frozenset[str]
-    broken_rules: set[Site]
-    left_out: str
+    error: str = ""
+    mistake: str = ""
 
 
 class LossRules:
@@ -128,7 +127,9 @@ class LossRules:
         self._is_due = options.policy != "off"
         self._tests_left = _MOST_TESTS
         self._has_tested = False
+        self._has_news: set[int] = set()  # ranks that have something new to test
         self._is_spared = False  # a function, in this window
+        self._before: Optional[Snapshot] = None  # the last forward that may be spared
         self._counters: list[str] = []  # that were not named yet
         self._said: set[str] = set()
         if options.policy != "off":
@@ -153,14 +154,12 @@ class LossRules:
             if self._ranks > 1:
                 self._answers = self._new_answers()
             return
-        table = rank_table(self._annotated(window, micro_batch_size), self._device)
-        numbers = [int(number) for *_, number, _ in table]
-        largest = int(max(row[-1] for row in table))
-        names = (sites.IMAGES, sites.OBJECTS)
-        annotated = [sites.added_up([dict(zip(names, row))]) for row in table]
+        table = rank_table(self._numbers_of(window, micro_batch_size), self._device)
+        images, objects, numbers, sizes, places = (list(map(int, column)) for column in zip(*table))
         if self._is_due and (self._recovers or max(numbers) > 1):
-            objects = [own[sites.OBJECTS].item() > 0 for own in annotated]
-            self._decide(window, objects, largest)
+            self._decide(window, objects, any(places), max(sizes))
+        rows = zip(images, objects)
+        annotated = [sites.added_up([{sites.IMAGES: i, sites.OBJECTS: o}]) for i, o in rows]
         self.lacks_counts = self._ranks == 1 and numbers[0] == 1
         if self.lacks_counts:  # its own counts are the window's
             return
@@ -201,6 +200,7 @@ class LossRules:
         Raises:
             CommunicationError: the model communicates unexpectedly.
         """
+        self._before = Snapshot(self._model, last=self._before) if self._second_rank else None
         try:
             with self.of(micro_batch):
                 found = losses(micro_batch.batch)
@@ -212,6 +212,8 @@ class LossRules:
         except Spared as e:  # a function that cannot work with what it was told of other ranks
             logger.info("%s: this function is told the truth from now on", e)
         self._is_spared = True
+        if self._before is not None:
+            self._before.restore()
         return self.run(micro_batch, losses)
 
     def report(self, window: Window, found: str) -> CountReport:
@@ -256,7 +258,8 @@ class LossRules:
             )
             self.rules = self.rules.without(broken)
         is_time = self._has_tested and get_event_storage().iter + 1 in _TESTED_AGAIN
-        if (is_time or any(r.is_new for r in reports)) and self._options.policy != "off":
+        self._has_news |= {rank for rank, report in enumerate(reports) if report.is_new}
+        if (is_time or self._has_news) and self._options.policy != "off":
             self._is_due = self._tests_left > 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,11 +272,12 @@ class LossRules:
             "is_due": self._is_due,
             "tests_left": self._tests_left,
             "spared": sorted(spared),
+            "options": self._plain_options,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the rules of a checkpoint. One of an older version has none: test again."""
-        if "rules" not in state or self._options.policy == "off":
+        """Go on with the rules of a checkpoint, or test again if they are of other options."""
+        if state.get("options") != self._plain_options or self._options.policy == "off":
             return
         self.rules = Rules.from_state_dict(state["rules"])
         self._is_due = state["is_due"]
@@ -289,109 +293,95 @@ class LossRules:
         counts = self.rules.counts.items()
         return sorted({f"{sites.place_of(s)} ({how[rule is not None]})" for s, rule in counts})
 
-    def _decide(self, window: Window, has_objects: Sequence[bool], largest: int) -> None:
-        """Test the losses on the window's images, and set the rules. All ranks call it.
+    def _decide(
+        self, window: Window, objects: Sequence[int], may_have_objects: bool, largest: int
+    ) -> None:
+        """Test the losses on one rank's images, and set the rules of all. All ranks call it.
+
+        The rank with the most objects tests, or one that has something new. If the model fails with
+        its images, the next one does.
 
         Args:
-            has_objects: whether the window of each rank has any.
+            objects: of each rank's window.
+            may_have_objects: whether images without any have a place for them.
             largest: images of the largest micro-batch.
         """
+        self._is_due = may_have_objects and not any(objects)
+        if self._is_due and self._has_tested:
+            return
+        if not self._is_due:
+            self._tests_left -= 1
         start = time.perf_counter()
-        subject = Subject(self._model, self._losses, self.communication.note, self._pretended)
-        is_asked = has_objects[comm.get_rank()] or not (any(has_objects) or self._has_tested)
-        test, mine = self._first_half(subject, window, largest if is_asked else 0)
-        mine.may_have_objects = may_have_objects(window.images_waiting)
-        statistics = test.statistics if test is not None else []
-        mine.collective = next(iter(statistics), self.communication.found)
-        found = comm.all_gather(mine)
-        for mistake in filter(None, (f.mistake for f in found)):
-            raise ConfigError(mistake)
-        for collective in [f.collective for f in found if f.collective and self._ranks > 1][:1]:
-            self.communication.allow(collective)
-        self._check_patterns([name for f in found for name in f.names])
-        self._is_due = not any(has_objects) and any(f.may_have_objects for f in found)
-        self._tests_left -= not self._is_due
-        errors = [f.error for f in found if f.error]
-        if not any(f.ways for f in found):
-            if errors and not self._has_tested and not self._is_due:
+        news, self._has_news = self._has_news, set()
+        found = _Found()
+        ranks = sorted(range(self._ranks), key=lambda rank: (rank not in news, -objects[rank]))
+        for rank in ranks[:_MOST_TESTERS]:
+            mine = self._tested(window, largest) if rank == comm.get_rank() else None
+            found = comm.all_gather(mine)[rank]
+            if found.mistake:
+                raise ConfigError(found.mistake)
+            if found.rules is not None:
+                break
+        if found.collective and self._ranks > 1:
+            self.communication.allow(found.collective)
+        if found.rules is None:
+            if not (self._has_tested or self._is_due):
                 logger.warning(
                     "not known: what losses are divided by could not be tested (%s). Micro-batches "
                     "count by their images. See %s",
-                    errors[0],
-                    _HELP,
+                    found.error,
+                    HELP,
                 )
             return
-        way = chosen_way([f.ways for f in found if f.ways])
-        for place in way.unused:
-            raise ConfigError(
-                f"window_count in {place}: no loss depends on what it returns. Divide the loss by "
-                "it, in the same forward"
-            )
-        of_ranks = [t for t in comm.all_gather(self._second_half(test, way)) if t is not None]
-        terms: dict[str, Term] = {}
-        for told in of_ranks:
-            for name, term in told.terms.items():
-                terms[name] = term.worse(terms.get(name, term))
-        self.rules = replace(
-            way.rules.without(set().union(*(told.broken_rules for told in of_ranks))),
-            terms=terms,
-            zero=frozenset.intersection(*(told.zero for told in of_ranks)),
-            not_finite=frozenset().union(*(told.not_finite for told in of_ranks)),
-            left_out=max(told.left_out for told in of_ranks),
-        )
+        self.rules = found.rules.after(self.rules)
         self._has_tested = True
-        if test is not None:
-            self._counters = [name for name in test.counters if name not in self._said]
-            self._said.update(self._counters)
-            others = [name for name in test.changed if name not in test.counters]
-            self._say(others, subject.forwards, time.perf_counter() - start)
+        self._counters = [name for name in found.counters if name not in self._said]
+        self._said.update(self._counters)
+        others = [name for name in found.changed if name not in found.counters]
+        seconds = time.perf_counter() - start
+        log_rules(self.rules, others, found.forwards, seconds, self._said)
 
-    def _first_half(
-        self, subject: Subject, window: Window, of_micro_batch: int
-    ) -> tuple[Optional[GradientTest], _Found]:
-        """Test the ways of weighting on this rank's images, if it is asked to."""
-        images = window.images_waiting
-        found = _Found()
+    def _tested(self, window: Window, of_micro_batch: int) -> _Found:
+        """The test on this rank's images. It raises nothing: other ranks wait for the result."""
+        if not window.images_waiting:
+            return _Found(error="batches cannot be cut into images")
+        subject = Subject(self._model, self._losses, self.communication.note, self._pretended)
         try:
-            if not images:
-                found.error = "batches cannot be cut into images"
-            elif of_micro_batch:
-                test, ways = try_ways(subject, images, self._options.losses, of_micro_batch)
-                return test, _Found(ways, test.names)
-        except ConfigError as e:
-            found.mistake = str(e)
-        except UntestableError as e:
-            found.error = str(e)
-        return None, found
-
-    def _second_half(self, test: Optional[GradientTest], way: Way) -> Optional["_Told"]:
-        """What the test says about each loss with the weights that were chosen."""
-        if test is None:
-            return None
-        try:
-            terms = with_room(lambda: test.terms(way), self._device)
-        except Exception as e:  # of the model's code
-            terms = dict.fromkeys(test.names, Term(NOT_KNOWN, 0.0, error_text(e)))
-        return _Told(terms, test.zero, frozenset(test.not_finite), test.broken_rules, test.without)
-
-    def _check_patterns(self, names: Sequence[str]) -> None:
-        for pattern, _ in self._options.losses if names else ():
-            if not any(fnmatchcase(name, pattern) for name in names):
+            patterns = self._options.losses
+            test = gradient_test(subject, window.images_waiting, patterns, of_micro_batch)
+            for pattern, _ in patterns:
+                if not any(fnmatchcase(name, pattern) for name in test.names):
+                    raise ConfigError(
+                        f"MEMFIT.NORMALIZERS.LOSSES: no loss matches {pattern!r}. The model's "
+                        f"losses are {', '.join(test.names)}"
+                    )
+            for place in test.unused:
                 raise ConfigError(
-                    f"MEMFIT.NORMALIZERS.LOSSES: no loss matches {pattern!r}. The model's losses "
-                    f"are {', '.join(dict.fromkeys(names))}"
+                    f"window_count in {place}: no loss depends on what it returns. Divide the loss "
+                    "by it, in the same forward"
                 )
+            rules = test.rules(test.nearest)
+            collective = next(iter(test.statistics), self.communication.found)
+            return _Found(rules, test.changed, test.counters, test.forwards, collective)
+        except ConfigError as e:
+            return _Found(mistake=str(e))
+        except Exception as e:
+            error = str(e) if isinstance(e, UntestableError) else text_of(e)
+            return _Found(error=error, collective=self.communication.found)
 
-    def _annotated(self, window: Window, micro_batch_size: Optional[int]) -> list[float]:
-        """This rank's images, objects, micro-batches, and images in the largest of these."""
+    def _numbers_of(self, window: Window, micro_batch_size: Optional[int]) -> list[float]:
+        """This rank's images, objects, micro-batches, images in the largest of these, and whether
+        images have a place for objects.
+        """
         window.load()
         while window.take(micro_batch_size, self._is_cut) is not None:
             pass
-        objects = sum(count_objects(m.data) for m in window.micro_batches)
-        largest = max((m.num_images for m in window.micro_batches), default=0)
-        numbers: list[float] = [window.num_images, objects, len(window.micro_batches), largest]
+        pieces = window.micro_batches
+        objects = sum(count_objects(m.data) for m in pieces)
+        largest = max((m.num_images for m in pieces), default=0)
+        numbers: list[float] = [window.num_images, objects, len(pieces), largest]
         window.start_over()
-        return numbers
+        return [*numbers, self._is_due and may_have_objects(window.images_waiting)]
 
     def _name_counters(self, forwards: int) -> None:
         """Warn once of numbers that count the forwards of an iteration."""
@@ -407,10 +397,15 @@ class LossRules:
 
     def _new_answers(self, totals: Optional[Totals] = None) -> Answers:
         weights = self.rules.weights if totals else {}
-        return Answers(self.communication.handle, totals, weights, self._told)
+        return Answers(self.communication.handle, totals, weights, self._second_rank)
 
     @property
-    def _told(self) -> Optional[PretendedRanks]:
+    def _plain_options(self) -> dict[str, Any]:
+        losses = [list(pair) for pair in self._options.losses]
+        return {"policy": self._options.policy, "losses": losses}
+
+    @property
+    def _second_rank(self) -> Optional[PretendedRanks]:
         return self._pretended if self.rules.pretends else None
 
     def _total(self, kind: str, of_ranks: Sequence[Counts]) -> Counts:
@@ -423,7 +418,9 @@ class LossRules:
         self, window: Window, micro_batch_size: Optional[int], forward: Callable[..., Any]
     ) -> Sequence[Counts]:
         """Each rank's counts, by a forward of all images without gradients."""
-        self._answers = Answers(self.communication.handle, pretended=self._told, is_test=True)
+        self._answers = Answers(
+            self.communication.handle, pretended=self._second_rank, is_test=True
+        )
         error = ""
         may_recover = self.communication.may_recover
         try:
@@ -445,51 +442,3 @@ class LossRules:
                 "MEMFIT.NORMALIZERS.POLICY off"
             )
         return of_ranks
-
-    def _say(self, changed: Sequence[str], forwards: int, seconds: float) -> None:
-        """Log the word for each loss, and what forwards change in the model."""
-        terms = self.rules.terms
-        words = []
-        for word in (EXACT, CLOSE, OTHER, NOT_KNOWN):
-            of_word = {name: term for name, term in terms.items() if term.word == word}
-            if of_word:
-                worst = max(term.distance for term in of_word.values())
-                figure = "" if word == NOT_KNOWN else f" (up to {worst:.1g})"
-                words.append(f"{word}{figure}: {', '.join(of_word)}")
-        logger.info(
-            "Gradients of micro-batches were compared with those of one forward, with %d forwards "
-            "of an image in %.1f s. %s%s",
-            forwards,
-            seconds,
-            "; ".join(words),
-            f"; with {self.rules.left_out}" if self.rules.left_out else "",
-        )
-        if changed:
-            logger.info(
-                "A forward changes %s, so an iteration changes it once per micro-batch",
-                ", ".join(changed),
-            )
-        if bad := sorted(self.rules.not_finite - self._said):
-            self._said.update(bad)
-            logger.warning(
-                "%s: not finite for an image without labels, if it is a micro-batch of its own, "
-                "and that ends a run. Sum over the labels, and divide by "
-                "d2_memfit.window_count(number of labels)",
-                ", ".join(bad),
-            )
-        new = {
-            k: t for k, t in terms.items() if t.word in (OTHER, NOT_KNOWN) and k not in self._said
-        }
-        self._said.update(new)
-        for why in dict.fromkeys(term.why for term in new.values()):
-            of_why = {name: term for name, term in new.items() if term.why == why}
-            logger.warning("%s. See %s", complaint_about(of_why), _HELP)
-
-
-def complaint_about(terms: Mapping[str, Term]) -> str:
-    """Losses that are wrong for one reason, with their distance and a remedy, in one line."""
-    term = max(terms.values(), key=lambda t: t.distance)
-    names = ", ".join(terms)
-    if term.word == NOT_KNOWN:
-        return f"{names}: not known ({term.why})"
-    return f"{names}: other, {term.distance:.2g} of the gradient in micro-batches: {term.why}"

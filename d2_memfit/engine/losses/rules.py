@@ -59,6 +59,7 @@ class Rules:
         zero: losses that were zero in the test, so that it says nothing about them.
         not_finite: losses that are infinite or NaN for an image without labels.
         left_out: what the test had to leave out, because the model cannot be run with it.
+        pretends: whether a model that is alone is told of a second rank, and so adds up its counts.
     """
 
     is_answered: bool = False
@@ -69,11 +70,7 @@ class Rules:
     zero: frozenset[str] = frozenset()
     not_finite: frozenset[str] = frozenset()
     left_out: str = ""
-
-    @property
-    def pretends(self) -> bool:
-        """Whether a model on one rank is told of a second one, so that it adds up its counts."""
-        return any(kind == sites.SUM for kind, *_ in self.counts)
+    pretends: bool = False
 
     @property
     def needs_forward(self) -> bool:
@@ -103,6 +100,23 @@ class Rules:
         known = {site: None if site in broken else rule for site, rule in self.counts.items()}
         return replace(self, counts=known)
 
+    def after(self, earlier: "Rules") -> "Rules":
+        """These rules, with the earlier ones for losses that were zero in the new test only."""
+        kept = (self.zero - earlier.zero) & earlier.terms.keys()
+        if not kept:
+            return self
+        return replace(
+            self,
+            is_answered=self.is_answered or earlier.is_answered,
+            counts={**earlier.counts, **self.counts},
+            weights={**{k: w for k, w in earlier.weights.items() if k in kept}, **self.weights},
+            places=self.places | earlier.places,
+            terms={**self.terms, **{name: earlier.terms[name] for name in kept}},
+            zero=self.zero - kept,
+            not_finite=self.not_finite | (earlier.not_finite & kept),
+            pretends=self.pretends or earlier.pretends,
+        )
+
     def knows(self, counts: Counts) -> bool:
         """Whether a forward's counts are taken where some were taken in the test."""
         return {site[:2] for site in counts} <= {site[:2] for site in self.places}
@@ -118,6 +132,7 @@ class Rules:
             "zero": sorted(self.zero),
             "not_finite": sorted(self.not_finite),
             "left_out": self.left_out,
+            "pretends": self.pretends,
         }
 
     @classmethod
@@ -131,6 +146,7 @@ class Rules:
             zero=frozenset(state["zero"]),
             not_finite=frozenset(state["not_finite"]),
             left_out=state["left_out"],
+            pretends=state["pretends"],
         )
 
 

@@ -20,7 +20,7 @@ from ...common.random_state import RandomState
 from ...compat.pytorch import BatchNorm
 from ...counts import Handler, PretendedRanks
 from ...errors import ConfigError
-from ..state import Snapshot
+from ..state import Snapshot, watched
 from ..window import MicroBatch, count_images
 from .answers import Answers, Totals
 from .changes import changed_names, counters_of, state_of
@@ -146,6 +146,10 @@ class Subject:
     forwards: int = 0
     has_gradients: bool = True
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
     def run(
         self,
         groups: Sequence[Any],
@@ -221,8 +225,8 @@ class Subject:
         self.forwards += micro_batch.num_images
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         with SameDraws(seed):
-            before = RandomState(parameters[0].device)
-            with answers.of(micro_batch):
+            before = RandomState(self.device)
+            with answers.of(micro_batch), watched(self.model, may_run_again=True):
                 losses = self.losses(self.model, micro_batch.batch)
                 _check(losses, parameters)
                 weighted = answers.weighted(losses)
@@ -230,7 +234,7 @@ class Subject:
             if torch.is_grad_enabled() and isinstance(total, torch.Tensor) and total.requires_grad:
                 with answers.of(micro_batch, replays=True):
                     (total * share).backward()  # hooks may look at its size
-            result.has_drawn |= not before.draws_the_same(RandomState(parameters[0].device))
+            result.has_drawn |= not before.draws_the_same(RandomState(self.device))
         values = {name: float(loss.detach()) for name, loss in weighted.items()}
         gradient = sketch_of_gradients(parameters) / share
         self.model.zero_grad(set_to_none=True)

@@ -83,8 +83,8 @@ class StateWatch:
     """Watches a model's forwards for changes of parameters and other large tensors.
 
     A teacher's weights are an example. Once a change is seen, snapshots copy the tensor. For the
-    first forward they copy all frozen parameters. Tensors that are too large or cannot be restored
-    cause a warning.
+    first forward they copy all of them that are not trained. Tensors that are too large or cannot
+    be restored cause a warning.
 
     PyTorch counts the changes of a tensor, except changes through ``.data``. The 1st, 2nd, 4th,
     8th, ... forward is searched for these, and for changes of plain attributes that snapshots leave
@@ -96,7 +96,8 @@ class StateWatch:
         self._tensors: Tensors = {}
         self._said: set[str] = set()
         self._changed: list[ref[torch.Tensor]] = []
-        frozen: list[torch.Tensor] = [p for p in model.parameters() if not p.requires_grad]
+        known = [reference() for _, reference in _named_state(model)[0].values()]
+        frozen = [t for t in known if t is not None and not t.requires_grad]
         self._at_first = frozen if _num_bytes(frozen) <= MOST_BYTES else []
 
     @classmethod

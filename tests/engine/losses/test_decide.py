@@ -594,6 +594,133 @@ def test_a_test_without_memory_leaves_what_is_known():
     assert float((cut[0] - full[0]).norm() / full[0].norm()) < 2e-7
 
 
+class NormOverImages(Detector):
+    """Trained batch normalisation of one vector per image, which refuses a single image."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(CHANNELS)
+
+    def forward(self, batch):
+        return {"loss": self.norm(self.features(batch).mean((2, 3))).relu().pow(3).mean()}
+
+
+class NormOverThree(NormOverImages):
+    def forward(self, batch):
+        if self.norm.training and len(batch) < 3:
+            raise ValueError("needs three images")
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize(("kind", "word"), [(NormOverImages, OTHER), (NormOverThree, NOT_KNOWN)])
+def test_batch_normalisation_that_needs_several_images_is_not_called_exact(kind, word, log):
+    size = 2 if kind is NormOverImages else 3
+    windows = windows_of([(10, 3, 4, 5, 2, 1)])
+    full, _ = train(kind, windows)
+    cut, trainer = train(kind, windows, steps=6 // size)
+    assert float((cut[0] - full[0]).norm() / full[0].norm()) > 0.1
+    assert trainer.loss_rules.rules.terms["loss"].word == word
+    assert "atch normalisation" in log.text
+
+
+class AlternatesDatasets(Detr):
+    """Each loss is of one of two datasets, which take turns."""
+
+    def forward(self, batch):
+        losses = super().forward(batch)
+        zero = "loss_bbox" if get_iteration() % 4 > 1 else "loss_other"
+        losses["loss_other"] = 0.3 * losses["loss_bbox"]
+        return {**losses, zero: losses[zero] * 0}
+
+
+def test_losses_that_take_turns_keep_their_counts():
+    numbers = [(10, 3, 0, 5), (1, 8, 2, 6), (3, 7, 0, 9), (1, 3, 7, 2), (9, 4, 1, 0)]
+    full, _ = train(AlternatesDatasets, windows_of(numbers))
+    cut, trainer = train(AlternatesDatasets, windows_of(numbers), steps=4)
+    off = [float((c - f).norm() / f.norm()) for c, f in zip(cut, full)]
+    new = 2  # a loss is tested after the window in which it appears
+    assert max(off[:new] + off[new + 1 :]) < 2e-7
+    assert trainer.loss_rules.rules.weights.keys() == {"loss_bbox", "loss_other"}
+
+
+class KeepsMemory(Detector):
+    """Has a large tensor that is no buffer, and that each forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = torch.zeros(300_000)
+
+    def forward(self, batch):
+        self.memory += 1
+        return {"loss": self.features(batch).mean((1, 2, 3)).mean()}
+
+
+class OddImages(Detector):
+    """Its dataset dicts are not Detectron2's."""
+
+    def forward(self, batch):
+        return {"loss": self.features(batch).mean((1, 2, 3)).mean()}
+
+
+def test_the_test_leaves_no_change_of_a_large_tensor():
+    _, trainer = train(KeepsMemory, windows_of([(3, 1, 2, 4)]), steps=4)
+    assert trainer.model.memory[0] == 4
+
+
+@pytest.mark.parametrize("policy", ["off", "window"])
+def test_dicts_that_cannot_be_resized_are_trained(policy, log):
+    images = [
+        {"image": torch.rand(3, 300, 300) * 255, "instances": {"boxes": torch.rand(2, 4)}}
+        for _ in range(4)
+    ]
+    train(OddImages, [images], steps=4, normalizers=NormalizerOptions(policy))
+    assert ("could not be tested" in log.text) == (policy == "window")
+
+
+def test_a_resumed_run_with_other_options_is_tested_again():
+    class Sum(Detector):
+        def forward(self, batch):
+            return {"loss_sum": self.features(batch).abs().mean((1, 2, 3)).sum()}
+
+    windows = windows_of([(10, 3, 0, 5)])
+    state = train(Sum, windows, steps=4)[1].loss_rules.state_dict()
+
+    class Resumed(AccumulatingTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.loss_rules.load_state_dict(state)
+
+    told = NormalizerOptions(losses=[["loss_sum", "sum"]])
+    _, trainer = train(Sum, windows, steps=4, trainer=Resumed, normalizers=told)
+    assert trainer.loss_rules.rules.weights == {"loss_sum": IN_FULL}
+    wrong = NormalizerOptions(losses=[["loss_sums", "sum"]])
+    with pytest.raises(ConfigError, match="no loss matches 'loss_sums'"):
+        train(Sum, windows, steps=4, trainer=Resumed, normalizers=wrong)
+
+
+class CountsForwards(Detr):
+    """A function that asks for ranks fails from the second iteration on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, batch):
+        self.forwards += 1
+        return {**super().forward(batch), "loss_more": self.more(batch)}
+
+    def more(self, batch):
+        if get_iteration() > 0 and get_world_size() > 1:
+            raise RuntimeError("told of a rank that is not there")
+        return self.features(batch).mean((1, 2, 3)).mean()
+
+
+def test_a_forward_that_is_told_the_truth_counts_once():
+    windows = windows_of([(10, 3, 0, 5), (1, 2, 2, 6)])
+    _, trainer = train(CountsForwards, windows, steps=4)
+    assert trainer.model.forwards == 8
+
+
 def test_windows_that_begin_without_objects_are_tested_when_there_are_some(log):
     distance, trainer = worst(Detr, [(0, 0, 0, 0), (0, 0, 0, 0), (10, 3, 0, 5), (1, 0, 2, 4)])
     assert distance < 2e-7

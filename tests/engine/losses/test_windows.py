@@ -152,7 +152,8 @@ def on_ranks(rank, num_ranks, kind, parts, policy, options):
     with EventStorage() as storage:
         for storage.iter in range(len(parts)):
             trainer.run_step()
-            results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+            results.append(torch.cat([gradient.flatten() for gradient in own]))
     return results
 
 
@@ -296,11 +297,11 @@ def test_on_one_rank_a_model_that_communicates_is_as_it_was():
         assert one["loss_bbox"] == pytest.approx(other["loss_bbox"])
 
 
-def test_one_rank_in_a_process_group_is_as_it_was():
+def test_one_rank_in_a_process_group_has_its_counts_too():
     images = images_of()
     divide, options = CUTS["4 x 1"]
     windows = list(map(divide, images))
-    alone = gradients(Detr, windows, normalizers=NORMALIZERS["off"], **options)[0]
+    alone = gradients(Detr, windows, **options)[0]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         grouped = gradients(GathersOnRanks, windows, **options)[0]
@@ -397,6 +398,18 @@ def test_unequal_cuts_of_a_model_that_communicates_are_an_error_on_all_ranks(two
     errors = two_ranks.run(expected_error, 2, parts, {"micro_batch_size": 1})
     assert errors[0] == errors[1]
     assert "[2, 3]" in errors[0]
+
+
+def test_communication_that_no_test_has_found_leaves_one_window_out_on_all_ranks(two_ranks):
+    images = annotated_images((10, 3, 0, 5))
+    parts = [[[images[:2]], [images[2:]]]] * 3
+    options = {"micro_batch_size": 1, "recovery": RecoveryOptions()}
+    for actual, (log,) in two_ranks.run(with_warnings, 2, Synchronised, parts, "off", options):
+        assert len(actual) == 3
+        assert not actual[0].any()
+        assert torch.equal(actual[1], actual[2])
+        assert actual[1].any()
+        assert "all_reduce in losses/test_windows.py:" in log
 
 
 def with_warnings(*arguments):
