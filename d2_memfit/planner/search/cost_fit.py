@@ -16,7 +16,7 @@ from ...techniques import resize_image
 from ..device import DeviceModel
 from ..dry_run import Event, Free, one_line_errors
 from ..estimates import DryJob, steps
-from .cost_sums import Run, fitted, fitted_to_two, least_squares, predicted
+from .cost_sums import Run, fitted, fitted_to_two, least_squares
 from .plan import Plan
 
 __all__ = ["CostFit", "with_cost_model"]
@@ -135,7 +135,7 @@ class CostFit:
 
     def settings(self) -> dict[str, Any]:
         """The config keys of the cost model and their values."""
-        too_low = [run.needs - predicted(self.sums, run) for run in self.runs]
+        too_low = [run.needs - run.predicted(self.sums) for run in self.runs]
         keys = {
             "BYTES": [[float(f"{b:.6g}") for b in numbers] for numbers in self.sums],
             "ERROR_GB": round(max(0.0, *too_low) / _GB, 3),
@@ -144,7 +144,7 @@ class CostFit:
         return {f"MEMFIT.COST_MODEL.{key}": value for key, value in keys.items()}
 
     def description(self) -> str:
-        errors = [predicted(self.sums, r) / r.needs - 1 for r in self.runs]
+        errors = [r.predicted(self.sums) / r.needs - 1 for r in self.runs]
         return (
             f"Windows are cut by predicted bytes: {', or '.join(map(_described, self.sums))}. "
             f"{len(errors)} dry runs are predicted with errors of {min(errors):+.1%} to "
@@ -171,8 +171,9 @@ class CostFit:
         dry_job = DryJob(job, self._device, evaluates=False)
         training = dry_job.training
         dry_job.training = replace(training, events=_of_micro_batch(training.events))
+        sizes = np.array([(*size_of(image), len(image.get("instances", ()))) for image in images])
         run = Run(
-            sum(map(_facts_of, images), ImageFacts()).features(self._padding),
+            ImageFacts.of(sizes).features(self._padding),
             dry_job.least_bytes(),
             self._device.seconds_per_micro_batch
             + sum(self._device.seconds(training.work[phase]) for phase in ("forward", "backward")),
@@ -180,7 +181,7 @@ class CostFit:
         self.runs.append(run)
         height, width = size_of(images)
         self._progress(f"{run.needs / _GB:.2f} GB: {height} x {width} pixels, objects {[*objects]}")
-        return run.needs / predicted(self.sums, run) if self.sums else 1.0
+        return run.needs / run.predicted(self.sums) if self.sums else 1.0
 
     def _overhead_pixels(self) -> float:
         """Time of ordinary micro-batches that does not grow with pixels, in pixels."""
@@ -208,10 +209,6 @@ def _image(largest: dict[str, Any], scale: float, num_objects: int) -> dict[str,
     image = resize_image({**largest, "instances": instances[:_FEW]}, scale)
     few = image["instances"]
     return {**image, "instances": few[torch.arange(num_objects) % max(len(few), 1)]}
-
-
-def _facts_of(image: dict[str, Any]) -> ImageFacts:
-    return ImageFacts.one(*size_of(image), len(image.get("instances", ())))
 
 
 def _of_micro_batch(events: list[Event]) -> list[Event]:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Run", "fitted", "fitted_to_two", "least_squares", "predicted"]
+from ...iteration import largest_sum
+
+__all__ = ["Run", "fitted", "fitted_to_two", "least_squares"]
 
 _WITHOUT_OBJECTS = 3  # number of features without objects
 _ROUNDS = 20
@@ -30,10 +32,9 @@ class Run:
     needs: float
     seconds: float
 
-
-def predicted(sums: Sequence[Sum], run: Run) -> float:
-    """Predicted bytes of a run, from its features."""
-    return max(sum(b * x for b, x in zip(numbers, run.features)) for numbers in sums)
+    def predicted(self, sums: Sequence[Sum]) -> float:
+        """The bytes that sums predict for it."""
+        return float(largest_sum(sums, self.features))
 
 
 def fitted(runs: Sequence[Run], has_objects: bool = False) -> Sum:
@@ -63,14 +64,14 @@ def fitted_to_two(runs: Sequence[Run], first: Sum, threshold: float) -> list[Sum
         threshold: ratio of need to ``first``'s prediction from which a run belongs to the second
             sum.
     """
-    is_second = [run.needs > threshold * predicted([first], run) for run in runs]
+    is_second = [run.needs > threshold * run.predicted([first]) for run in runs]
     best: tuple[float, list[Sum]] = (float("inf"), [first])
     for _ in range(_ROUNDS):
         groups = [[r for r, s in zip(runs, is_second) if s == which] for which in (False, True)]
         sums = [fitted(group, bool(i)) for i, group in enumerate(groups) if group]
-        best = min(best, (max(abs(predicted(sums, r) / r.needs - 1) for r in runs), sums))
+        best = min(best, (max(abs(r.predicted(sums) / r.needs - 1) for r in runs), sums))
         before = is_second
-        is_second = [predicted(sums[-1:], r) > predicted(sums[:1], r) for r in runs]
+        is_second = [r.predicted(sums[-1:]) > r.predicted(sums[:1]) for r in runs]
         if is_second == before or len(sums) == 1:
             break
     return best[1]
