@@ -189,7 +189,6 @@ def _certify(folder: Path, ranks: int, windows: int, images: int) -> float:
     needs_gb = DryJob(job, there, evaluates=False).total_bytes() / _GB
     budget_gb = round((needs_gb + 0.02) / (1 - MARGIN), 2)
     fit = CostFit(job, there, Padding.of(steps.build(job)[0]))
-    fit.run()
     planned = with_settings(cfg, {"MEMFIT.BUDGET_GB": budget_gb, **fit.settings()})
     cost_model = Settings.of(planned, ranks).cost_model
     assert cost_model is not None

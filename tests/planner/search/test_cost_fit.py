@@ -12,7 +12,7 @@ from d2_memfit.job import WorstCase
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob
 from d2_memfit.planner.search import CostFit
-from d2_memfit.planner.search.cost_sums import Run, fitted, fitted_to_two
+from d2_memfit.planner.search.cost_fit import Run, fitted, fitted_to_two
 from d2_memfit.planner.writing import describe_plan, planned, planned_yaml
 from d2_memfit.settings import Settings
 
@@ -68,7 +68,6 @@ def test_dry_runs_that_were_not_seen_are_predicted(config):
     settings = {"MEMFIT.BUDGET_GB": BUDGET_GB, "MEMFIT.MICRO_BATCH": 2}
     job = Job.from_cfg(cfg_of(config), batch=CASE).with_settings(settings)
     fit = CostFit(job, DeviceModel.load("cuda"), Padding(32))
-    fit.run()
     for scale, objects in ((0.7, [7]), (0.9, [20, 3]), (0.8, [5] * 5), (1, [80, 1, 1])):
         assert fit.dry_run(scale, objects) == pytest.approx(1, abs=0.03)
     error_bytes = fit.settings()["MEMFIT.COST_MODEL.ERROR_GB"] * 2**30
@@ -83,7 +82,6 @@ def test_the_optimizers_step_which_no_cut_changes_does_not_count():
     job = Job.from_cfg(cfg, batch=WorstCase((32, 48), 1)).with_settings(settings)
     device = DeviceModel.load("cuda")
     fit = CostFit(job, device, Padding(32))
-    fit.dry_run(1, [1])
     whole = DryJob(job, device, evaluates=False)
     assert whole.training.peak_since("optimizer") == sum(whole.training.peak().values())
     assert fit.runs[0].needs < whole.least_bytes() - 2**24
