@@ -73,14 +73,11 @@ def quickest_cuts(
         needs = cost_model.bytes_of(last, padding)
         time = pixels[:, :, :end] + last.num * padding.pixels(height, width) + overhead
         time[(needs > limit_bytes) & (last.num > 1)] = np.inf
+        needs = np.maximum(needs, largest[:, :, :end])
         start = time.argmin(axis=2)[:, :, None]
-
-        def chosen(values: NDArray[Any], start: NDArray[Any] = start) -> NDArray[Any]:
-            return np.take_along_axis(values, start, axis=2)[:, :, 0]
-
-        pixels[:, :, end] = chosen(time)
-        starts[:, :, end] = start[:, :, 0]
-        largest[:, :, end] = np.maximum(chosen(largest), chosen(needs))
+        starts[:, :, [end]] = start
+        pixels[:, :, [end]] = np.take_along_axis(time, start, axis=2)
+        largest[:, :, [end]] = np.take_along_axis(needs, start, axis=2)
     of_window = pixels[:, :, -1].round(3)
     quickest = of_window.argmin(axis=0), np.arange(of_window.shape[1])
     return Cuts(
