@@ -228,6 +228,30 @@ def test_what_fails_is_cut_further_and_the_limit_is_lower_from_then_on(phase):
     assert len(trainer.forwards) < 8  # it has grown again
 
 
+class CountsAlone(Detr):
+    """Runs out of memory in a count of several images, from a while on."""
+
+    fails = False
+
+    def forward(self, batch):
+        if self.fails and not torch.is_grad_enabled() and len(batch) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(batch)
+
+
+def test_a_count_that_fails_is_cut_further():
+    windows = [annotated_images(numbers, seed) for seed, numbers in enumerate(NUMBERS)]
+    full = gradients(Detr, [[window] for window in windows])
+    torch.manual_seed(0)
+    model = CountsAlone().double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = AccumulatingTrainer(model, windows, sgd, cost_model=CUT, recovery=RecoveryOptions())
+    train(trainer, 2)  # in the second one, annotations no longer tell the count
+    model.fails = True
+    assert max(differences(train(trainer, 2), full[2:])) < 2e-7
+    assert trainer.cutter.limit_bytes == CUT.limit_bytes
+
+
 def test_small_images_that_fail_together_end_alone():
     """A loop without end, if the lowest limit had room for several."""
     cut = cutter(2**30)
