@@ -23,7 +23,7 @@ from .engine.losses import (
     sketch_of_gradients,
     without_traces,
 )
-from .engine.window import as_given, images_of
+from .engine.window import Cutter, as_given, images_of
 from .errors import DataError
 from .job import LossFn, losses_of
 
@@ -101,7 +101,7 @@ def check_accumulation(
 def _terms(
     model: nn.Module, loss_fn: Optional[LossFn], images: Sequence[Any]
 ) -> list[tuple[str, Term]]:
-    communicate = Communication(may_retry=True, is_size_fixed=False).note
+    communicate = Communication(may_retry=True, cutter=Cutter(None, grow_after=1)).note
     subject = Subject(model, lambda m, b: losses_of(m, b, loss_fn), communicate, PretendedRanks())
     test = gradient_test(subject, images)
     return list(test.rules(test.ways[0]).terms.items())

@@ -18,10 +18,10 @@ __all__ = [
     "FailingTrainer",
     "InjectedTrainer",
     "Injector",
-    "ScriptedSize",
     "everything",
     "iterate",
     "scalars",
+    "scripted",
     "seed_all",
 ]
 
@@ -69,23 +69,14 @@ class FailingTrainer(AccumulatingTrainer):
             raise torch.OutOfMemoryError("CUDA out of memory. injected")
 
 
-class ScriptedSize:
-    """In place of MicroBatchSize: the sizes that a test asks for. The trainer asks once before a
-    window, and again for each micro-batch.
-    """
+def scripted(sizes):
+    """In place of ``Cutter.take``: micro-batches of the sizes that a test asks for, then of one."""
 
-    def __init__(self, sizes):
-        self._sizes = iter([sizes[0], *sizes])
+    def take(window):
+        place = len(window.micro_batches)
+        return window.take(sizes[place] if place < len(sizes) else 1, across_batches=False)
 
-    @property
-    def images(self):
-        return next(self._sizes, 1)
-
-    def end_iteration(self, clean):
-        return False
-
-    def state_dict(self):
-        return {}
+    return take
 
 
 def scalars(storage):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..common.checks import check_positive_int
 from ..common.side_work import alone, no_information, unchanged_random_state
 from ..engine.resuming import ResumableBatches, UnknownLoader
-from ..engine.window import ByteCut
+from ..engine.window import ByteCutter
 from ..errors import ConfigError
 from ..job import Job
 from ..planner.estimates import DryJob, run_dry, steps
@@ -57,7 +57,7 @@ def certify(
     check_positive_int("--iterations", iterations)
     with unchanged_random_state(), no_information():
         dry_job = run_dry(job, device, evaluates=False)
-        cut = ByteCut(cost_model, steps.build(job)[0], grow_after=1)
+        cutter = ByteCutter(cost_model, steps.build(job)[0], grow_after=1)
     with alone(), unchanged_random_state():
         seed_all_rng(None if job.cfg.SEED < 0 else job.cfg.SEED)
         with no_information():
@@ -71,16 +71,16 @@ def certify(
             drawn = images.windows(job.geometry, rank, states[rank]["workers"], iterations)
             indices.append(drawn[0])
             sizes.append(drawn[1])
-    needs, pixels = _needs(cut, np.concatenate(sizes))
+    needs, pixels = _needs(cutter, np.concatenate(sizes))
     needs, pixels = needs.reshape(job.ranks, -1), pixels.reshape(job.ranks, -1)
     worst = []
     for place in np.argsort(-needs, axis=None, kind="stable")[:_WORST]:
         rank, iteration = divmod(int(place), iterations)
-        parts = cut.quickest(sizes[rank][iteration][None]).parts(0)
-        part = max(parts, key=lambda part: _needs(cut, sizes[rank][iteration][None, part])[0][0])
+        parts = cutter.quickest(sizes[rank][iteration][None]).parts(0)
+        part = max(parts, key=lambda part: cutter.bytes_of(sizes[rank][iteration][part]))
         names = [images.name(i) for i in indices[rank][iteration][part]]
         worst.append((iteration, rank, names))
-    alone_bytes = _needs(cut, np.concatenate(sizes).reshape(-1, 1, 3))[0].max()
+    alone_bytes = cutter.bytes_of(np.concatenate(sizes)[:, :, None]).max()
     node = job.cfg.MEMFIT
     least_gb = (alone_bytes / _GB + node.COST_MODEL.ERROR_GB) / (1 - (node.PLAN.MARGIN or 0.0))
     return Certificate(
@@ -91,7 +91,7 @@ def certify(
         images=job.geometry.window * job.ranks,
         compared=_COMPARED,
         why_bounds=images.why_bounds,
-        hours=_hours(dry_job, cut, float(pixels.max(axis=0).sum())),
+        hours=_hours(dry_job, cutter, float(pixels.max(axis=0).sum())),
         worst=worst,
         sums=[list(numbers) for numbers in cost_model.sums],
         stream=stream,
@@ -117,20 +117,20 @@ def _batches_of(job: Job) -> ResumableBatches:
     return batches
 
 
-def _needs(cut: ByteCut, sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def _needs(cutter: ByteCutter, sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Bytes of the largest micro-batch of each window, and its time in padded pixels."""
-    cuts = [cut.quickest(sizes[i : i + _CHUNK]) for i in range(0, len(sizes), _CHUNK)]
+    cuts = [cutter.quickest(sizes[i : i + _CHUNK]) for i in range(0, len(sizes), _CHUNK)]
     return (
         np.concatenate([c.largest_bytes for c in cuts]),
         np.concatenate([c.pixels for c in cuts]),
     )
 
 
-def _hours(dry_job: DryJob, cut: ByteCut, pixels: float) -> Optional[tuple[float, float]]:
+def _hours(dry_job: DryJob, cutter: ByteCutter, pixels: float) -> Optional[tuple[float, float]]:
     """Range of the time of a run with that many padded pixels; None where it is not known."""
     if not dry_job.device.is_gpu:
         return None
     largest = np.array([[(*dry_job.image_size, 0)] * dry_job.job.geometry.window])
-    iterations = pixels / float(cut.quickest(largest).pixels[0])
+    iterations = pixels / float(cutter.quickest(largest).pixels[0])
     low, high = dry_job.estimate().seconds_range
     return iterations * low / 3600, iterations * high / 3600

@@ -10,6 +10,7 @@ from detectron2.utils import comm
 
 from .. import compat
 from ..engine.resuming import ResumableBatches
+from ..engine.window import ByteCutter
 from ..errors import ConfigError
 from .certificate import Certificate
 
@@ -47,9 +48,11 @@ def _check(certificate: Certificate, inner: Any, name: str, start_iter: int) -> 
             f"{name} is for {ranks} ranks, and this run has {comm.get_world_size()}: run "
             "d2-memfit certify --num-gpus with their number"
         )
-    cost_model = inner.byte_cut and inner.byte_cut.cost_model
-    sums = cost_model and [list(numbers) for numbers in cost_model.sums]
-    if sums != certificate.sums or cost_model.limit_bytes != certificate.limit_bytes:
+    sums, limit_bytes = None, None
+    if isinstance(inner.cutter, ByteCutter):
+        cost_model = inner.cutter.cost_model
+        sums, limit_bytes = [list(numbers) for numbers in cost_model.sums], cost_model.limit_bytes
+    if (sums, limit_bytes) != (certificate.sums, certificate.limit_bytes):
         raise ConfigError(
             f"{name} is for another budget or MEMFIT.COST_MODEL than this run has: run "
             "d2-memfit certify with its config"
@@ -91,7 +94,7 @@ class _Follow(HookBase):
     def after_step(self) -> None:
         if self.trainer.iter >= len(self._certified):
             return
-        needs, certified = self._inner.byte_cut.needs_bytes, self._certified[self.trainer.iter]
+        needs, certified = self._inner.cutter.needs_bytes, self._certified[self.trainer.iter]
         self._needs.append(needs)
         if needs <= certified:
             return

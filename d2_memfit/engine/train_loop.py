@@ -29,13 +29,7 @@ from .rank_report import RankReport, Vote, check_finite, mean_losses, write_metr
 from .reduce import average_gradients, check_ddp, image_share
 from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
 from .state import watched
-from .window import (
-    ByteCut,
-    MicroBatch,
-    Window,
-    WindowStorage,
-    dataset_dicts,
-)
+from .window import ByteCutter, Cutter, MicroBatch, Window, WindowStorage, dataset_dicts
 
 __all__ = ["AccumulatingTrainer"]
 
@@ -83,6 +77,7 @@ class AccumulatingTrainer(ResumableTrainer):
         ema_decay: as MEMFIT.EMA_DECAY. ``evaluating`` and ``MemfitCheckpointer`` use the average.
 
     Attributes:
+        cutter: cuts windows into micro-batches.
         out_of_memory_observers: called when memory runs out, before anything is freed.
         stop_signal: a signal's number, set on any rank; ``agreed_stop_signal`` on all after a step.
 
@@ -115,35 +110,29 @@ class AccumulatingTrainer(ResumableTrainer):
             precision = Precision(precision, next(model.parameters()).device)
         self.accumulation_steps = accumulation_steps
         self.precision = precision
-        self.micro_batch_size = None if cost_model else micro_batch_size
         self.out_of_memory_observers: list[Callable[[], None]] = []
         bare_model = compat.without_ddp(model)
         recovers = recovery is not None
-        is_cut = bool(cost_model or micro_batch_size)
         grow_after = (recovery or RecoveryOptions()).grow_after
-        self.byte_cut = ByteCut(cost_model, bare_model, grow_after) if cost_model else None
-        self._reduces_in_backward = accumulation_steps == 1 and not is_cut and not recovers
+        self.cutter = Cutter(micro_batch_size, grow_after)
+        if cost_model is not None:
+            self.cutter = ByteCutter(cost_model, bare_model, grow_after)
+        is_whole = accumulation_steps == 1 and not self.cutter.is_configured
+        self._reduces_in_backward = is_whole and not recovers
         options = normalizers or NormalizerOptions()
         if self._reduces_in_backward:  # losses are divided as in Detectron2
             options = NormalizerOptions("off")
         self.loss_rules = LossRules(
-            bare_model,
-            self._losses,
-            options,
-            recovers,
-            is_cut,
-            cost_model is not None,
-            accumulation_steps,
+            bare_model, self._losses, options, recovers, self.cutter, accumulation_steps
         )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
             self.recovery = Recovery(
                 recovery,
                 bare_model,
-                self.micro_batch_size,
+                self.cutter,
                 mixed_precision=precision.dtype != torch.float32,
                 may_recover=lambda: self.loss_rules.communication.may_recover,
-                byte_cut=self.byte_cut,
             )
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
             check_ddp(model, recovers=recovers)
@@ -256,10 +245,8 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _count(self, window: Window) -> None:
         """Find what the window's losses are divided by, before its first forward."""
-        if self.byte_cut is not None:
-            window.cut(self.byte_cut.micro_batches)
-        size = self.recovery.micro_batch_size if self.recovery else self.micro_batch_size
-        self.loss_rules.begin(window, size, self._forward)
+        self.cutter.cut(window)
+        self.loss_rules.begin(window, self._forward)
 
     def _accumulate(
         self,
@@ -270,12 +257,10 @@ class AccumulatingTrainer(ResumableTrainer):
         """Run a window's micro-batches one after another; each counts by its images."""
 
         def take() -> Optional[MicroBatch]:
-            if retries is None:
-                return window.take(self.micro_batch_size)
-            starts_over = retries.report.oom_events > 0 and not window.micro_batches
-            if starts_over and self.loss_rules.lacks_counts:
+            has_failed = retries is not None and retries.report.oom_events > 0
+            if has_failed and not window.micro_batches and self.loss_rules.lacks_counts:
                 self._count(window)  # it was to go through the model at once
-            return window.take(retries.micro_batch_size, self.micro_batch_size is not None)
+            return self.cutter.take(window)
 
         def run(micro_batch: MicroBatch) -> None:
             if storage is not None:
@@ -340,8 +325,8 @@ class AccumulatingTrainer(ResumableTrainer):
             mine = RankReport(error=str(e))
         mine.stop_signal = self.stop_signal
         if comm.get_world_size() > 1:  # for a checkpoint of the first rank, should this one die
-            size = None if self.recovery is None else self.recovery.size.state_dict()
-            pack = partial(self.run_state.packed, size)
+            learned = None if self.recovery is None else self.cutter.state_dict()
+            pack = partial(self.run_state.packed, learned)
             mine.run_state = self.run_state.ranks.put(self.iter, pack)
         reports = self._exchange.of(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
@@ -396,14 +381,14 @@ class AccumulatingTrainer(ResumableTrainer):
         return self.model.no_sync() if is_ddp else contextlib.nullcontext()
 
     def learned(self) -> Any:
-        return None if self.recovery is None else self.recovery.last_size
+        return None if self.recovery is None else self.recovery.learned
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), **self.precision.state_dict()}
         own = self.learned()
-        sizes = [(rank and rank.pop("learned", None)) or own for rank in state["run"]["ranks"]]
+        limits = [(rank and rank.pop("learned", None)) or own for rank in state["run"]["ranks"]]
         if self.recovery is not None:
-            state["recovery"] = self.recovery.state_dict(sizes)
+            state["recovery"] = self.recovery.state_dict(limits)
         if rules := self.loss_rules.state_dict():
             state["loss_rules"] = rules
         if self.average is not None:

@@ -2,13 +2,15 @@
 """The bytes that a micro-batch needs, predicted from its images' sizes and objects."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
-__all__ = ["FEATURES", "CostModel", "ImageFacts", "Padding"]
+__all__ = ["FEATURES", "CostModel", "ImageFacts", "Padding", "largest_sum"]
 
 # The features of a sum in MEMFIT.COST_MODEL.BYTES, in order.
 FEATURES = (
@@ -68,25 +70,21 @@ class ImageFacts:
         most_objects: annotated objects in the most crowded image.
     """
 
-    num: Any = 0
-    height: Any = 0
-    width: Any = 0
-    objects: Any = 0
-    most_objects: Any = 0
+    num: Any
+    height: Any
+    width: Any
+    objects: Any
+    most_objects: Any
 
     @classmethod
-    def one(cls, height: int, width: int, objects: int) -> "ImageFacts":
-        return cls(1, height, width, objects, objects)
+    def of(cls, sizes: NDArray[Any]) -> "ImageFacts":
+        """The facts of micro-batches.
 
-    def __add__(self, other: "ImageFacts") -> "ImageFacts":
-        """Combine the images of two micro-batches in one."""
-        return ImageFacts(
-            self.num + other.num,
-            max(self.height, other.height),
-            max(self.width, other.width),
-            self.objects + other.objects,
-            max(self.most_objects, other.most_objects),
-        )
+        Args:
+            sizes: height, width and number of objects of images, shape ``(..., images, 3)``.
+        """
+        height, width, most_objects = np.moveaxis(sizes.max(axis=-2), -1, 0)
+        return cls(sizes.shape[-2], height, width, sizes[..., 2].sum(axis=-1), most_objects)
 
     def features(self, padding: Padding) -> tuple[float, ...]:
         """One number for each of ``FEATURES``."""
@@ -114,11 +112,9 @@ class CostModel:
 
     def bytes_of(self, images: ImageFacts, padding: Padding) -> Any:
         """Bytes of a micro-batch; of many if the facts are arrays."""
-        features = images.features(padding)
-        sums = [sum(b * x for b, x in zip(numbers, features)) for numbers in self.sums]
-        return np.maximum.reduce(sums)
+        return largest_sum(self.sums, images.features(padding))
 
-    @property
-    def bytes_before_images(self) -> float:
-        """Bytes that the process needs before the first image."""
-        return max(numbers[0] for numbers in self.sums)
+
+def largest_sum(sums: Sequence[Sequence[float]], features: Sequence[Any]) -> Any:
+    """The largest of sums that have a number for each feature."""
+    return np.maximum.reduce([sum(b * x for b, x in zip(numbers, features)) for numbers in sums])

@@ -165,7 +165,7 @@ def recovered(item: Item, job: Job, device: torch.device, scale: Scale) -> Recor
     return {
         "images": len(images),
         "oom_events": recovery.oom_events,
-        "micro_batch": recovery.size.images,
+        "micro_batch": recovery.cutter.images,
         "seconds_with_enough_memory": seconds,
         "seconds_under_the_limit": under_limit,
     }

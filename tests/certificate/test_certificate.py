@@ -66,7 +66,7 @@ def train(cfg, file, start=0, end=ITERATIONS):
     needs = []
 
     def after_step(trainer):
-        needs.append(trainer._trainer.byte_cut.needs_bytes)
+        needs.append(trainer._trainer.cutter.needs_bytes)
         if trainer.iter + 1 == end < ITERATIONS:
             raise KeyboardInterrupt
 
@@ -154,7 +154,7 @@ def test_a_lazy_config(coins, tmp_path):
     trainer = build_trainer(job)
     follow(trainer, tmp_path / "c.pt")
     needs = []
-    note = hooks.CallbackHook(after_step=lambda t: needs.append(t.byte_cut.needs_bytes))
+    note = hooks.CallbackHook(after_step=lambda t: needs.append(t.cutter.needs_bytes))
     trainer.register_hooks([note])
     trainer.train(0, 3)
     assert_as_certified(needs, certified(certificate))

@@ -103,7 +103,7 @@ def test_one_call_makes_the_trainer_of_a_config(tmp_path, log):
     trainer = build_trainer(job, model=model, data_loader=[images(2)] * 4)
     assert "not in a loop of run_step(): GatherStates, MakeRoom" in log.text
     assert trainer.model is model
-    assert trainer.micro_batch_size == 1
+    assert trainer.cutter.images == 1
     assert trainer.recovery is not None
     assert any(hasattr(type(module), "_extended_class") for module in model.modules())
     assert isinstance(trainer.optimizer, torch.optim.SGD)  # the job's own

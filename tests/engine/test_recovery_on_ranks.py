@@ -7,7 +7,7 @@ import pytest
 import torch
 from detectron2.modeling.meta_arch import retinanet
 from fvcore.nn import sigmoid_focal_loss
-from injection import InjectedTrainer, Injector, ScriptedSize, iterate, seed_all
+from injection import InjectedTrainer, Injector, iterate, scripted, seed_all
 from tiny import (
     every_anchor_counts,
     images,
@@ -18,7 +18,6 @@ from tiny import (
 )
 
 from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.settings import RecoveryOptions
 
@@ -61,7 +60,7 @@ def train_with_failures(rank, num_ranks, num_iterations, seed):
     for i in range(num_iterations):
         unlucky, point = rng.randrange(num_ranks), rng.randrange(1, num_allocations)
         trainer.injector = Injector([point] if rank == unlucky and i else [])
-        trainer.recovery.size = MicroBatchSize(None, grow_after=1)
+        trainer.cutter.forget()
         iterate(trainer, first=i)
         num_allocations = min(num_allocations, trainer.injector.num_allocations)
     return parameters(model.module), trainer.recovery.oom_events
@@ -103,7 +102,7 @@ def train_retinanet(rank, fail_at, sizes=None):
         iterate(trainer)
         trainer.injector = Injector([fail_at] if rank == 0 else [])
         if sizes and rank == 0:
-            trainer.recovery.size = ScriptedSize(sizes)
+            trainer.cutter.take = scripted(sizes)
         iterate(trainer, first=1)
     momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
     return parameters(model.module), momenta, trainer.window_sizes
@@ -142,7 +141,7 @@ def sizes_after_resuming(rank, state):
     model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
     trainer = AccumulatingTrainer(model, [[]], sgd(model), recovery=RecoveryOptions())
     trainer.load_state_dict({**trainer.state_dict(), "recovery": state})
-    return trainer.recovery.size.images
+    return trainer.cutter.images
 
 
 def recovery_state_after_a_failure(rank):
@@ -164,7 +163,7 @@ def resume_on_one(state):
     model = proposal_network()
     trainer = AccumulatingTrainer(model, [[]], sgd(model), recovery=RecoveryOptions())
     trainer.load_state_dict({**trainer.state_dict(), "recovery": state})
-    return trainer.recovery.size.images
+    return trainer.cutter.images
 
 
 def test_another_number_of_ranks_resumes_the_smallest(two_ranks):

@@ -91,7 +91,7 @@ def test_a_window_that_is_run_again_counts_once():
     trainer = trainer_of(trainer_class=InjectedTrainer, recovery=RecoveryOptions())
     trainer.injector = Injector({2000})  # in the first backward
     check_average(trainer)
-    assert trainer.recovery.micro_batch_size == 1
+    assert trainer.cutter.images == 1
 
 
 def test_before_the_first_step_there_is_none():

@@ -224,7 +224,7 @@ def test_pieces_are_a_job_and_a_job_is_a_trainer():
         batch=images,
     )
     trainer = build_trainer(job)
-    assert trainer.micro_batch_size == 2
+    assert trainer.cutter.images == 2
     assert trainer.recovery is not None
     trainer.train(0, 1)
     assert estimate_memory(job, device="cuda").micro_batch_size == 2

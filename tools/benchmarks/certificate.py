@@ -189,7 +189,6 @@ def _certify(folder: Path, ranks: int, windows: int, images: int) -> float:
     needs_gb = DryJob(job, there, evaluates=False).total_bytes() / _GB
     budget_gb = round((needs_gb + 0.02) / (1 - MARGIN), 2)
     fit = CostFit(job, there, Padding.of(steps.build(job)[0]))
-    fit.run()
     planned = with_settings(cfg, {"MEMFIT.BUDGET_GB": budget_gb, **fit.settings()})
     cost_model = Settings.of(planned, ranks).cost_model
     assert cost_model is not None
@@ -200,13 +199,12 @@ def _certify(folder: Path, ranks: int, windows: int, images: int) -> float:
     print(f"{certificate}\n")
     dicts = json.loads((folder / "crowded.json").read_text())
     mean = len(dicts["annotations"]) // len(dicts["images"])
-    image = ImageFacts.one(136, 181, mean)  # the mean of sizes
-    together, fixed = image, 1
-    while (
-        fixed < images
-        and cost_model.bytes_of(together + image, Padding(32)) <= cost_model.limit_bytes
-    ):
-        together, fixed = together + image, fixed + 1
+    fixed = 1
+    while fixed < images:
+        more = ImageFacts.of(np.array([(136, 181, mean)] * (fixed + 1)))  # the mean of sizes
+        if cost_model.bytes_of(more, Padding(32)) > cost_model.limit_bytes:
+            break
+        fixed += 1
     print(f"Fixed micro-batches: {fixed} images\n")
     (folder / "certified.yaml").write_text(planned.dump())
     keys = {

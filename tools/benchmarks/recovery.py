@@ -31,7 +31,7 @@ from torch import nn
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.engine import launch
-from d2_memfit.engine.window import MicroBatch, MicroBatchSize
+from d2_memfit.engine.window import MicroBatch
 from d2_memfit.settings import RecoveryOptions
 from d2_memfit.techniques.support import ModuleState
 
@@ -101,8 +101,7 @@ class FailingTrainer(AccumulatingTrainer):
         self.seconds_thrown_away: list[float] = []
 
     def run_step(self) -> None:
-        assert self.recovery is not None
-        self.recovery.size = MicroBatchSize(None, grow_after=1000)
+        self.cutter.forget()
         super().run_step()
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:

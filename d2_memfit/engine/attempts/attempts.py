@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The only loop that runs images again."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,7 @@ from torch import nn
 from ...errors import OutOfMemoryError
 from ...memory import error_line, is_out_of_memory, release_memory
 from ..state import Snapshot
-from ..window import MicroBatch, Window
+from ..window import Cutter, MicroBatch, Window
 
 __all__ = ["Retries", "run_all", "run_to_count"]
 
@@ -100,9 +101,8 @@ class Retries(ABC):
 def run_to_count(
     model: nn.Module,
     window: Window,
+    cutter: Cutter,
     forward: Callable[[MicroBatch], Any],
-    micro_batch_size: Optional[int],
-    across_batches: bool,
     may_recover: bool,
 ) -> None:
     """Run the forwards of a window for its counts, and put all its images back.
@@ -110,35 +110,27 @@ def run_to_count(
     If memory runs out, they run in smaller pieces; training still begins with its own size. An
     image that does not fit alone is left out: training handles it with stronger means. The caller
     restores what forwards change.
-
-    Args:
-        micro_batch_size, across_batches: as for :meth:`Window.take`.
     """
-    retries = _Smaller(next(model.parameters()).device, window, micro_batch_size)
-    run_all(
-        lambda: window.take(retries.micro_batch_size, across_batches),
-        forward,
-        retries if may_recover else None,
-    )
+    cutter = copy.copy(cutter)
+    retries = _Smaller(next(model.parameters()).device, window, cutter)
+    run_all(lambda: cutter.take(window), forward, retries if may_recover else None)
     window.start_over()
 
 
 class _Smaller(Retries):
     """Halves pieces, and leaves out an image that failed twice."""
 
-    def __init__(
-        self, device: torch.device, window: Window, micro_batch_size: Optional[int]
-    ) -> None:
+    def __init__(self, device: torch.device, window: Window, cutter: Cutter) -> None:
         super().__init__(device)
-        self.micro_batch_size = micro_batch_size
         self._window = window
+        self._cutter = cutter
         self._failed_alone: Any = None
 
     def react(self, failure: str, piece: MicroBatch) -> str:
-        if piece.can_be_split:
-            self.micro_batch_size = piece.num_images // 2
-        elif piece.image is self._failed_alone:
+        if not piece.can_be_split and piece.image is self._failed_alone:
             return ""
         self._failed_alone = piece.image
         self._window.put_back()
+        if piece.can_be_split:
+            self._cutter.lower(piece, self._window)
         return ""

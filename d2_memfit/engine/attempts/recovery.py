@@ -16,7 +16,7 @@ from torch import nn
 from ...errors import OutOfMemoryError
 from ...settings import RecoveryOptions
 from ..state import Snapshot
-from ..window import ByteCut, MicroBatch, MicroBatchSize, SizeLimit, Window, WindowStorage
+from ..window import Cutter, MicroBatch, Window, WindowStorage
 from .attempts import Retries
 from .escalation import SKIP, Escalation, low_memory_step
 from .oom_record import RAISE, OomEvent, OomRecord
@@ -40,19 +40,17 @@ class RecoveryReport:
 
 
 class Recovery:
-    """What a run has learned of its memory: the size of micro-batches, and totals for the log.
+    """What a run has learned of its memory: the limit of micro-batches, and totals for the log.
 
     Args:
         options: what recovery may do.
         model: without DDP around it.
-        micro_batch_size: as for the trainer.
+        cutter: its limit is lowered when memory runs out.
         mixed_precision: whether it is on, for the advice in the final error.
         may_recover: whether a rank may run its images again, without the other ranks.
-        byte_cut: cuts windows by bytes; None cuts by number of images.
 
     Attributes:
-        size: the current limit of a micro-batch, in images or bytes.
-        last_size: its state after the last window that ran to its end on all ranks.
+        learned: the cutter's state after the last window that ran to its end on all ranks.
         largest: the last window's micro-batch with the most images, until the next window runs.
         record: where errors are recorded and explained.
         oom_events, retried_images, skipped_images: totals over all ranks and iterations.
@@ -62,15 +60,14 @@ class Recovery:
         self,
         options: RecoveryOptions,
         model: nn.Module,
-        micro_batch_size: Optional[int],
+        cutter: Cutter,
         mixed_precision: bool,
         may_recover: Callable[[], bool],
-        byte_cut: Optional[ByteCut] = None,
     ) -> None:
         self.options = options
         self.may_recover = may_recover
-        self.size: SizeLimit = byte_cut or MicroBatchSize(micro_batch_size, options.grow_after)
-        self.last_size = self.size.state_dict()
+        self.cutter = cutter
+        self.learned = cutter.state_dict()
         self.largest: Optional[MicroBatch] = None
         self.oom_events = 0
         self.retried_images = 0
@@ -78,14 +75,8 @@ class Recovery:
         self._seen_images = 0
         self._device = next(model.parameters()).device
         self.record = OomRecord(options, model, mixed_precision)
-        self._configured_size = micro_batch_size
         self._allocator_retries = 0
         self._rises = 0  # iterations in a row in which the allocator retried
-
-    @property
-    def micro_batch_size(self) -> Optional[int]:
-        """Current number of images per micro-batch; None is the loader's batch."""
-        return self.size.images if self.may_recover() else self._configured_size
 
     def end_window(self, window: Window, report: RecoveryReport) -> None:
         """Complete the report of a window, and let the micro-batch grow after a while."""
@@ -93,11 +84,11 @@ class Recovery:
         self.largest = max(window.micro_batches, key=lambda m: m.num_images, default=None)
         report.micro_batch = self.largest.num_images if self.largest else 0
         self._watch_allocator(report)
-        if self.size.end_iteration(clean=not report.oom_events):
+        if self.cutter.end_iteration(clean=not report.oom_events):
             logger.info(
                 "Iteration %d: memory was enough for a while, the micro-batch grows to %s",
                 get_event_storage().iter,
-                self.size.described(),
+                self.cutter.described(),
             )
 
     def end_iteration(self, reports: Sequence[RecoveryReport]) -> None:
@@ -106,7 +97,7 @@ class Recovery:
         Raises:
             OutOfMemoryError: on every rank, if too many images were skipped.
         """
-        self.last_size = self.size.state_dict()
+        self.learned = self.cutter.state_dict()
         self.oom_events += sum(r.oom_events for r in reports)
         self.retried_images += sum(r.retried_images for r in reports)
         self.skipped_images += sum(r.skipped_images for r in reports)
@@ -125,10 +116,10 @@ class Recovery:
                 f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self.options.max_skipped} allows"
             )
 
-    def state_dict(self, sizes: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """The state, with those of the sizes of all ranks; without any, with that of this rank."""
+    def state_dict(self, limits: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """The state, with those of the cutters of all ranks; without any, that of this rank."""
         return {
-            "sizes": list(sizes) or [self.last_size],
+            "sizes": list(limits) or [self.learned],
             "oom_events": self.oom_events,
             "retried_images": self.retried_images,
             "skipped_images": self.skipped_images,
@@ -140,8 +131,8 @@ class Recovery:
         rank = comm.get_rank()
         same_ranks = len(sizes) == comm.get_world_size()
         own = sizes[rank] if same_ranks else min(sizes, key=lambda s: s["images"] or math.inf)
-        self.size.load_state_dict(own)
-        self.last_size = self.size.state_dict()
+        self.cutter.load_state_dict(own)
+        self.learned = self.cutter.state_dict()
         self.oom_events = state["oom_events"]
         self.retried_images = state["retried_images"]
         self.skipped_images = state["skipped_images"]
@@ -164,7 +155,7 @@ class Recovery:
         error = torch.OutOfMemoryError(f"num_alloc_retries rises again and again, to {retries}")
         event = self.record.event(error, "allocator", largest.data)
         report.oom_events += 1
-        self.record.log(event, f"{self.size.lower(largest)} before it fails")
+        self.record.log(event, f"{self.cutter.lower(largest)} before it fails")
 
 
 class WindowRetries(Retries):
@@ -200,11 +191,6 @@ class WindowRetries(Retries):
         self._last = last
         self._escalation = Escalation(recovery.options)
 
-    @property
-    def micro_batch_size(self) -> Optional[int]:
-        """Images of the next micro-batch; None is the loader's batch."""
-        return self._recovery.micro_batch_size
-
     def end(self) -> RecoveryReport:
         """Learn from the window after its last backward, and complete its report."""
         self._recovery.end_window(self._window, self.report)
@@ -233,7 +219,7 @@ class WindowRetries(Retries):
         if not self._recovery.may_recover():
             action = RAISE
         elif piece.can_be_split:
-            smaller = self._recovery.size.lower(piece, self._window)
+            smaller = self._recovery.cutter.lower(piece, self._window)
             action = f"{smaller} and its images are run again"
         else:
             action = self._escalation.next_action(piece, self._window)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ...memory import available_host_bytes, device_memory, enforce_budget, release_memory
-from ..window import SizeLimit
 from .memory_hook import MemoryHook
 
 __all__ = ["EnforceBudget", "MakeRoom"]
@@ -72,20 +71,15 @@ class MakeRoom(MemoryHook):
 
     def after_step(self) -> None:
         done = self.trainer.iter + 1 - self.trainer.start_iter
-        limit = self._size.limit
+        limit = self._inner.cutter.limit
         has_grown = limit > self._last
         self._last = limit
         if done >= _FIRST_ITERATIONS and (done % _PERIOD == 0 or has_grown):
             self._look(has_grown)
 
-    @property
-    def _size(self) -> SizeLimit:
-        size: SizeLimit = self._inner.recovery.size
-        return size
-
     def after_forward(self, model: nn.Module, *_: Any) -> None:
         if model.training:
-            limit = self._size.limit
+            limit = self._inner.cutter.limit
             self._needs[limit] = max(self._needs.get(limit, 0), self._taken())
 
     def _taken(self) -> int:
@@ -97,7 +91,7 @@ class MakeRoom(MemoryHook):
         is_gpu = self._device.type == "cuda"
         free = torch.cuda.mem_get_info(self._device)[0] if is_gpu else available_host_bytes()
         room = free + self._taken()
-        need = self._needs.get(self._size.limit, 0)
+        need = self._needs.get(self._inner.cutter.limit, 0)
         self._most_room = max(self._most_room, room)
         taken = self._most_room - room
         largest = self._inner.recovery.largest
@@ -106,9 +100,9 @@ class MakeRoom(MemoryHook):
         if room >= _MARGIN * need or taken < _NOTICEABLE_BYTES or not may_shrink:
             return
         if has_grown:  # no window was cut by this limit yet
-            self._size.lower(None)
+            self._inner.cutter.lower(None)
         elif largest is not None and largest.can_be_split:
-            self._size.lower(largest)
+            self._inner.cutter.lower(largest)
         else:
             return
         logger.warning(

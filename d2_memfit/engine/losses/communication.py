@@ -8,6 +8,7 @@ from detectron2.utils import comm
 
 from ...counts import Collective
 from ...errors import ConfigError
+from ..window import ByteCutter, Cutter
 
 __all__ = ["Communication", "CommunicationError", "Spared"]
 
@@ -27,21 +28,20 @@ class Communication:
 
     Args:
         may_retry: whether a rank may run its images again.
-        is_size_fixed: whether MEMFIT.MICRO_BATCH or a cost model is set. Ranks then continue
-            without retries.
-        cuts_by_bytes: whether it is a cost model. Ranks then have different micro-batches.
+        cutter: cuts the trainer's windows. With MEMFIT.MICRO_BATCH, ranks continue without retries,
+            in micro-batches of that size. With a cost model, ranks have different micro-batches.
 
     Attributes:
         found: the first collective that was seen, as text; "" if there was none.
         known: the same, once all ranks know it.
     """
 
-    def __init__(self, may_retry: bool, is_size_fixed: bool, cuts_by_bytes: bool = False) -> None:
+    def __init__(self, may_retry: bool, cutter: Cutter) -> None:
         self.found = ""
         self.known = ""
         self._may_retry = may_retry
-        self._is_size_fixed = is_size_fixed
-        self._cuts_by_bytes = cuts_by_bytes
+        self._cutter = cutter
+        self._cuts_by_bytes = isinstance(cutter, ByteCutter)
         self._is_alone = comm.get_world_size() == 1  # a forward may be told otherwise
 
     @property
@@ -88,7 +88,7 @@ class Communication:
                 "MEMFIT.COST_MODEL.BYTES cuts the images of each rank alone, and the model "
                 f"communicates in its forward, {found}. Train without it"
             )
-        if self._may_retry and not self._is_size_fixed:
+        if self._may_retry and not self._cutter.is_configured:
             raise ConfigError(
                 f"MEMFIT.OOM.POLICY split cannot run a rank's images again, because {found} "
                 "communicates with other ranks in each forward. Train without it, such as with "
@@ -101,6 +101,7 @@ class Communication:
             found,
         )
         self.known = found
+        self._cutter.forget()
 
     def check(self, numbers_of_micro_batches: Sequence[int]) -> None:
         """Raise :class:`ConfigError`, on all ranks, if some ranks would wait for others."""

@@ -21,7 +21,7 @@ from ...memory import error_line, is_out_of_memory
 from ...settings import NormalizerOptions
 from ..attempts import run_to_count
 from ..state import Snapshot
-from ..window import MicroBatch, Window, count_objects, may_have_objects
+from ..window import Cutter, MicroBatch, Window, count_objects, may_have_objects
 from . import sites
 from .adapters import adapt_criteria
 from .answers import Answers, Totals
@@ -90,8 +90,7 @@ class LossRules:
         losses: called as ``losses(model, batch)``.
         options: which counts are taken over the window.
         recovers: whether ranks may run images again, each for itself.
-        is_cut: whether the trainer cuts the loader's batches.
-        cuts_by_bytes: whether it does so by a cost model.
+        cutter: cuts the trainer's windows.
         accumulation_steps: as for the trainer.
 
     Attributes:
@@ -107,20 +106,19 @@ class LossRules:
         losses: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]],
         options: NormalizerOptions,
         recovers: bool,
-        is_cut: bool,
-        cuts_by_bytes: bool,
+        cutter: Cutter,
         accumulation_steps: int,
     ) -> None:
         self.rules = Rules()
-        self.communication = Communication(recovers, is_cut, cuts_by_bytes)
+        self.communication = Communication(recovers, cutter)
         self.lacks_counts = False
         self._model = model
         self._device = next(model.parameters()).device
         self._losses = losses
         self._options = options
         self._recovers = recovers
-        self._is_cut = is_cut
-        self._is_whole = accumulation_steps == 1 and not is_cut
+        self._cutter = cutter
+        self._is_whole = accumulation_steps == 1 and not cutter.is_configured
         self._ranks = comm.get_world_size()
         self._pretended = PretendedRanks() if self._ranks == 1 else None
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
@@ -135,13 +133,10 @@ class LossRules:
         if options.policy != "off":
             adapt_criteria(model, is_exact=options.policy == "exact")
 
-    def begin(
-        self, window: Window, micro_batch_size: Optional[int], forward: Callable[..., Any]
-    ) -> None:
+    def begin(self, window: Window, forward: Callable[..., Any]) -> None:
         """Find what a window's losses are divided by, before its first forward.
 
         Args:
-            micro_batch_size: images per micro-batch; None is the loader's batch.
             forward: the trainer's forward of a micro-batch.
 
         Raises:
@@ -154,7 +149,7 @@ class LossRules:
             if self._ranks > 1:
                 self._answers = self._new_answers()
             return
-        table = rank_table(self._numbers_of(window, micro_batch_size), self._device)
+        table = rank_table(self._numbers_of(window), self._device)
         images, objects, numbers, sizes, places = (list(map(int, column)) for column in zip(*table))
         if self._is_due and (self._recovers or max(numbers) > 1):
             self._decide(window, objects, any(places), max(sizes))
@@ -169,7 +164,7 @@ class LossRules:
         self.communication.check(numbers)
         counted: Sequence[Counts] = ()
         if self.rules.needs_forward:
-            counted = self._counted(window, micro_batch_size, forward)
+            counted = self._counted(window, forward)
         totals = sites.added_up(annotated)
         for site in self.rules.counts:
             count = self.rules.count(site, self._total(site[0], annotated))
@@ -369,12 +364,12 @@ class LossRules:
             error = str(e) if isinstance(e, UntestableError) else text_of(e)
             return _Found(error=error, collective=self.communication.found)
 
-    def _numbers_of(self, window: Window, micro_batch_size: Optional[int]) -> list[float]:
+    def _numbers_of(self, window: Window) -> list[float]:
         """This rank's images, objects, micro-batches, images in the largest of these, and whether
         images have a place for objects.
         """
         window.load()
-        while window.take(micro_batch_size, self._is_cut) is not None:
+        while self._cutter.take(window) is not None:
             pass
         pieces = window.micro_batches
         objects = sum(count_objects(m.data) for m in pieces)
@@ -414,9 +409,7 @@ class LossRules:
             return of_ranks[comm.get_rank()]
         return sites.added_up(of_ranks)
 
-    def _counted(
-        self, window: Window, micro_batch_size: Optional[int], forward: Callable[..., Any]
-    ) -> Sequence[Counts]:
+    def _counted(self, window: Window, forward: Callable[..., Any]) -> Sequence[Counts]:
         """Each rank's counts, by a forward of all images without gradients."""
         self._answers = Answers(
             self.communication.handle, pretended=self._second_rank, is_test=True
@@ -425,9 +418,7 @@ class LossRules:
         may_recover = self.communication.may_recover
         try:
             with without_traces(self._model):
-                run_to_count(
-                    self._model, window, forward, micro_batch_size, self._is_cut, may_recover
-                )
+                run_to_count(self._model, window, self._cutter, forward, may_recover)
         except Exception as e:
             if not (may_recover and is_out_of_memory(e)):
                 raise

@@ -11,6 +11,8 @@ from ...iteration import CostModel, ImageFacts, Padding
 
 __all__ = ["Cuts", "quickest_cuts"]
 
+_HARDLY_A_PIXEL = 2.0**-20  # sums of it and of whole pixels are exact
+
 
 @dataclass(frozen=True)
 class Cuts:
@@ -51,45 +53,33 @@ def quickest_cuts(
     Args:
         sizes: height, width and number of objects of images, shape ``(windows, images, 3)``.
     """
-    height, width, objects = np.moveaxis(sizes, -1, 0)
-    ones = np.ones_like(height)
-    alone = cost_model.bytes_of(ImageFacts(ones, height, width, objects, objects), padding)
+    height, width, _ = np.moveaxis(sizes, -1, 0)
+    alone = cost_model.bytes_of(ImageFacts.of(sizes[:, :, None]), padding)
     keys = [(-alone,), (-width, -height), (-height, -width)]  # the last one of each counts most
     order = np.stack([np.lexsort(key) for key in keys])
-    # From here on, arrays have the shape (orders, windows, images).
-    height, width, objects = np.moveaxis(sizes[np.arange(len(sizes))[:, None], order], -1, 0)
+    # From here on, arrays begin with the shape (orders, windows, images).
+    sizes = sizes[np.arange(len(sizes))[:, None], order]
     cut = (*order.shape[:2], order.shape[2] + 1)  # by the number of first images, from 0
-    pixels, largest = np.zeros(cut), np.zeros(cut)
-    numbers, starts = np.zeros(cut, int), np.zeros(cut, int)
+    pixels, largest, starts = np.zeros(cut), np.zeros(cut), np.zeros(cut, int)
+    # Of equally quick cuts, the one with the fewest micro-batches is taken.
+    overhead = cost_model.overhead_pixels + _HARDLY_A_PIXEL
     for end in range(1, cut[2]):
         # The last micro-batch may begin at each image from 0 to end - 1.
-        backwards = np.s_[:, :, end - 1 :: -1]
-        last = ImageFacts(
-            np.arange(end, 0, -1),
-            np.maximum.accumulate(height[backwards], axis=2)[:, :, ::-1],
-            np.maximum.accumulate(width[backwards], axis=2)[:, :, ::-1],
-            np.add.accumulate(objects[backwards], axis=2)[:, :, ::-1],
-            np.maximum.accumulate(objects[backwards], axis=2)[:, :, ::-1],
-        )
+        backwards = sizes[:, :, end - 1 :: -1]
+        largest_sizes = np.maximum.accumulate(backwards, axis=2)[:, :, ::-1]
+        objects = np.add.accumulate(backwards[..., 2], axis=2)[:, :, ::-1]
+        height, width, most_objects = np.moveaxis(largest_sizes, -1, 0)
+        last = ImageFacts(np.arange(end, 0, -1), height, width, objects, most_objects)
         needs = cost_model.bytes_of(last, padding)
-        time = pixels[:, :, :end] + last.num * padding.pixels(last.height, last.width)
-        time = time + cost_model.overhead_pixels
+        time = pixels[:, :, :end] + last.num * padding.pixels(height, width) + overhead
         time[(needs > limit_bytes) & (last.num > 1)] = np.inf
-        # Of equally quick ones, that with the fewest micro-batches, and then the largest last one.
-        quickest = time == time.min(axis=2, keepdims=True)
-        start = np.where(quickest, numbers[:, :, :end], cut[2]).argmin(axis=2)[:, :, None]
-
-        def chosen(values: NDArray[Any], start: NDArray[Any] = start) -> NDArray[Any]:
-            return np.take_along_axis(values, start, axis=2)[:, :, 0]
-
-        pixels[:, :, end] = chosen(time)
-        numbers[:, :, end] = chosen(numbers) + 1
-        starts[:, :, end] = start[:, :, 0]
-        largest[:, :, end] = np.maximum(chosen(largest), chosen(needs))
-    of_order = pixels[:, :, -1].argmin(axis=0), np.arange(len(sizes))
+        needs = np.maximum(needs, largest[:, :, :end])
+        start = time.argmin(axis=2)[:, :, None]
+        starts[:, :, [end]] = start
+        pixels[:, :, [end]] = np.take_along_axis(time, start, axis=2)
+        largest[:, :, [end]] = np.take_along_axis(needs, start, axis=2)
+    of_window = pixels[:, :, -1].round(3)
+    quickest = of_window.argmin(axis=0), np.arange(of_window.shape[1])
     return Cuts(
-        order[of_order],
-        starts[of_order][:, 1:],
-        pixels[of_order][:, -1],
-        largest[of_order][:, -1],
+        order[quickest], starts[quickest][:, 1:], of_window[quickest], largest[quickest][:, -1]
     )

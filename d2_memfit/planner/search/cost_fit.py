@@ -2,26 +2,26 @@
 """A cost model of a job's micro-batches, fitted to dry runs of the job."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...compat.pytorch import BatchNorm
 from ...errors import ConfigError
-from ...iteration import FEATURES, ImageFacts, Padding
+from ...iteration import ImageFacts, Padding, largest_sum
 from ...job import Job, size_of
 from ...techniques import resize_image
 from ..device import DeviceModel
 from ..dry_run import Event, Free, one_line_errors
 from ..estimates import DryJob, steps
-from .cost_sums import Run, fitted, fitted_to_two, least_squares, predicted
 from .plan import Plan
 
-__all__ = ["CostFit", "with_cost_model"]
+__all__ = ["CostFit", "Run", "fitted", "fitted_to_two", "with_cost_model"]
 
-_GB, _MB = 2**30, 2**20
+_GB = 2**30
 
 _SMALLER = 0.6  # scale of the largest image
 _BETWEEN = 0.8
@@ -31,6 +31,10 @@ _CROWDED = 1000  # objects in images that a dataset may have besides the known o
 # where they clearly do, so that runs with more of them tell how much each object needs.
 _IS_CROWDED, _IS_CLEARLY_CROWDED = 1.02, 1.1
 _FEW = 8  # objects that are resized; others are copies
+_WITHOUT_OBJECTS = 3  # number of features without objects
+_ROUNDS = 20
+
+Sum = tuple[float, ...]
 
 
 def with_cost_model(
@@ -64,9 +68,27 @@ def with_cost_model(
         progress("No cost model: BatchNorm's statistics are of the images of a micro-batch")
         return plan
     fit = CostFit(planned, device, Padding.of(model), progress)
-    fit.run()
     settings = {**plan.settings, **fit.settings(), "MEMFIT.PLAN.MARGIN": round(plan.margin, 4)}
     return replace(plan, settings=settings, cost_model=fit.description())
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured micro-batch.
+
+    Args:
+        features: features of its images, see :data:`~d2_memfit.iteration.cost_model.FEATURES`.
+        needs: bytes that the process needs.
+        seconds: seconds of its forward and backward.
+    """
+
+    features: tuple[float, ...]
+    needs: float
+    seconds: float
+
+    def predicted(self, sums: Sequence[Sum]) -> float:
+        """The bytes that sums predict for it."""
+        return float(largest_sum(sums, self.features))
 
 
 class CostFit:
@@ -102,7 +124,7 @@ class CostFit:
         self._padding = padding
         self._progress = progress
         self.runs: list[Run] = []
-        self.sums: list[tuple[float, ...]] = []
+        self.sums: list[Sum] = []
         with one_line_errors(lambda: job.batches.assumptions):
             largest = job.training_batch(1)
         has_image = isinstance(largest, list) and isinstance(largest[0], dict)
@@ -112,15 +134,12 @@ class CostFit:
                 f"of another kind, {type(largest).__name__}"
             )
         self._largest = largest[0]
-        self._most_objects = len(self._largest.get("instances", ()))
-
-    def run(self) -> None:
-        few = min(1, self._most_objects)
+        known = most = len(self._largest.get("instances", ()))
+        few = min(1, known)
         for scale, num in ((1, 1), (1, 2), (_SMALLER, 1), (_SMALLER, 4)):
             self.dry_run(scale, [few] * num)
         self.sums = [fitted(self.runs)]
-        most = self._most_objects
-        while few < most <= max(_CROWDED, self._most_objects):
+        while few < most <= max(_CROWDED, known):
             if self.dry_run(1, [most]) > _IS_CLEARLY_CROWDED:
                 more = int(_MORE_CROWDED * most)
                 for scale, objects in (
@@ -131,11 +150,11 @@ class CostFit:
                 self.sums = fitted_to_two(self.runs, self.sums[0], _IS_CROWDED)
                 break
             most *= 3
-        self.dry_run(_BETWEEN, [self._most_objects, few, few])  # a new mixture
+        self.dry_run(_BETWEEN, [known, few, few])  # a new mixture
 
     def settings(self) -> dict[str, Any]:
         """The config keys of the cost model and their values."""
-        too_low = [run.needs - predicted(self.sums, run) for run in self.runs]
+        too_low = [run.needs - run.predicted(self.sums) for run in self.runs]
         keys = {
             "BYTES": [[float(f"{b:.6g}") for b in numbers] for numbers in self.sums],
             "ERROR_GB": round(max(0.0, *too_low) / _GB, 3),
@@ -144,11 +163,10 @@ class CostFit:
         return {f"MEMFIT.COST_MODEL.{key}": value for key, value in keys.items()}
 
     def description(self) -> str:
-        errors = [predicted(self.sums, r) / r.needs - 1 for r in self.runs]
+        errors = [r.predicted(self.sums) / r.needs - 1 for r in self.runs]
         return (
-            f"Windows are cut by predicted bytes: {', or '.join(map(_described, self.sums))}. "
-            f"{len(errors)} dry runs are predicted with errors of {min(errors):+.1%} to "
-            f"{max(errors):+.1%}"
+            "Windows are cut by predicted bytes, MEMFIT.COST_MODEL.BYTES. They predict "
+            f"{len(errors)} dry runs with errors of {min(errors):+.1%} to {max(errors):+.1%}"
         )
 
     def dry_run(self, scale: float, objects: Sequence[int]) -> float:
@@ -171,8 +189,9 @@ class CostFit:
         dry_job = DryJob(job, self._device, evaluates=False)
         training = dry_job.training
         dry_job.training = replace(training, events=_of_micro_batch(training.events))
+        sizes = np.array([(*size_of(image), len(image.get("instances", ()))) for image in images])
         run = Run(
-            sum(map(_facts_of, images), ImageFacts()).features(self._padding),
+            ImageFacts.of(sizes).features(self._padding),
             dry_job.least_bytes(),
             self._device.seconds_per_micro_batch
             + sum(self._device.seconds(training.work[phase]) for phase in ("forward", "backward")),
@@ -180,7 +199,7 @@ class CostFit:
         self.runs.append(run)
         height, width = size_of(images)
         self._progress(f"{run.needs / _GB:.2f} GB: {height} x {width} pixels, objects {[*objects]}")
-        return run.needs / predicted(self.sums, run) if self.sums else 1.0
+        return run.needs / run.predicted(self.sums) if self.sums else 1.0
 
     def _overhead_pixels(self) -> float:
         """Time of ordinary micro-batches that does not grow with pixels, in pixels."""
@@ -190,14 +209,53 @@ class CostFit:
         return start / per_pixel if per_pixel else 0.0
 
 
-def _described(numbers: tuple[float, ...]) -> str:
-    terms = [f"{numbers[0] / _GB:.3g} GB"]
-    for number, name in zip(numbers[1:], FEATURES[1:]):
-        if number:
-            in_millions = "pixel" in name
-            megabytes = number * (10**6 if in_millions else 1) / _MB
-            terms.append(f"{megabytes:.3g} MB per {'million ' * in_millions}{name}")
-    return " + ".join(terms)
+def fitted(runs: Sequence[Run], has_objects: bool = False) -> Sum:
+    """Fit a sum with the smallest relative errors, without negative terms.
+
+    More images, pixels or objects never need less.
+
+    Args:
+        has_objects: whether it has terms for objects.
+    """
+    needs = np.array([run.needs for run in runs])
+    rows = np.array([run.features for run in runs]) / needs[:, None]
+    if not has_objects:
+        rows[:, _WITHOUT_OBJECTS:] = 0
+    return least_squares(rows, np.ones(len(runs)))
+
+
+def fitted_to_two(runs: Sequence[Run], first: Sum, threshold: float) -> list[Sum]:
+    """Fit two sums whose maximum predicts the bytes of the runs.
+
+    Only the second has terms for objects. A run belongs to the sum that predicts more for it. Each
+    sum is fitted to its runs, in turn, until nothing changes (Magnani and Boyd, "Convex
+    piecewise-linear fitting", 2009).
+
+    Args:
+        first: a sum for the runs that need little.
+        threshold: ratio of need to ``first``'s prediction from which a run belongs to the second
+            sum.
+    """
+    is_second = [run.needs > threshold * run.predicted([first]) for run in runs]
+    best: tuple[float, list[Sum]] = (float("inf"), [first])
+    for _ in range(_ROUNDS):
+        groups = [[r for r, s in zip(runs, is_second) if s == which] for which in (False, True)]
+        sums = [fitted(group, bool(i)) for i, group in enumerate(groups) if group]
+        best = min(best, (max(abs(r.predicted(sums) / r.needs - 1) for r in runs), sums))
+        before = is_second
+        is_second = [r.predicted(sums[-1:]) > r.predicted(sums[:1]) for r in runs]
+        if is_second == before or len(sums) == 1:
+            break
+    return best[1]
+
+
+def least_squares(rows: NDArray[Any], values: NDArray[Any]) -> Sum:
+    """Nonnegative coefficients, one per column, with the smallest squared error."""
+    from scipy.optimize import nnls  # it takes 0.3 s
+
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    found, _ = nnls(rows / scale, values)
+    return tuple(float(number) for number in found / scale)
 
 
 def _image(largest: dict[str, Any], scale: float, num_objects: int) -> dict[str, Any]:
@@ -208,10 +266,6 @@ def _image(largest: dict[str, Any], scale: float, num_objects: int) -> dict[str,
     image = resize_image({**largest, "instances": instances[:_FEW]}, scale)
     few = image["instances"]
     return {**image, "instances": few[torch.arange(num_objects) % max(len(few), 1)]}
-
-
-def _facts_of(image: dict[str, Any]) -> ImageFacts:
-    return ImageFacts.one(*size_of(image), len(image.get("instances", ())))
 
 
 def _of_micro_batch(events: list[Event]) -> list[Event]:

@@ -14,10 +14,10 @@ from injection import (
     FailingTrainer,
     InjectedTrainer,
     Injector,
-    ScriptedSize,
     everything,
     iterate,
     scalars,
+    scripted,
     seed_all,
 )
 from made_up_card import made_up_card
@@ -27,7 +27,6 @@ from d2_memfit import AccumulatingTrainer, get_cfg
 from d2_memfit.compat.pytorch import is_in_backward
 from d2_memfit.engine.attempts import recovering_inference
 from d2_memfit.engine.state import Snapshot
-from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import ConfigError, OutOfMemoryError
 from d2_memfit.memory import TensorMeter, device_memory
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions, check_settings
@@ -130,7 +129,7 @@ def test_on_another_number_of_ranks_the_smallest_size_goes_on():
     (own,) = state["sizes"]
     state["sizes"] = [{**own, "images": images} for images in (None, 1, 2)]
     trainer.recovery.load_state_dict(state)
-    assert trainer.recovery.micro_batch_size == 1
+    assert trainer.cutter.images == 1
     assert trainer.recovery.state_dict()["sizes"] == [{**own, "images": 1}]
 
 
@@ -199,7 +198,7 @@ def one_iteration(family, precision, fail_at=(), sizes=None, fpn=True):
     iterate(trainer)
     trainer.injector = Injector(fail_at)
     if sizes:
-        trainer.recovery.size = ScriptedSize(sizes)
+        trainer.cutter.take = scripted(sizes)
     storage = iterate(trainer, first=1)
     return trainer, everything(trainer, storage)
 
@@ -478,19 +477,19 @@ def micro_batches_with_retries(batch, monkeypatch, rises=(1, 1, 1, 1, 1)):
 
 def test_an_allocator_that_retries_again_and_again_halves_what_can_be_cut(monkeypatch):
     recovery = micro_batches_with_retries(images(4), monkeypatch)
-    assert recovery.size.images == 2
+    assert recovery.cutter.images == 2
     assert recovery.oom_events == 1
 
 
 def test_an_allocator_that_retries_now_and_then_is_left_alone(monkeypatch):
     recovery = micro_batches_with_retries(images(4), monkeypatch, rises=(3, 1, 0, 1, 2))
-    assert recovery.size.images is None
+    assert recovery.cutter.images is None
     assert recovery.oom_events == 0
 
 
 def test_a_batch_that_cannot_be_cut_is_not_halved_for_the_allocator(monkeypatch):
     recovery = micro_batches_with_retries(torch.ones(4, 3), monkeypatch)
-    assert recovery.size.images is None
+    assert recovery.cutter.images is None
     assert recovery.oom_events == 0
 
 
@@ -584,7 +583,7 @@ def test_recoveries_leave_no_memory_behind():
     with TensorMeter() as meter:
         for i in range(101):
             trainer.injector = Injector(fail_at=[10 + i % 60])  # in forward and backward
-            trainer.recovery.size = MicroBatchSize(None, grow_after=1)
+            trainer.cutter.forget()
             iterate(trainer, first=i)
             if i == 0:
                 at_first = meter.live_bytes

@@ -38,8 +38,8 @@ class Limits(HookBase):
         (self._folder / "memory.current").write_text(f"{GB}\n")
 
     def after_step(self):
-        self.sizes.append(self.trainer.recovery.size.images)
-        self.limits.append(self.trainer.recovery.size.limit)
+        self.sizes.append(self.trainer.cutter.images)
+        self.limits.append(getattr(self.trainer.cutter, "limit_bytes", 0) / GB)
         if self.trainer.iter in self._limits:
             self.write(self._limits[self.trainer.iter])
 
@@ -85,7 +85,7 @@ class LowersOwnLimit(HookBase):
         self.sizes = []
 
     def after_step(self):
-        self.sizes.append(self.trainer.recovery.size.images)
+        self.sizes.append(self.trainer.cutter.images)
         if self.trainer.iter == 11:
             used = int((self._folder / "memory.usage_in_bytes").read_text())
             (self._folder / "memory.limit_in_bytes").write_text(str(used + 40 * 2**20))

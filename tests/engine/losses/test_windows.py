@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from d2_memfit import AccumulatingTrainer, compat, window_count
-from d2_memfit.engine.window import MicroBatchSize
 from d2_memfit.errors import ConfigError
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions
 
@@ -332,7 +331,7 @@ def with_errors(rank, num_ranks, kind, num_iterations, seed, steps):
         unlucky, point = chance.randrange(num_ranks), int(1 + chance.random() * most)
         fails = seed is not None and rank == unlucky and i > 0
         trainer.injector = Injector([point] if fails else [])
-        trainer.recovery.size = MicroBatchSize(None, grow_after=1)
+        trainer.cutter.forget()
         iterate(trainer, first=i)
         errors += fails and trainer.injector.num_allocations >= point
         most = min(most, trainer.injector.num_allocations)

@@ -1,17 +1,18 @@
 # Copyright (c) the d2_memfit developers.
 """Cost models: how near they come to dry runs that they have not seen, and plans that have one."""
 
+import numpy as np
 import pytest
 
 from d2_memfit import Job, plan_memory
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
-from d2_memfit.iteration import ImageFacts, Padding
+from d2_memfit.iteration import ImageFacts, Padding, largest_sum
 from d2_memfit.job import WorstCase
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob
 from d2_memfit.planner.search import CostFit
-from d2_memfit.planner.search.cost_sums import Run, fitted, fitted_to_two, predicted
+from d2_memfit.planner.search.cost_fit import Run, fitted, fitted_to_two
 from d2_memfit.planner.writing import describe_plan, planned, planned_yaml
 from d2_memfit.settings import Settings
 
@@ -26,7 +27,7 @@ def cfg_of(config="COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml", *opts)
 
 
 def run(features, sums):
-    return Run(features, predicted(sums, Run(features, 0, 0)), 0)
+    return Run(features, largest_sum(sums, features), 0)
 
 
 def test_the_larger_of_two_sums_is_found_again():
@@ -39,9 +40,9 @@ def test_the_larger_of_two_sums_is_found_again():
     ]
     first = fitted([r for r in runs if r.features[3] <= r.features[1]])
     found = fitted_to_two(runs, first, 1.02)
-    assert [predicted(found, r) for r in runs] == pytest.approx([r.needs for r in runs], rel=1e-6)
+    assert [r.predicted(found) for r in runs] == pytest.approx([r.needs for r in runs], rel=1e-6)
     unseen = run((1, 4, 4 * 8e5, 4 * 200, 4 * 200 * 8e5, 200 * 8e5), sums)
-    assert predicted(found, unseen) == pytest.approx(unseen.needs, rel=1e-6)
+    assert unseen.predicted(found) == pytest.approx(unseen.needs, rel=1e-6)
 
 
 def test_no_term_is_below_zero():
@@ -67,11 +68,10 @@ def test_dry_runs_that_were_not_seen_are_predicted(config):
     settings = {"MEMFIT.BUDGET_GB": BUDGET_GB, "MEMFIT.MICRO_BATCH": 2}
     job = Job.from_cfg(cfg_of(config), batch=CASE).with_settings(settings)
     fit = CostFit(job, DeviceModel.load("cuda"), Padding(32))
-    fit.run()
     for scale, objects in ((0.7, [7]), (0.9, [20, 3]), (0.8, [5] * 5), (1, [80, 1, 1])):
         assert fit.dry_run(scale, objects) == pytest.approx(1, abs=0.03)
     error_bytes = fit.settings()["MEMFIT.COST_MODEL.ERROR_GB"] * 2**30
-    too_low = max(run.needs - predicted(fit.sums, run) for run in fit.runs)
+    too_low = max(run.needs - run.predicted(fit.sums) for run in fit.runs)
     assert 0 < too_low == pytest.approx(error_bytes, abs=2**20)
 
 
@@ -82,7 +82,6 @@ def test_the_optimizers_step_which_no_cut_changes_does_not_count():
     job = Job.from_cfg(cfg, batch=WorstCase((32, 48), 1)).with_settings(settings)
     device = DeviceModel.load("cuda")
     fit = CostFit(job, device, Padding(32))
-    fit.dry_run(1, [1])
     whole = DryJob(job, device, evaluates=False)
     assert whole.training.peak_since("optimizer") == sum(whole.training.peak().values())
     assert fit.runs[0].needs < whole.least_bytes() - 2**24
@@ -105,10 +104,8 @@ def test_a_plan_has_a_cost_model_on_request_and_its_config_cuts_by_it():
     assert 1 <= len(cost_model.sums) <= 2
     assert 0 < cost_model.limit_bytes <= BUDGET_GB * 0.9 * 2**30
     assert cost_model.overhead_pixels >= 0
-    largest = plan.settings["MEMFIT.MICRO_BATCH"] * [ImageFacts.one(320, 480, 40)]
-    assert (
-        cost_model.bytes_of(sum(largest, ImageFacts()), Padding(32)) < cost_model.limit_bytes * 1.02
-    )
+    largest = ImageFacts.of(np.array([(320, 480, 40)] * plan.settings["MEMFIT.MICRO_BATCH"]))
+    assert cost_model.bytes_of(largest, Padding(32)) < cost_model.limit_bytes * 1.02
 
 
 @pytest.mark.slow

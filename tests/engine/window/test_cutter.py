@@ -1,5 +1,7 @@
 # Copyright (c) the d2_memfit developers.
-from d2_memfit.engine.window import MicroBatchSize
+import pytest
+
+from d2_memfit.engine.window import Cutter, MicroBatch
 
 
 def clean(size, num):
@@ -7,20 +9,26 @@ def clean(size, num):
     return [i for i in range(1, num + 1) if size.end_iteration(clean=True)]
 
 
+def halve(size, num_images):
+    """The size after a micro-batch of so many images did not fit."""
+    size.lower(MicroBatch([{}] * num_images))
+    return size.images
+
+
 def fail(size, num_images):
-    size.halve(num_images)
+    halve(size, num_images)
     size.end_iteration(clean=False)
 
 
 def test_it_is_halved_down_to_one():
-    size = MicroBatchSize(None, grow_after=10)
+    size = Cutter(None, grow_after=10)
     assert size.images is None
-    assert [size.halve(n) for n in (8, 4, 2)] == [4, 2, 1]
-    assert MicroBatchSize(7, 10).halve(7) == 3
+    assert [halve(size, n) for n in (8, 4, 2)] == [4, 2, 1]
+    assert halve(Cutter(7, 10), 7) == 3
 
 
 def test_it_grows_back_to_what_is_configured_and_not_beyond():
-    size = MicroBatchSize(6, grow_after=3)
+    size = Cutter(6, grow_after=3)
     fail(size, 6)
     fail(size, 3)
     assert clean(size, 20) == [3, 6, 9]
@@ -28,14 +36,14 @@ def test_it_grows_back_to_what_is_configured_and_not_beyond():
 
 
 def test_without_a_configured_size_it_grows_back_to_the_loaders_batch():
-    size = MicroBatchSize(None, grow_after=2)
+    size = Cutter(None, grow_after=2)
     fail(size, 4)
     assert clean(size, 10) == [2]
     assert size.images is None
 
 
 def test_a_size_that_fails_again_and_again_waits_twice_as_long_each_time():
-    size = MicroBatchSize(2, grow_after=3)
+    size = Cutter(2, grow_after=3)
     waits = []
     for _ in range(5):
         fail(size, 2)
@@ -44,7 +52,7 @@ def test_a_size_that_fails_again_and_again_waits_twice_as_long_each_time():
 
 
 def test_a_size_that_has_held_is_trusted_again():
-    size = MicroBatchSize(2, grow_after=3)
+    size = Cutter(2, grow_after=3)
     for _ in range(3):
         fail(size, 2)
         next(i for i in range(1, 100) if size.end_iteration(clean=True))
@@ -54,7 +62,7 @@ def test_a_size_that_has_held_is_trusted_again():
 
 
 def test_a_failure_starts_the_wait_anew():
-    size = MicroBatchSize(4, grow_after=5)
+    size = Cutter(4, grow_after=5)
     fail(size, 4)
     clean(size, 4)
     fail(size, 2)
@@ -63,10 +71,10 @@ def test_a_failure_starts_the_wait_anew():
 
 
 def test_its_state_goes_on_where_it_was():
-    size = MicroBatchSize(8, grow_after=5)
+    size = Cutter(8, grow_after=5)
     fail(size, 8)
     clean(size, 2)
-    resumed = MicroBatchSize(8, grow_after=5)
+    resumed = Cutter(8, grow_after=5)
     resumed.load_state_dict(size.state_dict())
     assert clean(resumed, 3) == [3]
     assert resumed.images == 8
@@ -74,15 +82,28 @@ def test_its_state_goes_on_where_it_was():
 
 def test_what_was_configured_then_is_not_taken_for_learned():
     for configured in (8, None):
-        resumed = MicroBatchSize(configured, grow_after=5)
-        resumed.load_state_dict(MicroBatchSize(2, grow_after=5).state_dict())
+        resumed = Cutter(configured, grow_after=5)
+        resumed.load_state_dict(Cutter(2, grow_after=5).state_dict())
         assert resumed.images == configured
 
 
 def test_a_smaller_size_that_is_configured_since_counts():
-    size = MicroBatchSize(8, grow_after=5)
+    size = Cutter(8, grow_after=5)
     fail(size, 8)
-    resumed = MicroBatchSize(2, grow_after=5)
+    resumed = Cutter(2, grow_after=5)
     resumed.load_state_dict(size.state_dict())
     assert resumed.images == 2
     assert clean(resumed, 20) == []
+
+
+@pytest.mark.parametrize("unit", [{}, {"unit": "images"}, {"unit": "bytes"}])
+def test_states_of_older_checkpoints_are_read_by_their_unit(unit):
+    """Without a unit, they are numbers of images."""
+    learned = {"_full": 8, "_clean_iterations": 1, "_failed_growths": 2, "_has_just_grown": True}
+    old = {"images": 2, **learned, **unit}
+    size = Cutter(None, grow_after=5)
+    size.load_state_dict(old)
+    if "bytes" in unit.values():
+        assert size.state_dict() == Cutter(None, grow_after=5).state_dict()
+    else:
+        assert size.state_dict() == {"images": 2, **learned}

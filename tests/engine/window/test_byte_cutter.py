@@ -3,6 +3,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from tiny import tiny_cfg, tiny_model
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer, Job, compat, window_count
-from d2_memfit.engine.window import ByteCut, Window, count_objects
+from d2_memfit.engine.window import ByteCutter, Window, count_objects
 from d2_memfit.errors import ConfigError
 from d2_memfit.iteration import CostModel, ImageFacts, Padding
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions, Settings, check_settings
@@ -28,7 +29,7 @@ def image(height, width, objects=0):
 
 
 def cutter(limit_bytes, overhead_pixels=0.0, sums=SUMS, grow_after=2):
-    return ByteCut(CostModel(sums, limit_bytes, overhead_pixels), nn.Identity(), grow_after)
+    return ByteCutter(CostModel(sums, limit_bytes, overhead_pixels), nn.Identity(), grow_after)
 
 
 def shapes(parts):
@@ -70,7 +71,7 @@ def test_each_image_is_in_one_micro_batch_that_fits_or_alone():
 
 def test_the_largest_of_the_sums_counts():
     sums = ((100.0, 0, 1.0, 0, 0, 0), (0.0, 0, 0, 0, 0, 2.0))  # the other is of the most crowded
-    pair = ImageFacts.one(10, 10, 3) + ImageFacts.one(5, 20, 1)
+    pair = ImageFacts.of(np.array([(10, 10, 3), (5, 20, 1)]))
     assert pair == ImageFacts(2, 10, 20, 4, 3)
     assert CostModel(sums, 0).bytes_of(pair, Padding()) == max(100 + 400, 2 * 200 * 3)
 
@@ -218,13 +219,50 @@ def test_what_fails_is_cut_further_and_the_limit_is_lower_from_then_on(phase):
     assert len(resumed.forwards) == 2
     without = FailingTrainer(*small(batch), recovery=options, fails=lambda ids: False)
     without.recovery.load_state_dict(trainer.recovery.state_dict())
-    assert without.recovery.size.images is None
+    assert without.cutter.images is None
 
     trainer.fails = lambda ids: False
     trainer.forwards.clear()
     for i in range(2, 6):
         iterate(trainer, first=i)
     assert len(trainer.forwards) < 8  # it has grown again
+
+
+class CountsAlone(Detr):
+    """Runs out of memory in a count of several images, from a while on."""
+
+    fails = False
+
+    def forward(self, batch):
+        if self.fails and not torch.is_grad_enabled() and len(batch) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(batch)
+
+
+def test_a_count_that_fails_is_cut_further():
+    windows = [annotated_images(numbers, seed) for seed, numbers in enumerate(NUMBERS)]
+    full = gradients(Detr, [[window] for window in windows])
+    torch.manual_seed(0)
+    model = CountsAlone().double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = AccumulatingTrainer(model, windows, sgd, cost_model=CUT, recovery=RecoveryOptions())
+    train(trainer, 2)  # in the second one, annotations no longer tell the count
+    model.fails = True
+    assert max(differences(train(trainer, 2), full[2:])) < 2e-7
+    assert trainer.cutter.limit_bytes == CUT.limit_bytes
+
+
+def test_small_images_that_fail_together_end_alone():
+    """A loop without end, if the lowest limit had room for several."""
+    cut = cutter(2**30)
+    window = Window(iter([[image(8, 8)] * 4]), 1)
+    cut.cut(window)
+    sizes = []
+    while (micro_batch := cut.take(window)).can_be_split:
+        sizes.append(micro_batch.num_images)
+        window.put_back()
+        cut.lower(micro_batch, window)
+    assert sizes == [4]
 
 
 # Ranks
