@@ -23,7 +23,7 @@ from ..iteration import AveragedWeights, CostModel
 from ..job import LossFn, losses_of
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from .attempts import Recovery, WindowRetries, observed, run_all
-from .hooks import compare_number_formats, explains_hooks, likely_cause
+from .hooks import compare_number_formats, likely_cause
 from .losses import CommunicationError, CountReport, LossRules
 from .rank_report import RankReport, Vote, check_finite, mean_losses, write_metrics
 from .reduce import average_gradients, check_ddp, image_share
@@ -42,7 +42,6 @@ __all__ = ["AccumulatingTrainer"]
 logger = logging.getLogger(__name__)
 
 
-@explains_hooks
 class AccumulatingTrainer(ResumableTrainer):
     """A ``SimpleTrainer`` with several forwards per iteration and one optimizer step.
 

@@ -2,7 +2,6 @@
 """Hooks that watch a run."""
 
 from .best_checkpoint import *
-from .explained_hooks import *
 from .leak_detector import *
 from .memory_monitor import *
 from .memory_snapshot import *

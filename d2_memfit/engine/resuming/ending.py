@@ -76,6 +76,10 @@ def saved_at_end(trainer: TrainerBase) -> Iterator[None]:
         yield
     except TrainingEnded:
         pass
+    except Exception as e:
+        if explanation := _explanation(trainer, e):
+            raise explanation from e
+        raise
     finally:
         try:
             _end(trainer)
@@ -131,6 +135,29 @@ def _end(trainer: TrainerBase) -> None:
             except RuntimeError:  # PyTorch's handler for a dead worker raises once, perhaps here
                 hook.end()
                 raise
+
+
+def _explanation(trainer: TrainerBase, error: BaseException) -> Optional[BaseException]:
+    """The error that names the hook in which memory ran out, under MEMFIT.OOM.POLICY split.
+
+    Such hooks average weights, evaluate or write checkpoints.
+    """
+    recovery = getattr(compat.inner_trainer(trainer), "recovery", None)
+    hook = next((s for s in _selves(error) if isinstance(s, HookBase)), None)
+    if recovery is None or hook is None:
+        return None
+    explanation: Optional[BaseException] = recovery.record.explanation(
+        error, f"hook {type(hook).__name__}"
+    )
+    return explanation
+
+
+def _selves(error: BaseException) -> Iterator[Any]:
+    """The objects whose methods an error went through, the outermost first."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback.tb_frame.f_locals.get("self")
+        traceback = traceback.tb_next
 
 
 @contextmanager
@@ -320,6 +347,7 @@ class SaveOnEnding(HookBase):
     def _save_alone(self, error: BaseException) -> None:
         """Save what this rank knows of the last completed step, and say so in one line."""
         number = self._inner.stop_signal
+        explanation = _explanation(self.trainer, error)
         if comm.is_main_process():
             try:
                 kept = self._save_last_completed()
@@ -327,7 +355,7 @@ class SaveOnEnding(HookBase):
                 kept = f"The state could not be saved: {type(e).__name__}: {one_line(e)}"
         else:
             kept = "The first rank saves the state for all"
-        said = _cause_of(error, self._inner.run_state.has_killed_worker())
+        said = explanation or _cause_of(error, self._inner.run_state.has_killed_worker())
         ended_by = signal.Signals(number).name if number else type(said).__name__
         file = write_traceback(error)
         traceback = f". The traceback is in {file}" if file else ""
