@@ -7,4 +7,3 @@ from .memory_monitor import *
 from .memory_snapshot import *
 from .monitors import *
 from .not_finite import *
-from .number_formats import *

@@ -70,13 +70,10 @@ class BestCheckpoint(BestCheckpointer):
 
     def _save(self, name: str) -> None:
         """Save the state after the last iteration, which after training is another."""
-        now = self.trainer.iter
-        self.trainer.iter = iteration = min(now, self.trainer.max_iter - 1)
-        try:
-            if comm.is_main_process():
-                self._checkpointer.save(name, iteration=iteration)
-        finally:
-            self.trainer.iter = now
+        last = min(self.trainer.iter, self.trainer.max_iter - 1)
+        if comm.is_main_process():
+            with compat.at_iteration(self.trainer, last):
+                self._checkpointer.save(name, iteration=last)
 
     def before_step(self) -> None:
         if self._is_too_long():  # the run that is resumed has ended so

@@ -118,13 +118,11 @@ def call_after_train(trainer: TrainerBase, hooks: Callable[[], None]) -> None:
     try:
         _end(trainer)
     finally:
-        trainer.iter = min(now, trainer.max_iter - 2)
-        try:
-            hooks()
-        except Exception as e:  # the first error is the one to be raised
-            logger.error("After the end of the run, a hook failed too: %s", one_line(e))
-        finally:
-            trainer.iter = now
+        with compat.at_iteration(trainer, min(now, trainer.max_iter - 2)):
+            try:
+                hooks()
+            except Exception as e:  # the first error is the one to be raised
+                logger.error("After the end of the run, a hook failed too: %s", one_line(e))
 
 
 def _end(trainer: TrainerBase) -> None:
@@ -255,14 +253,13 @@ class SaveOnEnding(HookBase):
         last = self.trainer.start_iter - 1
         if self.trainer.start_iter != self.trainer.max_iter:
             return
-        self.trainer.iter = self._inner.iter = last  # the run is not complete
         self._inner.run_state.restore_again(self.trainer.start_iter)
-        self._inner.gather_states()
         saves = any(isinstance(h, PeriodicCheckpointer) for h in compat.hooks_of(self.trainer))
         own = self._checkpointer if isinstance(self._checkpointer, MemfitCheckpointer) else None
-        if saves and own is not None and not own.has("model_final", last):
-            own.save("model_final", iteration=last)
-        self.trainer.iter = self.trainer.start_iter
+        with compat.at_iteration(self.trainer, last):  # the run is not complete
+            self._inner.gather_states()
+            if saves and own is not None and not own.has("model_final", last):
+                own.save("model_final", iteration=last)
 
     def _note(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT:
@@ -329,7 +326,7 @@ class SaveOnEnding(HookBase):
         name = signal.Signals(self._inner.stop_signal).name
         logger.warning("%s: ending after iteration %d. --resume goes on from there", name, last)
         try:
-            with self._as_after(last):
+            with compat.at_iteration(self.trainer, last):
                 self._inner.gather_states()
         except RuntimeError as e:  # another rank has died
             self._save_alone(e)
@@ -428,19 +425,9 @@ class SaveOnEnding(HookBase):
         is_final = last == "model_final.pth" and iteration + 1 == self.trainer.max_iter
         if last != f"{name}.pth" and not is_final:
             save = getattr(self._checkpointer, "save_or_raise", self._checkpointer.save)
-            with self._as_after(iteration):
+            with compat.at_iteration(self.trainer, iteration):
                 save(name, iteration=iteration)
         return self._checkpointer.get_checkpoint_file()
-
-    @contextmanager
-    def _as_after(self, iteration: int) -> Iterator[None]:
-        """While open, the iteration is one that is complete."""
-        now = self.trainer.iter, self._inner.iter
-        self.trainer.iter = self._inner.iter = iteration
-        try:
-            yield
-        finally:
-            self.trainer.iter, self._inner.iter = now
 
     def _evaluate(self, evaluate: Callable[[], Any]) -> Any:
         """Run an evaluation that can stop before each batch."""
