@@ -171,10 +171,6 @@ class MemfitMixin(_Trainer):
         self._inner.run_state.restore_again(self.start_iter)
         self._has_begun = True
 
-    def before_step(self) -> None:
-        self._inner.agreed_stop_signal = None
-        super().before_step()
-
     def after_step(self) -> None:
         if self._inner.agreed_stop_signal is None:  # a run_step of the project's own
             self._job_run.check_run_step(type(self), type(self._inner))

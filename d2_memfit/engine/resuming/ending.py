@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,21 +142,15 @@ def _explanation(trainer: TrainerBase, error: BaseException) -> Optional[BaseExc
     Such hooks average weights, evaluate or write checkpoints.
     """
     recovery = getattr(compat.inner_trainer(trainer), "recovery", None)
-    hook = next((s for s in _selves(error) if isinstance(s, HookBase)), None)
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    objects = (frame.f_locals.get("self") for frame in frames)
+    hook = next((o for o in objects if isinstance(o, HookBase)), None)  # the outermost
     if recovery is None or hook is None:
         return None
     explanation: Optional[BaseException] = recovery.record.explanation(
         error, f"hook {type(hook).__name__}"
     )
     return explanation
-
-
-def _selves(error: BaseException) -> Iterator[Any]:
-    """The objects whose methods an error went through, the outermost first."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback.tb_frame.f_locals.get("self")
-        traceback = traceback.tb_next
 
 
 @contextmanager
@@ -272,6 +267,7 @@ class SaveOnEnding(HookBase):
             self._leave(number)
 
     def before_step(self) -> None:
+        self._inner.agreed_stop_signal = None
         if not self._run_step_tells:
             self._inner.progress = None
 
@@ -355,7 +351,7 @@ class SaveOnEnding(HookBase):
         said = explanation or _cause_of(error, self._inner.run_state.has_killed_worker())
         ended_by = signal.Signals(number).name if number else type(said).__name__
         file = write_traceback(error)
-        traceback = f". The traceback is in {file}" if file else ""
+        where = f". The traceback is in {file}" if file else ""
         advice = ""
         if is_out_of_memory(said):
             advice = f". What to do: {START_HERE}"
@@ -368,7 +364,7 @@ class SaveOnEnding(HookBase):
             ended_by,
             "after its last iteration" if is_over else f"in iteration {iteration}",
             kept,
-            traceback,
+            where,
             advice,
         )
         if number and isinstance(error, Exception):  # such as that of a worker that got it too
