@@ -38,6 +38,7 @@ __all__ = [
     "DRAWN_BY_SAMPLERS",
     "SAVES_INNER_TRAINER",
     "after_backward",
+    "at_iteration",
     "create_ddp_model",
     "create_local_process_group",
     "current_iteration",
@@ -142,6 +143,18 @@ def local_world_size() -> int:
 def inner_trainer(trainer: Any) -> Any:
     """The trainer inside a ``DefaultTrainer``; other trainers are returned unchanged."""
     return getattr(trainer, "_trainer", trainer)
+
+
+@contextmanager
+def at_iteration(trainer: TrainerBase, iteration: int) -> Iterator[None]:
+    """While open, a trainer and the one inside are in another iteration, as for a checkpoint."""
+    inner = inner_trainer(trainer)
+    now = trainer.iter, inner.iter
+    trainer.iter = inner.iter = iteration
+    try:
+        yield
+    finally:
+        trainer.iter, inner.iter = now
 
 
 def hooks_of(trainer: TrainerBase) -> list[HookBase]:

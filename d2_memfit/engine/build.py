@@ -168,9 +168,6 @@ class Run:
             checkpointer.begin_run(is_new=checkpointer is own and trainer.start_iter == 0)
         if not any(isinstance(hook, SaveOnEnding) for hook in hooks):
             trainer.register_hooks([SaveOnEnding(own, self.cfg.MEMFIT.STOP_ON_SIGNALS)])
-        for hook in hooks:
-            if isinstance(hook, BestCheckpoint):
-                hook.save_by(own)
         hooks.sort(key=_place)
         if isinstance(self.job.parts, TrainerParts):
             _write_plain_config(self.job.cfg)

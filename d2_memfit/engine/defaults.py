@@ -21,7 +21,6 @@ from ..memory import use_expandable_segments
 from ..settings import auto_scale_workers
 from .build import Run
 from .evaluating import evaluating
-from .hooks import explains_hooks
 from .project_parts import project_parts
 from .resuming import (
     MemfitCheckpointer,
@@ -81,7 +80,6 @@ def _saved_at_end(train: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-@explains_hooks
 class MemfitMixin(_Trainer):
     """Base class for projects with their own trainer: ``class Trainer(MemfitMixin, TheirTrainer)``.
 
@@ -172,10 +170,6 @@ class MemfitMixin(_Trainer):
         super().before_train()
         self._inner.run_state.restore_again(self.start_iter)
         self._has_begun = True
-
-    def before_step(self) -> None:
-        self._inner.agreed_stop_signal = None
-        super().before_step()
 
     def after_step(self) -> None:
         if self._inner.agreed_stop_signal is None:  # a run_step of the project's own

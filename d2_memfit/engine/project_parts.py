@@ -12,7 +12,7 @@ from detectron2.engine import AMPTrainer, SimpleTrainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..common.patching import change_class, replaced_functions
+from ..common.patching import change_class, replaced_together
 from ..errors import ConfigError
 from ..settings import Precision
 from .train_loop import AccumulatingTrainer
@@ -100,8 +100,7 @@ def project_parts(
     # method to override. A trainer that is replaced later would have two iterators of its loader.
     makers = {SimpleTrainer: simple, AMPTrainer: simple, AccumulatingTrainer: accumulating}
     makers[DistributedDataParallel] = ddp
-    inits = {cls.__init__: maker for cls, maker in makers.items()}
-    with replaced_functions(makers, {"__init__": lambda original: inits[original](original)}):
+    with replaced_together([([cls], {"__init__": maker}) for cls, maker in makers.items()]):
         yield trainers
 
 

@@ -2,9 +2,7 @@
 """The training loop: one window of images, one optimizer step."""
 
 import contextlib
-import copy
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,7 +21,7 @@ from ..iteration import AveragedWeights, CostModel
 from ..job import LossFn, losses_of
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from .attempts import Recovery, RecoveryReport, WindowRetries, observed, run_all
-from .hooks import compare_number_formats, explains_hooks, likely_cause
+from .hooks import likely_cause
 from .losses import CommunicationError, CountReport, LossRules
 from .rank_report import RankReport, Vote, check_finite, mean_losses, write_metrics
 from .reduce import average_gradients, check_ddp, image_share
@@ -36,7 +34,6 @@ __all__ = ["AccumulatingTrainer"]
 logger = logging.getLogger(__name__)
 
 
-@explains_hooks
 class AccumulatingTrainer(ResumableTrainer):
     """A ``SimpleTrainer`` with several forwards per iteration and one optimizer step.
 
@@ -147,9 +144,6 @@ class AccumulatingTrainer(ResumableTrainer):
         self.zero_grad_before_forward = zero_grad_before_forward
         self._has_old_gradients = False
         self._exchange = Vote(next(model.parameters()).device)
-        # On several ranks, one whose forward fails would leave the others waiting in theirs.
-        compares_formats = precision.dtype == torch.float16 and comm.get_world_size() == 1
-        self._compared_below = math.inf if compares_formats else 0  # images of a micro-batch
 
     def run_step(self) -> None:
         """Run one iteration, whose number the event storage has."""
@@ -275,14 +269,6 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a forward's losses. Each loss is kept in the micro-batch, too."""
-        if micro_batch.num_images < self._compared_below:
-            bare = compat.without_ddp(self.model)
-            is_compared = compare_number_formats(
-                bare,
-                lambda: self._losses(bare, copy.deepcopy(micro_batch.batch)),
-                self.precision.autocast(),
-            )
-            self._compared_below = 0 if is_compared else micro_batch.num_images
         with (
             watched(self.model, self.recovery is not None),
             observed(self.out_of_memory_observers),

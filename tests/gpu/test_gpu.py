@@ -357,7 +357,7 @@ def test_four_micro_batches_take_the_memory_of_one(device):
 @pytest.mark.parametrize("family", ["proposal_network", "mask_rcnn", "retinanet"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_failed_allocation_gives_the_step_of_two_micro_batches(
-    family, precision, device, full_float32, log
+    family, precision, device, full_float32
 ):
     def one_iteration(micro_batch, fail_at):
         seed_all()
@@ -373,19 +373,11 @@ def test_a_failed_allocation_gives_the_step_of_two_micro_batches(
     before = parameters(tiny_model(tiny_cfg(family, device=device)))
     moved = relative_difference(parameters(halves.model), before)
     points = whole.injector.num_allocations
-    phases = []
     for point in range(5, points, points // 8):
-        log.clear()
         trainer = one_iteration(None, [point])
-        # Float16 is compared with float32 before the forward. An error there changes no step.
-        is_training = "Losses in 16 bits are not compared" not in log.text
-        phases.append(is_training)
-        assert trainer.window_sizes == ((2, 2) if is_training else (4,))
-        expected = halves if is_training else whole
-        gap = relative_difference(parameters(trainer.model), parameters(expected.model))
+        assert trainer.window_sizes == (2, 2)
+        gap = relative_difference(parameters(trainer.model), parameters(halves.model))
         assert gap < 0.01 * moved, f"{gap} of {moved} after allocation {point}"
-    assert sum(phases) >= 2
-    assert all(phases) == (precision == "fp32")
 
 
 @pytest.mark.parametrize("names", [*([name] for name in EXACT), EXACT], ids=", ".join)

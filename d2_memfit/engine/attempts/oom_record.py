@@ -144,11 +144,22 @@ class OomRecord:
         try:
             yield
         except Exception as e:
-            if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # already explained
-                raise
-            event = self.event(e, phase, data())
-            self.append(event, RAISE)
-            raise OutOfMemoryError(self.final_error(event)) from e
+            if explanation := self.explanation(e, phase, data):
+                raise explanation from e
+            raise
+
+    def explanation(
+        self, error: BaseException, phase: str, data: Callable[[], Any] = list
+    ) -> Optional[OutOfMemoryError]:
+        """The final error of an out-of-memory error, which gets its line in the file.
+
+        Other errors have none, and neither have those that are explained already.
+        """
+        if not is_out_of_memory(error) or isinstance(error, OutOfMemoryError):
+            return None
+        event = self.event(error, phase, data())
+        self.append(event, RAISE)
+        return OutOfMemoryError(self.final_error(event))
 
     def final_error(self, event: OomEvent) -> str:
         """Message of the error that ends a run: what happened, and three things to try next."""

@@ -2,10 +2,8 @@
 """Hooks that watch a run."""
 
 from .best_checkpoint import *
-from .explained_hooks import *
 from .leak_detector import *
 from .memory_monitor import *
 from .memory_snapshot import *
 from .monitors import *
 from .not_finite import *
-from .number_formats import *

@@ -2,15 +2,14 @@
 """The best checkpoint by a result of the evaluations, and the end of a run that gets no better."""
 
 import logging
-from typing import Any, Optional
+from typing import Any
 
 from detectron2.engine.hooks import BestCheckpointer, EvalHook, PeriodicCheckpointer
 from detectron2.utils import comm
-from fvcore.common.checkpoint import Checkpointer
 
 from ... import compat
 from ...job import Job
-from ..resuming import TrainingEnded
+from ..resuming import TrainingEnded, checkpointers_of
 
 __all__ = ["BestCheckpoint"]
 
@@ -28,15 +27,14 @@ class BestCheckpoint(BestCheckpointer):
     def __init__(self, job: Job) -> None:
         best = job.cfg.MEMFIT.BEST
         super().__init__(job.cfg.TEST.EVAL_PERIOD, None, best.METRIC, best.MODE)
-        self._checkpointer: Any = None
+        self._checkpointer: Any = None  # of rank 0, once training has begun
         self._patience = best.PATIENCE
         self._evaluations_since = 0
         self._evaluated = -1  # the last iteration with an evaluation
         self._has_ended = False
 
-    def save_by(self, checkpointer: Optional[Checkpointer]) -> None:
-        """Set who writes the files on rank 0. Other ranks need none."""
-        self._checkpointer = checkpointer
+    def before_train(self) -> None:
+        self._checkpointer = next(iter(checkpointers_of(self.trainer)), None)
 
     def _best_checking(self) -> None:
         self._evaluated = iteration = min(self.trainer.iter, self.trainer.max_iter - 1)
@@ -70,13 +68,10 @@ class BestCheckpoint(BestCheckpointer):
 
     def _save(self, name: str) -> None:
         """Save the state after the last iteration, which after training is another."""
-        now = self.trainer.iter
-        self.trainer.iter = iteration = min(now, self.trainer.max_iter - 1)
-        try:
-            if comm.is_main_process():
-                self._checkpointer.save(name, iteration=iteration)
-        finally:
-            self.trainer.iter = now
+        last = min(self.trainer.iter, self.trainer.max_iter - 1)
+        if comm.is_main_process():
+            with compat.at_iteration(self.trainer, last):
+                self._checkpointer.save(name, iteration=last)
 
     def before_step(self) -> None:
         if self._is_too_long():  # the run that is resumed has ended so

@@ -31,7 +31,7 @@ def job_hooks(job: Job) -> list[HookBase]:
         made.append(MemoryMonitor(monitor.PERIOD, job.budget_gb))
     if monitor.LEAK_WINDOW is not None:
         made.append(LeakDetector(monitor.LEAK_WINDOW))
-    if job.budget_gb is not None:
+    if job.budget_gb is not None and job.cfg.MODEL.DEVICE.startswith("cuda"):
         made.append(EnforceBudget(job.budget_gb, job.cfg.MODEL.DEVICE))
     if job.recovery is not None:
         made.append(MakeRoom())

@@ -63,15 +63,13 @@ class RecordPeaks(MemoryHook):
 
     def before_train(self) -> None:
         super().before_train()
-        observers = getattr(self._inner, "out_of_memory_observers", [])
-        observers.append(self._note_error)
+        self._inner.out_of_memory_observers.append(self._note_error)
         self._is_gpu = self._device.type == "cuda"
         if not self._is_gpu:
             self._outside = process_memory().data_bytes - self._state_bytes()
 
     def _state_bytes(self) -> int:
-        optimizer = getattr(self._inner, "optimizer", None)
-        states = list(optimizer.state.values()) if optimizer is not None else []
+        states = self._inner.optimizer.state.values()
         tensors = [*self._model.parameters(), *self._model.buffers(), *states]
         return sum({s.data_ptr(): s.nbytes() for s in storages(tensors)}.values())
 

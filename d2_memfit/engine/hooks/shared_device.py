@@ -24,7 +24,7 @@ _GB = 2**30
 
 
 class EnforceBudget(MemoryHook):
-    """Lowers the limit of PyTorch's allocator as memory outside it grows, on a GPU.
+    """Lowers the limit of a GPU's allocator as memory outside it grows.
 
     The limit set at the start cannot include what is loaded at first use. This memory is measured
     after each forward and step of the first 10 iterations, then every 100 iterations.
@@ -40,16 +40,12 @@ class EnforceBudget(MemoryHook):
     def after_step(self) -> None:
         done = self.trainer.iter + 1 - self.trainer.start_iter
         if done <= _FIRST_ITERATIONS or done % _BUDGET_PERIOD == 0:
-            self._limit()
+            enforce_budget(self._budget_gb, self._device_name)
         if done == _FIRST_ITERATIONS:
             self._forward_hook.remove()  # later forwards load nothing new
 
     def after_forward(self, *_: Any) -> None:
-        self._limit()
-
-    def _limit(self) -> None:
-        if self._device_name.startswith("cuda"):
-            enforce_budget(self._budget_gb, self._device_name)
+        enforce_budget(self._budget_gb, self._device_name)
 
 
 class MakeRoom(MemoryHook):

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,6 +77,10 @@ def saved_at_end(trainer: TrainerBase) -> Iterator[None]:
         yield
     except TrainingEnded:
         pass
+    except Exception as e:
+        if explanation := _explanation(trainer, e):
+            raise explanation from e
+        raise
     finally:
         try:
             _end(trainer)
@@ -114,13 +119,11 @@ def call_after_train(trainer: TrainerBase, hooks: Callable[[], None]) -> None:
     try:
         _end(trainer)
     finally:
-        trainer.iter = min(now, trainer.max_iter - 2)
-        try:
-            hooks()
-        except Exception as e:  # the first error is the one to be raised
-            logger.error("After the end of the run, a hook failed too: %s", one_line(e))
-        finally:
-            trainer.iter = now
+        with compat.at_iteration(trainer, min(now, trainer.max_iter - 2)):
+            try:
+                hooks()
+            except Exception as e:  # the first error is the one to be raised
+                logger.error("After the end of the run, a hook failed too: %s", one_line(e))
 
 
 def _end(trainer: TrainerBase) -> None:
@@ -131,6 +134,23 @@ def _end(trainer: TrainerBase) -> None:
             except RuntimeError:  # PyTorch's handler for a dead worker raises once, perhaps here
                 hook.end()
                 raise
+
+
+def _explanation(trainer: TrainerBase, error: BaseException) -> Optional[BaseException]:
+    """The error that names the hook in which memory ran out, under MEMFIT.OOM.POLICY split.
+
+    Such hooks average weights, evaluate or write checkpoints.
+    """
+    recovery = getattr(compat.inner_trainer(trainer), "recovery", None)
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    objects = (frame.f_locals.get("self") for frame in frames)
+    hook = next((o for o in objects if isinstance(o, HookBase)), None)  # the outermost
+    if recovery is None or hook is None:
+        return None
+    explanation: Optional[BaseException] = recovery.record.explanation(
+        error, f"hook {type(hook).__name__}"
+    )
+    return explanation
 
 
 @contextmanager
@@ -228,14 +248,13 @@ class SaveOnEnding(HookBase):
         last = self.trainer.start_iter - 1
         if self.trainer.start_iter != self.trainer.max_iter:
             return
-        self.trainer.iter = self._inner.iter = last  # the run is not complete
         self._inner.run_state.restore_again(self.trainer.start_iter)
-        self._inner.gather_states()
         saves = any(isinstance(h, PeriodicCheckpointer) for h in compat.hooks_of(self.trainer))
         own = self._checkpointer if isinstance(self._checkpointer, MemfitCheckpointer) else None
-        if saves and own is not None and not own.has("model_final", last):
-            own.save("model_final", iteration=last)
-        self.trainer.iter = self.trainer.start_iter
+        with compat.at_iteration(self.trainer, last):  # the run is not complete
+            self._inner.gather_states()
+            if saves and own is not None and not own.has("model_final", last):
+                own.save("model_final", iteration=last)
 
     def _note(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT:
@@ -248,6 +267,7 @@ class SaveOnEnding(HookBase):
             self._leave(number)
 
     def before_step(self) -> None:
+        self._inner.agreed_stop_signal = None
         if not self._run_step_tells:
             self._inner.progress = None
 
@@ -302,7 +322,7 @@ class SaveOnEnding(HookBase):
         name = signal.Signals(self._inner.stop_signal).name
         logger.warning("%s: ending after iteration %d. --resume goes on from there", name, last)
         try:
-            with self._as_after(last):
+            with compat.at_iteration(self.trainer, last):
                 self._inner.gather_states()
         except RuntimeError as e:  # another rank has died
             self._save_alone(e)
@@ -320,6 +340,7 @@ class SaveOnEnding(HookBase):
     def _save_alone(self, error: BaseException) -> None:
         """Save what this rank knows of the last completed step, and say so in one line."""
         number = self._inner.stop_signal
+        explanation = _explanation(self.trainer, error)
         if comm.is_main_process():
             try:
                 kept = self._save_last_completed()
@@ -327,10 +348,10 @@ class SaveOnEnding(HookBase):
                 kept = f"The state could not be saved: {type(e).__name__}: {one_line(e)}"
         else:
             kept = "The first rank saves the state for all"
-        said = _cause_of(error, self._inner.run_state.has_killed_worker())
+        said = explanation or _cause_of(error, self._inner.run_state.has_killed_worker())
         ended_by = signal.Signals(number).name if number else type(said).__name__
         file = write_traceback(error)
-        traceback = f". The traceback is in {file}" if file else ""
+        where = f". The traceback is in {file}" if file else ""
         advice = ""
         if is_out_of_memory(said):
             advice = f". What to do: {START_HERE}"
@@ -343,7 +364,7 @@ class SaveOnEnding(HookBase):
             ended_by,
             "after its last iteration" if is_over else f"in iteration {iteration}",
             kept,
-            traceback,
+            where,
             advice,
         )
         if number and isinstance(error, Exception):  # such as that of a worker that got it too
@@ -400,19 +421,9 @@ class SaveOnEnding(HookBase):
         is_final = last == "model_final.pth" and iteration + 1 == self.trainer.max_iter
         if last != f"{name}.pth" and not is_final:
             save = getattr(self._checkpointer, "save_or_raise", self._checkpointer.save)
-            with self._as_after(iteration):
+            with compat.at_iteration(self.trainer, iteration):
                 save(name, iteration=iteration)
         return self._checkpointer.get_checkpoint_file()
-
-    @contextmanager
-    def _as_after(self, iteration: int) -> Iterator[None]:
-        """While open, the iteration is one that is complete."""
-        now = self.trainer.iter, self._inner.iter
-        self.trainer.iter = self._inner.iter = iteration
-        try:
-            yield
-        finally:
-            self.trainer.iter, self._inner.iter = now
 
     def _evaluate(self, evaluate: Callable[[], Any]) -> Any:
         """Run an evaluation that can stop before each batch."""

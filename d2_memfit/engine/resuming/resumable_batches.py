@@ -8,7 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any, Optional
 
@@ -72,7 +72,6 @@ class ResumableBatches(Iterator[Any]):
         self._loader = loader
         self.num_workers: int = loader.num_workers
         self.images = dataset.dataset
-        self._digest_of_images: Optional[str] = None
         self._sampler = sampler
         self._layout = Layout(
             ranks=compat.num_ranks_of(sampler),
@@ -145,17 +144,16 @@ class ResumableBatches(Iterator[Any]):
         """Whether a worker was ended with SIGKILL, as by the kernel when RAM is full."""
         return -9 in [worker.exitcode for worker in workers_of(self._received.source)]
 
+    @cached_property
     def _digest(self) -> str:
         """A digest of names and sizes of images, spread over the dataset; "" if they have none."""
-        if self._digest_of_images is None:
-            images = compat.inner_dataset(self.images)
-            size = len(self.images)
-            try:
-                facts = [_facts(images[i]) for i in range(0, size, 1 + size // _DIGESTED)]
-                self._digest_of_images = hashlib.sha256(repr(facts).encode()).hexdigest()
-            except (AttributeError, LookupError, TypeError):
-                self._digest_of_images = ""
-        return self._digest_of_images
+        images = compat.inner_dataset(self.images)
+        size = len(self.images)
+        try:
+            facts = [_facts(images[i]) for i in range(0, size, 1 + size // _DIGESTED)]
+        except (AttributeError, LookupError, TypeError):
+            return ""
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def mark(self) -> Callable[[], None]:
         """A function that puts the state back, for a checkpoint of this moment.
@@ -188,7 +186,7 @@ class ResumableBatches(Iterator[Any]):
             "layout": {**asdict(self._layout), "group": self.group_size},
             "rest": {"first": self._rest.first, "without": self._rest.without},
             "dataset_size": len(self.images),
-            "dataset_digest": self._digest(),
+            "dataset_digest": self._digest,
             "sampler": {"type": type(self._sampler).__name__, **drawn},
         }
 
@@ -210,7 +208,7 @@ class ResumableBatches(Iterator[Any]):
         if then != now:
             raise ValueError(f"{then} then, {now} now")
         digest = stream.get("dataset_digest", "")
-        if digest and self._digest() and digest != self._digest():
+        if digest and self._digest and digest != self._digest:
             raise ValueError(f"{then} then and now, of other names or sizes")
         self._sampler = copy.copy(self._sampler)
         vars(self._sampler).update(drawn)

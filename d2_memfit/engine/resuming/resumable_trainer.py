@@ -4,7 +4,7 @@
 import logging
 import pickle
 from collections.abc import Callable, Iterable
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 from detectron2.engine import HookBase, SimpleTrainer
@@ -25,14 +25,6 @@ __all__ = ["GatherStates", "ResumableTrainer"]
 logger = logging.getLogger(__name__)
 
 
-class _Run(Protocol):
-    """The part of :class:`~d2_memfit.engine.build.Run` that a trainer calls."""
-
-    def begin(self, trainer: Any) -> None: ...
-
-    def begin_loop(self) -> None: ...
-
-
 class ResumableTrainer(SimpleTrainer):
     """A ``SimpleTrainer`` that trains the same, with a :class:`RunState` in its checkpoints.
 
@@ -40,8 +32,8 @@ class ResumableTrainer(SimpleTrainer):
     :class:`GatherStates` does this.
 
     Attributes:
-        run: begins with ``train``, or with the first step of a loop without it; None for a trainer
-            that no job has made.
+        run: a :class:`~d2_memfit.engine.build.Run`, which begins with ``train``, or with the first
+            step of a loop without it. None for a trainer that no job has made.
         progress: how far the iteration ``iter`` is.
     """
 
@@ -52,7 +44,7 @@ class ResumableTrainer(SimpleTrainer):
     ) -> None:
         self.run_state = RunState(compat.without_ddp(model), data_loader)
         super().__init__(model, self.run_state.batches, optimizer)
-        self.run: Optional[_Run] = None
+        self.run: Any = None
         self.stop_signal = 0
         self.agreed_stop_signal: Optional[int] = None  # before a step
         self.progress: Optional[Progress] = None

@@ -177,23 +177,21 @@ def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, 
     The attributes come with the reason why a part is left out.
     """
     state = ModuleState(model)
-    names = {part: name for name, part in model.named_modules()}
+    paths = {part: path for path, part in model.named_modules() if path}
+
+    def full_name(part: nn.Module, name: str) -> str:
+        return f"{paths.get(part, type(part).__name__)}.{name}"
+
     tensors: Tensors = {}
-    own: set[int] = set()
     for part in state.modules:
-        if hasattr(part, "save_for_retry"):
-            own.update(map(id, part.parameters()))
-        prefix = names.get(part, type(part).__name__)
-        prefix += "." if prefix else ""
-        values = [*parameters_by_name(part).items(), *plain_attributes(part)]
-        for name, value in values:
+        for name, value in [*parameters_by_name(part).items(), *plain_attributes(part)]:
             if _may_change_unseen(value):
-                tensors[id(value)] = prefix + name, ref(value)
-    left_out = {}
-    for part, name, why in state.left_out:
-        where = names.get(part) or type(part).__name__
-        left_out[f"{where}.{name}"] = part, name, why
-    return {k: v for k, v in tensors.items() if k not in own}, left_out
+                tensors[id(value)] = full_name(part, name), ref(value)
+    for part in state.modules:
+        for p in part.parameters() if hasattr(part, "save_for_retry") else ():
+            tensors.pop(id(p), None)
+    left_out = {full_name(part, name): (part, name, why) for part, name, why in state.left_out}
+    return tensors, left_out
 
 
 def _may_change_unseen(value: Any) -> bool:
@@ -228,9 +226,10 @@ def _counted(tensor: Optional[torch.Tensor], looks: bool) -> tuple[Any, ...]:
 
 
 def _fingerprint(value: Any) -> Any:
-    """A value that differs after a change, as far as can be seen at the top level."""
-    if isinstance(value, torch.Tensor):
-        return _counted(value, looks=True)
+    """A value that differs after a change, as far as can be seen at the top level.
+
+    A change in a tensor is seen as that of any large tensor.
+    """
     if isinstance(value, Iterator):
         return object()
     if isinstance(value, dict):
