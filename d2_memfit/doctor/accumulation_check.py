@@ -2,7 +2,7 @@
 """Whether images one by one have the gradient of one forward over all of them."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..engine.losses import (
     OTHER,
     Rules,
     Subject,
+    Term,
     adapt_criteria,
     gradient_test,
 )
@@ -36,12 +37,16 @@ def accumulates(patient: Patient) -> str:
         raise Untested("not tested: batches cannot be cut into images")
     rules, by_images = patient.call(_decided, patient, images, "window")
     exact, _ = patient.call(_decided, patient, images, "exact")
-    text = f"gradients of single images and of one forward over them are {_words(rules)}"
+    zero = [k for k in rules.terms if k in rules.zero and rules.terms[k].word == EXACT]
+    tested = {name: term for name, term in rules.terms.items() if name not in zero}
+    text = f"gradients of single images and of one forward over them are {_words(tested)}"
     others = {"off": by_images, "exact": exact}
     worse = [f"{_worst(other)} with POLICY {policy}" for policy, other in others.items()]
     text += f". The largest distance is {_worst(rules)}, {', '.join(worse)}"
     if rules.left_out:
         text += f". Tested with {rules.left_out}"
+    if zero:
+        text += f". Not tested, because they are zero: {', '.join(zero)}"
     if rules.not_finite:
         text += f". Not finite for an image without labels: {', '.join(sorted(rules.not_finite))}"
     of_words = {word: [t for t in rules.terms.values() if t.word == word] for word in _WORDS}
@@ -119,11 +124,11 @@ def _refuse(call: Collective) -> bool:
     raise NotImplementedError(str(call))
 
 
-def _words(rules: Rules) -> str:
+def _words(of_losses: Mapping[str, Term]) -> str:
     """The losses by their words, those that are furthest away first."""
     parts = []
     for word in _WORDS:
-        terms = {name: term for name, term in rules.terms.items() if term.word == word}
+        terms = {name: term for name, term in of_losses.items() if term.word == word}
         names = sorted(terms, key=lambda name: -terms[name].distance)
         far = [f"{name} {terms[name].distance:.1g}" for name in names[:_MOST_LOSSES]]
         more = f" and {len(names) - _MOST_LOSSES} more" if len(names) > _MOST_LOSSES else ""

@@ -145,6 +145,17 @@ def test_counts_that_losses_are_divided_by_are_named(images):
     assert found["communication in the forward"].text == "only for counts"
 
 
+def test_a_loss_that_is_zero_is_not_called_exact(images):
+    class Later(Model):
+        def forward(self, batch):
+            losses = super().forward(batch)
+            return {**losses, "loss_later": 0 * losses["loss"]}
+
+    text = findings(Later, images)["accumulation"].text
+    assert "are exact: loss. " in text
+    assert text.endswith("Not tested, because they are zero: loss_later")
+
+
 CRITERION = """
 import torch
 from torch import nn
@@ -195,7 +206,8 @@ def test_a_family_with_published_distances_is_well():
     found = {f.what: f for f in examine(job, DefaultTrainer)}
     assert not any(f.is_well is False for f in found.values()), [str(f) for f in found.values()]
     text = found["accumulation"].text
-    assert text.endswith("states modeling/roi_heads/mask_head.py:mask_rcnn_loss, up to 0.5")
+    code = "detectron2/modeling/roi_heads/mask_head.py:mask_rcnn_loss"
+    assert text.endswith(f"states {code}, up to 0.5")
     assert "close: loss_mask 0." in text
     assert float(re.search(r"(\S+) with POLICY exact", text)[1]) < 1e-5
 

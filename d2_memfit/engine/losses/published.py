@@ -29,11 +29,19 @@ _DENOISING = {"*_dn*": 1.0}  # such queries follow the most crowded image
 # gradient of single images from that of the images together, at most. docs/ACCUMULATION.md has the
 # same table.
 PUBLISHED: Mapping[tuple[str, str], Mapping[str, float]] = {
-    ("modeling/roi_heads/fast_rcnn.py", "losses"): {"loss_cls*": 0.3, "loss_box_reg*": 0.5},
-    ("modeling/roi_heads/mask_head.py", "mask_rcnn_loss"): {"loss_mask*": 0.5},
-    ("modeling/roi_heads/keypoint_head.py", "keypoint_rcnn_loss"): {"loss_keypoint*": 0.5},
-    ("modeling/meta_arch/semantic_seg.py", "losses"): {"loss_sem_seg*": 0.5},
-    ("modeling/meta_arch/retinanet.py", "losses"): {"loss_cls": 0.2, "loss_box_reg": 0.2},
+    ("detectron2/modeling/roi_heads/fast_rcnn.py", "losses"): {
+        "loss_cls*": 0.3,
+        "loss_box_reg*": 0.5,
+    },
+    ("detectron2/modeling/roi_heads/mask_head.py", "mask_rcnn_loss"): {"loss_mask*": 0.5},
+    ("detectron2/modeling/roi_heads/keypoint_head.py", "keypoint_rcnn_loss"): {
+        "loss_keypoint*": 0.5
+    },
+    ("detectron2/modeling/meta_arch/semantic_seg.py", "losses"): {"loss_sem_seg*": 0.5},
+    ("detectron2/modeling/meta_arch/retinanet.py", "losses"): {
+        "loss_cls": 0.2,
+        "loss_box_reg": 0.2,
+    },
     ("point_rend/point_head.py", "roi_mask_point_loss"): {"loss_mask*": 0.5},
     ("densepose/modeling/losses/chart.py", ""): {"loss_densepose*": 1.0},
     ("densepose/modeling/losses/utils.py", ""): {"loss_densepose*": 1.0},
