@@ -252,7 +252,7 @@ class AccumulatingTrainer(ResumableTrainer):
 
         def take() -> Optional[MicroBatch]:
             has_failed = retries is not None and retries.report.oom_events > 0
-            if has_failed and not window.micro_batches and self.loss_rules.lacks_counts:
+            if has_failed and not window.micro_batches and self.loss_rules.is_one_piece:
                 self._count(window)  # it was to go through the model at once
             return self.cutter.take(window)
 

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The only loop that runs images again."""
+"""The loop that runs images, and runs them again where memory ran out."""
 
 import copy
 from abc import ABC, abstractmethod

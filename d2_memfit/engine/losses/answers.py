@@ -61,7 +61,7 @@ class Answers:
         totals: the window's counts.
         weights: for a loss, the count by which micro-batches are weighted in place of images.
         pretended: on one rank, tells the model that there are two.
-        is_test: whether no other rank takes part, as in tests and while counts are taken.
+        is_alone: whether no other rank takes part, as in tests and while counts are taken.
 
     Attributes:
         is_asked: whether the model or an adapter has asked for anything of the window.
@@ -74,11 +74,11 @@ class Answers:
         totals: Optional[Totals] = None,
         weights: Optional[Mapping[str, Site]] = None,
         pretended: Optional[PretendedRanks] = None,
-        is_test: bool = False,
+        is_alone: bool = False,
     ) -> None:
         self.is_asked = False
         self.large: dict[Site, str] = {}
-        self._is_test = is_test
+        self._is_alone = is_alone
         self._communicate = communicate
         self._totals = totals or Totals()
         self._weights = weights or {}
@@ -169,7 +169,7 @@ class Answers:
         if call.is_large:
             self.large[site] = str(call)
         if site not in self._totals.counts:
-            if call.is_large and not self._is_test:
+            if call.is_large and not self._is_alone:
                 return self._communicate(call)
             tensor.mul_(ranks)
             return True

@@ -96,7 +96,7 @@ class LossRules:
     Attributes:
         rules: what losses are weighted by.
         communication: the model's collectives that are not counts.
-        lacks_counts: whether the window goes through the model at once, and needs counts if it is
+        is_one_piece: whether the window goes through the model at once, and needs counts if it is
             cut.
     """
 
@@ -111,7 +111,7 @@ class LossRules:
     ) -> None:
         self.rules = Rules()
         self.communication = Communication(recovers, cutter)
-        self.lacks_counts = False
+        self.is_one_piece = False
         self._model = model
         self._device = next(model.parameters()).device
         self._losses = losses
@@ -144,7 +144,7 @@ class LossRules:
             OutOfMemoryError: on every rank, if one cannot even begin to count.
         """
         self._answers = None
-        self.lacks_counts = False
+        self.is_one_piece = False
         if not (self._is_due or self.communication.known) and not self.rules.is_answered:
             if self._ranks > 1:
                 self._answers = self._new_answers()
@@ -155,8 +155,8 @@ class LossRules:
             self._decide(window, objects, any(places), max(sizes))
         rows = zip(images, objects)
         annotated = [sites.added_up([{sites.IMAGES: i, sites.OBJECTS: o}]) for i, o in rows]
-        self.lacks_counts = self._ranks == 1 and numbers[0] == 1
-        if self.lacks_counts:  # its own counts are the window's
+        self.is_one_piece = self._ranks == 1 and numbers[0] == 1
+        if self.is_one_piece:  # its own counts are the window's
             return
         self._name_counters(max(numbers))
         if not self.rules.is_answered and self._ranks == 1:
@@ -412,7 +412,7 @@ class LossRules:
     def _counted(self, window: Window, forward: Callable[..., Any]) -> Sequence[Counts]:
         """Each rank's counts, by a forward of all images without gradients."""
         self._answers = Answers(
-            self.communication.handle, pretended=self._second_rank, is_test=True
+            self.communication.handle, pretended=self._second_rank, is_alone=True
         )
         error = ""
         may_recover = self.communication.may_recover

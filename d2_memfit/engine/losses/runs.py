@@ -176,7 +176,7 @@ class Subject:
         """
         pretended = self.pretended if pretends else None
         while True:
-            answers = Answers(self.communicate, totals, weights, pretended, is_test=True)
+            answers = Answers(self.communicate, totals, weights, pretended, is_alone=True)
             result = Run()
             start = Snapshot(self.model)
             no_step = register_optimizer_step_pre_hook(_refuse_step)
