@@ -40,6 +40,7 @@ PASSED_ON = {
     "final_error",
     "lacks",
     "message",
+    "found.mistake",
     "mistake",
     "str(call)",
     "text",
