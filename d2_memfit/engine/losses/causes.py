@@ -1,26 +1,26 @@
 # Copyright (c) the d2_memfit developers.
 """Why the gradient of a loss is another one in micro-batches, and what helps."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from . import sites
+from .pairs import LIMIT, Pair
 from .sketch import relative
 
 __all__ = ["Evidence", "cause_of", "weights_of_parts"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Evidence:
     """What a test has found about losses that are wrong for one reason.
 
     Attributes:
         names: of the losses.
-        whole, whole_loss: gradient and value of all images together.
-        parts, part_losses: those of the parts, without their shares.
-        objects: number of them in each part.
-        limit: distance that is right.
+        pair: the images together and in parts, with the gradient of these losses.
         broken_counts: counts that do not add up, on which the losses depend, as text.
         frozen, restored: whether the losses are right with the running statistics of batch
             normalisation, and if each part finds the state at the start.
@@ -29,34 +29,31 @@ class Evidence:
     """
 
     names: Sequence[str]
-    whole: torch.Tensor
-    whole_loss: float
-    parts: Sequence[torch.Tensor]
-    part_losses: Sequence[float]
-    objects: Sequence[float]
-    limit: float
-    broken_counts: Sequence[str] = ()
-    frozen: bool = False
-    restored: bool = False
-    state: Sequence[str] = ()
-    norms: Sequence[str] = ()
-    weights: torch.Tensor = field(init=False)
-    rest: float = field(init=False)
+    pair: Pair
+    broken_counts: Sequence[str]
+    frozen: bool
+    restored: bool
+    state: Sequence[str]
+    norms: Sequence[str]
 
-    def __post_init__(self) -> None:
-        self.weights, self.rest = weights_of_parts(self.whole, self.parts)
+    @property
+    def objects(self) -> list[float]:
+        """The number of them in each part."""
+        return [part.counts[sites.OBJECTS].item() for part in self.pair.parts.parts]
 
     def is_right(self, weights: Sequence[float]) -> bool:
         """Whether the parts have the gradient of the whole with these weights."""
-        pairs = zip(weights, self.parts)
-        parts = sum((w * part for w, part in pairs), torch.zeros_like(self.whole))
-        return relative(parts - self.whole, self.whole) <= self.limit
+        whole = self.pair.whole.gradient
+        pairs = zip(weights, self.pair.parts.gradients)
+        parts = sum((w * part for w, part in pairs), torch.zeros_like(whole))
+        return relative(parts - whole, whole) <= LIMIT
 
-    @property
-    def has_values_too(self) -> bool:
-        """Whether the weights of the gradients are those of the values."""
-        value = sum(w * v for w, v in zip(self.weights.tolist(), self.part_losses))
-        return abs(value - self.whole_loss) <= self.limit * abs(self.whole_loss)
+    def has_values_of(self, weights: Sequence[float]) -> bool:
+        """Whether the parts have the values of the whole with these weights."""
+        whole = sum(map(self.pair.whole.loss, self.names))
+        losses = [part.losses for part in self.pair.parts.parts]
+        values = [sum(own.get(name, 0.0) for name in self.names) for own in losses]
+        return abs(sum(w * v for w, v in zip(weights, values)) - whole) <= LIMIT * abs(whole)
 
 
 def weights_of_parts(
@@ -73,6 +70,12 @@ def cause_of(found: Evidence) -> str:
     names = ", ".join(f'["{name}", "{{}}"]' for name in found.names)
     key = f"MEMFIT.NORMALIZERS.LOSSES [{names}]"
     objects = [max(n, 1.0) for n in found.objects]  # a batch without any is divided by 1
+    if not math.isfinite(found.pair.distance):
+        return (
+            "its gradient is infinite or NaN for some images, such as those without labels. Look "
+            "for a square root, a logarithm or a division at zero"
+        )
+    weights, rest = weights_of_parts(found.pair.whole.gradient, found.pair.parts.gradients)
     if found.broken_counts:
         return (
             f"its count does not add up over micro-batches: {'; '.join(found.broken_counts)}. "
@@ -92,7 +95,7 @@ def cause_of(found: Evidence) -> str:
             "iteration changes it once per micro-batch. Change it once per iteration, such as in a "
             "hook's after_step, or freeze it"
         )
-    if found.is_right([1.0] * len(found.parts)):
+    if found.is_right([1.0] * len(objects)):
         return (
             f"it is a sum over images, not a mean. Set {key.format(*['sum'] * len(found.names))}, "
             "or divide it by the number of images"
@@ -103,11 +106,11 @@ def cause_of(found: Evidence) -> str:
             f"{key.format(*['objects'] * len(found.names))}, or divide by "
             "d2_memfit.window_count(objects)"
         )
-    if found.rest <= found.limit and found.has_values_too:
+    if rest <= LIMIT and found.has_values_of(weights.tolist()):
         return (
             "it is divided by a count of its micro-batch. Divide by d2_memfit.window_count(count)"
         )
-    if found.rest <= found.limit:
+    if rest <= LIMIT:
         return (
             "its gradient has a factor that the forward computes from its own micro-batch. Compute "
             "the factor for each image"

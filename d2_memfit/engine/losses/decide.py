@@ -489,26 +489,20 @@ class GradientTest:
         looks = bool(wrong) and not self._freezes
         frozen = self._pair(way, names, freezes=True) if norms and looks else None
         restored = self._pair(way, names, carries=False) if self.changed and wrong else None
-        causes = []
-        for group in wrong:
-            first = group.pairs[0]
-            objects = [part.counts[sites.OBJECTS].item() for part in first.parts.parts]
-            evidence = Evidence(
-                group.names,
-                first.whole.gradient,
-                sum(map(first.whole.loss, group.names)),
-                first.parts.gradients,
-                [sum(part.losses.get(k, 0.0) for k in group.names) for part in first.parts.parts],
-                objects,
-                LIMIT,
-                [text for losses, text in way.broken if {*losses} & {*group.names}],
-                frozen is not None and frozen.is_right(group.names),
-                restored is not None and restored.is_right(group.names),
-                self.changed,
-                norms,
+        return [
+            cause_of(
+                Evidence(
+                    group.names,
+                    group.pairs[0],
+                    [text for losses, text in way.broken if {*losses} & {*group.names}],
+                    frozen is not None and frozen.is_right(group.names),
+                    restored is not None and restored.is_right(group.names),
+                    self.changed,
+                    norms,
+                )
             )
-            causes.append(cause_of(evidence))
-        return causes
+            for group in wrong
+        ]
 
     def _published(self) -> dict[str, Published]:
         """For losses of well-known code, the distances that are stated."""

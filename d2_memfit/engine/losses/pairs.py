@@ -84,6 +84,8 @@ class Pairs:
     def distance(self) -> float:
         """Relative norm of the mean difference, less what noise adds to it."""
         mean = torch.stack([pair.difference for pair in self.pairs]).mean(0)
+        if not mean.isfinite().all():
+            return math.inf
         return math.sqrt(max((float(mean.norm()) / self._scale) ** 2 - self.noise**2, 0.0))
 
     @property

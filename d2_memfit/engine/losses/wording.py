@@ -2,6 +2,7 @@
 """Log lines about the rules of losses."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 from .rules import CLOSE, EXACT, NOT_KNOWN, OTHER, Rules, Term
@@ -63,4 +64,5 @@ def complaint_about(terms: Mapping[str, Term]) -> str:
     names = ", ".join(terms)
     if term.word == NOT_KNOWN:
         return f"{names}: not known ({term.why})"
-    return f"{names}: other, {term.distance:.2g} of the gradient in micro-batches: {term.why}"
+    by = f"{term.distance:.2g} of the gradient" if math.isfinite(term.distance) else "not finite"
+    return f"{names}: other, {by} in micro-batches: {term.why}"

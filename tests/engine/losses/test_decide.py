@@ -742,6 +742,23 @@ class MeanOverLabels(Detector):
         return {"loss_sem_seg": F.cross_entropy(logits, labels, ignore_index=255)}
 
 
+class RootOfObjects(Detector):
+    """Its gradient is NaN for an image without objects, and its value is not."""
+
+    def forward(self, batch):
+        features = self.features(batch).mean((1, 2, 3))
+        objects = torch.tensor([float(len(image["instances"])) for image in batch])
+        roots = (features * objects).square().sqrt()
+        return {"loss_root": roots.mean(), "loss": features.square().mean()}
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_hides_no_other(log):
+    _, trainer = train(RootOfObjects, windows_of([(3, 1, 2, 4)]), steps=4)
+    terms = trainer.loss_rules.rules.terms
+    assert {name: term.word for name, term in terms.items()} == {"loss_root": OTHER, "loss": EXACT}
+    assert "loss_root: other, not finite in micro-batches: its gradient is infinite" in log.text
+
+
 def test_a_loss_that_needs_labels_is_named_before_it_ends_the_run(log):
     with pytest.raises(FloatingPointError, match="Likely a micro-batch without labels, for which"):
         train(MeanOverLabels, windows_of([(3, 1, 2, 4), (3, 1, 0, 4)]), steps=4)
