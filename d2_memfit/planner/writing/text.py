@@ -107,7 +107,8 @@ def describe_plan(plan: Plan) -> str:
         ]
         header = ["step", "tier", "GB before", "GB after", "time x", "settings"]
         lines += ["", _table(rows, header)]
-        lines += [f"{s.name} changes {s.what}" for s in plan.steps if s.what]
+        changes = [(s.name, "s" * (not s.name.endswith("batches")), s.what) for s in plan.steps]
+        lines += [f"{name} change{ending} {what}" for name, ending, what in changes if what]
     if plan.other is not None:
         lines += ["", _other(plan.other)]
     if plan.left_out:
