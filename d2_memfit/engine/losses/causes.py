@@ -83,10 +83,8 @@ def cause_of(found: Evidence) -> str:
             "window_count is its argument minimum"
         )
     if found.frozen:
-        few = ", ".join(found.norms[:2])
         return (
-            f"batch normalisation takes the statistics of a micro-batch ({few}"
-            f"{f' and {len(found.norms) - 2} more' if len(found.norms) > 2 else ''}). Use "
+            f"batch normalisation takes the statistics of a micro-batch ({_few(found.norms)}). Use "
             "MODEL.*.NORM FrozenBN or GN, or larger micro-batches"
         )
     if found.restored:
@@ -118,8 +116,15 @@ def cause_of(found: Evidence) -> str:
     changes = (
         f", and on {', '.join(found.state)}, which each forward changes" if found.state else ""
     )
+    if found.norms:
+        changes += f", and on the statistics of batch normalisation ({_few(found.norms)})"
     return (
         f"it depends on the images of a forward together{changes}, such as on pairs of them or on "
         "the hardest elements of the batch. No cut has the gradient of the whole window: raise "
         "MEMFIT.MICRO_BATCH, or compute it for each image"
     )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return f"{', '.join(names[:2])}{more}"

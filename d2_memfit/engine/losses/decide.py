@@ -43,7 +43,7 @@ __all__ = ["GradientTest", "UntestableError", "Way", "gradient_test", "text_of"]
 
 _ROUNDING = 2e-5  # of float32
 _OF_FLOAT64 = 1e-9
-_SMALL = 1e-3  # of the gradient of all losses; one of a smaller loss is compared with this
+_SMALL = 1e-5  # of the gradient of all losses; one of a smaller loss is compared with this
 _DIVIDED = 0.75  # a loss that is divided by a count has about half, if the count is doubled
 _MOST_FORWARDS = 60  # images through the model
 _MUCH = 1.05  # a larger gain or loss in the distance of all losses counts
@@ -402,18 +402,20 @@ class GradientTest:
             if not math.isfinite(loss)
         }
         names = [name for name in self.names if name not in terms]
-        found = self._pairs(way, names, 2)
+        [found] = self._pairs(way, [names], 2)
         if found.word == EXACT and found.distance <= self._rounding:
             return {**terms, **dict.fromkeys(names, Term(EXACT, found.distance))}
         off = {name: found.offset_and_noise(name) for name in names}
         noisy = [name for name, (_, noise) in off.items() if noise > LIMIT]
+        fixed = [name for name in names if name not in noisy]
+        groups = self._pairs(way, _criteria(fixed, found.pairs[0]), 1)
         # More pairs cannot settle what is far within the noise.
         may_settle = any(off[name][0] > 2 * off[name][1] for name in noisy)
-        groups = [self._pairs(way, noisy, MOST_PAIRS if may_settle else 1)] if noisy else []
-        for group in groups:
+        for group in self._pairs(
+            way, _criteria(noisy, found.pairs[0]), MOST_PAIRS if may_settle else 1
+        ):
             group.is_noisy = True
-        fixed = [name for name in names if name not in noisy]
-        groups += [self._pairs(way, group, 1) for group in self._groups(fixed, found.pairs[0])]
+            groups.append(group)
         is_exact = all(group.word == EXACT for group in groups)
         stated = {} if is_exact else self._published()
         wrong = [group for group in groups if group.word == OTHER]
@@ -425,83 +427,72 @@ class GradientTest:
                 terms[name] = _term(group, noise, stated.get(name, Published()), why)
         return terms
 
-    def _pair(
-        self, way: Way, names: Sequence[str], images: Sequence[Any] = (), **options: Any
-    ) -> Pair:
-        """The gradient of some losses for images together, and in parts.
+    def _run_pairs(
+        self,
+        way: Way,
+        groups: Sequence[Sequence[str]],
+        images: Sequence[Any] = (),
+        **options: Any,
+    ) -> list[Pair]:
+        """The gradient of each group of losses for images together, and in parts.
 
         Args:
             images: others than those of the test; a part has one.
             options: of :meth:`Subject.run`; ``carries`` is about the parts.
         """
-        if len(names) == len(self.names) and not images and not options:
-            return way.pair
+        if not groups or (len(groups[0]) == len(self.names) and not images and not options):
+            return [way.pair][: len(groups)]
         together = [images] if images else self._together
         apart = [[image] for image in images] if images else self._apart
         pretends = way.rules.pretends and self._subject.pretended is not None
-        options["terms"] = names
-        whole = told = self._run(together, **{**options, "carries": True})
+        shared = {**options, "losses": groups}
+        whole = told = self._run(together, **{**shared, "carries": True})
         if pretends:  # sums over ranks are seen only so
-            told = self._run(together, pretends=True, with_gradient=False, **options)
+            told = self._run(together, pretends=True, with_gradient=False, **shared)
         known = {*way.rules.counts, sites.IMAGES, sites.OBJECTS}
         counts = {site: n for site, n in told.parts[0].counts.items() if site in known}
         number = len(together[0])
         totals = Totals(counts, number, number) if way.rules.is_answered else None
         weights = way.rules.weights
-        parts = self._run(apart, totals=totals, weights=weights, pretends=pretends, **options)
-        return Pair(whole, parts)
+        parts = self._run(apart, totals=totals, weights=weights, pretends=pretends, **shared)
+        return [Pair(whole.of_group(i), parts.of_group(i)) for i in range(len(groups))]
 
-    def _pairs(self, way: Way, names: Sequence[str], most: int) -> Pairs:
+    def _pairs(self, way: Way, groups: Sequence[Sequence[str]], most: int) -> list[Pairs]:
         """Pairs with other random numbers, until the mean of their differences is known."""
         least = _SMALL * float(self._whole.gradient.norm())
-        pairs = Pairs(names, [self._pair(way, names)], least)
-        if pairs.distance <= LIMIT and not pairs.pairs[0].has_drawn:
-            return pairs
-        while len(pairs.pairs) < most and self._has_time:
-            pairs.pairs.append(self._pair(way, names, seed=len(pairs.pairs)))
-            if pairs.noise <= LIMIT / 3:
+        first = self._run_pairs(way, groups)
+        of_groups = [Pairs(group, [pair], least) for group, pair in zip(groups, first)]
+        for seed in range(1, most):
+            if all(pairs.is_settled for pairs in of_groups) or not self._has_time:
                 break
-        return pairs
+            for pairs, pair in zip(of_groups, self._run_pairs(way, groups, seed=seed)):
+                pairs.pairs.append(pair)
+        return of_groups
 
     @property
     def _has_time(self) -> bool:
         return self._subject.forwards + 2 * len(self._together[0]) <= _MOST_FORWARDS
 
-    def _groups(self, names: Sequence[str], pair: Pair) -> list[list[str]]:
-        """Losses of one criterion, such as those of all layers, if their values are as right.
-
-        If these are too many to be tested, there are two groups, by values.
-        """
-        left = _MOST_FORWARDS - self._subject.forwards
-        most = left // (2 * sum(part.images for part in pair.parts.parts))
-        groups: dict[Any, list[str]] = {}
-        by_value: dict[Any, list[str]] = {}
-        for name in names:
-            is_off = pair.is_off(name)
-            groups.setdefault((re.sub(r"\d+", "", name), is_off), []).append(name)
-            by_value.setdefault(is_off, []).append(name)
-        return list((groups if len(groups) <= most else by_value).values())
-
     def _causes(self, way: Way, wrong: Sequence[Pairs]) -> list[str]:
         """Why groups of losses are wrong, and what helps."""
-        names = [name for group in wrong for name in group.names]
+        names = [group.names for group in wrong]
         norms = _trained_norms(self._subject.model)
-        looks = bool(wrong) and not self._freezes
-        frozen = self._pair(way, names, freezes=True) if norms and looks else None
-        restored = self._pair(way, names, carries=False) if self.changed and wrong else None
+        looks = bool(norms) and not self._freezes
+        frozen = self._run_pairs(way, names, freezes=True) if looks else []
+        restored = self._run_pairs(way, names, carries=False) if self.changed else []
         return [
             cause_of(
                 Evidence(
                     group.names,
                     group.pairs[0],
                     [text for losses, text in way.broken if {*losses} & {*group.names}],
-                    frozen is not None and frozen.is_right(group.names),
-                    restored is not None and restored.is_right(group.names),
+                    looks and frozen[i].is_right(group.names),
+                    bool(restored) and restored[i].is_right(group.names),
                     self.changed,
                     norms,
                 )
             )
-            for group in wrong
+            for i, group in enumerate(wrong)
         ]
 
     def _published(self) -> dict[str, Published]:
@@ -524,6 +515,7 @@ class GradientTest:
 
         Other padding also changes features near borders. That is of the data, and no loss is named
         for a little of it. A loss is, if its images have other weights because of their sizes.
+        Random numbers, such as a sampler's, are others with other padding: then nothing is said.
         """
         found: dict[str, Term] = {}
         images = images_of_two_sizes(self._images)
@@ -533,19 +525,26 @@ class GradientTest:
             self._run([images], with_gradient=False)
         except Exception:  # such as torch.stack: all images must have one size
             return found, set()
-        everything = self._pair(way, names, images)
+        [everything] = self._run_pairs(way, [names], images)
         broken = set().union(*(way.rules.broken(part.counts) for part in everything.parts.parts))
-        if everything.distance <= self._rounding:
+        if everything.distance <= self._rounding or everything.has_drawn:
             return found, broken
-        for group in self._groups(names, everything):
-            pair = self._pair(way, group, images)
+        groups = _criteria(names, everything)
+        least = _SMALL * float(everything.whole.gradient.norm())
+        for group, pair in zip(groups, self._run_pairs(way, groups, images)):
             _, rest = weights_of_parts(pair.whole.gradient, pair.parts.gradients)
-            distance = float(pair.difference.norm()) / max(
-                float(pair.whole.gradient.norm()), _SMALL * float(everything.whole.gradient.norm())
-            )
+            distance = Pairs(group, [pair], least).distance
             if distance > max(LIMIT, min(_BORDERS * rest, _PADDING)):
                 found.update(dict.fromkeys(group, Term(OTHER, distance, _PADDED)))
         return found, broken
+
+
+def _criteria(names: Sequence[str], pair: Pair) -> list[list[str]]:
+    """Losses of one criterion together, such as those of all layers, if they are as right."""
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+        groups.setdefault((re.sub(r"\d+", "", name), pair.is_off(name)), []).append(name)
+    return list(groups.values())
 
 
 def _trained_norms(model: nn.Module) -> list[str]:

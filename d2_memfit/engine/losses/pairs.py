@@ -71,6 +71,12 @@ class Pairs:
         return abs(sum(off)) / len(off) / scale, (max(off) - min(off)) / scale
 
     @property
+    def is_settled(self) -> bool:
+        """Whether more pairs would tell no more."""
+        is_right = len(self.pairs) == 1 and self.distance <= LIMIT and not self.pairs[0].has_drawn
+        return is_right or (len(self.pairs) > 1 and self.noise <= LIMIT / 3)
+
+    @property
     def noise(self) -> float:
         """Standard error of the mean difference, relative."""
         number = len(self.pairs)

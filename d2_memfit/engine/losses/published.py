@@ -35,7 +35,7 @@ PUBLISHED: Mapping[tuple[str, str], Mapping[str, float]] = {
     },
     ("detectron2/modeling/roi_heads/mask_head.py", "mask_rcnn_loss"): {"loss_mask*": 0.5},
     ("detectron2/modeling/roi_heads/keypoint_head.py", "keypoint_rcnn_loss"): {
-        "loss_keypoint*": 0.5
+        "loss_keypoint*": 0.8
     },
     ("detectron2/modeling/meta_arch/semantic_seg.py", "losses"): {"loss_sem_seg*": 0.5},
     ("detectron2/modeling/meta_arch/retinanet.py", "losses"): {

@@ -5,7 +5,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import numpy as np
@@ -69,13 +69,14 @@ class Part:
     Attributes:
         images, objects: numbers of them.
         losses: their values, with the weights that they have in place of images.
-        gradient: a sketch of the gradient of all of them, with their weights, without the images'.
+        gradients: a sketch of the gradient of each group of them, with their weights, without the
+            images'.
         counts: what the forward has counted.
     """
 
     images: int
     losses: dict[str, float]
-    gradient: torch.Tensor
+    gradients: list[torch.Tensor]
     counts: Counts
 
     @property
@@ -110,12 +111,17 @@ class Run:
     def gradient(self) -> torch.Tensor:
         """The gradient of all images, of which each forward's have their share."""
         images = sum(part.images for part in self.parts)
-        return sum((part.images / images * part.gradient for part in self.parts), torch.zeros(()))
+        shares = [part.images / images for part in self.parts]
+        return sum((s * g for s, g in zip(shares, self.gradients)), torch.zeros(()))
 
     @property
     def gradients(self) -> list[torch.Tensor]:
         """The gradient of each forward, as if it were the only one."""
-        return [part.gradient for part in self.parts]
+        return [sum(part.gradients, torch.zeros(())) for part in self.parts]
+
+    def of_group(self, i: int) -> "Run":
+        """The same forwards with the gradient of one group of losses."""
+        return replace(self, parts=[replace(p, gradients=[p.gradients[i]]) for p in self.parts])
 
     def loss(self, name: str) -> float:
         images = sum(part.images for part in self.parts)
@@ -157,7 +163,7 @@ class Subject:
         pretends: bool = False,
         weights: Optional[Mapping[str, Site]] = None,
         seed: int = 0,
-        terms: Optional[Sequence[str]] = None,
+        losses: Optional[Sequence[Sequence[str]]] = None,
         carries: bool = True,
         freezes: bool = False,
         with_gradient: bool = True,
@@ -168,7 +174,8 @@ class Subject:
         Args:
             totals, weights: as for :class:`Answers`.
             pretends: whether the model is told of a second rank, if there is none.
-            terms: names of the losses whose gradient is taken; None takes all.
+            losses: groups of names of losses, of each of which the gradient is taken; None is one
+                group of all. Several are taken from one forward.
             carries: whether a forward finds what those before have changed in the model, as in
                 training. Otherwise each finds the state at the start.
             freezes: whether batch normalisation uses its running statistics.
@@ -193,7 +200,7 @@ class Subject:
                     images = sum(map(count_images, groups))
                     for group in groups:
                         share = count_images(group) / images
-                        part = self._part(group, share, answers, seed, terms, result)
+                        part = self._part(group, share, answers, seed, losses, result)
                         result.parts.append(part)
                         if not carries:
                             start.restore()
@@ -218,30 +225,37 @@ class Subject:
         share: float,
         answers: Answers,
         seed: int,
-        terms: Optional[Sequence[str]],
+        groups: Optional[Sequence[Sequence[str]]],
         result: Run,
     ) -> Part:
         micro_batch = MicroBatch(copy.deepcopy(images))  # models may change images
         self.forwards += micro_batch.num_images
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        with SameDraws(seed):
+        gradients = []
+        with SameDraws(seed) as draws:
             before = RandomState(self.device)
             with answers.of(micro_batch), watched(self.model, may_run_again=True):
                 losses = self.losses(self.model, micro_batch.batch)
                 _check(losses, parameters)
                 weighted = answers.weighted(losses)
-                total: Any = sum(weighted[k] for k in losses if terms is None or k in terms)
-            if torch.is_grad_enabled() and isinstance(total, torch.Tensor) and total.requires_grad:
-                with answers.of(micro_batch, replays=True):
-                    (total * share).backward()  # hooks may look at its size
-            result.has_drawn |= not before.draws_the_same(RandomState(self.device))
+            has_drawn = draws.has_drawn or not before.draws_the_same(RandomState(self.device))
+        result.has_drawn |= has_drawn
         values = {name: float(loss.detach()) for name, loss in weighted.items()}
-        gradient = sketch_of_gradients(parameters) / share
-        self.model.zero_grad(set_to_none=True)
+        names = [[*losses]] if groups is None else groups
+        for i, group in enumerate(names):
+            total: Any = sum(weighted[name] for name in group if name in weighted)
+            if isinstance(total, torch.Tensor) and total.requires_grad:
+                with SameDraws(seed), answers.of(micro_batch, replays=True):
+                    # Hooks may look at the size of the gradient.
+                    (total * share).backward(retain_graph=i + 1 < len(names))
+            gradients.append(sketch_of_gradients(parameters) / share)
+            self.model.zero_grad(set_to_none=True)
         if not self.has_gradients:
-            chosen = [v for k, v in values.items() if terms is None or k in terms]
-            gradient = torch.tensor(chosen, dtype=torch.float64)
-        return Part(micro_batch.num_images, values, gradient, answers.counts[-1])
+            gradients = [
+                torch.tensor([values[k] for k in group if k in values], dtype=torch.float64)
+                for group in names
+            ]
+        return Part(micro_batch.num_images, values, gradients, answers.counts[-1])
 
     def _fix(self, freezes: bool) -> None:
         for module in self.model.modules():
@@ -285,10 +299,14 @@ class SameDraws(TorchFunctionMode):
         seed: another one gives other numbers.
         same_rows: whether all rows of a random tensor have the same numbers. An object's are then
             the same in whatever batch it is.
+
+    Attributes:
+        has_drawn: whether PyTorch has drawn random numbers.
     """
 
     def __init__(self, seed: int = 0, same_rows: bool = True) -> None:
         super().__init__()
+        self.has_drawn = False
         self._seed = seed
         self._same_rows = same_rows
 
@@ -304,6 +322,7 @@ class SameDraws(TorchFunctionMode):
             return args[0] if args else kwargs["input"]
         if func not in _DRAWS:
             return func(*args, **kwargs)
+        self.has_drawn = True
         self._seed_all()
         drawn = func(*args, **kwargs)
         if func is _RANDPERM:  # of the anchors or proposals of an image
