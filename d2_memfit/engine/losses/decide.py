@@ -183,6 +183,7 @@ class GradientTest:
         self._patterns = patterns
         self._freezes = freezes
         self._left_out = left_out
+        self._repeats_backward = True
         number = max(number, 2 * of_part)
         with_empty &= number > 2 * of_part
         self.not_finite: list[str] = []
@@ -436,12 +437,31 @@ class GradientTest:
     ) -> list[Pair]:
         """The gradient of each group of losses for images together, and in parts.
 
+        A model whose backward cannot run twice, such as a compiled one, has a forward for each
+        group; one for all if these are too many.
+
         Args:
             images: others than those of the test; a part has one.
             options: of :meth:`Subject.run`; ``carries`` is about the parts.
         """
         if not groups or (len(groups[0]) == len(self.names) and not images and not options):
             return [way.pair][: len(groups)]
+        if len(groups) == 1 or self._repeats_backward:
+            try:
+                return self._run_at_once(way, groups, images, **options)
+            except Exception as e:
+                if len(groups) == 1 or isinstance(e, ConfigError) or is_out_of_memory(e):
+                    raise
+                self._repeats_backward = False
+        number = len(images) or len(self._together[0])
+        if self.forwards + 2 * number * len(groups) > _MOST_FORWARDS:
+            names = [name for group in groups for name in group]
+            return self._run_at_once(way, [names], images, **options) * len(groups)
+        return [self._run_at_once(way, [group], images, **options)[0] for group in groups]
+
+    def _run_at_once(
+        self, way: Way, groups: Sequence[Sequence[str]], images: Sequence[Any], **options: Any
+    ) -> list[Pair]:
         together = [images] if images else self._together
         apart = [[image] for image in images] if images else self._apart
         pretends = way.rules.pretends and self._subject.pretended is not None

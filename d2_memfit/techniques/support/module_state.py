@@ -172,9 +172,9 @@ class _Values:
         self._inner: list[dict[str, Any]] = []
         for module in modules:
             attributes = vars(module)
-            self._attributes.append(
-                (itemgetter("training", *attributes.keys() - _OF_MODULES), attributes)
-            )
+            names = list(attributes.keys() - _OF_MODULES)  # a compiled module has no "training"
+            if names:  # one twice, as itemgetter returns a tuple from two on
+                self._attributes.append((itemgetter(names[0], *names), attributes))
             self._sized.append(attributes)
             self._inner += [buffers_by_name(module), children_by_name(module)]
         self._then = self._now()

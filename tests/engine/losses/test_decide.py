@@ -18,6 +18,7 @@ from criteria import (
 )
 from detectron2.utils.events import EventStorage
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from d2_memfit import AccumulatingTrainer, compat, window_count
 from d2_memfit.engine.losses import EXACT, NOT_KNOWN, OTHER, loss_rules
@@ -740,6 +741,27 @@ class MeanOverLabels(Detector):
         for own, image in zip(labels, batch):
             own[: len(image["instances"])] = 1
         return {"loss_sem_seg": F.cross_entropy(logits, labels, ignore_index=255)}
+
+
+class Compiled(MeanOverObjects):
+    """Its backward runs once."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.compile(self.backbone, backend="aot_eager")
+
+
+class Recomputed(MeanOverObjects):
+    def features(self, batch):
+        images = torch.stack([image["image"] for image in batch]).double().requires_grad_()
+        return checkpoint(self.backbone, images, use_reentrant=True)
+
+
+@pytest.mark.parametrize("kind", [Compiled, Recomputed])
+def test_each_loss_has_its_own_word_however_the_backward_is_made(kind):
+    _, trainer = train(kind, windows_of([(10, 3, 0, 5)]), steps=4)
+    words = {name: term.word for name, term in trainer.loss_rules.rules.terms.items()}
+    assert words == {"loss_mask": OTHER, "loss": EXACT}
 
 
 class RootOfObjects(Detector):
