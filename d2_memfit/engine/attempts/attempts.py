@@ -107,9 +107,9 @@ def run_to_count(
 ) -> None:
     """Run the forwards of a window for its counts, and put all its images back.
 
-    If memory runs out, they run in smaller pieces; training still begins with its own size. An
-    image that does not fit alone is left out: training handles it with stronger means. The caller
-    restores what forwards change.
+    If memory runs out, they run in smaller pieces, and training begins with these. Its limit stays.
+    An image that does not fit alone is left out: training handles it with stronger means. The
+    caller restores what forwards change.
     """
     cutter = copy.copy(cutter)
     retries = _Smaller(next(model.parameters()).device, window, cutter)
