@@ -65,13 +65,12 @@ def _fastest_blocks(
     others = dry_job.training_bytes() - blocks.bytes_at.max()
     best: Optional[Choice] = None
     reserve = 0.0
-    tried = set()
+    fitted = set()
     for _ in range(_MOST_TRIALS):
         limit = trials.limit_bytes - others - reserve
         packing = pack(blocks, limit, _CHECKPOINT in allowed, _OFFLOAD in allowed)
-        if packing is None or packing in tried:
+        if packing is None or packing in fitted:
             break
-        tried.add(packing)
         more = packing.seconds - blocks.forward_s - blocks.backward_s
         sizes = dry_job.job.geometry.micro_batch_sizes()
         if dry_job.seconds() + more * sum(sizes) / sizes[0] >= _WORTH_IT * seconds:
@@ -81,6 +80,7 @@ def _fastest_blocks(
             break
         others = trials.dry_job(found).training_bytes() - packing.peak_bytes
         if trials.fits(found):
+            fitted.add(packing)
             if trials.dry_job(found).seconds() < _WORTH_IT * seconds:
                 best, seconds = found, trials.dry_job(found).seconds()
         else:  # memory between the allocator's blocks, or evaluation

@@ -148,3 +148,16 @@ def losses_and_gradients(model, batch):
     sum(losses.values()).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {**losses, **gradients}
+
+
+@pytest.mark.slow
+def test_more_memory_makes_no_choice_of_blocks_slower(halfway):
+    limit = halfway.limit_bytes
+    least, most = (halfway.dry_job(choice).least_bytes() for choice in (ALL, PLAIN))
+    seconds = []
+    for share in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
+        halfway.limit_bytes = int(least + share * (most - least))
+        found = with_best_blocks(halfway, ALL, [2], ["ActivationCheckpointing"])
+        seconds.append(halfway.dry_job(found).seconds())
+    halfway.limit_bytes = limit
+    assert seconds == pytest.approx(sorted(seconds, reverse=True), rel=0.02)
