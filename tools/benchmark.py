@@ -8,7 +8,6 @@ tools/benchmark.py crowded          memory over iterations, with crowded images 
 tools/benchmark.py dry_runs         time and RAM of dry runs
 tools/benchmark.py estimates        estimates against the same jobs run on the CPU
 tools/benchmark.py gradients        distance of accumulated gradients from the full batch's
-tools/benchmark.py operators        plans by operator against plans by block
 tools/benchmark.py other_loops      accumulated gradients of other trainers
 tools/benchmark.py overhead         CPU seconds of an iteration beside those of the model
 tools/benchmark.py plans            plans against the best of all choices
@@ -29,7 +28,6 @@ BENCHMARKS = (
     "dry_runs",
     "estimates",
     "gradients",
-    "operators",
     "other_loops",
     "overhead",
     "plans",

@@ -62,14 +62,3 @@ def test_selective():
     predicted = {name: float(table[name][1]) for name in gb}
     assert predicted["none"] < predicted["chosen"] < predicted["all"] == 1
     assert all(float(table[name][2]) > 0 for name in gb)
-
-
-@pytest.mark.exhaustive
-def test_operators():
-    norm = ["MODEL.RESNETS.NORM", "BN"]  # that is trained: products are less than what it keeps
-    table = benchmark("operators", "--image-size", "256,256", "--rounds", 1, *FEW, *norm)
-    ratios = [float(table[f"0.{i}"][2]) for i in range(1, 10)]
-    assert max(ratios) <= 1.002  # the knapsack's gap
-    assert min(ratios) < 0.99
-    exact = {name: table[name][-1] for name in ("none", "all", "by block", "by operator")}
-    assert set(exact.values()) == {"yes"}
