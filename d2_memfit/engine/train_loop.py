@@ -260,7 +260,7 @@ class AccumulatingTrainer(ResumableTrainer):
             if storage is not None:
                 storage.next_micro_batch(micro_batch.num_images)
             loss = self._forward(micro_batch)
-            with self.loss_rules.of(micro_batch, replays=True):
+            with self.loss_rules.answering(micro_batch, replays=True):
                 self._backward(loss, self._weight(micro_batch, window))
             if storage is not None and retries is None:
                 micro_batch.keep_names_only()
@@ -314,7 +314,7 @@ class AccumulatingTrainer(ResumableTrainer):
             learned = None if self.recovery is None else self.cutter.state_dict()
             pack = partial(self.run_state.packed, learned)
             mine.run_state = self.run_state.ranks.put(self.iter, pack)
-        reports = self._exchange.of(mine)
+        reports = self._exchange.all_gather(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
         if errors := [r.error for r in reports if r.error]:
             raise OutOfMemoryError("\n".join(errors))

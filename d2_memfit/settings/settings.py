@@ -25,7 +25,7 @@ _GB = 2**30
 
 @dataclass(frozen=True)
 class RecoveryOptions:
-    """The keys of the config's node MEMFIT.OOM, and other facts that recovery needs.
+    """The keys of the config's node MEMFIT.OOM, and other values that recovery needs.
 
     Args:
         grow_after, allow_resize, last_resort, max_skipped: as the keys.
@@ -79,7 +79,7 @@ class Settings:
     ranks: int
 
     @classmethod
-    def of(
+    def from_cfg(
         cls,
         cfg: CfgNode,
         ranks: Optional[int] = None,

@@ -175,7 +175,7 @@ def _problem_of_chunks(call: _Call) -> Optional[str]:
     state = RandomState(call.device)
     num_objects = min(_SAMPLE, sum(counts))
     per_image = next(n for n in count(1) if sum(min(n, c) for c in counts) >= num_objects)
-    sample = call.of([slice(0, min(per_image, c)) for c in counts])
+    sample = call.restricted_to([slice(0, min(per_image, c)) for c in counts])
     found = []
     try:
         for chunk_size in (sum(counts), 2):
@@ -239,7 +239,7 @@ class _MatcherCall:
         is_known = bool(counts) and all(count == counts[0] for count in counts)
         self.counts: Optional[list[int]] = counts[0] if is_known else None
 
-    def of(self, chosen: Sequence[slice]) -> "_MatcherCall":
+    def restricted_to(self, chosen: Sequence[slice]) -> "_MatcherCall":
         """The call with only some objects of each image."""
 
         def select(value: Any) -> Any:
@@ -265,7 +265,7 @@ class _MatcherCall:
         for chunk in chunks:
             state.restore()  # all chunks compare masks at the same points
             matrices.begin(is_last=chunk is chunks[-1])
-            call = self.of(chunk)
+            call = self.restricted_to(chunk)
             with self._solver.gathering(matrices):
                 result = call._forward(call._matcher, *call._args, **call._kwargs)
         return result, [*matrices.whole, np.array([len(queries) for queries, _ in result])]
@@ -363,7 +363,7 @@ class _LossCall:
             self.pairs_per_object = max(1, *map(_ratio, self.counts, objects))
         self.device = device_of(self._arguments)
 
-    def of(self, chosen: Sequence[slice]) -> "_LossCall":
+    def restricted_to(self, chosen: Sequence[slice]) -> "_LossCall":
         """The call with only some pairs of each image, and their objects."""
         arguments = list(self._arguments)
         pairs = [(q[part], o[part]) for (q, o), part in zip(self._indices, chosen)]
@@ -400,7 +400,9 @@ class _LossCall:
         return total, [torch.as_tensor(value).detach() for value in tree_iter(total)]
 
     def _run_chunk(self, chunk: Sequence[slice], draws: "_DrawnForAll", *_: Any) -> Any:
-        call = self.of(chunk)  # made here, and again in the backward: masks of objects are large
+        call = self.restricted_to(
+            chunk
+        )  # made here, and again in the backward: masks of objects are large
         with draws:
             return call._loss(call._criterion, *call._arguments, **call._kwargs)
 

@@ -72,7 +72,7 @@ class _Offloaded(nn.Module):
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         weights = {t.untyped_storage().data_ptr() for t in (*self.parameters(), *self.buffers())}
-        with self.offload.of_a_forward(weights):
+        with self.offload.offloading(weights):
             return super().forward(*args, **kwargs)
 
 
@@ -120,7 +120,7 @@ class _Offload:
         self._bytes_since_check = 0
 
     @contextmanager
-    def of_a_forward(self, weights: set[int]) -> Iterator[None]:
+    def offloading(self, weights: set[int]) -> Iterator[None]:
         before = self._weights
         self._weights = weights
         try:
@@ -234,7 +234,7 @@ class _Offload:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Facts that two tensors share if they are the same tensor, unchanged."""
+    """A value that two tensors share if they are the same tensor, unchanged."""
     return (
         tensor.data_ptr(),
         change_count(tensor),

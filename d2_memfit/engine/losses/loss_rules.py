@@ -178,9 +178,15 @@ class LossRules:
             )
         )
 
-    def of(self, micro_batch: MicroBatch, replays: bool = False) -> AbstractContextManager[None]:
+    def answering(
+        self, micro_batch: MicroBatch, replays: bool = False
+    ) -> AbstractContextManager[None]:
         """Count during a micro-batch's forward, and again (``replays``) during its backward."""
-        return nullcontext() if self._answers is None else self._answers.of(micro_batch, replays)
+        return (
+            nullcontext()
+            if self._answers is None
+            else self._answers.answering(micro_batch, replays)
+        )
 
     def run(
         self, micro_batch: MicroBatch, losses: Callable[[Any], Mapping[str, torch.Tensor]]
@@ -197,7 +203,7 @@ class LossRules:
         """
         self._before = Snapshot(self._model, last=self._before) if self._second_rank else None
         try:
-            with self.of(micro_batch):
+            with self.answering(micro_batch):
                 found = losses(micro_batch.batch)
                 if self._answers is not None:
                     found = self._answers.weighted(found)

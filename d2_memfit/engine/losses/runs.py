@@ -234,7 +234,7 @@ class Subject:
         gradients = []
         with SameDraws(seed) as draws:
             before = RandomState(self.device)
-            with answers.of(micro_batch), watched(self.model, may_run_again=True):
+            with answers.answering(micro_batch), watched(self.model, may_run_again=True):
                 losses = self.losses(self.model, micro_batch.batch)
                 _check(losses, parameters)
                 weighted = answers.weighted(losses)
@@ -245,7 +245,7 @@ class Subject:
         for i, group in enumerate(names):
             total: Any = sum(weighted[name] for name in group if name in weighted)
             if isinstance(total, torch.Tensor) and total.requires_grad:
-                with SameDraws(seed), answers.of(micro_batch, replays=True):
+                with SameDraws(seed), answers.answering(micro_batch, replays=True):
                     # Hooks may look at the size of the gradient.
                     (total * share).backward(retain_graph=i + 1 < len(names))
             gradients.append(sketch_of_gradients(parameters) / share)

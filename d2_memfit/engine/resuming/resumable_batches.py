@@ -150,10 +150,10 @@ class ResumableBatches(Iterator[Any]):
         images = compat.inner_dataset(self.images)
         size = len(self.images)
         try:
-            facts = [_facts(images[i]) for i in range(0, size, 1 + size // _DIGESTED)]
+            keys = [_image_key(images[i]) for i in range(0, size, 1 + size // _DIGESTED)]
         except (AttributeError, LookupError, TypeError):
             return ""
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+        return hashlib.sha256(repr(keys).encode()).hexdigest()
 
     def mark(self) -> Callable[[], None]:
         """A function that puts the state back, for a checkpoint of this moment.
@@ -220,7 +220,7 @@ class ResumableBatches(Iterator[Any]):
         rank = compat.rank_of(self._sampler)
         is_same = is_same and len(ranks[rank]["workers"]) == self.num_workers
         if is_same:
-            self._start_at(rest, _Taken.of(ranks[rank], self.images))
+            self._start_at(rest, _Taken.from_state(ranks[rank], self.images))
         else:
             self._start_at(rest.after(_places(layout, ranks)))
         self._received.start()  # draws the seeds now: later, other numbers are due
@@ -247,7 +247,7 @@ class _Taken:
     waiting: tuple[_Waiting, ...] = ()  # images without a group yet
 
     @classmethod
-    def of(cls, state: dict[str, Any], images: Any) -> "_Taken":
+    def from_state(cls, state: dict[str, Any], images: Any) -> "_Taken":
         """Restore a state, and reload the images that waited."""
         own = RandomState()
         waiting = []
@@ -334,7 +334,7 @@ def _grouped(received: _Received, size: int) -> Iterator[Any]:
         yield group
 
 
-def _facts(image: dict[str, Any]) -> tuple[Any, ...]:
+def _image_key(image: dict[str, Any]) -> tuple[Any, ...]:
     """The key of an image, wherever its folder is."""
     name = image.get("file_name", image.get("image_id"))
     return os.path.basename(str(name)), image.get("height"), image.get("width")

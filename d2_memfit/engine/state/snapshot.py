@@ -53,7 +53,7 @@ class Snapshot:
         self._storage = storage
         self._scalars = 0 if storage is None else storage.mark()
         self._random_state = RandomState(next(model.parameters()).device)
-        watch = StateWatch.of(model) if is_watched else None
+        watch = StateWatch.for_model(model) if is_watched else None
         self._module_state: ModuleState = ModuleState(
             model,
             () if watch is None else watch.changed,
@@ -75,7 +75,7 @@ def watched(model: nn.Module, may_run_again: bool) -> Iterator[None]:
         yield
         return
     model = compat.without_ddp(model)
-    with StateWatch.of(model).forward(model):
+    with StateWatch.for_model(model).forward(model):
         yield
 
 
@@ -101,7 +101,7 @@ class StateWatch:
         self._at_first = frozen if _num_bytes(frozen) <= MOST_BYTES else []
 
     @classmethod
-    def of(cls, model: nn.Module) -> "StateWatch":
+    def for_model(cls, model: nn.Module) -> "StateWatch":
         """The watch of a model, which has no DDP around it."""
         if model not in _watches:
             _watches[model] = cls(model)

@@ -51,7 +51,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution, with the facts on which a library's choice of algorithm depends.
+    """A convolution, with the properties on which a library's choice of algorithm depends.
 
     Attributes:
         direction: "forward", or in the backward the gradient of the "data" or the "filter".
@@ -96,7 +96,7 @@ Event = Union[Allocate, Free, Convolution]
 
 
 class Operator(NamedTuple):
-    """The facts about an operator's call on which its time depends.
+    """The properties of an operator's call on which its time depends.
 
     Attributes:
         kind: "convolution", "grouped convolution" or "matrix product"; "" for others.

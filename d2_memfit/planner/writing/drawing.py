@@ -31,7 +31,7 @@ def draw_estimate(
     """
     page = Page(
         title=f"What a job needs of {dry_job.device.description}",
-        facts=_facts(dry_job),
+        job_lines=_job_lines(dry_job),
         charts=[_chart(dry_job, "training")],
         limits_gb=_limits(dry_job, dry_job.job.budget_gb),
         bars=_bars(dry_job, progress),
@@ -65,7 +65,7 @@ def draw_plan(
     ]
     page = Page(
         title=f"A plan for {plan.budget_gb:.4g} GB of {before.device.description}",
-        facts=[describe_plan(plan).splitlines()[0], *_facts(after)],
+        job_lines=[describe_plan(plan).splitlines()[0], *_job_lines(after)],
         charts=charts,
         limits_gb=_limits(after, plan.budget_gb),
         bars=_bars(before, progress),
@@ -74,7 +74,7 @@ def draw_plan(
     write_page(page, path)
 
 
-def _facts(dry_job: DryJob) -> list[str]:
+def _job_lines(dry_job: DryJob) -> list[str]:
     e = dry_job.estimate(dry_job.limit_bytes)
     return [f"{e.num_gpus} GPU{'s' * (e.num_gpus > 1)}", *describe_batch(e)]
 
