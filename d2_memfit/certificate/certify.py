@@ -62,7 +62,7 @@ def certify(
         seed_all_rng(None if job.cfg.SEED < 0 else job.cfg.SEED)
         with no_information():
             batches = _batches_of(job)
-        stream, states = batches.start(job.ranks, int(torch.randint(2**31, ())))
+        stream, states = batches.first_state(job.ranks, int(torch.randint(2**31, ())))
         compared = states[0]["workers"][0]
         images = ForeseenImages(batches, compared, _COMPARED, dry_job.image_size)
         indices, shapes = [], []

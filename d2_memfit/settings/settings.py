@@ -29,7 +29,7 @@ class RecoveryOptions:
 
     Args:
         grow_after, allow_resize, last_resort, max_skipped: as the keys.
-        output_dir: folder of the record; "" for none.
+        output_dir: folder of memfit_oom.jsonl; "" for none.
         budget_gb: MEMFIT.BUDGET_GB, for messages.
 
     Raises:

@@ -87,7 +87,7 @@ def batches_of(mapper, rank=0, ranks=1, seed=3, repeats=False, **options):
 def foreseen(mapper, ranks=1, compared=5, **options):
     """The images that are foreseen on each rank, and the state that a run starts from."""
     batches = batches_of(mapper, **options)
-    stream, states = batches.start(ranks, seed=7)
+    stream, states = batches.first_state(ranks, seed=7)
     images = ForeseenImages(batches, states[0]["workers"][0], compared, BOUND)
     geometry = BatchGeometry(ranks, 3, accumulation_steps=2)
     windows = [

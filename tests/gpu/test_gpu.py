@@ -487,7 +487,7 @@ def test_the_gpu_is_measured(item, gpu):
 def test_memory_outside_the_allocator_is_measured(gpu, monkeypatch):
     """Its processes of their own have no made-up card, so their function is called here."""
     small = Scale.for_device(SMALL)
-    monkeypatch.setattr(Scale, "of", lambda device: small)
+    monkeypatch.setattr(Scale, "for_device", lambda device: small)
     sent = SimpleNamespace(records=[])
     sent.send = sent.records.append
     outside._use_more_and_more(0, sent, str(gpu), outside._free_bytes(gpu))

@@ -146,7 +146,7 @@ class DryJob:
     @cached_property
     def trace(self) -> tuple[list[int], ...]:
         """Sizes of allocations and frees, equal for jobs that do the same."""
-        return tuple(t.sizes() for t in (self.training, self.evaluation) if t is not None)
+        return tuple(t.changes_bytes() for t in (self.training, self.evaluation) if t is not None)
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether the job runs within a limit of the process, context included."""
@@ -246,8 +246,10 @@ class DryJob:
             range_gb=_range_gb(uses[0].allocated_bytes, widths, OF_TENSORS),
             device_range_gb=_range_gb(self.total_bytes(limit_bytes), widths, widths),
             widths={source: (low / _GB, high / _GB) for source, (low, high) in widths.items()},
-            breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
-            outside={owner: size / _GB for owner, size in uses[0].outside.most_common()},
+            breakdown={
+                owner: num_bytes / _GB for owner, num_bytes in uses[0].breakdown.most_common()
+            },
+            outside={owner: num_bytes / _GB for owner, num_bytes in uses[0].outside.most_common()},
             seconds_per_iteration=self.seconds(),
             seconds_range=seconds_range(self.seconds()),
             expandable_segments=self.expandable_segments if self.device.is_gpu else None,

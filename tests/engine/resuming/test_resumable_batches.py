@@ -125,8 +125,8 @@ def test_the_workers_of_a_resumed_loader_start_once(grouped, monkeypatch):
     next(batches)
     resumed = ResumableBatches(loader_of(**options))
     starts = []
-    start = _Received.start
-    monkeypatch.setattr(_Received, "start", lambda self: starts.append(start(self)))
+    start = _Received.start_workers
+    monkeypatch.setattr(_Received, "start_workers", lambda self: starts.append(start(self)))
     resumed.load_state_dict(batches.stream(), [state_of(batches)])
     iter(resumed)
     next(resumed)

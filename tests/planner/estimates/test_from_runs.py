@@ -14,7 +14,7 @@ from tiny import images, run_process, tiny_cfg
 
 from d2_memfit import Job, estimate_memory
 from d2_memfit.config import with_settings
-from d2_memfit.engine.hooks.peak_record import settings_of
+from d2_memfit.engine.hooks.peak_recorder import settings_of
 from d2_memfit.memory import RunRecord, device_and_software, keep_record
 from d2_memfit.planner import device
 from d2_memfit.planner.device import DeviceModel

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 __all__ = [
     "RAISE",
     "OomEvent",
-    "OomRecord",
+    "OomLog",
     "observed",
     "padded_size",
 ]
@@ -73,7 +73,7 @@ class OomEvent:
         )
 
 
-class OomRecord:
+class OomLog:
     """Describes out-of-memory errors, for the log, the final error and ``memfit_oom.jsonl``.
 
     The file has one JSON object per line. Each is one write, so the file can be parsed whenever
