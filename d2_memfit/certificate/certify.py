@@ -62,25 +62,25 @@ def certify(
         seed_all_rng(None if job.cfg.SEED < 0 else job.cfg.SEED)
         with no_information():
             batches = _batches_of(job)
-        stream, states = batches.start(job.ranks, int(torch.randint(2**31, ())))
+        stream, states = batches.first_state(job.ranks, int(torch.randint(2**31, ())))
         compared = states[0]["workers"][0]
         images = ForeseenImages(batches, compared, _COMPARED, dry_job.image_size)
-        indices, sizes = [], []
+        indices, shapes = [], []
         for rank in range(job.ranks):
             progress(f"Drawing {iterations:,} windows of rank {rank}")
             drawn = images.windows(job.geometry, rank, states[rank]["workers"], iterations)
             indices.append(drawn[0])
-            sizes.append(drawn[1])
-    needs, pixels = _needs(cutter, np.concatenate(sizes))
+            shapes.append(drawn[1])
+    needs, pixels = _needs(cutter, np.concatenate(shapes))
     needs, pixels = needs.reshape(job.ranks, -1), pixels.reshape(job.ranks, -1)
     worst = []
     for place in np.argsort(-needs, axis=None, kind="stable")[:_WORST]:
         rank, iteration = divmod(int(place), iterations)
-        parts = cutter.quickest(sizes[rank][iteration][None]).parts(0)
-        part = max(parts, key=lambda part: cutter.bytes_of(sizes[rank][iteration][part]))
+        parts = cutter.quickest(shapes[rank][iteration][None]).parts(0)
+        part = max(parts, key=lambda part: cutter.bytes_of(shapes[rank][iteration][part]))
         names = [images.name(i) for i in indices[rank][iteration][part]]
         worst.append((iteration, rank, names))
-    alone_bytes = cutter.bytes_of(np.concatenate(sizes)[:, :, None]).max()
+    alone_bytes = cutter.bytes_of(np.concatenate(shapes)[:, :, None]).max()
     node = job.cfg.MEMFIT
     least_gb = (alone_bytes / _GB + node.COST_MODEL.ERROR_GB) / (1 - (node.PLAN.MARGIN or 0.0))
     return Certificate(
@@ -117,9 +117,9 @@ def _batches_of(job: Job) -> ResumableBatches:
     return batches
 
 
-def _needs(cutter: ByteCutter, sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def _needs(cutter: ByteCutter, shapes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Bytes of the largest micro-batch of each window, and its time in padded pixels."""
-    cuts = [cutter.quickest(sizes[i : i + _CHUNK]) for i in range(0, len(sizes), _CHUNK)]
+    cuts = [cutter.quickest(shapes[i : i + _CHUNK]) for i in range(0, len(shapes), _CHUNK)]
     return (
         np.concatenate([c.largest_bytes for c in cuts]),
         np.concatenate([c.pixels for c in cuts]),

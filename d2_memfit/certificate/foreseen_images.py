@@ -42,7 +42,7 @@ class ForeseenImages:
         self._batches = batches
         self._bound = bound
         self._dicts = compat.inner_dataset(batches.images)
-        self._files = np.array([_facts_of(self._dicts[i]) for i in range(len(batches.images))])
+        self._files = np.array([_shape_of(self._dicts[i]) for i in range(len(batches.images))])
         self.why_bounds = ""
         RandomState.from_state_dict(state).restore()
         indices = list(range(min(compared, len(self._files))))
@@ -90,26 +90,26 @@ class ForeseenImages:
         # Each of the two kinds of images may leave a group unfinished.
         loaded = images + 2 * (group - 1) if group else images // geometry.images_per_batch
         indices = self._batches.first_indices(rank, geometry.ranks, loaded).numpy()
-        facts = self._files[indices]
+        shapes = self._files[indices]
         if self.why_bounds:
-            facts[..., :2] = self._bound
+            shapes[..., :2] = self._bound
         else:
             for worker, state in enumerate(workers):
                 RandomState.from_state_dict(state).restore()
                 of_worker = np.s_[worker :: len(workers)]
                 files = self._files[indices[of_worker].ravel(), :2].tolist()
                 sizes = np.array([self._drawn.draw(size) for size in files])
-                facts[of_worker][..., :2] = sizes.reshape(*indices[of_worker].shape, 2)
-        indices, facts = indices.ravel(), facts.reshape(-1, 3)
+                shapes[of_worker][..., :2] = sizes.reshape(*indices[of_worker].shape, 2)
+        indices, shapes = indices.ravel(), shapes.reshape(-1, 3)
         if group:
             height, width = self._files[indices, :2].T
             order = _grouped(width > height, group)[:images]
-            indices, facts = indices[order], facts[order]
+            indices, shapes = indices[order], shapes[order]
         shape = iterations, geometry.window
-        return indices.reshape(shape), facts.reshape(*shape, 3)
+        return indices.reshape(shape), shapes.reshape(*shape, 3)
 
 
-def _facts_of(d: dict[str, Any]) -> tuple[int, int, int]:
+def _shape_of(d: dict[str, Any]) -> tuple[int, int, int]:
     """Height, width and number of objects of a dataset dict."""
     if "height" not in d or "width" not in d:
         name = d.get("file_name", d.get("image_id"))

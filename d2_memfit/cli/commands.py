@@ -144,8 +144,8 @@ def _convert(args: argparse.Namespace) -> None:
     conversion = convert_dataset(args.input, args.output, args.hold_out)
     for file, folder in conversion.files:
         show(
-            f"{file.name}: {file.json_file}, {file.facts.num_images} images in {folder}, "
-            f"{file.facts.num_objects} objects of {len(file.classes)} classes"
+            f"{file.name}: {file.json_file}, {file.summary.num_images} images in {folder}, "
+            f"{file.summary.num_objects} objects of {len(file.classes)} classes"
         )
     show("\n".join([*conversion.notes, after_convert(conversion)]))
 

@@ -104,7 +104,7 @@ def job_of(args: argparse.Namespace, cfg: Config) -> Job:
         GivenBatches(batch)  # raises if it is not a batch
     if args.instances is not None:
         check_positive_int("--instances", args.instances)
-    return Job.of(
+    return Job.from_any(
         cfg,
         trainer,
         args.num_gpus,

@@ -94,21 +94,21 @@ class SafeLoader(_PyYAML):
 def _is_large(content: Union[bytes, str]) -> bool:
     """Count what is in a YAML file, with what its aliases repeat, and construct nothing."""
     values = by_aliases = 0.0
-    sizes: dict[Optional[str], float] = {}  # values under each anchor
+    num_values: dict[Optional[str], float] = {}  # values under each anchor
     within: list[tuple[Optional[str], float]] = []  # open collections, and values before them
     for event in yaml.parse(content, _PyYAML):
         before = values + by_aliases
         if isinstance(event, yaml.AliasEvent):
-            by_aliases += sizes.get(event.anchor, 0)
+            by_aliases += num_values.get(event.anchor, 0)
         elif isinstance(event, yaml.CollectionStartEvent):
             within.append((event.anchor, before))
-            sizes[event.anchor] = math.inf  # an alias that stands for what it is in has no end
+            num_values[event.anchor] = math.inf  # an alias that stands for what it is in has no end
             values += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, start = within.pop()
-            sizes[anchor] = before - start
+            num_values[anchor] = before - start
         elif isinstance(event, yaml.ScalarEvent):
-            sizes[event.anchor] = 1
+            num_values[event.anchor] = 1
             values += 1 if len(event.value) <= _CHARACTERS else math.inf
         if values > _VALUES or by_aliases > _BY_ALIASES or len(within) > _LEVELS:
             return True

@@ -48,7 +48,6 @@ __all__ = [
     "hooks_of",
     "inner_dataset",
     "inner_trainer",
-    "iterate_anew",
     "keep_iterator",
     "local_world_size",
     "map_of",
@@ -59,6 +58,7 @@ __all__ = [
     "rank_of",
     "registry_name",
     "replace_evaluations",
+    "replace_iterator",
     "saving_periods",
     "scalar_histories",
     "split_map",
@@ -254,7 +254,7 @@ def keep_iterator(trainer: SimpleTrainer, batches: Any) -> None:
         trainer._data_loader_iter_obj = batches
 
 
-def iterate_anew(trainer: SimpleTrainer, batches: Any) -> None:
+def replace_iterator(trainer: SimpleTrainer, batches: Any) -> None:
     """Make a trainer iterate over other ``batches`` from now on."""
     if hasattr(trainer, "_data_loader_iter_obj"):
         trainer._data_loader_iter_obj = iter(batches)

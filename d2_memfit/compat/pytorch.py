@@ -27,8 +27,6 @@ __all__ = [
     "TorchDispatchMode",
     "autograd_node_number",
     "buffers_by_name",
-    "change_count",
-    "change_counts",
     "children_by_name",
     "clear_cublas_workspaces",
     "constructors",
@@ -50,6 +48,8 @@ __all__ = [
     "tree_iter",
     "tree_map",
     "tree_unflatten",
+    "version_of",
+    "versions_of",
     "without_torch_function",
     "workers_of",
 ]
@@ -67,12 +67,12 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def change_count(tensor: torch.Tensor) -> int:
-    """Number of in-place changes of a tensor and of views of its storage."""
+def version_of(tensor: torch.Tensor) -> int:
+    """PyTorch's version counter: in-place changes of a tensor and of views of its storage."""
     return tensor._version
 
 
-def change_counts(tensors: Sequence[torch.Tensor]) -> list[Any]:
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Two values for each tensor: all first ones, then all second ones. One of them differs after a
     change, except in place through ``.data``.
     """

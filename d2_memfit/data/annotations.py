@@ -18,7 +18,7 @@ from ..errors import DataError, printable
 __all__ = [
     "FAR",
     "TOLERABLE",
-    "AnnotationFacts",
+    "AnnotationSummary",
     "Case",
     "check_boxes",
     "check_crowd",
@@ -99,8 +99,8 @@ class Case:
 
 
 @dataclass
-class AnnotationFacts:
-    """Facts about annotations. Objects are annotations that are not crowds.
+class AnnotationSummary:
+    """A summary of annotations. Objects are annotations that are not crowds.
 
     Attributes:
         num_images, num_objects: totals over all dicts.
@@ -129,19 +129,19 @@ class AnnotationFacts:
 _Place = tuple[Mapping[str, Any], int, Mapping[str, Any]]  # image, place in it, annotation
 
 
-def look_at_annotations(dicts: Iterable[Mapping[str, Any]]) -> AnnotationFacts:
+def look_at_annotations(dicts: Iterable[Mapping[str, Any]]) -> AnnotationSummary:
     """Check Detectron2's dataset dicts: about 6 s of CPU for COCO's 860,000 annotations."""
-    facts = AnnotationFacts()
+    summary = AnnotationSummary()
     masks: list[_Place] = []  # to be compared with their boxes
     for image in dicts:
-        facts.num_images += 1
+        summary.num_images += 1
         annotations = image.get("annotations", ())
         num = sum([not a.get("iscrowd", 0) for a in annotations])
-        facts.num_objects += num
-        facts.num_images_with_objects += num > 0
-        if num > facts.most_objects:
-            facts.most_objects = num
-            facts.most_crowded = str(image.get("file_name", image.get("image_id")))
+        summary.num_objects += num
+        summary.num_images_with_objects += num > 0
+        if num > summary.most_objects:
+            summary.most_objects = num
+            summary.most_crowded = str(image.get("file_name", image.get("image_id")))
         size = image.get("height"), image.get("width")
         if not all(isinstance(side, (int, float)) for side in size):
             size = None, None
@@ -150,19 +150,19 @@ def look_at_annotations(dicts: Iterable[Mapping[str, Any]]) -> AnnotationFacts:
             faults = faults_of(annotation, size)
             for fault in faults:
                 if not is_crowd or fault in _FAULTS_OF_CROWDS:
-                    _count(facts.cases, fault, image, number, annotation)
+                    _count(summary.cases, fault, image, number, annotation)
             if not is_crowd:
                 category = annotation.get("category_id")
                 is_number = type(category) is int or isinstance(category, Integral)
                 name = str(int(category)) if is_number else repr(category)
-                _count(facts.classes, name, image, number, annotation)
+                _count(summary.classes, name, image, number, annotation)
                 if _COMPARABLE.issuperset(faults):
                     masks.append((image, number, annotation))
         if len(masks) >= _AT_A_TIME:
-            _compare_with_boxes(masks, facts.cases)
+            _compare_with_boxes(masks, summary.cases)
             masks.clear()
-    _compare_with_boxes(masks, facts.cases)
-    return facts
+    _compare_with_boxes(masks, summary.cases)
+    return summary
 
 
 def _count(
@@ -288,7 +288,7 @@ def complaints_about_boxes(
     """Each fault of boxes with a line that gives its number, three examples, and its likely cause.
 
     Args:
-        cases: as of :class:`AnnotationFacts`.
+        cases: as of :class:`AnnotationSummary`.
         num_objects: number of objects with and without a fault.
     """
     left_out = "Detectron2's mapper leaves them out without a word"
@@ -314,7 +314,7 @@ def complaints_about_boxes(
             )
 
 
-def complaints_about_labels(cfg: CfgNode, facts: AnnotationFacts) -> Iterator[tuple[str, str]]:
+def complaints_about_labels(cfg: CfgNode, summary: AnnotationSummary) -> Iterator[tuple[str, str]]:
     """Each fault of masks and keypoints that the model learns, with a line about it."""
     texts = {
         **(_MASKS if cfg.MODEL.MASK_ON else {}),
@@ -322,46 +322,46 @@ def complaints_about_labels(cfg: CfgNode, facts: AnnotationFacts) -> Iterator[tu
         **(_KEYPOINTS if cfg.MODEL.KEYPOINT_ON else {}),
     }
     for fault, text in texts.items():
-        if case := facts.case(fault):
+        if case := summary.case(fault):
             first = "; ".join(case.examples)
-            yield fault, text.format(number=case.number, total=facts.num_objects, first=first)
+            yield fault, text.format(number=case.number, total=summary.num_objects, first=first)
 
 
-def check_boxes(facts: AnnotationFacts, where: str = "") -> None:
+def check_boxes(summary: AnnotationSummary, where: str = "") -> None:
     """Raise :class:`DataError` if more than half of the boxes have the same fault.
 
     Args:
         where: the beginning of the message.
     """
-    for case, complaint in complaints_about_boxes(facts.cases, facts.num_objects):
-        if 2 * case.number > facts.num_objects:
+    for case, complaint in complaints_about_boxes(summary.cases, summary.num_objects):
+        if 2 * case.number > summary.num_objects:
             raise DataError(where + complaint)
 
 
-def check_crowd(facts: AnnotationFacts) -> None:
+def check_crowd(summary: AnnotationSummary) -> None:
     """Raise :class:`DataError` if an image has more objects than training can compare."""
-    if facts.most_objects > _MOST_OBJECTS:
+    if summary.most_objects > _MOST_OBJECTS:
         raise DataError(
-            f"the image {facts.most_crowded} has {facts.most_objects:,} objects, and training "
+            f"the image {summary.most_crowded} has {summary.most_objects:,} objects, and training "
             f"compares each with each anchor: more than {_MOST_OBJECTS:,} take all memory. Cut it "
             "into tiles, as projects/TiledImages does, or take it out of the dataset"
         )
 
 
-def check_masks(cfg: CfgNode, facts: AnnotationFacts, where: str = "") -> None:
+def check_masks(cfg: CfgNode, summary: AnnotationSummary, where: str = "") -> None:
     """Raise :class:`DataError` for a polygon that would take all of the machine's RAM, and for
     faults with which training goes on if more than half of the masks have one.
     """
-    bad = facts.case("bad_polygon")
+    bad = summary.case("bad_polygon")
     if bad and cfg.MODEL.MASK_ON:
         raise DataError(
-            f"{where}{bad.number} of {facts.num_objects} objects have a polygon with a corner that "
-            "is NaN, infinite, beyond a million pixels or not a number; the first is "
+            f"{where}{bad.number} of {summary.num_objects} objects have a polygon with a corner "
+            "that is NaN, infinite, beyond a million pixels or not a number; the first is "
             f"{bad.first}. To draw it would take all RAM: correct or remove them, or set "
             "MODEL.MASK_ON False"
         )
-    for fault, complaint in complaints_about_labels(cfg, facts):
-        if fault in TOLERABLE and 2 * facts.case(fault).number > facts.num_objects:
+    for fault, complaint in complaints_about_labels(cfg, summary):
+        if fault in TOLERABLE and 2 * summary.case(fault).number > summary.num_objects:
             raise DataError(where + complaint)
 
 

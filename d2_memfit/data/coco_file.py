@@ -15,7 +15,7 @@ from detectron2.utils.file_io import PathManager
 from ..common.files import is_file
 from ..common.reading import load_json
 from ..errors import DataError
-from .annotations import AnnotationFacts, look_at_annotations
+from .annotations import AnnotationSummary, look_at_annotations
 from .images import check_images
 
 __all__ = ["CocoFile", "check_coco", "check_coco_file", "keypoint_names", "read_json"]
@@ -58,7 +58,7 @@ class CocoFile:
     Attributes:
         name, json_file: name and file of the dataset, as for ``register_coco``.
         classes: names of the categories, in the order of Detectron2's class numbers.
-        facts: facts about its annotations.
+        summary: summary of its annotations.
         without_area: ids of annotations that pycocotools cannot evaluate.
         keypoint_names: keypoint names of all categories with keypoints.
         content: what was read.
@@ -67,7 +67,7 @@ class CocoFile:
     name: str
     json_file: str
     classes: tuple[str, ...]
-    facts: AnnotationFacts
+    summary: AnnotationSummary
     without_area: Sequence[int]
     keypoint_names: tuple[str, ...]
     content: dict[str, Any]
@@ -75,8 +75,8 @@ class CocoFile:
     @property
     def has_masks(self) -> bool:
         """Whether Detectron2 uses at least one mask."""
-        num_without = sum(self.facts.case(fault).number for fault in ("no_mask", "thin_mask"))
-        return num_without < self.facts.num_objects
+        num_without = sum(self.summary.case(fault).number for fault in ("no_mask", "thin_mask"))
+        return num_without < self.summary.num_objects
 
 
 def check_coco_file(
@@ -115,8 +115,8 @@ def check_coco_file(
         gc.enable()
     if is_large:
         progress(
-            f"{json_file}: {file.facts.num_objects:,} objects of {file.facts.num_images:,} images "
-            f"checked in {time.perf_counter() - start:.1f} s"
+            f"{json_file}: {file.summary.num_objects:,} objects of {file.summary.num_images:,} "
+            f"images checked in {time.perf_counter() - start:.1f} s"
         )
     return file
 
@@ -136,8 +136,8 @@ def check_coco(
     if not coco["images"]:
         raise DataError(f"dataset {name} is empty: the list 'images' of {json_file} has no entries")
     _check_references(name, json_file, coco)
-    facts = _facts_of(coco)
-    if for_training and not facts.num_objects:
+    summary = _summary_of(coco)
+    if for_training and not summary.num_objects:
         raise DataError(
             f"dataset {name} is empty: {json_file} has no annotations but those of crowds, which "
             "are not trained on"
@@ -148,7 +148,7 @@ def check_coco(
         name=name,
         json_file=json_file,
         classes=tuple(c["name"] for c in sorted(coco["categories"], key=lambda c: c["id"])),
-        facts=facts,
+        summary=summary,
         without_area=[
             a["id"]
             for a in coco["annotations"]
@@ -227,7 +227,7 @@ def _are_numbers(values: Any) -> bool:
         return False
 
 
-def _facts_of(coco: dict[str, Any]) -> AnnotationFacts:
+def _summary_of(coco: dict[str, Any]) -> AnnotationSummary:
     annotations: dict[Any, list[Any]] = {}
     for a in coco["annotations"]:
         annotations.setdefault(a["image_id"], []).append(a)

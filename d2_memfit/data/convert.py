@@ -106,7 +106,7 @@ def _checked(part: Part, output: Path, image_dir: Optional[Path]) -> CocoFile:
     file = str(part.json_file or output / f"{part.name}.json")
     folder = str(image_dir) if image_dir else None
     checked = check_coco(part.name, file, part.coco, folder, part.name == "train")
-    check_crowd(checked.facts)
+    check_crowd(checked.summary)
     return checked
 
 
@@ -116,7 +116,7 @@ def _recipe(files: Sequence[CocoFile]) -> tuple[str, list[str], list[str]]:
     Raises:
         DataError: not even boxes can be learnt.
     """
-    has_codes = any(file.facts.case("rle") for file in files)
+    has_codes = any(file.summary.case("rle") for file in files)
     opts = ["INPUT.MASK_FORMAT", "bitmask"] if has_codes else []
     notes = []
     for config in [_MASKS, _BOXES] if any(file.has_masks for file in files) else [_BOXES]:
@@ -130,7 +130,7 @@ def _recipe(files: Sequence[CocoFile]) -> tuple[str, list[str], list[str]]:
                 raise
             notes.append(f"Only boxes can be learnt, because of {e}")
     for file in files:
-        about_boxes = complaints_about_boxes(file.facts.cases, file.facts.num_objects)
-        about_labels = complaints_about_labels(cfg, file.facts)
+        about_boxes = complaints_about_boxes(file.summary.cases, file.summary.num_objects)
+        about_labels = complaints_about_labels(cfg, file.summary)
         notes += [f"{file.name}: {text}" for _, text in [*about_boxes, *about_labels]]
     return config, opts if config == _MASKS else [], notes

@@ -8,7 +8,7 @@ from typing import Any, Optional
 from detectron2.config import CfgNode
 
 from .annotations import (
-    AnnotationFacts,
+    AnnotationSummary,
     Case,
     complaints_about_boxes,
     complaints_about_labels,
@@ -24,7 +24,7 @@ _MANY = 100_000  # annotations from which the check is slow enough for a message
 
 def look_at_dataset(
     dicts: Sequence[Mapping[str, Any]], progress: Callable[[str], None]
-) -> AnnotationFacts:
+) -> AnnotationSummary:
     """Check all dicts in one pass, and as many images as 3 s allow.
 
     Args:
@@ -35,23 +35,23 @@ def look_at_dataset(
     number = sum(len(d.get("annotations", ())) for d in dicts)
     if number >= _MANY:
         progress(f"Checking {number:,} annotations of {len(dicts):,} images ...")
-    facts = look_at_annotations(dicts)
+    summary = look_at_annotations(dicts)
     named = [d for d in dicts if isinstance(d.get("file_name"), str)]
     files = [d["file_name"] for d in named]
-    facts.images = look_at_images(files, [(d.get("width"), d.get("height")) for d in named])
-    if facts.images.get("missing", Case()).number == len(files):
-        facts.images = {"opened": Case()}  # names that are not files; only the mapper knows them
+    summary.images = look_at_images(files, [(d.get("width"), d.get("height")) for d in named])
+    if summary.images.get("missing", Case()).number == len(files):
+        summary.images = {"opened": Case()}  # names that are not files; only the mapper knows them
     if number >= _MANY:
-        num_opened = facts.images["opened"].number
+        num_opened = summary.images["opened"].number
         progress(
             f"Checked {number:,} annotations, and {num_opened:,} of {len(files):,} images, in "
             f"{time.perf_counter() - start:.1f} s"
         )
-    return facts
+    return summary
 
 
 def warnings_about_data(
-    cfg: Optional[CfgNode], facts: AnnotationFacts, class_names: Optional[Sequence[str]]
+    cfg: Optional[CfgNode], summary: AnnotationSummary, class_names: Optional[Sequence[str]]
 ) -> list[str]:
     """Warnings, with counts, about data that trains wrongly or ends training later.
 
@@ -59,15 +59,17 @@ def warnings_about_data(
         cfg: tells what the model learns; None if unknown.
         class_names: class names of the dataset, if known.
     """
-    warnings = [text for _, text in complaints_about_boxes(facts.cases, facts.num_objects)]
+    warnings = [text for _, text in complaints_about_boxes(summary.cases, summary.num_objects)]
     if cfg is not None:
-        warnings += _warnings_about_classes(cfg, facts, class_names)
-        warnings += [text for _, text in complaints_about_labels(cfg, facts)]
-    return warnings + [text for _, text in complaints_about_images(facts.images, facts.num_images)]
+        warnings += _warnings_about_classes(cfg, summary, class_names)
+        warnings += [text for _, text in complaints_about_labels(cfg, summary)]
+    return warnings + [
+        text for _, text in complaints_about_images(summary.images, summary.num_images)
+    ]
 
 
 def _warnings_about_classes(
-    cfg: CfgNode, found: AnnotationFacts, class_names: Optional[Sequence[str]]
+    cfg: CfgNode, found: AnnotationSummary, class_names: Optional[Sequence[str]]
 ) -> list[str]:
     warnings = []
     for number, case in found.classes.items():

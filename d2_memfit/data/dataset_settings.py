@@ -96,7 +96,7 @@ def fit_to_data(
         _check_labels(cfg, file)
     for file in test:
         _check_ground_truth(file)
-        if not file.facts.num_objects:
+        if not file.summary.num_objects:
             note = f"{file.json_file} has no objects, so evaluation on {file.name} gives no AP"
             settings.append(_note(note))
     for file in train:
@@ -159,9 +159,9 @@ def _class_keys(cfg: CfgNode) -> list[str]:
 def _check_labels(cfg: CfgNode, file: CocoFile) -> None:
     """Check what training and evaluation draw, compare or count; the trainer warns of the rest."""
     where = f"{file.name}, {file.json_file}: "
-    check_boxes(file.facts, where)
-    check_masks(cfg, file.facts, where)
-    for fault, complaint in complaints_about_labels(cfg, file.facts):
+    check_boxes(file.summary, where)
+    check_masks(cfg, file.summary, where)
+    for fault, complaint in complaints_about_labels(cfg, file.summary):
         if fault not in TOLERABLE:
             raise DataError(where + complaint)
 
@@ -200,7 +200,7 @@ def _keypoints(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator
 def _schedule(cfg: CfgNode, train: Sequence[CocoFile], given: Collection[str]) -> Iterator[Setting]:
     filters = cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
     num_images = sum(
-        f.facts.num_images_with_objects if filters else f.facts.num_images for f in train
+        f.summary.num_images_with_objects if filters else f.summary.num_images for f in train
     )
     solver = cfg.SOLVER
     batch = solver.IMS_PER_BATCH * solver.get("ACCUMULATION_STEPS", 1)

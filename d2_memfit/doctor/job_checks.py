@@ -16,7 +16,7 @@ from torch import nn
 from ..counts import Collective, PretendedRanks, noticed_collectives
 from ..engine.attempts import recovering_inference
 from ..engine.losses import counters_of, state_of
-from ..engine.state import Snapshot
+from ..engine.state import StateCopy
 from ..errors import MemfitError
 from ..job import Job
 from ..measure.injection import Injector, relative_difference
@@ -114,7 +114,7 @@ def recovers_in_evaluation(patient: Patient) -> str:
 def puts_state_back(patient: Patient) -> str:
     model = patient.model()
     before = _other_state(model)
-    snapshot = Snapshot(model)
+    at_start = StateCopy(model)
     state = state_of(model)
 
     def forward() -> None:
@@ -123,7 +123,7 @@ def puts_state_back(patient: Patient) -> str:
 
     patient.call(forward)
     counting = counters_of(state, state_of(model), 1)
-    snapshot.restore()
+    at_start.restore()
     after = _other_state(model)
     changed = [name for name, value in after.items() if not _same(before.get(name), value)]
     if changed:

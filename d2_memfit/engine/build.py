@@ -49,8 +49,8 @@ class Run:
 
     All ways to make a trainer go through it, in this order: it is made, it wraps the functions that
     build the parts (:meth:`building`), it completes the trainer (:meth:`complete`), and it begins
-    with ``train()`` (:meth:`begin`) or with the first step of a loop without it
-    (:meth:`begin_loop`).
+    with ``train()`` (:meth:`start`) or with the first step of a loop without it
+    (:meth:`check_loop`).
 
     Args:
         job: its budget is set here.
@@ -129,22 +129,22 @@ class Run:
             job.ranks,
         )
 
-    def begin(self, trainer: Any) -> None:
-        """Begin ``train()`` on all ranks, or on none. The weights are loaded.
+    def start(self, trainer: Any) -> None:
+        """Start ``train()`` on all ranks, or on none. The weights are loaded.
 
         Raises:
             CheckpointError: the ranks would go on from different iterations.
-            RankError: another rank cannot begin.
+            RankError: another rank cannot start.
         """
         _check_same_iteration(trainer.start_iter, self.cfg.OUTPUT_DIR)
-        _on_all_ranks(lambda: self._begin(trainer))
+        _on_all_ranks(lambda: self._start(trainer))
 
-    def begin_loop(self) -> None:
-        """Begin a loop of ``run_step()``, which calls no hooks.
+    def check_loop(self) -> None:
+        """Check a loop of ``run_step()``, which calls no hooks.
 
         Raises:
             ConfigError: a key would do nothing in it.
-            CheckpointError: as in :meth:`begin`.
+            CheckpointError: as in :meth:`start`.
         """
         defaults = default_keys()
         asked = [k for k in _OF_HOOKS if value_of(self.job.cfg, k) != value_of(defaults, k)]
@@ -155,7 +155,7 @@ class Run:
             )
         _check_same_iteration(get_event_storage().iter, self.cfg.OUTPUT_DIR)
 
-    def _begin(self, trainer: Any) -> None:
+    def _start(self, trainer: Any) -> None:
         own = next(iter(checkpointers_of(trainer)), None)
         hooks = compat.hooks_of(trainer)
         metric = self.cfg.MEMFIT.BEST.METRIC
@@ -165,7 +165,7 @@ class Run:
                 "Register hooks.PeriodicCheckpointer(checkpointer, PERIOD)"
             )
         for checkpointer in checkpointers_of(trainer, MemfitCheckpointer):
-            checkpointer.begin_run(is_new=checkpointer is own and trainer.start_iter == 0)
+            checkpointer.start_run(is_new=checkpointer is own and trainer.start_iter == 0)
         if not any(isinstance(hook, SaveOnEnding) for hook in hooks):
             trainer.register_hooks([SaveOnEnding(own, self.cfg.MEMFIT.STOP_ON_SIGNALS)])
         hooks.sort(key=_place)
@@ -208,11 +208,11 @@ def _check_same_iteration(first: int, output_dir: str) -> None:
         )
 
 
-def _on_all_ranks(begin: Callable[[], None]) -> None:
+def _on_all_ranks(function: Callable[[], None]) -> None:
     """Call a function on all ranks. An error on one is raised on all."""
     error: Optional[Exception] = None
     try:
-        begin()
+        function()
     except Exception as e:
         error = e
     texts = comm.all_gather(error and one_line(error))
@@ -220,7 +220,7 @@ def _on_all_ranks(begin: Callable[[], None]) -> None:
         raise error
     for rank, text in enumerate(texts):
         if text is not None:
-            raise RankError(f"rank {rank} cannot begin the run: {text}")
+            raise RankError(f"rank {rank} cannot start the run: {text}")
 
 
 def _write_plain_config(cfg: CfgNode) -> None:

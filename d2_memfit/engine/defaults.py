@@ -50,7 +50,7 @@ def _of_a_job(init: Callable[..., None]) -> Callable[..., None]:
         if "_job_run" in vars(self):
             init(self, cfg, *args, **kwargs)
             return
-        cfg = self._begin(cfg)
+        cfg = self._make_run(cfg)
         with project_parts(self._job_run.options, self._job_run.ddp_options) as self._trainers:
             init(self, cfg, *args, **kwargs)
         self._complete()
@@ -96,7 +96,7 @@ class MemfitMixin(_Trainer):
             config first, or makes no ``SimpleTrainer``.
     """
 
-    _has_begun = False
+    _has_started = False
     _job_run: Run
     _trainers: list[AccumulatingTrainer]  # which this trainer's __init__ makes
 
@@ -117,7 +117,7 @@ class MemfitMixin(_Trainer):
         if isinstance(test, classmethod):
             cls.test = _evaluating(test.__func__)
 
-    def _begin(self, cfg: CfgNode) -> CfgNode:
+    def _make_run(self, cfg: CfgNode) -> CfgNode:
         """Make the job; return the config for the project's ``__init__``."""
         if not isinstance(cfg, CfgNode):
             raise TypeError(
@@ -164,12 +164,12 @@ class MemfitMixin(_Trainer):
         return compat.inner_trainer(self)
 
     def before_train(self) -> None:
-        self._has_begun = False
+        self._has_started = False
         self._check_inner()
-        self._job_run.begin(self)
+        self._job_run.start(self)
         super().before_train()
         self._inner.run_state.restore_again(self.start_iter)
-        self._has_begun = True
+        self._has_started = True
 
     def after_step(self) -> None:
         if self._inner.agreed_stop_signal is None:  # a run_step of the project's own
@@ -178,7 +178,7 @@ class MemfitMixin(_Trainer):
         super().after_step()
 
     def after_train(self) -> None:
-        if self._has_begun:  # or else some hooks have not
+        if self._has_started:  # otherwise some hooks have not
             call_after_train(self, super().after_train)
 
     auto_scale_workers = staticmethod(auto_scale_workers)

@@ -39,7 +39,7 @@ def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
     if any(model is other for other in _open):
         yield cfg
         return
-    settings = Settings.of(cfg, trains=False)
+    settings = Settings.from_cfg(cfg, trains=False)
     cfg = settings.cfg
     if cfg.MEMFIT.BUDGET_GB is not None:
         enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)

@@ -93,7 +93,7 @@ class Vote:
         self._device = device
         self._known: list[RankReport] = []  # the last pickled ones, of all ranks
 
-    def of(self, mine: RankReport) -> list[RankReport]:
+    def all_gather(self, mine: RankReport) -> list[RankReport]:
         """The reports of all ranks."""
         ranks, rank = comm.get_world_size(), comm.get_rank()
         if ranks == 1:

@@ -222,7 +222,7 @@ class AccumulatingTrainer(ResumableTrainer):
         try:
             with self._final_error("window", window):
                 if retries is not None and self.run_state.loads_in_this_process:
-                    window.load()  # a second run must not draw the loader's random numbers again
+                    window.load_all()  # a second run must not draw random numbers again
                 self._count(window)
                 self._accumulate(window, storage, retries)
                 self._free_old_gradients()  # if all images were skipped
@@ -234,13 +234,13 @@ class AccumulatingTrainer(ResumableTrainer):
             return RankReport(error=str(e))
         except CommunicationError as e:  # its images are left out, and the report tells all ranks
             self.model.zero_grad(set_to_none=True)
-            window.start_over()
+            window.put_all_back()
             return RankReport(counts=CountReport(str(e)))
 
     def _count(self, window: Window) -> None:
         """Find what the window's losses are divided by, before its first forward."""
         self.cutter.cut(window)
-        self.loss_rules.begin(window, self._forward)
+        self.loss_rules.prepare(window, self._forward)
 
     def _accumulate(
         self,
@@ -260,7 +260,7 @@ class AccumulatingTrainer(ResumableTrainer):
             if storage is not None:
                 storage.next_micro_batch(micro_batch.num_images)
             loss = self._forward(micro_batch)
-            with self.loss_rules.of(micro_batch, replays=True):
+            with self.loss_rules.answering(micro_batch, replays=True):
                 self._backward(loss, self._weight(micro_batch, window))
             if storage is not None and retries is None:
                 micro_batch.keep_names_only()
@@ -314,7 +314,7 @@ class AccumulatingTrainer(ResumableTrainer):
             learned = None if self.recovery is None else self.cutter.state_dict()
             pack = partial(self.run_state.packed, learned)
             mine.run_state = self.run_state.ranks.put(self.iter, pack)
-        reports = self._exchange.of(mine)
+        reports = self._exchange.all_gather(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
         if errors := [r.error for r in reports if r.error]:
             raise OutOfMemoryError("\n".join(errors))
@@ -359,7 +359,7 @@ class AccumulatingTrainer(ResumableTrainer):
         """Explain an out-of-memory error where nothing can be run again."""
         if self.recovery is None:
             return contextlib.nullcontext()
-        return self.recovery.record.explained(phase, window.last_data)
+        return self.recovery.oom_log.explained(phase, window.last_data)
 
     def _no_sync(self) -> AbstractContextManager[None]:
         """Keep DDP from reducing gradients; must be open in forward and backward."""

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The bytes that a micro-batch needs, predicted from its images' sizes and objects."""
+"""The bytes that a micro-batch needs, predicted from its images' shapes and objects."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-__all__ = ["FEATURES", "CostModel", "ImageFacts", "Padding", "largest_sum"]
+__all__ = ["FEATURES", "CostModel", "MicroBatchShape", "Padding", "largest_sum"]
 
 # The features of a sum in MEMFIT.COST_MODEL.BYTES, in order.
 FEATURES = (
@@ -36,7 +36,7 @@ class Padding:
     square: int = 0
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Padding":
+    def from_model(cls, model: nn.Module) -> "Padding":
         """The padding of a model, from Detectron2's attributes."""
         divisors, squares = [1], [0]
         for module in model.modules():
@@ -58,10 +58,10 @@ class Padding:
 
 
 @dataclass(frozen=True)
-class ImageFacts:
-    """The facts about a micro-batch's images that determine its memory.
+class MicroBatchShape:
+    """The images of a micro-batch, as far as they determine its memory.
 
-    Arrays in place of numbers are the facts of many micro-batches.
+    With arrays in place of numbers, it describes many micro-batches.
 
     Args:
         num: number of images.
@@ -77,14 +77,14 @@ class ImageFacts:
     most_objects: Any
 
     @classmethod
-    def of(cls, sizes: NDArray[Any]) -> "ImageFacts":
-        """The facts of micro-batches.
+    def from_images(cls, shapes: NDArray[Any]) -> "MicroBatchShape":
+        """The shapes of micro-batches.
 
         Args:
-            sizes: height, width and number of objects of images, shape ``(..., images, 3)``.
+            shapes: height, width and number of objects of images, shape ``(..., images, 3)``.
         """
-        height, width, most_objects = np.moveaxis(sizes.max(axis=-2), -1, 0)
-        return cls(sizes.shape[-2], height, width, sizes[..., 2].sum(axis=-1), most_objects)
+        height, width, most_objects = np.moveaxis(shapes.max(axis=-2), -1, 0)
+        return cls(shapes.shape[-2], height, width, shapes[..., 2].sum(axis=-1), most_objects)
 
     def features(self, padding: Padding) -> tuple[float, ...]:
         """One number for each of ``FEATURES``."""
@@ -110,8 +110,8 @@ class CostModel:
     limit_bytes: int
     overhead_pixels: float = 0.0
 
-    def bytes_of(self, images: ImageFacts, padding: Padding) -> Any:
-        """Bytes of a micro-batch; of many if the facts are arrays."""
+    def bytes_of(self, images: MicroBatchShape, padding: Padding) -> Any:
+        """Bytes of a micro-batch; of many if the shape has arrays."""
         return largest_sum(self.sums, images.features(padding))
 
 

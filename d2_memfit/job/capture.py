@@ -21,7 +21,7 @@ from PIL import Image
 
 from ..common.patching import Groups, replaced_together
 from ..common.side_work import alone, no_information, unchanged_random_state
-from .facts import facts_of
+from .dataset_statistics import statistics_of
 from .label_images import tiles
 from .largest_images import Size, boxes_anywhere, invented_dict
 
@@ -33,7 +33,7 @@ _NUM_PROPOSALS = 5000  # per image, if their file is missing; mappers keep fewer
 
 @dataclass
 class CapturedLoader:
-    """Facts captured while a loader was made.
+    """What was captured while a loader was made.
 
     Attributes:
         mappers: the mappers of its ``MapDataset`` objects, in the order of creation.
@@ -78,13 +78,13 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
             captured.names.append(name)
             is_inner = True
             try:
-                facts = facts_of([name])
+                statistics = statistics_of([name])
             finally:
                 is_inner = False
-            if facts is None:
+            if statistics is None:
                 d = invented_dict((480, 640), 2, name, with_labels)
             else:
-                d = facts.any_dict()
+                d = statistics.any_dict()
             given.update(d)
             return [d] * _NUM_DICTS
 

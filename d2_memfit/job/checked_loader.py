@@ -16,7 +16,7 @@ from ..common.patching import replaced_functions
 from ..common.reading import checked
 from ..compat import local_world_size
 from ..data import (
-    AnnotationFacts,
+    AnnotationSummary,
     check_boxes,
     check_crowd,
     check_masks,
@@ -118,20 +118,20 @@ def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: boo
         return
     names = list(cfg.DATASETS.TRAIN) if says_all else []
     metadata = [MetadataCatalog.get(name) for name in names]
-    facts = look_at_dataset(dicts, logger.info)
-    _check_annotations(facts, cfg, says_all)
+    summary = look_at_dataset(dicts, logger.info)
+    _check_annotations(summary, cfg, says_all)
     class_names = metadata[0].get("thing_classes") if metadata else None
-    for warning in warnings_about_data(cfg if says_all else None, facts, class_names):
+    for warning in warnings_about_data(cfg if says_all else None, summary, class_names):
         logger.warning(warning)
     if says_all:
-        _warn_of_small_shm(cfg, facts, comm.get_world_size())
+        _warn_of_small_shm(cfg, summary, comm.get_world_size())
 
 
-def _check_annotations(facts: AnnotationFacts, cfg: CfgNode, says_all: bool) -> None:
+def _check_annotations(summary: AnnotationSummary, cfg: CfgNode, says_all: bool) -> None:
     if says_all:
-        check_masks(cfg, facts)
-    check_boxes(facts)
-    check_crowd(facts)
+        check_masks(cfg, summary)
+    check_boxes(summary)
+    check_crowd(summary)
 
 
 def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
@@ -145,11 +145,11 @@ def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
         check_masks(cfg, look_at_annotations(dicts))
 
 
-def _warn_of_small_shm(cfg: CfgNode, facts: AnnotationFacts, num_ranks: int) -> None:
+def _warn_of_small_shm(cfg: CfgNode, summary: AnnotationSummary, num_ranks: int) -> None:
     """Warn before training if /dev/shm may become full; a worker would end with a bus error.
 
     Args:
-        facts: facts about the dataset's annotations.
+        summary: summary of the dataset's annotations.
         num_ranks: ranks of the whole job.
     """
     workers = cfg.DATALOADER.NUM_WORKERS
@@ -158,7 +158,7 @@ def _warn_of_small_shm(cfg: CfgNode, facts: AnnotationFacts, num_ranks: int) -> 
     status = os.statvfs(_SHM)
     free = status.f_bavail * status.f_frsize
     here = local_world_size()
-    needs = [shm_bytes(cfg, facts, num_ranks, n) * here for n in range(workers + 1)]
+    needs = [shm_bytes(cfg, summary, num_ranks, n) * here for n in range(workers + 1)]
     if needs[workers] <= free:
         return
     fitting = max((n for n in range(1, workers) if needs[n] <= free), default=0)
@@ -177,7 +177,7 @@ def _warn_of_small_shm(cfg: CfgNode, facts: AnnotationFacts, num_ranks: int) -> 
     )
 
 
-def shm_bytes(cfg: CfgNode, facts: AnnotationFacts, num_ranks: int, workers: int) -> float:
+def shm_bytes(cfg: CfgNode, summary: AnnotationSummary, num_ranks: int, workers: int) -> float:
     """Largest number of bytes that one rank's images take in shared memory.
 
     Images count at the largest size: those that workers have ready, and those that the trainer
@@ -194,8 +194,8 @@ def shm_bytes(cfg: CfgNode, facts: AnnotationFacts, num_ranks: int, workers: int
     images = ahead + geometry.window + (2 * geometry.images_per_batch if grouped else 0)
     pixels = max(shorter_sides(cfg.INPUT.MIN_SIZE_TRAIN)) * cfg.INPUT.MAX_SIZE_TRAIN
     masks = 0.0
-    if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask" and facts.num_images:
-        masks = images * facts.num_objects / facts.num_images + facts.most_objects
+    if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask" and summary.num_images:
+        masks = images * summary.num_objects / summary.num_images + summary.most_objects
     return pixels * (3 * images + masks)
 
 

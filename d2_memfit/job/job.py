@@ -120,7 +120,7 @@ class Job:
         cfg.MODEL.DEVICE, cfg.OUTPUT_DIR = device, output_dir
         cfg.DATASETS.TEST = () if test_loader is None else ("test_loader",)
         parts = GivenParts(model, optimizer, train_loader, test_loader, loss_fn)
-        self._describe(parts, Settings.of(cfg, ranks, argument_name), batch)
+        self._describe(parts, Settings.from_cfg(cfg, ranks, argument_name), batch)
 
     @classmethod
     def from_cfg(cls, cfg: CfgNode, ranks: Optional[int] = None, **batch: Any) -> "Job":
@@ -155,7 +155,7 @@ class Job:
                 "project's: name the class that trains, --trainer MODULE:CLASS"
             )
         job = cls.__new__(cls)
-        job._describe(TrainerParts(cfg, trainer), Settings.of(cfg, ranks), **batch)
+        job._describe(TrainerParts(cfg, trainer), Settings.from_cfg(cfg, ranks), **batch)
         return job
 
     @classmethod
@@ -167,12 +167,12 @@ class Job:
             ranks, batch: as for :meth:`from_cfg`.
         """
         job = cls.__new__(cls)
-        settings = Settings.of(cfg_of_lazy(cfg), ranks, lazy_name)
+        settings = Settings.from_cfg(cfg_of_lazy(cfg), ranks, lazy_name)
         job._describe(LazyParts(copy.deepcopy(cfg)), settings, **batch)
         return job
 
     @classmethod
-    def of(
+    def from_any(
         cls,
         config: Union["Job", CfgNode, DictConfig],
         trainer: Any = None,
@@ -201,7 +201,8 @@ class Job:
         self.settings = settings
         self.parts = parts.with_cfg(settings.cfg)
         self._batch = batch
-        self._facts = image_size, num_instances
+        self._image_size = image_size
+        self._num_instances = num_instances
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Job":
         """The same job with other values for some config keys.
@@ -269,7 +270,7 @@ class Job:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """One line per unknown fact of training, with the value assumed for it."""
+        """What is not known of training, a line each, with the value assumed for it."""
         return (*self.batches.assumptions, *self.parts.assumptions)
 
     @property
@@ -305,9 +306,9 @@ class Job:
     @cached_property
     def batches(self) -> Batches:
         """The maker of the largest batches, from the given batch or with the job's own mapper."""
-        parts, facts = self.parts, self._facts
+        parts, size, num_instances = self.parts, self._image_size, self._num_instances
         if isinstance(self._batch, WorstCase):
-            facts = self._batch.image_size, self._batch.num_instances
+            size, num_instances = self._batch.image_size, self._batch.num_instances
             parts = parts.without_resizing()
         elif self._batch is not None:
             return GivenBatches(self._batch)
@@ -315,16 +316,18 @@ class Job:
             raise ConfigError("DATASETS.TRAIN is empty: name the dataset, or give a batch")
         grouped = self.cfg.DATALOADER.ASPECT_RATIO_GROUPING
         with_labels = self.cfg.MODEL.META_ARCHITECTURE in _WITH_SEM_SEG
-        return MappedBatches(parts, grouped, with_labels, *facts)
+        return MappedBatches(parts, grouped, with_labels, size, num_instances)
 
-    def training_batch(self, num_images: Optional[int] = None, of: Optional[Batches] = None) -> Any:
+    def training_batch(
+        self, num_images: Optional[int] = None, batches: Optional[Batches] = None
+    ) -> Any:
         """The largest micro-batch, or one with a given number of images.
 
         Args:
-            of: batches in place of the job's.
+            batches: those to take it from, in place of the job's.
         """
         num_images = self.geometry.micro_batch_sizes()[0] if num_images is None else num_images
-        return (of or self.batches).training(num_images, self.geometry.crosses_batches)
+        return (batches or self.batches).training(num_images, self.geometry.crosses_batches)
 
     def evaluation_batch(self) -> Any:
         """The largest batch in evaluation."""

@@ -1,11 +1,11 @@
 # Copyright (c) the d2_memfit developers.
-"""Assumptions about datasets that cannot be read: published facts of those known by name.
+"""Assumptions about datasets that cannot be read: published statistics of those known by name.
 
-Largest counts are rarely published, so some counts here are guesses and marked as such. A crowded
-image is taken to have 9 times the objects of a mean one, as in COCO. COCO has a mean of 7 and at
-most 63 (DETR paper, arXiv:2005.12872, section 4).
+The largest numbers are rarely published, so some numbers here are guesses and marked as such. A
+crowded image is taken to have 9 times the objects of a mean one, as in COCO. COCO has a mean of 7
+and at most 63 (DETR paper, arXiv:2005.12872, section 4).
 
-LVIS' largest count is the one with which mask_rcnn_vitdet_b_100ep takes the 14.4 GB that ViTDet's
+LVIS' largest number is the one with which mask_rcnn_vitdet_b_100ep takes the 14.4 GB that ViTDet's
 README publishes for it: 775. The other rows of that table are not used (docs/PUBLISHED_MEMORY.md).
 """
 
@@ -16,10 +16,10 @@ from typing import Optional
 
 from detectron2.data import MetadataCatalog
 
-from .facts import Facts
+from .dataset_statistics import DatasetStatistics
 from .largest_images import DEFAULT_INSTANCES, Size, invented_dict
 
-__all__ = ["KnownDataset", "assumed_facts", "known_dataset"]
+__all__ = ["KnownDataset", "assumed_statistics", "known_dataset"]
 
 _ANY_SIZE = (800, 1333)
 _CROWDED = 9  # times the mean; a guess but for COCO
@@ -49,7 +49,7 @@ class KnownDataset:
     largest: Optional[Size] = None
     has_one_size: bool = False
 
-    def counts(self) -> tuple[int, ...]:
+    def instances_per_image(self) -> tuple[int, ...]:
         """Objects of the most crowded images, the largest first.
 
         An exponential tail with the dataset's mean is assumed: the i-th most crowded image has
@@ -132,8 +132,8 @@ def _by_name(name: str) -> Optional[KnownDataset]:
     return next((d for prefix, d in _KNOWN.items() if name.startswith(f"{prefix}_")), None)
 
 
-def assumed_facts(names: Sequence[str], with_labels: bool = False) -> Facts:
-    """Facts to assume of datasets that cannot be read.
+def assumed_statistics(names: Sequence[str], with_labels: bool = False) -> DatasetStatistics:
+    """Statistics to assume of datasets that cannot be read.
 
     Args:
         with_labels: as for :func:`~.largest_images.invented_dict`.
@@ -143,9 +143,9 @@ def assumed_facts(names: Sequence[str], with_labels: bool = False) -> Facts:
     sizes = frozenset([known.largest] if known and known.has_one_size and known.largest else ())
     num = known.num_instances if known else DEFAULT_INSTANCES
     crowded = invented_dict(_ANY_SIZE, num, name, with_labels)
-    facts = Facts(
+    statistics = DatasetStatistics(
         sizes,
-        known.counts() if known else (num,),
+        known.instances_per_image() if known else (num,),
         crowded,
         mean_instances=known.mean_instances if known else None,
         is_guess=known is None or known.is_guess,
@@ -153,7 +153,7 @@ def assumed_facts(names: Sequence[str], with_labels: bool = False) -> Facts:
         largest=known.largest if known else None,
     )
     if "annotations" in crowded or "segments_info" in crowded:
-        return facts
+        return statistics
     num_all = len(MetadataCatalog.get(name).get("stuff_classes", ())) or DEFAULT_INSTANCES
     num = min(num_all, math.ceil(_CROWDED_CLASSES * _MEAN_CLASSES))
     missing = (
@@ -161,8 +161,8 @@ def assumed_facts(names: Sequence[str], with_labels: bool = False) -> Facts:
         "the mean; arXiv:1608.05442)"
     )
     return replace(
-        facts,
-        counts=(num,),
+        statistics,
+        instances_per_image=(num,),
         labels=tuple(range(num)),
         mean_instances=_MEAN_CLASSES,
         is_guess=True,

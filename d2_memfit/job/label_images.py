@@ -26,11 +26,11 @@ class Labels:
 
     Attributes:
         values: labels in the image with the most classes.
-        counts: number of classes in each image that was read, the largest first.
+        classes_per_image: number of classes in each image that was read, the largest first.
     """
 
     values: tuple[int, ...]
-    counts: tuple[int, ...]
+    classes_per_image: tuple[int, ...]
 
 
 @lru_cache(maxsize=4)
@@ -45,8 +45,8 @@ def labels_in(files: tuple[str, ...], ignored: frozenset[int]) -> Labels:
     read = [files[i * len(files) // num_read] for i in range(num_read)]
     found = [np.unique(read_image(checked(file))) for file in read]
     found = [labels[~np.isin(labels, list(ignored))] for labels in found]
-    counts = sorted(map(len, found), reverse=True)
-    return Labels(tuple(max(found, key=len).tolist()), tuple(counts))
+    numbers = sorted(map(len, found), reverse=True)
+    return Labels(tuple(max(found, key=len).tolist()), tuple(numbers))
 
 
 def tiles(size: tuple[int, int], values: Sequence[Any]) -> Any:

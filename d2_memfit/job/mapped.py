@@ -13,8 +13,8 @@ from detectron2.structures import Instances
 from ..errors import ConfigError
 from .batches import copy_of, need_of, padded_area, size_of
 from .capture import CapturedLoader, capture_loader, empty_images, with_proposals
-from .facts import Facts, facts_of
-from .known_datasets import assumed_facts
+from .dataset_statistics import DatasetStatistics, statistics_of
+from .known_datasets import assumed_statistics
 from .largest_images import (
     Size,
     any_shape,
@@ -69,7 +69,7 @@ class MappedBatches:
 
     Attributes:
         num_instances: annotated objects in the most crowded training image.
-        assumptions: one line per unknown fact, with the value assumed for it.
+        assumptions: one line for each thing that is not known, with the value assumed for it.
         evaluation_assumptions: the same for evaluation, without lines of ``assumptions``.
         is_guess: whether ``num_instances`` is a guess.
         typical: batches with the mean number of objects in each image; None if it is unknown, or
@@ -96,7 +96,7 @@ class MappedBatches:
 
     @property
     def num_instances(self) -> int:
-        return self._training.facts.num_instances
+        return self._training.statistics.num_instances
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -108,17 +108,17 @@ class MappedBatches:
 
     @property
     def is_guess(self) -> bool:
-        return self._training.facts.is_guess
+        return self._training.statistics.is_guess
 
     @cached_property
     def typical(self) -> Optional["MappedBatches"]:
-        facts = self._training.facts
-        mean = facts.mean_instances
+        statistics = self._training.statistics
+        mean = statistics.mean_instances
         if mean is None or self._num_instances is not None or round(mean) >= self.num_instances:
             return None
         other = copy.copy(self)
-        with_mean = replace(facts, counts=(max(round(mean), 1),))
-        other._training = replace(self._training, facts=with_mean)
+        with_mean = replace(statistics, instances_per_image=(max(round(mean), 1),))
+        other._training = replace(self._training, statistics=with_mean)
         return other
 
     def training(self, num_images: int, crosses_batches: bool = False) -> list[Any]:
@@ -127,10 +127,10 @@ class MappedBatches:
         Args:
             crosses_batches: whether it mixes images of several of the loader's batches.
         """
-        drawn, facts = self._training.drawn, self._training.facts
+        drawn, statistics = self._training.drawn, self._training.statistics
         if num_images == 1:
             largest = max(drawn, key=lambda d: d.need)
-            return [copy_of(_with_at_most(largest.data, facts.num_instances))]
+            return [copy_of(_with_at_most(largest.data, statistics.num_instances))]
         groups: list[Sequence[_Drawn]] = [drawn]
         if self._groups_by_aspect and not crosses_batches:
             wide = [d for d in drawn if d.is_wide]
@@ -138,7 +138,7 @@ class MappedBatches:
         pairs = [_highest_and_widest(group) for group in groups]
         images = max(pairs, key=lambda pair: padded_area(size_of([d.data for d in pair])))
         sized = [images[i % len(images)].data for i in range(num_images)]
-        return [copy_of(_with_at_most(d, facts.num_in_batch(i))) for i, d in enumerate(sized)]
+        return [copy_of(_with_at_most(d, statistics.num_in_batch(i))) for i, d in enumerate(sized)]
 
     def evaluation(self) -> list[Any]:
         if self._evaluation is None:
@@ -163,18 +163,20 @@ class MappedBatches:
                 f"the {what} loader has no MapDataset of Detectron2 with a mapper, so its largest "
                 "batch cannot be made: name a function that makes one, --batch MODULE:FUNCTION"
             )
-        facts = facts_of(loader.names) or assumed_facts(loader.names, self._with_labels)
-        sizes = facts.sizes if self._image_size is None else frozenset([self._image_size])
-        largest = max(sizes, key=math.prod) if sizes else facts.largest
+        statistics = statistics_of(loader.names) or assumed_statistics(
+            loader.names, self._with_labels
+        )
+        sizes = statistics.sizes if self._image_size is None else frozenset([self._image_size])
+        largest = max(sizes, key=math.prod) if sizes else statistics.largest
         lines: tuple[str, ...] = ()
         if what == "training":
-            facts = facts.with_labels(loader.names)
-            lines = facts.lines
-        if facts.missing and (self._num_instances is None or not sizes):
+            statistics = statistics.with_labels(loader.names)
+            lines = statistics.lines
+        if statistics.missing and (self._num_instances is None or not sizes):
             shape = f"{max(sizes)[0]} x {max(sizes)[1]} pixels" if sizes else "any shape"
             line = f"images of {shape}"
             if what == "training":
-                line += f", with {facts.missing}" if self._num_instances is None else ""
+                line += f", with {statistics.missing}" if self._num_instances is None else ""
             elif largest:
                 line += f", whose results have {largest[0]} x {largest[1]} pixels at most"
             else:
@@ -182,31 +184,31 @@ class MappedBatches:
             names = ", ".join(loader.names) or "without a name"
             lines = (*lines, f"the {what} dataset {names} cannot be read: {line}")
         if self._num_instances is not None:
-            facts = facts.with_instances(self._num_instances)
-        drawn = _Mapper(loader, facts).largest(sizes, num_draws)
+            statistics = statistics.with_instances(self._num_instances)
+        drawn = _Mapper(loader, statistics).largest(sizes, num_draws)
         if what == "evaluation" and isinstance(drawn[0].data, dict):
             # Results are brought to the size of the file, masks included, where that is known.
             height, width = largest or drawn[0].size
             drawn[0].data.update(height=height, width=width)
-        return _Images(tuple(drawn), facts, lines)
+        return _Images(tuple(drawn), statistics, lines)
 
 
 @dataclass(frozen=True)
 class _Images:
     drawn: tuple[_Drawn, ...]  # for evaluation, the largest comes first
-    facts: Facts
+    statistics: DatasetStatistics
     assumptions: tuple[str, ...]
 
 
 class _Mapper:
     """Draws a loader mapper's results for images of any size."""
 
-    def __init__(self, loader: CapturedLoader, facts: Facts) -> None:
+    def __init__(self, loader: CapturedLoader, statistics: DatasetStatistics) -> None:
         self._maps = loader.mappers
         self._has_proposals = loader.has_proposals
         self._added = loader.added
-        self._crowded = facts.most_crowded
-        self._labels = facts.labels
+        self._crowded = statistics.most_crowded
+        self._labels = statistics.labels
 
     def largest(self, sizes: Iterable[Size], num_draws: int) -> list[_Drawn]:
         """Images that can make up the largest batches, the largest first.

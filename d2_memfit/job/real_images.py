@@ -11,7 +11,7 @@ from ..common.side_work import alone, no_information, unchanged_random_state
 from ..errors import ConfigError
 from .batches import need_of
 from .capture import CapturedLoader, capture_loader, largest_resizes
-from .facts import facts_of
+from .dataset_statistics import statistics_of
 from .largest_images import num_instances_of
 from .parts import Parts
 
@@ -53,7 +53,7 @@ def readable_loader(parts: Parts) -> CapturedLoader:
     """
     loader = capture_loader(parts.build_train_loader)
     names = ", ".join(loader.names)
-    if not names or not loader.mappers or facts_of(loader.names) is None:
+    if not names or not loader.mappers or statistics_of(loader.names) is None:
         raise ConfigError(f"the training dataset {names or 'without a name'} cannot be read")
     return loader
 

@@ -60,7 +60,7 @@ class Scale:
     settings: Mapping[str, Any]  # config keys of all jobs
 
     @classmethod
-    def of(cls, device: torch.device) -> "Scale":
+    def for_device(cls, device: torch.device) -> "Scale":
         if device.type == "cuda":
             return cls((2, 5), 1.0, None, {})
         return cls((1, 1), 0.02, WorstCase((128, 160), 5), _SMALL_MODEL)

@@ -73,7 +73,7 @@ def main(stage: str, device_name: str, model_name: str) -> None:
     device = torch.device(device_name)
     if device.type == "cuda" and stage == "measured":
         torch.cuda.set_device(device)
-    scale = Scale.of(device)
+    scale = Scale.for_device(device)
     model = DeviceModel.choose(model_name, device_name) if stage == "expected" else None
     for key, settings in given.items():
         try:

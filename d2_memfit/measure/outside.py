@@ -81,7 +81,7 @@ def _in_processes(function: Callable[..., None], number: int, *args: Any) -> Ite
 
 def _use_more_and_more(rank: int, sender: Connection, device_name: str, free_before: int) -> None:
     device = torch.device(device_name)
-    scale = Scale.of(device)
+    scale = Scale.for_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class TensorCensus:
-    """A record of the existing tensors, to find those that come later."""
+    """The tensors that exist now, to find those that come later."""
 
     def __init__(self) -> None:
         self._known = {id(t): weakref.ref(t) for t in dense_tensors()}
@@ -81,19 +81,19 @@ def live_tensors(
         "optimizer": optimizer_states(optimizer),
     }
     owner_of = {storage_id(s): owner for owner in owned for s in storages(owned[owner])}
-    counts: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
+    numbers: Counter[tuple[str, str]] = Counter()
+    num_bytes_of: Counter[tuple[str, str]] = Counter()
     owners: Counter[str] = Counter()
     tensors = {storage_id(t.untyped_storage()): t for t in dense_tensors() if t.device == device}
     for address, tensor in tensors.items():
         owner = owner_of.get(address, "tensors")
         num_bytes = tensor.untyped_storage().nbytes()
-        counts[owner, _kind(tensor)] += 1
-        sizes[owner, _kind(tensor)] += num_bytes
+        numbers[owner, _kind(tensor)] += 1
+        num_bytes_of[owner, _kind(tensor)] += num_bytes
         owners[owner] += num_bytes
     table = [
-        {"owner": key[0], "kind": key[1], "count": counts[key], "bytes": num_bytes}
-        for key, num_bytes in sizes.most_common()
+        {"owner": key[0], "kind": key[1], "count": numbers[key], "bytes": num_bytes}
+        for key, num_bytes in num_bytes_of.most_common()
     ]
     return owners, table
 

@@ -115,7 +115,7 @@ class TensorMeter(TorchDispatchMode):
         given: list[torch.Tensor],
         made: list[torch.Tensor],
     ) -> None:
-        """Record more facts about an operator, after its result is counted."""
+        """Note more about an operator, after its result is counted."""
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         address, num_bytes = storage_id(storage), storage.nbytes()

@@ -69,7 +69,7 @@ def fit_config(cfg: _Config, trainer: Any = None) -> _Config:
     jobs: list[Job] = []
 
     def budget_here() -> Optional[float]:
-        jobs.append(Job.of(cfg, trainer))
+        jobs.append(Job.from_any(cfg, trainer))
         start_logging(jobs[0].cfg.OUTPUT_DIR)
         return jobs[0].budget_gb
 

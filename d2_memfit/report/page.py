@@ -84,7 +84,7 @@ class Page:
 
     Attributes:
         title: title of the page.
-        facts: lines about the job.
+        job_lines: lines about the job.
         charts: the job without changes, or before and after a plan.
         limits_gb: lines that go through charts and bars, by name.
         bars: bars of the knobs, first the job without changes.
@@ -92,7 +92,7 @@ class Page:
     """
 
     title: str
-    facts: list[str]
+    job_lines: list[str]
     charts: list[Chart]
     limits_gb: dict[str, float]
     bars: list[Bar]

@@ -101,10 +101,10 @@ def write_html(run: Run, path: Path) -> None:
     figure.update_xaxes(matches="x", title="iteration", row=2, col=1)
     colorway = (_BLUE, _ORANGE, _GREEN, _RED, _SKY, "#CC79A7", "#F0E442", "#999999")
     patterns = ("", "/", "\\", "x", ".", "+", "-", "|")  # one for each round of the colours
-    for i, (owner, size) in enumerate(run.owners.items()):
+    for i, (owner, num_bytes) in enumerate(run.owners.items()):
         figure.add_bar(
             y=["peak"],
-            x=[size / _GB],
+            x=[num_bytes / _GB],
             name=_escaped(owner),
             orientation="h",
             marker={

@@ -25,11 +25,11 @@ _GB = 2**30
 
 @dataclass(frozen=True)
 class RecoveryOptions:
-    """The keys of the config's node MEMFIT.OOM, and other facts that recovery needs.
+    """The keys of the config's node MEMFIT.OOM, and other values that recovery needs.
 
     Args:
         grow_after, allow_resize, last_resort, max_skipped: as the keys.
-        output_dir: folder of the record; "" for none.
+        output_dir: folder of memfit_oom.jsonl; "" for none.
         budget_gb: MEMFIT.BUDGET_GB, for messages.
 
     Raises:
@@ -79,7 +79,7 @@ class Settings:
     ranks: int
 
     @classmethod
-    def of(
+    def from_cfg(
         cls,
         cfg: CfgNode,
         ranks: Optional[int] = None,

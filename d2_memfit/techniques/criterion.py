@@ -148,7 +148,7 @@ def _in_chunks(
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = kind(function, module, args, kwargs)
         size = chunk_size * call.pairs_per_object
-        if call.counts is not None and len(list(chunks_of(call.counts, size))) == 1:
+        if call.num_per_image is not None and len(list(chunks_of(call.num_per_image, size))) == 1:
             return function(module, *args, **kwargs)
         name = f"{type(module).__qualname__}.{function.__name__}"
         if name not in can_chunk:
@@ -160,7 +160,7 @@ def _in_chunks(
                     name,
                     problem,
                 )
-        if call.counts is None or not can_chunk[name]:
+        if call.num_per_image is None or not can_chunk[name]:
             return function(module, *args, **kwargs)
         return call.run(size)[0]
 
@@ -169,16 +169,16 @@ def _in_chunks(
 
 def _problem_of_chunks(call: _Call) -> Optional[str]:
     """The problem with chunks, found with a few of the objects; None if results are the same."""
-    if call.counts is None:
+    if call.num_per_image is None:
         return "because its arguments have no targets of a known form"
-    counts = call.counts
+    num_per_image = call.num_per_image
     state = RandomState(call.device)
-    num_objects = min(_SAMPLE, sum(counts))
-    per_image = next(n for n in count(1) if sum(min(n, c) for c in counts) >= num_objects)
-    sample = call.of([slice(0, min(per_image, c)) for c in counts])
+    num_objects = min(_SAMPLE, sum(num_per_image))
+    per_image = next(n for n in count(1) if sum(min(n, c) for c in num_per_image) >= num_objects)
+    sample = call.restricted_to([slice(0, min(per_image, c)) for c in num_per_image])
     found = []
     try:
-        for chunk_size in (sum(counts), 2):
+        for chunk_size in (sum(num_per_image), 2):
             state.restore()
             with torch.no_grad():
                 found.append((sample.run(chunk_size)[1], RandomState(call.device)))
@@ -214,7 +214,7 @@ class _MatcherCall:
         args, kwargs: predictions, and lists with the targets of each image.
 
     Attributes:
-        counts: numbers of objects in each image; None if the arguments do not tell.
+        num_per_image: numbers of objects in each image; None if the arguments do not tell.
         device: device of the predictions.
     """
 
@@ -237,9 +237,9 @@ class _MatcherCall:
         targets = [value for value in (*args, *kwargs.values()) if is_targets(value)]
         counts = [objects_per_image(target) for target in targets]
         is_known = bool(counts) and all(count == counts[0] for count in counts)
-        self.counts: Optional[list[int]] = counts[0] if is_known else None
+        self.num_per_image: Optional[list[int]] = counts[0] if is_known else None
 
-    def of(self, chosen: Sequence[slice]) -> "_MatcherCall":
+    def restricted_to(self, chosen: Sequence[slice]) -> "_MatcherCall":
         """The call with only some objects of each image."""
 
         def select(value: Any) -> Any:
@@ -258,14 +258,14 @@ class _MatcherCall:
         Returns:
             The matcher's result; and the matched matrices, with the numbers of pairs of each image.
         """
-        assert self.counts is not None
+        assert self.num_per_image is not None
         state = RandomState(self.device)
         matrices = _Matrices()
-        chunks = list(chunks_of(self.counts, chunk_size))
+        chunks = list(chunks_of(self.num_per_image, chunk_size))
         for chunk in chunks:
             state.restore()  # all chunks compare masks at the same points
-            matrices.begin(is_last=chunk is chunks[-1])
-            call = self.of(chunk)
+            matrices.start_chunk(is_last=chunk is chunks[-1])
+            call = self.restricted_to(chunk)
             with self._solver.gathering(matrices):
                 result = call._forward(call._matcher, *call._args, **call._kwargs)
         return result, [*matrices.whole, np.array([len(queries) for queries, _ in result])]
@@ -306,8 +306,8 @@ class _Matrices:
         self._is_last = False
         self._position = 0
 
-    def begin(self, is_last: bool) -> None:
-        """Begin a chunk."""
+    def start_chunk(self, is_last: bool) -> None:
+        """Gather the matrices of the next chunk."""
         self._is_last = is_last
         self._position = 0
 
@@ -336,7 +336,7 @@ class _LossCall:
         args: ``indices`` holds, for each image, the numbers of queries and of their objects.
 
     Attributes:
-        counts: numbers of pairs in each image; None if the arguments have another form.
+        num_per_image: numbers of pairs in each image; None if the arguments have another form.
         pairs_per_object: more than one if groups of queries are each matched with all objects.
         device: device of the predictions.
     """
@@ -355,15 +355,15 @@ class _LossCall:
         self._kwargs = bound.kwargs
         self._position = list(signature(loss).parameters).index("indices") - 1
         targets, self._indices = self._arguments[self._position - 1 : self._position + 1]
-        self.counts: Optional[list[int]] = None
+        self.num_per_image: Optional[list[int]] = None
         self.pairs_per_object = 1
         objects = objects_per_image(targets) if is_targets(targets) else None
         if objects and _are_pairs(self._indices):
-            self.counts = [len(queries) for queries, _ in self._indices]
-            self.pairs_per_object = max(1, *map(_ratio, self.counts, objects))
+            self.num_per_image = [len(queries) for queries, _ in self._indices]
+            self.pairs_per_object = max(1, *map(_ratio, self.num_per_image, objects))
         self.device = device_of(self._arguments)
 
-    def of(self, chosen: Sequence[slice]) -> "_LossCall":
+    def restricted_to(self, chosen: Sequence[slice]) -> "_LossCall":
         """The call with only some pairs of each image, and their objects."""
         arguments = list(self._arguments)
         pairs = [(q[part], o[part]) for (q, o), part in zip(self._indices, chosen)]
@@ -381,14 +381,14 @@ class _LossCall:
         Returns:
             The result of the loss, and the values in it.
         """
-        assert self.counts is not None
+        assert self.num_per_image is not None
         state = RandomState(self.device)
         results = []
         start = 0
-        for chunk in chunks_of(self.counts, chunk_size):
+        for chunk in chunks_of(self.num_per_image, chunk_size):
             state.restore()
             part = slice(start, start + sum(s.stop - s.start for s in chunk))
-            run = partial(self._run_chunk, chunk, _DrawnForAll(part, sum(self.counts)))
+            run = partial(self._run_chunk, chunk, _DrawnForAll(part, sum(self.num_per_image)))
             if torch.is_grad_enabled():
                 # Mask2Former's losses are TorchScript, which cannot be stopped half-way.
                 with set_checkpoint_early_stop(False):
@@ -400,7 +400,9 @@ class _LossCall:
         return total, [torch.as_tensor(value).detach() for value in tree_iter(total)]
 
     def _run_chunk(self, chunk: Sequence[slice], draws: "_DrawnForAll", *_: Any) -> Any:
-        call = self.of(chunk)  # made here, and again in the backward: masks of objects are large
+        call = self.restricted_to(
+            chunk
+        )  # made here, and again in the backward: masks of objects are large
         with draws:
             return call._loss(call._criterion, *call._arguments, **call._kwargs)
 

@@ -73,7 +73,7 @@ class LazyRows(torch.Tensor):
     row_bytes: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, num_leading: int) -> "LazyRows":
+    def from_tensor(cls, tensor: torch.Tensor, num_leading: int) -> "LazyRows":
         """The rows of an existing tensor."""
         flat = tensor.flatten(0, num_leading - 1)
         like = _meta_like(flat[:1])
@@ -323,7 +323,7 @@ class UpsamplesLater(TorchFunctionMode):
         if func is _interpolate and self._least and args and _has_rows(args[0]):
             like = func(_meta_like(args[0]), *args[1:], **kwargs)
             if all(a >= b for a, b in zip(like.shape[-2:], self._least)):
-                return func(LazyRows.of(args[0], 2), *args[1:], **kwargs)
+                return func(LazyRows.from_tensor(args[0], 2), *args[1:], **kwargs)
         return func(*args, **kwargs)
 
 

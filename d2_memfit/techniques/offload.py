@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.utils.logger import log_first_n
 from torch import nn
 
-from ..compat.pytorch import change_count
+from ..compat.pytorch import version_of
 from ..errors import HostMemoryError
 from ..memory import available_host_bytes, error_line, on_host
 from .registry import TECHNIQUES, ModulesTechnique
@@ -72,7 +72,7 @@ class _Offloaded(nn.Module):
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         weights = {t.untyped_storage().data_ptr() for t in (*self.parameters(), *self.buffers())}
-        with self.offload.of_a_forward(weights):
+        with self.offload.offloading(weights):
             return super().forward(*args, **kwargs)
 
 
@@ -92,7 +92,7 @@ class _HostCopy:
         self.host = tensor
         self.before = None if before is None else weakref.ref(before)
         self.source: Optional[torch.Tensor] = tensor
-        self.changes = change_count(tensor)
+        self.changes = version_of(tensor)
         self.fetched: Optional[torch.Tensor] = None
         self.event: Optional[torch.cuda.Event] = None
 
@@ -120,7 +120,7 @@ class _Offload:
         self._bytes_since_check = 0
 
     @contextmanager
-    def of_a_forward(self, weights: set[int]) -> Iterator[None]:
+    def offloading(self, weights: set[int]) -> Iterator[None]:
         before = self._weights
         self._weights = weights
         try:
@@ -188,7 +188,7 @@ class _Offload:
 
     def _fetch(self, packed: _HostCopy) -> None:
         source = packed.source
-        if source is not None and change_count(source) == packed.changes:
+        if source is not None and version_of(source) == packed.changes:
             packed.fetched = source
         packed.source = None
         if packed.fetched is not None:
@@ -234,10 +234,10 @@ class _Offload:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Facts that two tensors share if they are the same tensor, unchanged."""
+    """A value that two tensors share if they are the same tensor, unchanged."""
     return (
         tensor.data_ptr(),
-        change_count(tensor),
+        version_of(tensor),
         tensor.dtype,
         tensor.shape,
         tensor.stride(),

@@ -42,7 +42,7 @@ class Columns(NamedTuple):
     targets: list[dict[str, Tensor]]
 
     @classmethod
-    def of(cls, batch: tuple[NestedTensor, Any]) -> "Columns":
+    def from_batch(cls, batch: tuple[NestedTensor, Any]) -> "Columns":
         images, targets = batch
         assert images.mask is not None  # it is None in exported models alone
         unpadded = [images.no_padding] * len(targets)
@@ -122,7 +122,7 @@ class WindowModule(RFDETRModelModule):
         assert self._inner is not None
         lightnings = torch.autocast(self.device.type, enabled=False)  # it would go on in a backward
         with lightnings, EventStorage(self.global_step):
-            losses = self._inner.accumulate(Columns.of(batch))
+            losses = self._inner.accumulate(Columns.from_batch(batch))
         weights = self.criterion.weight_dict  # rfdetr logs its losses without them
         log = partial(self.log, on_epoch=True, batch_size=len(batch[1]))
         for name, value in losses.items():

@@ -69,7 +69,7 @@ def main() -> None:
     check_outputs([args.output], inputs)
     if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
-    settings = Settings.of(cfg, trains=False)
+    settings = Settings.from_cfg(cfg, trains=False)
     cfg = settings.cfg
     enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
     model = build_model(cfg).eval()

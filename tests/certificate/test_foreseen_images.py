@@ -87,7 +87,7 @@ def batches_of(mapper, rank=0, ranks=1, seed=3, repeats=False, **options):
 def foreseen(mapper, ranks=1, compared=5, **options):
     """The images that are foreseen on each rank, and the state that a run starts from."""
     batches = batches_of(mapper, **options)
-    stream, states = batches.start(ranks, seed=7)
+    stream, states = batches.first_state(ranks, seed=7)
     images = ForeseenImages(batches, states[0]["workers"][0], compared, BOUND)
     geometry = BatchGeometry(ranks, 3, accumulation_steps=2)
     windows = [
@@ -109,10 +109,10 @@ def check_windows(mapper, ranks=1, **options):
     images, windows, state = foreseen(mapper, ranks, **options)
     assert images.why_bounds == ""
     for rank in range(ranks):
-        indices, facts = windows[rank]
+        indices, shapes = windows[rank]
         rows = given(mapper, state, rank, ranks, **options)
         assert np.array_equal(indices, rows[..., 0])
-        assert np.array_equal(facts, rows[..., 1:])
+        assert np.array_equal(shapes, rows[..., 1:])
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
@@ -153,12 +153,12 @@ class NeedsPixels(T.Augmentation):
     ],
 )
 def test_what_cannot_be_drawn_counts_as_the_largest(mapper, why):
-    images, [(indices, facts)], state = foreseen(mapper)
+    images, [(indices, shapes)], state = foreseen(mapper)
     assert why in images.why_bounds
     rows = given(mapper, state)
     assert np.array_equal(indices, rows[..., 0])
-    assert np.array_equal(facts[..., 2], rows[..., 3])
-    assert (facts[..., :2] == BOUND).all()
+    assert np.array_equal(shapes[..., 2], rows[..., 3])
+    assert (shapes[..., :2] == BOUND).all()
 
 
 def test_unknown_draws_name_the_augmentation():

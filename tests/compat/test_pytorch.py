@@ -128,9 +128,9 @@ def test_tensors_of_a_storage_share_its_id():
 
 def test_changes_in_place_are_counted():
     tensor = torch.zeros(4)
-    before = torch_private.change_count(tensor)
+    before = torch_private.version_of(tensor)
     tensor[:2].add_(1)
-    assert torch_private.change_count(tensor) == before + 1
+    assert torch_private.version_of(tensor) == before + 1
 
 
 def test_a_wrapper_has_a_shape_and_no_memory():

@@ -66,30 +66,30 @@ def test_it_is_a_warning_where_it_is_planned(log):
 
 def test_a_named_budget_goes_before_that_of_a_card():
     cfg = get_cfg()
-    assert Settings.of(cfg, 1).cfg.MEMFIT.BUDGET_GB is None
+    assert Settings.from_cfg(cfg, 1).cfg.MEMFIT.BUDGET_GB is None
     cfg.MEMFIT.PRESET = "6GB"
-    assert PRESETS["6GB"] == Settings.of(cfg, 1).cfg.MEMFIT.BUDGET_GB
+    assert PRESETS["6GB"] == Settings.from_cfg(cfg, 1).cfg.MEMFIT.BUDGET_GB
     cfg.MEMFIT.BUDGET_GB = 3
-    assert Settings.of(cfg, 1).cfg.MEMFIT.BUDGET_GB == 3
+    assert Settings.from_cfg(cfg, 1).cfg.MEMFIT.BUDGET_GB == 3
 
 
 def test_auto_is_measured_and_leaves_room_for_the_workers_of_the_loader(log):
     cfg = get_cfg()
     cfg.MODEL.DEVICE, cfg.MEMFIT.BUDGET_GB = "cpu", "auto"
     cfg.DATALOADER.NUM_WORKERS = 0
-    alone = Settings.of(cfg, 1).cfg.MEMFIT.BUDGET_GB
+    alone = Settings.from_cfg(cfg, 1).cfg.MEMFIT.BUDGET_GB
     assert alone > process_memory().data_bytes / 2**30
     assert "MEMFIT.BUDGET_GB auto on the device cpu: " in log.text
     cfg.DATALOADER.NUM_WORKERS = 4
-    assert alone - 1 > Settings.of(cfg, 1).cfg.MEMFIT.BUDGET_GB
+    assert alone - 1 > Settings.from_cfg(cfg, 1).cfg.MEMFIT.BUDGET_GB
 
 
 def test_a_preset_of_the_command_line_takes_the_place_of_a_files_budget(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("MEMFIT: {BUDGET_GB: 10}\nVERSION: 2\n")
     cfg = load_cfg(str(file), ["MEMFIT.PRESET", "6GB"])
-    assert Settings.of(cfg, 1).cfg.MEMFIT.BUDGET_GB == 5.5
-    assert Settings.of(load_cfg(str(file)), 1).cfg.MEMFIT.BUDGET_GB == 10
+    assert Settings.from_cfg(cfg, 1).cfg.MEMFIT.BUDGET_GB == 5.5
+    assert Settings.from_cfg(load_cfg(str(file)), 1).cfg.MEMFIT.BUDGET_GB == 10
 
 
 @pytest.mark.parametrize("card", ["6GB", "6", " 6 gb ", "6G", "6GiB"])

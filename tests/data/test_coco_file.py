@@ -16,11 +16,11 @@ def test_coins_are_fine(coins):
         json_file, folder = str(coins / f"{split}.json"), str(coins / split)
         file = check_coco_file(f"coins_{split}", json_file, folder, True)
         assert file.classes == ("coin",)
-        facts = file.facts
-        assert facts.num_images == facts.num_images_with_objects == num_images
-        assert facts.num_objects > num_images
-        assert set(facts.cases) == {"no_keypoints"}
-        assert facts.cases["no_keypoints"].number == facts.num_objects
+        summary = file.summary
+        assert summary.num_images == summary.num_images_with_objects == num_images
+        assert summary.num_objects > num_images
+        assert set(summary.cases) == {"no_keypoints"}
+        assert summary.cases["no_keypoints"].number == summary.num_objects
 
 
 def test_classes_are_in_the_order_of_detectron2(coins, tmp_path):
@@ -33,10 +33,10 @@ def test_classes_are_in_the_order_of_detectron2(coins, tmp_path):
     file.write_text(json.dumps(coco))
     found = check_coco_file("other", str(file), None, True)
     assert found.classes == ("coin", "note")
-    assert found.facts.num_objects == len(coco["annotations"]) - 1
-    (code,) = found.facts.cases["rle"].examples
+    assert found.summary.num_objects == len(coco["annotations"]) - 1
+    (code,) = found.summary.cases["rle"].examples
     assert code.startswith("id 1000 of ")
-    (without,) = found.facts.cases["no_mask"].examples
+    (without,) = found.summary.cases["no_mask"].examples
     assert without.startswith(f"id {coco['annotations'][1]['id']} of ")
 
 
@@ -95,7 +95,7 @@ def test_as_many_annotations_as_coco_has_are_checked_in_less_time_than_they_are_
     start = time.process_time()
     found = check_coco_file("coco", str(file), None, for_training=True, progress=lines.append)
     assert time.process_time() - start < 2 * reading
-    assert found.facts.num_objects == 860_000
+    assert found.summary.num_objects == 860_000
     assert lines[0].startswith(f"Reading {file}, ")
     assert "860,000 objects of 118,000 images checked in" in lines[1]
 
@@ -186,7 +186,7 @@ def test_masks_of_crowds_are_looked_at_too(coins, tmp_path):
     )
     file = tmp_path / "crowd.json"
     file.write_text(json.dumps(coco))
-    cases = check_coco_file("crowd", str(file), None, True).facts.cases
+    cases = check_coco_file("crowd", str(file), None, True).summary.cases
     assert cases["bad_rle"].number == 1
     assert set(cases) == {"bad_rle", "no_keypoints"}
 

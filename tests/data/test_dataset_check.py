@@ -69,8 +69,8 @@ def cfg_of(**model):
 
 
 def warnings_of(dicts, cfg=None, names=("ring", "coin")):
-    facts = look_at_dataset(dicts, lambda line: None)
-    return warnings_about_data(cfg or cfg_of(), facts, names)
+    summary = look_at_dataset(dicts, lambda line: None)
+    return warnings_about_data(cfg or cfg_of(), summary, names)
 
 
 def test_names_of_images_command_no_terminal(tmp_path):
@@ -237,14 +237,14 @@ WRONG_BOXES = {
 @pytest.mark.parametrize("fault", WRONG_BOXES)
 def test_it_is_an_error_if_most_boxes_are_wrong(fault):
     wrong = [annotation(bbox=WRONG_BOXES[fault])] * 4
-    facts = look_at_annotations(dicts_of(*wrong))
-    assert facts.cases[fault].number == 4
+    summary = look_at_annotations(dicts_of(*wrong))
+    assert summary.cases[fault].number == 4
     with pytest.raises(DataError, match=r"^4 of 7 ") as e:
-        check_boxes(facts)
+        check_boxes(summary)
     assert str(e.value).count(" of b.png, bbox [") == 3  # examples
     assert "\n" not in str(e.value)
-    facts = look_at_annotations(dicts_of(*wrong[1:]))
-    check_boxes(facts)
+    summary = look_at_annotations(dicts_of(*wrong[1:]))
+    check_boxes(summary)
 
 
 @pytest.mark.parametrize(
@@ -257,24 +257,24 @@ def test_it_is_an_error_if_most_boxes_are_wrong(fault):
 )
 def test_it_is_an_error_if_most_masks_are_wrong_and_learnt(fault, mask):
     wrong = [annotation(segmentation=mask)] * 4
-    facts = look_at_annotations(dicts_of(*wrong))
-    assert facts.cases[fault].number == 4
+    summary = look_at_annotations(dicts_of(*wrong))
+    assert summary.cases[fault].number == 4
     with pytest.raises(DataError, match=r"^mine: .*4 of 7 "):
-        check_masks(cfg_of(), facts, "mine: ")
-    check_masks(cfg_of(MASK_ON=False), facts)
+        check_masks(cfg_of(), summary, "mine: ")
+    check_masks(cfg_of(MASK_ON=False), summary)
     check_masks(cfg_of(), look_at_annotations(dicts_of(*wrong[1:])))
 
 
 def test_images_with_objects_are_counted_without_those_of_crowds():
-    facts = look_at_annotations([*dicts_of(annotation(iscrowd=1)), *dicts_of(annotation())])
-    assert (facts.num_images, facts.num_images_with_objects, facts.num_objects) == (4, 3, 7)
+    summary = look_at_annotations([*dicts_of(annotation(iscrowd=1)), *dicts_of(annotation())])
+    assert (summary.num_images, summary.num_images_with_objects, summary.num_objects) == (4, 3, 7)
 
 
 def test_an_image_with_more_objects_than_can_be_compared_is_refused_in_seconds():
     start = time.process_time()
-    facts = look_at_annotations(dicts_of(*[annotation()] * 100_000))
+    summary = look_at_annotations(dicts_of(*[annotation()] * 100_000))
     with pytest.raises(DataError, match=r"the image b\.png has 100,000 objects"):
-        check_crowd(facts)
+        check_crowd(summary)
     assert time.process_time() - start < 10
     check_crowd(look_at_annotations(dicts_of(*[annotation()] * 2000)))
 
@@ -310,10 +310,10 @@ def test_the_number_of_classes_is_compared_with_the_names():
 )
 @pytest.mark.parametrize("kind", [list, np.array])
 def test_a_polygon_that_would_take_all_memory_is_an_error(polygon, kind):
-    facts = look_at_annotations(dicts_of(annotation(segmentation=[kind(polygon)])))
+    summary = look_at_annotations(dicts_of(annotation(segmentation=[kind(polygon)])))
     with pytest.raises(DataError, match=r"1 of 4 objects have a polygon .* object 0 of b\.png"):
-        check_masks(cfg_of(), facts)
-    check_masks(cfg_of(MASK_ON=False), facts)
+        check_masks(cfg_of(), summary)
+    check_masks(cfg_of(MASK_ON=False), summary)
 
 
 def save_truncated(image, file):
@@ -377,8 +377,8 @@ def test_as_many_annotations_as_coco_has_take_ten_seconds_at_most():
     ]
     lines = []
     start = time.process_time()
-    facts = look_at_dataset(dicts, lines.append)
+    summary = look_at_dataset(dicts, lines.append)
     assert time.process_time() - start < 10
-    assert facts.num_objects > 860_000
+    assert summary.num_objects > 860_000
     assert lines[0] == "Checking 861,400 annotations of 118,000 images ..."
     assert lines[1].startswith("Checked 861,400 annotations, and 0 of 118,000 images, in ")

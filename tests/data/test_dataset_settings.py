@@ -245,6 +245,6 @@ def test_a_data_set_as_large_as_the_recipes_keeps_the_recipe(file_of):
 
 def test_a_dataset_to_evaluate_on_without_objects_is_told_before_training(file_of, coins):
     file = check_coco_file("val", str(coins / "val.json"), None, for_training=True)
-    empty = replace(file, facts=replace(file.facts, num_objects=0))
+    empty = replace(file, summary=replace(file.summary, num_objects=0))
     notes = [str(s) for s in fit_to_data(load_cfg(MASK), [file], [empty], ())]
     assert f"{file.json_file} has no objects, so evaluation on val gives no AP" in notes

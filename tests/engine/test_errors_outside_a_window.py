@@ -13,7 +13,7 @@ from tiny import images
 
 from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.engine.attempts import Recovery, recovering_inference
-from d2_memfit.engine.state import Snapshot
+from d2_memfit.engine.state import StateCopy
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.settings import RecoveryOptions
 
@@ -104,7 +104,7 @@ def test_the_vote(tmp_path, monkeypatch):
 @pytest.mark.parametrize("part", ["restore", "release_memory"])
 def test_the_first_failure_is_on_file_when_the_restoration_fails(part, tmp_path, monkeypatch):
     if part == "restore":
-        monkeypatch.setattr(Snapshot, "restore", run_out)
+        monkeypatch.setattr(StateCopy, "restore", run_out)
     else:
         monkeypatch.setattr("d2_memfit.engine.attempts.attempts.release_memory", run_out)
     trainer = trainer_of(tmp_path)
@@ -124,7 +124,7 @@ def test_an_evaluator(tmp_path):
     assert phases(tmp_path) == ["evaluation"]
 
 
-AT_START = "d2_memfit.engine.resuming.resumable_trainer.Snapshot"
+AT_START = "d2_memfit.engine.resuming.resumable_trainer.StateCopy"
 
 
 def resumed_trainer(output_dir):
@@ -141,7 +141,7 @@ def test_the_start_of_a_window_is_tried_again_and_then_explained(start, tmp_path
 
     def fail_once(*args, **kwargs):
         made.append(args)
-        return run_out() if len(made) == 1 else Snapshot(*args, **kwargs)
+        return run_out() if len(made) == 1 else StateCopy(*args, **kwargs)
 
     monkeypatch.setattr(AT_START, fail_once)
     iterate(trainer)
@@ -153,7 +153,7 @@ def test_the_start_of_a_window_is_tried_again_and_then_explained(start, tmp_path
     assert phases(tmp_path) == ["start"]
 
 
-@pytest.mark.parametrize(("part", "phase"), [("begin", "window"), ("report", "vote")])
+@pytest.mark.parametrize(("part", "phase"), [("prepare", "window"), ("report", "vote")])
 @pytest.mark.parametrize("start", [trainer_of, resumed_trainer])
 def test_counts_that_find_no_memory(start, part, phase, tmp_path, monkeypatch):
     trainer = start(tmp_path)
@@ -190,7 +190,7 @@ def fail_in_the_vote(rank, output_dir):
     if rank == 1:
         model.module.fits = 1
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Snapshot, "restore", run_out)
+            patch.setattr(StateCopy, "restore", run_out)
             return error_of(trainer)
     return error_of(trainer)
 

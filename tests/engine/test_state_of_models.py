@@ -211,7 +211,7 @@ def test_a_first_change_in_a_forward_that_fails_is_said(log):
 
 
 def test_what_is_too_large_or_cannot_go_back_is_said_once_with_its_name(log, monkeypatch):
-    monkeypatch.setattr("d2_memfit.engine.state.snapshot.MOST_BYTES", 8)
+    monkeypatch.setattr("d2_memfit.engine.state.state_copy.MOST_BYTES", 8)
     monkeypatch.setattr(module_state, "_MOST_OBJECTS", 5)
     state = SimpleState()
     train(state, SimpleState.change, str, num_iterations=3, fails_in=())

@@ -471,7 +471,7 @@ def train_in_a_folder_in_use(rank, folder):
 def test_a_folder_in_use_ends_all_ranks_before_any_hook(two_ranks, tmp_path):
     one, other = two_ranks.run(train_in_a_folder_in_use, tmp_path)
     assert one[0].startswith("OUTPUT_DIR")
-    assert f"rank 0 cannot begin the run: {one[0]}" == other[0]
+    assert f"rank 0 cannot start the run: {one[0]}" == other[0]
     assert one[1] == other[1] == 4
 
 

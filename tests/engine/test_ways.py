@@ -351,7 +351,7 @@ def train_in_a_folder_in_use(rank, way, folder, coins):
 def test_a_rank_that_cannot_begin_ends_all(way, coins, tmp_path, two_ranks):
     one, other = two_ranks.run(train_in_a_folder_in_use, way, tmp_path, coins)
     assert one.startswith(f"OUTPUT_DIR {tmp_path} is in use by process")
-    assert other == f"rank 0 cannot begin the run: {one}"
+    assert other == f"rank 0 cannot start the run: {one}"
 
 
 def loop_in_two_folders(rank, folder, coins):

@@ -475,7 +475,7 @@ FIRST = [item for item in items_of(SMALL) if item.group in GROUPS]
 
 @pytest.mark.parametrize("item", FIRST, ids=[item.key for item in FIRST])
 def test_the_gpu_is_measured(item, gpu):
-    record = measure(item, {}, gpu, Scale.of(SMALL))
+    record = measure(item, {}, gpu, Scale.for_device(SMALL))
     if record.get("budget_gb"):
         assert record["device_gb"] <= record["budget_gb"]
     if "allocated_gb" in record:
@@ -486,8 +486,8 @@ def test_the_gpu_is_measured(item, gpu):
 
 def test_memory_outside_the_allocator_is_measured(gpu, monkeypatch):
     """Its processes of their own have no made-up card, so their function is called here."""
-    small = Scale.of(SMALL)
-    monkeypatch.setattr(Scale, "of", lambda device: small)
+    small = Scale.for_device(SMALL)
+    monkeypatch.setattr(Scale, "for_device", lambda device: small)
     sent = SimpleNamespace(records=[])
     sent.send = sent.records.append
     outside._use_more_and_more(0, sent, str(gpu), outside._free_bytes(gpu))

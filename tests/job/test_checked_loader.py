@@ -16,7 +16,7 @@ from PIL import Image
 from tiny import tiny_cfg
 
 from d2_memfit import MemfitTrainer
-from d2_memfit.data import AnnotationFacts
+from d2_memfit.data import AnnotationSummary
 from d2_memfit.errors import DataError
 from d2_memfit.evaluation import build_evaluator
 from d2_memfit.job import checked_loader, checked_test_loaders
@@ -201,10 +201,10 @@ def test_dev_shm_is_measured_before_the_start(cfg, dicts, log, monkeypatch):
 
 
 def test_bit_masks_take_room_in_shared_memory(cfg):
-    facts = AnnotationFacts(num_images=10, num_objects=70, most_objects=30)
-    polygons = shm_bytes(cfg, facts, 1, 2)
+    summary = AnnotationSummary(num_images=10, num_objects=70, most_objects=30)
+    polygons = shm_bytes(cfg, summary, 1, 2)
     cfg.INPUT.MASK_FORMAT = "bitmask"
     pixels, images = 64 * 128, 2 * 2 + 2 + 4
     assert polygons == pixels * 3 * images
-    assert shm_bytes(cfg, facts, 1, 2) == polygons + pixels * (7 * images + 30)
-    assert shm_bytes(cfg, facts, 1, 0) == 0
+    assert shm_bytes(cfg, summary, 1, 2) == polygons + pixels * (7 * images + 30)
+    assert shm_bytes(cfg, summary, 1, 0) == 0

@@ -22,7 +22,7 @@ from torch import nn
 
 from d2_memfit import Job, estimate_memory, get_cfg
 from d2_memfit.errors import DataError
-from d2_memfit.job.facts import facts_of
+from d2_memfit.job.dataset_statistics import statistics_of
 from d2_memfit.job.label_images import labels_in, tiles
 from d2_memfit.planner.writing import describe_estimate
 
@@ -133,12 +133,12 @@ def drawn(tmp_path):
 
 
 def test_sizes_and_classes_are_read_from_the_files(drawn):
-    facts = facts_of([drawn]).with_labels([drawn])
-    assert facts.sizes == {(120, 90), (80, 160), (60, 60)}
-    assert facts.labels == (0, 3, 6, 9, 12, 15)
-    assert facts.num_instances == 6
-    assert facts.mean_instances == pytest.approx(11 / 3)
-    assert not facts.is_guess
+    statistics = statistics_of([drawn]).with_labels([drawn])
+    assert statistics.sizes == {(120, 90), (80, 160), (60, 60)}
+    assert statistics.labels == (0, 3, 6, 9, 12, 15)
+    assert statistics.num_instances == 6
+    assert statistics.mean_instances == pytest.approx(11 / 3)
+    assert not statistics.is_guess
 
 
 def test_a_photograph_lies_as_detectron2_turns_it(tmp_path):
@@ -149,7 +149,7 @@ def test_a_photograph_lies_as_detectron2_turns_it(tmp_path):
     Image.new("RGB", (50, 40)).save(tmp_path / "a.jpg", exif=exif)
     DatasetCatalog.register("turned_test", lambda: [{"file_name": str(tmp_path / "a.jpg")}])
     try:
-        assert facts_of(["turned_test"]).sizes == {(50, 40)}
+        assert statistics_of(["turned_test"]).sizes == {(50, 40)}
         assert detection_utils.read_image(str(tmp_path / "a.jpg")).shape == (50, 40, 3)
     finally:
         DatasetCatalog.remove("turned_test")
@@ -188,11 +188,11 @@ def test_of_many_label_images_a_hundred_are_read_and_that_is_said(drawn, monkeyp
 def test_a_file_that_is_missing_makes_a_dataset_a_missing_one(drawn, tmp_path):
     (tmp_path / "labels/1.png").unlink()
     (tmp_path / "images/1.jpg").unlink()
-    assert facts_of([drawn]).with_labels([drawn]).num_instances == 3
+    assert statistics_of([drawn]).with_labels([drawn]).num_instances == 3
     DatasetCatalog.remove(drawn)
     gone = [{"file_name": "gone.jpg", "sem_seg_file_name": "gone.png"}]
     DatasetCatalog.register(drawn, lambda: gone)
-    assert facts_of([drawn]) is None
+    assert statistics_of([drawn]) is None
     job = Job.from_trainer(SemanticTrainer, make_cfg(drawn), 1)
     assert len(job.training_batch(1)[0]["instances"]) == 10  # the metadata's classes
     assert "with 10 of 10 classes in each label image" in job.batches.assumptions[0]
@@ -272,7 +272,7 @@ def test_most_classes_and_their_mean_are_counted_without_what_is_ignored(tmp_pat
         cv2.imwrite(str(tmp_path / f"{i}.png"), image)
     labels = labels_in(tuple(sorted(map(str, tmp_path.iterdir()))), frozenset([IGNORED]))
     assert labels.values == (0, 7)
-    assert labels.counts == (2, 1, 0)
+    assert labels.classes_per_image == (2, 1, 0)
 
 
 @pytest.mark.parametrize("num", [1, 2, 19, 150, 300])
@@ -295,6 +295,6 @@ def test_a_pipe_in_place_of_a_label_or_an_image_is_not_waited_for(tmp_path, alar
         labels_in((str(pipe),), frozenset())
     DatasetCatalog.register("piped", lambda: [{"file_name": str(pipe)}])
     try:
-        assert facts_of("piped") is None  # as of any dataset that cannot be read
+        assert statistics_of("piped") is None  # as of any dataset that cannot be read
     finally:
         DatasetCatalog.remove("piped")

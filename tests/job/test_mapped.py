@@ -268,7 +268,7 @@ def test_a_batch_of_a_known_dataset_has_its_most_crowded_images_once_each():
     assert counts == sorted(counts, reverse=True)
     assert {len(d["instances"]) for d in job.training_batch(4, job.batches.typical)} == {7}
     # 99% of COCO's images have 33 objects at most, and 1% of them are 1183.
-    assert known_dataset(["coco_2017_train"]).counts()[-1] > 33
+    assert known_dataset(["coco_2017_train"]).instances_per_image()[-1] > 33
 
 
 @pytest.mark.parametrize("crops", [False, True])

@@ -16,6 +16,6 @@ def test_a_project_with_a_lazy_config_is_measured(tmp_path, monkeypatch):
     file.write_text(f"from lazy_configs import lazy_config\n{names} = lazy_config().values()\n")
     monkeypatch.setattr(items, "_PROJECTS", tmp_path)
     cpu = torch.device("cpu")
-    record = measure(item, {}, cpu, items.Scale.of(cpu))
+    record = measure(item, {}, cpu, items.Scale.for_device(cpu))
     assert record["allocated_gb"] > 0
     assert "evaluation_allocated_gb" not in record

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_errors_under_a_budget_are_counted():
-    small, card = Scale.of(torch.device("cpu")), torch.device("cuda:0")
+    small, card = Scale.for_device(torch.device("cpu")), torch.device("cuda:0")
     item = next(i for i in items_of(torch.device("cpu")) if i.group == "fragments")
     with made_up_card(outside_gb=0.5):
         job = item.job(card, small)

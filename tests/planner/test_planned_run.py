@@ -68,7 +68,7 @@ def test_a_plan_has_a_cost_model_where_a_key_says_so(cfg, tmp_path):
     cfg.MEMFIT.MICRO_BATCH = 1
     cfg.MEMFIT.PLAN.COST_MODEL = True
     planned = fit_config(cfg)
-    assert Settings.of(planned, 1).cost_model.limit_bytes < planned.MEMFIT.BUDGET_GB * GB
+    assert Settings.from_cfg(planned, 1).cost_model.limit_bytes < planned.MEMFIT.BUDGET_GB * GB
     assert load_cfg(str(tmp_path / "output" / "memfit_plan.yaml")).dump() == planned.dump()
 
 

@@ -120,7 +120,7 @@ def test_the_teacher_is_frozen_and_in_evaluation_mode(cfg):
 @pytest.mark.slow
 def test_a_dry_run_has_the_memory_of_the_teacher_and_of_a_computed_step(cfg, monkeypatch):
     def peak(cfg, trainer=None):
-        job = Job.of(cfg, trainer, batch=WorstCase((64, 64), 3))
+        job = Job.from_any(cfg, trainer, batch=WorstCase((64, 64), 3))
         return sum(steps.train(job, [job.training_batch(2)]).peak().values())
 
     plain, dry = peak(tiny_cfg("faster_rcnn")), peak(cfg, Trainer)

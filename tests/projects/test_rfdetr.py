@@ -111,7 +111,7 @@ def test_micro_batches_have_the_gradients_of_the_full_batch(
     images, targets = collate_fn(samples(model_config, NUM_IMAGES))
     images.tensors = images.tensors.to(dtype)
     targets = [{name: value[objects] for name, value in t.items()} for t in targets]
-    batch = Columns.of((images, [{**t, "boxes": t["boxes"].to(dtype)} for t in targets]))
+    batch = Columns.from_batch((images, [{**t, "boxes": t["boxes"].to(dtype)} for t in targets]))
     monkeypatch.setattr(torch, "rand", partial(_same_for_all, dtype))
     gradients = []
     for micro_batch_size in (None, 1):

@@ -458,7 +458,7 @@ predictor._tiles.BATCH_SIZE = 1  # what the first forward allocates once is ther
 next(predictor.detect(f"{folder}/large.npy"), None)
 predictor._tiles.BATCH_SIZE = 9
 enforce_budget(process_memory().data_bytes / 2**30 + 0.2, "cpu")
-with recovering_inference(model, Settings.of(cfg, trains=False).recovery):
+with recovering_inference(model, Settings.from_cfg(cfg, trains=False).recovery):
     list(predictor.detect(f"{folder}/large.npy"))
 print("tiles are done")
 """

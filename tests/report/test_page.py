@@ -46,7 +46,7 @@ def test_in_a_browser_tensors_are_named_owners_left_out_and_steps_explained(page
     with browser(tmp_path / "profile") as b:
         b.open(page)
         assert text("h1") == f"A job {EVIL}"
-        assert text("#facts li") == f"fact {EVIL}"
+        assert text("#job_lines li") == f"fact {EVIL}"
         counts = {"path.band": 2, ".chart .limit": 2, ".bar": 2, "#legend button": 2}
         assert {s: count(s) for s in counts} == counts
         assert text("#steps td") == EVIL

@@ -136,7 +136,7 @@ def test_what_is_parsed_has_types_and_is_made_once():
 
 
 def test_settings_share_what_is_the_same_and_change_nothing():
-    settings = Settings.of(tiny_cfg(), 1)
+    settings = Settings.from_cfg(tiny_cfg(), 1)
     changed = with_settings(settings.cfg, {"MEMFIT.OOM.POLICY": "split"})
     assert changed.MODEL is settings.cfg.MODEL
     assert (settings.cfg.MEMFIT.OOM.POLICY, changed.MEMFIT.OOM.POLICY) == ("raise", "split")
@@ -147,10 +147,10 @@ def test_settings_share_what_is_the_same_and_change_nothing():
 def test_an_evaluation_does_not_read_the_keys_of_training():
     cfg = get_cfg()
     cfg.SOLVER.MAX_ITER, cfg.MEMFIT.BEST.METRIC, cfg.SOLVER.IMS_PER_BATCH = 0, "bbox/AP", 3
-    assert Settings.of(cfg, 2, trains=False).recovery is None
+    assert Settings.from_cfg(cfg, 2, trains=False).recovery is None
     cfg.MEMFIT.OOM.POLICY = "never"
     with pytest.raises(ConfigError, match=r"MEMFIT\.OOM\.POLICY must be 'raise' or 'split'"):
-        Settings.of(cfg, 2, trains=False)
+        Settings.from_cfg(cfg, 2, trains=False)
 
 
 def test_only_counts_that_are_known_divide_losses():

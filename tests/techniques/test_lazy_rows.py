@@ -65,7 +65,7 @@ COMPUTED = {
 @torch.no_grad()
 def test_what_is_made_of_it_is_what_is_made_of_the_tensor(name):
     function = {**STAY_LAZY, **COMPUTED}[name]
-    expected, found = function(upsample(X)), function(upsample(LazyRows.of(X, 2)))
+    expected, found = function(upsample(X)), function(upsample(LazyRows.from_tensor(X, 2)))
     assert isinstance(found, LazyRows) == (name in STAY_LAZY)
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
@@ -75,7 +75,7 @@ def test_what_is_made_of_it_is_what_is_made_of_the_tensor(name):
 
 @torch.no_grad()
 def test_rows_come_one_by_one_as_arrays_too():
-    masks, expected = upsample(LazyRows.of(X, 2))[0] > 0, upsample(X)[0] > 0
+    masks, expected = upsample(LazyRows.from_tensor(X, 2))[0] > 0, upsample(X)[0] > 0
     assert len(masks) == 7
     for mask, other in zip(masks, expected):
         assert isinstance(mask, LazyRows)
@@ -87,7 +87,7 @@ def test_rows_come_one_by_one_as_arrays_too():
 
 @torch.no_grad()
 def test_it_goes_where_tensors_go():
-    masks, expected = upsample(LazyRows.of(X, 2))[0] > 0, upsample(X)[0] > 0
+    masks, expected = upsample(LazyRows.from_tensor(X, 2))[0] > 0, upsample(X)[0] > 0
     instances = Instances((30, 40), pred_masks=masks, scores=SCORES)
     chosen = instances[instances.scores > 0.5].to("cpu")
     assert isinstance(chosen.pred_masks, LazyRows)
@@ -101,14 +101,14 @@ def test_it_goes_where_tensors_go():
 
 @torch.no_grad()
 def test_no_row_is_fine():
-    masks = upsample(LazyRows.of(X, 2))[0][torch.zeros(7, dtype=torch.bool)]
+    masks = upsample(LazyRows.from_tensor(X, 2))[0][torch.zeros(7, dtype=torch.bool)]
     assert masks.flatten(1).sum(1).shape == (0,)
     assert np.asarray(masks).shape == (0, 30, 40)
 
 
 @torch.no_grad()
 def test_writing_is_an_error():
-    masks = upsample(LazyRows.of(X, 2))[0]
+    masks = upsample(LazyRows.from_tensor(X, 2))[0]
     for write in (masks.sigmoid_, masks[0].zero_, lambda: masks.add_(1)):
         with pytest.raises(WritesToLazyRows, match=r"writes into masks that are computed when"):
             write()
@@ -120,7 +120,7 @@ def test_memory_is_that_of_a_few_rows(monkeypatch):
     x, row_bytes = torch.randn(1, 50, 10, 10), 300 * 400 * 4
     monkeypatch.setattr(lazy_rows, "_CHUNK_BYTES", row_bytes)
     with TensorMeter() as meter:
-        masks = upsample(LazyRows.of(x, 2), (300, 400))[0]
+        masks = upsample(LazyRows.from_tensor(x, 2), (300, 400))[0]
         sums = (masks.sigmoid().flatten(1) * (masks > 0).float().flatten(1)).sum(1)
         sums += sum(torch.tensor(mask.numpy().sum()) for mask in masks > 0)
     assert sums.shape == (50,)

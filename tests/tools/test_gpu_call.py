@@ -80,15 +80,15 @@ def run(tmp_path, **settings):
 
 
 def test_the_call_leaves_its_records_and_goes_on_where_it_ended(tmp_path):
-    status, log = run(tmp_path, GPU_REHEARSE="1", GPU_ITEMS="facts")
+    status, log = run(tmp_path, GPU_REHEARSE="1", GPU_ITEMS="defaults")
     assert status == 0, log
     assert "trainers/d2_memfit, with recovery {" in log
     lines = (tmp_path / "out" / "more.jsonl").read_text().splitlines()
-    assert [json.loads(line)["key"] for line in lines] == ["facts", "facts"]
+    assert [json.loads(line)["key"] for line in lines] == ["defaults", "defaults"]
     _, _, table = log.partition("the end")
     assert '"card": "Made-up"' in table
     shutil.rmtree(tmp_path / "out")  # some machines empty it
-    status, log = run(tmp_path, GPU_REHEARSE="1", GPU_ITEMS="facts one_rank")
+    status, log = run(tmp_path, GPU_REHEARSE="1", GPU_ITEMS="defaults one_rank")
     assert status == 0, log
     assert log.count("gpu_call.call first") == 1
     again = (tmp_path / "out" / "more.jsonl").read_text().splitlines()

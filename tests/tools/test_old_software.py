@@ -80,7 +80,7 @@ def convolution(channels, size, num_images=2, kernel=3, dtype=torch.float32):
 
 
 def test_cudnn_7_transforms_tiles():
-    workspace = V100.of("cuda").workspace_bytes
+    workspace = V100.load("cuda").workspace_bytes
     # 168 tiles of the data, with 512 channels, and 256 x 256 filters, of 32 x 17 complex numbers.
     large = convolution(256, (200, 336))
     assert workspace(large) == pytest.approx((168 * 512 + 256**2) * 32 * 17 * 8, rel=0.01)
@@ -98,5 +98,5 @@ def test_gradients_that_a_loop_keeps_are_there_in_the_forward():
     new = Allocation(100 * MB, "gradients", "backward")
     events = [Allocate(kept), Free(kept), Allocate(activation), Free(activation), Allocate(new)]
     timeline = Timeline(events=events)
-    assert OldDevice.of("cuda").use(timeline).allocated_bytes == 150 * MB
+    assert OldDevice.load("cuda").use(timeline).allocated_bytes == 150 * MB
     assert DeviceModel.load("cuda").use(timeline).allocated_bytes < 120 * MB

@@ -34,7 +34,7 @@ from d2_memfit.certificate import Certificate, certify, follow
 from d2_memfit.config import load_cfg, with_settings
 from d2_memfit.data import register_coco
 from d2_memfit.engine import launch
-from d2_memfit.iteration import ImageFacts, Padding
+from d2_memfit.iteration import MicroBatchShape, Padding
 from d2_memfit.memory import process_memory
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, as_in_runs, steps
@@ -188,9 +188,9 @@ def _certify(folder: Path, ranks: int, windows: int, images: int) -> float:
     print(f"{there.from_run}\n")
     needs_gb = DryJob(job, there, evaluates=False).total_bytes() / _GB
     budget_gb = round((needs_gb + 0.02) / (1 - MARGIN), 2)
-    fit = CostFit(job, there, Padding.of(steps.build(job)[0]))
+    fit = CostFit(job, there, Padding.from_model(steps.build(job)[0]))
     planned = with_settings(cfg, {"MEMFIT.BUDGET_GB": budget_gb, **fit.settings()})
-    cost_model = Settings.of(planned, ranks).cost_model
+    cost_model = Settings.from_cfg(planned, ranks).cost_model
     assert cost_model is not None
     start = time.process_time()
     certificate = certify(Job.from_cfg(planned, ranks), device="cpu")
@@ -201,7 +201,9 @@ def _certify(folder: Path, ranks: int, windows: int, images: int) -> float:
     mean = len(dicts["annotations"]) // len(dicts["images"])
     fixed = 1
     while fixed < images:
-        more = ImageFacts.of(np.array([(136, 181, mean)] * (fixed + 1)))  # the mean of sizes
+        more = MicroBatchShape.from_images(
+            np.array([(136, 181, mean)] * (fixed + 1))
+        )  # the mean of sizes
         if cost_model.bytes_of(more, Padding(32)) > cost_model.limit_bytes:
             break
         fixed += 1

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
+from pathlib import Path
 from typing import Any, Union
 
 import torch
@@ -31,9 +32,9 @@ class OldDevice(DeviceModel):
     """
 
     @classmethod
-    def of(cls, name: str) -> DeviceModel:
+    def load(cls, name: Union[str, Path]) -> DeviceModel:
         """The card of a device file, with old software."""
-        return replace(cls.load(name), foreach=False, cublas_workspace_mb=0)
+        return replace(super().load(name), foreach=False, cublas_workspace_mb=0)
 
     def events(self, timeline: Timeline) -> Iterator[Union[Allocate, Free]]:
         for event in super().events(timeline):

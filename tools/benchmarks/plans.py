@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     rows = []
     for config in args.configs:
         opts = ["SOLVER.IMS_PER_BATCH", args.images]
-        job = Job.of(load_cfg(find_config_file(config), opts))
+        job = Job.from_any(load_cfg(find_config_file(config), opts))
         device = DeviceModel.load(args.device)
         needed_gb = Planner(job, device).plan(1000, ["exact"]).before.device_total_gb
         every = Trials(job, device)

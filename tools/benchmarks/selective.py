@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     size = tuple(args.size)
-    job = Job.of(_config(args), batch=WorstCase(size, 20))
+    job = Job.from_any(_config(args), batch=WorstCase(size, 20))
     trials = Trials(job, DeviceModel.load("cpu"), DryJob, False, lambda line: None)
     trials.limit_bytes = 2**62
     plain, every = choice_of((), args.images), choice_of([_CHECKPOINT], args.images)

@@ -185,7 +185,7 @@ def estimate_row(row: Row, folder: Optional[Path] = None) -> MemoryEstimate:
     kind = V100 if row.device == "v100" else OldDevice
     job = _job(row, folder)
     with pytorch_before_1_11() if row.pytorch == "1.10" else nullcontext():
-        return DryJob(job, kind.of(row.device), evaluates=False).estimate(with_typical=True)
+        return DryJob(job, kind.load(row.device), evaluates=False).estimate(with_typical=True)
 
 
 def _job(row: Row, folder: Optional[Path]) -> Job:

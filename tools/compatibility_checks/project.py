@@ -62,7 +62,7 @@ _LAZY_ALWAYS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Project:
-    """The facts about a project that the checks need.
+    """What the checks need to know about a project.
 
     Attributes:
         name: name in the table.
@@ -129,11 +129,11 @@ class Project:
         Args:
             full_size: whether it is the project's own recipe, on photographs like COCO's.
         """
-        facts = {"image_size": (480, 640)} if full_size else {}
+        batch = {"image_size": (480, 640)} if full_size else {}
         if self.kind == "lazy":
-            return Job.from_lazy(self._lazy_config(tree, full_size), ranks, **facts)
+            return Job.from_lazy(self._lazy_config(tree, full_size), ranks, **batch)
         kind = self.trainer_class() or load(self.trainer)
-        return Job.from_trainer(kind, self._cfg(tree, full_size), ranks, **facts)
+        return Job.from_trainer(kind, self._cfg(tree, full_size), ranks, **batch)
 
     def _cfg(self, tree: Path, full_size: bool) -> CfgNode:
         cfg = load(self.get_cfg)()
@@ -161,8 +161,8 @@ def load(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute) if colon else name
 
 
-_FACTS = yaml.safe_load(Path(__file__).with_name("projects.yaml").read_text())
-PROJECTS = {name: Project(name, **facts) for name, facts in _FACTS.items()}
+_PROJECTS = yaml.safe_load(Path(__file__).with_name("projects.yaml").read_text())
+PROJECTS = {name: Project(name, **fields) for name, fields in _PROJECTS.items()}
 
 
 def made(name: str, folder: Path, scratch: Path, ranks: int) -> tuple[Job, Optional[type]]:

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The tables of the page: what the doctor found in each project, and the facts of its job."""
+"""The tables of the page: what the doctor found in each project, and its job."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -24,7 +24,7 @@ REHEARSE = bool(os.environ.get("GPU_REHEARSE"))
 GB, MB = 2**30, 2**20
 
 CARD = torch.device("cuda:0")
-SCALE = Scale.of(torch.device("cpu") if REHEARSE else CARD)
+SCALE = Scale.for_device(torch.device("cpu") if REHEARSE else CARD)
 
 
 @contextmanager

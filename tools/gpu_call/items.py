@@ -41,7 +41,7 @@ from .card import CARD, GB, MB, PREPARED, REHEARSE, full_size, job_of, measured,
 EXPANDS, ORDINARY = "expandable_segments:True", "expandable_segments:False"
 
 
-def facts() -> Iterator[Record]:
+def defaults() -> Iterator[Record]:
     """Defaults of PyTorch, and whether segments grow, as they should after the first line."""
     use_expandable_segments()
     x = torch.zeros(32 * MB, dtype=torch.uint8, device=CARD)
@@ -339,7 +339,7 @@ def full_ones(*names: str) -> dict[str, Measurement]:
 
 # What tells most comes first.
 MEASUREMENTS = {
-    "facts": Measurement(facts, 25, None),
+    "defaults": Measurement(defaults, 25, None),
     "train": Measurement(train, 90, None),
     "crowded": Measurement(crowded, 60),
     **full_ones("allocator", "convolution", "cublas", "cudnn", "kernels", "step"),

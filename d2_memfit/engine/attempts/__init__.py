@@ -3,5 +3,5 @@
 
 from .attempts import *
 from .inference import *
-from .oom_record import *
+from .oom_log import *
 from .recovery import *

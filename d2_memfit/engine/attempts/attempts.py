@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import OutOfMemoryError
 from ...memory import error_line, is_out_of_memory, release_memory
-from ..state import Snapshot
+from ..state import StateCopy
 from ..window import Cutter, MicroBatch, Window
 
 __all__ = ["Retries", "run_all", "run_to_count"]
@@ -65,7 +65,7 @@ class Retries(ABC):
         self._device = device
         self._num_undone = 0
 
-    def copy(self) -> Optional[Snapshot]:
+    def copy(self) -> Optional[StateCopy]:
         """A copy of what the next piece may change; None if nothing is to be restored."""
         return None
 
@@ -88,7 +88,7 @@ class Retries(ABC):
             str: the message of the final error if they cannot; "" otherwise.
         """
 
-    def undo(self, before: Optional[Snapshot], piece: Any) -> None:
+    def undo(self, before: Optional[StateCopy], piece: Any) -> None:
         """Free what an attempt left, and restore the state before it, if it could be copied."""
         self._num_undone += 1
         # From Python 3.12 on, frames of the attempt hold each other, and its tensors, if leaving a
@@ -114,7 +114,7 @@ def run_to_count(
     cutter = copy.copy(cutter)
     retries = _Smaller(next(model.parameters()).device, window, cutter)
     run_all(lambda: cutter.take(window), forward, retries if may_recover else None)
-    window.start_over()
+    window.put_all_back()
 
 
 class _Smaller(Retries):

@@ -12,7 +12,7 @@ from torch import nn
 from ...settings import RecoveryOptions
 from ...techniques import checkpointed, resize_image
 from ..window import MicroBatch, Window
-from .oom_record import RAISE
+from .oom_log import RAISE
 
 __all__ = ["SKIP", "Escalation", "low_memory_step"]
 

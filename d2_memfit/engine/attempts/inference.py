@@ -11,9 +11,9 @@ from torch import nn
 from ... import compat
 from ...settings import RecoveryOptions
 from ...techniques import can_have_results_on_host, results_on_host
-from ..state import Snapshot
+from ..state import StateCopy
 from .attempts import Retries, run_all
-from .oom_record import RAISE, OomEvent, OomRecord
+from .oom_log import RAISE, OomEvent, OomLog
 
 __all__ = ["recovering_inference"]
 
@@ -36,7 +36,7 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
         yield
         return
     bare = compat.without_ddp(model)
-    retries = _BatchRetries(bare, OomRecord(options, bare))
+    retries = _BatchRetries(bare, OomLog(options, bare))
     original = type(model)
 
     def call(model: Any, batch: Any) -> Any:
@@ -44,7 +44,7 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
             results.append(original.__call__(model, *piece))
 
         results: list[Any] = []
-        retries.begin(batch)
+        retries.put(batch)
         run_all(retries.take, run, retries)
         return results[0] if len(results) == 1 else [r for part in results for r in part]
 
@@ -52,7 +52,7 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     # project's code may ask for the model's class, so this derives a class from it.
     model.__class__ = type(original.__name__, (original,), {"__call__": call})
     try:
-        with retries.record.explained("evaluation"):
+        with retries.oom_log.explained("evaluation"):
             yield
     finally:
         model.__class__ = original
@@ -61,15 +61,15 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
 class _BatchRetries(Retries):
     """How the batches of an evaluation come again. A piece is a batch, in a tuple."""
 
-    def __init__(self, model: nn.Module, record: OomRecord) -> None:
+    def __init__(self, model: nn.Module, oom_log: OomLog) -> None:
         super().__init__(next(model.parameters()).device)
-        self.record = record
+        self.oom_log = oom_log
         self._model = model
         self._is_on_host = False
         self._is_one_by_one = False
         self._waiting: deque[tuple[Any]] = deque()
 
-    def begin(self, batch: Any) -> None:
+    def put(self, batch: Any) -> None:
         """Take this batch next, cut into images if that was needed before."""
         is_cut = self._is_one_by_one and isinstance(batch, list) and len(batch) > 1
         self._waiting = deque(([image],) for image in batch) if is_cut else deque([(batch,)])
@@ -77,15 +77,15 @@ class _BatchRetries(Retries):
     def take(self) -> Optional[tuple[Any]]:
         return self._waiting.popleft() if self._waiting else None
 
-    def copy(self) -> Snapshot:
+    def copy(self) -> StateCopy:
         # Detectron2's test-time augmentation turns heads off, and an error leaves them so.
-        return Snapshot(self._model, is_watched=False)
+        return StateCopy(self._model, is_watched=False)
 
     def around(self, piece: tuple[Any]) -> AbstractContextManager[Any]:
         return results_on_host(self._model) if self._is_on_host else nullcontext()
 
     def describe(self, error: Exception, piece: tuple[Any]) -> OomEvent:
-        return self.record.event(error, "evaluation", *piece)
+        return self.oom_log.event(error, "evaluation", *piece)
 
     def react(self, failure: OomEvent, piece: tuple[Any]) -> str:
         (batch,) = piece
@@ -96,11 +96,11 @@ class _BatchRetries(Retries):
             self._is_one_by_one = True
             action = "the images are run one at a time"
         else:
-            self.record.log(failure, RAISE)
-            return self.record.final_error(failure)
-        self.record.log(failure, action)
+            self.oom_log.log(failure, RAISE)
+            return self.oom_log.final_error(failure)
+        self.oom_log.log(failure, action)
         if self._waiting:  # other images of a batch that is cut
             self._waiting.appendleft(piece)
         else:
-            self.begin(batch)
+            self.put(batch)
         return ""

@@ -15,11 +15,11 @@ from torch import nn
 
 from ...errors import OutOfMemoryError
 from ...settings import RecoveryOptions
-from ..state import Snapshot
+from ..state import StateCopy
 from ..window import Cutter, MicroBatch, Window, WindowStorage
 from .attempts import Retries
 from .escalation import SKIP, Escalation, low_memory_step
-from .oom_record import RAISE, OomEvent, OomRecord
+from .oom_log import RAISE, OomEvent, OomLog
 
 __all__ = ["Recovery", "RecoveryReport", "WindowRetries"]
 
@@ -52,7 +52,7 @@ class Recovery:
     Attributes:
         learned: the cutter's state after the last window that ran to its end on all ranks.
         largest: the last window's micro-batch with the most images, until the next window runs.
-        record: where errors are recorded and explained.
+        oom_log: where errors are recorded and explained.
         oom_events, retried_images, skipped_images: totals over all ranks and iterations.
     """
 
@@ -74,7 +74,7 @@ class Recovery:
         self.skipped_images = 0
         self._seen_images = 0
         self._device = next(model.parameters()).device
-        self.record = OomRecord(options, model, mixed_precision)
+        self.oom_log = OomLog(options, model, mixed_precision)
         self._allocator_retries = 0
         self._rises = 0  # iterations in a row in which the allocator retried
 
@@ -139,7 +139,7 @@ class Recovery:
         self._seen_images = state["seen_images"]
 
     def _watch_allocator(self, report: RecoveryReport) -> None:
-        """Halve the size before a crash: an allocator that retries again and again is near it.
+        """Halve micro-batches before a crash: an allocator that retries again and again is near it.
 
         It counts how often it had to free its cache. Each retry synchronises the device.
         """
@@ -153,9 +153,9 @@ class Recovery:
         if self._rises < _MOST_RISES or largest is None or not largest.can_be_split:
             return
         error = torch.OutOfMemoryError(f"num_alloc_retries rises again and again, to {retries}")
-        event = self.record.event(error, "allocator", largest.data)
+        event = self.oom_log.event(error, "allocator", largest.data)
         report.oom_events += 1
-        self.record.log(event, f"{self.cutter.lower(largest)} before it fails")
+        self.oom_log.log(event, f"{self.cutter.lower(largest)} before it fails")
 
 
 class WindowRetries(Retries):
@@ -167,7 +167,7 @@ class WindowRetries(Retries):
     Args:
         recovery: decides how large micro-batches are.
         model: without DDP around it.
-        last: an earlier snapshot of the model.
+        last: an earlier copy of the model's state.
 
     Attributes:
         report: of this window.
@@ -179,7 +179,7 @@ class WindowRetries(Retries):
         model: nn.Module,
         window: Window,
         storage: WindowStorage,
-        last: Optional[Snapshot],
+        last: Optional[StateCopy],
     ) -> None:
         super().__init__(next(model.parameters()).device)
         self.report = RecoveryReport()
@@ -187,7 +187,7 @@ class WindowRetries(Retries):
         self._model = model
         self._window = window
         self._storage = storage
-        self._at_start: Optional[Snapshot] = None
+        self._at_start: Optional[StateCopy] = None
         self._last = last
         self._escalation = Escalation(recovery.options)
 
@@ -196,8 +196,8 @@ class WindowRetries(Retries):
         self._recovery.end_window(self._window, self.report)
         return self.report
 
-    def copy(self) -> Snapshot:
-        self._last = Snapshot(self._model, self._storage, last=self._last)
+    def copy(self) -> StateCopy:
+        self._last = StateCopy(self._model, self._storage, last=self._last)
         self._at_start = self._at_start or self._last
         return self._last
 
@@ -206,7 +206,7 @@ class WindowRetries(Retries):
         return low_memory_step(self._model) if needs_low_memory else nullcontext()
 
     def describe(self, error: Exception, piece: MicroBatch) -> OomEvent:
-        return self._recovery.record.event(error, piece.phase, piece.data)
+        return self._recovery.oom_log.event(error, piece.phase, piece.data)
 
     def react(self, failure: OomEvent, piece: MicroBatch) -> str:
         report = self.report
@@ -215,7 +215,7 @@ class WindowRetries(Retries):
             self._window.put_back()
         else:
             report.retried_images += self._window.num_images
-            self._window.start_over()
+            self._window.put_all_back()
         if not self._recovery.may_recover():
             action = RAISE
         elif piece.can_be_split:
@@ -225,11 +225,11 @@ class WindowRetries(Retries):
             action = self._escalation.next_action(piece, self._window)
         report.oom_events += 1
         report.skipped_images += piece.num_images if action == SKIP else 0
-        self._recovery.record.log(failure, action)
-        return self._recovery.record.final_error(failure) if action == RAISE else ""
+        self._recovery.oom_log.log(failure, action)
+        return self._recovery.oom_log.final_error(failure) if action == RAISE else ""
 
-    def undo(self, before: Optional[Snapshot], piece: MicroBatch) -> None:
-        with self._recovery.record.explained("restoration", lambda: piece.data):
+    def undo(self, before: Optional[StateCopy], piece: MicroBatch) -> None:
+        with self._recovery.oom_log.explained("restoration", lambda: piece.data):
             if piece.phase == "backward":
                 self._model.zero_grad(set_to_none=True)
                 before = self._at_start

@@ -10,7 +10,7 @@ from .best_checkpoint import BestCheckpoint
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
-from .peak_record import RecordPeaks
+from .peak_recorder import PeakRecorder
 from .shared_device import EnforceBudget, MakeRoom
 
 __all__ = ["job_hooks"]
@@ -36,7 +36,7 @@ def job_hooks(job: Job) -> list[HookBase]:
     if job.recovery is not None:
         made.append(MakeRoom())
     if comm.is_main_process():
-        made.append(RecordPeaks(job))
+        made.append(PeakRecorder(job))
     if job.cfg.MEMFIT.BEST.METRIC:
         made.append(BestCheckpoint(job))
     return made

@@ -93,7 +93,7 @@ class Answers:
         return [sites.added_up([noted]) for noted in self._noted]
 
     @contextmanager
-    def of(self, micro_batch: MicroBatch, replays: bool = False) -> Iterator[None]:
+    def answering(self, micro_batch: MicroBatch, replays: bool = False) -> Iterator[None]:
         """Note and answer counts in a micro-batch's forward.
 
         Args:

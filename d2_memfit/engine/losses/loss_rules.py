@@ -20,7 +20,7 @@ from ...errors import ConfigError, OutOfMemoryError
 from ...memory import error_line, is_out_of_memory
 from ...settings import NormalizerOptions
 from ..attempts import run_to_count
-from ..state import Snapshot
+from ..state import StateCopy
 from ..window import Cutter, MicroBatch, Window, count_objects, may_have_objects
 from . import sites
 from .adapters import adapt_criteria
@@ -127,13 +127,13 @@ class LossRules:
         self._has_tested = False
         self._has_news: set[int] = set()  # ranks that have something new to test
         self._is_spared = False  # a function, in this window
-        self._before: Optional[Snapshot] = None  # the last forward that may be spared
+        self._before: Optional[StateCopy] = None  # the last forward that may be spared
         self._counters: list[str] = []  # that were not named yet
         self._said: set[str] = set()
         if options.policy != "off":
             adapt_criteria(model, is_exact=options.policy == "exact")
 
-    def begin(self, window: Window, forward: Callable[..., Any]) -> None:
+    def prepare(self, window: Window, forward: Callable[..., Any]) -> None:
         """Find what a window's losses are divided by, before its first forward.
 
         Args:
@@ -141,7 +141,7 @@ class LossRules:
 
         Raises:
             ConfigError: on every rank, if the model cannot be trained so.
-            OutOfMemoryError: on every rank, if one cannot even begin to count.
+            OutOfMemoryError: on every rank, if one cannot even start to count.
         """
         self._answers = None
         self.is_one_piece = False
@@ -178,9 +178,15 @@ class LossRules:
             )
         )
 
-    def of(self, micro_batch: MicroBatch, replays: bool = False) -> AbstractContextManager[None]:
+    def answering(
+        self, micro_batch: MicroBatch, replays: bool = False
+    ) -> AbstractContextManager[None]:
         """Count during a micro-batch's forward, and again (``replays``) during its backward."""
-        return nullcontext() if self._answers is None else self._answers.of(micro_batch, replays)
+        return (
+            nullcontext()
+            if self._answers is None
+            else self._answers.answering(micro_batch, replays)
+        )
 
     def run(
         self, micro_batch: MicroBatch, losses: Callable[[Any], Mapping[str, torch.Tensor]]
@@ -195,9 +201,9 @@ class LossRules:
         Raises:
             CommunicationError: the model communicates unexpectedly.
         """
-        self._before = Snapshot(self._model, last=self._before) if self._second_rank else None
+        self._before = StateCopy(self._model, last=self._before) if self._second_rank else None
         try:
-            with self.of(micro_batch):
+            with self.answering(micro_batch):
                 found = losses(micro_batch.batch)
                 if self._answers is not None:
                     found = self._answers.weighted(found)
@@ -368,14 +374,14 @@ class LossRules:
         """This rank's images, objects, micro-batches, images in the largest of these, and whether
         images have a place for objects.
         """
-        window.load()
+        window.load_all()
         while self._cutter.take(window) is not None:
             pass
         pieces = window.micro_batches
         objects = sum(count_objects(m.data) for m in pieces)
         largest = max((m.num_images for m in pieces), default=0)
         numbers: list[float] = [window.num_images, objects, len(pieces), largest]
-        window.start_over()
+        window.put_all_back()
         return [*numbers, self._is_due and may_have_objects(window.images_waiting)]
 
     def _name_counters(self, forwards: int) -> None:

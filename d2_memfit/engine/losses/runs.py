@@ -20,7 +20,7 @@ from ...common.random_state import RandomState
 from ...compat.pytorch import BatchNorm
 from ...counts import Handler, PretendedRanks
 from ...errors import ConfigError
-from ..state import Snapshot, watched
+from ..state import StateCopy, watched
 from ..window import MicroBatch, count_images
 from .answers import Answers, Totals
 from .changes import changed_names, counters_of, state_of
@@ -54,12 +54,12 @@ def without_traces(model: nn.Module) -> Iterator[None]:
 
     Attributes of the model's modules, such as ``training``, are put back, too.
     """
-    snapshot = Snapshot(model)
+    before = StateCopy(model)
     try:
         with torch.no_grad(), EventStorage(get_event_storage().iter):
             yield
     finally:
-        snapshot.restore()
+        before.restore()
 
 
 @dataclass
@@ -185,7 +185,7 @@ class Subject:
         while True:
             answers = Answers(self.communicate, totals, weights, pretended, is_alone=True)
             result = Run()
-            start = Snapshot(self.model)
+            start = StateCopy(self.model)
             no_step = register_optimizer_step_pre_hook(_refuse_step)
             try:
                 has_gradient = with_gradient and self.has_gradients
@@ -234,7 +234,7 @@ class Subject:
         gradients = []
         with SameDraws(seed) as draws:
             before = RandomState(self.device)
-            with answers.of(micro_batch), watched(self.model, may_run_again=True):
+            with answers.answering(micro_batch), watched(self.model, may_run_again=True):
                 losses = self.losses(self.model, micro_batch.batch)
                 _check(losses, parameters)
                 weighted = answers.weighted(losses)
@@ -245,7 +245,7 @@ class Subject:
         for i, group in enumerate(names):
             total: Any = sum(weighted[name] for name in group if name in weighted)
             if isinstance(total, torch.Tensor) and total.requires_grad:
-                with SameDraws(seed), answers.of(micro_batch, replays=True):
+                with SameDraws(seed), answers.answering(micro_batch, replays=True):
                     # Hooks may look at the size of the gradient.
                     (total * share).backward(retain_graph=i + 1 < len(names))
             gradients.append(sketch_of_gradients(parameters) / share)

@@ -47,7 +47,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
     """
 
     path_manager: Any
-    _has_begun = _is_resumed = _loads_all = False
+    _has_started = _is_resumed = _loads_all = False
     _resumed_file = ""
     _lock: Optional[FolderLock] = None
 
@@ -76,7 +76,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
         """Save a checkpoint like :meth:`save`; raise :class:`CheckpointError` on any failure."""
         self.path_manager.keeps_all = True  # a failed save must not remove an older file
         try:
-            self.begin_run()
+            self.start_run()
             with with_averaged_weights(self.model), raising_handlers_held_back():
                 super().save(name, **kwargs)
         except (OSError, RuntimeError) as e:
@@ -94,7 +94,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
             self._lock.release()
         self._lock = None
 
-    def begin_run(self, is_new: bool = True) -> None:
+    def start_run(self, is_new: bool = True) -> None:
         """Lock the folder, and move the checkpoints of an earlier run aside unless it is resumed.
 
         The first save also does this. Call it when no rank reads weights from that folder any more.
@@ -115,9 +115,9 @@ class MemfitCheckpointer(DetectionCheckpointer):
             for leftover in glob.glob(os.path.join(glob.escape(self.save_dir), LEFTOVERS)):
                 with contextlib.suppress(OSError):
                     os.remove(leftover)
-        if self._has_begun:
+        if self._has_started:
             return
-        self._has_begun = True
+        self._has_started = True
         if self._is_resumed or not is_new:
             return
         last = self.get_checkpoint_file()

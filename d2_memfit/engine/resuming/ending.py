@@ -147,7 +147,7 @@ def _explanation(trainer: TrainerBase, error: BaseException) -> Optional[BaseExc
     hook = next((o for o in objects if isinstance(o, HookBase)), None)  # the outermost
     if recovery is None or hook is None:
         return None
-    explanation: Optional[BaseException] = recovery.record.explanation(
+    explanation: Optional[BaseException] = recovery.oom_log.explanation(
         error, f"hook {type(hook).__name__}"
     )
     return explanation

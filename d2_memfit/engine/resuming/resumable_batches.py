@@ -79,9 +79,9 @@ class ResumableBatches(Iterator[Any]):
             chunk=getattr(dataset, "shard_chunk_size", 1),
             batch=loader.batch_size,
         )
-        self._start_at(Rest(0, torch.tensor([], dtype=torch.int64)))
+        self._read_from(Rest(0, torch.tensor([], dtype=torch.int64)))
 
-    def _start_at(self, rest: Rest, taken: Optional["_Taken"] = None) -> None:
+    def _read_from(self, rest: Rest, taken: Optional["_Taken"] = None) -> None:
         taken = taken or _Taken(workers=(None,) * self.num_workers)
         self._rest = rest
         sampler = RestOfStream(self._sampler, rest)
@@ -97,7 +97,7 @@ class ResumableBatches(Iterator[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Start when Detectron2 does, because the workers' seeds are drawn then."""
         if not self.group_size and self._received.source is None:
-            self._received.start()
+            self._received.start_workers()
         return self
 
     def __next__(self) -> Any:
@@ -118,7 +118,7 @@ class ResumableBatches(Iterator[Any]):
         stream = islice(compat.endless_indices(self._sampler), int(places.max()) + 1)
         return torch.tensor(list(stream))[places]
 
-    def start(self, ranks: int, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def first_state(self, ranks: int, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """A state to load before the first batch of a run.
 
         Args:
@@ -148,12 +148,14 @@ class ResumableBatches(Iterator[Any]):
     def _digest(self) -> str:
         """A digest of names and sizes of images, spread over the dataset; "" if they have none."""
         images = compat.inner_dataset(self.images)
-        size = len(self.images)
+        num_images = len(self.images)
         try:
-            facts = [_facts(images[i]) for i in range(0, size, 1 + size // _DIGESTED)]
+            keys = [
+                _image_key(images[i]) for i in range(0, num_images, 1 + num_images // _DIGESTED)
+            ]
         except (AttributeError, LookupError, TypeError):
             return ""
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+        return hashlib.sha256(repr(keys).encode()).hexdigest()
 
     def mark(self) -> Callable[[], None]:
         """A function that puts the state back, for a checkpoint of this moment.
@@ -220,10 +222,10 @@ class ResumableBatches(Iterator[Any]):
         rank = compat.rank_of(self._sampler)
         is_same = is_same and len(ranks[rank]["workers"]) == self.num_workers
         if is_same:
-            self._start_at(rest, _Taken.of(ranks[rank], self.images))
+            self._read_from(rest, _Taken.from_state(ranks[rank], self.images))
         else:
-            self._start_at(rest.after(_places(layout, ranks)))
-        self._received.start()  # draws the seeds now: later, other numbers are due
+            self._read_from(rest.after(_places(layout, ranks)))
+        self._received.start_workers()  # draws the seeds now: later, other numbers are due
         return is_same
 
 
@@ -247,7 +249,7 @@ class _Taken:
     waiting: tuple[_Waiting, ...] = ()  # images without a group yet
 
     @classmethod
-    def of(cls, state: dict[str, Any], images: Any) -> "_Taken":
+    def from_state(cls, state: dict[str, Any], images: Any) -> "_Taken":
         """Restore a state, and reload the images that waited."""
         own = RandomState()
         waiting = []
@@ -288,7 +290,7 @@ class _Received(Iterator[Any]):
         self._is_grouped = is_grouped
         self.source: Optional[Iterator[Any]] = None
 
-    def start(self) -> None:
+    def start_workers(self) -> None:
         """Seed and start the workers."""
         if self.taken.seeds is not None:
             self._loader.generator = torch.Generator()
@@ -303,7 +305,7 @@ class _Received(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self.source is None:
-            self.start()
+            self.start_workers()
         assert self.source is not None
         states = None
         while states is None:
@@ -334,7 +336,7 @@ def _grouped(received: _Received, size: int) -> Iterator[Any]:
         yield group
 
 
-def _facts(image: dict[str, Any]) -> tuple[Any, ...]:
+def _image_key(image: dict[str, Any]) -> tuple[Any, ...]:
     """The key of an image, wherever its folder is."""
     name = image.get("file_name", image.get("image_id"))
     return os.path.basename(str(name)), image.get("height"), image.get("width")

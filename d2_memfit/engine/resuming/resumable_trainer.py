@@ -15,7 +15,7 @@ from ... import compat
 from ...common.random_state import RandomState
 from ...memory import with_room
 from ...techniques import ShardedOptimizer
-from ..state import Snapshot
+from ..state import StateCopy
 from .ending import Progress, call_after_train, saved_at_end
 from .rank_states import RankStates
 from .resumable_batches import ResumableBatches, UnknownLoader
@@ -37,7 +37,7 @@ class ResumableTrainer(SimpleTrainer):
         progress: how far the iteration ``iter`` is.
     """
 
-    _has_begun = False
+    _has_started = False
 
     def __init__(
         self, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
@@ -57,28 +57,28 @@ class ResumableTrainer(SimpleTrainer):
         data_loader = data_loader_builder()
         self.run_state = RunState(compat.without_ddp(self.model), data_loader)
         self.data_loader = data_loader
-        compat.iterate_anew(self, self.run_state.batches)
+        compat.replace_iterator(self, self.run_state.batches)
 
     def check_train(self) -> None:
-        """Begin the run if this is a loop that calls no hooks."""
-        if self.run is not None and not self._has_begun:
-            self.run.begin_loop()
-            self._has_begun = True
+        """Check the run if this is a loop that calls no hooks."""
+        if self.run is not None and not self._has_started:
+            self.run.check_loop()
+            self._has_started = True
 
     def train(self, start_iter: int, max_iter: int) -> None:
         with saved_at_end(self):
             super().train(start_iter, max_iter)
 
     def before_train(self) -> None:
-        self._has_begun = False
+        self._has_started = False
         if self.run is not None:
-            self.run.begin(self)
+            self.run.start(self)
         super().before_train()
         self.run_state.restore_again(self.start_iter)
-        self._has_begun = True
+        self._has_started = True
 
     def after_train(self) -> None:
-        if self._has_begun:  # or else some hooks have not
+        if self._has_started:  # otherwise some hooks have not
             call_after_train(self, super().after_train)
 
     def gather_states(self) -> None:
@@ -153,7 +153,7 @@ class RunState:
         self._random_state: Optional[RandomState] = None  # of this rank, until the run starts
         self._is_loaded = False
         self.ranks = RankStates()
-        self.at_start: Optional[Snapshot] = None
+        self.at_start: Optional[StateCopy] = None
 
     @property
     def loads_in_this_process(self) -> bool:
@@ -172,7 +172,7 @@ class RunState:
         """
         last = self.at_start
         at_start = with_room(
-            lambda: Snapshot(self._model, is_watched=is_watched, last=last), self._device
+            lambda: StateCopy(self._model, is_watched=is_watched, last=last), self._device
         )
         self.at_start = at_start
         undo_data = None if self._data is None else self._data.mark()

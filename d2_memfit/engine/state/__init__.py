@@ -1,4 +1,4 @@
 # Copyright (c) the d2_memfit developers.
 """What a window changes, and how it is put back."""
 
-from .snapshot import *
+from .state_copy import *

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ...errors import ConfigError
-from ...iteration import CostModel, ImageFacts, Padding
+from ...iteration import CostModel, MicroBatchShape, Padding
 from ...job import size_of
 from .columns import Row
 from .quickest_cuts import Cuts, quickest_cuts
@@ -164,7 +164,7 @@ class ByteCutter(Cutter):
         super().__init__(_PARTS, grow_after)
         self.cost_model = cost_model
         self.needs_bytes = 0.0
-        self._padding = Padding.of(model)
+        self._padding = Padding.from_model(model)
         self._base = max(numbers[0] for numbers in cost_model.sums)  # before the first image
         self._room = cost_model.limit_bytes - self._base
         if self._room <= 0:
@@ -193,32 +193,36 @@ class ByteCutter(Cutter):
         Raises:
             ConfigError: the size of an image is not known.
         """
-        sizes = _sizes_of(images)
-        cuts = self.quickest(sizes[None])
+        shapes = _shapes_of(images)
+        cuts = self.quickest(shapes[None])
         self.needs_bytes = float(cuts.largest_bytes[0])
-        parts = sorted(cuts.parts(0), key=lambda part: -self.bytes_of(sizes[part]))
+        parts = sorted(cuts.parts(0), key=lambda part: -self.bytes_of(shapes[part]))
         return [[images[i] for i in part] for part in parts]
 
-    def quickest(self, sizes: NDArray[Any]) -> Cuts:
+    def quickest(self, shapes: NDArray[Any]) -> Cuts:
         """Cut windows of images, as :func:`quickest_cuts` does."""
-        return quickest_cuts(sizes, self.cost_model, self._padding, self.limit_bytes)
+        return quickest_cuts(shapes, self.cost_model, self._padding, self.limit_bytes)
 
-    def bytes_of(self, sizes: NDArray[Any]) -> Any:
-        """Bytes of micro-batches of images with sizes as for :meth:`ImageFacts.of`."""
-        return self.cost_model.bytes_of(ImageFacts.of(sizes), self._padding)
+    def bytes_of(self, shapes: NDArray[Any]) -> Any:
+        """Bytes of micro-batches.
+
+        Args:
+            shapes: as for :meth:`MicroBatchShape.from_images`.
+        """
+        return self.cost_model.bytes_of(MicroBatchShape.from_images(shapes), self._padding)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "unit": self.unit}
 
     def _limit_of(self, micro_batch: MicroBatch) -> float:
-        needs = self.bytes_of(_sizes_of(micro_batch.data)) - self._base
+        needs = self.bytes_of(_shapes_of(micro_batch.data)) - self._base
         share = needs / self._room if self._room > 0 else 0
         # Rounded up: of images of one size, half as many must fit.
         return max(2, min(self.limit, math.ceil(_PARTS * share) + 1))
 
 
-def _sizes_of(images: Sequence[Any]) -> NDArray[Any]:
-    sizes = []
+def _shapes_of(images: Sequence[Any]) -> NDArray[Any]:
+    shapes = []
     for image in images:
         height, width = size_of(list(image.parts) if isinstance(image, Row) else image)
         if not height:
@@ -226,5 +230,5 @@ def _sizes_of(images: Sequence[Any]) -> NDArray[Any]:
                 "MEMFIT.COST_MODEL.BYTES needs images whose size is known, in dataset dicts with "
                 f'an "image" or as tensors in columns, got a {type(image).__name__}'
             )
-        sizes.append((height, width, count_objects(image)))
-    return np.array(sizes)
+        shapes.append((height, width, count_objects(image)))
+    return np.array(shapes)

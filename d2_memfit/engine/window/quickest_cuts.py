@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...iteration import CostModel, ImageFacts, Padding
+from ...iteration import CostModel, MicroBatchShape, Padding
 
 __all__ = ["Cuts", "quickest_cuts"]
 
@@ -43,7 +43,7 @@ class Cuts:
 
 
 def quickest_cuts(
-    sizes: NDArray[Any], cost_model: CostModel, padding: Padding, limit_bytes: float
+    shapes: NDArray[Any], cost_model: CostModel, padding: Padding, limit_bytes: float
 ) -> Cuts:
     """Cut windows so that no micro-batch of several images needs more than a limit.
 
@@ -51,25 +51,25 @@ def quickest_cuts(
     orders, the quickest cut of the first n images follows from those of fewer.
 
     Args:
-        sizes: height, width and number of objects of images, shape ``(windows, images, 3)``.
+        shapes: height, width and number of objects of images, shape ``(windows, images, 3)``.
     """
-    height, width, _ = np.moveaxis(sizes, -1, 0)
-    alone = cost_model.bytes_of(ImageFacts.of(sizes[:, :, None]), padding)
+    height, width, _ = np.moveaxis(shapes, -1, 0)
+    alone = cost_model.bytes_of(MicroBatchShape.from_images(shapes[:, :, None]), padding)
     keys = [(-alone,), (-width, -height), (-height, -width)]  # the last one of each counts most
     order = np.stack([np.lexsort(key) for key in keys])
     # From here on, arrays begin with the shape (orders, windows, images).
-    sizes = sizes[np.arange(len(sizes))[:, None], order]
+    shapes = shapes[np.arange(len(shapes))[:, None], order]
     cut = (*order.shape[:2], order.shape[2] + 1)  # by the number of first images, from 0
     pixels, largest, starts = np.zeros(cut), np.zeros(cut), np.zeros(cut, int)
     # Of equally quick cuts, the one with the fewest micro-batches is taken.
     overhead = cost_model.overhead_pixels + _HARDLY_A_PIXEL
     for end in range(1, cut[2]):
         # The last micro-batch may begin at each image from 0 to end - 1.
-        backwards = sizes[:, :, end - 1 :: -1]
-        largest_sizes = np.maximum.accumulate(backwards, axis=2)[:, :, ::-1]
+        backwards = shapes[:, :, end - 1 :: -1]
+        largest_shapes = np.maximum.accumulate(backwards, axis=2)[:, :, ::-1]
         objects = np.add.accumulate(backwards[..., 2], axis=2)[:, :, ::-1]
-        height, width, most_objects = np.moveaxis(largest_sizes, -1, 0)
-        last = ImageFacts(np.arange(end, 0, -1), height, width, objects, most_objects)
+        height, width, most_objects = np.moveaxis(largest_shapes, -1, 0)
+        last = MicroBatchShape(np.arange(end, 0, -1), height, width, objects, most_objects)
         needs = cost_model.bytes_of(last, padding)
         time = pixels[:, :, :end] + last.num * padding.pixels(height, width) + overhead
         time[(needs > limit_bytes) & (last.num > 1)] = np.inf

@@ -94,7 +94,7 @@ class Window:
         self._steps_taken = 0
         self._waiting: deque[Any] = deque()  # loaded or put back; taken before new batches
 
-    def load(self) -> None:
+    def load_all(self) -> None:
         """Load the whole window now. Micro-batches do not change."""
         loaded = []
         while (data := self._next_batch()) is not None:
@@ -107,7 +107,7 @@ class Window:
         Raises:
             ConfigError: the loader's batches cannot be cut.
         """
-        self.load()
+        self.load_all()
         images = [image for data in self._waiting for image in _cuttable(data)]
         self._waiting = deque(into(images) if images else [])
 
@@ -149,7 +149,7 @@ class Window:
         """Undo the last :meth:`take`."""
         self._waiting.appendleft(self.micro_batches.pop().data)
 
-    def start_over(self) -> None:
+    def put_all_back(self) -> None:
         """Undo every :meth:`take`. The images come again in the same order."""
         while self.micro_batches:
             self.put_back()

@@ -51,7 +51,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution, with the facts on which a library's choice of algorithm depends.
+    """A convolution, with the properties on which a library's choice of algorithm depends.
 
     Attributes:
         direction: "forward", or in the backward the gradient of the "data" or the "filter".
@@ -96,7 +96,7 @@ Event = Union[Allocate, Free, Convolution]
 
 
 class Operator(NamedTuple):
-    """The facts about an operator's call on which its time depends.
+    """The properties of an operator's call on which its time depends.
 
     Attributes:
         kind: "convolution", "grouped convolution" or "matrix product"; "" for others.
@@ -174,7 +174,7 @@ class Timeline:
         gone = {id(event.allocation) for event in self.events if isinstance(event, Free)}
         self.events = [e for e in self.events if id(getattr(e, "allocation", None)) not in gone]
 
-    def sizes(self) -> list[int]:
+    def changes_bytes(self) -> list[int]:
         """Bytes of each allocation, and their negative when it is freed."""
         return [event.num_bytes for event in self._changes()]
 
@@ -191,7 +191,7 @@ class Timeline:
         return owners
 
     def alive_at_peak(self) -> set[Allocation]:
-        end = int(np.cumsum([0, *self.sizes()]).argmax())
+        end = int(np.cumsum([0, *self.changes_bytes()]).argmax())
         until_then = self._changes()[:end]
         gone = {event.allocation for event in until_then if isinstance(event, Free)}
         return {event.allocation for event in until_then} - gone
@@ -201,7 +201,7 @@ class Timeline:
         phases = [event.phase for event in self._changes()]
         if phase not in phases:
             return 0
-        return int(np.cumsum(self.sizes())[phases.index(phase) :].max())
+        return int(np.cumsum(self.changes_bytes())[phases.index(phase) :].max())
 
     def _changes(self) -> list[Union[Allocate, Free]]:
         return [event for event in self.events if not isinstance(event, Convolution)]

@@ -35,7 +35,7 @@ class MemoryEstimate:
         image_size: height and width in pixels to which the largest micro-batch is padded.
         num_instances: annotated objects in the most crowded image. With label images alone, the
             classes in it. None if a given batch has no field for them.
-        assumptions: unknown facts, each with the value assumed for it.
+        assumptions: what is not known, each with the value assumed for it.
         at_least: parts of the job whose largest size is not known. If there are any, the job may
             need more than these numbers say.
         peak_allocated_gb: ``torch.cuda.max_memory_allocated`` after training.
@@ -104,7 +104,7 @@ class DryJob:
         training: timeline of the largest micro-batch and an optimizer step. If an iteration has
             more micro-batches, it includes the gradients of earlier ones.
         evaluation: timeline of one image, or None.
-        assumptions: one line per unknown fact, with the value assumed for it.
+        assumptions: one line for each thing that is not known, with the value assumed for it.
         at_least: one line per part whose largest size is not known.
         limit_bytes: MEMFIT.BUDGET_GB less the margin, or None.
         expandable_segments: whether the allocator of a GPU grows its segments, as under a budget.
@@ -146,7 +146,7 @@ class DryJob:
     @cached_property
     def trace(self) -> tuple[list[int], ...]:
         """Sizes of allocations and frees, equal for jobs that do the same."""
-        return tuple(t.sizes() for t in (self.training, self.evaluation) if t is not None)
+        return tuple(t.changes_bytes() for t in (self.training, self.evaluation) if t is not None)
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether the job runs within a limit of the process, context included."""
@@ -222,7 +222,7 @@ class DryJob:
         typical = self.job.batches.typical if with_typical else None
         typical_bytes = None
         if typical is not None:
-            typical_bytes = self._typical_bytes(self.job.training_batch(of=typical))
+            typical_bytes = self._typical_bytes(self.job.training_batch(batches=typical))
         uses = self._uses(limit_bytes)
         geometry = self.job.geometry
         widths = widths_of(uses[0], self.device, typical_bytes, self.job.batches.is_guess)
@@ -246,8 +246,10 @@ class DryJob:
             range_gb=_range_gb(uses[0].allocated_bytes, widths, OF_TENSORS),
             device_range_gb=_range_gb(self.total_bytes(limit_bytes), widths, widths),
             widths={source: (low / _GB, high / _GB) for source, (low, high) in widths.items()},
-            breakdown={owner: size / _GB for owner, size in uses[0].breakdown.most_common()},
-            outside={owner: size / _GB for owner, size in uses[0].outside.most_common()},
+            breakdown={
+                owner: num_bytes / _GB for owner, num_bytes in uses[0].breakdown.most_common()
+            },
+            outside={owner: num_bytes / _GB for owner, num_bytes in uses[0].outside.most_common()},
             seconds_per_iteration=self.seconds(),
             seconds_range=seconds_range(self.seconds()),
             expandable_segments=self.expandable_segments if self.device.is_gpu else None,

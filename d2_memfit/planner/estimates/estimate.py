@@ -50,8 +50,14 @@ def estimate_memory(
         ConfigError: a value in the config cannot work, its model cannot be built, or there is no
             GPU to probe.
     """
-    facts = {"image_size": image_size, "num_instances": num_instances}
-    job = Job.of(cfg, trainer, num_gpus, batch=batch, **facts)
+    job = Job.from_any(
+        cfg,
+        trainer,
+        num_gpus,
+        batch=batch,
+        image_size=image_size,
+        num_instances=num_instances,
+    )
     dry_job = run_dry(job, device, probe, evaluates)
     return dry_job.estimate(dry_job.limit_bytes, with_typical=True)
 

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Devices as earlier runs on this machine have found them.
 
-Training records its peaks (:class:`~d2_memfit.engine.hooks.peak_record.RecordPeaks`). Records of
+Training records its peaks (:class:`~d2_memfit.engine.hooks.peak_recorder.PeakRecorder`). Records of
 the same device, software and number of ranks correct three values of the device:
 
 - Memory outside the allocator, which replaces the context, kernels and NCCL of the device file. On

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...compat.pytorch import BatchNorm
 from ...errors import ConfigError
-from ...iteration import ImageFacts, Padding, largest_sum
+from ...iteration import MicroBatchShape, Padding, largest_sum
 from ...job import Job, size_of
 from ...techniques import resize_image
 from ..device import DeviceModel
@@ -67,7 +67,7 @@ def with_cost_model(
     if trains_batch_norm and "recipe" not in allow:
         progress("No cost model: BatchNorm's statistics are of the images of a micro-batch")
         return plan
-    fit = CostFit(planned, device, Padding.of(model), progress)
+    fit = CostFit(planned, device, Padding.from_model(model), progress)
     settings = {**plan.settings, **fit.settings(), "MEMFIT.PLAN.MARGIN": round(plan.margin, 4)}
     return replace(plan, settings=settings, cost_model=fit.description())
 
@@ -189,9 +189,9 @@ class CostFit:
         dry_job = DryJob(job, self._device, evaluates=False)
         training = dry_job.training
         dry_job.training = replace(training, events=_of_micro_batch(training.events))
-        sizes = np.array([(*size_of(image), len(image.get("instances", ()))) for image in images])
+        shapes = np.array([(*size_of(image), len(image.get("instances", ()))) for image in images])
         run = Run(
-            ImageFacts.of(sizes).features(self._padding),
+            MicroBatchShape.from_images(shapes).features(self._padding),
             dry_job.least_bytes(),
             self._device.seconds_per_micro_batch
             + sum(self._device.seconds(training.work[phase]) for phase in ("forward", "backward")),

@@ -81,8 +81,14 @@ def plan_memory(
     unknown = set(allow) - set(TIERS)
     if unknown or isinstance(allow, str):
         raise ConfigError(f"allow must be some of {', '.join(TIERS)}, got {allow!r}")
-    facts = {"image_size": image_size, "num_instances": num_instances}
-    job = Job.of(cfg, trainer, num_gpus, batch=batch, **facts)
+    job = Job.from_any(
+        cfg,
+        trainer,
+        num_gpus,
+        batch=batch,
+        image_size=image_size,
+        num_instances=num_instances,
+    )
     if not isinstance(device, DeviceModel):
         device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
     warning = why_no_card_has(budget_gb) if device.is_gpu else None

@@ -144,7 +144,7 @@ class _Overlaps:
         self._high = [np.maximum.reduceat(side, starts) for side in self._sides]
         self._known: dict[bytes, Any] = {}
 
-    def of(self, box: NDArray[Any]) -> tuple[list[tuple[slice, NDArray[Any]]], Any]:
+    def compare(self, box: NDArray[Any]) -> tuple[list[tuple[slice, NDArray[Any]]], Any]:
         """The IoUs in slices of the anchors, and the indices of the anchors with the largest."""
         if box.tobytes() not in self._known:
             ious = [(chunk, self._iou(box, chunk)) for chunk in _runs(self._is_near(box))]
@@ -174,7 +174,7 @@ def _find_labels(
     matches = np.zeros(len(values), np.int64)
     best_of_boxes = []
     for number, box in enumerate(boxes):
-        ious, best = overlaps.of(box)
+        ious, best = overlaps.compare(box)
         for chunk, iou in ious:
             np.copyto(matches[chunk], number, where=iou > values[chunk])
             np.maximum(values[chunk], iou, out=values[chunk])

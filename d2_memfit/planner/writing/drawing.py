@@ -31,7 +31,7 @@ def draw_estimate(
     """
     page = Page(
         title=f"What a job needs of {dry_job.device.description}",
-        facts=_facts(dry_job),
+        job_lines=_job_lines(dry_job),
         charts=[_chart(dry_job, "training")],
         limits_gb=_limits(dry_job, dry_job.job.budget_gb),
         bars=_bars(dry_job, progress),
@@ -65,7 +65,7 @@ def draw_plan(
     ]
     page = Page(
         title=f"A plan for {plan.budget_gb:.4g} GB of {before.device.description}",
-        facts=[describe_plan(plan).splitlines()[0], *_facts(after)],
+        job_lines=[describe_plan(plan).splitlines()[0], *_job_lines(after)],
         charts=charts,
         limits_gb=_limits(after, plan.budget_gb),
         bars=_bars(before, progress),
@@ -74,7 +74,7 @@ def draw_plan(
     write_page(page, path)
 
 
-def _facts(dry_job: DryJob) -> list[str]:
+def _job_lines(dry_job: DryJob) -> list[str]:
     e = dry_job.estimate(dry_job.limit_bytes)
     return [f"{e.num_gpus} GPU{'s' * (e.num_gpus > 1)}", *describe_batch(e)]
 
@@ -83,7 +83,7 @@ def _limits(dry_job: DryJob, budget_gb: Optional[float]) -> dict[str, float]:
     """The budget, and the smallest card that has this much memory."""
     limits = {} if budget_gb is None else {"budget": budget_gb}
     needed = dry_job.total_bytes(dry_job.limit_bytes) / _GB if budget_gb is None else budget_gb
-    cards = [name for name, size in PRESETS.items() if size >= needed]
+    cards = [name for name, gb in PRESETS.items() if gb >= needed]
     if dry_job.device.is_gpu and cards:
         card = cards[0]
         limits[f"{card} card, of which a process gets {PRESETS[card]:g} GB"] = float(card[:-2])
@@ -130,8 +130,8 @@ def _tensor(a: Allocation, begin: int, end: int) -> Tensor:
 def _most(events: list[Union[Allocate, Free]], of: Iterable[Allocation]) -> int:
     """Peak bytes of these allocations."""
     allocations = set(of)
-    sizes = [event.num_bytes for event in events if event.allocation in allocations]
-    return max(accumulate(sizes), default=0)
+    num_bytes = [event.num_bytes for event in events if event.allocation in allocations]
+    return max(accumulate(num_bytes), default=0)
 
 
 def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:
@@ -159,7 +159,7 @@ def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:
             continue
         gb = dry_job.training_use(None).total_bytes / _GB
         progress(f"{gb:.2f} GB: {name}")
-        if dry_job.training.sizes() != before.training.sizes():
+        if dry_job.training.changes_bytes() != before.training.changes_bytes():
             time = in_words(dry_job.time_range(before))
             bars.append(Bar(name, tier, gb, time, describe_settings(settings)))
     return bars

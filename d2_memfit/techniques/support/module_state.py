@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...compat.pytorch import BatchNorm, buffers_by_name, change_counts, children_by_name
+from ...compat.pytorch import BatchNorm, buffers_by_name, children_by_name, versions_of
 
 __all__ = ["LARGE_BYTES", "MOST_BYTES", "ModuleState", "plain_attributes"]
 
@@ -65,10 +65,10 @@ class ModuleState:
     Args:
         changed: parameters, or large tensors among the attributes, that forwards change.
         last: an earlier state of this module. What is as it was then is not copied again: constants
-            that are the same, and tensors of which PyTorch has counted no change.
-            Each of these is compared with its copy in the 1st, 2nd, 4th, 8th, ... state that
-            follows another. One that changes without a count, as through ``.data``, is always
-            copied from then on. Batch normalisation's running statistics are, too.
+            that are the same, and tensors that have the same version in PyTorch. Each of these is
+            compared with its copy in the 1st, 2nd, 4th, 8th, ... state that follows another. One
+            that changes without a new version, as through ``.data``, is always copied from then on.
+            Batch normalisation's running statistics are, too.
 
     Attributes:
         modules: all parts, including those that only plain attributes lead to, such as in a list.
@@ -95,15 +95,15 @@ class ModuleState:
             self._is_constant = all(part.is_constant for part in self._parts.values())
             found = chain(self._changed, *(part.tensors for part in self._parts.values()))
             self.tensors = list({id(t): t for t in found}.values())
-        self._counts = change_counts(self.tensors)
+        self._versions = versions_of(self.tensors)
         self._age: int = 0 if last is None else last._age + 1
         self._is_compared = self._age & (self._age - 1) == 0
-        self._uncounted: set[int] = set() if last is None else last._uncounted
+        self._changed_unseen: set[int] = set() if last is None else last._changed_unseen
         self._copies: dict[int, _Copy] = {} if last is None else last._copies
         self._new: set[int] = set()  # copies that were made here
-        statistics = (p.tensors for p in self._parts.values() if p.is_uncounted)
-        always = {id(t) for t in chain(self._changed, *statistics)} | self._uncounted
-        if last is None or self._is_compared or always or self._counts != last._counts:
+        statistics = (p.tensors for p in self._parts.values() if p.changes_unseen)
+        always = {id(t) for t in chain(self._changed, *statistics)} | self._changed_unseen
+        if last is None or self._is_compared or always or self._versions != last._versions:
             self._copy_tensors(always)
 
     @property
@@ -117,13 +117,13 @@ class ModuleState:
     def restore(self) -> None:
         """Restore the state. This may be repeated, also between forward and backward.
 
-        A tensor without a counted change is left alone if it was not compared with its old copy:
-        the copy may be older than a change without a count.
+        A tensor whose version is the same is left alone if it was not compared with its old copy:
+        the copy may be older than a change without a new version.
         """
-        for tensor, then, count in zip(
-            self.tensors, _pairs(self._counts), _pairs(change_counts(self.tensors))
+        for tensor, then, version in zip(
+            self.tensors, _pairs(self._versions), _pairs(versions_of(self.tensors))
         ):
-            if count != then or self._is_compared or id(tensor) in self._new:
+            if version != then or self._is_compared or id(tensor) in self._new:
                 # Through .data, so that autograd does not see a change of a saved tensor.
                 tensor.data.copy_(self._copies[id(tensor)].value)
         for part in self._parts.values():
@@ -138,28 +138,28 @@ class ModuleState:
     def _copy_tensors(self, always: AbstractSet[int]) -> None:
         """Copy tensors that have changed since they were copied, and those that always do."""
         earlier, self._copies = self._copies, {}
-        for tensor, count in zip(self.tensors, _pairs(self._counts)):
+        for tensor, version in zip(self.tensors, _pairs(self._versions)):
             key = id(tensor)
             copy = earlier.get(key)
-            if copy is not None and (copy.tensor is not tensor or copy.count != count):
+            if copy is not None and (copy.tensor is not tensor or copy.version != version):
                 copy = None
             if copy is not None and self._is_compared and not torch.equal(copy.value, tensor):
-                self._uncounted = {*self._uncounted, key}
+                self._changed_unseen = {*self._changed_unseen, key}
                 copy = None
             if copy is None or key in always:
-                copy = _Copy(tensor, count, tensor.detach().clone())
+                copy = _Copy(tensor, version, tensor.detach().clone())
                 self._new.add(key)
             self._copies[key] = copy
 
 
-def _pairs(counts: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """The two counts of each tensor."""
-    return zip(counts, counts[len(counts) // 2 :])
+def _pairs(versions: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """The two values of :func:`versions_of` for each tensor."""
+    return zip(versions, versions[len(versions) // 2 :])
 
 
 class _Copy(NamedTuple):
     tensor: torch.Tensor
-    count: Any  # of its changes, when it was copied
+    version: Any  # when it was copied
     value: torch.Tensor
 
 
@@ -221,7 +221,7 @@ class _Part:
 
     Attributes:
         is_constant: whether the attributes are constants, so that they only change as a whole.
-        is_uncounted: whether forwards change its buffers without a count.
+        changes_unseen: whether forwards change its buffers without a new version.
         tensors: are to be copied.
         modules: those that only a plain attribute leads to, and their parts.
     """
@@ -231,7 +231,7 @@ class _Part:
         self.module = module
         self.values = _Values([module])
         self.is_constant = True
-        self.is_uncounted = isinstance(module, BatchNorm) and module.training
+        self.changes_unseen = isinstance(module, BatchNorm) and module.training
         self.tensors = [b for b in buffers.values() if b is not None]
         self.modules: list[nn.Module] = []
         self.left_out: list[tuple[nn.Module, str, str]] = []

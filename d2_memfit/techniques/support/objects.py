@@ -31,15 +31,15 @@ def is_targets(value: Any) -> bool:
 
 def objects_per_image(targets: Sequence[Any]) -> Optional[list[int]]:
     """Number of objects of each image; None if a target does not tell it."""
-    counts = []
+    num_per_image = []
     for target in targets:
         labels = target
         if isinstance(target, dict):
             labels = next((target[name] for name in _LABELS if name in target), None)
         if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
             return None
-        counts.append(len(labels))
-    return counts
+        num_per_image.append(len(labels))
+    return num_per_image
 
 
 def take_objects(targets: Sequence[Any], chosen: Sequence[Union[slice, torch.Tensor]]) -> list[Any]:
@@ -48,39 +48,39 @@ def take_objects(targets: Sequence[Any], chosen: Sequence[Union[slice, torch.Ten
     Args:
         chosen: selection for each image.
     """
-    counts = objects_per_image(targets)
-    assert counts is not None
+    num_per_image = objects_per_image(targets)
+    assert num_per_image is not None
     if not isinstance(targets[0], dict):
         return [target[part] for target, part in zip(targets, chosen)]
-    names = [name for name in targets[0] if _is_of_objects(name, targets, counts)]
+    names = [name for name in targets[0] if _is_of_objects(name, targets, num_per_image)]
     return [
         {**target, **{name: target[name][part] for name in names}}
         for target, part in zip(targets, chosen)
     ]
 
 
-def _is_of_objects(name: str, targets: Sequence[Any], counts: Sequence[int]) -> bool:
+def _is_of_objects(name: str, targets: Sequence[Any], num_per_image: Sequence[int]) -> bool:
     values = [target.get(name) for target in targets]
     if not all(isinstance(v, torch.Tensor) and v.dim() for v in values):
         return False
     if values[0].dim() == 1 and "size" in name:  # an image's size can be as long
         return False
-    return [len(v) for v in values] == list(counts)
+    return [len(v) for v in values] == list(num_per_image)
 
 
-def chunks_of(counts: Sequence[int], chunk_size: int) -> Iterator[list[slice]]:
+def chunks_of(num_per_image: Sequence[int], chunk_size: int) -> Iterator[list[slice]]:
     """Split objects into chunks of about equal size, each as one slice per image.
 
     Args:
-        counts: number of objects in each image.
+        num_per_image: number of objects in each image.
         chunk_size: objects in a chunk. No chunk has a single object.
     """
-    num = sum(counts)
-    num_chunks = max(1, min(math.ceil(num / chunk_size), num // 2))
-    starts = [sum(counts[:i]) for i in range(len(counts))]
+    total = sum(num_per_image)
+    num_chunks = max(1, min(math.ceil(total / chunk_size), total // 2))
+    starts = [sum(num_per_image[:i]) for i in range(len(num_per_image))]
     for chunk in range(num_chunks):
-        first, end = (num * i // num_chunks for i in (chunk, chunk + 1))
+        first, end = (total * i // num_chunks for i in (chunk, chunk + 1))
         yield [
-            slice(min(max(first - start, 0), count), min(max(end - start, 0), count))
-            for start, count in zip(starts, counts)
+            slice(min(max(first - start, 0), num), min(max(end - start, 0), num))
+            for start, num in zip(starts, num_per_image)
         ]

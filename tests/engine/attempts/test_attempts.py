@@ -26,7 +26,7 @@ from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 from d2_memfit import AccumulatingTrainer, get_cfg
 from d2_memfit.compat.pytorch import is_in_backward
 from d2_memfit.engine.attempts import recovering_inference
-from d2_memfit.engine.state import Snapshot
+from d2_memfit.engine.state import StateCopy
 from d2_memfit.errors import ConfigError, OutOfMemoryError
 from d2_memfit.memory import TensorMeter, device_memory
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions, check_settings
@@ -449,7 +449,7 @@ class RisingAllocator:
         self.rises = iter(rises)
         monkeypatch.setattr(torch.cuda, "memory_stats", self)
         memory = device_memory(torch.device("cpu"))
-        monkeypatch.setattr("d2_memfit.engine.attempts.oom_record.device_memory", lambda _: memory)
+        monkeypatch.setattr("d2_memfit.engine.attempts.oom_log.device_memory", lambda _: memory)
         monkeypatch.setattr("d2_memfit.engine.attempts.attempts.release_memory", lambda *_, **__: 0)
 
     def __call__(self, device):
@@ -648,15 +648,15 @@ def test_a_failed_attempt_is_freed_before_its_state_is_restored(run, around, mon
             at_error.append(meter.live_bytes)
             raise torch.OutOfMemoryError("CUDA out of memory. injected")
 
-    def restore(snapshot):
+    def restore(copy):
         at_restore.append(meter.live_bytes)
-        return restored(snapshot)
+        return restored(copy)
 
     model = tiny_model(tiny_cfg("mask_rcnn"))
-    original, restored = model.forward, Snapshot.restore
+    original, restored = model.forward, StateCopy.restore
     at_start, at_error, at_restore = [], [], []
     monkeypatch.setattr(model, "forward", forward)
-    monkeypatch.setattr(Snapshot, "restore", restore)
+    monkeypatch.setattr(StateCopy, "restore", restore)
     model.roi_heads.register_forward_pre_hook(fail)
     gc.disable()  # what frees them is recovery, and not a collection by chance
     try:

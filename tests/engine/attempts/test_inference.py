@@ -11,7 +11,7 @@ from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit import compat
 from d2_memfit.engine.attempts import recovering_inference
-from d2_memfit.engine.state import Snapshot
+from d2_memfit.engine.state import StateCopy
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.settings import RecoveryOptions
@@ -159,14 +159,14 @@ def test_frozen_parameters_are_not_copied():
 def test_a_copy_of_the_state_that_does_not_fit_is_recovered_from(tmp_path, monkeypatch):
     made = []
 
-    class FailsOnce(Snapshot):
+    class FailsOnce(StateCopy):
         def __init__(self, *args, **kwargs):
             made.append(self)
             if len(made) == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr("d2_memfit.engine.attempts.inference.Snapshot", FailsOnce)
+    monkeypatch.setattr("d2_memfit.engine.attempts.inference.StateCopy", FailsOnce)
     model = torch.nn.Linear(2, 2)
     model.forward = lambda batch: batch
     with recovering_inference(model, RecoveryOptions(output_dir=str(tmp_path))):

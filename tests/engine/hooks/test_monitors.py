@@ -7,7 +7,7 @@ from tiny import ROOT, tiny_cfg
 from d2_memfit import get_cfg
 from d2_memfit.engine import GatherStates
 from d2_memfit.engine.hooks import job_hooks
-from d2_memfit.engine.hooks.peak_record import RecordPeaks
+from d2_memfit.engine.hooks.peak_recorder import PeakRecorder
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
 from d2_memfit.settings import check_settings
@@ -29,7 +29,7 @@ def monitors(key, value):
 
 
 def test_none_is_on_by_default():
-    assert hooks_of(tiny_cfg("mask_rcnn")) == [GatherStates, RecordPeaks]
+    assert hooks_of(tiny_cfg("mask_rcnn")) == [GatherStates, PeakRecorder]
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -363,7 +363,7 @@ def test_a_second_run_in_a_folder_is_told_of_the_first_and_changes_nothing(tmp_p
     before = names(tmp_path)
     trainer, checkpointer = trainer_of(tmp_path, size=50)
     with pytest.raises(ConfigError, match=f"is in use by process {owner.pid} on "):
-        checkpointer.begin_run()
+        checkpointer.start_run()
     assert names(tmp_path) == before
     owner.kill()
     owner.wait(60)

@@ -274,7 +274,7 @@ EDGES = {
     phase: (out_of_memory_in(name), OutOfMemoryError, 1)
     for phase, name in [
         ("start", "run_state.mark"),
-        ("window", "loss_rules.begin"),
+        ("window", "loss_rules.prepare"),
         ("vote", "loss_rules.report"),
     ]
 }
@@ -478,7 +478,7 @@ def test_a_folder_that_is_removed_is_made_again_for_the_save(tmp_path, log, has_
                 folder.write_text("a file")
 
     trainer, checkpointer = trainer_of(folder, size=50)
-    checkpointer.begin_run()
+    checkpointer.start_run()
     trainer._hooks.clear()
     own_hooks = [hooks.CallbackHook(before_step=remove), at(3, signal.SIGTERM)]
     trainer.register_hooks([*own_hooks, SaveOnEnding(checkpointer)])
@@ -521,7 +521,7 @@ def test_a_last_save_that_failed_is_made_when_the_run_is_resumed(coins, tmp_path
 def test_a_checkpoint_that_cannot_be_saved_then_is_an_error(tmp_path):
     (Path(temporary_name(str(tmp_path / "model_0000003.pth"))) / "full").mkdir(parents=True)
     trainer, checkpointer = trainer_of(tmp_path, size=50)
-    checkpointer._has_begun = True
+    checkpointer._has_started = True
     trainer._hooks.clear()
     trainer.register_hooks([at(3, signal.SIGTERM), SaveOnEnding(checkpointer)])
     with pytest.raises(CheckpointError, match="cannot save the checkpoint"):

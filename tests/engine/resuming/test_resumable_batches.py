@@ -125,8 +125,8 @@ def test_the_workers_of_a_resumed_loader_start_once(grouped, monkeypatch):
     next(batches)
     resumed = ResumableBatches(loader_of(**options))
     starts = []
-    start = _Received.start
-    monkeypatch.setattr(_Received, "start", lambda self: starts.append(start(self)))
+    start = _Received.start_workers
+    monkeypatch.setattr(_Received, "start_workers", lambda self: starts.append(start(self)))
     resumed.load_state_dict(batches.stream(), [state_of(batches)])
     iter(resumed)
     next(resumed)
@@ -253,8 +253,8 @@ def test_another_dataset_is_refused():
     [({"width": 99}, False), ({"file_name": "b.jpg"}, False), ({"file_name": "here/a.jpg"}, True)],
 )
 def test_another_dataset_of_the_same_length_is_refused_and_a_moved_one_is_not(change, is_same):
-    def batches(**facts):
-        dicts = [{"file_name": "a/a.jpg", **d, **facts} for d in DICTS]
+    def batches(**changes):
+        dicts = [{"file_name": "a/a.jpg", **d, **changes} for d in DICTS]
         return ResumableBatches(
             build_detection_train_loader(dicts, mapper=dict, total_batch_size=3)
         )

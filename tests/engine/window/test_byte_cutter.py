@@ -16,7 +16,7 @@ from torch import nn
 from d2_memfit import AccumulatingTrainer, Job, compat, window_count
 from d2_memfit.engine.window import ByteCutter, Window, count_objects
 from d2_memfit.errors import ConfigError
-from d2_memfit.iteration import CostModel, ImageFacts, Padding
+from d2_memfit.iteration import CostModel, MicroBatchShape, Padding
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions, Settings, check_settings
 
 # 100 bytes, one for each pixel, and ten for each object.
@@ -71,17 +71,17 @@ def test_each_image_is_in_one_micro_batch_that_fits_or_alone():
 
 def test_the_largest_of_the_sums_counts():
     sums = ((100.0, 0, 1.0, 0, 0, 0), (0.0, 0, 0, 0, 0, 2.0))  # the other is of the most crowded
-    pair = ImageFacts.of(np.array([(10, 10, 3), (5, 20, 1)]))
-    assert pair == ImageFacts(2, 10, 20, 4, 3)
+    pair = MicroBatchShape.from_images(np.array([(10, 10, 3), (5, 20, 1)]))
+    assert pair == MicroBatchShape(2, 10, 20, 4, 3)
     assert CostModel(sums, 0).bytes_of(pair, Padding()) == max(100 + 400, 2 * 200 * 3)
 
 
 def test_padding_is_that_of_the_model():
-    assert Padding.of(tiny_model(tiny_cfg())).pixels(33, 64) == 64 * 64
-    assert Padding.of(nn.Linear(1, 1)).pixels(33, 64) == 33 * 64
+    assert Padding.from_model(tiny_model(tiny_cfg())).pixels(33, 64) == 64 * 64
+    assert Padding.from_model(nn.Linear(1, 1)).pixels(33, 64) == 33 * 64
     square = nn.Module()
     square.padding_constraints = {"size_divisibility": 16, "square_size": 1024}
-    assert Padding.of(square).pixels(33, 64) == 1024**2
+    assert Padding.from_model(square).pixels(33, 64) == 1024**2
 
 
 def test_where_nothing_fits_each_image_goes_alone_and_a_warning_says_so(log):
@@ -339,10 +339,10 @@ def test_a_lazy_config_has_a_cost_model_too():
 
 def test_a_config_makes_the_limit_and_the_default_has_none(tmp_path):
     cfg = tiny_cfg()
-    assert Settings.of(cfg).cost_model is None
+    assert Settings.from_cfg(cfg).cost_model is None
     cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN = 10.0, 0.1
     cfg.MEMFIT.COST_MODEL.BYTES = [[1, 2, 3, 4, 5, 6.5]]
     cfg.MEMFIT.COST_MODEL.ERROR_GB = 0.5
-    cost_model = Settings.of(cfg).cost_model
+    cost_model = Settings.from_cfg(cfg).cost_model
     assert cost_model.limit_bytes == int(8.5 * 2**30)
     assert cost_model.sums == ((1, 2, 3, 4, 5, 6.5),)

@@ -8,7 +8,7 @@ import torch
 from injection import FailingTrainer, iterate
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine.attempts.oom_record import OomRecord
+from d2_memfit.engine.attempts.oom_log import OomLog
 from d2_memfit.engine.window import Window, count_images, image_names
 from d2_memfit.engine.window.columns import as_given
 from d2_memfit.errors import ConfigError
@@ -61,7 +61,7 @@ def test_they_come_again_after_a_failure(kind):
     window.put_back()
     assert_same(window.take(2).batch, columns(kind, 0, 1))
     window.take(2)
-    window.start_over()
+    window.put_all_back()
     single = window.take(1)
     assert_same(single.batch, columns(kind, 0))
     assert not single.can_be_split
@@ -180,8 +180,8 @@ def test_recovery_skips_one_image_of_them():
 
 def test_an_out_of_memory_error_names_them():
     image = {"image": torch.zeros(3, 4, 6), "image_id": 7, "file_name": "7.png"}
-    record = OomRecord(RecoveryOptions(), torch.nn.Linear(1, 1))
-    event = record.event(MemoryError(), "forward", ([image, image], [image, image]))
+    oom_log = OomLog(RecoveryOptions(), torch.nn.Linear(1, 1))
+    event = oom_log.event(MemoryError(), "forward", ([image, image], [image, image]))
     assert event.micro_batch == 2
     assert [i["image_id"] for i in event.images] == [7] * 4
     assert event.padded_size == (4, 6)

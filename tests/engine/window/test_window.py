@@ -35,7 +35,7 @@ def taken(window, *sizes, across_batches=True):
 def test_images_come_in_the_loaders_order(is_loaded, across_batches, expected):
     window = Window(iter(BATCHES), 3)
     if is_loaded:
-        window.load()
+        window.load_all()
     assert taken(window, 3, across_batches=across_batches) == expected
     assert window.num_images == 8
     assert window.expected_images == 12  # three times the first batch
@@ -45,11 +45,11 @@ def test_images_come_in_the_loaders_order(is_loaded, across_batches, expected):
 def test_images_put_back_come_next_in_smaller_pieces(is_loaded):
     window = Window(iter(BATCHES), 3)
     if is_loaded:
-        window.load()
+        window.load_all()
     assert ids(window.take(3)) == [0, 1, 2]
     window.put_back()
     assert taken(window, 1, 2) == [[0], [1, 2], [3, 4], [5, 6], [7]]
-    window.start_over()
+    window.put_all_back()
     assert taken(window, 8) == [list(range(8))]
 
 
@@ -64,7 +64,7 @@ def test_a_batch_is_loaded_when_its_first_image_is_needed():
 def test_of_two_equal_images_the_one_that_is_meant_is_replaced():
     one, other = {"image_id": 0}, {"image_id": 0}
     window = Window(iter([[one, other]]), 1)
-    window.load()
+    window.load_all()
     window.replace(other, {"image_id": 1})
     assert taken(window, 2) == [[0, 1]]
 

@@ -14,7 +14,7 @@ from tiny import images, run_process, tiny_cfg
 
 from d2_memfit import Job, estimate_memory
 from d2_memfit.config import with_settings
-from d2_memfit.engine.hooks.peak_record import settings_of
+from d2_memfit.engine.hooks.peak_recorder import settings_of
 from d2_memfit.memory import RunRecord, device_and_software, keep_record
 from d2_memfit.planner import device
 from d2_memfit.planner.device import DeviceModel
@@ -53,7 +53,7 @@ def keep(cfg, **values):
         date="2026-11-24 13:05:59",
         here=device_and_software(torch.device("cpu")),
         ranks=1,
-        family=Job.of(cfg).family,
+        family=Job.from_any(cfg).family,
         settings={"SOLVER.IMS_PER_BATCH": 2, "MEMFIT.BUDGET_GB": None},
         iterations=5,
         micro_batch=[2, 64, 128, 6],
@@ -145,8 +145,8 @@ def test_a_context_that_is_measured_in_this_process_stays(cfg):
 
 def test_of_several_ranks_the_runs_context_counts(cfg):
     keep(cfg, ranks=2, micro_batch=[1, 64, 128, 3])
-    facts = {"device": "cpu", "num_instances": 3, "image_size": (64, 128)}
-    after = estimate_memory(cfg, num_gpus=2, **facts)
+    options = {"device": "cpu", "num_instances": 3, "image_size": (64, 128)}
+    after = estimate_memory(cfg, num_gpus=2, **options)
     assert after.outside["context"] == pytest.approx(300 / 1024, rel=1e-6)
     assert after.peak_allocated_gb == pytest.approx(900 / 1024, rel=1e-3)
 
@@ -179,8 +179,8 @@ def test_a_lazyconfigs_run_counts_if_it_took_more():
 
 def test_plans_start_from_runs_too_and_say_so(cfg, wrong):
     keep(cfg, settings={"SOLVER.IMS_PER_BATCH": 2, "MEMFIT.BUDGET_GB": 3.0})
-    facts = {"num_instances": 3, "image_size": (64, 128)}
-    plan = plan_memory(cfg, 4.0, device=wrong, **facts)
+    options = {"num_instances": 3, "image_size": (64, 128)}
+    plan = plan_memory(cfg, 4.0, device=wrong, **options)
     assert plan.estimate.peak_allocated_gb == pytest.approx(900 / 1024, rel=1e-3)
     assert "Starts from a run here on 2026-11-24" in describe_plan(plan)
 

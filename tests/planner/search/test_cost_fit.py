@@ -7,7 +7,7 @@ import pytest
 from d2_memfit import Job, plan_memory
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
-from d2_memfit.iteration import ImageFacts, Padding, largest_sum
+from d2_memfit.iteration import MicroBatchShape, Padding, largest_sum
 from d2_memfit.job import WorstCase
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob
@@ -100,11 +100,13 @@ def test_a_plan_has_a_cost_model_on_request_and_its_config_cuts_by_it():
     plan = plan_of(cfg)
     assert "MEMFIT.MICRO_BATCH" in plan.settings  # how many of the largest images, for estimates
     assert "Windows are cut by predicted bytes" in describe_plan(plan)
-    cost_model = Settings.of(planned(cfg, planned_yaml(cfg, plan)), 1).cost_model
+    cost_model = Settings.from_cfg(planned(cfg, planned_yaml(cfg, plan)), 1).cost_model
     assert 1 <= len(cost_model.sums) <= 2
     assert 0 < cost_model.limit_bytes <= BUDGET_GB * 0.9 * 2**30
     assert cost_model.overhead_pixels >= 0
-    largest = ImageFacts.of(np.array([(320, 480, 40)] * plan.settings["MEMFIT.MICRO_BATCH"]))
+    largest = MicroBatchShape.from_images(
+        np.array([(320, 480, 40)] * plan.settings["MEMFIT.MICRO_BATCH"])
+    )
     assert cost_model.bytes_of(largest, Padding(32)) < cost_model.limit_bytes * 1.02
 
 

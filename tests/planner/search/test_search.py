@@ -348,7 +348,7 @@ def test_a_technique_that_changes_nothing_is_no_help(monkeypatch):
     from d2_memfit.techniques.heads import ChunkedHeads
 
     monkeypatch.setattr(ChunkedHeads, "apply", lambda model, cfg: model)
-    job = Job.of(small_job(2), batch=SMALL)
+    job = Job.from_any(small_job(2), batch=SMALL)
     trials = Trials(job, DeviceModel.load("cuda"), evaluates=False)
     trials.limit_bytes = 2**30
     assert not trials.helps("ChunkedHeads")

@@ -58,7 +58,7 @@ def test_gradients_have_the_sizes_that_torchvisions_operator_gives(modulated):
 def test_a_deformable_backbone_has_detectron2s_buffers(opts):
     on = ["MODEL.RESNETS.DEFORM_ON_PER_STAGE", [False, False, False, True]]
     run = timeline(MASK, [*on, *opts])
-    sizes = [abs(size) for size in run.sizes()]
+    sizes = [abs(size) for size in run.changes_bytes()]
     columns = 512 * 9 * (160 // 32) * (224 // 32) * 4  # of the second convolution of res5's blocks
     assert sizes.count(columns) >= 2 * 3 * 2  # in forward and backward of three, come and gone
     flops = sum(of.flops * n for of, n in run.work["forward"].operators.items())

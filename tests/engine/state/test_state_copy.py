@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What a snapshot puts back."""
+"""What a copy of the state puts back."""
 
 import random
 
@@ -9,7 +9,7 @@ import torch
 from detectron2.utils.events import EventStorage
 from tiny import parameters, tiny_cfg, tiny_model
 
-from d2_memfit.engine.state import Snapshot, watched
+from d2_memfit.engine.state import StateCopy, watched
 from d2_memfit.engine.window import WindowStorage
 
 
@@ -19,20 +19,20 @@ from d2_memfit.engine.window import WindowStorage
     ids=["Python", "NumPy", "PyTorch"],
 )
 def test_random_numbers_are_drawn_again(draw):
-    snapshot = Snapshot(tiny_model(tiny_cfg("proposal_network")))
+    copy = StateCopy(tiny_model(tiny_cfg("proposal_network")))
     drawn = [draw() for _ in range(3)]
     for _ in range(2):
-        snapshot.restore()
+        copy.restore()
         assert [draw() for _ in range(3)] == drawn
 
 
 def test_running_statistics_and_numbers_of_modules_are_as_before():
     module = torch.nn.BatchNorm1d(2)
     module.normaliser = 100
-    snapshot = Snapshot(module)
+    copy = StateCopy(module)
     module(torch.randn(8, 2))
     module.normaliser, module.counter = 3.5, 1
-    snapshot.restore()
+    copy.restore()
     assert module.running_mean.tolist() == [0, 0]
     assert module.num_batches_tracked == 0
     assert module.normaliser == 100
@@ -42,9 +42,9 @@ def test_running_statistics_and_numbers_of_modules_are_as_before():
 def test_scalars_of_the_window_are_as_before():
     with EventStorage() as storage, WindowStorage(storage) as window:
         window.put_scalar("loss", 1.0)
-        snapshot = Snapshot(torch.nn.Linear(1, 1), window)
+        copy = StateCopy(torch.nn.Linear(1, 1), window)
         for value in (5.0, 3.0):
-            snapshot.restore()
+            copy.restore()
             window.put_scalar("loss", value)
     window.write()
     assert storage.history("loss").values() == [(2.0, 0)]
@@ -75,8 +75,8 @@ def test_frozen_weights_that_a_forward_changes_are_as_before(forwards):
     for _ in range(forwards):
         forward()
     before = parameters(model)
-    snapshot = Snapshot(model)
+    copy = StateCopy(model)
     forward()
     assert not torch.equal(model.teachers[0].weight, before["teachers.0.weight"])
-    snapshot.restore()
+    copy.restore()
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

@@ -10,7 +10,7 @@ from detectron2.structures import Instances
 from tiny import images, tiny_cfg
 
 from d2_memfit import Job, MemfitTrainer
-from d2_memfit.engine.hooks.peak_record import RecordPeaks
+from d2_memfit.engine.hooks.peak_recorder import PeakRecorder
 from d2_memfit.memory import process_memory, records_here
 
 pytestmark = pytest.mark.slow
@@ -100,7 +100,7 @@ def test_on_a_cpu_private_memory_counts_before_it_is_touched(train, tmp_path):
     ],
 )
 def test_batches_of_any_kind_have_a_size(batch):
-    hook = RecordPeaks(Job.from_cfg(tiny_cfg()))
+    hook = PeakRecorder(Job.from_cfg(tiny_cfg()))
     hook.after_forward(torch.nn.Identity().train(), (batch,))
     assert len(hook._micro_batch) == 4
 
@@ -134,7 +134,7 @@ def test_no_run_ends_for_its_record(train, monkeypatch, log):
     def fail(_):
         raise RuntimeError("the driver is gone")
 
-    monkeypatch.setattr("d2_memfit.engine.hooks.peak_record.device_and_software", fail)
+    monkeypatch.setattr("d2_memfit.engine.hooks.peak_recorder.device_and_software", fail)
     train(Keeping)
     assert "cannot be kept in " in log.text
     assert "(the driver is gone)" in log.text

@@ -30,7 +30,7 @@ from ...memory import (
 from ..window import count_objects
 from .memory_hook import MemoryHook
 
-__all__ = ["RecordPeaks", "settings_of"]
+__all__ = ["PeakRecorder", "settings_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _FEWEST = 3  # iterations after which optimizer states and kernels are there
 _LAG = 2**20  # bytes; Linux's peak of a process may rise this much after memory was freed
 
 
-class RecordPeaks(MemoryHook):
+class PeakRecorder(MemoryHook):
     """Records the peaks of training, when it ends, with the micro-batch that had them.
 
     OUTPUT_DIR/memfit_peaks.json has them, and the folder of records in the user's cache. Runs of
@@ -82,7 +82,7 @@ class RecordPeaks(MemoryHook):
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], *_: Any) -> None:
         if model.training and args:
-            seen = _size(args[0])
+            seen = _shape(args[0])
             self._micro_batch = max(self._micro_batch, seen, key=_need)
 
     def after_step(self) -> None:
@@ -167,15 +167,15 @@ def _log(record: RunRecord) -> None:
         )
 
 
-def _size(batch: Any) -> tuple[int, int, int, int]:
+def _shape(batch: Any) -> tuple[int, int, int, int]:
     """Images, height and width to which they are padded, and objects in all of them."""
     images = batch if isinstance(batch, (list, tuple)) else [batch]
     dicts = [image for image in images if isinstance(image, dict)]
     return len(dicts), *size_of(dicts), count_objects(dicts)
 
 
-def _need(size: tuple[int, int, int, int]) -> tuple[int, int]:
-    return size[0] * padded_area((size[1], size[2])), size[3]
+def _need(shape: tuple[int, int, int, int]) -> tuple[int, int]:
+    return shape[0] * padded_area((shape[1], shape[2])), shape[3]
 
 
 def settings_of(cfg: CfgNode) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Facts about an out-of-memory error, for the log, the final error and a file."""
+"""What is known about an out-of-memory error, for the log, the final error and a file."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 __all__ = [
     "RAISE",
     "OomEvent",
-    "OomRecord",
+    "OomLog",
     "observed",
     "padded_size",
 ]
@@ -73,7 +73,7 @@ class OomEvent:
         )
 
 
-class OomRecord:
+class OomLog:
     """Describes out-of-memory errors, for the log, the final error and ``memfit_oom.jsonl``.
 
     The file has one JSON object per line. Each is one write, so the file can be parsed whenever
@@ -204,7 +204,7 @@ def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
 def padded_size(data: Any, model: nn.Module) -> Optional[tuple[int, int]]:
     """Height and width, in pixels, to which the model pads a micro-batch's images."""
     height, width = size_of(_images(data))
-    return Padding.of(model).size(height, width) if height else None
+    return Padding.from_model(model).size(height, width) if height else None
 
 
 def _describe(image: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """A copy of what forward and backward change in addition to gradients, to undo them.
 
-Snapshots do not copy large tensors at first. Changes of these are detected, and then copied, too.
+Large tensors are not copied at first. Changes of these are detected, and then copied, too.
 """
 
 import logging
@@ -15,11 +15,11 @@ from torch import nn
 
 from ... import compat
 from ...common.random_state import RandomState
-from ...compat.pytorch import change_count, change_counts, parameters_by_name
+from ...compat.pytorch import parameters_by_name, version_of, versions_of
 from ...techniques.support import LARGE_BYTES, MOST_BYTES, ModuleState, plain_attributes
 from ..window import WindowStorage
 
-__all__ = ["Snapshot", "StateWatch", "watched"]
+__all__ = ["StateCopy", "StateWatch", "watched"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Tensors = dict[int, tuple[str, "ref[torch.Tensor]"]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Snapshot:
+class StateCopy:
     """The state at the time when this object is made, which can be restored.
 
     It holds the random states of Python, NumPy and PyTorch, on the host and on the model's device.
@@ -40,7 +40,7 @@ class Snapshot:
         model: without DDP around it.
         storage: the window's storage, if there is one.
         is_watched: whether forwards of the model are watched for changes of parameters.
-        last: an earlier snapshot of the model, which shares copies of what has not changed since.
+        last: an earlier copy of the model, which shares the values of what has not changed since.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Snapshot:
         model: nn.Module,
         storage: Optional[WindowStorage] = None,
         is_watched: bool = True,
-        last: Optional["Snapshot"] = None,
+        last: Optional["StateCopy"] = None,
     ) -> None:
         self._storage = storage
         self._scalars = 0 if storage is None else storage.mark()
         self._random_state = RandomState(next(model.parameters()).device)
-        watch = StateWatch.of(model) if is_watched else None
+        watch = StateWatch.for_model(model) if is_watched else None
         self._module_state: ModuleState = ModuleState(
             model,
             () if watch is None else watch.changed,
@@ -75,19 +75,19 @@ def watched(model: nn.Module, may_run_again: bool) -> Iterator[None]:
         yield
         return
     model = compat.without_ddp(model)
-    with StateWatch.of(model).forward(model):
+    with StateWatch.for_model(model).forward(model):
         yield
 
 
 class StateWatch:
     """Watches a model's forwards for changes of parameters and other large tensors.
 
-    A teacher's weights are an example. Once a change is seen, snapshots copy the tensor. For the
+    A teacher's weights are an example. Once a change is seen, copies copy the tensor. For the
     first forward they copy all of them that are not trained. Tensors that are too large or cannot
     be restored cause a warning.
 
     PyTorch counts the changes of a tensor, except changes through ``.data``. The 1st, 2nd, 4th,
-    8th, ... forward is searched for these, and for changes of plain attributes that snapshots leave
+    8th, ... forward is searched for these, and for changes of plain attributes that copies leave
     out.
     """
 
@@ -101,7 +101,7 @@ class StateWatch:
         self._at_first = frozen if _num_bytes(frozen) <= MOST_BYTES else []
 
     @classmethod
-    def of(cls, model: nn.Module) -> "StateWatch":
+    def for_model(cls, model: nn.Module) -> "StateWatch":
         """The watch of a model, which has no DDP around it."""
         if model not in _watches:
             _watches[model] = cls(model)
@@ -109,7 +109,7 @@ class StateWatch:
 
     @property
     def changed(self) -> list[torch.Tensor]:
-        """Tensors that snapshots must copy."""
+        """Tensors that copies must copy."""
         return self._at_first or [t for t in (r() for r in self._changed) if t is not None]
 
     @contextmanager
@@ -120,7 +120,7 @@ class StateWatch:
         if looks:
             self._tensors, left_out = _named_state(model)
         copied = {id(t) for t in self.changed}
-        before = _counts(self._tensors, looks)
+        before = _versions(self._tensors, looks)
         others = {k: _fingerprint(getattr(m, a)) for k, (m, a, _) in left_out.items()}
         is_done = False
         try:
@@ -130,22 +130,22 @@ class StateWatch:
             self._num_forwards += 1
             self._at_first = []
             try:
-                after = _counts(self._tensors, looks)
+                after = _versions(self._tensors, looks)
             except torch.OutOfMemoryError:  # a forward that failed may leave no memory to look with
                 if is_done:
                     raise
-                after, left_out = _counts(self._tensors, looks=False), {}
-            for key, count in after.items() if before != after else ():
+                after, left_out = _versions(self._tensors, looks=False), {}
+            for key, version in after.items() if before != after else ():
                 name, reference = self._tensors[key]
                 tensor = reference()
-                if tensor is not None and before[key][: len(count)] != count:
+                if tensor is not None and before[key][: len(version)] != version:
                     self._note(name, tensor, is_late=not is_done and key not in copied)
             for name, (part, attribute, why) in left_out.items():
                 if others[name] != _fingerprint(getattr(part, attribute, None)):
                     self._warn(name, why)
 
     def _note(self, name: str, tensor: torch.Tensor, is_late: bool) -> None:
-        """Record a changed tensor. It is late if the forward failed, as no snapshot has it."""
+        """Record a changed tensor. It is late if the forward failed, as no copy has it."""
         changed = self.changed
         if all(other is not tensor for other in changed):
             if _num_bytes([*changed, tensor]) > MOST_BYTES:
@@ -172,7 +172,7 @@ class StateWatch:
 
 
 def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, str, str]]]:
-    """Tensors that forwards may change and snapshots do not copy, and attributes copied in part.
+    """Tensors that forwards may change and copies do not copy, and attributes copied in part.
 
     The attributes come with the reason why a part is left out.
     """
@@ -195,7 +195,7 @@ def _named_state(model: nn.Module) -> tuple[Tensors, dict[str, tuple[nn.Module, 
 
 
 def _may_change_unseen(value: Any) -> bool:
-    """Whether a value is a tensor that snapshots copy only on request."""
+    """Whether a value is a tensor that copies copy only on request."""
     return (
         isinstance(value, torch.Tensor)
         and (isinstance(value, nn.Parameter) or value.nbytes > LARGE_BYTES)
@@ -204,25 +204,25 @@ def _may_change_unseen(value: Any) -> bool:
     )
 
 
-def _counts(tensors: Tensors, looks: bool) -> dict[int, tuple[Any, ...]]:
+def _versions(tensors: Tensors, looks: bool) -> dict[int, tuple[Any, ...]]:
     alive = [r() for _, r in tensors.values()]
     there = [t for t in alive if t is not None and not t.is_inference()]
     if not looks and len(there) == len(alive):
-        counts = change_counts(there)
-        return dict(zip(tensors, zip(counts, counts[len(there) :])))
-    return {key: _counted(t, looks) for key, t in zip(tensors, alive)}
+        versions = versions_of(there)
+        return dict(zip(tensors, zip(versions, versions[len(there) :])))
+    return {key: _version(t, looks) for key, t in zip(tensors, alive)}
 
 
-def _counted(tensor: Optional[torch.Tensor], looks: bool) -> tuple[Any, ...]:
+def _version(tensor: Optional[torch.Tensor], looks: bool) -> tuple[Any, ...]:
     """Values that differ after the tensor changed; with ``looks``, also through ``.data``."""
     if tensor is None:
         return ()
-    version = None if tensor.is_inference() else change_count(tensor)
-    counted = version, tensor.data_ptr()
+    version = None if tensor.is_inference() else version_of(tensor)
+    value = version, tensor.data_ptr()
     integer = _INTEGERS.get(tensor.element_size())
     if looks and integer is not None and not tensor.is_complex():
-        return (*counted, tensor.detach().view(integer).sum().item())
-    return counted
+        return (*value, tensor.detach().view(integer).sum().item())
+    return value
 
 
 def _fingerprint(value: Any) -> Any:

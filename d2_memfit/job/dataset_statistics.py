@@ -1,10 +1,10 @@
 # Copyright (c) the d2_memfit developers.
-"""Facts of datasets on disk that decide the largest batch: sizes, objects and classes."""
+"""Statistics of datasets on disk that decide the largest batch: sizes, objects and classes."""
 
 import logging
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 from typing import Any, Optional, Union
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -16,7 +16,7 @@ from ..data import read_header
 from .label_images import labels_in
 from .largest_images import Size, dict_of_size, num_instances_of, with_instances
 
-__all__ = ["Facts", "facts_of"]
+__all__ = ["DatasetStatistics", "statistics_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,25 +24,26 @@ _MOST_HEADERS = 10_000  # image files whose sizes are read: some 3 s on a local 
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The largest values in some datasets.
+class DatasetStatistics:
+    """What decides the largest batch of some datasets.
 
     Attributes:
         sizes: sizes of all images; none if they are unknown.
-        counts: annotated objects of each image that has any, the largest first. Without objects,
-            the classes in each label image. Those of the most crowded images, if they are assumed.
+        instances_per_image: annotated objects of each image that has any, the largest first.
+            Without objects, the classes in each label image. If they are assumed, only those of the
+            most crowded images.
         most_crowded: dataset dict of the most crowded image.
         label_files: label images, if there are no objects.
         labels: values of a label image with the most classes; none before they are counted.
-        mean_instances: mean of all counts; None if unknown.
-        is_guess: whether ``counts`` is a guess.
+        mean_instances: mean of ``instances_per_image``; None if unknown.
+        is_guess: whether ``instances_per_image`` is a guess.
         missing: what is assumed in place of datasets that cannot be read; "" for others.
-        lines: other facts that are assumed.
+        lines: other assumptions.
         largest: a size that no image exceeds, if the sizes are unknown; None if that is, too.
     """
 
     sizes: frozenset[Size]
-    counts: tuple[int, ...]
+    instances_per_image: tuple[int, ...]
     most_crowded: dict[str, Any]
     label_files: tuple[str, ...] = ()
     labels: tuple[int, ...] = ()
@@ -55,21 +56,21 @@ class Facts:
     @property
     def num_instances(self) -> int:
         """Objects of the most crowded image."""
-        return self.counts[0]
+        return self.instances_per_image[0]
 
     def num_in_batch(self, index: int) -> int:
         """Most objects in an image of a batch, next to ``index`` images with at least as many.
 
         A dataset with fewer images than the batch begins again.
         """
-        return self.counts[index % len(self.counts)]
+        return self.instances_per_image[index % len(self.instances_per_image)]
 
     def any_dict(self) -> dict[str, Any]:
         """A dataset dict that no loader filters out."""
         d = dict_of_size(self.most_crowded, _size_of(self.most_crowded))
         return d if "annotations" not in d or num_instances_of(d) else with_instances(d, 1)
 
-    def with_labels(self, names: Sequence[str]) -> "Facts":
+    def with_labels(self, names: Sequence[str]) -> "DatasetStatistics":
         """The same datasets, with the classes in their label images counted.
 
         Args:
@@ -79,33 +80,33 @@ class Facts:
             return self
         ignored = {MetadataCatalog.get(name).get("ignore_label", 255) for name in names}
         labels = labels_in(self.label_files, frozenset(ignored))
-        num_read = len(labels.counts)
+        num_read = len(labels.classes_per_image)
         is_guess = num_read < len(self.label_files)
         line = (
             f"no label image of {', '.join(names)} has more classes than {num_read} of "
-            f"{len(self.label_files)}: {labels.counts[0]}, a guess"
+            f"{len(self.label_files)}: {labels.classes_per_image[0]}, a guess"
         )
         return replace(
             self,
             labels=labels.values,
-            counts=tuple(max(num, 1) for num in labels.counts),
-            mean_instances=statistics.mean(labels.counts),
+            instances_per_image=tuple(max(num, 1) for num in labels.classes_per_image),
+            mean_instances=mean(labels.classes_per_image),
             is_guess=is_guess,
             lines=(*self.lines, line) if is_guess else self.lines,
         )
 
-    def with_instances(self, num: int) -> "Facts":
+    def with_instances(self, num: int) -> "DatasetStatistics":
         """The same datasets with another number of objects in the most crowded image."""
         if self.labels:
             others = (i for i in range(num) if i not in self.labels)
             labels = (*self.labels, *others)[:num]
-            return replace(self, labels=labels, counts=(num,), is_guess=False)
+            return replace(self, labels=labels, instances_per_image=(num,), is_guess=False)
         crowded = with_instances(self.most_crowded, num)
-        return replace(self, most_crowded=crowded, counts=(num,), is_guess=False)
+        return replace(self, most_crowded=crowded, instances_per_image=(num,), is_guess=False)
 
 
-def facts_of(names: Union[str, Sequence[str]]) -> Optional[Facts]:
-    """Facts of some datasets; None if one of them cannot be read."""
+def statistics_of(names: Union[str, Sequence[str]]) -> Optional[DatasetStatistics]:
+    """Statistics of some datasets; None if one of them cannot be read."""
     found = []
     for name in [names] if isinstance(names, str) else names:
         if name not in DatasetCatalog:
@@ -114,62 +115,62 @@ def facts_of(names: Union[str, Sequence[str]]) -> Optional[Facts]:
         json_file = metadata.get("panoptic_json", metadata.get("json_file"))
         if json_file and not is_file(json_file):  # loading could download it
             return None
-        facts = _facts_of_one(name, DatasetCatalog[name])
-        if facts is None:
+        statistics = _statistics_of_one(name, DatasetCatalog[name])
+        if statistics is None:
             return None
-        found.append(facts)
+        found.append(statistics)
     if not found:
         return None
-    most = max(found, key=lambda facts: facts.num_instances)
-    counts = sorted((num for facts in found for num in facts.counts), reverse=True)
+    most = max(found, key=lambda one: one.num_instances)
+    numbers = sorted((num for one in found for num in one.instances_per_image), reverse=True)
     return replace(
         most,
-        counts=tuple(counts),
-        mean_instances=statistics.mean(counts),
-        sizes=frozenset().union(*(facts.sizes for facts in found)),
-        label_files=sum((facts.label_files for facts in found), ()),
-        lines=sum((facts.lines for facts in found), ()),
+        instances_per_image=tuple(numbers),
+        mean_instances=mean(numbers),
+        sizes=frozenset().union(*(one.sizes for one in found)),
+        label_files=sum((one.label_files for one in found), ()),
+        lines=sum((one.lines for one in found), ()),
     )
 
 
-# Facts by name, with the function registered then: reading COCO takes 20 seconds.
-_known: dict[str, tuple[Callable[..., Any], Optional[Facts]]] = {}
+# Statistics by name, with the function registered then: reading COCO takes 20 seconds.
+_known: dict[str, tuple[Callable[..., Any], Optional[DatasetStatistics]]] = {}
 
 
-def _facts_of_one(name: str, load: Callable[..., Any]) -> Optional[Facts]:
+def _statistics_of_one(name: str, load: Callable[..., Any]) -> Optional[DatasetStatistics]:
     if name in _known and _known[name][0] is load and _known[name][1] is not None:
         return _known[name][1]
-    facts = None
+    statistics = None
     with alone(), no_information(), unchanged_random_state():
         try:
             dicts = load()
-            facts = _facts_of_dicts(name, dicts) if dicts else None
+            statistics = _statistics_of_dicts(name, dicts) if dicts else None
         except Exception as e:  # any file, package or check of a dataset may fail
             logger.info("The dataset %s cannot be read: %s: %s", name, type(e).__name__, e)
-    _known[name] = load, facts
-    return facts
+    _known[name] = load, statistics
+    return statistics
 
 
-def _facts_of_dicts(name: str, dicts: Sequence[dict[str, Any]]) -> Facts:
+def _statistics_of_dicts(name: str, dicts: Sequence[dict[str, Any]]) -> DatasetStatistics:
     nums = [num_instances_of(d) for d in dicts]
     crowded = _with_size(dicts[nums.index(max(nums))])
-    counts = sorted(filter(None, nums), reverse=True) or [1]
+    numbers = sorted(filter(None, nums), reverse=True) or [1]
     step = 1
     if any("height" not in d for d in dicts):  # of label images, or of segments
         step = -(-len(dicts) // _MOST_HEADERS)
     sizes = [_size_of(d) for d in (crowded, *dicts[::step])]
     lines = [f"no image of {name} is larger than one in {step} of them"] if step > 1 else []
-    facts = Facts(
+    statistics = DatasetStatistics(
         frozenset(sizes),
-        tuple(counts),
+        tuple(numbers),
         crowded,
-        mean_instances=statistics.mean(counts),
+        mean_instances=mean(numbers),
         lines=tuple(lines),
     )
     if "annotations" in crowded or "segments_info" in crowded:
-        return facts
+        return statistics
     files = tuple(d["sem_seg_file_name"] for d in dicts if "sem_seg_file_name" in d)
-    return replace(facts, label_files=files)
+    return replace(statistics, label_files=files)
 
 
 def _with_size(d: dict[str, Any]) -> dict[str, Any]:

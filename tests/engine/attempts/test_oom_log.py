@@ -10,7 +10,7 @@ from detectron2.utils.events import EventStorage
 from forks import CONTEXT, start_server
 from tiny import images, tiny_cfg, tiny_model
 
-from d2_memfit.engine.attempts.oom_record import OomRecord, padded_size
+from d2_memfit.engine.attempts.oom_log import OomLog, padded_size
 from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 def record_of(output_dir="", model=None):
     options = RecoveryOptions(output_dir=str(output_dir), budget_gb=6)
-    return OomRecord(options, model or tiny_model(tiny_cfg()))
+    return OomLog(options, model or tiny_model(tiny_cfg()))
 
 
 def event(num_images=2):
