@@ -10,11 +10,11 @@ import torch
 
 from ..common.files import output_file
 from ..common.reading import checked, load_fields, verify_checksums
+from ..common.units import GB
 from ..errors import ConfigError, printable
 
 __all__ = ["Certificate"]
 
-_GB = 2**30
 _BINS = 10
 _NARROWEST_GB = 0.02
 _WIDTH = 40  # of the longest bar
@@ -84,7 +84,7 @@ class Certificate:
 
     def __str__(self) -> str:
         iterations, ranks = self.needs_bytes.shape
-        most, limit = int(self.needs_bytes.max()) / _GB, self.limit_bytes / _GB
+        most, limit = int(self.needs_bytes.max()) / GB, self.limit_bytes / GB
         fit = f"no window needs more than {most:.2f} GB"
         if self.too_large:
             fit = f"{self.too_large:,} have an image that does not fit, with up to {most:.2f} GB"
@@ -102,7 +102,7 @@ class Certificate:
             lines.append(f"Predicted time, without evaluations: {low:.3g} to {high:.3g} h")
         lines += ["", "Windows by what they need:", *self._histogram(), "", "Those that need most:"]
         for iteration, rank, images in self.worst:
-            gb = int(self.needs_bytes[iteration, rank]) / _GB
+            gb = int(self.needs_bytes[iteration, rank]) / GB
             where = f"iteration {iteration:,}" + f", rank {rank}" * (ranks > 1)
             names = [printable(os.path.basename(name)) for name in images[:_NAMES]]
             others = len(images) - _NAMES
@@ -111,7 +111,7 @@ class Certificate:
         return "\n".join(lines)
 
     def _histogram(self) -> list[str]:
-        gb = self.needs_bytes.flatten() / _GB
+        gb = self.needs_bytes.flatten() / GB
         low, high = float(gb.min()), float(gb.max())
         bins = min(_BINS, 1 + int((high - low) / _NARROWEST_GB))
         edges = torch.linspace(low, max(high, low + _NARROWEST_GB), bins + 1)

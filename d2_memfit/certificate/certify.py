@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..common.checks import check_positive_int
 from ..common.side_work import alone, no_information, unchanged_random_state
+from ..common.units import GB
 from ..engine.resuming import ResumableBatches, UnknownLoader
 from ..engine.window import ByteCutter
 from ..errors import ConfigError
@@ -23,7 +24,6 @@ from .foreseen_images import ForeseenImages
 
 __all__ = ["certify"]
 
-_GB = 2**30
 _COMPARED = 16  # images that are loaded
 _WORST = 10
 _CHUNK = 4096  # windows that are cut at once
@@ -82,7 +82,7 @@ def certify(
         worst.append((iteration, rank, names))
     alone_bytes = cutter.bytes_of(np.concatenate(shapes)[:, :, None]).max()
     node = job.cfg.MEMFIT
-    least_gb = (alone_bytes / _GB + node.COST_MODEL.ERROR_GB) / (1 - (node.PLAN.MARGIN or 0.0))
+    least_gb = (alone_bytes / GB + node.COST_MODEL.ERROR_GB) / (1 - (node.PLAN.MARGIN or 0.0))
     return Certificate(
         needs_bytes=torch.from_numpy(np.ceil(needs.T)).long(),
         limit_bytes=cost_model.limit_bytes,

@@ -9,6 +9,7 @@ from detectron2.engine import HookBase
 from detectron2.utils import comm
 
 from .. import compat
+from ..common.units import GB
 from ..engine.resuming import ResumableBatches
 from ..engine.window import ByteCutter
 from ..errors import ConfigError
@@ -17,8 +18,6 @@ from .certificate import Certificate
 __all__ = ["follow"]
 
 logger = logging.getLogger(__name__)
-
-_GB = 2**30
 
 
 def follow(trainer: Any, file: Union[str, "PathLike[str]"], start_iter: int = 0) -> None:
@@ -104,8 +103,8 @@ class _Follow(HookBase):
                 "Iteration %d needs %.3f GB by the sizes of its images, and %.3f GB are certified: "
                 "the images are not those of the certificate",
                 self.trainer.iter,
-                needs / _GB,
-                certified / _GB,
+                needs / GB,
+                certified / GB,
             )
 
     def after_train(self) -> None:
@@ -115,6 +114,6 @@ class _Follow(HookBase):
                 "most by the sizes of their images, and memory ran out %d times",
                 len(self._needs) - self._misses,
                 len(self._needs),
-                max(self._needs) / _GB,
+                max(self._needs) / GB,
                 self._errors,
             )

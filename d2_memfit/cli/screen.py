@@ -18,6 +18,7 @@ from detectron2.utils.logger import setup_logger
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..common.units import GB
 from ..errors import printable
 from ..memory import device_memory
 
@@ -112,7 +113,7 @@ class ProgressBar(HookBase):
         assert self._bar is not None
         loss = self.trainer.storage.latest().get("total_loss")
         parameter = next(self.trainer.model.parameters())
-        used = device_memory(torch.device(parameter.device)).peak_reserved_bytes / 2**30
+        used = device_memory(torch.device(parameter.device)).peak_reserved_bytes / GB
         shown = {"loss": f"{loss[0]:.3g}"} if loss else {}
         self._bar.set_postfix({**shown, "mem": f"{used:.1f} GB"}, refresh=False)
         self._bar.update()

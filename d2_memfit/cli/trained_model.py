@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from ..common.checks import check_int
 from ..common.files import check_outputs
+from ..common.units import GB
 from ..data import (
     CocoFile,
     check_classes,
@@ -88,7 +89,7 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
     number = len(prediction.images)
     show(
         f"{number} images, {prediction.seconds / max(number, 1):.3f} s each, "
-        f"{device_memory(device).peak_allocated_bytes / 2**30:.2f} GB peak on the {device.type}\n"
+        f"{device_memory(device).peak_allocated_bytes / GB:.2f} GB peak on the {device.type}\n"
         f"Written: {args.output / 'pictures'}, {args.output / 'coco_instances_results.json'}, "
         f"{args.output / 'images.json'} (the images of these results)"
     )

@@ -14,6 +14,7 @@ from detectron2.utils.file_io import PathManager
 
 from ..common.files import is_file
 from ..common.reading import load_json
+from ..common.units import MB
 from ..errors import DataError
 from .annotations import AnnotationSummary, look_at_annotations
 from .images import check_images
@@ -48,7 +49,7 @@ _VALUES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
         ),
     },
 }
-_LARGE_BYTES = 50 * 2**20  # from here on, reading is slow enough for a message
+_LARGE_BYTES = 50 * MB  # from here on, reading is slow enough for a message
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def check_coco_file(
     num_bytes = os.path.getsize(PathManager.get_local_path(json_file)) if is_there else 0
     is_large = num_bytes > _LARGE_BYTES
     if is_large:
-        progress(f"Reading {json_file}, {num_bytes / 2**20:.0f} MB ...")
+        progress(f"Reading {json_file}, {num_bytes / MB:.0f} MB ...")
     # Garbage collection would look at all objects again and again while they are made: for a file
     # of COCO's size, twice as long as the rest takes.
     gc.disable()

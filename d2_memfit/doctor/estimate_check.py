@@ -10,6 +10,7 @@ from detectron2.utils.events import EventStorage
 
 from ..common.files import is_file
 from ..common.side_work import alone, no_information, unchanged_random_state
+from ..common.units import GB, MB
 from ..job import Job, losses_of, size_of, tensors_of, worst_real_images
 from ..memory import TensorMeter, available_host_bytes
 from ..planner.device import DeviceModel
@@ -48,7 +49,7 @@ class RealStep:
 
     def __str__(self) -> str:
         return (
-            f"{self.estimated_bytes / 2**20:.1f} MB estimated, {self.measured_bytes / 2**20:.1f} "
+            f"{self.estimated_bytes / MB:.1f} MB estimated, {self.measured_bytes / MB:.1f} "
             f"MB measured with real images ({self.error:+.1%})"
         )
 
@@ -75,7 +76,7 @@ def estimate_against_real_step(job: Job) -> RealStep:
         dry_job = DryJob(job, DeviceModel.load("cpu"), evaluates=False)
         estimated_bytes = sum(dry_job.training.peak().values())
         if estimated_bytes > available_host_bytes():
-            raise Untested(f"not tested: {estimated_bytes / 2**30:.1f} GB of RAM are needed")
+            raise Untested(f"not tested: {estimated_bytes / GB:.1f} GB of RAM are needed")
         measured_bytes = _measure(job, images)
     return RealStep(
         estimated_bytes,

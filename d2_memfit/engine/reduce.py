@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..common.units import MB
 from ..compat.pytorch import has_communication_hooks
 from ..errors import ConfigError
 from .rank_report import RankReport
@@ -20,7 +21,7 @@ __all__ = ["average_gradients", "check_ddp", "image_share"]
 logger = logging.getLogger(__name__)
 
 # DistributedDataParallel's default: little memory, and large enough for a network's speed.
-_BUCKET_BYTES = 25 * 2**20
+_BUCKET_BYTES = 25 * MB
 
 
 def image_share(num_images: int, model: nn.Module) -> Union[float, torch.Tensor]:

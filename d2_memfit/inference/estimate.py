@@ -4,6 +4,7 @@
 from dataclasses import dataclass, replace
 from typing import Optional
 
+from ..common.units import GB
 from ..job import Job, size_of
 from ..memory import segments_expand
 from ..planner.device import DeviceModel
@@ -12,7 +13,6 @@ from ..planner.estimates import evaluate
 
 __all__ = ["InferenceEstimate", "estimate_inference"]
 
-_GB = 2**30
 _OF_TRAINING = ("gradients", "optimizer", "DDP buckets")  # owners
 
 
@@ -69,7 +69,7 @@ def estimate_inference(job: Job, device_name: Optional[str] = None) -> Inference
     return InferenceEstimate(
         device=device.description,
         image_size=size_of(batch),
-        peak_allocated_gb=use.allocated_bytes / _GB,
-        device_total_gb=use.total_bytes / _GB,
+        peak_allocated_gb=use.allocated_bytes / GB,
+        device_total_gb=use.total_bytes / GB,
         seconds=seconds,
     )

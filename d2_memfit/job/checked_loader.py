@@ -14,6 +14,7 @@ from detectron2.utils import comm
 
 from ..common.patching import replaced_functions
 from ..common.reading import checked
+from ..common.units import MB
 from ..compat import local_world_size
 from ..data import (
     AnnotationSummary,
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 _SHM = "/dev/shm"
 _PREFETCH = 2  # PyTorch's DataLoader: batches ready per worker
-_MB = 2**20
 
 
 def checked_loader(
@@ -168,11 +168,11 @@ def _warn_of_small_shm(cfg: CfgNode, summary: AnnotationSummary, num_ranks: int)
         "error. In a container give it more (docker run --shm-size=%dm, or --ipc=host; in "
         "Kubernetes an emptyDir of medium Memory at /dev/shm), or set DATALOADER.NUM_WORKERS %d",
         _SHM,
-        free / _MB,
-        needs[workers] / _MB,
+        free / MB,
+        needs[workers] / MB,
         workers,
         here,
-        2 * needs[workers] / _MB,
+        2 * needs[workers] / MB,
         fitting,
     )
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.nn.functional import conv2d
 
+from ..common.units import GB, MB
 from ..compat.pytorch import clear_cublas_workspaces
 from ..planner.device import DeviceModel
 from .peaks import median_seconds, outside_bytes, wait_for
 
 __all__ = ["calibrate", "workspaces_mb"]
 
-_MB = 2**20
 
 # Convolutions of Detectron2's models: images, channels, channels of the result, height, width, and
 # the size of the filter. They are from FPN's largest level, backbones and mask heads.
@@ -58,10 +58,10 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
             description=properties.name,
             device_name=properties.name,
             compute_capability=f"{properties.major}.{properties.minor}",
-            memory_gb=round(properties.total_memory / 2**30, 2),
+            memory_gb=round(properties.total_memory / GB, 2),
             convolution_workspace=_convolution_workspace(device),
             cublas_workspace_mb=sum(workspaces_mb(device).values()),
-            context_mb=outside_bytes(device) / _MB,
+            context_mb=outside_bytes(device) / MB,
         )
     return values
 
@@ -90,14 +90,14 @@ def _flops_per_s(dtype_name: str, device: torch.device, seconds: float) -> float
 
 
 def _bytes_per_s(device: torch.device, seconds: float) -> float:
-    x = torch.empty(64 * _MB, dtype=torch.uint8, device=device)
+    x = torch.empty(64 * MB, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     return 2 * x.nbytes / _seconds(lambda: y.copy_(x), device, seconds)
 
 
 def _host_bytes_per_s(device: torch.device, seconds: float) -> float:
-    x = torch.empty(64 * _MB, dtype=torch.uint8, device=device)
-    host = torch.empty(64 * _MB, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    x = torch.empty(64 * MB, dtype=torch.uint8, device=device)
+    host = torch.empty(64 * MB, dtype=torch.uint8, pin_memory=device.type == "cuda")
     return x.nbytes / _seconds(lambda: host.copy_(x, non_blocking=True), device, seconds)
 
 
@@ -139,5 +139,5 @@ def workspaces_mb(device: torch.device) -> dict[str, float]:
         before = torch.cuda.memory_allocated(device)
         product().sum().backward()
         wait_for(device)
-        workspaces[name] = (torch.cuda.memory_allocated(device) - before) / _MB
+        workspaces[name] = (torch.cuda.memory_allocated(device) - before) / MB
     return workspaces

@@ -10,6 +10,7 @@ from typing import Any, Optional
 import torch
 from detectron2.config import LazyConfig
 
+from ..common.units import GB
 from ..config import load_cfg, with_settings
 from ..errors import MemfitError
 from ..job import Job, WorstCase
@@ -23,7 +24,6 @@ __all__ = ["ITEMS", "Item", "Record", "Scale", "expected", "items_of"]
 
 Record = dict[str, Any]
 
-_GB = 2**30
 _PROJECTS = Path(__file__).resolve().parents[2] / "projects"
 _MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
 _X101 = "COCO-Detection/faster_rcnn_X_101_32x8d_FPN_3x"
@@ -252,7 +252,7 @@ def expected(item: Item, device: torch.device, model: DeviceModel, scale: Scale)
         alive = timeline.alive_at_peak()
         tensors = [a for a in alive if (a.owner, a.phase) != ("inputs", "setup")]
         allocated = use.allocated_bytes if model.is_gpu else sum(a.num_bytes for a in tensors)
-        record[f"{prefix}allocated_gb"] = allocated / _GB
-        record[f"{prefix}reserved_gb"] = use.reserved_bytes / _GB
-        record[f"{prefix}device_gb"] = use.total_bytes / _GB
+        record[f"{prefix}allocated_gb"] = allocated / GB
+        record[f"{prefix}reserved_gb"] = use.reserved_bytes / GB
+        record[f"{prefix}device_gb"] = use.total_bytes / GB
     return {**record, "seconds": dry_job.seconds(), "settings": settings}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ..common.units import MB
 from ..memory import process_memory
 from .calibration import workspaces_mb
 from .items import Item, Record, Scale
@@ -20,7 +21,6 @@ from .steps import Steps
 
 __all__ = ["constants_of", "measure_outside"]
 
-_MB = 2**20
 _TIMEOUT = timedelta(seconds=60)  # of ranks that cannot reach each other
 _CONTEXT = "the first tensor"
 
@@ -86,7 +86,7 @@ def _use_more_and_more(rank: int, sender: Connection, device_name: str, free_bef
         torch.cuda.set_device(device)
 
     def send(after: str) -> None:
-        sender.send({"after": after, "mb": _taken_bytes(device, free_before) / _MB})
+        sender.send({"after": after, "mb": _taken_bytes(device, free_before) / MB})
 
     x = torch.zeros(1, device=device)
     send(_CONTEXT)
@@ -125,7 +125,7 @@ def _communicate(rank: int, sender: Connection, kind: str, num_ranks: int, store
         dist.all_reduce(x)
         wait_for(device)
         if rank == 0:
-            mb = (_taken_bytes(device, 0) - before) / _MB
+            mb = (_taken_bytes(device, 0) - before) / MB
             sender.send({"mb": mb})
         dist.barrier()
     finally:

@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 import torch
 
+from ..common.units import GB
 from ..memory import TensorMeter, cuda_context_bytes, enforce_budget, process_memory
 
 __all__ = [
@@ -23,8 +24,6 @@ __all__ = [
     "under_budget",
     "wait_for",
 ]
-
-_GB = 2**30
 
 
 @dataclass
@@ -46,12 +45,12 @@ class Peaks:
         if self.meter is not None:
             peak = self.meter.peak_bytes
             self.meter.peak_bytes = self.meter.live_bytes
-            return {"allocated_gb": peak / _GB}
+            return {"allocated_gb": peak / GB}
         wait_for(self.device)
         stats = torch.cuda.memory_stats(self.device)
         kinds = ("allocated", "active", "reserved")
-        peaks = {f"{kind}_gb": stats[f"{kind}_bytes.all.peak"] / _GB for kind in kinds}
-        peaks["outside_gb"] = outside_bytes(self.device) / _GB
+        peaks = {f"{kind}_gb": stats[f"{kind}_bytes.all.peak"] / GB for kind in kinds}
+        peaks["outside_gb"] = outside_bytes(self.device) / GB
         peaks["device_gb"] = peaks["reserved_gb"] + peaks["outside_gb"]
         peaks["retries"] = stats["num_alloc_retries"] - self.num_retries
         self.num_retries = stats["num_alloc_retries"]
@@ -81,7 +80,7 @@ def limited(device: torch.device, more_bytes: int) -> Iterator[None]:
     else:
         torch.cuda.empty_cache()
         taken = cuda_context_bytes(device) + torch.cuda.memory_reserved(device)
-    with under_budget(device, (taken + more_bytes) / _GB):
+    with under_budget(device, (taken + more_bytes) / GB):
         yield
 
 

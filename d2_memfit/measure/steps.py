@@ -12,6 +12,7 @@ from detectron2.engine import SimpleTrainer
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 
+from ..common.units import GB
 from ..engine import AccumulatingTrainer
 from ..job import Job, WorstCase
 from ..memory import on_host, release_memory
@@ -160,7 +161,7 @@ def recovered(item: Item, job: Job, device: torch.device, scale: Scale) -> Recor
     _, of_all_gb, _ = run()
     seconds, of_half_gb, _ = run(micro_batch_size=4)
     release_memory(device)
-    with limited(device, int((of_half_gb + 3 * of_all_gb) / 4 * 2**30)):
+    with limited(device, int((of_half_gb + 3 * of_all_gb) / 4 * GB)):
         under_limit, _, recovery = run(recovery=RecoveryOptions())
     return {
         "images": len(images),

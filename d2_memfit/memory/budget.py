@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..common.checks import fits
+from ..common.units import GB
 from ..errors import ConfigError
 from .allocator import limit_onednn_cache, take_library_buffers
 from .host import available_host_bytes
@@ -27,7 +28,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_GB = 2**30
 
 # Upper limits of a process's GPU memory without its tensors. CUDA does not tell it from the memory
 # of other processes. What is above the first limit at the first look belongs to others.
@@ -87,11 +87,11 @@ def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> f
     kind = torch.device(device).type
     if kind == "cuda" and torch.cuda.is_available():
         index = _index(device)
-        free = torch.cuda.mem_get_info(index)[0] - _FREE_ON_GPU_GB * _GB
+        free = torch.cuda.mem_get_info(index)[0] - _FREE_ON_GPU_GB * GB
         taken = torch.cuda.memory_reserved(index) + cuda_context_bytes(index)
     elif kind == "cpu":
         taken = process_memory().data_bytes
-        free = (available_host_bytes() - _FREE_ON_HOST_GB * _GB) / ranks_here - host_bytes
+        free = (available_host_bytes() - _FREE_ON_HOST_GB * GB) / ranks_here - host_bytes
         free = min(free, _limit_of_process() - taken)
     else:
         raise ConfigError(
@@ -107,10 +107,10 @@ def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> f
     logger.info(
         "MEMFIT.BUDGET_GB auto on the device %s: %.2f GB, of which %.2f GB are taken already",
         device,
-        (free + taken) / _GB,
-        taken / _GB,
+        (free + taken) / GB,
+        taken / GB,
     )
-    return (free + taken) / _GB
+    return (free + taken) / GB
 
 
 def enforce_budget(budget_gb: Optional[float], device: str) -> None:
@@ -163,9 +163,9 @@ def cuda_context_bytes(device: Union[torch.device, int]) -> int:
     taken = total - free - torch.cuda.memory_reserved(index)
     has_nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
     nccl_gb = _LARGEST_NCCL_GB if has_nccl else 0.0
-    others = max(taken - int((_LARGEST_CONTEXT_GB + nccl_gb) * _GB), 0)
+    others = max(taken - int((_LARGEST_CONTEXT_GB + nccl_gb) * GB), 0)
     _others[index] = min(_others.get(index, others), others)
-    return min(taken - _others[index], int((_LARGEST_GROWN_GB + nccl_gb) * _GB))
+    return min(taken - _others[index], int((_LARGEST_GROWN_GB + nccl_gb) * GB))
 
 
 def _index(device: str) -> int:
@@ -181,7 +181,7 @@ def _limit_cuda(budget_gb: Optional[float], device: int) -> None:
     torch.cuda.set_per_process_memory_fraction(share, device)
     _remember(f"cuda:{device}", before, share, budget_gb)
     if budget_gb is not None and abs(share - now) > _SAME_SHARE:
-        total = torch.cuda.mem_get_info(device)[1] / _GB
+        total = torch.cuda.mem_get_info(device)[1] / GB
         set_now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: share)(device)
         logger.info(
             "MEMFIT.BUDGET_GB %.4g on cuda:%d: PyTorch's allocator may take %.2f GB, and %.2f GB "
@@ -189,21 +189,21 @@ def _limit_cuda(budget_gb: Optional[float], device: int) -> None:
             budget_gb,
             device,
             set_now * total,
-            cuda_context_bytes(device) / _GB,
+            cuda_context_bytes(device) / GB,
         )
 
 
 def _share(budget_gb: float, device: int) -> float:
     """Share of the card's memory for tensors: the budget less the context."""
-    free, total = (n / _GB for n in torch.cuda.mem_get_info(device))
+    free, total = (n / GB for n in torch.cuda.mem_get_info(device))
     if budget_gb > total:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB {budget_gb:g} is more than the {total:.2f} GB of "
             f"{torch.cuda.get_device_name(device)}. Name the card's size: --card 6GB for one that "
             "is sold with 6 GB"
         )
-    taken = total - free - torch.cuda.memory_reserved(device) / _GB
-    context = cuda_context_bytes(device) / _GB
+    taken = total - free - torch.cuda.memory_reserved(device) / GB
+    context = cuda_context_bytes(device) / GB
     if budget_gb <= context:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB {budget_gb:g} does not hold the CUDA context, {context:.2f} GB"
@@ -238,21 +238,21 @@ def _limit_process(budget_gb: Optional[float]) -> None:
         limit_onednn_cache()
         take_library_buffers()
         data_bytes = process_memory().data_bytes
-        if budget_gb * _GB <= data_bytes:
+        if budget_gb * GB <= data_bytes:
             raise ConfigError(
-                f"MEMFIT.BUDGET_GB {budget_gb:g} is not more than the {data_bytes / _GB:.2f} GB "
+                f"MEMFIT.BUDGET_GB {budget_gb:g} is not more than the {data_bytes / GB:.2f} GB "
                 "that the process takes before training"
             )
         return_large_blocks()
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # oneDNN may crash, see limit_onednn_cache
         limits = [n for n in (before, hard) if n != resource.RLIM_INFINITY]
-        limit = min([int(budget_gb * _GB), *limits])
-        if limit < int(budget_gb * _GB):
+        limit = min([int(budget_gb * GB), *limits])
+        if limit < int(budget_gb * GB):
             logger.warning(
                 "MEMFIT.BUDGET_GB %g: the process is limited to %.2f GB already (ulimit -d)",
                 budget_gb,
-                limit / _GB,
+                limit / GB,
             )
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     _remember("cpu", before, limit, budget_gb)
@@ -262,8 +262,8 @@ def _limit_process(budget_gb: Optional[float]) -> None:
             "MEMFIT.BUDGET_GB %.4g on the CPU: the process may take %.2f GB of private memory, and "
             "has taken %.2f GB",
             budget_gb,
-            set_now / _GB,
-            process_memory().data_bytes / _GB,
+            set_now / GB,
+            process_memory().data_bytes / GB,
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from .. import __version__
 from ..common.files import whole_file
 from ..common.reading import load_fields, load_json
+from ..common.units import MB
 from ..errors import DataError
 
 __all__ = ["RunRecord", "device_and_software", "keep_record", "records_folder", "records_here"]
@@ -86,10 +87,10 @@ def device_and_software(device: torch.device) -> dict[str, Any]:
     here: dict[str, Any] = {"d2_memfit": __version__, "torch": torch.__version__}
     if device.type != "cuda":
         here.update(device=_cpu_name(), cores=os.cpu_count())
-        here["memory_mb"] = psutil.virtual_memory().total // 2**20
+        here["memory_mb"] = psutil.virtual_memory().total // MB
         return here
     properties = torch.cuda.get_device_properties(device)
-    here.update(device=properties.name, memory_mb=properties.total_memory // 2**20)
+    here.update(device=properties.name, memory_mb=properties.total_memory // MB)
     here.update(cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), driver=_driver())
     return here
 

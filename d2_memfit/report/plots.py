@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ..common.files import output_file
+from ..common.units import GB
 from ..errors import ConfigError, printable
 from .records import Run
 
 __all__ = ["write_html", "write_png"]
 
-_GB = 2**30
 # Okabe and Ito, "Color Universal Design": colour-blind people can tell them apart. Lines differ in
 # their dashes, too.
 _BLUE, _ORANGE, _GREEN, _RED, _SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
@@ -104,7 +104,7 @@ def write_html(run: Run, path: Path) -> None:
     for i, (owner, num_bytes) in enumerate(run.owners.items()):
         figure.add_bar(
             y=["peak"],
-            x=[num_bytes / _GB],
+            x=[num_bytes / GB],
             name=_escaped(owner),
             orientation="h",
             marker={

@@ -11,6 +11,7 @@ from detectron2.utils import comm
 
 from .. import compat
 from ..common.checks import check_positive_int
+from ..common.units import GB
 from ..config import budget_of_preset, with_memfit_keys, with_settings
 from ..iteration import BatchGeometry, CostModel
 from ..memory import auto_budget_gb
@@ -19,8 +20,6 @@ from .lazy import named
 from .rules import check_arguments, check_settings
 
 __all__ = ["NormalizerOptions", "RecoveryOptions", "Settings"]
-
-_GB = 2**30
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class Settings:
         sums = tuple(tuple(map(float, numbers)) for numbers in node.BYTES)
         margin = self.cfg.MEMFIT.PLAN.MARGIN or 0.0  # a plan with a cost model writes its own
         limit_gb = self.cfg.MEMFIT.BUDGET_GB * (1 - margin) - node.ERROR_GB
-        return CostModel(sums, int(limit_gb * _GB), node.OVERHEAD_PIXELS)
+        return CostModel(sums, int(limit_gb * GB), node.OVERHEAD_PIXELS)
 
 
 def _budget(cfg: CfgNode, ranks_here: int) -> Optional[float]:

@@ -10,6 +10,7 @@ from detectron2.utils import comm
 from torch.utils.data import DataLoader
 
 from ..common.checks import check_positive_number
+from ..common.units import GB
 from ..compat import inner_dataset
 from ..data import shorter_sides
 from ..iteration import BatchGeometry
@@ -20,12 +21,11 @@ __all__ = ["HostBudget", "LoaderPrefetch", "loader_bytes", "workers_bytes"]
 
 logger = logging.getLogger(__name__)
 
-_GB = 2**30
 # Private memory of a worker without images: the pages that it has written to, including its
 # parent's. It was 75 MB after 20 images, with 80,000 dataset dicts (v0.6, Linux). Reference counts
 # let it grow, so four times that is assumed.
-_WORKER_BYTES = 0.3 * _GB
-_TRAINER_BYTES = 1.5 * _GB  # PyTorch, Detectron2 and a CUDA context; without the dataset
+_WORKER_BYTES = 0.3 * GB
+_TRAINER_BYTES = 1.5 * GB  # PyTorch, Detectron2 and a CUDA context; without the dataset
 _DEFAULT_PREFETCH = 2  # PyTorch's
 
 
@@ -50,12 +50,12 @@ class HostBudget(KeyTechnique):
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"MEMFIT.HOST.BUDGET_GB": round(available_host_bytes() / _GB, 1)}
+        return {"MEMFIT.HOST.BUDGET_GB": round(available_host_bytes() / GB, 1)}
 
     @classmethod
     def apply(cls, part: CfgNode, cfg: CfgNode) -> CfgNode:
         own_bytes = psutil.Process().memory_info().rss
-        budget = min(cfg.MEMFIT.HOST.BUDGET_GB * _GB, available_host_bytes() + own_bytes)
+        budget = min(cfg.MEMFIT.HOST.BUDGET_GB * GB, available_host_bytes() + own_bytes)
         left = budget / comm.get_local_size() - own_bytes
         num_ranks = comm.get_world_size()
         wanted = cfg.DATALOADER.NUM_WORKERS
@@ -72,8 +72,8 @@ class HostBudget(KeyTechnique):
             workers,
             wanted,
             prefetch,
-            worker_bytes(cfg, prefetch, num_ranks) / _GB,
-            left / _GB,
+            worker_bytes(cfg, prefetch, num_ranks) / GB,
+            left / GB,
         )
         part = part.clone()
         part.defrost()

@@ -12,6 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.utils.logger import log_first_n
 from torch import nn
 
+from ..common.units import GB, MB
 from ..compat.pytorch import version_of
 from ..errors import HostMemoryError
 from ..memory import available_host_bytes, error_line, on_host
@@ -224,11 +225,11 @@ class _Offload:
         self._bytes_since_check = 0
         available = available_host_bytes()
         if available < _CHECK_EVERY_BYTES:
-            raise _no_host_memory(f"{available / 2**20:.0f} MiB are left")
+            raise _no_host_memory(f"{available / MB:.0f} MiB are left")
         if available < _WARN_BELOW_BYTES:
             log_first_n(
                 logging.WARNING,
-                f"MEMFIT.OFFLOAD.MODULES: {available / 2**30:.1f} GB of the host's memory are left",
+                f"MEMFIT.OFFLOAD.MODULES: {available / GB:.1f} GB of the host's memory are left",
                 key="message",
             )
 

@@ -31,6 +31,7 @@ from detectron2.engine import HookBase
 
 from d2_memfit import Job, MemfitTrainer, compat
 from d2_memfit.certificate import Certificate, certify, follow
+from d2_memfit.common.units import GB
 from d2_memfit.config import load_cfg, with_settings
 from d2_memfit.data import register_coco
 from d2_memfit.engine import launch
@@ -43,7 +44,6 @@ from d2_memfit.settings import Settings
 
 from .common import machine, markdown_table
 
-_GB = 2**30
 IMAGES = 160
 GRIDS = (1, 1, 1, 2, 3, 4)  # photographs in each row and column of an image
 LEARNED_FROM = 1000  # windows; a shorter run may have seen small ones only
@@ -96,7 +96,7 @@ def row_of(folder: Path, side: str, ranks: int, windows: int) -> list[Any]:
     assert (measured > 0).all()
     if side == "fixed":
         return [side, measured.size, errors, *[""] * len(PREDICTED)]
-    margin = certificate.budget_gb * _GB - certificate.limit_bytes
+    margin = certificate.budget_gb * GB - certificate.limit_bytes
     ratios = np.quantile(needs / measured, (0, 0.5, 0.999))
     above = [int((measured > needs + more).sum()) for more in (0, margin)]
     return [side, measured.size, errors, *(f"{r:.3f}" for r in ratios), *above]
@@ -186,7 +186,7 @@ def _certify(folder: Path, ranks: int, windows: int, images: int) -> float:
     job = Job.from_cfg(with_settings(cfg, {"MEMFIT.MICRO_BATCH": 1}), ranks)
     there = as_in_runs(job, DeviceModel.load("cpu"), under_budget=True)
     print(f"{there.from_run}\n")
-    needs_gb = DryJob(job, there, evaluates=False).total_bytes() / _GB
+    needs_gb = DryJob(job, there, evaluates=False).total_bytes() / GB
     budget_gb = round((needs_gb + 0.02) / (1 - MARGIN), 2)
     fit = CostFit(job, there, Padding.from_model(steps.build(job)[0]))
     planned = with_settings(cfg, {"MEMFIT.BUDGET_GB": budget_gb, **fit.settings()})

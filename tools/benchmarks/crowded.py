@@ -25,6 +25,7 @@ from detectron2.modeling import build_model
 from detectron2.structures import BitMasks, Boxes, Instances
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.common.units import GB
 from d2_memfit.config import load_cfg
 from d2_memfit.memory import enforce_budget, is_out_of_memory, process_memory, return_large_blocks
 from d2_memfit.settings import RecoveryOptions
@@ -39,7 +40,6 @@ SIZE = (320, 432)  # height and width of a photograph
 THUMBNAIL = (128, 160)
 EXTRA_GB = 1.6  # room for training in addition to the process's memory before
 BINS = 25  # bins of an iteration; each keeps its largest value
-_GB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,7 @@ def train(side: str, folder: Path) -> None:
     iterations = EndsOfIterations()
     with coins(*SIZE) as (dicts, mapper):
         photographs = [mapper(d) for d in dicts]
-        budget_gb = process_memory().data_bytes / _GB + EXTRA_GB
+        budget_gb = process_memory().data_bytes / GB + EXTRA_GB
         enforce_budget(budget_gb, "cpu")
         if side == "Detectron2":
             trainer = SimpleTrainer(model, batches(photographs), optimizer)
@@ -169,7 +169,7 @@ def over_iterations(
         begin, end = times[iteration : iteration + 2]
         share = min((now - begin) / (end - begin), 1 - 1e-6)
         bin_ = int((iteration + share) * BINS)
-        most[bin_] = max(most.get(bin_, 0.0), num_bytes / _GB)
+        most[bin_] = max(most.get(bin_, 0.0), num_bytes / GB)
     return [[bin_ / BINS, round(gb, 3)] for bin_, gb in sorted(most.items())]
 
 

@@ -11,6 +11,7 @@ import multiprocessing
 import statistics
 import time
 
+from d2_memfit.common.units import GB
 from d2_memfit.config import load_cfg
 from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.job import Job, WorstCase
@@ -30,7 +31,6 @@ FOLDERS = (
     ),
     "Misc",
 )
-_GB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,4 +67,4 @@ def measure(config: str, num_steps: int) -> list[str]:
     peak = sum(timeline.peak().values())
     first = seconds[0]
     step = statistics.median(seconds[1:])
-    return [f"{first:.2f}", f"{step:.2f}", f"{peak / _GB:.2f}", f"{resident / _GB:.2f}"]
+    return [f"{first:.2f}", f"{step:.2f}", f"{peak / GB:.2f}", f"{resident / GB:.2f}"]

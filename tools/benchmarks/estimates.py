@@ -9,6 +9,7 @@ of its private memory in the real run, beyond the tensors. Each config runs in i
 import argparse
 import multiprocessing
 
+from d2_memfit.common.units import MB
 from d2_memfit.config import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import TensorMeter, process_memory, return_large_blocks
@@ -30,7 +31,6 @@ CONFIGS = (
     "Misc/cascade_mask_rcnn_R_50_FPN_3x.yaml",
     "Misc/mask_rcnn_R_50_FPN_3x_gn.yaml",
 )
-_MB = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,11 +63,11 @@ def compare(config: str) -> list[str]:
             estimated = sum(timeline.peak().values())
             measured = meter.peak_bytes
             error = f"{estimated / measured - 1:+.3%}"
-            cells += [f"{estimated / _MB:.1f}", f"{measured / _MB:.1f}", error]
+            cells += [f"{estimated / MB:.1f}", f"{measured / MB:.1f}", error]
             meter.peak_bytes = meter.live_bytes
     peaks = [sum(timeline.peak().values()) for timeline in timelines]
     with sampled_data_bytes() as samples:
         for _ in run_for_real(dry_job, "cpu"):
             pass
     highest = max(num_bytes for _, num_bytes in samples)
-    return [*cells, f"{(highest - before - max(peaks)) / _MB:.0f}"]
+    return [*cells, f"{(highest - before - max(peaks)) / MB:.0f}"]

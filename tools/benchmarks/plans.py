@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Optional
 
+from d2_memfit.common.units import GB
 from d2_memfit.config import find_config_file, load_cfg
 from d2_memfit.job import Job
 from d2_memfit.planner.device import DeviceModel
@@ -22,7 +23,6 @@ from d2_memfit.planner.search import Choice, Plan, Planner, Trials, choice_of
 
 from .common import machine, markdown_table
 
-_GB = 2**30
 CONFIGS = (
     "COCO-Detection/faster_rcnn_R_50_FPN_3x",
     "COCO-Detection/retinanet_R_50_FPN_3x",
@@ -86,7 +86,7 @@ def fastest_of_all(
     A micro-batch is not run dry where the subset's times for one and two images say that it is more
     than 1% slower than the best so far: they tell other times to 0.3%.
     """
-    trials.limit_bytes = int(budget_gb * (1 - margin) * _GB)
+    trials.limit_bytes = int(budget_gb * (1 - margin) * GB)
     window = trials.job.geometry.window
     sizes = sorted({-(-window // n) for n in range(1, window + 1)}, reverse=True)
     helpful = [name for name in techniques if trials.helps(name)]

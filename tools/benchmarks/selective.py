@@ -15,6 +15,7 @@ import torch
 from detectron2.config import LazyConfig
 from detectron2.utils.events import EventStorage
 
+from d2_memfit.common.units import GB
 from d2_memfit.config import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner.device import DeviceModel
@@ -24,7 +25,6 @@ from d2_memfit.planner.search import Choice, Trials, choice_of, with_best_blocks
 from .common import CONFIG, machine, markdown_table, take_turns
 
 _CHECKPOINT = "ActivationCheckpointing"
-_GB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     trials.limit_bytes = int(most - args.share * (most - least))
     chosen = with_best_blocks(trials, every, [args.images], [_CHECKPOINT])
     print(f"{args.config_file}, {args.images} images of {size[0]} x {size[1]} pixels.")
-    print(f"Limit {trials.limit_bytes / _GB:.2f} GB. {machine()}.\n")
+    print(f"Limit {trials.limit_bytes / GB:.2f} GB. {machine()}.\n")
     print(trials.settings(chosen), "\n")
     choices = {"none": plain, "all": every, "chosen": chosen}
     sides = {name: ChoiceSide(trials, choice) for name, choice in choices.items()}
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
         predicted = dry_job.seconds() / trials.dry_job(every).seconds()
         seconds = statistics.median(side.seconds)
         ratio = seconds / statistics.median(sides["all"].seconds)
-        gb = f"{dry_job.training_bytes() / _GB:.2f}"
+        gb = f"{dry_job.training_bytes() / GB:.2f}"
         span = f"{min(side.seconds):.2f} to {max(side.seconds):.2f}"
         rows.append([name, gb, f"{predicted:.3f}", f"{seconds:.2f}", span, f"{ratio:.3f}"])
     header = ["blocks", "GB", "predicted ratio of times", "CPU s", "from, to", "measured ratio"]

@@ -29,13 +29,13 @@ from detectron2.structures import Boxes, pairwise_iou
 from detectron2.utils.events import EventStorage
 
 from d2_memfit import AccumulatingTrainer, get_cfg
+from d2_memfit.common.units import MB
 from d2_memfit.config import load_cfg
 from d2_memfit.memory import OwnerMeter, TensorMeter
 from d2_memfit.techniques import TECHNIQUES, ChunkedMatcher, PairwiseQuality, get_technique
 
 from .common import CONFIG, Side, coins, machine, markdown_table, take_turns
 
-MB = 2**20
 NUM_ANCHORS = 268_569  # of an FPN on an image of 800 x 1344 pixels
 NUM_INSTANCES = 300
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from d2_memfit import Job
+from d2_memfit.common.units import GB
 from d2_memfit.doctor import Finding, examine, examine_runs
 from d2_memfit.measure.worker import say
 from d2_memfit.planner.device import DeviceModel
@@ -27,13 +28,12 @@ from .project import PROJECTS, made
 __all__ = ["main"]
 
 _CARD = "cuda"  # device of the plans
-_GB = 2**30
 _OF_ALL = 0.7  # a plan's share of the recipe's memory
 
 
 def main(name: str, folder: str, memory_gb: str) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = int(float(memory_gb) * _GB)
+    limit = int(float(memory_gb) * GB)
     resource.setrlimit(resource.RLIMIT_AS, (limit if most < 0 else min(limit, most), most))
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -55,13 +55,13 @@ def _plan(job: Job) -> Finding:
         job = job.with_settings({"SOLVER.IMS_PER_BATCH": 2})
         device = DeviceModel.load(_CARD)
         needs = DryJob(job, device).least_bytes()
-        budget_gb = margin_of(job, device).budget_bytes(_OF_ALL * needs) / _GB
+        budget_gb = margin_of(job, device).budget_bytes(_OF_ALL * needs) / GB
         plan = plan_memory(job, budget_gb, device=_CARD)
     except Exception as e:
         traceback.print_exc()
         return Finding("plan", False, f"{type(e).__name__}: {e}")
     names = ", ".join(step.name for step in plan.steps)
-    text = f"{needs / _GB:.1f} GB in {budget_gb:.1f} by {names or 'nothing'}"
+    text = f"{needs / GB:.1f} GB in {budget_gb:.1f} by {names or 'nothing'}"
     return Finding("plan", plan.fits, text if plan.fits else f"none for {budget_gb:.1f} GB")
 
 

@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 import torch
 
+from d2_memfit.common.units import GB
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.measure.items import ITEMS, Item, Record, Scale
 from d2_memfit.measure.jobs import measure
@@ -21,7 +22,6 @@ from d2_memfit.measure.peaks import outside_bytes
 ROOT = Path(__file__).resolve().parents[2]
 PREPARED = ROOT / ".gpu"  # by prepare.py
 REHEARSE = bool(os.environ.get("GPU_REHEARSE"))
-GB, MB = 2**30, 2**20
 
 CARD = torch.device("cuda:0")
 SCALE = Scale.for_device(torch.device("cpu") if REHEARSE else CARD)

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import conv2d
 
+from d2_memfit.common.units import GB, MB
 from d2_memfit.measure.items import Record
 from d2_memfit.measure.steps import Steps
 from d2_memfit.memory import is_out_of_memory, release_memory
 
-from .card import CARD, GB, MB, REHEARSE, full_size, job_of
+from .card import CARD, REHEARSE, full_size, job_of
 
 Prepared = tuple[Callable[[], Any], list[int]]
 

@@ -19,6 +19,7 @@ from detectron2.engine import SimpleTrainer
 from torch.nn.functional import conv2d
 
 from d2_memfit import estimate_memory
+from d2_memfit.common.units import GB, MB
 from d2_memfit.compat.pytorch import dump_memory_snapshot, record_memory_history
 from d2_memfit.engine import AccumulatingTrainer
 from d2_memfit.job import WorstCase
@@ -36,7 +37,7 @@ from d2_memfit.memory import (
 from d2_memfit.settings import RecoveryOptions
 
 from . import full_card
-from .card import CARD, GB, MB, PREPARED, REHEARSE, full_size, job_of, measured, outside
+from .card import CARD, PREPARED, REHEARSE, full_size, job_of, measured, outside
 
 EXPANDS, ORDINARY = "expandable_segments:True", "expandable_segments:False"
 

@@ -16,6 +16,7 @@ from detectron2.utils.file_io import PathManager
 from torch import nn
 
 from ... import compat
+from ...common.units import GB
 from ...errors import START_HERE, OutOfMemoryError
 from ...iteration import Padding
 from ...job import size_of
@@ -34,8 +35,6 @@ __all__ = [
 ]
 
 RAISE = "training stops"
-
-_GB = 2**30
 
 
 @dataclass
@@ -106,8 +105,8 @@ class OomLog:
             micro_batch=count_images(data),
             images=[_describe(image) for image in _images(data)],
             padded_size=padded_size(data, self._model),
-            allocated_gb=round(memory.allocated_bytes / _GB, 3),
-            reserved_gb=round(memory.reserved_bytes / _GB, 3),
+            allocated_gb=round(memory.allocated_bytes / GB, 3),
+            reserved_gb=round(memory.reserved_bytes / GB, 3),
             budget_gb=self._options.budget_gb,
             error=error_line(error),
         )

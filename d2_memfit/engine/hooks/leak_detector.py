@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ... import compat
+from ...common.units import MB
 from ...compat.pytorch import tree_iter
 from ...memory import (
     TensorCensus,
@@ -117,7 +118,7 @@ class LeakDetector(MemoryHook):
             logger.warning(
                 "The memory of the data loader's workers grows by %.1f MB per 1000 iterations, and "
                 "has for the last %d. Look at what the dataset and its mapper keep",
-                growing.pop("workers") * 1000 / 2**20,
+                growing.pop("workers") * 1000 / MB,
                 self._window,
             )
         objects = growing.pop("objects", 0)
@@ -127,7 +128,7 @@ class LeakDetector(MemoryHook):
             logger.warning(
                 "Memory in use grows by %.1f MB per 1000 iterations, and has for the last %d%s. "
                 "New tensors: %s. They are held by: %s",
-                sum(growing.values()) * 1000 / 2**20,
+                sum(growing.values()) * 1000 / MB,
                 self._window,
                 f"; Python objects by {objects:.0f} per iteration" if objects else "",
                 _most(bytes_by_kind(new)),
@@ -157,5 +158,5 @@ def _at_least(kind: str) -> int:
 
 
 def _most(counts: Counter[str], num: int = 3) -> str:
-    items = [f"{name} ({size / 2**20:.1f} MB)" for name, size in counts.most_common(num)]
+    items = [f"{name} ({size / MB:.1f} MB)" for name, size in counts.most_common(num)]
     return ", ".join(items) or "none that Python can see"

@@ -12,12 +12,12 @@ from detectron2.utils import comm
 from detectron2.utils.events import CommonMetricPrinter
 
 from ... import compat
+from ...common.units import GB
 from ...memory import device_memory
 from .memory_hook import MemoryHook
 
 __all__ = ["MemoryMonitor"]
 
-_GB = 2**30
 _LAG = 2**20  # bytes; Linux's peak of a process may rise this much after memory was freed
 
 
@@ -98,10 +98,10 @@ class MemoryMonitor(MemoryHook):
     def _values(self) -> dict[str, float]:
         memory = device_memory(self._device)
         report = {
-            "allocated_gb": memory.allocated_bytes / _GB,
-            "reserved_gb": memory.reserved_bytes / _GB,
-            "allocated_peak_gb": self._seen[0] / _GB,
-            "reserved_peak_gb": self._seen[1] / _GB,
+            "allocated_gb": memory.allocated_bytes / GB,
+            "reserved_gb": memory.reserved_bytes / GB,
+            "allocated_peak_gb": self._seen[0] / GB,
+            "reserved_peak_gb": self._seen[1] / GB,
             "fragmentation": 1 - memory.allocated_bytes / max(memory.reserved_bytes, 1),
         }
         if self._budget_gb:
@@ -110,10 +110,10 @@ class MemoryMonitor(MemoryHook):
         if self._device.type == "cuda":
             report["alloc_retries"] = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
         process = psutil.Process()
-        report["host_rss_gb"] = process.memory_info().rss / _GB
+        report["host_rss_gb"] = process.memory_info().rss / GB
         workers = [_rss_and_private(child) for child in process.children(recursive=True)]
-        report["workers_rss_gb"] = sum(rss for rss, _ in workers) / _GB
-        report["workers_private_gb"] = sum(private for _, private in workers) / _GB
+        report["workers_rss_gb"] = sum(rss for rss, _ in workers) / GB
+        report["workers_private_gb"] = sum(private for _, private in workers) / GB
         self._seen = [0, 0]
         return report
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ...common.checks import value_of
 from ...common.files import is_local
+from ...common.units import GB
 from ...config import default_keys, keys_of
 from ...job import Job, padded_area, size_of
 from ...memory import (
@@ -34,7 +35,6 @@ __all__ = ["PeakRecorder", "settings_of"]
 
 logger = logging.getLogger(__name__)
 
-_GB = 2**30
 _FEWEST = 3  # iterations after which optimizer states and kernels are there
 _LAG = 2**20  # bytes; Linux's peak of a process may rise this much after memory was freed
 
@@ -153,11 +153,11 @@ class PeakRecorder(MemoryHook):
 def _log(record: RunRecord) -> None:
     outside = "an unknown number of"
     if record.outside_bytes is not None:
-        outside = f"{record.outside_bytes / _GB:.2f}"
+        outside = f"{record.outside_bytes / GB:.2f}"
     logger.info(
         "Peaks of training: %.2f GB allocated, %.2f GB reserved, %s GB outside the allocator",
-        record.allocated_bytes / _GB,
-        record.reserved_bytes / _GB,
+        record.allocated_bytes / GB,
+        record.reserved_bytes / GB,
         outside,
     )
     if record.predicted_gb:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common.units import GB
 from ...memory import available_host_bytes, device_memory, enforce_budget, release_memory
 from .memory_hook import MemoryHook
 
@@ -20,7 +21,6 @@ _BUDGET_PERIOD = 100
 _FIRST_ITERATIONS = 10  # these load kernels, cuBLAS handles and NCCL buffers
 _MARGIN = 1.1  # of what a micro-batch has needed
 _NOTICEABLE_BYTES = 2**27  # taken by others
-_GB = 2**30
 
 
 class EnforceBudget(MemoryHook):
@@ -105,9 +105,9 @@ class MakeRoom(MemoryHook):
             "Iteration %d: other processes have taken %.2f GB of the device %s and left %.2f GB, "
             "and %.2f GB were needed. The micro-batch is halved before it fails",
             self.trainer.iter,
-            taken / _GB,
+            taken / GB,
             self._device,
-            room / _GB,
-            need / _GB,
+            room / GB,
+            need / GB,
         )
         release_memory(self._device, thorough=False)

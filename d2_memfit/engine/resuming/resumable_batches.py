@@ -26,7 +26,6 @@ from .signals import signals_held_back
 
 __all__ = ["ResumableBatches", "UnknownLoader"]
 
-
 _DIGESTED = 1000  # images
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from ...common.units import GB
 from ...errors import ConfigError
 from ...iteration import CostModel, MicroBatchShape, Padding
 from ...job import size_of
@@ -21,7 +22,6 @@ __all__ = ["ByteCutter", "Cutter"]
 
 logger = logging.getLogger(__name__)
 
-_GB = 2**30
 _PARTS = 1024  # of the bytes for images
 _LEARNED = ("_full", "_clean_iterations", "_failed_growths", "_has_just_grown")
 
@@ -171,8 +171,8 @@ class ByteCutter(Cutter):
             logger.warning(
                 "MEMFIT.COST_MODEL: the process needs %.2f GB before its first image, and the "
                 "budget leaves %.2f GB, so each image goes through the model alone",
-                self._base / _GB,
-                cost_model.limit_bytes / _GB,
+                self._base / GB,
+                cost_model.limit_bytes / GB,
             )
 
     @property
@@ -182,7 +182,7 @@ class ByteCutter(Cutter):
         return self._base + self._room * parts / _PARTS
 
     def described(self) -> str:
-        return f"{self.limit_bytes / _GB:.2f} GB"
+        return f"{self.limit_bytes / GB:.2f} GB"
 
     def cut(self, window: Window) -> None:
         window.cut(self.micro_batches)

@@ -5,15 +5,17 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Optional
 
+from ...common.units import MB
+
 __all__ = ["Block", "CachingAllocator", "DoesNotFit", "PageAllocator"]
 
 # In bytes, from c10/cuda/CUDACachingAllocator.cpp; unchanged since PyTorch 1.3.
 _ROUND = 512  # kMinBlockSize
 _SMALL = 2**20  # kSmallSize: the largest block of the small pool
-_SMALL_SEGMENT = 2 * 2**20  # kSmallBuffer
-_LARGE_SEGMENT = 20 * 2**20  # kLargeBuffer, for blocks below the next
-_MIN_LARGE = 10 * 2**20  # kMinLargeAlloc
-_ROUND_LARGE = 2 * 2**20  # kRoundLarge, for the segments of larger blocks
+_SMALL_SEGMENT = 2 * MB  # kSmallBuffer
+_LARGE_SEGMENT = 20 * MB  # kLargeBuffer, for blocks below the next
+_MIN_LARGE = 10 * MB  # kMinLargeAlloc
+_ROUND_LARGE = 2 * MB  # kRoundLarge, for the segments of larger blocks
 _PAGE = 4096  # page of the system's memory
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ...common.checks import check_choice, check_device, check_positive_number, did_you_mean
 from ...common.reading import check_fields, load_fields, load_yaml
+from ...common.units import GB, MB
 from ...config import CARDS
 from ...errors import ConfigError
 from ...memory import process_memory, take_library_buffers
@@ -37,8 +38,6 @@ _GROUPED = 0.11
 _HOPPER, _CUBLAS_OF_HOPPER_MB = "9.0", 64
 
 _FOLDER = Path(__file__).parent / "devices"
-_MB = 2**20
-_GB = 2**30
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ class DeviceModel:
             values["name"] = path.stem
             if values.get("context_mb", 0) is None:
                 take_library_buffers()
-                values["context_mb"] = process_memory().data_bytes / _MB
+                values["context_mb"] = process_memory().data_bytes / MB
                 values["is_this_process"] = True
         device = load_fields(cls, values, str(path))
         check_choice(f"{path}: convolution_workspace", device.convolution_workspace, WORKSPACES)
@@ -185,7 +184,7 @@ class DeviceModel:
             if device.device_name is not None and fnmatchcase(gpu, device.device_name):
                 return device
         alike = [d for d in devices if d.compute_capability == capability and d.memory_gb]
-        gigabytes = properties.total_memory / _GB
+        gigabytes = properties.total_memory / GB
 
         def distance(device: DeviceModel) -> tuple[float, bool]:
             is_variant = gpu.startswith(str(device.device_name))  # an RTX 4090 D of the RTX 4090
@@ -199,7 +198,7 @@ class DeviceModel:
 
     @property
     def reserve_bytes(self) -> int:
-        return int(self.reserve_mb * _MB)
+        return int(self.reserve_mb * MB)
 
     def use(
         self,
@@ -253,7 +252,7 @@ class DeviceModel:
             (self.cublas_workspace_mb, "cuBLAS workspaces"),
             (self.other_tensors_mb, "other"),
         ):
-            yield Allocate(Allocation(int(megabytes * _MB), owner, "setup"))
+            yield Allocate(Allocation(int(megabytes * MB), owner, "setup"))
         for event in timeline.events:
             if isinstance(event, Convolution):
                 size = self.workspace_bytes(event)
@@ -276,7 +275,7 @@ class DeviceModel:
         """
         nccl_mb = 0.0 if ranks == 1 else self.nccl_mb[ranks > 2]
         names = {"context": self.context_mb, "loaded kernels": self.kernels_mb, "NCCL": nccl_mb}
-        return +Counter({name: int(megabytes * _MB) for name, megabytes in names.items()})
+        return +Counter({name: int(megabytes * MB) for name, megabytes in names.items()})
 
     def seconds(self, work: Work) -> float:
         """Predicted seconds of work.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Optional
 
+from ...common.units import GB
 from ...job import Job, size_of
 from ...memory import segments_expand
 from ...techniques import loader_bytes
@@ -17,7 +18,6 @@ from .times import Range, factor_range, seconds_range
 
 __all__ = ["DryJob", "MemoryEstimate"]
 
-_GB = 2**30
 _RESOLUTION = 2**24
 
 
@@ -121,7 +121,7 @@ class DryJob:
         self.device = device
         budget_gb = job.budget_gb
         margin = margin_of(job, device)
-        self.limit_bytes = None if budget_gb is None else margin.limit_bytes(budget_gb * _GB)
+        self.limit_bytes = None if budget_gb is None else margin.limit_bytes(budget_gb * GB)
         self.expandable_segments = segments_expand(under_budget=budget_gb is not None)
         self._known: dict[Optional[int], Optional[list[DeviceUse]]] = {}  # by limit
         self._like = device.is_gpu, device.foreach
@@ -237,25 +237,25 @@ class DryJob:
             num_instances=self.num_instances,
             assumptions=self.assumptions,
             at_least=self.at_least,
-            peak_allocated_gb=uses[0].allocated_bytes / _GB,
-            peak_reserved_gb=uses[0].reserved_bytes / _GB,
-            device_total_gb=self.total_bytes(limit_bytes) / _GB,
-            evaluation_gb=uses[1].allocated_bytes / _GB if uses[1:] else None,
-            typical_gb=None if typical_bytes is None else typical_bytes / _GB,
+            peak_allocated_gb=uses[0].allocated_bytes / GB,
+            peak_reserved_gb=uses[0].reserved_bytes / GB,
+            device_total_gb=self.total_bytes(limit_bytes) / GB,
+            evaluation_gb=uses[1].allocated_bytes / GB if uses[1:] else None,
+            typical_gb=None if typical_bytes is None else typical_bytes / GB,
             typical_instances=None if typical is None else typical.num_instances,
             range_gb=_range_gb(uses[0].allocated_bytes, widths, OF_TENSORS),
             device_range_gb=_range_gb(self.total_bytes(limit_bytes), widths, widths),
-            widths={source: (low / _GB, high / _GB) for source, (low, high) in widths.items()},
+            widths={source: (low / GB, high / GB) for source, (low, high) in widths.items()},
             breakdown={
-                owner: num_bytes / _GB for owner, num_bytes in uses[0].breakdown.most_common()
+                owner: num_bytes / GB for owner, num_bytes in uses[0].breakdown.most_common()
             },
-            outside={owner: num_bytes / _GB for owner, num_bytes in uses[0].outside.most_common()},
+            outside={owner: num_bytes / GB for owner, num_bytes in uses[0].outside.most_common()},
             seconds_per_iteration=self.seconds(),
             seconds_range=seconds_range(self.seconds()),
             expandable_segments=self.expandable_segments if self.device.is_gpu else None,
             other_segments_gb=self._other_segments_gb(),
             num_workers=self.job.cfg.DATALOADER.NUM_WORKERS,
-            host_gb=loader_bytes(self.job.cfg, geometry.ranks) / _GB,
+            host_gb=loader_bytes(self.job.cfg, geometry.ranks) / GB,
         )
 
     def _typical_bytes(self, batch: Any) -> int:
@@ -294,9 +294,9 @@ class DryJob:
         if not self.device.is_gpu:
             return None
         uses = self._uses_of_device(None, not self.expandable_segments)
-        return max(use.total_bytes for use in uses) / _GB
+        return max(use.total_bytes for use in uses) / GB
 
 
 def _range_gb(value: int, widths: Widths, sources: Iterable[str]) -> tuple[float, float]:
     low, high = (sum(ends) for ends in zip(*(widths[source] for source in sources)))
-    return (value - low) / _GB, (value + high) / _GB
+    return (value - low) / GB, (value + high) / GB

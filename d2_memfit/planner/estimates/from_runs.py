@@ -24,6 +24,7 @@ from typing import Optional
 
 import torch
 
+from ...common.units import GB, MB
 from ...errors import ConfigError, one_line
 from ...job import Job, WorstCase
 from ...memory import RunRecord, records_here
@@ -36,8 +37,6 @@ __all__ = ["as_in_runs"]
 logger = logging.getLogger(__name__)
 
 _LONG = 1000  # iterations
-_MB = 2**20
-_GB = 2**30
 
 
 def as_in_runs(job: Job, device: DeviceModel, under_budget: bool) -> DeviceModel:
@@ -81,8 +80,8 @@ def _with_outside(device: DeviceModel, record: RunRecord) -> DeviceModel:
     is_known = device.is_this_process and record.ranks == 1
     if record.outside_bytes is None or is_known:
         return device
-    outside_mb = record.outside_bytes / _MB
-    text = f"{record.outside_bytes / _GB:.2f} GB outside the allocator"
+    outside_mb = record.outside_bytes / MB
+    text = f"{record.outside_bytes / GB:.2f} GB outside the allocator"
     return replace(
         device,
         name=f"{device.name}, as measured",  # so its range has no width of a context
@@ -105,7 +104,7 @@ def _with_tensors(device: DeviceModel, job: Job, record: RunRecord) -> DeviceMod
     predicted = dry_job.training_use()
     more = record.allocated_bytes - predicted.allocated_bytes
     if more > 0 or believes_less:
-        other_mb = max(device.other_tensors_mb + more / _MB, 0.0)
+        other_mb = max(device.other_tensors_mb + more / MB, 0.0)
         device = replace(
             device, other_tensors_mb=other_mb, reserve_mb=0.0, tensors_are_measured=True
         )
@@ -116,12 +115,12 @@ def _with_tensors(device: DeviceModel, job: Job, record: RunRecord) -> DeviceMod
         if factor > 1 or believes_less:
             device = replace(device, reserved_factor=factor)
     text = (
-        f"{record.allocated_bytes / _GB:.2f} GB allocated where "
-        f"{predicted.allocated_bytes / _GB:.2f} GB were predicted, "
-        f"{record.reserved_bytes / _GB:.2f} GB reserved"
+        f"{record.allocated_bytes / GB:.2f} GB allocated where "
+        f"{predicted.allocated_bytes / GB:.2f} GB were predicted, "
+        f"{record.reserved_bytes / GB:.2f} GB reserved"
     )
     if record.outside_bytes is not None:
-        text += f", {record.outside_bytes / _GB:.2f} GB outside the allocator"
+        text += f", {record.outside_bytes / GB:.2f} GB outside the allocator"
     return replace(device, from_run=_line(record, text))
 
 

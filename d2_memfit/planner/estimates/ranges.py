@@ -27,6 +27,7 @@ far software and context may be above it: its margin.
 from dataclasses import dataclass
 from typing import Optional
 
+from ...common.units import MB
 from ...job import Job
 from ..device import DeviceModel, DeviceUse, device_names
 
@@ -44,7 +45,6 @@ SHARE_OF_SOFTWARE = 0.06  # of the tensors, in both directions
 _OF_THE_SAME_SOFTWARE = 0.02
 _CONTEXT_MB = (287, 426 + 380)
 _OF_A_CPU_MB = (50, 360)
-_MB = 2**20
 
 OF_TENSORS = ("objects", "software")  # the sources that concern what PyTorch has allocated
 OF_MARGIN = ("software", "context")  # those that a plan leaves free
@@ -72,7 +72,7 @@ def widths_of(
         **widths,
         "software": (of_software, of_software),
         "allocator": (between, between),
-        "context": _of_context(device, context / _MB),
+        "context": _of_context(device, context / MB),
     }
 
 
@@ -90,7 +90,7 @@ def _of_context(device: DeviceModel, context_mb: float) -> tuple[int, int]:
         context_mb, is_measured = device.other_tensors_mb, device.tensors_are_measured
     if is_measured:
         return 0, 0
-    return max(round((context_mb - least) * _MB), 0), max(round((most - context_mb) * _MB), 0)
+    return max(round((context_mb - least) * MB), 0), max(round((most - context_mb) * MB), 0)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...common.units import GB
 from ...compat.pytorch import BatchNorm
 from ...errors import ConfigError
 from ...iteration import MicroBatchShape, Padding, largest_sum
@@ -20,8 +21,6 @@ from ..estimates import DryJob, steps
 from .plan import Plan
 
 __all__ = ["CostFit", "Run", "fitted", "fitted_to_two", "with_cost_model"]
-
-_GB = 2**30
 
 _SMALLER = 0.6  # scale of the largest image
 _BETWEEN = 0.8
@@ -157,7 +156,7 @@ class CostFit:
         too_low = [run.needs - run.predicted(self.sums) for run in self.runs]
         keys = {
             "BYTES": [[float(f"{b:.6g}") for b in numbers] for numbers in self.sums],
-            "ERROR_GB": round(max(0.0, *too_low) / _GB, 3),
+            "ERROR_GB": round(max(0.0, *too_low) / GB, 3),
             "OVERHEAD_PIXELS": float(round(self._overhead_pixels())),
         }
         return {f"MEMFIT.COST_MODEL.{key}": value for key, value in keys.items()}
@@ -198,7 +197,7 @@ class CostFit:
         )
         self.runs.append(run)
         height, width = size_of(images)
-        self._progress(f"{run.needs / _GB:.2f} GB: {height} x {width} pixels, objects {[*objects]}")
+        self._progress(f"{run.needs / GB:.2f} GB: {height} x {width} pixels, objects {[*objects]}")
         return run.needs / run.predicted(self.sums) if self.sums else 1.0
 
     def _overhead_pixels(self) -> float:

@@ -8,6 +8,8 @@ from typing import Any, Optional
 import numpy as np
 from numpy.typing import NDArray
 
+from ...common.units import MB
+
 __all__ = ["Blocks", "Packing", "pack"]
 
 _GAP = 1e-3  # relative gap in time at which the solver stops
@@ -74,7 +76,7 @@ def pack(
     # Variables: whether each is recomputed, whether it is offloaded, forward and backward seconds.
     none = np.zeros(n)
     memory = np.hstack([blocks.recomputed_bytes, blocks.offloaded_bytes])
-    memory = np.hstack([memory, np.zeros((len(memory), 2))]) / 2**20
+    memory = np.hstack([memory, np.zeros((len(memory), 2))]) / MB
     times = np.array(
         [
             [*none, *-blocks.copy_s, 1, 0],  # the forward is not shorter than the copies
@@ -96,7 +98,7 @@ def pack(
         integrality=[1] * 2 * n + [0, 0],
         bounds=Bounds(lower, upper),
         constraints=[
-            LinearConstraint(memory, ub=(limit_bytes - blocks.bytes_at) / 2**20),
+            LinearConstraint(memory, ub=(limit_bytes - blocks.bytes_at) / MB),
             LinearConstraint(times, lb=[0, 0, blocks.backward_s]),
             LinearConstraint(exclusive, ub=1),
         ],
@@ -109,6 +111,6 @@ def pack(
     return Packing(
         tuple(name for name, is_chosen in zip(blocks.names, recomputed) if is_chosen),
         tuple(name for name, is_chosen in zip(blocks.names, offloaded) if is_chosen),
-        float((blocks.bytes_at + memory[:, :-2] @ chosen * 2**20).max()),
+        float((blocks.bytes_at + memory[:, :-2] @ chosen * MB).max()),
         float(result.x[-2:].sum()),
     )

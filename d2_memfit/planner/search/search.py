@@ -13,6 +13,7 @@ import torch
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
+from ...common.units import GB
 from ...config import why_no_card_has
 from ...errors import ConfigError
 from ...job import Job, Size
@@ -28,8 +29,6 @@ from .trials import Choice, Trials, choice_of
 __all__ = ["Planner", "plan_memory"]
 
 logger = logging.getLogger(__name__)
-
-_GB = 2**30
 
 _MICRO_BATCH = "smaller micro-batches"
 _NOT_KNOWN = "not known"  # until the losses are tested
@@ -105,7 +104,7 @@ def _has_card_of(budget_gb: float) -> bool:
     """Whether this machine has a GPU with this much memory."""
     if not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_properties(0).total_memory >= budget_gb * _GB
+    return torch.cuda.get_device_properties(0).total_memory >= budget_gb * GB
 
 
 class Planner(Trials):
@@ -120,7 +119,7 @@ class Planner(Trials):
             prefer: as for :func:`plan_memory`.
         """
         margin = margin_of(self.job, self.device)
-        self.budget_bytes = budget_gb * _GB
+        self.budget_bytes = budget_gb * GB
         self.limit_bytes = margin.limit_bytes(self.budget_bytes)
         free = 1 - self.limit_bytes / self.budget_bytes
         start = choice_of((), self._images)
@@ -134,12 +133,12 @@ class Planner(Trials):
             smallest = self.dry_job(choice)
             needed = smallest.least_bytes()
             with_margin = max(margin.budget_bytes(needed), smallest.total_bytes())
-            smallest_gb = _rounded_up(with_margin / _GB)
-            least_gb = _rounded_up((needed - self.device.reserve_bytes) / _GB)
+            smallest_gb = _rounded_up(with_margin / GB)
+            least_gb = _rounded_up((needed - self.device.reserve_bytes) / GB)
             must_allow = next((t for t in _more(tiers) if self.fits(fastest.smallest(t))), ())
             fits = budget_gb >= least_gb
         if fits and not leaves_margin:
-            self.limit_bytes = int(budget_gb * _GB) + self.device.reserve_bytes
+            self.limit_bytes = int(budget_gb * GB) + self.device.reserve_bytes
             self.budget_bytes = math.inf
             choice = fastest.choice(tiers, prefer) or choice
         before, after = self.dry_job(start), self.dry_job(choice)
@@ -177,7 +176,7 @@ class Planner(Trials):
         return OtherPlan(
             self.settings(other),
             not is_exact,
-            dry_job.total_bytes(self.limit_bytes) / _GB,
+            dry_job.total_bytes(self.limit_bytes) / GB,
             dry_job.seconds() / start.seconds(),
             dry_job.time_range(start),
         )
@@ -208,8 +207,8 @@ class Planner(Trials):
             tier=tier,
             settings={k: v for k, v in settings.items() if k not in there or there[k] != v},
             what=_BY_TEST if tier == _NOT_KNOWN else what,
-            gb_before=one.total_bytes(self.limit_bytes) / _GB,
-            gb_after=other.total_bytes(self.limit_bytes) / _GB,
+            gb_before=one.total_bytes(self.limit_bytes) / GB,
+            gb_after=other.total_bytes(self.limit_bytes) / GB,
             time_factor=other.seconds() / one.seconds(),
             time_range=other.time_range(one),
         )

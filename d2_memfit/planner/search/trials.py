@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Optional
 from detectron2.layers import NaiveSyncBatchNorm
 from torch import nn
 
+from ...common.units import GB
 from ...compat.pytorch import BatchNorm
 from ...errors import MemfitError
 from ...job import Job
@@ -19,7 +20,6 @@ from ..estimates import DryJob, steps
 
 __all__ = ["Choice", "Trials", "choice_of", "preference"]
 
-_GB = 2**30
 _CLEARLY = 0.9  # of a limit: less than this fits in it, memory between blocks included
 
 # In each tier, the least costly or harmful comes first; users' techniques come last.
@@ -131,7 +131,7 @@ class Trials:
             )
             if dry_job.evaluation is not None:
                 self._evaluations[key] = dry_job.evaluation
-            self._progress(f"{dry_job.total_bytes(self.limit_bytes) / _GB:.2f} GB: {choice}")
+            self._progress(f"{dry_job.total_bytes(self.limit_bytes) / GB:.2f} GB: {choice}")
             self._dry_jobs[choice] = dry_job
         return self._dry_jobs[choice]
 

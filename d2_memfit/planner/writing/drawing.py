@@ -6,6 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Optional, Union
 
+from ...common.units import GB
 from ...config import PRESETS
 from ...errors import MemfitError
 from ...report import Bar, Chart, Page, Tensor, write_page
@@ -17,7 +18,6 @@ from .text import describe_batch, describe_plan, describe_settings
 
 __all__ = ["draw_estimate", "draw_plan"]
 
-_GB = 2**30
 _TOO_SMALL = 1e-4  # share of the peak; smaller tensors are not drawn
 
 
@@ -82,7 +82,7 @@ def _job_lines(dry_job: DryJob) -> list[str]:
 def _limits(dry_job: DryJob, budget_gb: Optional[float]) -> dict[str, float]:
     """The budget, and the smallest card that has this much memory."""
     limits = {} if budget_gb is None else {"budget": budget_gb}
-    needed = dry_job.total_bytes(dry_job.limit_bytes) / _GB if budget_gb is None else budget_gb
+    needed = dry_job.total_bytes(dry_job.limit_bytes) / GB if budget_gb is None else budget_gb
     cards = [name for name, gb in PRESETS.items() if gb >= needed]
     if dry_job.device.is_gpu and cards:
         card = cards[0]
@@ -150,14 +150,14 @@ def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:
         settings = technique.enabling_settings(job.cfg)
         if settings and job.with_settings(settings).cfg != job.cfg:
             knobs[name] = (technique.tier, settings)
-    bars = [Bar("as it is", "", before.training_use(None).total_bytes / _GB, "1.00", "")]
+    bars = [Bar("as it is", "", before.training_use(None).total_bytes / GB, "1.00", "")]
     for name, (tier, settings) in knobs.items():
         try:
             dry_job = DryJob(job.with_settings(settings), before.device, evaluates=False)
         except MemfitError as e:
             progress(f"{name} is left out: {e}")
             continue
-        gb = dry_job.training_use(None).total_bytes / _GB
+        gb = dry_job.training_use(None).total_bytes / GB
         progress(f"{gb:.2f} GB: {name}")
         if dry_job.training.changes_bytes() != before.training.changes_bytes():
             time = in_words(dry_job.time_range(before))

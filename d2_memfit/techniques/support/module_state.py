@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...common.units import MB
 from ...compat.pytorch import BatchNorm, buffers_by_name, children_by_name, versions_of
 
 __all__ = ["LARGE_BYTES", "MOST_BYTES", "ModuleState", "plain_attributes"]
@@ -328,7 +329,7 @@ class _Contents:
         if tensor.layout != torch.strided or tensor.is_meta:
             return
         if tensor.nbytes > MOST_BYTES:
-            raise _LeftOutError(f"it has {tensor.nbytes / 2**20:.0f} MB")
+            raise _LeftOutError(f"it has {tensor.nbytes / MB:.0f} MB")
         if tensor.nbytes <= LARGE_BYTES:
             self.tensors.append(tensor)
 
