@@ -531,7 +531,7 @@ OPTIONS = {
     "--config-file {folder}/key.yaml": "key.yaml: there is no config key NO_SUCH_KEY",
     "--coco other no/such.json no": "dataset other: no/such.json cannot be read (No such",
     "--coco other {folder} no": "dataset other: {folder} cannot be read (it is a fold",
-    "--coco bad {file} {folder}": "--coco 'bad' is twice, or not printable: give another",
+    "--coco bad {file} {folder}": "--coco 'bad' is given twice or not printable: use another",
 }
 
 # Variables that torchrun sets, of which one is wrong.
