@@ -61,9 +61,9 @@ _C.MEMFIT.COST_MODEL = CN()
 # Lists of numbers that predict the bytes that a rank needs for a micro-batch. Each list gives a
 # sum, and the largest sum is the prediction. The numbers are the bytes of the process, and those
 # for an image, padded pixel, object, padded pixel x object, and padded pixel x object of the most
-# crowded image. If the key is not empty, windows are cut so that each micro-batch fits BUDGET_GB less
-# PLAN.MARGIN and ERROR_GB. Images of similar size are put together. MICRO_BATCH is then the number
-# of largest images that fit, for estimates. d2-memfit plan --cost-model finds the numbers.
+# crowded image. If the key is not empty, windows are cut so that each micro-batch fits BUDGET_GB
+# less PLAN.MARGIN and ERROR_GB. Images of similar size are put together. MICRO_BATCH is then the
+# number of largest images that fit, for estimates. d2-memfit plan --cost-model finds the numbers.
 _C.MEMFIT.COST_MODEL.BYTES = []
 # GB that a micro-batch may need in addition to the prediction.
 _C.MEMFIT.COST_MODEL.ERROR_GB = 0.0
