@@ -160,7 +160,7 @@ def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
     for name in ("/0.png", "text.jpg", "text.mp4"):
         assert sum(f"{name} cannot be read" in line for line in printed.err.splitlines()) == 1
     assert (
-        "thin.png is left out: 4000 x 3 pixels cannot be resized (height and width must be"
+        "thin.png is skipped: 4000 x 3 pixels cannot be resized (height and width must be"
         in printed.err
     )
     assert "4 of 6 files were skipped" in printed.err
@@ -344,7 +344,7 @@ def test_keypoints_are_not_merged(photographs, tmp_path, capsys):
     assert {len(r["keypoints"]) for r in results_of(tmp_path / "found")} == {6}
     with pytest.raises(SystemExit):
         predict(config, photographs / "000.png", tmp_path / "tiles", "--tile-size", "64")
-    assert "--tile-size: keypoints cannot be merged" in capsys.readouterr().err
+    assert "--tile-size: keypoints of overlapping tiles" in capsys.readouterr().err
 
 
 def test_a_lazy_config_says_how_images_are_resized(photographs, coins, tmp_path, capsys):
