@@ -97,10 +97,10 @@ COCO = {
     "images is text": (whole("images", "a"), "the list 'images' of {file} is missing"),
     "images is a mapping": (whole("images", {}), "the list 'images' of {file} is missing"),
     "an image is text": (whole("images", ["a"]), "has an entry without file_name, height, id, wid"),
-    "no annotations": (whole("annotations", []), "has no annotations but those of crowds"),
+    "no annotations": (whole("annotations", []), "has no annotations, except of crowds"),
     "annotations is null": (whole("annotations", None), "the list 'annotations' of {file} is miss"),
     "an annotation is null": (whole("annotations", [None]), "has an entry without bbox, category"),
-    "no categories": (whole("categories", []), "has the category_id 1, and there is nothing with"),
+    "no categories": (whole("categories", []), "has the category_id 1, but nothing has that id"),
     "categories is null": (whole("categories", None), "the list 'categories' of {file} is missing"),
     "a category has no name": (drop("categories", 0, "name"), "has an entry without name"),
     "a category has no id": (drop("categories", 0, "id"), "has an entry without id"),
@@ -132,7 +132,10 @@ COCO = {
     "image id is 1.5": (put(*IMAGE, "id", value=1.5), "has the id 1.5, which is not an integer"),
     "image id is 0.0": (put(*IMAGE, "id", value=0.0), "has the id 0.0, which is not an integer"),
     "image_id is 1.0": (put(*ANNOTATION, "image_id", value=1.0), "has the image_id 1.0, which is"),
-    "image id of 400 digits": (put(*IMAGE, "id", value=10**400), "has the image_id 1, and there i"),
+    "image id of 400 digits": (
+        put(*IMAGE, "id", value=10**400),
+        "has the image_id 1, but nothing has",
+    ),
     "height of 24.5": (put(*IMAGE, "height", value=24.5), "its entry says (24, 24.5)"),
     "line break in a name": (put(*IMAGE, "file_name", value="a\nb.jpg"), "is {folder}/a\\nb.jpg"),
     "zero byte in a name": (put(*IMAGE, "file_name", value="a\0b.jpg"), "1 of 2 images do not ex"),
@@ -142,7 +145,7 @@ COCO = {
     "file_name is a list": (put(*IMAGE, "file_name", value=["1.jpg"]), "has the file_name ['1.jp"),
     "file_name of another folder": (
         put(*IMAGE, "file_name", value="/etc/passwd"),
-        "opened images cannot be decoded. Training ends where one is loaded: /etc/passwd (Unid",
+        "opened images cannot be decoded. Training stops when one is loaded: /etc/passwd (Unid",
     ),
     "file_name is an address": (
         put(*IMAGE, "file_name", value="http://127.0.0.1:9/a.jpg"),
@@ -197,10 +200,19 @@ COCO = {
         "'categories' of {file} has the id 1 more than once",
     ),
     "category_id is a list": (put(*ANNOTATION, "category_id", value=[1]), "the category_id [1], w"),
-    "category_id of none": (put(*ANNOTATION, "category_id", value=7), "has the category_id 7, and"),
-    "category_id -1": (put(*ANNOTATION, "category_id", value=-1), "has the category_id -1, and th"),
+    "category_id of none": (
+        put(*ANNOTATION, "category_id", value=7),
+        "has the category_id 7, but nothing has",
+    ),
+    "category_id -1": (
+        put(*ANNOTATION, "category_id", value=-1),
+        "has the category_id -1, but nothing has",
+    ),
     "category_id of text": (put(*ANNOTATION, "category_id", value="1"), "texts as category_id"),
-    "image_id of none": (put(*ANNOTATION, "image_id", value=7), "has the image_id 7, and there is"),
+    "image_id of none": (
+        put(*ANNOTATION, "image_id", value=7),
+        "has the image_id 7, but nothing has",
+    ),
     "image_id is a mapping": (
         put(*ANNOTATION, "image_id", value={}),
         "the image_id {{}}, which is",
@@ -230,26 +242,26 @@ COCO = {
     "nested bbox": (put(*ANNOTATION, "bbox", value=[[1, 2, 3, 4]]), "has the bbox [[1, 2, 3, 4]]"),
     "no box has a size": (boxes([1, 1, 0, 0]), "bad, {file}: 2 of 2 boxes have no area. Detec"),
     "all boxes are negative": (boxes([9, 9, -4, -4]), "2 of 2 boxes have a negative width or he"),
-    "boxes are corners": (boxes([10, 9, 20, 21]), "2 of 2 boxes leave their image, and would lie"),
+    "boxes are corners": (boxes([10, 9, 20, 21]), "2 of 2 boxes exceed their image, but would fit"),
     "boxes are fractions": (boxes([0.1, 0.1, 0.5, 0.4]), "2 of 2 boxes have numbers from 0 to 1"),
-    "boxes of YOLO": (boxes([0.5, 0.5, 1, 1]), "2 of 2 boxes have numbers from 0 to 1, and the"),
-    "boxes of a larger image": (boxes([90, 80, 70, 60]), "2 of 2 boxes leave their image. Detect"),
-    "boxes before their image": (boxes([-20, 2, 19, 9]), "2 of 2 boxes leave their image. Detec"),
+    "boxes of YOLO": (boxes([0.5, 0.5, 1, 1]), "2 of 2 boxes have numbers from 0 to 1, but the"),
+    "boxes of a larger image": (boxes([90, 80, 70, 60]), "2 of 2 boxes exceed their image. Detect"),
+    "boxes before their image": (boxes([-20, 2, 19, 9]), "2 of 2 boxes exceed their image. Detec"),
     "boxes of a smaller image": (boxes([5, 5, 1.5, 1.5]), "2 of 2 boxes are smaller than 2 pixels"),
     "boxes of a billion": (boxes([2, 2, 1e9, 9]), "2 of 2 boxes are larger than a million pixel"),
     "boxes at a billion": (boxes([1e9, 2, 9, 9]), "2 of 2 boxes are larger than a million pixel"),
     "boxes of 1e-30": (boxes([2, 2, 1e-30, 9]), "2 of 2 boxes have no area. Detectron2's mapper"),
     "crowds only": (
         lambda coco: [a.update(iscrowd=1) for a in coco["annotations"]],
-        "has no annotations but those of crowds, which are not trained on",
+        "has no annotations, except of crowds, which are not trained on",
     ),
     "no mask": (
         drop(*ANNOTATION, "segmentation"),
-        "bad, {file}: MODEL.MASK_ON True, and 1 of 2 objects have no mask",
+        "bad, {file}: MODEL.MASK_ON is True, but 1 of 2 objects have no mask",
     ),
     "mask null": (
         put(*ANNOTATION, "segmentation", value=None),
-        "bad, {file}: MODEL.MASK_ON True, and 1 of 2 objects have no mask",
+        "bad, {file}: MODEL.MASK_ON is True, but 1 of 2 objects have no mask",
     ),
     "polygon with NaN": (
         polygon(NAN, *TRIANGLE[1:]),
@@ -277,14 +289,14 @@ COCO = {
     ),
     "masks away from their boxes": (
         lambda coco: [a.update(bbox=[1, 12, 8, 8]) for a in coco["annotations"]],
-        "bad, {file}: 2 of 2 masks lie for the most part outside their box",
+        "bad, {file}: 2 of 2 masks lie mostly outside their box",
     ),
     "masks as fractions": (
         lambda coco: [
             a.update(bbox=[10, 10, 12, 12], segmentation=[[n / SIZE for n in TRIANGLE]])
             for a in coco["annotations"]
         ],
-        "bad, {file}: 2 of 2 masks lie for the most part outside their box",
+        "bad, {file}: 2 of 2 masks lie mostly outside their box",
     ),
     "masks on a line": (
         lambda coco: [a.update(segmentation=[[2, 2, 9, 9, 20, 20]]) for a in coco["annotations"]],
@@ -342,7 +354,7 @@ COCO = {
     ),
     "code for polygons": (
         code([576]),
-        "bad, {file}: INPUT.MASK_FORMAT polygon, and 1 of 2 masks are run-",
+        "bad, {file}: INPUT.MASK_FORMAT is polygon, but 1 of 2 masks are run-",
     ),
 }
 
@@ -354,9 +366,9 @@ CONTENTS = {
     "of UTF-16": ('{"images": []}'.encode("utf-16"), "is not valid JSON"),
     "with a BOM": (b"\xef\xbb\xbf{}", "is not valid JSON"),
     "nested without end": (b"[" * 200_000, "is not valid JSON"),
-    "a list": (b"[]", "is not COCO's format, it has no 'images'"),
-    "a number": (b"7", "is not COCO's format, it has no 'images'"),
-    "null": (b"null", "is not COCO's format, it has no 'images'"),
+    "a list": (b"[]", "is not in COCO's format: it has no 'images'"),
+    "a number": (b"7", "is not in COCO's format: it has no 'images'"),
+    "null": (b"null", "is not in COCO's format: it has no 'images'"),
     "a mapping of nothing": (b"{}", "the list 'images' of {file} is missing"),
     "a number too long": (b'{"images": ' + b"9" * 5000 + b"}", "is not valid JSON"),
 }
@@ -378,9 +390,12 @@ IMAGES = {
     ),
     "of another size": (
         lambda image, file: image.resize((9, 9)).save(file),
-        "1.jpg has (9, 9) pixels of width and height, its entry says (24, 24)",
+        "1.jpg has (9, 9) pixels of width and height, but its entry says (24, 24)",
     ),
-    "on its side": (save_turned, "1.jpg has (24, 48) pixels of width and height, its entry says"),
+    "on its side": (
+        save_turned,
+        "1.jpg has (24, 48) pixels of width and height, but its entry says",
+    ),
     "a pipe": (lambda image, file: os.mkfifo(file), "1.jpg cannot be read (it is a pipe)"),
     "a socket": (
         lambda image, file: os.mknod(file, stat.S_IFSOCK | 0o600),
@@ -448,9 +463,9 @@ OPTIONS = {
     "DATALOADER.NUM_WORKERS -1": "DATALOADER.NUM_WORKERS must be an integer of at least 0, got -1",
     "DATALOADER.SAMPLER_TRAIN Any": "DATALOADER.SAMPLER_TRAIN must be 'TrainingSampler', ",
     "DATASETS.TRAIN ()": "DATASETS.TRAIN is empty: name a dataset to train on",
-    "DATASETS.TRAIN ('bda',)": "DATASETS.TRAIN names 'bda', and there is no such dataset",
+    "DATASETS.TRAIN ('bda',)": "DATASETS.TRAIN names 'bda', but there is no such dataset",
     "DATASETS.TRAIN bad": "DATASETS.TRAIN must be of type tuple, got bad",
-    "DATASETS.TEST ('bda',)": "DATASETS.TEST names 'bda', and there is no such dataset",
+    "DATASETS.TEST ('bda',)": "DATASETS.TEST names 'bda', but there is no such dataset",
     "INPUT.CROP.ENABLED True INPUT.CROP.TYPE circle": "INPUT.CROP.TYPE must be 'relative_range', ",
     "INPUT.CROP.ENABLED True INPUT.CROP.SIZE [2.0,2.0]": (
         "INPUT.CROP.SIZE must be two numbers, shares of 0 to 1, got [2.0, 2.0]"
@@ -482,7 +497,7 @@ OPTIONS = {
     "MODEL.ROI_HEADS.POSITIVE_FRACTION 2.0": "POSITIVE_FRACTION must be 0 to 1, got 2.0",
     "MODEL.ROI_BOX_HEAD.NAME Head": "(KeyError(\"No object named 'Head' found in 'ROI_BOX_HEAD' re",
     "MODEL.ROI_MASK_HEAD.NAME Head": "(KeyError(\"No object named 'Head' found in 'ROI_MASK_HEAD'",
-    "MODEL.KEYPOINT_ON True": "{file}: MODEL.KEYPOINT_ON True, and 2 of 2 objects have no keypoint",
+    "MODEL.KEYPOINT_ON True": "{file}: MODEL.KEYPOINT_ON is True, but 2 of 2 objects have no keyp",
     "MODEL.PIXEL_STD [0.0,1.0,1.0]": "MODEL.PIXEL_STD must not be 0, got [0.0, 1.0, 1.0]",
     "MODEL.PIXEL_STD [1.0]": "MODEL.PIXEL_STD must be one finite number per channel, got [1.0]",
     "MODEL.PIXEL_MEAN ['a']": "MODEL.PIXEL_MEAN must be one finite number per channel, got ['a']",
@@ -531,7 +546,7 @@ OPTIONS = {
     "--config-file {folder}/key.yaml": "key.yaml: there is no config key NO_SUCH_KEY",
     "--coco other no/such.json no": "dataset other: no/such.json cannot be read (No such",
     "--coco other {folder} no": "dataset other: {folder} cannot be read (it is a fold",
-    "--coco bad {file} {folder}": "--coco 'bad' is twice, or not printable: give another",
+    "--coco bad {file} {folder}": "--coco 'bad' is given twice or not printable: use another",
 }
 
 # Variables that torchrun sets, of which one is wrong.
@@ -653,7 +668,7 @@ CONVERT = {
         "out: {folder}/train/labels/train.txt, line 1 (names has no c",
     ),
     "no part of YOLO": (yolo(train=None, val=None), "", "neither a data.yaml with parts (YOLO)"),
-    "no part train": (yolo(train=None), "", "{folder} must have one part train, and has val"),
+    "no part train": (yolo(train=None), "", "{folder} must have one part train, but has val"),
     "a part of a number": (yolo(train=7), "", "there is no folder or list of images 7)"),
     "a part of a mapping": (yolo(train={"a": 1}), "", "no folder or list of images {{'a': 1}})"),
     "a folder that is not there": (yolo(train="no/images"), "", "list of images no/images)"),
@@ -681,7 +696,7 @@ CONVERT = {
     "keypoints": (
         yolo(kpt_shape=[17, 3]),
         "",
-        "kpt_shape, and keypoints of YOLO are not converted",
+        "kpt_shape, but keypoints of YOLO are not converted",
     ),
     "pixels in place of fractions": (
         yolo(["0 30 20 10 10", "1 9 9 8 8"]),
@@ -707,7 +722,7 @@ CONVERT = {
         "",
         "left out: {folder}/train/images/train.jpg and train.txt ({folder}/train/labels/train.t",
     ),
-    "labels without objects": (yolo([]), "", "has no annotations but those of crowds"),
+    "labels without objects": (yolo([]), "", "has no annotations, except of crowds"),
     "broken XML": (voc(b"<annotation><object>"), "", "0.jpg and 0.xml (no element fo"),
     "XML of something else": (voc(b"<svg></svg>"), "", "it has <svg> in place of <annotation>)"),
     "an XML bomb": (voc(BOMB), "", "0.xml (limit on input amplification factor"),
@@ -721,7 +736,7 @@ CONVERT = {
         "",
         "0.xml, object 1 (could not convert string to float: '')",
     ),
-    "XML without objects": (voc(b"<annotation/>"), "", "has no annotations but those of crowds"),
+    "XML without objects": (voc(b"<annotation/>"), "", "has no annotations, except of crowds"),
     "a list of ids that are not there": (voc(train=["a", "b"]), "", "train: 2 images or their lab"),
     "an empty list of ids": (
         voc(train=[0, 1], val=[]),
@@ -731,14 +746,14 @@ CONVERT = {
     "lists without train": (
         voc(val=[0], test=[1]),
         "",
-        "must have one part train, and has val, te",
+        "must have one part train, but has val, te",
     ),
     "two parts val": (
         roboflow("train", "val", "valid"),
         "",
-        "one part train, and has train, val, v",
+        "one part train, but has train, val, v",
     ),
-    "Roboflow without train": (roboflow("valid"), "", "must have one part train, and has val"),
+    "Roboflow without train": (roboflow("valid"), "", "must have one part train, but has val"),
     "COCO without images": (
         coco(lambda c: c.pop("images")),
         "",
@@ -754,7 +769,7 @@ CONVERT = {
         "--hold-out 0.2",
         "val cannot be evaluated: 2 annotations in {output}/val.json have no area or no iscrowd",
     ),
-    "COCO with boxes elsewhere": (coco(far_away), "", "10 of 10 boxes leave their image. Detect"),
+    "COCO with boxes elsewhere": (coco(far_away), "", "10 of 10 boxes exceed their image. Detect"),
     "hold out nothing": (coco(), "--hold-out 0", "--hold-out 0 of 10 images leaves a part without"),
     "hold out all": (coco(), "--hold-out 1", "--hold-out 1 of 10 images leaves a part without im"),
     "hold out less than nothing": (
@@ -765,7 +780,7 @@ CONVERT = {
     "hold out NaN": (coco(), "--hold-out nan", "--hold-out nan of 10 images leaves a part without"),
     "hold out half an image": (coco(), "--hold-out 0.05", "--hold-out 0.05 of 10 images leaves a"),
     "hold out of one image": (coco(number=1), "--hold-out 0.5", "--hold-out 0.5 of 1 images leave"),
-    "hold out where val is": (yolo(), "--hold-out 0.2", "{folder} has a part val already, leave t"),
+    "hold out where val is": (yolo(), "--hold-out 0.2", "{folder} already has a part val. Leave t"),
     "output is a file": (
         yolo(),
         "--output {folder}/data.yaml",

@@ -122,8 +122,8 @@ ROWS = {
     "estimate --config-file {d}/escape.yaml": r"there is no config key \x1b[31mKEY\x1b]0;a\x07.",
     "estimate --config-file {d}/value.yaml": r"SEED must be of type int, got \x1b[2J",
     "estimate --config-file {d}/list.yaml": "SEED must be of type int, got ['a', 'a'",
-    "train OUTPUT_DIR {d}/\udcff": r"'{d}/\udcff' is not UTF-8, and a config is: give",
-    "plan --coco \udcff {d}/coco.json {d}": r"--coco '\udcff' is twice, or not printable: give",
+    "train OUTPUT_DIR {d}/\udcff": r"'{d}/\udcff' is not UTF-8, as a config must be: use",
+    "plan --coco \udcff {d}/coco.json {d}": r"--coco '\udcff' is given twice or not printable: use",
     "estimate --config-file {d}/exits.py": "exits.py cannot be loaded (SystemExit: 0)",
     # Devices
     "estimate MODEL.DEVICE tpu": UNKNOWN_DEVICE,
@@ -432,7 +432,7 @@ def test_one_line_and_nothing_is_written(ended, tmp_path, folder, row):
 def test_one_line_and_the_others_are_done(ended, row):
     status, said, places = ended(row)
     assert status == 3
-    assert "files were left out" in said
+    assert "files were skipped" in said
     assert sum(LEFT_OUT[row].format(**places) in line for line in said.splitlines()) == 1
 
 

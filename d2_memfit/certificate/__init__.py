@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A certificate of a run: the memory of each of its windows, known before it starts."""
+"""Certificates: the predicted memory of each window of a run, before it starts."""
 
 from .certificate import Certificate
 from .certify import certify

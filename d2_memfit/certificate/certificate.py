@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The certificate of a run: what each of its windows needs, and the order of its data."""
+"""The certificate of a run: the predicted memory of each window, and the order of the data."""
 
 import os
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ __all__ = ["Certificate"]
 _BINS = 10
 _NARROWEST_GB = 0.02
 _WIDTH = 40  # of the longest bar
-_NAMES = 4  # of images that are shown
+_NAMES = 4  # names of images that are shown
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,20 @@ class Certificate:
     """The predicted memory of all windows of a run.
 
     Attributes:
-        needs_bytes: what the process needs for the largest micro-batch of each window, of int64,
+        needs_bytes: bytes that the process needs for the largest micro-batch of each window, int64,
             shape ``(iterations, ranks)``.
-        limit_bytes: what a micro-batch of several images may need.
+        limit_bytes: bytes that a micro-batch of several images may need.
         budget_gb: MEMFIT.BUDGET_GB.
         least_budget_gb: the smallest budget in which each image fits alone.
-        images: of an iteration, on all ranks.
-        compared: images whose sizes were compared with those that the loader gives.
-        why_bounds: why sizes are the largest that an image can have; "" if they are drawn.
-        hours: range of the predicted time; None if it is not known.
-        worst: the windows that need most, the first one the most: iteration, rank, and names of the
+        images: images of an iteration, on all ranks.
+        compared: number of images whose sizes were compared with those from the loader.
+        why_bounds: why the largest possible size is assumed for each image; "" if sizes are drawn.
+        hours: range of the predicted hours; None if they are not known.
+        worst: the windows that need most, in descending order: iteration, rank, and names of the
             images of the largest micro-batch.
         sums: MEMFIT.COST_MODEL.BYTES.
-        stream, states: the order of the data and random states of all ranks, as
-            ``ResumableBatches.load_state_dict`` takes them.
+        stream, states: the order of the data and the random states of all ranks, for
+            ``ResumableBatches.load_state_dict``.
     """
 
     needs_bytes: torch.Tensor
@@ -76,7 +76,7 @@ class Certificate:
         try:
             verify_checksums(file)
             values = torch.load(file, weights_only=True)
-        except Exception as e:  # of any kind, from another kind of file
+        except Exception as e:  # another kind of file can raise any error
             raise ConfigError(
                 f"{where} is not a file of d2-memfit certify, or damaged ({type(e).__name__})"
             ) from e
@@ -87,8 +87,10 @@ class Certificate:
         most, limit = int(self.needs_bytes.max()) / GB, self.limit_bytes / GB
         fit = f"no window needs more than {most:.2f} GB"
         if self.too_large:
-            fit = f"{self.too_large:,} have an image that does not fit, with up to {most:.2f} GB"
-        how = f"their largest, because {self.why_bounds}"
+            fit = (
+                f"{self.too_large:,} have an image that does not fit and needs up to {most:.2f} GB"
+            )
+        how = f"the largest possible, because {self.why_bounds}"
         if not self.why_bounds:
             how = f"as they will be drawn ({self.compared} were loaded and compared)"
         lines = [
@@ -100,7 +102,7 @@ class Certificate:
         if self.hours is not None:
             low, high = self.hours
             lines.append(f"Predicted time, without evaluations: {low:.3g} to {high:.3g} h")
-        lines += ["", "Windows by what they need:", *self._histogram(), "", "Those that need most:"]
+        lines += ["", "Windows by memory:", *self._histogram(), "", "Windows that need most:"]
         for iteration, rank, images in self.worst:
             gb = int(self.needs_bytes[iteration, rank]) / GB
             where = f"iteration {iteration:,}" + f", rank {rank}" * (ranks > 1)

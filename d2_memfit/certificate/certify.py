@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Going through all windows of a job's schedule before it starts."""
+"""Prediction of the memory of all windows of a job, before it starts."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from .foreseen_images import ForeseenImages
 
 __all__ = ["certify"]
 
-_COMPARED = 16  # images that are loaded
+_COMPARED = 16  # images that are loaded for a comparison
 _WORST = 10
 _CHUNK = 4096  # windows that are cut at once
 
@@ -38,8 +38,8 @@ def certify(
     """Predict the memory of each window of a run, and fix the order of its data.
 
     Args:
-        job: with a cost model, as ``d2-memfit plan --cost-model`` writes it, and its dataset.
-        iterations: their number; None is the whole schedule.
+        job: with its dataset, and with a cost model from ``d2-memfit plan --cost-model``.
+        iterations: number of iterations; None for the whole schedule.
         device: as for :func:`~d2_memfit.planner.estimates.estimate_memory`.
         progress: called with a line for each step.
 
@@ -49,9 +49,9 @@ def certify(
     cost_model = job.settings.cost_model
     if cost_model is None:
         raise ConfigError(
-            "MEMFIT.COST_MODEL.BYTES is empty, and a certificate is of windows that are cut by "
-            "bytes: d2-memfit plan --cost-model writes them. If it writes none, no window is cut, "
-            "and the plan is for the largest images"
+            "MEMFIT.COST_MODEL.BYTES is empty, but a certificate needs it to predict bytes: "
+            "d2-memfit plan --cost-model writes it. If it writes none, no window is cut, and the "
+            "plan already holds for the largest images"
         )
     iterations = job.cfg.SOLVER.MAX_ITER if iterations is None else iterations
     check_positive_int("--iterations", iterations)
@@ -100,18 +100,18 @@ def certify(
 
 
 def _batches_of(job: Job) -> ResumableBatches:
-    """The batches of a rank's loader, made in this process alone."""
+    """The batches of one rank's loader, made in this process."""
     of_rank = job.with_settings({"SOLVER.IMS_PER_BATCH": job.geometry.images_per_batch})
     try:
         batches = ResumableBatches(of_rank.build_train_loader())
     except UnknownLoader as e:
         raise ConfigError(
-            "the order of the data is known before a run for loaders of "
-            f"build_detection_train_loader, and the training loader is {e}"
+            "the order of the data is known before a run only for loaders of "
+            f"build_detection_train_loader, but the training loader is {e}"
         ) from e
     if batches.num_workers == 0:
         raise ConfigError(
-            "DATALOADER.NUM_WORKERS 0: images are then loaded with the trainer's random numbers, "
+            "DATALOADER.NUM_WORKERS is 0, so images are loaded with the trainer's random numbers, "
             "which are not known before the run. Set it to 1 or more"
         )
     return batches

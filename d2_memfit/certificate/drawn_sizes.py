@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Sizes of images after augmentation, drawn with a loader's random numbers, without the images."""
+"""Sizes of images after augmentation, drawn as a loader does, but without reading images."""
 
 import random
 from collections.abc import Iterable
@@ -36,11 +36,11 @@ _SAME_SIZE = (NoOpTransform, HFlipTransform, VFlipTransform, BlendTransform)
 
 
 class UnknownDraws(Exception):
-    """The sizes that a mapper gives cannot be drawn without its images; the message says why."""
+    """A mapper's sizes cannot be drawn without its images. The message says why."""
 
 
 class DrawnSizes:
-    """Draws the random numbers of a mapper's augmentations, which give the sizes of its images.
+    """Draws the random numbers of a mapper's augmentations, which determine the sizes of images.
 
     Args:
         mapper: with ``augmentations`` or ``tfm_gens``, like the mappers of Detectron2.
@@ -61,17 +61,17 @@ class DrawnSizes:
         """Draw the augmentations of one image.
 
         Raises:
-            UnknownDraws: an augmentation needs more of an image than its size.
+            UnknownDraws: an augmentation needs more than the size of an image.
         """
         for draw in self._draws:
             size = draw(size)
         return size
 
     def check(self, images: Iterable[Any], sizes: Iterable[Size]) -> None:
-        """Compare sizes and random numbers with those of real images. Draws from now on.
+        """Compare drawn sizes and random numbers with those of real images.
 
         Args:
-            images: as the mapper gives them, loaded one after the other.
+            images: images from the mapper, loaded one after another.
             sizes: sizes of the files.
 
         Raises:
@@ -82,7 +82,9 @@ class DrawnSizes:
         start.restore()
         for size, expected in zip(sizes, loaded):
             if (self.draw(size), _next_numbers()) != expected:
-                raise UnknownDraws("its mapper draws other random numbers than its augmentations")
+                raise UnknownDraws(
+                    "its mapper draws other random numbers than its augmentations do"
+                )
 
 
 def _next_numbers() -> tuple[float, ...]:
@@ -121,7 +123,7 @@ def _draw_flip(augmentation: RandomFlip, size: Size) -> Size:
     return size
 
 
-# What Detectron2's configs draw, without transforms: most of the time of a certificate.
+# Faster versions of what Detectron2's configs use, as most of a certificate's time goes here.
 _DRAWS = {ResizeShortestEdge: _draw_shortest_edge, RandomFlip: _draw_flip}
 
 
@@ -139,4 +141,6 @@ def _size_after(transform: Transform, size: Size) -> Size:
         for part in transform.transforms:
             size = _size_after(part, size)
         return size
-    raise UnknownDraws(f"what {type(transform).__name__} does to the size of an image is not known")
+    raise UnknownDraws(
+        f"the effect of {type(transform).__name__} on the size of an image is not known"
+    )

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A run that follows its certificate."""
+"""Training with a certificate."""
 
 import logging
 from os import PathLike
@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 def follow(trainer: Any, file: Union[str, "PathLike[str]"], start_iter: int = 0) -> None:
-    """Load the data of a certificate in its order, and say where the run leaves it.
+    """Load data in the order of a certificate, and log where the run deviates from it.
 
     Call it on all ranks, after the weights are loaded and before ``trainer.train``.
 
     Args:
         trainer: a :class:`~d2_memfit.MemfitTrainer`, or an ``AccumulatingTrainer``.
-        file: of ``d2-memfit certify``.
+        file: the file that ``d2-memfit certify`` wrote.
         start_iter: iterations that a resumed run has done with this certificate.
 
     Raises:
-        ConfigError: the file is not a certificate, or it is one of another job.
+        ConfigError: the file is not a certificate, or it belongs to another job.
     """
     certificate = Certificate.read(file)
     inner = compat.inner_trainer(trainer)
@@ -44,8 +44,8 @@ def _check(certificate: Certificate, inner: Any, name: str, start_iter: int) -> 
     ranks = certificate.needs_bytes.shape[-1]
     if ranks != comm.get_world_size():
         raise ConfigError(
-            f"{name} is for {ranks} ranks, and this run has {comm.get_world_size()}: run "
-            "d2-memfit certify --num-gpus with their number"
+            f"{name} is for {ranks} ranks, but this run has {comm.get_world_size()}: run "
+            "d2-memfit certify --num-gpus with that number"
         )
     sums, limit_bytes = None, None
     if isinstance(inner.cutter, ByteCutter):
@@ -67,8 +67,8 @@ def _check(certificate: Certificate, inner: Any, name: str, start_iter: int) -> 
         is_same = all(stream[key] == certificate.stream[key] for key in ("layout", "sampler"))
     if not is_same:
         raise ConfigError(
-            f"{name} is for another loader, with other numbers of workers or images, or the run "
-            "that is resumed began without it: begin a run with a new certificate"
+            f"{name} is for a loader with other numbers of workers or images, or the resumed run "
+            "was started without it: start a new run with a new certificate"
         )
 
 
@@ -86,7 +86,7 @@ class _Follow(HookBase):
     def _note_error(self) -> None:
         self._errors += 1
         logger.warning(
-            "Iteration %d: memory ran out, which the certificate does not foresee",
+            "Iteration %d: memory ran out, which the certificate does not predict",
             self._inner.iter,
         )
 
@@ -100,7 +100,7 @@ class _Follow(HookBase):
         self._misses += 1
         if self._misses == 1:
             logger.warning(
-                "Iteration %d needs %.3f GB by the sizes of its images, and %.3f GB are certified: "
+                "Iteration %d needs %.3f GB by the sizes of its images, but %.3f GB are certified: "
                 "the images are not those of the certificate",
                 self.trainer.iter,
                 needs / GB,
@@ -110,8 +110,8 @@ class _Follow(HookBase):
     def after_train(self) -> None:
         if self._needs:
             logger.info(
-                "The certificate held for %d of %d windows of this rank. They needed %.2f GB at "
-                "most by the sizes of their images, and memory ran out %d times",
+                "The certificate held for %d of %d windows of this rank. By the sizes of their "
+                "images, they needed %.2f GB at most. Memory ran out %d times",
                 len(self._needs) - self._misses,
                 len(self._needs),
                 max(self._needs) / GB,

@@ -20,14 +20,14 @@ __all__ = ["ForeseenImages"]
 
 
 class ForeseenImages:
-    """Sizes and numbers of objects of images as a loader will give them, and their order.
+    """The order in which a loader will give images, with their sizes and numbers of objects.
 
     Args:
-        batches: of the job's training loader.
-        state: random state of a worker, for images that are loaded for a comparison.
+        batches: the batches of the job's training loader.
+        state: random state of a worker, with which images are loaded for a comparison.
         compared: number of these images.
-        bound: height and width of the largest image that the loader gives. All images count with
-            it if their sizes cannot be drawn.
+        bound: height and width of the largest image that the loader gives. If sizes cannot be
+            drawn, this is assumed for all images.
 
     Attributes:
         why_bounds: why sizes cannot be drawn; "" if they can.
@@ -60,7 +60,7 @@ class ForeseenImages:
         if given > annotated:
             raise ConfigError(
                 f"the training mapper gives {given} objects for {self.name(index)}, which has "
-                f"{annotated} annotations, so numbers of objects are not known before the run"
+                f"{annotated} annotations, so the numbers of objects are not known before the run"
             )
         return image
 
@@ -87,7 +87,7 @@ class ForeseenImages:
         """
         images = iterations * geometry.window
         group = self._batches.group_size
-        # Each of the two kinds of images may leave a group unfinished.
+        # Wide and high images may each leave a group incomplete.
         loaded = images + 2 * (group - 1) if group else images // geometry.images_per_batch
         indices = self._batches.first_indices(rank, geometry.ranks, loaded).numpy()
         shapes = self._files[indices]

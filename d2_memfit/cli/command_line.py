@@ -12,15 +12,15 @@ from .. import __version__
 __all__ = ["COMMANDS", "add_card_and_coco_options", "add_coco_option", "command_parser"]
 
 _DESCRIPTION = (
-    "Train Detectron2 models within the memory that there is. Before training, and without a GPU: "
-    "estimate what a job needs, and plan how it fits."
+    "Train Detectron2 models within the available memory. Before training, and without a GPU, "
+    "estimate what a job needs, and plan how to make it fit."
 )
 COMMANDS = {
     "estimate": "estimate the memory that a job needs",
     "plan": "make a job fit a budget",
-    "certify": "say what each iteration of a planned run will need, and fix its data's order",
-    "doctor": "test what works with a job, in small iterations on the CPU with injected errors",
-    "convert": "make COCO files of a dataset of YOLO, Pascal VOC, Roboflow or COCO",
+    "certify": "predict the memory of each iteration of a planned run, and fix its data's order",
+    "doctor": "test what works with a job, by small iterations on the CPU with injected errors",
+    "convert": "convert a dataset of YOLO, Pascal VOC, Roboflow or COCO to COCO files",
     "plot": "draw the memory of a run",
     "predict": "find objects in images and videos with a trained model",
     "export": "write a trained model as TorchScript or ONNX",
@@ -68,7 +68,7 @@ def command_parser(
     estimate.add_argument(
         "--inference-only",
         action="store_true",
-        help="estimate memory and time of one image with a trained model instead",
+        help="estimate memory and time of inference on one image instead",
     )
     plan = commands.add_parser("plan", parents=[asking], help=COMMANDS["plan"])
     _add_budget_option(plan)
@@ -81,8 +81,8 @@ def command_parser(
     plan.add_argument(
         "--prefer",
         choices=("exact", "speed"),
-        help="speed takes the plan that is predicted to be faster, with other number formats if "
-        "they are allowed (default: MEMFIT.PLAN.PREFER, which is exact)",
+        help="speed chooses the plan that is predicted to be faster, which may change number "
+        "formats if they are allowed (default: MEMFIT.PLAN.PREFER, which is exact)",
     )
     plan.add_argument(
         "--cost-model", action="store_true", help="cut windows by predicted bytes, not by images"
@@ -166,7 +166,7 @@ def _add_certify_options(parser: argparse.ArgumentParser) -> None:
         "--iterations",
         type=int,
         metavar="N",
-        help="go through the first iterations only (default: the whole schedule)",
+        help="certify only the first N iterations (default: the whole schedule)",
     )
     parser.add_argument(
         "--output",
@@ -245,14 +245,14 @@ def _add_predict_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("predictions"),
         metavar="FOLDER",
-        help="folder for pictures and results, which is made (default: predictions)",
+        help="folder for pictures and results; created if needed (default: predictions)",
     )
     parser.add_argument(
         "--tile-size",
         type=int,
         metavar="PIXELS",
-        help="give the model overlapping tiles of this size, one at a time, and merge what it "
-        "finds; for images with small objects, or that do not fit",
+        help="cut images into overlapping tiles of this size, and merge the objects found in them; "
+        "for small objects, or for images that do not fit",
     )
     parser.add_argument(
         "--min-score",
@@ -270,7 +270,7 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
         "--input",
         type=Path,
         metavar="IMAGE",
-        help="an image with objects, on which the file is compared with the model",
+        help="an image with objects; the exported file is compared with the model on it",
     )
     parser.add_argument(
         "--output",
@@ -288,7 +288,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="FILE",
-        help="the trained weights (default: the last ones beside the config, or MODEL.WEIGHTS)",
+        help="the trained weights (default: the last ones in the config's folder, or "
+        "MODEL.WEIGHTS)",
     )
     parser.set_defaults(num_gpus=1, batch=None, image_size=None, instances=None, json=False)
 
@@ -297,8 +298,8 @@ def _add_budget_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         metavar="GB",
-        help="device memory that the job may use, such as 5.2; auto is what is free on this "
-        "machine",
+        help="device memory in GB that the job may use, such as 5.2; auto takes what is free on "
+        "this machine",
     )
 
 
@@ -307,14 +308,14 @@ def _add_measure_options(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=float,
         default=8,
-        help="time limit of the measurements; call it again with the same --output for the rest "
+        help="time limit; run the command again with the same --output to measure the rest "
         "(default: 8)",
     )
     parser.add_argument(
         "--estimate",
         metavar="DEVICE",
-        help="only make the estimates, for the card of this device file: it needs no GPU, and the "
-        "measurement then waits for nothing",
+        help="only make the estimates, for the card of this device file. This needs no GPU, and a "
+        "later measurement does not have to make them",
     )
     parser.add_argument(
         "--device",
@@ -335,8 +336,8 @@ def add_card_and_coco_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--card",
         metavar="CARD",
-        help="the budget of a card that is sold with this memory, such as 6GB, or of one with this "
-        "name, such as 'RTX 3060 Laptop'; the same as MEMFIT.PRESET",
+        help="use the budget of a card by its nominal memory, such as 6GB, or by its name, such as "
+        "'RTX 3060 Laptop'; sets MEMFIT.PRESET",
     )
     add_coco_option(parser)
 
@@ -350,5 +351,5 @@ def add_coco_option(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar=("NAME", "JSON", "IMAGE_DIR"),
         help="register a dataset in COCO's format under this name; may be repeated. Unless "
-        "DATASETS says otherwise, the first is trained on and the others are evaluated on",
+        "DATASETS says otherwise, the first is for training and the others are for evaluation",
     )

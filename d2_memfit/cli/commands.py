@@ -102,8 +102,8 @@ def _plan(args: argparse.Namespace) -> None:
     cfg, job, device = _asked(args)
     if job.budget_gb is None:
         raise ConfigError(
-            "--budget: name a number of GB, such as 5.2, or auto for the free memory of this "
-            "machine. For a card, name its size: --card 6GB"
+            "a plan needs a budget: --budget with a number of GB, such as 5.2, or auto for the "
+            "free memory of this machine. For a card, give its memory: --card 6GB"
         )
     plan = plan_memory(
         job,
@@ -166,13 +166,13 @@ def _plot(args: argparse.Namespace) -> None:
 
 
 def _device_of_card(card: Optional[str]) -> Optional[str]:
-    """The device of a card that is named; None for a size, or if there is none."""
+    """The device with a card's name; None if there is none, or if the card is a size."""
     name = card_name(card or "").replace(" ", "_")
     nearest = name if name in device_names() else name.removesuffix("_laptop")
     if nearest not in device_names():
         return None
     if nearest != name:
-        say(f"--card {card}: its times are predicted as those of {nearest}, which is faster")
+        say(f"--card {card}: times are predicted for a {nearest}, which is faster")
     return nearest
 
 
@@ -209,7 +209,7 @@ _RUN: dict[str, Callable[[argparse.Namespace], None]] = {
 def main(argv: Optional[Sequence[str]] = None) -> None:
     args = command_parser(train.argument_parser()).parse_args(argv)
     if args.command != "train" and world_size(1) > 1:
-        raise ConfigError(f"{args.command} is one process's work: start it without torchrun")
+        raise ConfigError(f"{args.command} runs in one process: start it without torchrun")
     if args.command in ("certify", "estimate", "plan"):
         outputs = [getattr(args, option, None) for option in ("output", "html")]
         check_outputs(filter(None, outputs), files_read(args))

@@ -66,7 +66,7 @@ def load_any_config(
     # Importing the trainer also registers what the config names.
     guessed = projects_of(args.trainer) if args.trainer else []
     if guessed and not args.project:
-        show(f"Keys of the project: --project {' --project '.join(guessed)}", output)
+        show(f"Added the project's keys, as with: --project {' --project '.join(guessed)}", output)
     add_keys = [find_function(name) for name in args.project or guessed]
     opts = [*opts, *args.opts]
     try:
@@ -75,8 +75,8 @@ def load_any_config(
         cfg, settings = with_data(recipe, args.coco, args.config_file, opts, check, progress=say)
     except UnknownKeyError as e:
         raise ConfigError(
-            f"{e}. If it is a project's, name the function that adds it: --project "
-            f"MODULE:FUNCTION, such as {PROJECT}; or the script that trains: --trainer"
+            f"{e}. If a project adds it, name the function that does: --project MODULE:FUNCTION, "
+            f"such as {PROJECT}; or the project's trainer: --trainer MODULE:CLASS"
         ) from e
     for setting in settings:
         show(f"From the data: {setting}", output)
@@ -86,7 +86,9 @@ def load_any_config(
 def _load_lazy(args: argparse.Namespace, opts: Sequence[str]) -> DictConfig:
     if args.coco or args.trainer:
         option = "--coco" if args.coco else "--trainer"
-        raise ConfigError(f"{option} is for yaml configs: a LazyConfig says itself what is built")
+        raise ConfigError(
+            f"{option} only works with yaml configs. A LazyConfig itself says what is built"
+        )
     for name in args.project:
         find_function(name)
     args.config_file = find_config_file(args.config_file, ".py")

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What a command made, and the command that comes next, ready to be pasted."""
+"""The last lines of a command: the files that it wrote, and the next command, to paste."""
 
 import argparse
 import shlex
@@ -82,14 +82,14 @@ def after_export(file: Path) -> str:
 
 
 def after_plot(run: Path) -> str:
-    """The line after the pictures of a run's memory, from which its next plan starts."""
+    """The line after the pictures of a run's memory."""
     card = ["--card", "6GB", "--output", "plan.yaml"]
     plan = _line("d2-memfit", "plan", "--config-file", run / "config.yaml", *card)
-    return f"Next, make it fit a card (name its data, too: --coco):\n  {plan}"
+    return f"Next, make it fit a card (add its data with --coco):\n  {plan}"
 
 
 def after_predict(args: argparse.Namespace, image: Path) -> str:
-    """The line after predictions, the first of them of ``image``."""
+    """The line after predictions, with ``image`` as the example for an export."""
     files = ["--input", image, "--output", "model.ts"]
     write = _line("d2-memfit", "export", *_model(args), *files, *args.opts)
     return f"Next, write the model for use without Detectron2:\n  {write}"
@@ -112,7 +112,7 @@ def after_training(
     *,
     eval_only: bool = False,
 ) -> str:
-    """The lines after a run: its files, and how to use its weights.
+    """The lines after a run, with its files and how to use its weights.
 
     Args:
         output_dir: OUTPUT_DIR of the run.
@@ -138,9 +138,11 @@ def after_training(
     if trainer is not None:
         code = ["--trainer", _name(trainer), *_repeated("--project", map(_name, add_keys))]
         folder = Path(sys.argv[0]).parent
-        if folder.resolve() != Path.cwd():  # as python looks there for what the script imports
+        if folder.resolve() != Path.cwd():  # where python looks for what the script imports
             found = f"export PYTHONPATH={shlex.quote(str(folder))}:$PYTHONPATH\n  "
-    if not any("<" in name for name in code):  # in a function, where no command finds it
+    if not any(
+        "<" in name for name in code
+    ):  # not defined in a function, where no command finds it
         use = _line("d2-memfit", "predict", *code, "--output", "predictions", *files, *trained)
         lines.append(f"Next, find objects in {images}:\n  {found}{use}")
     return "\n".join(lines)

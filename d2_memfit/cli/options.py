@@ -26,7 +26,7 @@ def check_opts(opts: Sequence[str]) -> None:
     """Raise :class:`ConfigError` unless ``opts`` are KEY VALUE pairs."""
     for key in opts[::2]:
         if key.startswith("--"):
-            raise ConfigError(f"{key}: options stand before the KEY VALUE pairs")
+            raise ConfigError(f"{key}: options must come before the KEY VALUE pairs")
         name, sign, value = key.partition("=")
         if sign:
             raise ConfigError(f"{key}: write it with a space, {name} {value or 'VALUE'}")
@@ -38,7 +38,7 @@ def opts_of_budget(card: Optional[str], budget: Optional[str], opts: Sequence[st
     """KEY VALUE pairs for ``--card`` and ``--budget``.
 
     Args:
-        card: a size or a name, as :func:`preset_of_card` takes it; None if it is not given.
+        card: nominal memory or a name, as for :func:`preset_of_card`; None if it is not given.
         budget: a number of GB, or "auto"; None if it is not given.
 
     Raises:
@@ -51,7 +51,7 @@ def opts_of_budget(card: Optional[str], budget: Optional[str], opts: Sequence[st
         return []
     named += [key for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET") if key in opts[::2]]
     if len(named) > 1:
-        raise ConfigError(f"{named[0]} and {named[1]} are two budgets: name one")
+        raise ConfigError(f"{named[0]} and {named[1]} both set the budget: give only one")
     if card is not None:
         return ["MEMFIT.PRESET", preset_of_card(card), "MEMFIT.BUDGET_GB", "None"]
     if budget != "auto" and not _is_number(str(budget)):
@@ -96,7 +96,7 @@ def with_data(
         check: raises :class:`ConfigError` if the config cannot work, before the datasets are read.
         eval_only: whether nothing is trained.
         reads_images: whether images must exist, or only the annotations.
-        keeps: whether this process trains, so that what is read for the check is kept for it.
+        keeps: whether this process trains. What the check has read is then kept for it.
         progress: as for :func:`~d2_memfit.data.check_coco_file`.
 
     Returns:
@@ -105,7 +105,7 @@ def with_data(
     names = [name for name, _, _ in coco]
     for name in names:
         if names.count(name) > 1 or not name.isprintable():
-            raise ConfigError(f"--coco {name!r} is twice, or not printable: give another name")
+            raise ConfigError(f"--coco {name!r} is given twice or not printable: use another name")
     for dataset in coco:
         register_coco(*dataset)
     given = set(opts[::2])
@@ -129,7 +129,7 @@ def with_data(
         if trains or name in cfg.DATASETS.TEST:
             folder = image_dir if reads_images else None
             if not reads_images and not Path(image_dir).is_dir():
-                why = f"{image_dir} does not exist here: a training needs the images of {name}"
+                why = f"{image_dir} does not exist here. Training needs the images of {name}"
                 settings.append(Setting("", None, why))
             needs_objects = trains and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
             file = check_coco_file(name, json_file, folder, needs_objects, progress)
@@ -150,7 +150,8 @@ def opts_of_settings(settings: Sequence[Setting]) -> list[str]:
 def _roles(names: Sequence[str], given: set[str], eval_only: bool) -> list[Setting]:
     """Settings that choose the datasets for training and evaluation, unless DATASETS is given."""
     others = names[1:] if len(names) > 1 or not eval_only else names
-    train = Setting("DATASETS.TRAIN", (names[0],), "the first")
-    test = Setting("DATASETS.TEST", tuple(others), "what --coco names, but for the first")
+    train = Setting("DATASETS.TRAIN", (names[0],), "the first of --coco")
+    why = "those of --coco" + ", except the first" * (len(others) < len(names))
+    test = Setting("DATASETS.TEST", tuple(others), why)
     roles = [test] if eval_only else [train, test]
     return [role for role in roles if role.key not in given]

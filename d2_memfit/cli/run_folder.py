@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 def check_folder(args: argparse.Namespace, output_dir: str, weights: str) -> None:
-    """Check that a run can begin in its folder, and from its weights. Nothing is written.
+    """Check that a run can use its folder and load its weights. Nothing is written.
 
     Raises:
         ConfigError: the folder cannot be used, or another process trains in it.
-        CheckpointError: the weights, or what is to be resumed, cannot be read.
+        CheckpointError: the weights or the checkpoint to resume cannot be read.
     """
     check_run_folder(output_dir, files_read(args))
     if not args.eval_only and (Path(output_dir) / FolderLock.FILE_NAME).exists():
@@ -56,7 +56,7 @@ def set_up_rank(
             with whole_file(config_file, "w") as file:  # default_setup leaves a part on a full disk
                 file.write(cfg.dump())
         default_setup(cfg, args)
-        if of_training is not None:  # evaluations may be with other keys
+        if of_training is not None:  # an evaluation may have other keys
             with whole_file(config_file, "w") as file:
                 file.write(of_training)
     except OSError as e:  # such as a full disk

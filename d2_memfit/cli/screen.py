@@ -34,9 +34,9 @@ _PERIOD = 20  # iterations between lines of Detectron2's log
 
 
 def leave_out_dumps(output_dir: str, rank: int) -> None:
-    """Keep Detectron2's dumps off the screen, and commands of terminals out of the log.
+    """Keep Detectron2's dumps off the screen, and terminal control codes out of the log.
 
-    Call it before ``default_setup``, which gets the same loggers.
+    Call this before ``default_setup``, which uses the same loggers.
     """
     for name in ({"name": "fvcore"}, {}, {"name": "d2_memfit"}):
         for handler in setup_logger(output_dir, distributed_rank=rank, **name).handlers:
@@ -46,10 +46,10 @@ def leave_out_dumps(output_dir: str, rank: int) -> None:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Escapes what a terminal would obey, from names in a message, before another one formats it.
+    """Escapes terminal control codes in a message, for example from file names.
 
     Args:
-        inner: the other formatter.
+        inner: formats the escaped message.
     """
 
     def __init__(self, inner: Optional[logging.Formatter]) -> None:
@@ -65,17 +65,17 @@ class PrintableFormatter(logging.Formatter):
 
 
 def show(text: object, file: Optional[TextIO] = None) -> None:
-    """Print a text of several lines, as far as it is printable."""
+    """Print a text of several lines, with control codes escaped."""
     print(printable(str(text), keeps="\n"), file=file, flush=True)
 
 
 def say(line: str) -> None:
-    """Print a line about progress, beside the result."""
+    """Print a line about progress to stderr. Results go to stdout."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
 def progress_hooks(max_iter: int) -> list[HookBase]:
-    """The hooks of the main rank that show how a training goes on."""
+    """The hooks of the main rank that show the progress of training."""
     first = FirstIterations([CommonMetricPrinter(max_iter)], period=1)
     return [first, *([ProgressBar()] if sys.stdout.isatty() else [])]
 
@@ -91,11 +91,11 @@ class FirstIterations(hooks.PeriodicWriter):
             super().after_step()
 
     def after_train(self) -> None:
-        """Write nothing: the hook that writes the log does."""
+        """Write nothing. The hook that writes the log does."""
 
 
 class ProgressBar(HookBase):
-    """Iterations, the time that is left, the loss and the memory, in a terminal's last line."""
+    """A progress bar with iterations, remaining time, loss and memory, for terminals."""
 
     def __init__(self) -> None:
         self._open = ExitStack()

@@ -87,17 +87,19 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="make the job fit this machine: sets MEMFIT.BUDGET_GB auto, unless a budget is named, "
+        help="make the job fit this machine: sets MEMFIT.BUDGET_GB auto, unless a budget is given, "
         "MEMFIT.PLAN.ENABLED True and MEMFIT.OOM.POLICY split",
     )
     parser.add_argument(
         "--budget",
         metavar="GB",
-        help="device memory that the job may use, such as 5.2; auto is what is free on this "
-        "machine; the same as MEMFIT.BUDGET_GB",
+        help="device memory in GB that the job may use, such as 5.2; auto takes what is free on "
+        "this machine; sets MEMFIT.BUDGET_GB",
     )
     parser.add_argument(
-        "--training-only", action="store_true", help="neither evaluate nor plan for evaluation"
+        "--training-only",
+        action="store_true",
+        help="do not evaluate, and do not plan for evaluation",
     )
     parser.add_argument(
         "--certificate", metavar="FILE", help="train with the certificate of d2-memfit certify"
@@ -257,8 +259,8 @@ def _warn_of_batch(opts: Sequence[str], cfg: CfgNode, batch_of_file: int) -> Non
         return
     logger.warning(
         "SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d is %.3g times the batch of the "
-        "config file, and SOLVER.BASE_LR %g is the same. Scaled with the batch (arXiv:1706.02677): "
-        "SOLVER.BASE_LR %g. For the same batch: SOLVER.ACCUMULATION_STEPS",
+        "config file, but SOLVER.BASE_LR %g is unchanged. Scale it with the batch "
+        "(arXiv:1706.02677): SOLVER.BASE_LR %g. Or keep the batch with SOLVER.ACCUMULATION_STEPS",
         solver.IMS_PER_BATCH,
         solver.ACCUMULATION_STEPS,
         factor,
@@ -288,7 +290,7 @@ def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: Ad
         add_keys: functions that add a project's keys to a config.
     """
     if args.certificate and args.eval_only:
-        raise ConfigError("--certificate is of a training: leave it out with --eval-only")
+        raise ConfigError("--certificate only works with training: leave it out with --eval-only")
     if args.certificate:
         from ..certificate import Certificate
 

@@ -3,8 +3,8 @@
 
     d2-memfit train --config-file FILE.py [--num-gpus N] [--resume] [path.key=value]
 
-FILE.py is a file, or the name of one in Detectron2's model zoo. Beside the fields of Detectron2's
-configs/common/train.py it may have:
+FILE.py is a file, or the name of one in Detectron2's model zoo. In addition to the fields of
+Detectron2's configs/common/train.py, it may have:
 
     train.accumulation_steps    batches from the loader behind one optimizer step (1)
     train.micro_batch           images in one forward on each rank (None: the loader's batch)
@@ -121,8 +121,9 @@ def prepare(args: argparse.Namespace) -> None:
         if getattr(args, name):
             option = "--" + name.replace("_", "-")
             raise ConfigError(
-                f"{option} is for yaml configs: a LazyConfig says itself what is built. A budget "
-                "and a plan are +train.memfit.preset=6GB +train.memfit.plan.enabled=True"
+                f"{option} only works with yaml configs. A LazyConfig itself says what is built. "
+                "Set a budget and a plan with +train.memfit.preset=6GB "
+                "+train.memfit.plan.enabled=True"
             )
     cfg = load_config(args)
     ranks = world_size(args.num_gpus, args.num_machines)

@@ -60,7 +60,7 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
         files = [*dict.fromkeys(Path(d["file_name"]) for d in DatasetCatalog.get(dataset.name))]
     else:
         raise ConfigError(
-            "--input: name an image, a video or a folder of them, or leave it out and name images "
+            "--input: name an image, a video or a folder of them. Or leave it out and name images "
             "with --coco NAME JSON IMAGE_DIR"
         )
     if args.tile_size is not None:
@@ -79,7 +79,7 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
     prediction = FilePrediction(predictor, args.output, metadata, args.min_score)
     recovery = logging.getLogger("d2_memfit.engine.attempts")
     level = recovery.level
-    recovery.setLevel(logging.CRITICAL)  # it has a line for each image that does not fit
+    recovery.setLevel(logging.CRITICAL)  # it logs a line for each image that does not fit
     try:
         with evaluating(cfg, predictor.model):
             prediction.run(files, say)
@@ -97,7 +97,7 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
         show(after_predict(args, prediction.done[0]))
     left = len(files) - len(prediction.done)
     if left:
-        say(f"{left} of {len(files)} files were left out, or ended early")
+        say(f"{left} of {len(files)} files were skipped or not finished")
         sys.exit(_INCOMPLETE)
 
 
@@ -106,7 +106,7 @@ def export_model(args: argparse.Namespace) -> None:
     if args.output.suffix not in SUFFIXES:
         raise ConfigError(f"--output {args.output} must end in {' or '.join(SUFFIXES)}")
     if args.input is None:
-        raise ConfigError("--input: name an image")
+        raise ConfigError("--input: name an image with objects, to test the exported file")
     predictor, _ = _predictor(args, ["MODEL.DEVICE", "cpu"])
     image = next(read_images(args.input, predictor.image_format))
     compared = export(predictor.model, predictor.inputs(image)["image"].float(), args.output)
@@ -114,7 +114,7 @@ def export_model(args: argparse.Namespace) -> None:
 
 
 def _dataset_of(args: argparse.Namespace) -> Optional[CocoFile]:
-    """The first dataset of ``--coco``, registered; without ``--input``, with its images."""
+    """Register and check the first dataset of ``--coco``; without ``--input``, its images too."""
     if not args.coco:
         return None
     name, json_file, image_dir = args.coco[0]
@@ -127,11 +127,15 @@ def _dataset_of(args: argparse.Namespace) -> Optional[CocoFile]:
 def _predictor(
     args: argparse.Namespace, opts: Sequence[str], files: Sequence[Path] = ()
 ) -> tuple[Predictor, Any]:
-    """The predictor of a command, and its job's config.
+    """Make the predictor of a command, after a check of its outputs.
 
-    Before the model is built, the outputs are checked. Those of predict are for ``files``.
+    Args:
+        files: those that predict reads.
+
+    Returns:
+        The predictor, and the config of its job.
     """
-    # As a training's, --coco would set its classes and schedule.
+    # In training, --coco sets classes and schedule. Here the config has them already.
     without_data = argparse.Namespace(**{**vars(args), "coco": []})
     config = load_any_config(without_data, opts, say)
     if isinstance(config, DictConfig):

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Checks of single values of a config, and errors of several as one."""
+"""Checks of single config values, and one error for several failed checks."""
 
 import difflib
 import math
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def value_of(cfg: CfgNode, key: str) -> Any:
-    """The value of a whole key, such as SOLVER.MAX_ITER."""
+    """The value of a config key by its full name, such as SOLVER.MAX_ITER."""
     return reduce(getattr, key.split("."), cfg)
 
 
@@ -63,7 +63,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_device(name: str) -> torch.device:
-    """The device of a name; raise :class:`ConfigError` unless PyTorch knows it."""
+    """The device of this name. Raise :class:`ConfigError` if PyTorch does not know it."""
     try:
         return torch.device(name)
     except RuntimeError as e:
@@ -71,7 +71,7 @@ def check_device(name: str) -> torch.device:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type, as ``typing.get_type_hints`` gives it; NaN is no number."""
+    """Whether a value fits a hint of ``typing.get_type_hints``. NaN is not a number here."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind is Union:
         return any(fits(value, one) for one in inner)
@@ -80,7 +80,7 @@ def fits(value: Any, hint: Any) -> bool:
     if kind in (list, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
         types = inner if kind is tuple else inner * len(value)
         return len(types) == len(value) and all(map(fits, value, types))
-    if kind in (int, float):  # of 64 bits; true is no number
+    if kind in (int, float):  # of 64 bits; True is not a number
         is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
         return is_number and not isinstance(value, bool) and abs(value) < 2**63
     return kind is Any or isinstance(value, kind)
@@ -115,7 +115,7 @@ def check_all(checks: Iterable[tuple[Sequence[str], Callable[[], Any]]]) -> None
     """Raise the errors of all checks as one :class:`ConfigError`, with a line for each.
 
     Args:
-        checks: the keys of each check. It is left out if one of them is known to be wrong.
+        checks: each with its keys. It is skipped if an earlier check failed for one of them.
     """
     errors: list[ConfigError] = []
     wrong: set[str] = set()

@@ -1,8 +1,8 @@
 # Copyright (c) the d2_memfit developers.
-"""Atomic writing of files that replace nothing of the user's, and a lock on a folder.
+"""Atomic writes that never replace a user's file, and a lock on a folder.
 
-A folder with outputs has a hidden file with a line for each of them: its name, its size, and the
-time of its last change. A file with such a line was written here and has not been changed. No
+A folder with outputs has a hidden file with a line for each output: its name, its size, and the
+time of its last change. A file that matches its line was written here and has not been changed. No
 other file is replaced.
 """
 
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 _Path = Union[str, "os.PathLike[str]"]
 _Test = Callable[[str], bool]
 
-LEFTOVERS = "*.memfit_tmp"  # of processes that were killed while they wrote
+LEFTOVERS = "*.memfit_tmp"  # files of processes that were killed while writing
 
 _NOTES = ".d2_memfit"
-_MOST_BYTES = 2**26  # of the notes, from their end
+_MOST_BYTES = 2**26  # read of the notes, from their end
 
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _said: set[int] = set()
@@ -50,7 +50,7 @@ def is_local(path: str) -> bool:
 def is_file(path: str) -> bool:
     """Whether a path is known to be a file, without a download.
 
-    The iopath handlers of ``http://`` and ``detectron2://`` cannot say.
+    It is False for ``http://`` and ``detectron2://``, whose iopath handlers cannot tell.
     """
     try:
         return bool(PathManager.isfile(path))
@@ -60,7 +60,7 @@ def is_file(path: str) -> bool:
 
 @contextlib.contextmanager
 def whole_file(path: _Path, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open a local file for writing; it replaces an older one once it is completely on disk.
+    """Open a local file for writing. It replaces an older one when it is completely on disk.
 
     Until then it has another name, which matches :data:`LEFTOVERS`. After an error it is removed,
     and the older file stays.
@@ -134,11 +134,11 @@ def check_outputs(
         elif not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             problem = f"cannot be written: {folder} is not a folder that you may write to"
         elif special := [file for file in (path, _notes_of(path)) if _is_special(file)]:
-            problem = f"needs a file at {special[0]}, and there is a folder, link, pipe or device"
+            problem = f"needs a file at {special[0]}, but a folder, link, pipe or device is there"
         elif os.path.exists(path):
             replaced.append(path)
             if not (is_ours(path) if is_ours else _note(path, path) in notes[_notes_of(path)]):
-                problem = "exists, and d2_memfit did not write it, or it was changed since"
+                problem = "exists, but d2_memfit did not write it, or it was changed since"
         if problem:
             raise ConfigError(f"the output {path} {problem}: move it, or name another")
         used[key] = path
@@ -174,7 +174,7 @@ def is_config_dump(path: str) -> bool:
 
 
 def _identity(path: _Path) -> Any:
-    """The same for all names of a file."""
+    """A value that is the same for all names of a file."""
     return os.stat(path)[1:3] if os.path.exists(path) else os.path.realpath(path)
 
 
@@ -221,10 +221,10 @@ def _flush_to_disk(descriptor: int) -> None:
 
 
 class FolderLock:
-    """A lock on a folder, by a file in it that names host and process.
+    """A lock on a folder: a locked file in it, which names host and process.
 
-    The operating system frees it when the process ends, in any way. The same process can take it
-    again. On file systems without locks it does nothing.
+    The operating system releases the lock when the process ends, however it ends. The same process
+    can take it again. On file systems without locks it does nothing.
 
     Args:
         folder: an existing local folder.

@@ -16,7 +16,7 @@ __all__ = ["start_logging", "tracebacks_only_in_files", "write_traceback"]
 
 
 def start_logging(output_dir: str) -> None:
-    """Write the log of d2_memfit to Detectron2's, unless it is set up already."""
+    """Write the log of d2_memfit to Detectron2's log, unless it is set up already."""
     if not logging.getLogger("d2_memfit").isEnabledFor(logging.INFO):
         setup_logger(output_dir, distributed_rank=comm.get_rank(), name="d2_memfit")
 

@@ -27,11 +27,11 @@ Groups = Iterable[tuple[Iterable[Any], Mapping[str, Callable[[Any], Any]]]]
 
 
 def change_class(instance: Any, cls: type) -> None:
-    """Make an object one of another class, which is derived from its own class or is that again.
+    """Change the class of an object to a subclass of its class, or back.
 
-    Detectron2 and projects have the object by then, and others refer to it. Three kinds of objects
-    need it: modules whose technique wraps methods, so that copies and ``isinstance`` stay right;
-    the trainer and the checkpointer that a project makes from a class of its own.
+    This is for objects that a project has made already, and that others refer to. There are three
+    kinds: modules whose technique wraps methods, so that copies and ``isinstance`` stay right; and
+    the trainer and the checkpointer that a project makes from its own class.
     """
     instance.__class__ = cls
 
@@ -39,7 +39,7 @@ def change_class(instance: Any, cls: type) -> None:
 def source_files(modules: Iterable[nn.Module]) -> list[Any]:
     """The files that define the classes of modules, and the bases of these classes.
 
-    The attributes of each are the names that the file knows, as for a Python module.
+    Each has the names in its file as attributes, like a Python module.
     """
     return files_of_classes(c for module in modules for c in type(module).__mro__)
 
@@ -51,7 +51,7 @@ def files_of_classes(classes: Iterable[type]) -> list[Any]:
 
 
 def _file_of(cls: type) -> Any:
-    # A file that was loaded by its path is not in sys.modules, and known to its functions only.
+    # A file that was loaded by its path is not in sys.modules. Only its functions refer to it.
     # A LazyConfig has no name, and its classes are builtins, or of no file.
     name = getattr(cls, "__module__", "builtins")
     for value in vars(cls).values():
@@ -109,8 +109,8 @@ def replaced_together(groups: Groups) -> Iterator[None]:
                     raise LookupError(f"there is no function {name} to be replaced in {files}")
             found = [(f, n, getattr(f, n)) for f in files for n in replacements if hasattr(f, n)]
             for file, name, original in found:
-                # A class has a method in another form than getattr gives: a classmethod, or one
-                # of C++.
+                # A class stores some methods in another form than getattr returns, such as a
+                # classmethod, or a method of C++.
                 entries.append((file, name, vars(file).get(name, original)))
             for file, name, original in found:
                 setattr(file, name, replacements[name](original))

@@ -11,10 +11,10 @@ __all__ = ["rank_table"]
 
 
 def rank_table(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-    """The numbers of each rank, as many on each. All ranks must call it.
+    """The numbers of each rank. All ranks must call this, with equally many numbers.
 
     Args:
-        device: of the tensor, as the process group needs it.
+        device: device for the tensor, which depends on the process group.
     """
     if comm.get_world_size() == 1:
         return [list(numbers)]

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Reading of files that may be damaged, or made by somebody who means harm.
+"""Reading of files that may be damaged or malicious.
 
 Nothing is opened before it is known to be a file, and nothing is parsed without bounds.
 """
@@ -23,7 +23,7 @@ from .files import is_local
 __all__ = ["SafeLoader", "check_fields", "checked", "load_fields", "load_json", "load_yaml"]
 __all__ += ["verify_checksums"]
 
-# What is no file, by the letter of ls.
+# What is not a file, by the letter that ls shows.
 _KINDS = {"d": "a folder", "s": "a socket", "b": "a device", "c": "a device", "p": "a pipe"}
 # Bounds of a YAML file. The largest config of Detectron2 has 20,000 bytes and 2,000 values.
 _BYTES, _VALUES, _BY_ALIASES, _LEVELS, _CHARACTERS = 2**20, 100_000, 10_000, 100, 10_000
@@ -34,10 +34,10 @@ Name = Union[str, "os.PathLike[str]"]
 
 
 def checked(path: Name, what: str = "") -> str:
-    """A path that is a file, if it is local. Anything else might be waited for without end.
+    """Return a path if it is a readable file, or not local. Opening a pipe could wait forever.
 
     Args:
-        what: the beginning of the message: the option or key that names the file.
+        what: the start of the message, such as the option or key that names the file.
 
     Raises:
         DataError: it is a pipe, socket, device or folder, is missing, or may not be read.
@@ -46,7 +46,8 @@ def checked(path: Name, what: str = "") -> str:
     try:
         if not is_local(name) or (os.path.isfile(name) and os.access(name, os.R_OK)):
             return name
-        why = "it is " + _KINDS.get(stat.filemode(os.stat(name).st_mode)[0], "not yours to read")
+        kind = _KINDS.get(stat.filemode(os.stat(name).st_mode)[0])
+        why = f"it is {kind}" if kind else "permission denied"
     except (OSError, ValueError) as e:  # ValueError: no file can have such a name
         why = getattr(e, "strerror", None) or str(e)
     raise DataError(f"{what}{name} cannot be read ({why})")
@@ -92,7 +93,7 @@ class SafeLoader(_PyYAML):
 
 
 def _is_large(content: Union[bytes, str]) -> bool:
-    """Count what is in a YAML file, with what its aliases repeat, and construct nothing."""
+    """Whether a YAML file exceeds the bounds, with what its aliases repeat. Constructs nothing."""
     values = by_aliases = 0.0
     num_values: dict[Optional[str], float] = {}  # values under each anchor
     within: list[tuple[Optional[str], float]] = []  # open collections, and values before them
@@ -102,7 +103,7 @@ def _is_large(content: Union[bytes, str]) -> bool:
             by_aliases += num_values.get(event.anchor, 0)
         elif isinstance(event, yaml.CollectionStartEvent):
             within.append((event.anchor, before))
-            num_values[event.anchor] = math.inf  # an alias that stands for what it is in has no end
+            num_values[event.anchor] = math.inf  # an alias in its own collection has no end
             values += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, start = within.pop()
@@ -135,10 +136,10 @@ def check_fields(values: Any, hints: Mapping[str, Any], where: str) -> None:
 
     Args:
         hints: the type of each field, as ``typing.get_type_hints`` gives them.
-        where: the beginning of the message: the file, and the line in it.
+        where: the start of the message: the file, and the line in it.
 
     Raises:
-        DataError: a field is missing, or has a value of another type. NaN is no number.
+        DataError: a field is missing, or has a value of another type. NaN is not a number here.
     """
     for field, hint in hints.items():
         if not isinstance(values, dict) or field not in values:
@@ -148,7 +149,7 @@ def check_fields(values: Any, hints: Mapping[str, Any], where: str) -> None:
 
 
 def load_fields(cls: Any, values: Any, where: str) -> Any:
-    """Make an instance of a dataclass of the fields of a record in a file.
+    """Make an instance of a dataclass from the fields of a record in a file.
 
     Raises:
         DataError: as :func:`check_fields`, or a field is unknown.

@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 def alone() -> Iterator[None]:
     """While open, code that asks for ranks is told that this process is the only one.
 
-    Detectron2's loaders and the models' criteria thus do not wait for other ranks.
+    So Detectron2's loaders and the criteria of models do not wait for other ranks.
     """
     if not dist.is_available():
         yield

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""NVIDIA's cards by their names, with the memory that they are sold with."""
+"""NVIDIA's cards by name, with their nominal memory."""
 
 import csv
 import re
@@ -13,7 +13,7 @@ __all__ = ["CARDS", "card_name", "preset_of_card"]
 
 
 def _read_table() -> dict[str, dict[str, str]]:
-    """Rows of cards.csv by card, which names the sources of its numbers."""
+    """The rows of cards.csv by card. The file names the sources of its numbers."""
     lines = (Path(__file__).parent / "cards.csv").read_text().splitlines()
     rows = csv.reader(line for line in lines if not line.startswith("#"))
     header, *cards = [[cell.strip() for cell in row] for row in rows]
@@ -44,8 +44,8 @@ def preset_of_card(text: str) -> str:
     known = [*PRESETS, *(known.upper() for known in CARDS)]
     raise ConfigError(
         f"--card: {text!r} is not known{did_you_mean(name.upper(), known)}. There are "
-        f"{', '.join(PRESETS)}, and names of NVIDIA's cards. For a card of another name, give its "
-        "size. For another size, --budget takes any number"
+        f"{', '.join(PRESETS)}, and names of NVIDIA's cards. For another card, give its "
+        "memory. For other amounts, --budget takes any number"
     )
 
 

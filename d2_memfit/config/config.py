@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Configs with the keys of d2_memfit: made, completed, loaded and checked."""
+"""Functions that make, complete and load configs with the keys of d2_memfit."""
 
 import inspect
 import re
@@ -37,7 +37,7 @@ def add_memfit_config(cfg: CN) -> None:
 
 
 def with_memfit_keys(cfg: CN) -> CN:
-    """A Detectron2 config with the keys of d2_memfit: the same one, if it has them all."""
+    """Add missing keys of d2_memfit to a copy of a config; the same config if none is missing."""
     if set(keys_of(default_keys())) <= set(keys_of(cfg)):
         return cfg
     complete = cfg.clone()
@@ -57,9 +57,9 @@ def without_memfit_keys(cfg: CN) -> CN:
 
 
 def with_settings(cfg: CN, settings: Mapping[str, Any]) -> CN:
-    """A config with other values for some whole keys.
+    """A copy of a config with other values for some keys, such as ``{"MODEL.DEVICE": "cpu"}``.
 
-    That of a frozen config is frozen, and has the same nodes where nothing differs.
+    If the config is frozen, the copy is too, and shares the nodes that do not differ.
     """
     changed = copy(cfg) if cfg.is_frozen() else cfg.clone()
     for key, value in settings.items():
@@ -92,12 +92,12 @@ def load_cfg(
     opts: Sequence[Any] = (),
     add_keys: Sequence[Callable[..., Any]] = (),
 ) -> CN:
-    """:func:`get_cfg`, then a config file, then ``KEY VALUE`` pairs from a command line.
+    """Load a config: all keys, then a config file, then ``KEY VALUE`` pairs of a command line.
 
     Args:
-        config_file: as for :func:`~d2_memfit.config.files.find_config_file`; "" is none.
+        config_file: as for :func:`~d2_memfit.config.files.find_config_file`; "" for none.
         add_keys: functions that add a project's keys, such as ``add_pointrend_config``; or that
-            take nothing and return a config with them, such as ``adet.config.get_cfg``.
+            take no arguments and return a config, such as ``adet.config.get_cfg``.
 
     Raises:
         ConfigError: the file does not exist or is not safe YAML, a key or value is wrong, or a
@@ -126,7 +126,7 @@ def load_cfg(
 
 
 def _takes_nothing(function: Callable[..., Any]) -> bool:
-    """Whether a function takes no arguments, as a project's own ``get_cfg``."""
+    """Whether a function takes no arguments, like a project's own ``get_cfg``."""
     try:
         return not inspect.signature(function).parameters
     except ValueError:  # built-in ones
@@ -134,21 +134,21 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 
 
 def merge_opts(cfg: CN, opts: Sequence[Any]) -> None:
-    """Merge ``KEY VALUE`` pairs; a key whose default is None takes a value of any type.
+    """Merge ``KEY VALUE`` pairs. A key whose default is None takes a value of any type.
 
     A file may have set such a key to another type: MEMFIT.BUDGET_GB is 6, 5.5 or "auto".
 
     Raises:
-        ConfigError: keys or values are wrong; all of them are named.
+        ConfigError: some keys or values are wrong. The message names all of them.
     """
     for value in map(str, opts):
         if value != value.encode(errors="ignore").decode():
-            raise ConfigError(f"{value!r} is not UTF-8, and a config is: give another name")
+            raise ConfigError(f"{value!r} is not UTF-8, as a config must be: use another name")
     defaults = default_keys()
     known = set(keys_of(defaults))
     given = dict(zip(opts[::2], opts[1::2]))
     if given.get("MEMFIT.PRESET") and "MEMFIT.BUDGET_GB" not in given:
-        cfg.MEMFIT.BUDGET_GB = None  # a file's, which a preset takes the place of
+        cfg.MEMFIT.BUDGET_GB = None  # the preset replaces the budget of a file
     for key in known & set(opts[::2]):
         default, name = _node_of(defaults, key)
         if default[name] is None:
@@ -163,7 +163,7 @@ def _merge_pair(cfg: CN, pair: Sequence[Any]) -> None:
 
 
 def cfg_of_memfit(keys: Mapping[str, Any]) -> CN:
-    """A config with keys of MEMFIT, such as those of a LazyConfig's ``train.memfit``.
+    """Make a config from keys of MEMFIT, such as those of a LazyConfig's ``train.memfit``.
 
     Args:
         keys: nested, of Python or OmegaConf, in lower or upper case, such as
@@ -182,7 +182,7 @@ def _in_upper_case(keys: Any) -> Any:
     if isinstance(keys, Mapping):
         twice = [k for k in keys if k != k.upper() and k.upper() in keys]
         if twice:
-            raise ConfigError(f"MEMFIT has {twice[0]} and {twice[0].upper()}: write one")
+            raise ConfigError(f"MEMFIT has both {twice[0]} and {twice[0].upper()}: keep one")
         return {key.upper(): _in_upper_case(value) for key, value in keys.items()}
     if isinstance(keys, Sequence) and not isinstance(keys, str):
         return list(keys)  # OmegaConf's too
@@ -216,7 +216,7 @@ def _explained(cfg: CN, where: str = "") -> Iterator[None]:
         raise ConfigError(
             f"{where}its _BASE_ leads back to itself, or too far, or a value is nested too deeply"
         ) from e
-    except (AttributeError, TypeError) as e:  # from looking for keys in what has none
+    except (AttributeError, TypeError) as e:  # something other than a mapping was searched for keys
         raise ConfigError(f"{where}not a config: it must be a mapping of keys to values") from e
 
 
@@ -228,7 +228,7 @@ def _no_such_key(key: str, cfg: CN) -> str:
 def _add_missing(cfg: CN, defaults: CN) -> None:
     for key, value in defaults.items():
         if key not in cfg:
-            # Of the config's own class, where a project has one: yacs merges no other.
+            # Use the config's own class: yacs merges no other, and a project may have one.
             setattr(cfg, key, type(cfg)(value) if isinstance(value, CN) else value)
         elif isinstance(value, CN):
             _add_missing(cfg[key], value)

@@ -41,7 +41,7 @@ def find_config_file(name: str, suffix: str = ".yaml") -> str:
     if not name:
         raise ConfigError(f"--config-file: name a config of the zoo, such as {_EXAMPLE}, or a file")
     if name.endswith(".py") and suffix == ".yaml":
-        raise ConfigError(f"{name} is a LazyConfig, and this command takes a yaml config")
+        raise ConfigError(f"{name} is a LazyConfig, but this command takes a yaml config")
     if is_file(name):
         return name
     for folder in _zoos():
@@ -70,7 +70,7 @@ def config_names(suffix: str) -> list[str]:
 def keys_in_own_files(config_file: str) -> set[str]:
     """Keys that a config file and its bases set, without the zoos' files.
 
-    A recipe of the zoo is for the zoo's dataset; a user's own file is for the user's dataset.
+    A recipe of the zoo is for the zoo's dataset. A user's own file is for the user's dataset.
     """
     with arithmetic_in_yaml():
         own = CfgNode(_OwnFiles.load_yaml_with_base(config_file))

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
-"""The config keys of d2_memfit, with their defaults, which leave Detectron2's behaviour unchanged.
+"""The config keys of d2_memfit. Their defaults leave Detectron2's behaviour unchanged.
 
-Those of the techniques stand in their files, in :mod:`d2_memfit.techniques`.
+The keys of techniques are defined in their files, in :mod:`d2_memfit.techniques`.
 """
 
 from collections.abc import Iterator
@@ -30,58 +30,57 @@ _C.MEMFIT.MICRO_BATCH = None
 _C.MEMFIT.AMP_DTYPE = "float16"
 # Device memory that the job may use on each rank, in GB (2^30 bytes), the CUDA context included.
 # The budget is enforced. On a GPU, PyTorch's allocator is limited. On a Linux CPU, the kernel
-# limits the process and each of the loader's workers. "auto" is what is free when the job starts,
-# less a margin: of the GPU's memory, or of the RAM for a CPU. None is no limit.
+# limits the process and each of the loader's workers. "auto" takes the memory that is free when the
+# job starts, less a margin: of the GPU, or of the RAM for a CPU. None: no limit.
 _C.MEMFIT.BUDGET_GB = None
 
-# A budget by the size that is printed on a card, such as "6GB", instead of BUDGET_GB. "" is none.
-# presets.py lists the sizes, and how much of each a process can use. --card 6GB sets the same.
+# A budget by the nominal memory of a card, such as "6GB", instead of BUDGET_GB. "": none. The file
+# presets.py lists how much of each card a process can use. --card 6GB sets this key.
 _C.MEMFIT.PRESET = ""
 # Whether SIGTERM, SIGINT, SIGUSR2 and SIGHUP end the run after the current iteration, with a
 # checkpoint.
 _C.MEMFIT.STOP_ON_SIGNALS = True
 # Decay of an exponential moving average of the weights, such as 0.999, which each optimizer step
-# updates. Evaluations use the averaged weights, and so does whoever loads a checkpoint: they are
-# its "model". A resumed run goes on from the trained ones. It takes the memory of the trained
-# weights once more. None is no average.
+# updates. Evaluations use the averaged weights, and checkpoints have them as "model". A resumed run
+# continues from the trained weights. The average needs as much memory as the trained weights. None:
+# no averaging.
 _C.MEMFIT.EMA_DECAY = None
 
 _C.MEMFIT.BEST = CN()
 # Result of the evaluations every TEST.EVAL_PERIOD iterations, such as "bbox/AP", by which
 # OUTPUT_DIR/model_best.pth is chosen. With several test sets, the set's name comes first, as in
-# "coco_2017_val/bbox/AP". "" is none.
+# "coco_2017_val/bbox/AP". "": no best checkpoint.
 _C.MEMFIT.BEST.METRIC = ""
 # Whether the best METRIC is the largest, "max", or the smallest, "min".
 _C.MEMFIT.BEST.MODE = "max"
 # Evaluations in a row without a better METRIC after which the run ends, as if it were finished.
-# None is never.
+# None: the run does not end early.
 _C.MEMFIT.BEST.PATIENCE = None
 
 _C.MEMFIT.COST_MODEL = CN()
-# Lists of numbers that give the bytes that a rank needs for a micro-batch. Each list gives a sum,
-# and the largest sum counts. The numbers are the bytes of the process, and the bytes for each
-# image, padded pixel, object, padded pixel x object, and padded pixel x object of the most crowded
-# image. If the key is not empty, windows are cut so that each micro-batch fits into BUDGET_GB less
-# PLAN.MARGIN and ERROR_GB. Images of similar size are put together. MICRO_BATCH is then the number
-# of largest images that fit, for estimates. d2-memfit plan --cost-model finds the numbers.
+# Lists of numbers that predict the bytes that a rank needs for a micro-batch. Each list gives a
+# sum, and the largest sum is the prediction. The numbers are the bytes of the process, and those
+# for an image, padded pixel, object, padded pixel x object, and padded pixel x object of the most
+# crowded image. If the key is not empty, windows are cut so that each micro-batch fits BUDGET_GB
+# less PLAN.MARGIN and ERROR_GB. Images of similar size are put together. MICRO_BATCH is then the
+# number of largest images that fit, for estimates. d2-memfit plan --cost-model finds the numbers.
 _C.MEMFIT.COST_MODEL.BYTES = []
 # GB that a micro-batch may need in addition to the prediction.
 _C.MEMFIT.COST_MODEL.ERROR_GB = 0.0
 # Time of a micro-batch in addition to that of its images, as the number of padded pixels that take
-# as long.
+# the same time.
 _C.MEMFIT.COST_MODEL.OVERHEAD_PIXELS = 0.0
 
 _C.MEMFIT.OOM = CN()
 # What happens at an out-of-memory error. "raise" ends the run, as in Detectron2. "split" undoes the
-# begun work, and runs the same images again in smaller micro-batches, in training and in
+# unfinished work and runs the same images again in smaller micro-batches, in training and in
 # evaluation.
 _C.MEMFIT.OOM.POLICY = "raise"
 # Iterations without an out-of-memory error after which a halved micro-batch is doubled again.
 _C.MEMFIT.OOM.GROW_AFTER = 1000
 # Whether an image that does not fit alone may be trained on at 0.7, 0.49 or 0.34 of its size.
 _C.MEMFIT.OOM.ALLOW_RESIZE = False
-# What happens to an image that does not fit in any way: "raise" an error that names it, or "skip"
-# it.
+# What happens to an image that does not fit at all: "raise" an error that names it, or "skip" it.
 _C.MEMFIT.OOM.LAST_RESORT = "raise"
 # Share of all images seen that may be skipped, rounded up to a whole image. If more are skipped,
 # the run ends with an error.
@@ -90,19 +89,19 @@ _C.MEMFIT.OOM.MAX_SKIPPED = 0.001
 _C.MEMFIT.NORMALIZERS = CN()
 # Which counts in losses come from the whole effective batch, if it goes through the model in
 # several micro-batches. "window": those that the model adds up over ranks, that an adapter or
-# window_count declares, and the weights of weighted means; each is tested first. "exact": the means
-# of R-CNN's heads too, at the cost of one more forward. "off": none.
+# window_count declares, and the weights of weighted means. Each is tested first. "exact": the means
+# of R-CNN's heads as well, at the cost of one more forward. "off": none.
 _C.MEMFIT.NORMALIZERS.POLICY = "window"
-# What a model divides losses by, where it adds up no count over ranks. Each entry is a pair of a
-# pattern of their names and "objects", the number of annotated objects in the batch, or "sum" for a
-# loss that is a sum over images, such as [["loss_mask*", "objects"]].
+# What losses are divided by, if the model does not add up a count over ranks. Each entry is a pair
+# of a pattern of their names and "objects", the number of annotated objects in the batch, or "sum",
+# for a loss that is a sum over images. An example is [["loss_mask*", "objects"]].
 _C.MEMFIT.NORMALIZERS.LOSSES = []
 
 _C.MEMFIT.MONITOR = CN()
-# Iterations between reports of all ranks' memory, as scalars memfit/... and in the console's line.
-# None is no reports.
+# Iterations between reports of the memory of all ranks, as scalars memfit/... and on the console.
+# None: no reports.
 _C.MEMFIT.MONITOR.PERIOD = None
-# Iterations over which memory must grow steadily for a warning about a leak. None is no warning.
+# Iterations over which memory must grow steadily for a warning about a leak. None: no warning.
 _C.MEMFIT.MONITOR.LEAK_WINDOW = None
 # Iteration for which OUTPUT_DIR/memfit_memory_<iteration>.json shows the owners of the memory at
 # its peak. With this key or the next one, the signal SIGUSR1 requests another file.
@@ -112,29 +111,28 @@ _C.MEMFIT.MONITOR.SNAPSHOT_ON_OOM = False
 
 _C.MEMFIT.EVALUATION = CN()
 # Whether Detectron2's COCOEvaluator keeps its predictions in a file. The official COCO API then
-# evaluates them in parts of 200 images. The results are those of the whole.
+# evaluates them in parts of 200 images. The results are the same.
 _C.MEMFIT.EVALUATION.ON_DISK = False
 
 _C.MEMFIT.PLAN = CN()
 # Whether fit_config, which d2-memfit train calls, plans before training so that the job fits
 # BUDGET_GB.
 _C.MEMFIT.PLAN.ENABLED = False
-# Share of the budget that a plan leaves free for what an estimate does not know. None is as much as
-# other software and another context may take, by the range of the estimate.
+# Share of the budget that a plan leaves free, because estimates are not exact. None: as much as
+# other software versions and another context may take, by the range of the estimate.
 _C.MEMFIT.PLAN.MARGIN = None
 # Tiers of techniques that a plan may use: "exact", "precision", "recipe".
 _C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
-# What a plan prefers where an exact plan fits: "exact" keeps the gradients, unless another plan is
-# faster beyond the ranges of both predictions. "speed" takes the plan that is predicted to be
-# faster, even if the job would fit as it is.
+# What a plan prefers if an exact plan fits. "exact" keeps the gradients, unless another plan is
+# faster beyond the ranges of both predictions. "speed" chooses the plan that is predicted to be
+# faster, even if the job would fit without changes.
 _C.MEMFIT.PLAN.PREFER = "exact"
 # Whether a plan also finds MEMFIT.COST_MODEL. This takes about ten more dry runs.
 _C.MEMFIT.PLAN.COST_MODEL = False
-# Whether estimates and plans start from the peaks that earlier runs had on this device, with this
-# software.
+# Whether estimates and plans use the peaks of earlier runs on this device with this software.
 _C.MEMFIT.PLAN.FROM_RUNS = True
-# GB that a plan has predicted for its largest images: allocated, reserved, and outside PyTorch's
-# allocator. Plans write it, and the run records it with its own peaks.
+# GB that a plan predicts for its largest images: allocated, reserved, and outside PyTorch's
+# allocator. Plans write this key, and the run records it with its own peaks.
 _C.MEMFIT.PLAN.PREDICTED_GB = []
 
 
@@ -153,7 +151,7 @@ def _with_techniques(techniques: tuple[type[Technique], ...]) -> CN:
 
 
 def keys_of(cfg: CN, prefix: str = "") -> Iterator[str]:
-    """Whole names of all keys and nodes."""
+    """Full names of all keys and nodes."""
     for key, value in cfg.items():
         yield prefix + key
         if isinstance(value, CN):

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Budgets by name: the size that is printed on a card."""
+"""Budgets by the nominal memory of a card."""
 
 from typing import Optional
 
@@ -45,13 +45,13 @@ def budget_of_preset(name: str) -> float:
     if name not in PRESETS:
         raise ConfigError(
             f"there is no preset {name!r}{did_you_mean(str(name), PRESETS)}. There are "
-            f"{', '.join(PRESETS)}; for another size, MEMFIT.BUDGET_GB takes any number"
+            f"{', '.join(PRESETS)}; for other amounts, MEMFIT.BUDGET_GB takes any number"
         )
     return PRESETS[name]
 
 
 def why_no_card_has(budget_gb: float) -> Optional[str]:
-    """The problem of a budget that equals a card's nominal size; None if there is none."""
+    """The problem with a budget that equals a card's nominal memory; None if there is none."""
     for name, usable_gb in PRESETS.items():
         if usable_gb < budget_gb <= float(name[: -len("GB")]):
             return (

@@ -7,7 +7,7 @@ Some of Detectron2's own configs (all of RetinaNet's) have values such as
 
 Detectron2 therefore loads them with ``yaml.unsafe_load``, which runs any Python in the file. Here
 such a value may only contain numbers, arithmetic, lists, list comprehensions, ``range`` and ``int``
-(which MaskFormer's configs and those of its descendants call). The number of steps is limited, and
+(which MaskFormer's configs and configs derived from them call). The number of steps is limited, and
 no number is larger than a float can be.
 """
 
@@ -41,15 +41,15 @@ _OPERATORS = {
 
 @contextmanager
 def arithmetic_in_yaml() -> Iterator[None]:
-    """While open, ``yaml.safe_load`` computes such values. Anything else stays an error.
+    """While open, ``yaml.safe_load`` computes such values. Anything else is still an error.
 
-    Detectron2's configs are read as files of strangers (:mod:`~d2_memfit.common.reading`).
+    Configs are not trusted: they are read with :mod:`~d2_memfit.common.reading`.
     """
     opened: list[str] = []
 
     def open_checked(open_cfg: Callable[[str], Any], file: str) -> Any:
         opened.append(checked(file, "its _BASE_ "))
-        if len(opened) > 20:  # a config and its bases, each as often as it is named
+        if len(opened) > 20:  # a config and its bases, with repetitions
             raise RecursionError
         return open_cfg(file)
 

@@ -46,38 +46,38 @@ _OVER_BOX_PIXELS = 2
 _FLAT = 1e-3  # square pixels; a mask with less has no area
 _AT_A_TIME = 1000  # masks that are compared with their boxes together
 _EXAMPLES = 3
-# Of crowds, only these count: nobody trains on them, and an evaluation draws them.
+# Only these faults matter in crowds, which are not trained on, but drawn in an evaluation.
 _FAULTS_OF_CROWDS = ("bad_polygon", "bad_rle", "odd_polygon", "rle_size")
-# Training goes on with these, so a few of them are left to the user.
+# Training continues with these, so they are an error only if most masks have one.
 TOLERABLE = ("thin_mask", "flat_mask", "stray_mask")
 # Faults of an annotation with which its mask can still be compared with its box.
 _COMPARABLE = {"rle", "no_keypoints", "tiny_box", "corners_box", "outside_box"}
 
 # What is wrong with masks and keypoints, by fault.
 _MASKS = {
-    "no_mask": "MODEL.MASK_ON True, and {number} of {total} objects have no mask. Such an object, "
-    "or an image of them alone, is left out or ends training. Add masks, take a config of "
+    "no_mask": "MODEL.MASK_ON is True, but {number} of {total} objects have no mask. Training "
+    "drops them, and images that have no others, or stops. Add masks, use a config of "
     "COCO-Detection, or set MODEL.MASK_ON False: {first}",
-    "thin_mask": "MODEL.MASK_ON True, and {number} of {total} objects have a mask without a "
-    "polygon of three corners. They are left out: {first}",
+    "thin_mask": "MODEL.MASK_ON is True, but {number} of {total} objects have a mask without a "
+    "polygon of three corners. Training drops them: {first}",
     "rle_size": "{number} of {total} masks are run-length codes of another size than their image. "
-    "They end training, or are trained on wrongly: {first}",
+    "Training stops, or learns from them wrongly: {first}",
     "bad_rle": "{number} of {total} masks are mappings without the size and counts of a run-length "
-    "code. Training ends where one is loaded: {first}",
+    "code. Training stops when one is loaded: {first}",
     "odd_polygon": "{number} of {total} masks have a polygon with an odd number of coordinates. "
-    "Training ends where one is loaded: {first}",
+    "Training stops when one is loaded: {first}",
     "flat_mask": "{number} of {total} masks have no area: their corners lie on one line, or their "
     "code is empty. Nothing is learnt from them: {first}",
-    "stray_mask": "{number} of {total} masks lie for the most part outside their box, and are cut "
-    "off there. Were they drawn on images of another size, or is x swapped with y? {first}",
+    "stray_mask": "{number} of {total} masks lie mostly outside their box, and are cut off there. "
+    "Were they drawn on images of another size, or is x swapped with y? {first}",
 }
 _CODES = {
-    "rle": "INPUT.MASK_FORMAT polygon, and {number} of {total} masks are run-length codes. Set it "
-    "bitmask: {first}",
+    "rle": "INPUT.MASK_FORMAT is polygon, but {number} of {total} masks are run-length codes. Set "
+    "it to bitmask: {first}",
 }
 _KEYPOINTS = {
-    "no_keypoints": "MODEL.KEYPOINT_ON True, and {number} of {total} objects have no keypoints. "
-    "Training ends where one is loaded: {first}",
+    "no_keypoints": "MODEL.KEYPOINT_ON is True, but {number} of {total} objects have no keypoints. "
+    "Training stops when one is loaded: {first}",
 }
 # Objects in one image. Their masks and their comparison with 10,000 boxes take minutes and 20 GB.
 _MOST_OBJECTS = 50_000
@@ -107,10 +107,10 @@ class AnnotationSummary:
         num_images_with_objects: number of images that have any.
         most_objects: the most objects in one image.
         most_crowded: the name of that image.
-        cases: cases by fault, such as "negative_box", without faults that do not occur. Those of
-            masks count crowds, too.
+        cases: cases of each fault that occurs, such as "negative_box". Cases of masks include
+            crowds.
         classes: cases by ``category_id``, written as in Python.
-        images: cases by fault of image files, as of :func:`~.images.look_at_images`.
+        images: cases of each fault of image files, from :func:`~.images.look_at_images`.
     """
 
     num_images: int = 0
@@ -183,7 +183,7 @@ def _count(
 
 
 def _compare_with_boxes(places: Sequence[_Place], cases: dict[str, Case]) -> None:
-    """Count masks without area, and those that lie elsewhere than their boxes."""
+    """Count masks without area, and masks outside their boxes."""
     outlines = [_outline(annotation) for _, _, annotation in places]
     places = [place for place, outline in zip(places, outlines) if outline]
     outlines = [outline for outline in outlines if outline]
@@ -230,7 +230,7 @@ def _outline(annotation: Mapping[str, Any]) -> list[Any]:
 
 
 def faults_of(annotation: Mapping[str, Any], size: tuple[Any, Any]) -> list[str]:
-    """The faults of an annotation by itself, in an image of this height and width, or of None."""
+    """The faults of one annotation, in an image of this height and width; None if unknown."""
     faults = []
     mode = annotation.get("bbox_mode", _XYWH)  # COCO's own
     if fault := _fault_of_box(annotation.get("bbox"), mode, *size):
@@ -288,22 +288,22 @@ def complaints_about_boxes(
     """Each fault of boxes with a line that gives its number, three examples, and its likely cause.
 
     Args:
-        cases: as of :class:`AnnotationSummary`.
+        cases: those of an :class:`AnnotationSummary`.
         num_objects: number of objects with and without a fault.
     """
-    left_out = "Detectron2's mapper leaves them out without a word"
+    left_out = "Detectron2's mapper drops them silently"
     texts = {
         "nan_box": f"boxes have a NaN or infinity. {left_out}",
         "negative_box": f"boxes have a negative width or height. {left_out}. Is bbox_mode right?",
         "empty_box": f"boxes have no area. {left_out}",
-        "no_box": "objects have a bbox that is not four numbers. Training ends where one is loaded",
-        "huge_box": "boxes are larger than a million pixels, or lie so far away. A number is wrong",
-        "fraction_box": "boxes have numbers from 0 to 1, and the format is in pixels. Multiply "
+        "no_box": "objects have a bbox that is not four numbers. Training stops when one is loaded",
+        "huge_box": "boxes are larger than a million pixels, or that far away. A number is wrong",
+        "fraction_box": "boxes have numbers from 0 to 1, but the format is in pixels. Multiply "
         "them by the image's width and height",
         "tiny_box": "boxes are smaller than 2 pixels. Were they drawn on images of another size?",
-        "corners_box": "boxes leave their image, and would lie in it as [x0, y0, x1, y1]. The "
+        "corners_box": "boxes exceed their image, but would fit it as [x0, y0, x1, y1]. The "
         "format is [x, y, width, height]: convert them, or set bbox_mode",
-        "outside_box": "boxes leave their image. Detectron2's mapper cuts them off at the edge. "
+        "outside_box": "boxes exceed their image. Detectron2's mapper clips them at the edge. "
         "Were they drawn on images of another size, or is width swapped with height?",
     }
     for fault, text in texts.items():
@@ -331,7 +331,7 @@ def check_boxes(summary: AnnotationSummary, where: str = "") -> None:
     """Raise :class:`DataError` if more than half of the boxes have the same fault.
 
     Args:
-        where: the beginning of the message.
+        where: the start of the message.
     """
     for case, complaint in complaints_about_boxes(summary.cases, summary.num_objects):
         if 2 * case.number > summary.num_objects:
@@ -344,20 +344,20 @@ def check_crowd(summary: AnnotationSummary) -> None:
         raise DataError(
             f"the image {summary.most_crowded} has {summary.most_objects:,} objects, and training "
             f"compares each with each anchor: more than {_MOST_OBJECTS:,} take all memory. Cut it "
-            "into tiles, as projects/TiledImages does, or take it out of the dataset"
+            "into tiles, as projects/TiledImages does, or remove it from the dataset"
         )
 
 
 def check_masks(cfg: CfgNode, summary: AnnotationSummary, where: str = "") -> None:
     """Raise :class:`DataError` for a polygon that would take all of the machine's RAM, and for
-    faults with which training goes on if more than half of the masks have one.
+    faults of :data:`TOLERABLE` if more than half of the masks have one.
     """
     bad = summary.case("bad_polygon")
     if bad and cfg.MODEL.MASK_ON:
         raise DataError(
             f"{where}{bad.number} of {summary.num_objects} objects have a polygon with a corner "
             "that is NaN, infinite, beyond a million pixels or not a number; the first is "
-            f"{bad.first}. To draw it would take all RAM: correct or remove them, or set "
+            f"{bad.first}. Drawing it would take all RAM: correct or remove them, or set "
             "MODEL.MASK_ON False"
         )
     for fault, complaint in complaints_about_labels(cfg, summary):

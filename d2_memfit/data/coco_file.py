@@ -49,7 +49,7 @@ _VALUES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
         ),
     },
 }
-_LARGE_BYTES = 50 * MB  # from here on, reading is slow enough for a message
+_LARGE_BYTES = 50 * MB  # reading of larger files is slow enough for a message
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def check_coco_file(
     is_large = num_bytes > _LARGE_BYTES
     if is_large:
         progress(f"Reading {json_file}, {num_bytes / MB:.0f} MB ...")
-    # Garbage collection would look at all objects again and again while they are made: for a file
-    # of COCO's size, twice as long as the rest takes.
+    # Garbage collection would scan all objects again and again while they are made. For a file of
+    # COCO's size, this takes twice as long as the rest.
     gc.disable()
     try:
         coco = read_json(name, json_file)
@@ -140,8 +140,8 @@ def check_coco(
     summary = _summary_of(coco)
     if for_training and not summary.num_objects:
         raise DataError(
-            f"dataset {name} is empty: {json_file} has no annotations but those of crowds, which "
-            "are not trained on"
+            f"dataset {name} is empty: {json_file} has no annotations, except of crowds, which are "
+            "not trained on"
         )
     if image_dir is not None:
         check_images(name, coco["images"], image_dir)
@@ -168,7 +168,7 @@ def read_json(name: str, json_file: str) -> dict[str, Any]:
     """
     coco = load_json(json_file, f"dataset {name}: ")
     if not isinstance(coco, dict):
-        raise DataError(f"dataset {name}: {json_file} is not COCO's format, it has no 'images'")
+        raise DataError(f"dataset {name}: {json_file} is not in COCO's format: it has no 'images'")
     return coco
 
 
@@ -181,7 +181,7 @@ def keypoint_names(coco: dict[str, Any]) -> list[str]:
     lists = [c["keypoints"] for c in coco["categories"] if c.get("keypoints")]
     if any(names != lists[0] for names in lists):
         raise DataError(
-            "categories have different keypoints, and Detectron2's models have one list for all: "
+            "categories have different keypoints, but Detectron2's models have one list for all: "
             f"{lists[0]} and {next(names for names in lists if names != lists[0])}"
         )
     if lists:
@@ -194,7 +194,7 @@ def keypoint_names(coco: dict[str, Any]) -> list[str]:
 
 def _check_entries(where: str, entries: Any, key: str) -> None:
     if not isinstance(entries, list):
-        raise DataError(f"{where} is missing, so it is not COCO's format")
+        raise DataError(f"{where} is missing, so the file is not in COCO's format")
     fields = _FIELDS[key]
     for entry in entries:
         if not isinstance(entry, dict) or not fields <= entry.keys():
@@ -253,5 +253,5 @@ def _check_references(name: str, json_file: str, coco: dict[str, Any]) -> None:
             if a[field] not in ids:
                 raise DataError(
                     f"dataset {name}: in {json_file}, the annotation with id {a['id']} has the "
-                    f"{field} {a[field]}, and there is nothing with that id"
+                    f"{field} {a[field]}, but nothing has that id"
                 )

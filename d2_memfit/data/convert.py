@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Datasets of YOLO, Pascal VOC, Roboflow and COCO as COCO files that can be trained on."""
+"""Conversion of datasets of YOLO, Pascal VOC, Roboflow and COCO to COCO files for training."""
 
 import json
 import os
@@ -37,14 +37,14 @@ class Conversion(NamedTuple):
 def convert_dataset(source: Path, output: Path, held_out: Optional[float] = None) -> Conversion:
     """Write the parts of a dataset as ``output/train.json``, ``val.json`` and ``test.json``.
 
-    Nothing is written unless the checks of training pass. Files of COCO's format stay where they
-    are, unless images are held out. Images always do.
+    Nothing is written unless the checks of training pass. Files in COCO's format stay where they
+    are, unless images are held out. Images always stay where they are.
 
     Args:
-        source: a folder with a ``data.yaml`` (YOLO), ``.xml`` files beside images or in
+        source: a folder with a ``data.yaml`` (YOLO), ``.xml`` files next to images or in
             ``Annotations`` (Pascal VOC), or folders with ``_annotations.coco.json`` (Roboflow); or
-            a YAML file of YOLO, or a COCO file with its images beside it or in ``images``.
-        output: is made if necessary.
+            a YAML file of YOLO, or a COCO file with its images next to it or in ``images``.
+        output: folder, which is created if necessary.
         held_out: share of the images that becomes the part "val".
 
     Raises:
@@ -59,16 +59,16 @@ def convert_dataset(source: Path, output: Path, held_out: Optional[float] = None
     names = [part.name for part in parts]
     if names[:1] != ["train"] or len(set(names)) < len(names):
         there = ", ".join(names) or "none"
-        raise ConfigError(f"--input {source} must have one part train, and has {there}")
+        raise ConfigError(f"--input {source} must have one part train, but has {there}")
     files = [_checked(part, output, part.image_dir) for part in parts]
     if held_out is not None:
         if "val" in names:
-            raise ConfigError(f"--hold-out: {source} has a part val already, leave the option out")
+            raise ConfigError(f"--hold-out: {source} already has a part val. Leave the option out")
         parts[:1] = hold_out(parts[0], held_out)
         files[:1] = [_checked(part, output, None) for part in parts[:2]]
     paths = [{str(p.image_dir / image["file_name"]) for image in p.coco["images"]} for p in parts]
     for one, other in combinations(range(len(parts)), 2):
-        text = f"images are in {parts[one].name} too, so that results on them say little"
+        text = f"images are also in {parts[one].name}, so results on them mean little"
         parts[other].note(text, *sorted(paths[one] & paths[other]))
     config, opts, about_labels = _recipe(files)
     written = [(part, file) for part, file in zip(parts, files) if part.json_file is None]
@@ -96,13 +96,13 @@ def _parts(source: Path) -> list[Part]:
     if not source.is_dir() or not dataset.parts:
         raise ConfigError(
             f"--input {source} has neither a data.yaml with parts (YOLO) nor .xml files (Pascal "
-            f"VOC) nor folders with {_ROBOFLOW} (Roboflow). Name a COCO file itself"
+            f"VOC) nor folders with {_ROBOFLOW} (Roboflow). For a COCO file, name the file"
         )
     return parts_of(dataset)
 
 
 def _checked(part: Part, output: Path, image_dir: Optional[Path]) -> CocoFile:
-    """A part that has passed the checks of training; without a folder, but for its images."""
+    """Check a part as training does. Without a folder, its images are not checked."""
     file = str(part.json_file or output / f"{part.name}.json")
     folder = str(image_dir) if image_dir else None
     checked = check_coco(part.name, file, part.coco, folder, part.name == "train")
@@ -128,7 +128,7 @@ def _recipe(files: Sequence[CocoFile]) -> tuple[str, list[str], list[str]]:
         except DataError as e:
             if config == _BOXES:
                 raise
-            notes.append(f"Only boxes can be learnt, because of {e}")
+            notes.append(f"Only boxes can be learnt: {e}")
     for file in files:
         about_boxes = complaints_about_boxes(file.summary.cases, file.summary.num_objects)
         about_labels = complaints_about_labels(cfg, file.summary)

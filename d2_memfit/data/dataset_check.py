@@ -40,7 +40,9 @@ def look_at_dataset(
     files = [d["file_name"] for d in named]
     summary.images = look_at_images(files, [(d.get("width"), d.get("height")) for d in named])
     if summary.images.get("missing", Case()).number == len(files):
-        summary.images = {"opened": Case()}  # names that are not files; only the mapper knows them
+        summary.images = {
+            "opened": Case()
+        }  # the names are not files; only the mapper can read them
     if number >= _MANY:
         num_opened = summary.images["opened"].number
         progress(
@@ -89,13 +91,13 @@ def _warnings_about_classes(
         count = sum(case.number for case in outside.values())
         warnings.append(
             f"{count} of {found.num_objects} objects have a category_id outside 0 to "
-            f"{num_classes - 1} ({ids}), while {key} is {num_classes}. They are trained on as "
-            f"background, or end training: {next(iter(outside.values())).first}"
+            f"{num_classes - 1} ({ids}), while {key} is {num_classes}. Training takes them as "
+            f"background, or stops: {next(iter(outside.values())).first}"
         )
     if class_names is not None and len(class_names) != num_classes:
         names = ", ".join(class_names[:5]) + (", ..." if len(class_names) > 5 else "")
         warnings.append(
-            f"{key} is {num_classes}, and the dataset has {len(class_names)} classes ({names}). "
+            f"{key} is {num_classes}, but the dataset has {len(class_names)} classes ({names}). "
             "Set the key to that number"
         )
     return warnings

@@ -29,7 +29,7 @@ _CLASS_KEYS = {
 }
 _COCO_KEYPOINTS = 17  # pycocotools knows their sigmas
 _SHOWN = 5  # names in a message
-# A schedule that is longer than the rule's by more than this gets a word.
+# A schedule that is longer than the rule's by more than this factor gets a note.
 _MUCH_LONGER = 3
 
 
@@ -43,7 +43,7 @@ def goes_with_data(key: str) -> bool:
 
 
 class Setting(NamedTuple):
-    """A config key that follows from the data; a note about one if ``key`` is empty."""
+    """A config key that follows from the data; only a note if ``key`` is empty."""
 
     key: str
     value: Any
@@ -81,7 +81,7 @@ def fit_to_data(
     for file in files[1:]:
         if file.classes != files[0].classes:
             raise DataError(
-                f"the datasets {files[0].name} and {file.name} have other categories: "
+                f"the datasets {files[0].name} and {file.name} have different categories: "
                 f"{_names(files[0].classes)} in {files[0].json_file}, and {_names(file.classes)} "
                 f"in {file.json_file}"
             )
@@ -89,8 +89,8 @@ def fit_to_data(
     if train and cfg.MODEL.META_ARCHITECTURE in _LEARN_FROM_PIXELS:
         raise ConfigError(
             f"a {cfg.MODEL.META_ARCHITECTURE} learns from labels of every pixel, which "
-            f"{files[0].json_file} does not have: register such a dataset in a script of your own, "
-            "or take a config of COCO-InstanceSegmentation"
+            f"{files[0].json_file} does not have: register such a dataset in your own script, or "
+            "use a config of COCO-InstanceSegmentation"
         )
     for file in files:
         _check_labels(cfg, file)
@@ -113,15 +113,15 @@ def _classes(
     keys = [k for k in (_CLASS_KEYS.get(cfg.MODEL.META_ARCHITECTURE), *_class_keys(cfg)) if k]
     if not keys and cfg.MODEL.META_ARCHITECTURE not in _CLASS_KEYS:
         yield _note(
-            f"{file.name} has classes: {num_classes}. Set the key that tells their number to "
-            f"{cfg.MODEL.META_ARCHITECTURE}, such as MODEL.ROI_HEADS.NUM_CLASSES"
+            f"number of classes in {file.name}: {num_classes}. Set the key from which "
+            f"{cfg.MODEL.META_ARCHITECTURE} takes it, such as MODEL.ROI_HEADS.NUM_CLASSES"
         )
     for key in keys:
         value = value_of(cfg, key)
         if value == num_classes:
             continue
         if key in given:
-            advice = f"Leave the key out, or set it {num_classes}"
+            advice = f"Leave the key out, or set it to {num_classes}"
             raise ConfigError(
                 f"{key} {value} does not fit the data: {file.json_file} has {num_classes} "
                 f"categories ({_names(file.classes)}). "
@@ -157,7 +157,7 @@ def _class_keys(cfg: CfgNode) -> list[str]:
 
 
 def _check_labels(cfg: CfgNode, file: CocoFile) -> None:
-    """Check what training and evaluation draw, compare or count; the trainer warns of the rest."""
+    """Raise an error for faults that end training. The trainer warns about the others."""
     where = f"{file.name}, {file.json_file}: "
     check_boxes(file.summary, where)
     check_masks(cfg, file.summary, where)
@@ -172,8 +172,8 @@ def _check_ground_truth(file: CocoFile) -> None:
         raise DataError(
             f"{file.name} cannot be evaluated: {len(file.without_area)} annotations in "
             f"{file.json_file} have no area or no iscrowd, the first has the id "
-            f"{file.without_area[0]}. Add them: area is that of the mask, or of the box without "
-            "one, and iscrowd 0"
+            f"{file.without_area[0]}. Add them: area is the mask's area, or the box's if there is "
+            "no mask, and iscrowd is 0"
         )
 
 
@@ -186,7 +186,7 @@ def _keypoints(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator
     if value != number and key in given:
         raise ConfigError(
             f"{key} {value} does not fit the data: {file.json_file} has {number} keypoints for "
-            f"each object. Leave the key out, or set it {number}"
+            f"each object. Leave the key out, or set it to {number}"
         )
     if value != number:
         yield Setting(key, number, f"the keypoints of {file.name}: {_names(file.keypoint_names)}")
@@ -214,7 +214,7 @@ def _schedule(cfg: CfgNode, train: Sequence[CocoFile], given: Collection[str]) -
         if _MUCH_LONGER * max_iter < solver.MAX_ITER:
             yield _note(
                 f"SOLVER.MAX_ITER {solver.MAX_ITER} is kept: {epochs:,.0f} epochs of {num_images} "
-                f"images. For {what}, SOLVER.MAX_ITER {max_iter} would do ({RULE})"
+                f"images. For {what}, SOLVER.MAX_ITER {max_iter} is enough ({RULE})"
             )
         proposed = {"SOLVER.MAX_ITER": solver.MAX_ITER}
         if any(step >= solver.MAX_ITER for step in solver.STEPS):
@@ -222,7 +222,7 @@ def _schedule(cfg: CfgNode, train: Sequence[CocoFile], given: Collection[str]) -
     elif max_iter >= solver.MAX_ITER:
         epochs = solver.MAX_ITER * batch / num_images
         yield _note(
-            f"SOLVER.MAX_ITER {solver.MAX_ITER} is the config's: {epochs:,.1f} epochs of "
+            f"SOLVER.MAX_ITER {solver.MAX_ITER} is from the config: {epochs:,.1f} epochs of "
             f"{num_images} images, {batch} in each iteration"
         )
         return

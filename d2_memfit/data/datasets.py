@@ -78,10 +78,10 @@ class _CocoDataset:
 
 
 def keep_dicts(name: str, coco: Optional[dict[str, Any]]) -> None:
-    """Keep the dicts of a file that was read for its check, so that it need not be read again.
+    """Keep the dicts of a file that was read for its check, so that it is not read again.
 
     Args:
-        name: of a dataset; of others than :func:`register_coco`'s nothing is kept.
+        name: name of a dataset. Nothing is kept unless :func:`register_coco` has registered it.
         coco: the content; None frees the memory.
     """
     dataset = DatasetCatalog[name]
@@ -94,7 +94,7 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
 
     Raises:
         ConfigError: a name is not registered, or there is no training dataset.
-        DataError: an annotation file does not exist, or is a pipe; all that is missing is named.
+        DataError: an annotation file does not exist, or is a pipe. The message names all of them.
     """
     if not eval_only and not cfg.DATASETS.TRAIN:
         raise ConfigError("DATASETS.TRAIN is empty: name a dataset to train on")
@@ -104,7 +104,7 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
     named = [(key, name) for key, names in used.items() for name in names]
     known = DatasetCatalog.list()
     unknown = [
-        f"{key} names {name!r}, and there is no such dataset{did_you_mean(name, known)}"
+        f"{key} names {name!r}, but there is no such dataset{did_you_mean(name, known)}"
         for key, name in named
         if name not in known
     ]

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Images that are held out from training, to evaluate on."""
+"""Division of a dataset into images to train on and images that are held out."""
 
 import random
 from collections import Counter
@@ -24,7 +24,7 @@ def hold_out(part: Part, share: float) -> list[Part]:
     coco = part.coco
     images = sorted(coco["images"], key=lambda image: image["file_name"])
     random.Random(0).shuffle(images)
-    # All images together are as a class, None, which comes last.
+    # The class None stands for all images, and comes last.
     classes: dict[Any, set[Any]] = {image["id"]: {None} for image in images}
     for annotation in coco["annotations"]:
         classes[annotation["image_id"]].add(annotation["category_id"])

@@ -26,15 +26,15 @@ _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 _TAIL = 1024  # bytes at the end of a file that contain its end marker
 
 _ERRORS = ("missing", "unreadable", "size")  # of a COCO file; others are warnings
-# What is wrong with image files, by fault. The total is that of the opened images, or of all.
+# What is wrong with image files, by fault. The total is the number of opened images, or of all.
 _IMAGES = {
     "missing": "{number} of {total} images do not exist, the first is {first}",
-    "unreadable": "{number} of {total} opened images cannot be decoded. Training ends where one is "
+    "unreadable": "{number} of {total} opened images cannot be decoded. Training stops when one is "
     "loaded: {first}",
     "size": "{number} of {total} opened images have another size than their dict says. Detectron2 "
-    "turns photographs as their EXIF data say. Training ends where one is loaded: {first}",
-    "turned": "{number} of {total} opened images are turned or mirrored as their EXIF data say. "
-    "Were their annotations drawn on the turned image? The first is {first}",
+    "rotates photographs as their EXIF data say. Training stops when one is loaded: {first}",
+    "turned": "{number} of {total} opened images are rotated or mirrored as their EXIF data say. "
+    "Were their annotations drawn on the rotated image? The first is {first}",
     "deep": "{number} of {total} opened images have more than 8 bits in a channel. Detectron2 "
     "reads all brighter pixels as 255, so these images are nearly white: convert them to 8 bits: "
     "{first}",
@@ -63,7 +63,7 @@ def complaints_about_images(cases: Mapping[str, Case], total: int) -> Iterator[t
     """Each fault of image files with a line about it.
 
     Args:
-        cases: as of :func:`look_at_images`; none if there are none.
+        cases: those of :func:`look_at_images`.
         total: number of all images.
     """
     for fault, text in _IMAGES.items():
@@ -121,7 +121,8 @@ def _look_into(
         _count(cases, "unreadable", f"{file} ({type(e).__name__}: {e})")
         return
     if None not in expected and (width, height) != expected:
-        text = f"{file} has {(width, height)} pixels of width and height, its entry says {expected}"
+        found = width, height
+        text = f"{file} has {found} pixels of width and height, but its entry says {expected}"
         _count(cases, "size", text)
     elif orientation in (2, 3, 4) or (orientation in _LIES_ON_ITS_SIDE and width == height):
         _count(cases, "turned", f"{file}, orientation {orientation}")

@@ -19,7 +19,7 @@ __all__ = ["Part", "PascalVoc", "Yolo", "parts_of"]
 _IMAGES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 _PARTS = {"train": "train", "val": "val", "valid": "val", "test": "test"}
 _VOC = (("JPEGImages", "Annotations"), ("images", "annotations"), ("", ""))
-# Faults of objects from which nothing can be learnt.
+# Faults of objects that cannot be learnt.
 _USELESS = {"bad_polygon", "odd_polygon", "thin_mask"}
 _USELESS |= {"empty_box", "huge_box", "nan_box", "negative_box", "no_box"}
 _Parts = dict[str, dict[Path, Path]]  # label files by image and by name of part
@@ -35,7 +35,7 @@ class Part:
         coco: the content of the file.
         image_dir: the folder of its images.
         json_file: the file, if there is one already.
-        notes: places in the dataset, by what a user should know about them.
+        notes: what a user should know about the part, with places in the dataset.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Part:
 
 
 class Yolo:
-    """A dataset of a YAML file with ``names``, ``train``, and perhaps ``path``, ``val``, ``test``.
+    """A dataset with a YAML file: ``names``, ``train``, and perhaps ``path``, ``val``, ``test``.
 
     A part is a folder of images, a text file with their paths, or a list of these. Labels are in
     folders ``labels`` where images are in ``images``. Each line has a class, and a box or the
@@ -70,7 +70,7 @@ class Yolo:
             names = enumerate(names) if isinstance(names, list) else names.items()
             self.names = {int(number): str(name) for number, name in names}
             if data.get("kpt_shape"):
-                raise ValueError("it has kpt_shape, and keypoints of YOLO are not converted")
+                raise ValueError("it has kpt_shape, but keypoints of YOLO are not converted")
             for key, part in _PARTS.items():
                 places = data.get(key) or []
                 for place in places if isinstance(places, list) else [places]:
@@ -115,7 +115,7 @@ def _yolo_label(image: Path) -> Path:
 
 
 class PascalVoc:
-    """A dataset of an XML file for each image.
+    """A dataset with an XML file for each image.
 
     ``train.txt``, ``val.txt``, ``trainval.txt`` and ``test.txt`` in ``ImageSets/Main`` name the
     images of parts. Without them, the folders ``train``, ``val`` or ``valid``, and ``test`` are
@@ -220,7 +220,7 @@ def _part(name: str, labels: dict[Path, Path], dataset: Union[Yolo, PascalVoc]) 
             part.note(text, f"{file} and {label.name} ({e})")
             continue
         if not label.exists():
-            part.note("images have no label file, and thus no objects", file)
+            part.note("images have no label file, so they have no objects", file)
         image = {"id": len(images) + 1, "file_name": str(file.relative_to(folder))}
         images.append({**image, "width": size[0], "height": size[1]})
         for where, row in rows:
@@ -235,7 +235,7 @@ def _part(name: str, labels: dict[Path, Path], dataset: Union[Yolo, PascalVoc]) 
                 part.note("objects are difficult, and kept as in Detectron2's Pascal VOC", where)
     corners = {len(p) for a in annotations for p in a.get("segmentation", ())}
     if corners == {8}:
-        text = "images have only masks of four corners, as oriented boxes are. Boxes are upright"
+        text = "images have only masks of four corners, like oriented boxes. Boxes are axis-aligned"
         part.note(text, *(image["file_name"] for image in images))
     for (text, places), complaint in zip(part.notes.items(), part.lines()):
         kept = annotations if text.startswith("objects") else images

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A check of a job's estimate by a training step of real images, really computed."""
+"""A check of a job's estimate against a computed training step on real images."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,12 @@ from .patient import Untested
 
 __all__ = ["RealStep", "estimate_against_real_step"]
 
-_ITERATIONS = 2  # the second finds the optimizer's states
+_ITERATIONS = 2  # the optimizer's states exist from the second on
 
 
 @dataclass(frozen=True)
 class RealStep:
-    """An estimate of training, and the measurement of a step of real images.
+    """An estimate of training, and a measured step on real images.
 
     Attributes:
         estimated_bytes: peak of the tensors of the largest micro-batch, by a dry run.
@@ -44,7 +44,7 @@ class RealStep:
 
     @property
     def error(self) -> float:
-        """Estimated bytes over measured ones, less 1. Below 0, the estimate is too low."""
+        """Estimated bytes / measured bytes - 1. Below 0, the estimate is too low."""
         return self.estimated_bytes / self.measured_bytes - 1
 
     def __str__(self) -> str:
@@ -55,15 +55,15 @@ class RealStep:
 
 
 def estimate_against_real_step(job: Job) -> RealStep:
-    """Compare a job's estimate with a training step of real images, computed on the CPU.
+    """Compare a job's estimate with a training step on real images, computed on the CPU.
 
     The dry run has the job's largest invented batch, and the most proposals possible. The real step
-    has annotated images of the dataset. The model makes its own proposals, matches and samples of
-    them, with the weights of the first iteration. It may need less, above all with random weights.
-    It must not need more. Operators that are compiled for a GPU are stand-ins in both.
+    has annotated images of the dataset, and the proposals that the model makes with the weights of
+    the first iteration. It may need less, above all with random weights. It must not need more.
+    Both have stand-ins for operators that are compiled for a GPU.
 
     Args:
-        job: at a size that a CPU can compute.
+        job: a job that a CPU can compute.
 
     Raises:
         ConfigError: the training dataset cannot be read, or the model does not run on a CPU.
@@ -88,7 +88,7 @@ def estimate_against_real_step(job: Job) -> RealStep:
 
 
 def _measure(job: Job, batch: list[object]) -> int:
-    """Peak bytes of the tensors of iterations, with their batch."""
+    """Peak bytes of the tensors of some iterations, including the batch."""
     with (
         alone(),
         no_information(),
@@ -99,7 +99,7 @@ def _measure(job: Job, batch: list[object]) -> int:
     ):
         torch.default_generator.manual_seed(0)
         model, optimizer = steps.build_with_values(job, "cpu")
-        if is_file(job.cfg.MODEL.WEIGHTS):  # and nothing is downloaded
+        if is_file(job.cfg.MODEL.WEIGHTS):  # nothing is downloaded
             DetectionCheckpointer(model).load(job.cfg.MODEL.WEIGHTS)
         for group in optimizer.param_groups:
             group["lr"] = 0.0  # random weights would diverge

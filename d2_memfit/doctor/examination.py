@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The examination of a job: one line for each check."""
+"""The checks of the doctor, with one line for each."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ class Finding:
 
     Attributes:
         what: the subject of the check.
-        is_well: whether it works; None if that could not be tested here.
-        text: one line; with what to do if it does not work.
+        is_well: whether it works; None if this could not be tested here.
+        text: one line. If something does not work, it says what to do.
     """
 
     what: str
@@ -43,9 +43,9 @@ def examine(job: Job, trainer: Any = None, remake: Optional[Remake] = None) -> I
     """Test a job in small iterations on the CPU, with errors injected in each phase.
 
     Args:
-        trainer: the class that trains, if there is one; it is tested with ``MemfitMixin``.
+        trainer: the class that trains, if there is one. It is tested with ``MemfitMixin``.
         remake: returns the job, made for two ranks, and the trainer. It is called in two other
-            processes, so it must be possible to pickle it; None leaves the check of ranks out.
+            processes, so it must be picklable. None skips the check of ranks.
     """
     patients: list[Patient] = []
 
@@ -53,7 +53,7 @@ def examine(job: Job, trainer: Any = None, remake: Optional[Remake] = None) -> I
         patients.append(Patient(job))
         images = images_of(patients[0].images) or [patients[0].images]
         num = count_objects(images[0])
-        return f"two images are made, the first with {num} objects. {_assumed(job)}".strip()
+        return f"two images can be made, the first with {num} objects. {_assumed(job)}".strip()
 
     yield _found("batch", batch)
     if not patients:
@@ -78,7 +78,7 @@ def examine(job: Job, trainer: Any = None, remake: Optional[Remake] = None) -> I
 def examine_runs(
     job: Job, trainer: Any = None, remake: Optional[Remake] = None
 ) -> Iterator[Finding]:
-    """Test a job with the images of its dataset: the last lines of :func:`examine`."""
+    """Test a job with the images of its dataset, for the last lines of :func:`examine`."""
     steps: dict[str, Callable[..., str]] = {"estimate": partial(job_checks.is_estimated, job)}
     if trainer is not None and not issubclass(trainer, MemfitMixin):
         steps["trainer"] = partial(is_plain_by_default, job, trainer)

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The checks of a job: each returns a line about what works, or raises an error."""
+"""Checks of a job. Each returns a line about what works, or raises an error."""
 
 import copy
 import re
@@ -61,8 +61,8 @@ def same_as_detectron2(patient: Patient) -> str:
         if len(gradients) == len(expected) and all(map(torch.equal, gradients, expected)):
             break
     else:
-        raise Unwell("loss or gradients are not those of Detectron2's SimpleTrainer")
-    return f"loss {loss:.4g} and gradients are Detectron2's, to the last bit"
+        raise Unwell("loss or gradients differ from those of Detectron2's SimpleTrainer")
+    return f"loss {loss:.4g} and gradients equal Detectron2's, bit by bit"
 
 
 class _WithLosses(nn.Module):
@@ -83,14 +83,14 @@ def recovers(patient: Patient, where: float) -> str:
     undisturbed, _, _ = patient.step(micro_batch_size=1, with_optimizer=True)
     recovered, _, trainer = patient.step(fail_at=(fail_at,), with_optimizer=True)
     if trainer.window_sizes != (1, 1):
-        raise Unwell(f"the two images were run as {trainer.window_sizes}, and not one by one")
+        raise Unwell(f"the two images were run as {trainer.window_sizes} instead of one by one")
     if not all(map(torch.equal, recovered, undisturbed)):
         difference = relative_difference(dict(enumerate(recovered)), dict(enumerate(undisturbed)))
         raise Unwell(
-            f"weights are {difference:.1e} from those of an iteration without the error: something "
-            "that a forward changes is not put back"
+            f"weights differ by {difference:.1e} from those of an iteration without the error: "
+            "something that a forward changes is not put back"
         )
-    return "the images are run again one by one, and weights are as without the error, bit by bit"
+    return "the images are run again one by one; weights equal those without the error, bit by bit"
 
 
 def recovers_in_evaluation(patient: Patient) -> str:
@@ -165,7 +165,7 @@ def counts(patient: Patient) -> str:
     images = five_images(patient.batch(), with_empty=False)
     _, _, trainer = patient.step(micro_batch_size=1, images=images)
     places = trainer.loss_rules.described()
-    return f"with accumulation, these are the window's: {_few(places)}" if places else "none found"
+    return f"counted over the window: {_few(places)}" if places else "none found"
 
 
 def is_silent(patient: Patient) -> str:
@@ -181,7 +181,7 @@ def is_silent(patient: Patient) -> str:
         with noticed_collectives(handle), PretendedRanks().told():
             try:
                 patient.losses(model, patient.batch())
-            except Exception:  # of what has no answer from another rank
+            except Exception:  # there is no other rank to answer
                 if not found:
                     raise
 
@@ -195,12 +195,12 @@ def is_silent(patient: Patient) -> str:
 
 
 def is_estimated(job: Job) -> str:
-    """Compare the estimate with a step of real images."""
+    """Compare the estimate with a step on real images."""
     images = min(job.cfg.SOLVER.IMS_PER_BATCH, 2 * job.ranks)
     step = estimate_against_real_step(job.with_settings({"SOLVER.IMS_PER_BATCH": images}))
     text = str(step)
     if step.at_least:
-        text += f". At least so much, because {'; '.join(step.at_least)}"
+        text += f". More may be needed, because {'; '.join(step.at_least)}"
     if step.error < -_TOO_LOW and not step.at_least:
         raise Unwell(f"{text}. A plan needs a larger MEMFIT.PLAN.MARGIN")
     return text
@@ -225,7 +225,7 @@ def usable_techniques(patient: Patient) -> str:
 
 
 def _kinds(job: Job) -> list[Any]:
-    """Number of base classes of each module, which techniques extend; and optimizer class."""
+    """Numbers of base classes of the modules, which techniques extend, and the optimizer class."""
     model, optimizer = steps.build(job)
     return [len(type(m).__mro__) for m in model.modules()] + [type(optimizer)]
 

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A small version of a job: few pixels, two images, on the CPU, always with the same weights."""
+"""A small version of a job: two small images, on the CPU, always with the same weights."""
 
 import copy
 import logging
@@ -27,21 +27,21 @@ _LONGEST_SIDE = 256  # pixels
 
 
 class Unwell(Exception):
-    """Something does not work; the message says what."""
+    """Something does not work. The message says what."""
 
 
 class Untested(Exception):
-    """Something cannot be tested here; the message says why."""
+    """Something cannot be tested here. The message says why."""
 
 
 class Patient:
-    """A job made small for test iterations.
+    """A job that is made small for test iterations.
 
     Args:
-        job: on any device.
+        job: a job for any device.
 
     Attributes:
-        images: two dataset dicts; the second has fewer objects.
+        images: two dataset dicts. The second has fewer objects.
     """
 
     def __init__(self, job: Job) -> None:
@@ -74,9 +74,9 @@ class Patient:
 
         Args:
             micro_batch_size: images in a forward.
-            fail_at: numbers of allocations at which memory runs out; recovery is then on.
+            fail_at: numbers of allocations at which memory runs out. Recovery is then on.
             with_optimizer: whether the job's optimizer steps.
-            images: a batch in place of the two images.
+            images: a batch to use instead of the two images.
         """
         model = self.model()
         with _as_planned():
@@ -104,7 +104,7 @@ class Patient:
         return [p.grad for p in model.parameters() if p.grad is not None], loss, trainer
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function as models are called here: alone, and with CUDA as the CPU."""
+        """Call a function as models are called here: as the only rank, with the CPU as CUDA."""
         with _as_planned(), EventStorage():
             return function(*args)
 
@@ -116,7 +116,7 @@ def _as_planned() -> Iterator[None]:
 
 
 def _small(batch: Any) -> Any:
-    """The batch with fewer pixels, and with fewer objects in each later image."""
+    """The batch with fewer pixels. Each image has fewer objects than the one before."""
     result = smaller(batch)
     if result is batch:
         return batch

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The checks of whole runs, with the job's own loader: ended and resumed, and on two ranks."""
+"""Checks of whole runs with the job's own loader: resuming, and training on two ranks."""
 
 import gc
 import hashlib
@@ -35,7 +35,7 @@ from .patient import Unwell, smaller
 
 __all__ = ["Remake", "agrees_on_two_ranks", "is_plain_by_default", "resumes"]
 
-# Makes a job and its trainer's class, if there is one, in another process. It can be pickled.
+# Makes a job and its trainer's class, if there is one, in another process. It is picklable.
 Remake = Callable[[], tuple[Job, Optional[type]]]
 
 _Prepare = Callable[[nn.Module], nn.Module]
@@ -67,7 +67,7 @@ _SPLIT = {"MEMFIT.OOM.POLICY": "split"}
 
 
 def is_plain_by_default(job: Job, trainer: type) -> str:
-    """Compare a trainer's runs with ``MemfitMixin`` and default keys with those without it."""
+    """Compare a run with ``MemfitMixin`` and default keys with a run of the trainer itself."""
     settings = {"SOLVER.IMS_PER_BATCH": 2, "SOLVER.ACCUMULATION_STEPS": 1}
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         plain = _train(job, trainer, one, settings, mixin=False)
@@ -75,14 +75,14 @@ def is_plain_by_default(job: Job, trainer: type) -> str:
     changed = [name for name in plain if plain[name] != ours.get(name)]
     if changed:
         raise Unwell(
-            f"{len(changed)} of {len(plain)} tensors of model and optimizer differ from those that "
-            f"{trainer.__name__} trains alone, such as {', '.join(changed[:2])}"
+            f"{len(changed)} of {len(plain)} tensors of model and optimizer differ from those of "
+            f"{trainer.__name__} itself, such as {', '.join(changed[:2])}"
         )
-    return f"with default keys, MemfitMixin trains what {trainer.__name__} does alone, bit by bit"
+    return f"with default keys, MemfitMixin trains like {trainer.__name__} itself, bit by bit"
 
 
 def resumes(job: Job, trainer: Optional[type]) -> str:
-    """Compare a run that ends after a checkpoint, and is resumed, with one that does not end."""
+    """Compare a run that is ended after a checkpoint and resumed with an uninterrupted run."""
     settings = {**_SPLIT, "SOLVER.IMS_PER_BATCH": 2}
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         whole = _train(job, trainer, one, settings)
@@ -91,11 +91,11 @@ def resumes(job: Job, trainer: Optional[type]) -> str:
     changed = [name for name in whole if whole[name] != resumed.get(name)]
     if changed or len(whole) != len(resumed):
         raise Unwell(
-            f"{len(changed)} of {len(whole)} tensors of model and optimizer differ from those of a "
-            f"run that was not ended, such as {', '.join(changed[:2])}. {_about_its_order(job)}"
+            f"{len(changed)} of {len(whole)} tensors of model and optimizer differ from those of "
+            f"an uninterrupted run, such as {', '.join(changed[:2])}. {_about_its_order(job)}"
         )
     how = f"class Trainer(MemfitMixin, {trainer.__name__})" if trainer else "build_trainer"
-    return f"{how} trains as if it had not ended, bit by bit, on the dataset's own images"
+    return f"{how}: a resumed run equals an uninterrupted one, bit by bit, on the dataset's images"
 
 
 def _about_its_order(job: Job) -> str:
@@ -105,10 +105,10 @@ def _about_its_order(job: Job) -> str:
             ResumableBatches(job.parts.build_train_loader())
     except UnknownLoader as e:
         return (
-            f"Its loader is {e}, whose order is not known: the data begin again. Use "
-            "build_detection_train_loader"
+            f"Its loader is {e}, whose order is not known, so the data start from the beginning. "
+            "Use build_detection_train_loader"
         )
-    return "Its data went on where they were"
+    return "Its data continued where the run ended"
 
 
 def agrees_on_two_ranks(remake: Remake) -> str:
@@ -119,8 +119,8 @@ def agrees_on_two_ranks(remake: Remake) -> str:
     if text:
         raise Unwell(text)
     return (
-        "weights are the same on both, bit by bit, with MEMFIT.OOM.POLICY raise and split, and "
-        "after an error on one"
+        "both have the same weights, bit by bit, with MEMFIT.OOM.POLICY raise and split, and after "
+        "an error on one"
     )
 
 
@@ -173,7 +173,7 @@ def _train(
 
     Args:
         settings: config keys.
-        last: number of iterations, after which it ends as if it was killed.
+        last: number of iterations after which the run ends as if it was killed.
         resume: whether it continues from the checkpoint in the folder.
         fails: whether memory runs out on rank 1, once.
         mixin: whether ``MemfitMixin`` is a base class of the trainer.
@@ -186,7 +186,10 @@ def _train(
             model.register_forward_hook(_FailsOnce())
         return model
 
-    with no_information(logging.ERROR), cuda_as_cpu():  # an error is raised, and _Ended is none
+    with (
+        no_information(logging.ERROR),
+        cuda_as_cpu(),
+    ):  # errors are raised, and _Ended is not an error
         seed_all_rng(2 if resume else 1)
         with suppress(_Ended):
             if trainer is None:
@@ -208,7 +211,7 @@ def _train(
             tensors.update({f"optimizer.{i}.{k}": torch.as_tensor(v) for k, v in values.items()})
         digests = {name: _digest(tensor) for name, tensor in tensors.items()}
         del made, run, model, tensors
-        gc.collect()  # the loader's workers: a trainer and its hooks know each other
+        gc.collect()  # ends the loader's workers: a trainer and its hooks refer to each other
     return digests
 
 
@@ -248,7 +251,7 @@ class _End(HookBase):
 
 
 class _FailsOnce:
-    """A forward hook: memory runs out at the end of the first forward of several images."""
+    """A forward hook. Memory runs out at the end of the first forward of several images."""
 
     has_failed = False
 

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""COCO's averages computed from evaluations of parts."""
+"""COCO's averages, computed from evaluations of parts of a dataset."""
 
 import io
 from collections import defaultdict
@@ -25,7 +25,8 @@ class _OfCategory(NamedTuple):
 class _OfArea(NamedTuple):
     """The matches of these detections in one range of areas.
 
-    There is one bit per threshold, [bytes, N]. It also says which annotated objects are ignored.
+    ``matched`` and ``ignored`` have one bit per threshold, [bytes, N]. ``annotated_ignored`` says
+    which annotated objects are ignored.
     """
 
     matched: NDArray[np.uint8]
@@ -36,7 +37,7 @@ class _OfArea(NamedTuple):
 class CocoMatches:
     """Collects ``evalImgs`` of ``COCOeval.evaluate``, and accumulates them over all images.
 
-    It keeps some 30 bytes per detection. The result is that of ``COCOeval.accumulate``.
+    It keeps about 30 bytes per detection. The result equals that of ``COCOeval.accumulate``.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class CocoMatches:
         self._of_area: dict[tuple[int, int], list[_OfArea]] = defaultdict(list)
 
     def add(self, part: COCOeval) -> None:
-        """Add the images of a part, after those of earlier parts."""
+        """Add the images of the next part."""
         p = part.params
         for k in range(len(p.catIds)):
             for a in range(len(p.areaRng)):

@@ -72,12 +72,12 @@ def build_evaluator(
 def build_coco_evaluator(
     dataset_name: str, output_folder: str, kpt_oks_sigmas: Sequence[float] = ()
 ) -> COCOEvaluator:
-    """Build Detectron2's evaluator, with its fast implementation if that is compiled.
+    """Build Detectron2's evaluator, with its fast implementation if it is compiled.
 
     Args:
         dataset_name: a registered dataset in COCO format.
         output_folder: folder for predictions.
-        kpt_oks_sigmas: one per keypoint, if they are not COCO's 17.
+        kpt_oks_sigmas: one per keypoint; needed for keypoints other than COCO's 17.
     """
     return COCOEvaluator(
         dataset_name,

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""COCO's evaluation in parts of some hundred images, with the results of the whole."""
+"""COCO's evaluation in parts of some hundred images, with the same results."""
 
 import io
 import json
@@ -33,13 +33,13 @@ _TASKS = {"segmentation": "segm", "keypoints": "keypoints"}
 
 @contextmanager
 def coco_evaluators(cfg: CfgNode) -> Iterator[None]:
-    """While open, ``COCOEvaluator`` also evaluates what it cannot, or not in little memory.
+    """While open, extend ``COCOEvaluator`` in two ways.
 
-    - It numbers annotations from 1 if their ids do not tell them apart. ``COCOeval.evaluateImg``
-      writes the id of the matched annotation, where 0 is no match, and ``COCO`` finds annotations
-      by their ids. So an object with the id 0 counts as missed.
-    - It keeps predictions in a file, if MEMFIT.EVALUATION.ON_DISK. They are evaluated in parts,
-      also in derived classes. Results and files are those of the official COCO API for the whole.
+    - It numbers annotations from 1 if their ids are not unique integers above 0.
+      ``COCOeval.evaluateImg`` writes the id of the matched annotation, or 0 for no match. ``COCO``
+      finds annotations by their ids. So an object with the id 0 would count as missed.
+    - With MEMFIT.EVALUATION.ON_DISK it keeps predictions in a file, and evaluates them in parts.
+      Derived classes do so as well. Results and files are the same as with the official COCO API.
       Box proposals, and what subclasses evaluate themselves, are evaluated as a list.
     """
     methods: dict[str, Any] = {"evaluate": _numbering}
@@ -62,7 +62,7 @@ def _numbering(evaluate: Callable[..., Any]) -> Callable[..., Any]:
             log_first_n(
                 logging.WARNING,
                 f"{self._metadata.get('json_file')}: annotation ids are not different integers "
-                "from 1 up, which pycocotools needs. They are numbered anew for the evaluation",
+                "from 1 up, which pycocotools needs. The evaluation uses new numbers",
                 key="message",
             )
             for number, annotation in enumerate(annotations, 1):
@@ -163,7 +163,7 @@ def _in_parts(
     task: str,
     img_ids: Any,
 ) -> Optional[COCOeval]:
-    """Evaluate like Detectron2's ``_evaluate_predictions_on_coco``; None without an object."""
+    """Evaluate like Detectron2's ``_evaluate_predictions_on_coco``; None if nothing is found."""
     first = next((i for p in spilled for i in instances_of(p)), None)
     if first is None:
         return None
@@ -176,12 +176,12 @@ def _in_parts(
     for begin in range(0, len(wanted), _IMAGES):
         part = wanted[begin : begin + _IMAGES]
         indices = sorted(index for image_id in part for index in of_image[image_id])
-        if begin == 0:  # pycocotools checks here that the dataset has them
+        if begin == 0:  # pycocotools checks here that the dataset has these images
             indices += [
                 index for image_id in of_image.keys() - known for index in of_image[image_id]
             ]
         instances = [i for index in indices for i in instances_of(spilled[index])]
-        # pycocotools needs one object. imgIds excludes one of another image.
+        # pycocotools needs at least one object. imgIds excludes objects of other images.
         coco_eval = _part(self, instances or [deepcopy(first)], task, part)
         matches.add(coco_eval)
     whole_class = COCOeval

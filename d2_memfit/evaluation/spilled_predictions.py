@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Predictions of an evaluation in a file, in place of a list that grows in RAM."""
+"""Predictions of an evaluation in a file, instead of a list that grows in RAM."""
 
 import pickle
 import sys
@@ -13,21 +13,21 @@ from detectron2.utils import comm
 
 __all__ = ["SpilledPredictions", "save_as_list"]
 
-# Pickle protocol with which pickles of items can be joined to the pickle of a list.
+# With this pickle protocol, pickles of items can be joined to the pickle of a list.
 _PROTOCOL = 2
 _BEFORE = b"\x80\x02"
 _AFTER = b"."
-_SENT = 16  # predictions at once, from each rank to rank 0
+_SENT = 16  # predictions that a rank sends to rank 0 at a time
 
 
 class SpilledPredictions:
     """A temporary file that replaces the list of ``COCOEvaluator``'s predictions.
 
-    It can be iterated repeatedly from the start. Its pickle is that of a list.
+    It can be iterated more than once. Its pickle is the pickle of a list.
 
     Args:
-        folder: folder of the file, which has no name and disappears with this object; None is
-            TMPDIR.
+        folder: folder of the file; None for TMPDIR. The file has no name, and disappears with this
+            object.
     """
 
     def __init__(self, folder: Optional[str]) -> None:
@@ -68,7 +68,7 @@ class SpilledPredictions:
     def gathered(self) -> "SpilledPredictions":
         """Collect the predictions of all ranks on rank 0, in rank order.
 
-        All ranks must call it. A few predictions are in transfer at a time.
+        All ranks must call this. Only a few predictions are sent at a time.
         """
         if comm.get_world_size() == 1:
             return self

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Memory and time of a trained model on a device, estimated without it."""
+"""Estimates of the memory and time of a trained model, without the device."""
 
 from dataclasses import dataclass, replace
 from typing import Optional
@@ -18,14 +18,14 @@ _OF_TRAINING = ("gradients", "optimizer", "DDP buckets")  # owners
 
 @dataclass(frozen=True)
 class InferenceEstimate:
-    """Memory and time of one image of the largest size, with as many objects as may be found.
+    """Memory and time for one image of the largest size, with the most objects possible.
 
     Attributes:
         device: description of the device.
-        image_size: height and width in pixels as the model gets them.
+        image_size: height and width in pixels of the model's input.
         peak_allocated_gb: ``torch.cuda.max_memory_allocated``, in GB of 2^30 bytes.
         device_total_gb: device memory of the process, context included.
-        seconds: time of the model; None for a CPU, for which no times are known.
+        seconds: time of the model; None for a CPU, whose times are not predicted.
     """
 
     device: str
@@ -38,9 +38,9 @@ class InferenceEstimate:
         height, width = self.image_size
         time = "" if self.seconds is None else f"\nabout {self.seconds:.3f} s an image"
         return (
-            f"{self.device}\none image of {height} x {width} pixels as the model gets it\n"
+            f"{self.device}\none image of {height} x {width} pixels, after resizing\n"
             f"{self.peak_allocated_gb:.2f} GB peak allocated\n"
-            f"{self.device_total_gb:.2f} GB of the device, with its context{time}"
+            f"{self.device_total_gb:.2f} GB of the device, including its context{time}"
         )
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Trained models as TorchScript or ONNX files, checked against the model itself."""
+"""Export of trained models to TorchScript or ONNX files, checked against the model."""
 
 import importlib.util
 import os
@@ -25,8 +25,8 @@ __all__ = ["SUFFIXES", "export"]
 
 SUFFIXES = (".onnx", ".ts")
 _NEEDED = ("onnx", "onnxruntime")
-_OPSET = 17  # the first that has all operators of Detectron2's models
-# The largest differences of boxes in pixels, and of scores and masks.
+_OPSET = 17  # the first with all operators of Detectron2's models
+# The largest accepted differences: of boxes in pixels, and of scores and masks.
 _MOST_PIXELS = 1.0
 _MOST_SCORE = 0.01
 
@@ -34,7 +34,7 @@ Outputs = tuple[torch.Tensor, ...]
 
 
 def export(model: nn.Module, image: torch.Tensor, to: Path) -> str:
-    """Trace a model by Detectron2's ``TracingAdapter``, and check the file's predictions.
+    """Trace a model with Detectron2's ``TracingAdapter``, and check the file's predictions.
 
     The file takes an image [3, height, width] of the size that the model's test mapper makes. It
     returns the fields of its objects in alphabetical order, and the size of the image. Boxes are in
@@ -44,23 +44,25 @@ def export(model: nn.Module, image: torch.Tensor, to: Path) -> str:
         model: in evaluation mode.
         image: an input on which the model finds objects, float32.
         to: the file, which ends in .ts or .onnx. It is written only if its predictions on this
-            image and on a smaller part of it are those of the model.
+            image and on a smaller part of it equal those of the model.
 
     Returns:
-        What was compared.
+        A text about what was compared.
 
     Raises:
         ConfigError: the model cannot be exported.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if to.suffix == ".onnx" and missing:
-        raise ConfigError(f"{to} needs what is not installed: pip install {' '.join(missing)}")
+        raise ConfigError(
+            f"{to} needs packages that are not installed: pip install {' '.join(missing)}"
+        )
     adapter = compat.tracing_adapter()(model, [{"image": image}], _inference_of(model))
     adapter.eval()
     part = image[:, : image.shape[1] * 3 // 4, : image.shape[2] * 3 // 4].contiguous()
     try:
         with output_file(to) as file, torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the tracer, about values that may not change
+            warnings.simplefilter("ignore")  # the tracer warns about values that become constants
             device = _device_of(adapter)
             eager = [_instances(adapter, adapter(pixels.to(device))) for pixels in (image, part)]
             if not len(eager[0]):
@@ -68,8 +70,10 @@ def export(model: nn.Module, image: torch.Tensor, to: Path) -> str:
             run = (_onnx if to.suffix == ".onnx" else _torchscript)(adapter, image, file)
             found = [_instances(adapter, run(pixels)) for pixels in (image, part)]
             distance = max(map(_distance, eager, found))
-    except Exception as e:  # the tracer and the exporter have errors of all kinds
-        reason = str(e) or traceback.extract_tb(e.__traceback__)[-1].line  # of an assertion
+    except Exception as e:  # the tracer and the exporter raise errors of all kinds
+        reason = (
+            str(e) or traceback.extract_tb(e.__traceback__)[-1].line
+        )  # an assertion has no text
         text = textwrap.shorten(str(reason), 200, placeholder=" ...")
         raise ConfigError(
             f"this {type(model).__name__} cannot be exported as {to.suffix} "
@@ -105,7 +109,7 @@ def _torchscript(adapter: Any, image: torch.Tensor, file: Any) -> Callable[..., 
 def _onnx(adapter: Any, image: torch.Tensor, file: Any) -> Callable[..., Outputs]:
     import onnxruntime
 
-    with _without_output():  # where it fails, C++ prints the graph: thousands of lines
+    with _without_output():  # if it fails, C++ prints the graph: thousands of lines
         torch.onnx.export(
             adapter.cpu(),
             (image,),
@@ -121,7 +125,7 @@ def _onnx(adapter: Any, image: torch.Tensor, file: Any) -> Callable[..., Outputs
 
 @contextmanager
 def _without_output() -> Iterator[None]:
-    """Drop what the process prints, also from C++."""
+    """Discard what the process prints, also from C++."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [(stream, os.dup(stream)) for stream in (1, 2)]
@@ -142,7 +146,7 @@ def _instances(adapter: Any, outputs: Outputs) -> Instances:
     (result,) = adapter.outputs_schema(outputs)
     instances = result.get("instances")
     if not isinstance(instances, Instances):
-        raise ValueError("its result is not a list of objects alone")
+        raise ValueError("its result has more than a list of objects")
     return instances.to("cpu")
 
 
@@ -168,7 +172,7 @@ def _distance(eager: Instances, other: Instances) -> float:
 
 
 def _places(instances: Instances) -> torch.Tensor:
-    """Points [N, 6] that are close for objects that are the same."""
+    """Points [N, 6] that are close together for the same object."""
     classes = instances.pred_classes
     scores = instances.scores
     return torch.cat([instances.pred_boxes.tensor, 1e4 * classes[:, None], scores[:, None]], dim=1)

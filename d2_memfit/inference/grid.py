@@ -29,13 +29,13 @@ class Tile(NamedTuple):
 class Grid:
     """The tiles of one image, row by row: ``grid[i]`` for ``i`` below ``len(grid)``.
 
-    All have the same size. The last ones of a row and a column are moved back into the image, so
-    they overlap more, as SAHI's slices do. An image smaller than a tile is one tile.
+    All have the same size. The last tiles of a row and a column are moved back into the image, so
+    they overlap more, like SAHI's slices. An image smaller than a tile is one tile.
 
     Args:
         height, width: height and width of the image in pixels.
         size: height and width of a tile in pixels.
-        overlap: least number of pixels that neighbours share.
+        overlap: pixels that neighbouring tiles share, at least.
     """
 
     def __init__(self, height: int, width: int, size: int, overlap: int) -> None:

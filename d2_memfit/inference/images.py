@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Images and videos, read one image at a time, and the pictures that are made of them."""
+"""Reading of images and videos one image at a time, and writing of pictures of them."""
 
 import os
 import shutil
@@ -61,11 +61,11 @@ def read_images(file: Path, image_format: str, in_tiles: bool = False) -> Iterat
         return
     most = Image.MAX_IMAGE_PIXELS
     if in_tiles:
-        # Pillow refuses twice as many. Cut into tiles, an image takes 20 bytes of RAM for each.
+        # Pillow refuses twice this number. An image that is cut takes 20 bytes of RAM per pixel.
         Image.MAX_IMAGE_PIXELS = 2**27
     try:
         image = read_image(str(file), format=image_format)
-    except Exception as e:  # each library has many errors for damage
+    except Exception as e:  # each library raises many kinds of errors for damaged files
         if is_out_of_memory(e):
             raise
         advice = ". Try --tile-size" if isinstance(e, Image.DecompressionBombError) else ""
@@ -78,7 +78,7 @@ def read_images(file: Path, image_format: str, in_tiles: bool = False) -> Iterat
 def _frames(file: Path) -> Iterator[Pixels]:
     import cv2
 
-    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # a damaged file is one line: ours
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # only our own line for a damaged file
     video = cv2.VideoCapture(str(file))
     announced = video.get(cv2.CAP_PROP_FRAME_COUNT)
     number = 0
@@ -109,10 +109,11 @@ def picture_name(file: Path) -> str:
 class PictureWriter:
     """Writes the pictures of a file: an image, or a video in MP4.
 
-    Used as a context. A video appears when it is complete, or as far as its source could be read.
+    Use it as a context. A video appears when it is complete. If its source cannot be read to the
+    end, it has what was read.
 
     Args:
-        path: of the picture, with the ending of :func:`picture_name`.
+        path: path of the picture, with the suffix of :func:`picture_name`.
 
     Raises:
         ConfigError: a picture could not be written.
@@ -130,7 +131,7 @@ class PictureWriter:
         return self
 
     def write(self, picture: Pixels) -> None:
-        """Write a picture [height, width, 3] in RGB; those of a video have the same size."""
+        """Write a picture [height, width, 3] in RGB. All pictures of a video have the same size."""
         if not self.is_video:
             with output_file(self._path) as f:
                 Image.fromarray(picture).save(f, format=_FORMATS[self._path.suffix.lower()])
@@ -139,7 +140,7 @@ class PictureWriter:
 
         if self._video is None:
             self._file = self._open.enter_context(output_file(self._path))
-            self._part = f"{self._file.name}.mp4"  # by its ending OpenCV knows the format
+            self._part = f"{self._file.name}.mp4"  # OpenCV takes the format from the suffix
             self._open.callback(Path(self._part).unlink, missing_ok=True)
             frames_per_s = cv2.VideoCapture(str(self._source)).get(cv2.CAP_PROP_FPS)
             height, width = picture.shape[:2]
@@ -159,7 +160,9 @@ class PictureWriter:
 
         with self._open:
             self._video.release()
-            made = cv2.VideoCapture(self._part)  # because its writer reports no errors
+            made = cv2.VideoCapture(
+                self._part
+            )  # check it, because OpenCV's writer reports no errors
             if sum(1 for _ in iter(made.grab, False)) < self._num_images:
                 raise OSError("OpenCV could not write all images: is the disk full?")
             with open(self._part, "rb") as part:

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Merging of objects that tiles cut apart or show twice, while tiles come in."""
+"""Merging of objects that tiles cut apart or show twice, tile by tile."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Detection:
         box: x0, y0, x1, y1 in pixels of the image [4].
         score: 0 to 1.
         category: the model's number, from 0.
-        mask: run-length encoded, in the frame of its tile; of the image once merged. None for
-            models without masks.
+        mask: run-length encoded mask; None for models without masks. Its frame is the tile, and
+            after merging the image.
     """
 
     box: NDArray[Any]
@@ -48,16 +48,15 @@ class SeamMerger:
     """Finds the detections in overlapping tiles that are one object.
 
     Where two tiles overlap, they show the same pixels. Two detections of one category are one
-    object if they agree in that region: the IoU of their masks there, or boxes, is at least
-    ``merge_iou``. A detection may be cut by a tile's border and agree with none in the other tile.
-    It is then part of a detection there that covers this share of it. So objects larger than a tile
-    are joined part by part. Neither neighbouring objects nor a small object on a large one are
-    lost.
+    object if they agree in that region: the IoU of their masks there, or of their boxes, is at
+    least ``merge_iou``. A detection that a tile's border cuts may agree with none in the other
+    tile. It is then part of a detection there that covers this share of it. So objects larger than
+    a tile are joined part by part. Neighbouring objects, and small objects on large ones, are kept.
 
     For an object that is whole in each of its tiles, the detection with the highest score is kept.
     A cut object is the union of its parts, with their highest score.
 
-    Detections of one tile are not compared: this is left to the model's non-maximum suppression.
+    Detections of one tile are not compared, because the model's non-maximum suppression does that.
     They are one object if both are parts of one in another tile. If several agree, such as two
     objects that both fill a narrow overlap, those with the most similar boxes are joined.
 
@@ -66,9 +65,9 @@ class SeamMerger:
         merge_iou: 0 to 1.
     """
 
-    # Share of the tile's size: a box that ends this near to its border may continue beyond it.
+    # Share of the tile's size. A box that ends this close to its border may continue beyond it.
     _NEAR = 0.01
-    # A box with this share of the box of all parts is the object's.
+    # A box that has this share of the area of all parts together is the object's box.
     _ALMOST_ALL = 0.9
 
     def __init__(self, grid: Grid, merge_iou: float) -> None:
@@ -93,7 +92,7 @@ class SeamMerger:
         self._parts[tile] = mine
 
     def finish(self) -> Iterator[Detection]:
-        """Yield all other objects, when there are no more tiles."""
+        """Yield the remaining objects, after the last tile."""
         parts = [part for parts in self._parts.values() for part in parts]
         self._parts.clear()
         yield from self._finish(parts, self._grid.height)
@@ -128,7 +127,7 @@ class SeamMerger:
                 within.append((b, a))
         have_one: set[int] = set()
         pairs = [pair[2:] for pair in sorted(alike, key=lambda pair: pair[:2], reverse=True)]
-        for most in (0, 1):  # first each with its best match, then the rest with any
+        for most in (0, 1):  # first each with its best match, then the others with any match
             for a, b in pairs:
                 if (id(a) in have_one) + (id(b) in have_one) <= most:
                     have_one |= {id(a), id(b)}
@@ -140,7 +139,7 @@ class SeamMerger:
     def _is_cut(self, part: _Part, other: Optional[Tile] = None) -> bool:
         """Whether the object may continue beyond a border of its tile.
 
-        Only borders within another tile count, or without one, borders within the image.
+        Only borders inside ``other`` count; without it, borders inside the image.
         """
         tile = part.tile
         near = self._NEAR * max(tile.width, tile.height)

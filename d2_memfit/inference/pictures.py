@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Pictures of the objects that a model has found, by Detectron2's Visualizer."""
+"""Pictures of the objects that a model has found, drawn with Detectron2's Visualizer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def import_visualizer() -> Any:
 
 
 def _label(names: Sequence[str], number: int) -> str:
-    """The name of a class, or its number, as matplotlib draws it: no formulas, no novels."""
+    """The name or number of a class as a label: at most 100 characters, and no formulas."""
     name = names[number] if number < len(names) else str(number)
     return printable(name[:100]).replace("$", r"\$")
 
@@ -47,15 +47,15 @@ def draw(
     metadata: Metadata,
     keeps_size: bool = False,
 ) -> NDArray[np.uint8]:
-    """Draw objects into an image; the picture is in RGB.
+    """Draw objects into an image. The picture is in RGB.
 
-    One mask at a time is decoded. Small images are enlarged and very large ones reduced, unless
+    Masks are decoded one at a time. Small images are enlarged and very large ones reduced, unless
     ``keeps_size``.
 
     Args:
         image: pixels [height, width, 3] in ``image_format``, such as "BGR".
         results: in COCO's results format, with the model's classes.
-        metadata: names of the classes and rules for keypoints, where it has them.
+        metadata: names of the classes and rules for keypoints, if there are any.
     """
     longer = max(image.shape)
     scale = 1.0 if keeps_size else min(max(1.0, _LEAST_SIDE / longer), _MOST_SIDE / longer)

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Prediction on files: pictures, and results in COCO's format."""
+"""Prediction on image and video files: pictures, and results in COCO's format."""
 
 import json
 import os
@@ -25,18 +25,18 @@ _RESULTS, _IMAGES = "coco_instances_results.json", "images.json"
 
 
 def metadata_of(cfg: CfgNode) -> Metadata:
-    """Metadata of the config's first dataset whose classes have names here, or empty ones."""
+    """Metadata of the config's first dataset whose class names are known here; or empty."""
     known = [MetadataCatalog.get(name) for name in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)]
     return next((metadata for metadata in known if metadata.get("thing_classes")), Metadata())
 
 
 def outputs_of(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """The files that predictions on these files write to a folder."""
+    """The files that predictions for these files write to a folder."""
     return [folder / _RESULTS, folder / _IMAGES, *_pictures_of(files, folder / "pictures")]
 
 
 def _pictures_of(files: Sequence[Path], folder: Path) -> list[Path]:
-    """The pictures of these files, in subfolders as the files are."""
+    """The pictures of these files, in the same subfolders as the files."""
     root = os.path.commonpath([os.path.abspath(file.parent) for file in files])
     parents = [Path(os.path.relpath(file.parent, root)) for file in files]
     return [folder / parent / picture_name(file) for file, parent in zip(files, parents)]
@@ -47,15 +47,15 @@ class FilePrediction:
 
     Args:
         predictor: finds the objects of an image.
-        output: the folder for ``coco_instances_results.json``, for ``images.json`` with the images
-            and categories of these results, and for the folder ``pictures``.
-        metadata: of the model's dataset.
+        output: folder for ``coco_instances_results.json``, for ``images.json``, which has the
+            images and categories of these results, and for the folder ``pictures``.
+        metadata: metadata of the model's dataset.
         min_score: the lowest score of an object that is drawn.
 
     Attributes:
-        images: those predicted on, as in a dataset of COCO. Their ids count from 1.
-        seconds: time that the images took, without reading and drawing.
-        done: the files that were read and predicted on to their ends.
+        images: the images with predictions, as in a COCO file. Their ids count from 1.
+        seconds: time of all predictions, without reading and drawing.
+        done: the files for which prediction is complete.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class FilePrediction:
                     if not is_out_of_memory(e):
                         raise
                     error = DataError(
-                        f"{file} does not fit into the memory: give --tile-size, or a smaller one, "
-                        "or a smaller INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST"
+                        f"{file} does not fit into memory: use --tile-size, or a smaller one, or "
+                        "a smaller INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST"
                     )
                     failure = str(error)
                 release_memory(device)  # without the traceback, which keeps tensors
@@ -108,7 +108,7 @@ class FilePrediction:
                 try:
                     found = self._predictor(image, image_id)
                 except DataError as e:
-                    raise DataError(f"{file} is left out: {e}") from e
+                    raise DataError(f"{file} is skipped: {e}") from e
                 self.seconds += time.perf_counter() - began
                 name = str(path.relative_to(self._output / "pictures").with_name(file.name))
                 name += f"#{number}" if pictures.is_video else ""

@@ -29,38 +29,38 @@ _MERGE_IOU = 0.5
 
 
 def weights_of(config_file: str, configured: str, given: Optional[str]) -> str:
-    """The trained weights: those given, the last checkpoint beside the config, or MODEL.WEIGHTS.
+    """The trained weights: the given ones, the last in the config's folder, or MODEL.WEIGHTS.
 
     Raises:
         ConfigError: there are none.
     """
     folder = Path(config_file).parent
-    last = folder / "last_checkpoint"  # which a run that went on after its end has, too
+    last = folder / "last_checkpoint"  # also written by a run that continued after its end
     names = last.read_text(errors="replace").splitlines() if last.is_file() else []
     files = [folder / name for name in (*names, "model_final.pth")]
-    beside = [str(file) for file in files if file.is_file()]
-    weights = given or next(iter(beside), configured)
+    existing = [str(file) for file in files if file.is_file()]
+    weights = given or next(iter(existing), configured)
     if not weights:
         raise ConfigError(
-            "--weights: name the file of a trained model. The config names none, and no "
-            "checkpoint is beside it"
+            "--weights: name the file of a trained model. The config names none, and its folder "
+            "has no checkpoint"
         )
     return weights
 
 
 class Predictor:
-    """Finds objects as Detectron2's ``DefaultPredictor`` does, on request tile by tile.
+    """Finds objects like Detectron2's ``DefaultPredictor``, or tile by tile.
 
     Args:
         config: the job's config, whose test mapper resizes images.
         job: makes the model.
         weights: a file with all of the model's parameters.
-        tile_size: height and width in pixels of the tiles that the model gets instead of images.
+        tile_size: height and width of tiles in pixels; None gives the model whole images.
 
     Attributes:
         model: in evaluation mode.
         image_format: the model's order of channels, such as "BGR".
-        tile_size: as given.
+        tile_size: as the argument.
 
     Raises:
         CheckpointError: the weights are not those of this model.
@@ -101,7 +101,7 @@ class Predictor:
             tile = grid[number]
             instances = self._instances(image[tile.y0 : tile.y1, tile.x0 : tile.x1])
             if instances.has("pred_keypoints"):
-                raise ConfigError("--tile-size: keypoints cannot be merged where tiles overlap")
+                raise ConfigError("--tile-size: keypoints of overlapping tiles cannot be merged")
             merged += merger.add(tile, found_in_tile(instances, tile))
         merged += merger.finish()
         return [to_coco(detection, image_id) for detection in merged]
@@ -116,7 +116,7 @@ class Predictor:
         resized = T.AugInput(image)
         try:
             self._augmentations(resized)
-        except ValueError as e:  # of Pillow: no pixel would be left
+        except ValueError as e:  # Pillow's, if no pixel would be left
             raise DataError(f"{width} x {height} pixels cannot be resized ({e})") from e
         pixels = np.ascontiguousarray(resized.image.transpose(2, 0, 1))
         return {"image": torch.as_tensor(pixels), "height": height, "width": width}
@@ -144,7 +144,7 @@ def load_whole_model(model: nn.Module, weights: str) -> None:
 
 
 class WholeModelCheckpointer(MemfitCheckpointer):
-    """A checkpointer for weights of the whole model: what a file lacks is an error."""
+    """A checkpointer for weights of the whole model. Missing parameters are an error."""
 
     def load(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._path = path
@@ -153,14 +153,14 @@ class WholeModelCheckpointer(MemfitCheckpointer):
     def _log_incompatible_keys(self, incompatible: Any) -> None:
         for name, there, here in incompatible.incorrect_shapes:
             raise CheckpointError(
-                f"{self._path} does not fit the config: {name} is {tuple(there)} there and "
-                f"{tuple(here)} in the model. Name the config of its training, with its classes"
+                f"{self._path} does not fit the config: {name} has the shape {tuple(there)} there "
+                f"and {tuple(here)} in the model. Use the config of its training, with its classes"
             )
         parameters = dict(self.model.named_parameters())
         missing = [name for name in incompatible.missing_keys if name in parameters]
         if missing:
             raise CheckpointError(
                 f"{self._path} has no values for {len(missing)} of the model's "
-                f"{len(parameters)} parameters, such as {missing[0]}. Name the weights of a model "
+                f"{len(parameters)} parameters, such as {missing[0]}. Use the weights of a model "
                 "that was trained with this config"
             )

@@ -17,8 +17,8 @@ def to_coco(detection: Detection, image_id: int, categories: Sequence[int] = ())
     """Convert a merged detection to COCO's results format.
 
     Args:
-        categories: the dataset's category id for each of the model's; without them, the model's
-            own.
+        categories: the dataset's category id for each class of the model; if empty, the class
+            itself is the id.
     """
     category = detection.category
     x0, y0, x1, y1 = detection.box.tolist()
@@ -44,14 +44,14 @@ class CocoResultsWriter:
     @classmethod
     @contextmanager
     def open(cls, path: Union[str, Path]) -> "Iterator[CocoResultsWriter]":
-        """Open a file, which appears when all results are written. After an error it does not."""
+        """Open a file. It appears when all results are written, and not after an error."""
         with output_file(path, "w") as file:
             file.write("[")
             yield cls(file)
             file.write("\n]\n")
 
     def write(self, results: Iterable[dict[str, Any]]) -> None:
-        """Write the results of an image. If an error comes instead of one, none is written."""
+        """Write the results of an image, all of them or, after an error, none."""
         for line in [json.dumps(result) for result in results]:
             self._file.write(self._separator + line)
             self._separator = ",\n"

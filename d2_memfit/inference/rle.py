@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Run-length encoded masks, moved between frames without decoding.
 
-COCO's code lists how many pixels are off, on, off ... in turn, down the columns of a frame from
+COCO's code lists how many pixels are off, on, off and so on, down the columns of a frame and from
 left to right. An object takes a few hundred bytes in a frame of any size.
 """
 
@@ -27,7 +27,7 @@ class _Runs(NamedTuple):
 
 
 def move(rle: Rle, x: int, y: int, height: int, width: int) -> Rle:
-    """Move a mask to another frame of this height and width. Pixels outside are cut off.
+    """Move a mask to another frame of this height and width. Pixels outside are dropped.
 
     Args:
         x, y: position of the old frame's corner in the new one, in pixels.
@@ -37,8 +37,8 @@ def move(rle: Rle, x: int, y: int, height: int, width: int) -> Rle:
     """
     if height * width >= 2**32:
         raise DataError(
-            f"a mask in an image of {width} x {height} pixels is more than COCO's run-length code "
-            "can count, 2^32 - 1: cut the image in two"
+            f"an image of {width} x {height} pixels has more than COCO's run-length code can "
+            "count, 2^32 - 1: cut the image in two"
         )
     columns, tops, bottoms = _runs(rle)
     columns = columns + x
@@ -81,8 +81,8 @@ def _encode(runs: _Runs, height: int, width: int) -> Rle:
 
 
 def _counts(code: Any) -> NDArray[Any]:
-    """Decode COCO's text of counts: groups of 5 bits, the low ones first, each number as the
-    difference to the last but one (``rleFrString`` in cocoapi/common/maskApi.c).
+    """Decode COCO's text of counts: groups of 5 bits, low bits first. Each number is stored as
+    the difference to the last but one (``rleFrString`` in cocoapi/common/maskApi.c).
     """
     text = np.frombuffer(code.encode() if isinstance(code, str) else code, np.uint8)
     groups = text.astype(np.int64) - 48

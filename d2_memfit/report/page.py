@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A page, usable offline, that shows a step's memory tensor by tensor."""
+"""An HTML page that shows the memory of a step tensor by tensor. It works offline."""
 
 import html
 import json
@@ -16,12 +16,13 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 class Tensor(NamedTuple):
-    """A rectangle of a chart: a row without names, because a page has thousands of them.
+    """A rectangle of a chart. It is stored without field names, as a page has thousands of them.
 
     Attributes:
-        begin, end: steps of the chart between which it is alive; the last step if it stays.
+        begin, end: steps of the chart between which it is alive. If it is not freed, ``end`` is the
+            last step.
         num_bytes: its size.
-        owner: its owner, shown as colour.
+        owner: its owner, shown as its colour.
         module: its module; "" if unknown.
         what: operator, number format and shape.
         phase: phase in which it was allocated.
@@ -43,8 +44,8 @@ class Chart:
     Attributes:
         name: title of the chart.
         tensors: in the order of allocation.
-        num_steps: allocations and frees, each one step to the right.
-        phases: names, and the steps at which they begin.
+        num_steps: number of allocations and frees. Each is one step to the right.
+        phases: names, and the steps at which they start.
         context_bytes: memory of the process in addition to its tensors.
         total_bytes: device memory of the process, including the allocator's cache.
         left_out_bytes: peak of the tensors that are too small to be drawn.
@@ -67,7 +68,7 @@ class Bar:
         name: name of the knob.
         tier: tier of the technique; "" for the job without changes.
         gb: device memory of the process with this knob.
-        time: range of the predicted seconds per image with this knob over those without, as text.
+        time: range of the predicted seconds per image, relative to the job without it, as text.
         settings: config keys and their values.
     """
 
@@ -86,9 +87,9 @@ class Page:
         title: title of the page.
         job_lines: lines about the job.
         charts: the job without changes, or before and after a plan.
-        limits_gb: lines that go through charts and bars, by name.
-        bars: bars of the knobs, first the job without changes.
-        steps: a plan's steps as a table whose first row is its header; None without a plan.
+        limits_gb: limits that are drawn as lines through charts and bars, by name.
+        bars: bars of the knobs. The first is the job without changes.
+        steps: the steps of a plan as a table with a header row; None without a plan.
     """
 
     title: str
@@ -100,7 +101,7 @@ class Page:
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Write a page as HTML. Its texts are escaped, and it loads nothing."""
+    """Write a page as HTML. Its texts are escaped, and it loads no other files."""
     data = {**asdict(page), "owners": _owners(page.charts)}
     # "<" ends the script that holds the data, if "/script>" follows.
     text = json.dumps(data).replace("<", "\\u003c")

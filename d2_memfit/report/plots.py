@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Plots of a run's memory: a PNG, and an interactive page."""
+"""Plots of a run's memory: a PNG and an interactive HTML page."""
 
 import html
 from pathlib import Path
@@ -13,7 +13,7 @@ from .records import Run
 __all__ = ["write_html", "write_png"]
 
 # Okabe and Ito, "Color Universal Design": colour-blind people can tell them apart. Lines differ in
-# their dashes, too.
+# their dashes as well.
 _BLUE, _ORANGE, _GREEN, _RED, _SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
 _SERIES = (  # scalar, label, colour, dash of matplotlib and of plotly
     ("allocated_peak_gb", "allocated, peak", _BLUE, "-", "solid"),
@@ -57,7 +57,7 @@ def write_png(run: Run, path: Path) -> None:
 
 
 def write_html(run: Run, path: Path) -> None:
-    """Write the same plots as a page, usable offline, with owners at the peak and all errors.
+    """Write the same plots as an HTML page, with the owners at the peak and all errors.
 
     Raises:
         ConfigError: plotly is not installed.

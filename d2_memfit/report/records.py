@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Reader for a run's records of its memory."""
+"""Reading of the files in which a run has recorded its memory."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ _SNAPSHOT = {"iteration": int, "owners": dict[str, float]}
 
 @dataclass(frozen=True)
 class Run:
-    """The memory of a run, over its iterations."""
+    """The memory of a run over its iterations."""
 
     metrics: list[dict[str, Any]]  # lines of metrics.json with reports of the monitor
     events: list[dict[str, Any]]  # out-of-memory errors, lines of memfit_oom.jsonl
@@ -48,8 +48,8 @@ def read_run(output_dir: str) -> Run:
     """Read metrics.json, memfit_oom.jsonl and the last memfit_memory_*.json of an OUTPUT_DIR.
 
     Raises:
-        DataError: there is nothing about memory, a file cannot be read, or a field is missing or
-            of another type.
+        DataError: the files say nothing about memory, a file cannot be read, or a field is missing
+            or has another type.
     """
     folder = Path(output_dir)
     if not folder.is_dir():
@@ -65,16 +65,17 @@ def read_run(output_dir: str) -> Run:
         )
     snapshots = sorted(folder.glob("memfit_memory_*.json"), key=lambda path: path.stat().st_mtime)
     snapshot = (_read(snapshots[-1], _SNAPSHOT) or [{}])[0] if snapshots else {}
-    # Micro-batches are in every line, reports of the monitor in some.
+    # All lines have micro-batches. Some have reports of the monitor.
     lines = [line for line in metrics if any(key.startswith("memfit/") for key in line)]
     return Run(lines, events, snapshot.get("owners", {}), snapshot.get("iteration"))
 
 
 def _read(path: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The mapping of a file, or those of its lines; none if there is no file.
+    """The JSON object of a file, or of each of its lines; none if there is no file.
 
     Args:
-        fields: types of the fields that each must have. Those of the monitor are finite numbers.
+        fields: types of the fields that each must have. Fields of the monitor must be finite
+            numbers.
     """
     if not path.exists():
         return []
@@ -86,7 +87,12 @@ def _read(path: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
             check_fields(values, {**fields, **own}, f"{path}, line {number}")
             lines.append(values)
     if len(lines) < len(parts):  # a run that is killed may leave half a line
-        logger.warning("%s: %d of %d lines are torn", path, len(parts) - len(lines), len(parts))
+        logger.warning(
+            "%s: %d of %d lines are incomplete and are skipped",
+            path,
+            len(parts) - len(lines),
+            len(parts),
+        )
     return lines
 
 

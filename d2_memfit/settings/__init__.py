@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What a run is told: parsed, checked and typed once, from a config, a LazyConfig or arguments."""
+"""The settings of a run: parsed and checked once, from a config, a LazyConfig or arguments."""
 
 from .lazy import *
 from .precision import *

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Rules for Detectron2's own keys, for values that fail late or without naming the key.
 
-What the construction of the model refuses is not here.
+Values that fail when the model is built have no rule here.
 """
 
 import math
@@ -66,8 +66,8 @@ _NOT_NEGATIVE = (
     "SOLVER.BIAS_LR_FACTOR",
 )
 _POSITIVE = ("SOLVER.BASE_LR", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE")
-_STAGES = 5  # of a ResNet that can be frozen: the stem and res2 to res5
-_LARGEST_SEED = 2**32 - 2**16  # NumPy's, with room for the ranks, which add their numbers
+_STAGES = 5  # stages of a ResNet that can be frozen: the stem and res2 to res5
+_LARGEST_SEED = 2**32 - 2**16  # NumPy's limit, less room for the rank that is added to it
 
 
 def _are_increasing(value: Any) -> bool:

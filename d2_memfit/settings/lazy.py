@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Names of keys in a LazyConfig and as arguments, and a LazyConfig's values as keys."""
+"""Translation between config keys, places in a LazyConfig and names of arguments."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -65,13 +65,13 @@ def lazy_name(key: str) -> str:
 
 
 def argument_name(key: str) -> str:
-    """The argument of a :class:`~d2_memfit.job.Job` of pieces for a key."""
+    """The argument of :class:`~d2_memfit.job.Job` for a key."""
     return _NAMES.get(key, key.lower() if key.startswith("MEMFIT.") else key)
 
 
 @contextmanager
 def named(name: Callable[[str], str]) -> Iterator[None]:
-    """While open, errors name keys as ``name`` does."""
+    """While open, rename the keys in the messages of errors with ``name``."""
     try:
         yield
     except ConfigError as e:
@@ -94,7 +94,7 @@ def overrides_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluates_lazy(cfg: DictConfig) -> bool:
-    """Whether a LazyConfig says on what to evaluate, and how."""
+    """Whether a LazyConfig has a test loader and an evaluator."""
     return all(cfg.dataloader.get(name) is not None for name in ("test", "evaluator"))
 
 
@@ -116,7 +116,7 @@ def cfg_of_lazy(cfg: DictConfig) -> CfgNode:
     memfit = train.get("memfit") or {}
     for key in {"micro_batch", "amp_dtype", "budget_gb", "oom"} & set(memfit):
         place = lazy_name(f"MEMFIT.{key.upper()}")
-        raise ConfigError(f"train.memfit.{key} is {place} in a LazyConfig")
+        raise ConfigError(f"in a LazyConfig, train.memfit.{key} is called {place}")
     with named(lazy_name):
         keys = cfg_of_memfit({**memfit, "oom": train.get("oom") or {}})
     if keys.MEMFIT.HOST.BUDGET_GB is not None:

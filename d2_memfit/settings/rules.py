@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Rules for the values of keys, and the check of a whole config by them."""
+"""Rules for the values of config keys, and the function that checks a config by them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -39,7 +39,8 @@ class Rules(NamedTuple):
 
     Attributes:
         values: rules by key, each called with the key and its value.
-        relations: rules for several keys, each called with the config if they are right alone.
+        relations: rules for several keys. Each is called with the config if the keys pass their
+            own rules.
     """
 
     values: Mapping[str, Rule]
@@ -164,10 +165,10 @@ def check_arguments(node: str, arguments: Mapping[str, Any]) -> None:
     """Check arguments by the rules for keys.
 
     Args:
-        node: the node of the keys of those that have no other.
+        node: the node of the keys, for arguments that are not in :data:`ARGUMENTS`.
 
     Raises:
-        ConfigError: values cannot work; all of them are named.
+        ConfigError: some values cannot work. The message names all of them.
     """
     keys = {name: ARGUMENTS.get(name, f"{node}.{name.upper()}") for name in arguments}
     check_all(
@@ -183,7 +184,7 @@ def check_settings(
     """Check a config that has all keys of d2_memfit.
 
     Args:
-        ranks: the number of ranks, where that is known.
+        ranks: the number of ranks; None if it is not known.
         more: rules in addition to those for the keys of d2_memfit.
         trains: False for an evaluation, which does not read the keys of training.
 
@@ -191,7 +192,7 @@ def check_settings(
         CfgNode: the config, scaled to the ranks by :func:`auto_scale_workers`.
 
     Raises:
-        ConfigError: values cannot work; all of them are named.
+        ConfigError: some values cannot work. The message names all of them.
     """
     known = list(keys_of(default_keys()))
     names = keys_of(cfg.MEMFIT, "MEMFIT.")

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A recipe for some number of GPUs, scaled to another number."""
+"""Scaling of a recipe for one number of GPUs to another."""
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer
@@ -10,7 +10,7 @@ __all__ = ["auto_scale_workers"]
 
 
 def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
-    """Scale by Detectron2's rule, with a rank that accumulates K batches as K ranks.
+    """Scale a config by Detectron2's rule. A rank that accumulates K batches counts as K ranks.
 
     With SOLVER.REFERENCE_WORLD_SIZE 8, SOLVER.IMS_PER_BATCH 16 is an 8-GPU recipe of 2 images per
     GPU. One GPU with SOLVER.ACCUMULATION_STEPS 8 runs it as IMS_PER_BATCH 2 x 8. The effective
@@ -19,8 +19,8 @@ def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     iterations. Without REFERENCE_WORLD_SIZE, IMS_PER_BATCH is used unchanged.
 
     Returns:
-        CfgNode: a new config with REFERENCE_WORLD_SIZE 0, not to be scaled again; or the same
-        config if there is nothing to do.
+        CfgNode: a new config with REFERENCE_WORLD_SIZE 0, so that it is not scaled again; or the
+        same config if there is nothing to do.
     """
     steps = cfg.SOLVER.get("ACCUMULATION_STEPS", 1)
     reference = cfg.SOLVER.REFERENCE_WORLD_SIZE

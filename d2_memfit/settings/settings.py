@@ -27,7 +27,7 @@ class RecoveryOptions:
     """The keys of the config's node MEMFIT.OOM, and other values that recovery needs.
 
     Args:
-        grow_after, allow_resize, last_resort, max_skipped: as the keys.
+        grow_after, allow_resize, last_resort, max_skipped: see the keys of these names.
         output_dir: folder of memfit_oom.jsonl; "" for none.
         budget_gb: MEMFIT.BUDGET_GB, for messages.
 
@@ -51,7 +51,7 @@ class NormalizerOptions:
     """The keys of the config's node MEMFIT.NORMALIZERS.
 
     Args:
-        policy, losses: as the keys.
+        policy, losses: see the keys of these names.
 
     Raises:
         ConfigError: a value cannot work.
@@ -66,7 +66,7 @@ class NormalizerOptions:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is told, with types.
+    """The checked settings of a run.
 
     Attributes:
         cfg: the frozen yacs config, with all keys of d2_memfit, scaled to the ranks, and with
@@ -85,15 +85,16 @@ class Settings:
         name: Callable[[str], str] = str,
         trains: bool = True,
     ) -> "Settings":
-        """Check a config, and find what it leaves open.
+        """Check a config, and fill in what it leaves open.
 
         Args:
             ranks: processes that train together; None is those of this run.
-            name: the name that the user gave to a key, for errors.
+            name: returns the name that the user gave to a key, for errors.
             trains: False for an evaluation, which does not read the keys of training.
 
         Raises:
-            ConfigError: values cannot work; all of them are named. Or nothing can be measured.
+            ConfigError: some values cannot work, and the message names all of them. Or BUDGET_GB is
+                "auto", and free memory cannot be measured.
         """
         is_a_rank = comm.get_world_size() > 1
         ranks = comm.get_world_size() if ranks is None else ranks
@@ -113,7 +114,7 @@ class Settings:
 
     @cached_property
     def recovery(self) -> Optional[RecoveryOptions]:
-        """Options of recovery; None if an out-of-memory error ends the run."""
+        """Options of recovery; None if an out-of-memory error is to end the run."""
         keys = {key.lower(): value for key, value in self.cfg.MEMFIT.OOM.items()}
         if keys.pop("policy") == "raise":
             return None

@@ -204,7 +204,7 @@ def test_its_order_is_that_of_the_seed(certificate, cfg):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"MEMFIT.COST_MODEL.BYTES": []}, "d2-memfit plan --cost-model writes them"),
+        ({"MEMFIT.COST_MODEL.BYTES": []}, "d2-memfit plan --cost-model writes it"),
         ({"DATALOADER.NUM_WORKERS": 0}, "Set it to 1 or more"),
     ],
 )
@@ -217,8 +217,8 @@ def test_what_cannot_be_certified_is_an_error(coins, tmp_path, keys, message):
     ("keys", "message"),
     [
         ({"MEMFIT.BUDGET_GB": 65}, "is for another budget or MEMFIT.COST_MODEL"),
-        ({"DATALOADER.NUM_WORKERS": 1}, "is for another loader"),
-        ({"SOLVER.IMS_PER_BATCH": 3}, "is for another loader"),
+        ({"DATALOADER.NUM_WORKERS": 1}, "is for a loader with other numbers"),
+        ({"SOLVER.IMS_PER_BATCH": 3}, "is for a loader with other numbers"),
         ({"DATASETS.TRAIN": ("coins_val",)}, "is for another dataset"),
     ],
 )
@@ -235,14 +235,14 @@ def test_a_run_that_began_without_it_is_an_error(certificate, cfg, tmp_path, mon
     with monkeypatch.context() as without:
         without.setattr(sys.modules[__name__], "follow", lambda *args: None)
         train(cfg, tmp_path / "c.pt", end=2)
-    with pytest.raises(ConfigError, match="began without it"):
+    with pytest.raises(ConfigError, match="was started without it"):
         train(cfg, tmp_path / "c.pt", start=2)
 
 
 def test_ranks_are_those_of_the_certificate(certificate, cfg, tmp_path):
     needs = certificate.needs_bytes.repeat(1, 2)
     dataclasses.replace(certificate, needs_bytes=needs).write(tmp_path / "c.pt")
-    with pytest.raises(ConfigError, match="is for 2 ranks, and this run has 1"):
+    with pytest.raises(ConfigError, match="is for 2 ranks, but this run has 1"):
         train(cfg, tmp_path / "c.pt")
 
 

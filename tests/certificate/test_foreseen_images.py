@@ -148,7 +148,7 @@ class NeedsPixels(T.Augmentation):
     [
         (MapperThatDraws([RESIZE]), "draws other random numbers"),
         (Mapper([NeedsPixels()]), "NeedsPixels needs more than the size"),
-        (Mapper([T.RandomRotation((0, 10))]), "what RotationTransform does"),
+        (Mapper([T.RandomRotation((0, 10))]), "the effect of RotationTransform"),
         (Mapper([RESIZE]).__call__, "no list of augmentations"),
     ],
 )

@@ -65,4 +65,6 @@ def test_an_evaluation_has_no_certificate(plan):
     file, coco = plan
     result = run("train", "--eval-only", "--config-file", file, *coco, "--certificate", file)
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].startswith("error: --certificate is of a training")
+    assert result.stderr.splitlines()[-1].startswith(
+        "error: --certificate only works with training"
+    )

@@ -61,7 +61,7 @@ def test_what_one_process_does_is_not_done_by_each_of_torchruns(monkeypatch, cap
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2"):
         main(command)
-    expected = f"error: {command[0]} is one process's work: start it without torchrun\n"
+    expected = f"error: {command[0]} runs in one process: start it without torchrun\n"
     assert capsys.readouterr().err == expected
 
 
@@ -95,7 +95,7 @@ def test_a_card_is_the_budget_of_an_estimate_too(config_file, capsys):
     assert "--card '6 gb'" in next_step
     main([*estimate, "--card", "RTX 4090 Laptop"])
     card = capsys.readouterr()
-    assert "as those of rtx_4090, which is faster" in card.err
+    assert "for a rtx_4090, which is faster" in card.err
     assert "NVIDIA GeForce RTX 4090" in card.out
     main([*estimate, "--card", "RTX 3060 Laptop"])
     card = capsys.readouterr()
@@ -121,7 +121,7 @@ def test_the_data_say_classes_and_schedule(coins, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "From the data: MODEL.ROI_HEADS.NUM_CLASSES 1: the categories of plan_train" in printed
     assert "From the data: SOLVER.MAX_ITER 4160: a fine-tuning on 64 images, 1 in each" in printed
-    assert "images does not exist here: a training needs the images of plan_train" in printed
+    assert "images does not exist here. Training needs the images of plan_train" in printed
     planned = load_cfg(str(plan_file))
     assert planned.DATASETS.TRAIN == ("plan_train",)
     assert planned.DATASETS.TEST == ("plan_val",)
@@ -238,18 +238,21 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
             "--budget must be a number of GB, such as 6, got '6 gigs'",
         ),
         (["plan", "--budget", "7GB"], "got '7GB'. A card is --card 6GB"),
-        (["plan"], "--budget: name a number of GB, such as 5.2"),
+        (["plan"], "a plan needs a budget: --budget with a number of GB, such as 5.2"),
         (["plan", "--card", "7GB"], "--card: '7GB' is not known (did you mean "),
         (["plan", "--card", "RTX 3061"], "'RTX 3061' is not known (did you mean RTX 3060"),
-        (["plan", "--card", "6GB", "--budget", "5"], "--card 6GB and --budget 5 are two budgets"),
-        (["plan", "--card", "6GB", "MEMFIT.BUDGET_GB", "5"], "are two budgets: name one"),
-        (["plan", "--budget", "6", "MEMFIT.BUDGET_GB", "5"], "are two budgets: name one"),
-        (["plan", "--budget", "6", "MEMFIT.PRESET", "8GB"], "are two budgets: name one"),
+        (
+            ["plan", "--card", "6GB", "--budget", "5"],
+            "--card 6GB and --budget 5 both set the budget",
+        ),
+        (["plan", "--card", "6GB", "MEMFIT.BUDGET_GB", "5"], "both set the budget: give only one"),
+        (["plan", "--budget", "6", "MEMFIT.BUDGET_GB", "5"], "both set the budget: give only one"),
+        (["plan", "--budget", "6", "MEMFIT.PRESET", "8GB"], "both set the budget: give only one"),
         (["plan", "--card", "6 apples"], "--card: '6 apples' is not known"),
         (["estimate", "SOLVER.MAX_ITER", "-5"], "SOLVER.MAX_ITER must be a positive integer"),
         (
             ["estimate", "--coco", "a", "b", "c", "--coco", "a", "b", "d"],
-            "--coco 'a' is twice",
+            "--coco 'a' is given twice",
         ),
         (["plan", "--budget", "6", "--allow", "all"], "allow must be some of exact, precision, re"),
         (["estimate", "--device", "v10"], "there is no device 'v10' (did you mean v100?)"),
@@ -272,7 +275,7 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
             ["estimate", "--project", "detectron2.projects.point_rend:add_point_rend_config"],
             "has no function 'add_point_rend_config' (did you mean add_pointrend_config?)",
         ),
-        (["predict"], "--input: name an image, a video or a folder of them, or leave it out and n"),
+        (["predict"], "--input: name an image, a video or a folder of them. Or leave it out and n"),
         (["predict", "--coco", "a", "no.json", "images"], "no.json"),
         (["export"], "--input: name an image"),
     ],

@@ -137,18 +137,18 @@ def test_the_commands_of_the_page_find_the_keys_that_the_trainer_s_script_adds(f
     command = re.search(r"^d2-memfit (plan --trainer .*)$", page, re.MULTILINE)[1]
     main([*command.replace("CONFIG", "own.yaml").split(), "--device", "cpu"])
     found = "--project train_net:add_pointrend_config --project train_net:add_own_config"
-    assert f"Keys of the project: {found}\n" in capsys.readouterr().out
+    assert f"Added the project's keys, as with: {found}\n" in capsys.readouterr().out
     estimate = ["estimate", "--config-file", "own.yaml", "--device", "cpu"]
     with pytest.raises(SystemExit):
         main(estimate)
     message = capsys.readouterr().err
     assert "own.yaml: there is no config key MODEL.OWN" in message
-    remedies = "name the function that adds it: --project MODULE:FUNCTION, such as .*: --trainer"
+    remedies = "name the function that does: --project MODULE:FUNCTION, such as .*: --trainer"
     assert re.search(remedies, message)
     main([*estimate, *found.split()])
     main([*estimate, "--trainer", "train_net:Trainer", "--json"])
     printed = capsys.readouterr()
-    assert f"Keys of the project: {found}\n" in printed.err
+    assert f"Added the project's keys, as with: {found}\n" in printed.err
     assert printed.out.rstrip().endswith("}")
 
 
@@ -196,7 +196,10 @@ def test_a_lazy_config_is_planned_and_its_plan_is_a_lazy_config(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config-file", "lazy.py", "--trainer", "a:B"], "--trainer is for yaml configs"),
+        (
+            ["--config-file", "lazy.py", "--trainer", "a:B"],
+            "--trainer only works with yaml configs",
+        ),
         (["--config-file", "lazy.py", "train.no"], "cannot be overrides of lazy.py"),
         (["--config-file", "tiny.yaml", "--trainer", "project_of_test:T"], "has no class 'T'"),
         (["--config-file", "tiny.yaml", "--trainer", "Trainer"], "--trainer must be MODULE:CLASS"),

@@ -28,8 +28,8 @@ from d2_memfit.inference import picture_name
 pytestmark = pytest.mark.slow
 
 MINE = "written by a person\n"
-NOT_OURS = "{} exists, and d2_memfit did not write it, or it was changed since"
-SPECIAL = "needs a file at {}, and there is a folder, link, pipe or device"
+NOT_OURS = "{} exists, but d2_memfit did not write it, or it was changed since"
+SPECIAL = "needs a file at {}, but a folder, link, pipe or device is there"
 
 PLAN = "plan --config-file tiny.yaml --budget 6 --device cuda"
 ESTIMATE = "estimate --config-file tiny.yaml --device cuda"
@@ -109,7 +109,7 @@ ROWS = {
     "plot run": ({"run/memory.png": MINE}, NOT_OURS.format("run/memory.png")),
     "plot run --output out": (
         {"out": "/", "out/memory.html": MINE},
-        "out/memory.html exists, and ",
+        "out/memory.html exists, but ",
     ),
     "plot run --output val.json": ({}, "/val.json is not a folder that you may write to"),
     # predict
@@ -127,7 +127,7 @@ ROWS = {
     ),
     f"{PREDICT} --input val --output val": (
         {"val/images.json": MINE},
-        "val/images.json exists, an",
+        "val/images.json exists, bu",
     ),
     f"{PREDICT} --input val --output res": (
         {"res": "/", "res/coco_instances_results.json": MINE},
@@ -159,7 +159,7 @@ ROWS = {
     # train
     f"{TRAIN} OUTPUT_DIR out": (
         {"out": "/", "out/config.yaml": MINE},
-        "out/config.yaml exists, an",
+        "out/config.yaml exists, bu",
     ),
     "train --config-file out/config.yaml --coco mine val.json val OUTPUT_DIR out": (
         {"out": "/", "out/config.yaml": "# 1 image, for my card\n_BASE_: ../tiny.yaml\n"},
@@ -220,7 +220,7 @@ ROWS = {
     f"{QUANTIZE} --output run/model_final.pth": ({}, "is the file run/model_final.pth, which this"),
     f"{COMPARE} --results val.json": ({}, "val.json is the file val.json, which this command rea"),
     f"{COMPARE} --results w.pth": ({"w.pth": MINE}, "w.pth is the file w.pth, which this command"),
-    f"{TILES} found.json --input val/000.png": ({"found.json": MINE}, "found.json exists, and d2"),
+    f"{TILES} found.json --input val/000.png": ({"found.json": MINE}, "found.json exists, but d2"),
     f"{TILES} val/000.png --input val/000.png": ({}, "val/000.png is the file val/000.png, which"),
     f"{TILES} val.json --coco val.json val": ({}, "val.json is the file val.json, which this co"),
     "tools/calibrate_device.py card.yaml": ({"card.yaml": MINE}, NOT_OURS.format("card.yaml")),

@@ -122,7 +122,10 @@ def test_what_a_killed_run_has_torn_is_left_out(output_dir, log):
     run = read_run(output_dir)
     assert run.series("allocated_gb")[0] == [0, 60, 80]
     assert run.owners == {}
-    assert any("metrics.json: 2 of 6 lines are torn" in r.getMessage() for r in log.records)
+    assert any(
+        "metrics.json: 2 of 6 lines are incomplete and are skipped" in r.getMessage()
+        for r in log.records
+    )
 
 
 @pytest.mark.parametrize(

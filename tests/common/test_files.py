@@ -80,7 +80,7 @@ def is_refused(*paths):
     try:
         check_outputs(paths)
     except ConfigError as e:
-        return "exists, and d2_memfit did not write it" in str(e)
+        return "exists, but d2_memfit did not write it" in str(e)
     return False
 
 
@@ -235,7 +235,7 @@ def test_a_config_that_a_training_wrote_is_known_from_one_that_was_edited(kind, 
     for other in others:
         file.write_bytes(other.encode())
         assert not is_config_dump(str(file))
-        with pytest.raises(ConfigError, match=r"config\.yaml exists, and d2_memfit did not write"):
+        with pytest.raises(ConfigError, match=r"config\.yaml exists, but d2_memfit did not write"):
             check_run_folder(str(tmp_path))
 
 

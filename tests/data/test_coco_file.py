@@ -124,11 +124,11 @@ def drop_from_first(key, field):
         (lambda coco: coco.pop("images"), "'images' .* is missing"),
         (lambda coco: coco.pop("annotations"), "'annotations' .* is missing"),
         (lambda coco: coco.update(annotations=[]), "empty: .* no annotations"),
-        (crowd_only, "empty: .* no annotations but those of crowds"),
+        (crowd_only, "empty: .* no annotations, except of crowds"),
         (drop_from_first("images", "id"), "'images' .* has an entry without id"),
         (drop_from_first("annotations", "bbox"), "'annotations' .* has an entry without bbox"),
-        (set_in_first("annotations", "category_id", 9), "category_id 9, and there is nothing"),
-        (set_in_first("annotations", "image_id", 999), "image_id 999, and there is nothing"),
+        (set_in_first("annotations", "category_id", 9), "category_id 9, but nothing has that id"),
+        (set_in_first("annotations", "image_id", 999), "image_id 999, but nothing has that id"),
         (set_in_first("annotations", "category_id", [1]), r"category_id \[1\], which is not an"),
         (set_in_first("images", "id", {"a": 1}), r"'images' .* has the id {'a': 1}, which is no"),
         (set_in_first("annotations", "id", 2), "'annotations' .* has the id 2 more than once"),
@@ -166,7 +166,7 @@ def test_a_coco_file_that_cannot_be_trained_on_is_explained(coins, tmp_path, cha
         (None, r"cannot be read \(No such file"),
         ("", "not valid JSON"),
         ('{"images": [', "not valid JSON"),
-        ("[]", "not COCO's format"),
+        ("[]", "not in COCO's format"),
     ],
 )
 def test_a_file_that_is_not_coco_is_named(tmp_path, content, message):

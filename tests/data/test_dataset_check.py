@@ -112,17 +112,17 @@ WRONG = {
     "negative": (annotation(bbox=[9, 9, -4, 3]), "1 of 4 boxes have a negative width or height"),
     "mode": (
         annotation(bbox=[9, 9, 4, 3], bbox_mode=BoxMode.XYXY_ABS),
-        "negative width or height. Detectron2's mapper leaves them out without a word. Is bbox_mod",
+        "negative width or height. Detectron2's mapper drops them silently. Is bbox_mod",
     ),
     "corners": (
         annotation(bbox=[12, 9, 20, 18]),
-        "1 of 4 boxes leave their image, and would lie in it as [x0, y0, x1, y1]",
+        "1 of 4 boxes exceed their image, but would fit it as [x0, y0, x1, y1]",
     ),
-    "outside": (annotation(bbox=[40, 9, 5, 5]), "1 of 4 boxes leave their image. Detectron2's"),
-    "before it": (annotation(bbox=[-9, 9, 15, 5]), "1 of 4 boxes leave their image. Detectron2's"),
+    "outside": (annotation(bbox=[40, 9, 5, 5]), "1 of 4 boxes exceed their image. Detectron2's"),
+    "before it": (annotation(bbox=[-9, 9, 15, 5]), "1 of 4 boxes exceed their image. Detectron2's"),
     "corners outside": (
         annotation(bbox=[9, 9, 40, 15], bbox_mode=BoxMode.XYXY_ABS),
-        "1 of 4 boxes leave their image. Detectron2's",
+        "1 of 4 boxes exceed their image. Detectron2's",
     ),
     "fractions": (annotation(bbox=[0.1, 0.2, 0.5, 0.5]), "1 of 4 boxes have numbers from 0 to 1"),
     "tiny": (annotation(bbox=[9, 9, 1.5, 1]), "1 of 4 boxes are smaller than 2 pixels"),
@@ -142,7 +142,7 @@ WRONG = {
     "class name": (annotation(category_id="coin"), "have the category_id 'coin', which is not an"),
     "no mask": (
         annotation(segmentation=...),
-        "MODEL.MASK_ON True, and 1 of 4 objects have no mask",
+        "MODEL.MASK_ON is True, but 1 of 4 objects have no mask",
     ),
     "two corners": (
         annotation(segmentation=[[1, 1, 2, 2]]),
@@ -151,7 +151,7 @@ WRONG = {
     "odd": (annotation(segmentation=[[*TRIANGLE, 1]]), "a polygon with an odd number of coord"),
     "code": (
         annotation(segmentation=code_of(1, 1, 8, 8)),
-        "INPUT.MASK_FORMAT polygon, and 1 of 4 masks are run-length codes. Set it bitmask",
+        "INPUT.MASK_FORMAT is polygon, but 1 of 4 masks are run-length codes. Set it to bitmask",
     ),
     "other size": (
         annotation(segmentation=code_of(1, 1, 8, 8, size=(30, 20))),
@@ -171,15 +171,15 @@ WRONG = {
     ),
     "mask elsewhere": (
         annotation(segmentation=[[15, 1, 23, 1, 23, 9]]),
-        "1 of 4 masks lie for the most part outside their box, and are cut off there. Were they",
+        "1 of 4 masks lie mostly outside their box, and are cut off there. Were they",
     ),
     "mask of a larger image": (
         annotation(segmentation=[[4 * n for n in TRIANGLE]]),
-        "1 of 4 masks lie for the most part outside their box",
+        "1 of 4 masks lie mostly outside their box",
     ),
     "mask as fractions": (
         annotation(bbox=[10, 10, 8, 8], segmentation=[[0.5, 0.5, 0.9, 0.5, 0.9, 0.9]]),
-        "1 of 4 masks lie for the most part outside their box",
+        "1 of 4 masks lie mostly outside their box",
     ),
     "mask elsewhere than corners": (
         annotation(
@@ -187,15 +187,15 @@ WRONG = {
             bbox_mode=BoxMode.XYXY_ABS,
             segmentation=[[15, 14, 20, 14, 20, 19]],
         ),
-        "1 of 4 masks lie for the most part outside their box",
+        "1 of 4 masks lie mostly outside their box",
     ),
     "code elsewhere": (
         annotation(segmentation=code_of(15, 1, 8, 8)),
-        "1 of 4 masks lie for the most part outside their box",
+        "1 of 4 masks lie mostly outside their box",
     ),
     "list of counts elsewhere": (
         annotation(segmentation=code_of(15, 1, 8, 8, compressed=False)),
-        "1 of 4 masks lie for the most part outside their box",
+        "1 of 4 masks lie mostly outside their box",
     ),
     "mask on a line": (
         annotation(segmentation=[[1, 1, 5, 5, 9, 9, 5, 5], [1, 9, 1, 1, 1, 5]]),
@@ -288,7 +288,7 @@ def test_boxes_in_an_image_of_unknown_size_may_lie_anywhere():
 
 def test_keypoints_must_be_there_where_they_are_learnt():
     (warning,) = warnings_of(dicts_of(annotation()), cfg_of(KEYPOINT_ON=True))
-    assert warning.startswith("MODEL.KEYPOINT_ON True, and 4 of 4 objects have no keypoints")
+    assert warning.startswith("MODEL.KEYPOINT_ON is True, but 4 of 4 objects have no keypoints")
 
 
 def test_what_the_model_does_not_learn_may_be_missing():
@@ -299,7 +299,7 @@ def test_what_the_model_does_not_learn_may_be_missing():
 
 def test_the_number_of_classes_is_compared_with_the_names():
     (warning,) = warnings_of(dicts_of(), names=["ring"])
-    assert warning.startswith("MODEL.ROI_HEADS.NUM_CLASSES is 2, and the dataset has 1 classes (r")
+    assert warning.startswith("MODEL.ROI_HEADS.NUM_CLASSES is 2, but the dataset has 1 classes (r")
     assert warnings_of(dicts_of(), names=None) == []
 
 
@@ -340,11 +340,11 @@ def save_deep(image, file):
         ("png", lambda image, file: None, "1 of 2 images do not exist, the first is"),
         ("png", lambda image, file: file.write_bytes(b""), "1 of 2 opened images"),
         ("jpg", lambda image, file: file.write_text("no image"), "cannot be decoded"),
-        ("jpg", save_truncated, "cannot be decoded. Training ends where one is loaded"),
-        ("png", save_truncated, "cannot be decoded. Training ends where one is loaded"),
+        ("jpg", save_truncated, "cannot be decoded. Training stops when one is loaded"),
+        ("png", save_truncated, "cannot be decoded. Training stops when one is loaded"),
         ("jpg", lambda image, file: image.resize((9, 9)).save(file), "another size than"),
-        ("jpg", save_turned(6), "another size than their dict says. Detectron2 turns"),
-        ("jpg", save_turned(3), "turned or mirrored as their EXIF data say"),
+        ("jpg", save_turned(6), "another size than their dict says. Detectron2 rotates"),
+        ("jpg", save_turned(3), "rotated or mirrored as their EXIF data say"),
         ("png", save_turned(6), "another size than their dict says"),
         ("png", save_deep, "have more than 8 bits in a channel"),
     ],

@@ -73,7 +73,7 @@ def test_where_the_key_is_not_known_it_is_said(file_of):
     cfg = get_cfg()
     cfg.MODEL.META_ARCHITECTURE = "MyModel"
     notes = [str(s) for s in fit_to_data(cfg, [file_of()], [], ())]
-    assert any("the key that tells their number to MyModel" in note for note in notes)
+    assert any("the key from which MyModel takes it" in note for note in notes)
 
 
 def test_a_number_of_classes_that_the_user_gives_must_fit(file_of):
@@ -89,7 +89,9 @@ def test_a_number_of_classes_that_the_user_gives_must_fit(file_of):
 
 def test_what_is_trained_on_and_evaluated_on_has_the_same_classes(file_of):
     one, other = file_of(name="one"), file_of(two_classes, name="other")
-    with pytest.raises(DataError, match=r"one and other have other categories: coin in .*coin, n"):
+    with pytest.raises(
+        DataError, match=r"one and other have different categories: coin in .*coin, n"
+    ):
         fit_to_data(load_cfg(MASK), [one], [other], ())
 
 
@@ -108,17 +110,21 @@ def run_length_codes(coco):
 @pytest.mark.parametrize(
     ("change", "opts", "message"),
     [
-        (drop_segmentations, [], r"MODEL.MASK_ON True, and (\d+) of \1 objects have no mask"),
+        (drop_segmentations, [], r"MODEL.MASK_ON is True, but (\d+) of \1 objects have no mask"),
         (
             lambda coco: drop_segmentations(coco, 2),
             [],
             r"^changed, .*json: .* 2 of \d+ objects have no mask\. .*: id 1 of ",
         ),
-        (run_length_codes, [], r"INPUT.MASK_FORMAT polygon, and 1 of \d+ masks are run-length co"),
+        (
+            run_length_codes,
+            [],
+            r"INPUT.MASK_FORMAT is polygon, but 1 of \d+ masks are run-length co",
+        ),
         (
             lambda coco: None,
             ["MODEL.KEYPOINT_ON", True],
-            r"KEYPOINT_ON True, and (\d+) of \1 objects have no keypoints",
+            r"KEYPOINT_ON is True, but (\d+) of \1 objects have no keypoints",
         ),
     ],
 )
@@ -240,7 +246,7 @@ def test_as_many_iterations_as_for_coco_get_a_word(file_of):
 def test_a_data_set_as_large_as_the_recipes_keeps_the_recipe(file_of):
     cfg = load_cfg(MASK, ["SOLVER.MAX_ITER", 200])
     (note,) = (s for s in fit_to_data(cfg, [file_of()], [], ()) if not s.key)
-    assert str(note).startswith("SOLVER.MAX_ITER 200 is the config's: 200.0 epochs of 16 images")
+    assert str(note).startswith("SOLVER.MAX_ITER 200 is from the config: 200.0 epochs of 16 images")
 
 
 def test_a_dataset_to_evaluate_on_without_objects_is_told_before_training(file_of, coins):

@@ -397,7 +397,8 @@ def test_labels_without_images_and_images_without_labels_are_named(tmp_path):
     for name in ("c", "classes"):
         (tmp_path / "train" / "labels" / f"{name}.txt").write_text(box_row(2, 2, 9, 9))
     assert yolo_parts(tmp_path)["train"].lines() == [
-        f"train: 1 images have no label file, and thus no objects: {tmp_path}/train/images/b.jpg",
+        "train: 1 images have no label file, so they have no objects: "
+        f"{tmp_path}/train/images/b.jpg",
         f"train: 1 files are in no part and are left out: {tmp_path}/train/labels/c.txt",
     ]
 
@@ -410,8 +411,8 @@ def test_oriented_boxes_are_polygons_and_it_is_said(tmp_path):
         assert annotation["bbox"] == pytest.approx([4, 4, 36, 26])
         assert annotation["segmentation"][0] == pytest.approx([n for xy in oriented for n in xy])
     assert part.lines() == [
-        "train: 1 images have only masks of four corners, as oriented boxes are. Boxes are "
-        "upright: train.jpg"
+        "train: 1 images have only masks of four corners, like oriented boxes. Boxes are "
+        "axis-aligned: train.jpg"
     ]
     (tmp_path / "train" / "labels" / "train.txt").write_text(row_of(SQUARE[:3]))
     assert not yolo_parts(tmp_path)["train"].notes

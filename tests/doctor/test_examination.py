@@ -98,7 +98,7 @@ def test_a_job_that_works(images):
     found = findings(Model, images)
     assert not any(f.is_well is False for f in found.values()), [str(f) for f in found.values()]
     assert found["resume"].is_well is None  # a job of pieces has no dataset
-    assert "to the last bit" in found["iteration 0"].text
+    assert "bit by bit" in found["iteration 0"].text
     assert "bit by bit" in found["recovery, memory runs out in the backward"].text
     assert found["recovery, memory runs out in evaluation"].text == "nothing is evaluated"
     assert found["communication in the forward"].text == "only for counts"

@@ -119,7 +119,7 @@ def test_two_ranks_of_a_lazy_config(coins):
 def test_what_a_resumed_run_does_not_find_again_is_told(coins, capfd):
     found = {f.what: f for f in examine_runs(*job_of(coins, 1, Forgetting, fpn=False))}["resume"]
     assert not found.is_well
-    assert "differ from those of a run that was not ended, such as " in found.text
+    assert "differ from those of an uninterrupted run, such as " in found.text
     assert "_Ended" not in "".join(capfd.readouterr())  # the end of that run
 
 

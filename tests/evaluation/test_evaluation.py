@@ -91,7 +91,7 @@ def evaluated(coins, tmp_path):
 def test_perfect_predictions_have_an_ap_of_100_whatever_the_ids(evaluated, ids, on_disk, log):
     for _ in range(2):  # as in a run that evaluates every epoch
         assert evaluated(ids, on_disk) == pytest.approx(100)
-    (said,) = [r for r in log.records if "numbered anew for the evaluation" in r.getMessage()]
+    (said,) = [r for r in log.records if "The evaluation uses new numbers" in r.getMessage()]
     assert said.levelname == "WARNING"
 
 

@@ -63,7 +63,7 @@ def test_onnx_finds_what_the_model_finds(photograph, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("family", "suffix", "message", "keys"),
     [
-        ("proposal_network", ".ts", "its result is not a list of objects alone)", {}),
+        ("proposal_network", ".ts", "its result has more than a list of objects)", {}),
         (
             *(
                 "mask_rcnn",

@@ -160,10 +160,10 @@ def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
     for name in ("/0.png", "text.jpg", "text.mp4"):
         assert sum(f"{name} cannot be read" in line for line in printed.err.splitlines()) == 1
     assert (
-        "thin.png is left out: 4000 x 3 pixels cannot be resized (height and width must be"
+        "thin.png is skipped: 4000 x 3 pixels cannot be resized (height and width must be"
         in printed.err
     )
-    assert "4 of 6 files were left out" in printed.err
+    assert "4 of 6 files were skipped" in printed.err
     assert f"--input {photographs / '000.png'} --output model.ts" in printed.out
     assert "2 images" in printed.out
     assert {r["image_id"] for r in results_of(tmp_path / "found")} == {1, 2}
@@ -306,7 +306,7 @@ def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp
             "Download http://127.0.0.1:9/w.pkl where there is a network",
         ),
         (["--config-file", "untrained.yaml"], "--weights: name the file of a trained model"),
-        (["--budget", "5", "--card", "6GB"], "are two budgets: name one"),
+        (["--budget", "5", "--card", "6GB"], "both set the budget: give only one"),
         (["MODEL.ROI_HEADS.NUM_CLASSES", "7"], "does not fit the config: roi_heads.box_predictor."),
         (["MODEL.KEYPOINT_ON", "True"], "model_final.pth has no values for "),
     ],
@@ -344,7 +344,7 @@ def test_keypoints_are_not_merged(photographs, tmp_path, capsys):
     assert {len(r["keypoints"]) for r in results_of(tmp_path / "found")} == {6}
     with pytest.raises(SystemExit):
         predict(config, photographs / "000.png", tmp_path / "tiles", "--tile-size", "64")
-    assert "--tile-size: keypoints cannot be merged" in capsys.readouterr().err
+    assert "--tile-size: keypoints of overlapping tiles" in capsys.readouterr().err
 
 
 def test_a_lazy_config_says_how_images_are_resized(photographs, coins, tmp_path, capsys):

@@ -34,5 +34,5 @@ def test_a_mask_in_an_image_of_50000_pixels_costs_bytes():
     assert len(placed["counts"]) < 500
     back = move(placed, -49_000, -48_000, 30, 40)
     assert back["counts"] == small["counts"]
-    with pytest.raises(DataError, match="70000 x 70000 pixels is more than"):
+    with pytest.raises(DataError, match="70000 x 70000 pixels has more than"):
         move(small, 0, 0, 70_000, 70_000)

@@ -220,7 +220,7 @@ def test_a_folder_has_figures_of_one_card(tmp_path, monkeypatch):
 def test_a_file_of_the_user_stays(tmp_path, monkeypatch, name):
     (tmp_path / name).write_text("mine")
     workers = Workers(monkeypatch)
-    with pytest.raises(ConfigError, match=f"{name} exists, and d2_memfit did not write it"):
+    with pytest.raises(ConfigError, match=f"{name} exists, but d2_memfit did not write it"):
         measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
     assert [keys for _, keys in workers.todo] in ([], [[MACHINE]])  # which says the card's name
     assert (tmp_path / name).read_text() == "mine"
@@ -234,7 +234,7 @@ def test_a_table_that_was_changed_stays_and_the_records_too(tmp_path, monkeypatc
         file.write("mine")
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     workers = Workers(monkeypatch)
-    with pytest.raises(ConfigError, match=r"some_card\.md exists, and d2_memfit did not write it"):
+    with pytest.raises(ConfigError, match=r"some_card\.md exists, but d2_memfit did not write it"):
         measure_gpu("cuda:0", 9, tmp_path, lambda line: None)
     assert not workers.todo
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before

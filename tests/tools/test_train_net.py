@@ -322,7 +322,7 @@ FILES = {
         (["MODEL.ROI_HEADS.NUM_CLASSES", 80], "NUM_CLASSES 80 does not fit the data: "),
         (["--card", "7GB"], "--card: '7GB' is not known"),
         (["SOLVER.MAX_ITER"], "a value is missing after SOLVER.MAX_ITER"),
-        (["SEED", 1, "--fit"], "--fit: options stand before the KEY VALUE pairs"),
+        (["SEED", 1, "--fit"], "--fit: options must come before the KEY VALUE pairs"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
