@@ -17,6 +17,7 @@ __all__ = [
     "files_of_classes",
     "has_name",
     "knows_function",
+    "modules_with",
     "replaced_functions",
     "replaced_together",
     "source_files",
@@ -118,6 +119,12 @@ def replaced_together(groups: Groups) -> Iterator[None]:
     finally:
         for file, name, entry in reversed(entries):
             setattr(file, name, entry)
+
+
+def modules_with(name: str) -> list[tuple[Any, Any]]:
+    """The Python modules that know a name, and its value there. Nothing is imported for it."""
+    found = [(m, getattr(m, "__dict__", {}).get(name)) for m in list(sys.modules.values())]
+    return [(module, value) for module, value in found if value is not None]
 
 
 def knows_function(files: Iterable[Any], name: str) -> bool:

@@ -66,6 +66,8 @@ def with_settings(cfg: CN, settings: Mapping[str, Any]) -> CN:
         node = changed
         *parents, name = key.split(".")
         for parent in parents:
+            if not isinstance(node.get(parent), CN):
+                raise KeyError(key)
             node[parent] = node = copy(node[parent])
         if name not in node:
             raise KeyError(key)

@@ -108,12 +108,14 @@ def check_coco_file(
         progress(f"Reading {json_file}, {num_bytes / MB:.0f} MB ...")
     # Garbage collection would scan all objects again and again while they are made. For a file of
     # COCO's size, this takes twice as long as the rest.
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         coco = read_json(name, json_file)
         file = check_coco(name, json_file, coco, image_dir, for_training)
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
     if is_large:
         progress(
             f"{json_file}: {file.summary.num_objects:,} objects of {file.summary.num_images:,} "

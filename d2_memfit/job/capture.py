@@ -4,7 +4,6 @@
 import copy
 import os
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from detectron2.data.transforms import ResizeTransform, Transform
 from detectron2.structures import BoxMode
 from PIL import Image
 
-from ..common.patching import Groups, replaced_together
+from ..common.patching import Groups, modules_with, replaced_together
 from ..common.side_work import alone, no_information, unchanged_random_state
 from .dataset_statistics import statistics_of
 from .label_images import tiles
@@ -195,7 +194,7 @@ def empty_images(
 
         return apply
 
-    known = [module for module, function in _files_with("read_image") if function is original]
+    known = [module for module, function in modules_with("read_image") if function is original]
     reads: list[tuple[list[Any], dict[str, Any]]] = [
         (known, {"read_image": read_empty}),
         ([ResizeTransform], {"apply_image": resize_empty}),  # a tenth of the time
@@ -212,12 +211,6 @@ def empty_images(
         np.random.seed(0)
         torch.default_generator.manual_seed(0)
         yield files, resizes
-
-
-def _files_with(name: str) -> list[tuple[Any, Any]]:
-    """The Python modules that know a name, and its value there."""
-    found = [(m, getattr(m, "__dict__", {}).get(name)) for m in list(sys.modules.values())]
-    return [(module, value) for module, value in found if value is not None]
 
 
 @contextmanager
@@ -241,7 +234,7 @@ def largest_resizes(others: Groups = ()) -> Iterator[set[tuple[int, int]]]:
 
         return get_largest_transform
 
-    known = {c for _, c in _files_with("ResizeShortestEdge") if isinstance(c, type)}
+    known = {c for _, c in modules_with("ResizeShortestEdge") if isinstance(c, type)}
     resizes = [c for c in known if "get_transform" in vars(c)]
     # Mappers make and call their augmentations themselves, with lengths that are drawn at random.
     with replaced_together([(resizes, {"get_transform": take_largest}), *others]):

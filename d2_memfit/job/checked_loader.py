@@ -3,7 +3,6 @@
 
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Callable, Optional
@@ -12,7 +11,7 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog, build, common
 from detectron2.utils import comm
 
-from ..common.patching import replaced_functions
+from ..common.patching import modules_with, replaced_functions
 from ..common.reading import checked
 from ..common.units import MB
 from ..compat import local_world_size
@@ -99,9 +98,9 @@ def _replaced(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[
     originals = {"DatasetFromList": common.DatasetFromList, "MapDataset": common.MapDataset}
     files = [
         module
-        for module in list(sys.modules.values())
-        if module not in (build, common)
-        and any(vars(module).get(name) is cls for name, cls in originals.items())
+        for name, cls in originals.items()
+        for module, value in modules_with(name)
+        if value is cls and module not in (build, common)
     ]
     with replaced_functions([build, *files], {"DatasetFromList": checking, "MapDataset": naming}):
         yield

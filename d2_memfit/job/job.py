@@ -183,6 +183,8 @@ class Job:
         if isinstance(config, Job):
             if trainer is not None or any(value is not None for value in batch.values()):
                 raise TypeError("a Job has its trainer and its batch already")
+            if ranks not in (None, config.ranks):
+                raise TypeError(f"the Job has {config.ranks} ranks, not {ranks}: make it with them")
             return config
         if isinstance(config, DictConfig):
             if trainer is not None:

@@ -62,6 +62,7 @@ def calibrate(device: torch.device, seconds: float = 1.0) -> dict[str, Any]:
             convolution_workspace=_convolution_workspace(device),
             cublas_workspace_mb=sum(workspaces_mb(device).values()),
             context_mb=outside_bytes(device) / MB,
+            context_is_measured=True,
         )
     return values
 

@@ -16,7 +16,7 @@ from ..data import shorter_sides
 from ..errors import ConfigError
 from .rules import Rules
 
-__all__ = ["DETECTRON2_RULES"]
+__all__ = ["DETECTRON2_RULES", "RULES_FOR_PROJECTS"]
 
 # The smallest value of an integer.
 _AT_LEAST = {
@@ -117,10 +117,10 @@ def _crop(cfg: CfgNode) -> None:
 
 
 _CHANNELS = must("one finite number per channel", lambda value: fits(value, list[float]))
-DETECTRON2_RULES = Rules(
+# A project's own trainer may implement other choices, such as a sampler or a way to clip gradients.
+RULES_FOR_PROJECTS = Rules(
     {
         **{key: partial(check_int, at_least=number) for key, number in _AT_LEAST.items()},
-        **{key: partial(check_choice, choices=names) for key, names in _CHOICES.items()},
         **dict.fromkeys(_SHARES, must("0 to 1", lambda value: 0 <= value <= 1)),
         **dict.fromkeys(_NOT_NEGATIVE, must("a number from 0", lambda v: 0 <= v < math.inf)),
         **dict.fromkeys(_POSITIVE, check_positive_number),
@@ -137,4 +137,10 @@ DETECTRON2_RULES = Rules(
         (("INPUT.MIN_SIZE_TRAIN", "INPUT.MIN_SIZE_TRAIN_SAMPLING"), _range_of_sizes),
         (("INPUT.CROP.SIZE", "INPUT.CROP.TYPE"), _crop),
     ),
+)
+DETECTRON2_RULES = RULES_FOR_PROJECTS._replace(
+    values={
+        **RULES_FOR_PROJECTS.values,
+        **{key: partial(check_choice, choices=names) for key, names in _CHOICES.items()},
+    }
 )

@@ -105,7 +105,9 @@ class Settings:
                 cfg = cfg.clone()
                 cfg.freeze()
             ranks_here = compat.local_world_size() if is_a_rank else ranks
-            return cls(with_settings(cfg, {"MEMFIT.BUDGET_GB": _budget(cfg, ranks_here)}), ranks)
+            return cls(
+                with_settings(cfg, {"MEMFIT.BUDGET_GB": _budget(cfg, ranks, ranks_here)}), ranks
+            )
 
     @cached_property
     def geometry(self) -> BatchGeometry:
@@ -139,11 +141,11 @@ class Settings:
         return CostModel(sums, int(limit_gb * GB), node.OVERHEAD_PIXELS)
 
 
-def _budget(cfg: CfgNode, ranks_here: int) -> Optional[float]:
+def _budget(cfg: CfgNode, ranks: int, ranks_here: int) -> Optional[float]:
     """The budget in GB. MEMFIT.PRESET gives it, unless BUDGET_GB does; "auto" is measured."""
     budget_gb = cfg.MEMFIT.BUDGET_GB
     if budget_gb is None and cfg.MEMFIT.PRESET:
         return budget_of_preset(cfg.MEMFIT.PRESET)
     if budget_gb == "auto":
-        return auto_budget_gb(cfg.MODEL.DEVICE, ranks_here, workers_bytes(cfg, ranks_here))
+        return auto_budget_gb(cfg.MODEL.DEVICE, ranks_here, workers_bytes(cfg, ranks))
     return budget_gb

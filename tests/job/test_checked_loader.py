@@ -3,6 +3,7 @@
 
 import copy
 import os
+import sys
 from collections import namedtuple
 
 import pytest
@@ -208,3 +209,10 @@ def test_bit_masks_take_room_in_shared_memory(cfg):
     assert polygons == pixels * 3 * images
     assert shm_bytes(cfg, summary, 1, 2) == polygons + pixels * (7 * images + 30)
     assert shm_bytes(cfg, summary, 1, 0) == 0
+
+
+def test_a_name_without_a_module_is_no_problem(monkeypatch):
+    """As after an optional import that Python was told to refuse."""
+    monkeypatch.setitem(sys.modules, "refused", None)
+    with checked_test_loaders(tiny_cfg()):
+        pass

@@ -272,3 +272,15 @@ def test_an_estimate_tells_of_a_step_of_the_projects_own():
 
     estimate = estimate_memory(tiny_cfg("faster_rcnn"), trainer=Trainer, evaluates=False)
     assert "Assumed: Trainer.run_step" in describe_estimate(estimate)
+
+
+def test_a_job_has_its_ranks_and_its_keys_already():
+    job = Job.from_cfg(tiny_cfg(), 2)
+    assert Job.from_any(job, None, 2) is job
+    assert Job.from_any(job) is job
+    with pytest.raises(TypeError, match="2 ranks, not 4"):
+        estimate_memory(job, num_gpus=4)
+    with pytest.raises(ConfigError, match=r"no config key MEMFIT\.NOPE\.X"):
+        job.with_settings({"MEMFIT.NOPE.X": 1})
+    with pytest.raises(ConfigError, match=r"no config key SOLVER\.BASE_LR\.X"):
+        job.with_settings({"SOLVER.BASE_LR.X": 1})

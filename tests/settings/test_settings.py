@@ -6,6 +6,7 @@ import torch
 from lazy_configs import lazy_config
 from tiny import tiny_cfg
 
+from d2_memfit.cli import train
 from d2_memfit.config import get_cfg, with_settings
 from d2_memfit.engine import AccumulatingTrainer
 from d2_memfit.errors import ConfigError, one_line
@@ -107,6 +108,25 @@ def test_the_keys_of_detectron2_are_in_the_same_list():
         "SOLVER.MAX_ITER",
         "SOLVER.STEPS",
     ]
+
+
+def test_a_projects_trainer_may_have_other_choices(coins, tmp_path):
+    class Trainer(train.Trainer):
+        pass
+
+    own = {
+        "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": "full_model",
+        "SOLVER.LR_SCHEDULER_NAME": "WarmupPolyLR",
+        "DATALOADER.SAMPLER_TRAIN": "ClassAwareSampler",
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(with_settings(tiny_cfg(), own).dump())
+    options = ["--config-file", str(file), "--training-only"]
+    args = train.argument_parser().parse_args([*options, "DATASETS.TRAIN", "('coins_train',)"])
+    with pytest.raises(ConfigError, match=r"SOLVER\.LR_SCHEDULER_NAME must be"):
+        train.prepare(args)
+    cfg, _ = train.prepare(args, Trainer)
+    assert cfg.SOLVER.LR_SCHEDULER_NAME == "WarmupPolyLR"
 
 
 def test_a_wrong_value_hides_only_what_depends_on_it():

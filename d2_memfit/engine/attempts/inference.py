@@ -9,6 +9,7 @@ from typing import Any, Optional
 from torch import nn
 
 from ... import compat
+from ...common.patching import change_class
 from ...settings import RecoveryOptions
 from ...techniques import can_have_results_on_host, results_on_host
 from ..state import StateCopy
@@ -39,9 +40,9 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     retries = _BatchRetries(bare, OomLog(options, bare))
     original = type(model)
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         def run(piece: tuple[Any]) -> None:
-            results.append(original.__call__(model, *piece))
+            results.append(original.__call__(model, *piece, *args, **kwargs))
 
         results: list[Any] = []
         retries.put(batch)
@@ -50,12 +51,12 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
 
     # The model's own class may define __call__ itself, as GeneralizedRCNNWithTTA does, and the
     # project's code may ask for the model's class, so this derives a class from it.
-    model.__class__ = type(original.__name__, (original,), {"__call__": call})
+    change_class(model, type(original.__name__, (original,), {"__call__": call}))
     try:
         with retries.oom_log.explained("evaluation"):
             yield
     finally:
-        model.__class__ = original
+        change_class(model, original)
 
 
 class _BatchRetries(Retries):

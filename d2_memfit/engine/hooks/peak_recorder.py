@@ -23,6 +23,7 @@ from ...memory import (
     device_and_software,
     device_memory,
     keep_record,
+    optimizer_states,
     process_memory,
     records_folder,
     segments_expand,
@@ -69,7 +70,7 @@ class PeakRecorder(MemoryHook):
             self._outside = process_memory().data_bytes - self._state_bytes()
 
     def _state_bytes(self) -> int:
-        states = self._inner.optimizer.state.values()
+        states = optimizer_states(self._inner.optimizer)
         tensors = [*self._model.parameters(), *self._model.buffers(), *states]
         return sum({s.data_ptr(): s.nbytes() for s in storages(tensors)}.values())
 

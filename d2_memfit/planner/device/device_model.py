@@ -90,6 +90,7 @@ class DeviceModel:
         memory_gb: nominal memory of the card.
         reserved_factor: memory that the allocator has reserved over what its model finds.
         is_this_process: whether ``context_mb`` is that of this process.
+        context_is_measured: whether ``context_mb`` and ``kernels_mb`` are from this card.
         tensors_are_measured: whether ``other_tensors_mb`` is from a run of the same model.
         from_run: a line about the run that these values are from; "" without one.
     """
@@ -119,6 +120,7 @@ class DeviceModel:
     memory_gb: Optional[float] = None
     reserved_factor: float = 1.0
     is_this_process: bool = False
+    context_is_measured: bool = False
     tensors_are_measured: bool = False
     from_run: str = ""
 

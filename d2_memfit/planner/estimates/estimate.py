@@ -18,7 +18,7 @@ __all__ = ["estimate_memory", "run_dry"]
 
 def estimate_memory(
     cfg: Union[CfgNode, DictConfig, Job],
-    num_gpus: int = 1,
+    num_gpus: Optional[int] = None,
     device: Optional[Union[str, Path]] = None,
     probe: bool = False,
     *,
@@ -33,7 +33,8 @@ def estimate_memory(
     Args:
         cfg: a config of yacs, a LazyConfig, or a :class:`~d2_memfit.Job`, which has the arguments
             from ``trainer`` to ``num_instances``, and ``num_gpus``, already.
-        num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH counts all of them.
+        num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH counts all of them. None is those
+            of this process: one, unless it is a rank.
         device: the name of a family in ``d2_memfit/planner/device/devices``, or the path of a file
             of ``tools/calibrate_device.py``. None is the CPU with MODEL.DEVICE cpu, else this
             machine's GPU, else a current CUDA card.

@@ -84,8 +84,8 @@ def _with_outside(device: DeviceModel, record: RunRecord) -> DeviceModel:
     text = f"{record.outside_bytes / GB:.2f} GB outside the allocator"
     return replace(
         device,
-        name=f"{device.name}, as measured",  # so its range has no width of a context
         context_mb=outside_mb,
+        context_is_measured=True,
         kernels_mb=0.0,
         nccl_mb=(0.0, 0.0),
         from_run=_line(record, text),

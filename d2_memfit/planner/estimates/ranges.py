@@ -29,7 +29,7 @@ from typing import Optional
 
 from ...common.units import MB
 from ...job import Job
-from ..device import DeviceModel, DeviceUse, device_names
+from ..device import DeviceModel, DeviceUse
 
 __all__ = [
     "OF_MARGIN",
@@ -84,7 +84,7 @@ def _software_share(device: DeviceModel) -> float:
 def _of_context(device: DeviceModel, context_mb: float) -> tuple[int, int]:
     """Bytes below and above the context of a GPU, or above the tensors of a CPU's process."""
     least, most = _CONTEXT_MB
-    is_measured = device.name not in device_names()
+    is_measured = device.context_is_measured
     if not device.is_gpu:
         least, most = _OF_A_CPU_MB
         context_mb, is_measured = device.other_tensors_mb, device.tensors_are_measured

@@ -42,7 +42,7 @@ _OF_BATCH_NORM = "the images that BatchNorm's statistics are of."
 def plan_memory(
     cfg: Union[CfgNode, DictConfig, Job],
     budget_gb: float,
-    num_gpus: int = 1,
+    num_gpus: Optional[int] = None,
     allow: Sequence[str] = ("exact", "precision"),
     device: Optional[Union[str, Path, DeviceModel]] = None,
     progress: Callable[[str], None] = lambda line: None,

@@ -5,7 +5,6 @@ Labels of anchors are computed once for all images with the same boxes, and mask
 for all proposals with the same box. Hungarian matching takes any match.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha1
@@ -19,7 +18,7 @@ from detectron2.structures import Boxes, masks
 from numpy.typing import NDArray
 from torch import nn
 
-from ...common.patching import knows_function, replaced_together, source_files
+from ...common.patching import knows_function, modules_with, replaced_together, source_files
 from ..dry_run import DryRun, is_fake, make_fake, make_real
 from .compiled_operators import upright
 
@@ -81,7 +80,8 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     names = [n for n in ("pairwise_iou", "pairwise_iou_rotated") if knows_function(files, n)]
     solver = "linear_sum_assignment"
     # A matcher need not be a module of the model.
-    matchers = [f for f in (*files, *sys.modules.values()) if solver in getattr(f, "__dict__", {})]
+    matchers = [f for f in files if solver in vars(f)]
+    matchers += [module for module, _ in modules_with(solver)]
     # Models call these functions by name. They have no arguments that would choose others.
     groups: list[tuple[list[Any], dict[str, Any]]] = [
         ([Matcher], {"__call__": in_chunks}),
@@ -122,6 +122,7 @@ def _labels(matcher: Matcher, boxes: Boxes, anchors: Boxes) -> tuple[torch.Tenso
     digest = sha1(theirs.tobytes()).hexdigest()
     if digest not in _overlaps:
         _overlaps.clear()  # those of one image size take some 20 MB
+        _computed.clear()
         _overlaps[digest] = _Overlaps(theirs)
     key = digest, repr(vars(matcher)), ours.tobytes()
     if key not in _computed:

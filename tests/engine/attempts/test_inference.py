@@ -217,3 +217,21 @@ def test_other_errors_pass():
     model = tiny_model(tiny_cfg("mask_rcnn"))
     with recovering_inference(model, RecoveryOptions()), pytest.raises(TypeError):
         model.eval()(None)
+
+
+class WithMode(torch.nn.Linear):
+    """A model that is called with more than a batch."""
+
+    def forward(self, batch, mode, scale=1.0):
+        return [(mode, scale * super(WithMode, self).forward(image)) for image in batch]
+
+
+def test_a_model_gets_all_that_it_is_called_with(tmp_path):
+    model = WithMode(3, 2)
+    batch = list(torch.ones(2, 3))
+    plain = model(batch, "boxes", scale=2.0)
+    with recovering_inference(model, RecoveryOptions(output_dir=str(tmp_path))):
+        found = model(batch, "boxes", scale=2.0)
+    assert type(model) is WithMode
+    assert [mode for mode, _ in found] == ["boxes", "boxes"]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, plain))

@@ -3,21 +3,23 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from d2_memfit.config import load_cfg
 from d2_memfit.job import Job
-from d2_memfit.planner.device import DeviceModel, DeviceUse
+from d2_memfit.planner.device import DeviceModel, DeviceUse, device_model
 from d2_memfit.planner.estimates import DryJob
 from d2_memfit.planner.estimates.ranges import OF_MARGIN, margin_of, widths_of
 
+FOLDER = Path(device_model.__file__).parent / "devices"
 MB = 2**20
 OUTSIDE = Counter({"between blocks": 30 * MB, "context": 400 * MB, "loaded kernels": 200 * MB})
 USE = DeviceUse(1000 * MB, 1030 * MB, 1630 * MB, Counter(), OUTSIDE)
 CUDA = DeviceModel.load("cuda")
 CPU = DeviceModel.load("cpu")
-AFTER_A_RUN = replace(CUDA, name="cuda, as measured", tensors_are_measured=True)
+AFTER_A_RUN = replace(CUDA, context_is_measured=True, tensors_are_measured=True)
 
 
 def test_each_source_has_its_width():
@@ -34,8 +36,16 @@ def test_a_guess_of_objects_is_as_uncertain_upwards():
 
 
 def test_a_measured_context_has_no_width():
-    own = replace(CUDA, name="my_gpu")
+    own = replace(CUDA, context_is_measured=True)
     assert widths_of(USE, own, None, is_guess=False)["context"] == (0, 0)
+
+
+def test_the_name_of_a_file_changes_no_width(tmp_path):
+    for name in ("mine", "cuda"):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text((FOLDER / "cuda.yaml").read_text())
+        widths = widths_of(USE, DeviceModel.load(file), None, is_guess=False)
+        assert widths["context"] == (313 * MB, 206 * MB)
 
 
 def test_a_cpus_process_takes_50_to_360_mb_in_addition_to_its_tensors():
@@ -46,7 +56,7 @@ def test_a_cpus_process_takes_50_to_360_mb_in_addition_to_its_tensors():
 
 @pytest.mark.parametrize("device", [CUDA, CPU])
 def test_a_run_of_the_same_model_narrows_the_range(device):
-    measured = replace(device, name=f"{device.name}, as measured", tensors_are_measured=True)
+    measured = replace(device, context_is_measured=True, tensors_are_measured=True)
     widths = widths_of(USE, measured, None, is_guess=False)
     assert widths["context"] == (0, 0)
     assert widths["software"] == (20 * MB, 20 * MB)
