@@ -71,7 +71,7 @@ def missing() -> Optional[str]:
 def __getattr__(name: str) -> Any:
     """Import a public name or a module when it is first used.
 
-    A command can thus set up its process before PyTorch and Detectron2 are imported, and show its
+    So a command can set up its process before PyTorch and Detectron2 are imported, and show its
     help without them.
     """
     if name in _HOMES:

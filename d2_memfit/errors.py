@@ -26,7 +26,7 @@ __all__ = [
     "printable",
 ]
 
-START_HERE = "docs/OUT_OF_MEMORY.md"  # from an error for want of memory to what to do
+START_HERE = "docs/OUT_OF_MEMORY.md"  # what to do after an out-of-memory error
 _LOGGED = "_d2_memfit_logged"
 
 

@@ -118,7 +118,7 @@ def after_training(
         output_dir: OUTPUT_DIR of the run.
         coco: values of ``--coco``, as the run got them.
         weights: the last checkpoint, or what was evaluated.
-        trainer: the class of a project's script; None is that of the command train.
+        trainer: the class of a project's script; None for the command train.
         add_keys: the functions of the script that add its keys.
     """
     config = Path(output_dir) / "config.yaml"

@@ -180,7 +180,7 @@ def replace_evaluations(
     """Replace the function of each ``EvalHook`` of a trainer by ``wrap(function)``.
 
     Args:
-        period: of these hooks; None is any.
+        period: period of these hooks; None for any.
     """
     for hook in trainer._hooks:
         if isinstance(hook, EvalHook) and period in (None, hook._period):

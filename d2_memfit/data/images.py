@@ -117,7 +117,7 @@ def _look_into(
 ) -> None:
     try:
         (width, height), mode, orientation = read_header(file)
-    except Exception as e:  # PIL raises SyntaxError and others, besides OSError
+    except Exception as e:  # PIL raises SyntaxError and others, not only OSError
         _count(cases, "unreadable", f"{file} ({type(e).__name__}: {e})")
         return
     if None not in expected and (width, height) != expected:

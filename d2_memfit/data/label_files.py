@@ -98,7 +98,7 @@ class Yolo:
 
 def _images_at(folder: Path, root: str, name: str) -> list[Path]:
     """The images of a part that a YAML file in this folder names."""
-    # Roboflow writes ../train/images for a folder beside data.yaml.
+    # Roboflow writes ../train/images for a folder next to data.yaml.
     for path in (folder / root / name, folder / name, folder / name.removeprefix("../")):
         place = Path(os.path.normpath(path))
         if place.is_dir() and place not in folder.parents:

@@ -263,7 +263,7 @@ def build_trainer(
     Args:
         model: on the job's device; None builds the job's. DDP around it is replaced.
         data_loader: of this rank; None builds the job's.
-        optimizer: of the model's parameters; None is the job's own.
+        optimizer: optimizer of the model's parameters; None builds the job's.
         kwargs: other arguments of :class:`AccumulatingTrainer`, such as ``ema_decay``.
 
     Raises:

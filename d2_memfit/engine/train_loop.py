@@ -60,8 +60,8 @@ class AccumulatingTrainer(ResumableTrainer):
         micro_batch_size: images in one forward; None for the loader's batches.
         cost_model: predicts the memory of micro-batches, which are cut to fit. It replaces
             ``micro_batch_size``.
-        recovery: what to do when memory runs out; None is an error, as in Detectron2.
-        normalizers: how counts are taken over all micro-batches and ranks; None is the default.
+        recovery: what to do when memory runs out; None raises the error, as in Detectron2.
+        normalizers: how counts are taken over all micro-batches and ranks; None for the default.
         loss_fn: called as ``loss_fn(model, batch)`` in place of ``model(batch)``. On several ranks
             the model is wrapped in DDP.
         clip_gradients: called once per iteration with the optimizer's parameters that have

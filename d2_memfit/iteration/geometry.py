@@ -17,7 +17,7 @@ class BatchGeometry:
         ranks: processes that train together.
         images_per_batch: images in a batch of one rank's loader, SOLVER.IMS_PER_BATCH / ranks.
         accumulation_steps: batches of the loader behind one optimizer step.
-        micro_batch_size: images in one forward on each rank; None is the loader's batch.
+        micro_batch_size: images in one forward on each rank; None for the loader's batch.
     """
 
     ranks: int

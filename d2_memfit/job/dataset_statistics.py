@@ -61,7 +61,7 @@ class DatasetStatistics:
     def num_in_batch(self, index: int) -> int:
         """Most objects in an image of a batch, next to ``index`` images with at least as many.
 
-        A dataset with fewer images than the batch begins again.
+        A dataset with fewer images than the batch starts over.
         """
         return self.instances_per_image[index % len(self.instances_per_image)]
 

@@ -65,10 +65,10 @@ class Job:
         images_per_batch: images in a batch of a rank's training loader; estimates have that many
             of ``batch``.
         accumulation_steps: batches behind one optimizer step.
-        micro_batch_size: images in one forward on each rank; None is the loader's batch.
-        ranks: processes that train together; None is those of this run.
+        micro_batch_size: images in one forward on each rank; None for the loader's batch.
+        ranks: processes that train together; None for those of this run.
         device: as MODEL.DEVICE.
-        amp_dtype: dtype of mixed precision, "float16" or "bfloat16"; None is float32.
+        amp_dtype: dtype of mixed precision, "float16" or "bfloat16"; None for float32.
         max_iter: number of optimizer steps.
         output_dir: folder for records and plans.
         memfit: other keys of the node MEMFIT, nested, such as ``{"budget_gb": 6}``.
@@ -127,7 +127,7 @@ class Job:
         """Make the job of Detectron2's ``DefaultTrainer``.
 
         Args:
-            ranks: processes that train together; None is those of this run.
+            ranks: processes that train together; None for those of this run.
             batch: the largest batch of the job: ``batch=`` images, see
                 :class:`~d2_memfit.job.batches.GivenBatches`, or sizes as a :class:`WorstCase`. Or
                 values in place of the datasets': ``image_size=`` (height, width) of the largest
@@ -272,7 +272,7 @@ class Job:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What is not known of training, a line each, with the value assumed for it."""
+        """A line for each thing that is not known about training, with the value assumed for it."""
         return (*self.batches.assumptions, *self.parts.assumptions)
 
     @property

@@ -285,7 +285,7 @@ class _Mapper:
 
 
 def _with_at_most(data: Any, num: int) -> Any:
-    """An image with its first objects, as many as ``num``."""
+    """An image with its first ``num`` objects."""
     instances = data.get("instances") if isinstance(data, dict) else None
     if not isinstance(instances, Instances) or len(instances) <= num:
         return data

@@ -56,7 +56,7 @@ class Scale:
 
     rounds: tuple[int, int]  # of steps that are timed: at least, and at most
     seconds: float  # duration of each calibration measurement
-    case: Optional[WorstCase]  # None is the config's
+    case: Optional[WorstCase]  # None for the config's
     settings: Mapping[str, Any]  # config keys of all jobs
 
     @classmethod

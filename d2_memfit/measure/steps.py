@@ -36,7 +36,7 @@ class Steps:
     Args:
         job: of :meth:`Item.job`, so that nothing overflows.
         make: called with a model, a loader and an optimizer, and a precision if it is not float32.
-        windows: one list of dataset dicts for each step; None is always the job's largest images.
+        windows: one list of dataset dicts for each step; None for the job's largest images in each.
     """
 
     def __init__(

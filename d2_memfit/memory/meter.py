@@ -53,7 +53,7 @@ class TensorMeter(TorchDispatchMode):
     """While open as a context, counts the bytes of all new tensors.
 
     It sees every storage that an operator returns, in forward and backward, and follows it until it
-    is freed. Views, in-place operators and tensors saved by autograd thus count correctly. Tensors
+    is freed. So views, in-place operators and tensors saved by autograd count correctly. Tensors
     from before and an operator's scratch memory do not count. The count is exact, and the same on
     every run.
 

@@ -88,7 +88,7 @@ class Settings:
         """Check a config, and fill in what it leaves open.
 
         Args:
-            ranks: processes that train together; None is those of this run.
+            ranks: processes that train together; None for those of this run.
             name: returns the name that the user gave to a key, for errors.
             trains: False for an evaluation, which does not read the keys of training.
 

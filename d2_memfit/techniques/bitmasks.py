@@ -80,7 +80,7 @@ class SharedBitMasks(BitMasks):
 
     Args:
         masks: all masks of the image [M, height, width].
-        index: positions of the selected masks [N]; None is all.
+        index: positions of the selected masks [N]; None for all.
     """
 
     def __init__(self, masks: torch.Tensor, index: Optional[torch.Tensor] = None) -> None:

@@ -33,7 +33,7 @@ class ChunkedMatching(PositiveIntTechnique):
 
     tier = "exact"
     part = "model"
-    # Anchors that are matched to an image's instances at a time. None is all, as in Detectron2.
+    # Anchors that are matched to an image's instances at a time. None: all, as in Detectron2.
     key = "MEMFIT.MATCHING.CHUNK_SIZE"
 
     @classmethod

@@ -71,7 +71,7 @@ class ChunkedCriterion(PositiveIntTechnique):
     tier = "exact"
     part = "model"
     # Objects of the batch that a DETR-like's matcher and criterion handle at a time. The
-    # matcher computes costs, the criterion the losses of boxes and masks. None is all.
+    # matcher computes costs, the criterion the losses of boxes and masks. None: all.
     key = "MEMFIT.CRITERION.CHUNK_SIZE"
 
     @classmethod

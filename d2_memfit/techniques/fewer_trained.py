@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Fewer trained parameters: a frozen backbone, and small trained matrices beside its layers."""
+"""Fewer trained parameters: a frozen backbone, and small trained matrices next to its layers."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ class FrozenModules(ModulesTechnique):
 
 @TECHNIQUES.register()
 class LowRankAdapters(PositiveIntTechnique):
-    """Trains two small matrices beside each linear layer of the backbone, whose weights are frozen.
+    """Trains two small matrices for each linear layer of the backbone, whose weights are frozen.
 
     Saves gradients and optimizer states of the backbone: 12 bytes per parameter with AdamW. Costs a
     few percent of time, and keeps activations. Changes: the backbone learns updates of a low rank;
@@ -76,7 +76,7 @@ class LowRankAdapters(PositiveIntTechnique):
     order = -1
     in_evaluation = True
     # Rank of the matrices, such as 8. The linear layers are those of the backbone's pretrained
-    # part, such as a ViT or Swin; its other parameters are frozen. None is none.
+    # part, such as a ViT or Swin; its other parameters are frozen. None: no matrices.
     key = "MEMFIT.FINE_TUNE.LORA_RANK"
 
     @classmethod

@@ -29,7 +29,7 @@ class ChunkedHeads(PositiveIntTechnique):
 
     tier = "exact"
     part = "model"
-    # Proposals that go through the layers of a mask or keypoint head at a time. None is all, as
+    # Proposals that go through the layers of a mask or keypoint head at a time. None: all, as
     # in Detectron2.
     key = "MEMFIT.HEADS.CHUNK_SIZE"
 

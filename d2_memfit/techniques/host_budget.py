@@ -44,7 +44,7 @@ class HostBudget(KeyTechnique):
     in_plans = False
     # RAM of this machine that training may use, in GB (2^30 bytes), for all ranks and their
     # workers together. If they need more, DATALOADER.NUM_WORKERS and MEMFIT.HOST.PREFETCH are
-    # lowered. None is no limit.
+    # lowered. None: no limit.
     key = "MEMFIT.HOST.BUDGET_GB"
     check_value = staticmethod(check_positive_number)
 
@@ -97,7 +97,7 @@ class LoaderPrefetch(PositiveIntTechnique):
     part = "loader"
     in_plans = False
     # Images that each worker of the loader loads ahead; batches without
-    # DATALOADER.ASPECT_RATIO_GROUPING. None is PyTorch's 2.
+    # DATALOADER.ASPECT_RATIO_GROUPING. None: PyTorch's 2.
     key = "MEMFIT.HOST.PREFETCH"
 
     @classmethod

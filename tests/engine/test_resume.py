@@ -147,10 +147,17 @@ def test_a_loader_that_is_not_known_begins_again_and_it_is_said(coins, tmp_path,
     cfg = coins_cfg(tmp_path, "faster_rcnn")
     train(cfg, 0, 2, OwnLoader)
     train(cfg, 2, 3, OwnLoader)
-    assert log.text.count("The data begin again: only a loader of build_detection") == 1
+    assert (
+        log.text.count("The data start from the beginning: only a loader of build_detection") == 1
+    )
     assert "the training loader is a generator" in log.text
     train(cfg, 3, 4)
-    assert log.text.count("The data begin again: the run of the checkpoint had another loader") == 1
+    assert (
+        log.text.count(
+            "The data start from the beginning: the run of the checkpoint had another loader"
+        )
+        == 1
+    )
 
 
 def test_another_dataset_begins_again_and_it_is_said(coins, tmp_path, log):

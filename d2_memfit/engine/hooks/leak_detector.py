@@ -65,7 +65,7 @@ class LeakDetector(MemoryHook):
         self._census: Optional[TensorCensus] = None
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Begin the window anew: larger images than all before may take more, and leak nothing."""
+        """Restart the window if images are larger than before, as they may need more memory."""
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, torch.Tensor)]
         largest = max((tensor.numel() for tensor in tensors), default=0)
         if largest > self._largest:

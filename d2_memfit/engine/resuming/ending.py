@@ -393,8 +393,8 @@ class SaveOnEnding(HookBase):
         return all(bool(p.isfinite().all()) for p in self._inner.model.parameters())
 
     def _last_completed(self) -> tuple[int, str]:
-        """The last iteration whose step is whole, after what came later is put back; or why the
-        state is of none.
+        """The last iteration whose step is complete, after later changes are undone. If there is
+        none, the reason.
         """
         progress = self._inner.progress
         if progress is None:

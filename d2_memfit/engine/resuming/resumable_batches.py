@@ -52,7 +52,7 @@ class ResumableBatches(Iterator[Any]):
         group_size: images of one aspect ratio that are grouped; 0 if they are not.
 
     Raises:
-        UnknownLoader: it is of another kind.
+        UnknownLoader: it is another kind of loader.
     """
 
     def __init__(self, loader: Any) -> None:

@@ -220,9 +220,9 @@ class RunState:
         self._is_loaded = True
         if state is None:
             logger.warning(
-                "The data begin again, because the checkpoint has neither their order nor random "
-                "states. Checkpoints of plain Detectron2 have none. A checkpointer of your own "
-                'saves them after checkpointer.add_checkpointable("trainer", trainer)'
+                "The data start from the beginning, because the checkpoint has neither their order "
+                "nor random states. Checkpoints of plain Detectron2 have none. A checkpointer of "
+                'your own saves them after checkpointer.add_checkpointable("trainer", trainer)'
             )
             return
         ranks = state["ranks"]
@@ -252,13 +252,15 @@ class RunState:
     def _load_data(self, stream: Optional[dict[str, Any]], ranks: list[Any]) -> None:
         if self._data is None:
             logger.warning(
-                "The data begin again: only a loader of build_detection_train_loader can be "
-                "resumed, and the training loader is %s",
+                "The data start from the beginning: only a loader of "
+                "build_detection_train_loader can be resumed, and the training loader is %s",
                 self._why_unknown,
             )
             return
         if stream is None:
-            logger.warning("The data begin again: the run of the checkpoint had another loader")
+            logger.warning(
+                "The data start from the beginning: the run of the checkpoint had another loader"
+            )
             return
         known = next(state for state in ranks if state)
         unknown = {"workers": [None] * len(known["workers"]), "seeds": None, "waiting": []}
@@ -267,7 +269,9 @@ class RunState:
                 stream, [state or {**known, **unknown} for state in ranks]
             )
         except ValueError as e:
-            logger.warning("The data begin again, because dataset or sampler have changed: %s", e)
+            logger.warning(
+                "The data start from the beginning, because dataset or sampler have changed: %s", e
+            )
             return
         changed = (
             ". The number of ranks, workers or images has changed, so the remaining images are "

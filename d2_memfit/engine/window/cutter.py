@@ -34,7 +34,7 @@ class Cutter:
     second failure in a row on, the wait doubles each time.
 
     Args:
-        configured: images per micro-batch; None is the loader's batch.
+        configured: images per micro-batch; None for the loader's batch.
         grow_after: iterations without an out-of-memory error before the limit is doubled.
 
     Attributes:

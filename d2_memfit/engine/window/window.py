@@ -71,7 +71,7 @@ class MicroBatch:
 class Window:
     """The micro-batches of one iteration, taken from the loader one after another.
 
-    The loader's workers thus prepare the next batch while the model computes. Images that did not
+    So the loader's workers prepare the next batch while the model computes. Images that did not
     fit can be put back and taken again in smaller pieces.
 
     Args:
