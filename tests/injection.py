@@ -11,8 +11,8 @@ from detectron2.utils.events import EventStorage
 from tiny import parameters
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.doctor.injection import InjectedTrainer, Injector
 from d2_memfit.engine.window import image_names
-from d2_memfit.measure.injection import InjectedTrainer, Injector
 
 __all__ = [
     "FailingTrainer",

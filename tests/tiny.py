@@ -12,7 +12,7 @@ from detectron2.modeling import build_model
 from detectron2.structures import BitMasks, Boxes, Instances, Keypoints
 
 from d2_memfit.config import load_cfg
-from d2_memfit.measure.injection import relative_difference
+from d2_memfit.doctor.injection import relative_difference
 
 __all__ = [
     "ROOT",

@@ -88,8 +88,8 @@ def table(package: Path) -> str:
         file = files.get(room, files[""])
         purpose = (ast.get_docstring(ast.parse(file.read_text())) or "").splitlines()[0]
         link = f"[{room}](../{file.relative_to(ROOT)})"
-        rows.append((floor[room], link, purpose, ", ".join(sorted(below[room]))))
-    text: str = tabulate(rows, ["floor", "room", "what it is for", "imports from"], "github")
+        rows.append((floor[room], link, purpose))
+    text: str = tabulate(rows, ["floor", "room", "what it is for"], "github")
     count = sum(map(len, below.values()))
     return f"{len(floor)} rooms on {max(floor.values()) + 1} floors, {count} arrows.\n\n{text}"
 

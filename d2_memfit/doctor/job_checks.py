@@ -19,13 +19,13 @@ from ..engine.losses import counters_of, state_of
 from ..engine.state import StateCopy
 from ..errors import MemfitError
 from ..job import Job
-from ..measure.injection import Injector, relative_difference
 from ..planner.dry_run import one_line_errors
 from ..planner.estimates import steps
 from ..settings import RecoveryOptions
 from ..techniques import TECHNIQUES, get_technique
 from .accumulation_check import five_images
 from .estimate_check import estimate_against_real_step
+from .injection import Injector, relative_difference
 from .patient import Patient, Unwell
 
 __all__ = [

@@ -145,15 +145,19 @@ def test_micro_batches_train_what_transformers_trains(kind, tmp_path, monkeypatc
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_injected_error_leaves_no_trace(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(window_trainer, "AccumulatingTrainer", InjectedTrainer)
+    class Trainer(InjectedTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.injector = injector
+
+    monkeypatch.setattr(window_trainer, "AccumulatingTrainer", Trainer)
     options = {"recovery": RecoveryOptions()}
-    counting = Injector([10**9])
-    monkeypatch.setattr(InjectedTrainer, "injector", counting)
+    injector = counting = Injector([10**9])
     trained(kind, tmp_path / "counted", **options)
     num = counting.num_allocations // MAX_STEPS
     expected, _ = trained(kind, tmp_path / "expected", micro_batch_size=2, **options)
     for where in (0.3, 0.9):  # in the first iteration's forward and backward
-        monkeypatch.setattr(InjectedTrainer, "injector", Injector([int(num * where)]))
+        injector = Injector([int(num * where)])
         actual, trainer = trained(kind, tmp_path / f"{where}", **options)
         inner = trainer._inner
         assert (inner.recovery.oom_events, inner.window_sizes) == (1, (2, 2))

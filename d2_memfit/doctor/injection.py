@@ -55,11 +55,14 @@ class Injector(TorchDispatchMode):
 class InjectedTrainer(AccumulatingTrainer):
     """A trainer whose allocations in forward and backward go through an injector.
 
-    ``window_sizes`` are the final sizes of the last window's micro-batches.
+    Attributes:
+        window_sizes: final sizes of the last window's micro-batches.
     """
 
-    injector = Injector()
-    window_sizes: tuple[int, ...] = ()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.injector = Injector()
+        self.window_sizes: tuple[int, ...] = ()
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         with self.injector:
