@@ -244,7 +244,7 @@ def expected(item: Item, device: torch.device, model: DeviceModel, scale: Scale)
         record["steps"] = [step.name for step in plan.steps]
         job = job.with_settings(settings)
     dry_job = DryJob(job, model, evaluates=item.evaluates)
-    uses = dry_job._uses(dry_job.limit_bytes)
+    uses = dry_job.uses(dry_job.limit_bytes)
     timelines = (dry_job.training, dry_job.evaluation)
     for prefix, timeline, use in zip(("", "evaluation_"), timelines, uses):
         assert timeline is not None

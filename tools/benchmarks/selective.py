@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> None:
     size = tuple(args.size)
     job = Job.from_any(_config(args), batch=WorstCase(size, 20))
     trials = Trials(job, DeviceModel.load("cpu"), DryJob, False, lambda line: None)
-    trials.limit_bytes = 2**62
     plain, every = choice_of((), args.images), choice_of([_CHECKPOINT], args.images)
     least, most = (trials.dry_job(c).least_bytes() for c in (every, plain))
     trials.limit_bytes = int(most - args.share * (most - least))

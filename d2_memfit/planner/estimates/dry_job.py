@@ -165,7 +165,7 @@ class DryJob:
 
         Memory that the allocator cannot use does not count.
         """
-        use = self._uses()[0]
+        use = self.uses()[0]
         return use.total_bytes - use.reserved_bytes + use.allocated_bytes
 
     def total_bytes(self, limit_bytes: Optional[int] = None) -> int:
@@ -173,23 +173,23 @@ class DryJob:
 
         With a limit, they are within the limit if possible.
         """
-        return max(use.total_bytes for use in self._uses(limit_bytes))
+        return max(use.total_bytes for use in self.uses(limit_bytes))
 
     def phase_bytes(self, phase: str) -> int:
         """Bytes that the process needs in a phase, "optimizer" or "evaluation", as far as known."""
         timeline = self.evaluation if phase == "evaluation" else self.training
         if timeline is None:
             return 0
-        use = self._uses()[0]
+        use = self.uses()[0]
         return use.total_bytes - use.reserved_bytes + timeline.peak_since(phase)
 
     def training_use(self, limit_bytes: Optional[int] = None) -> DeviceUse:
         """Device memory of training; within the limit if possible."""
-        return self._uses(limit_bytes)[0]
+        return self.uses(limit_bytes)[0]
 
     def evaluation_decides(self, limit_bytes: Optional[int] = None) -> bool:
         """Whether evaluation takes more device memory than training."""
-        uses = self._uses(limit_bytes)
+        uses = self.uses(limit_bytes)
         return len(uses) > 1 and uses[1].allocated_bytes > uses[0].allocated_bytes
 
     def seconds(self) -> float:
@@ -223,7 +223,7 @@ class DryJob:
         typical_bytes = None
         if typical is not None:
             typical_bytes = self._typical_bytes(self.job.training_batch(batches=typical))
-        uses = self._uses(limit_bytes)
+        uses = self.uses(limit_bytes)
         geometry = self.job.geometry
         widths = widths_of(uses[0], self.device, typical_bytes, self.job.batches.is_guess)
         return MemoryEstimate(
@@ -268,7 +268,7 @@ class DryJob:
         accumulates = len(self.job.geometry.micro_batch_sizes()) > 1
         return steps.train(self.job, [batch], *self._like, accumulates)
 
-    def _uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
+    def uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
         """Device memory of training and evaluation; without the limit if that is too low."""
         uses = self._uses_within(limit_bytes) or self._uses_within(None)
         assert uses is not None  # without a limit, everything fits

@@ -26,7 +26,7 @@ class Fastest:
     0.3%. Memory always comes from a dry run.
 
     Args:
-        trials: its ``limit_bytes`` must be set.
+        trials: makes the dry runs, and has the limit.
     """
 
     def __init__(self, trials: Trials) -> None:

@@ -20,6 +20,7 @@ from ..estimates import DryJob, steps
 
 __all__ = ["Choice", "Trials", "choice_of", "preference"]
 
+_NO_LIMIT = 2**62
 _CLEARLY = 0.9  # of a limit: less than this fits in it, memory between blocks included
 
 # In each tier, the least costly or harmful comes first; users' techniques come last.
@@ -84,14 +85,11 @@ class Trials:
         progress: called with a line for each dry run, and for each technique left out.
 
     Attributes:
-        limit_bytes: device memory within which a choice must fit.
+        limit_bytes: device memory within which a choice must fit; no limit at first.
         budget_bytes: memory within which the allocator must never have to give its cache back.
             Each iteration would give it back, and recovery then takes smaller micro-batches.
         left_out: techniques with which the job does not run, and why; a line each.
     """
-
-    limit_bytes: int
-    budget_bytes: float = math.inf
 
     def __init__(
         self,
@@ -104,6 +102,8 @@ class Trials:
         # With some budget, because the allocator differs without one.
         self.job = job.with_settings({"MEMFIT.BUDGET_GB": job.budget_gb or 1.0})
         self.device = device
+        self.limit_bytes: int = _NO_LIMIT
+        self.budget_bytes: float = math.inf
         self._run_job = run_job
         self._evaluates = evaluates
         self._progress = progress

@@ -37,7 +37,6 @@ PLAIN = choice_of((), 2)
 def trials(device):
     job = Job.from_any(load_cfg(MASK, OPTS), batch=CASE)
     t = Trials(job, DeviceModel.load(device), DryJob, False, lambda line: None)
-    t.limit_bytes = 2**40
     return t
 
 
