@@ -52,12 +52,7 @@ def estimate_memory(
             GPU to probe.
     """
     job = Job.from_any(
-        cfg,
-        trainer,
-        num_gpus,
-        batch=batch,
-        image_size=image_size,
-        num_instances=num_instances,
+        cfg, trainer, num_gpus, batch=batch, image_size=image_size, num_instances=num_instances
     )
     dry_job = run_dry(job, device, probe, evaluates)
     return dry_job.estimate(dry_job.limit_bytes, with_typical=True)

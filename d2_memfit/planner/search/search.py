@@ -81,12 +81,7 @@ def plan_memory(
     if unknown or isinstance(allow, str):
         raise ConfigError(f"allow must be some of {', '.join(TIERS)}, got {allow!r}")
     job = Job.from_any(
-        cfg,
-        trainer,
-        num_gpus,
-        batch=batch,
-        image_size=image_size,
-        num_instances=num_instances,
+        cfg, trainer, num_gpus, batch=batch, image_size=image_size, num_instances=num_instances
     )
     if not isinstance(device, DeviceModel):
         device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
