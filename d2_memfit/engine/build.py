@@ -276,7 +276,7 @@ def build_trainer(
     optimizer = job.parts.build_optimizer(model) if optimizer is None else optimizer
     optimizer = run.with_techniques("optimizer", optimizer)
     if data_loader is None:
-        data_loader = job.build_train_loader()
+        data_loader = job.build_train_loader(run.cfg)
         run.not_built.discard("loader")
     else:
         run.not_built.add("config")

@@ -299,9 +299,15 @@ class Job:
         optimizer = self.parts.build_optimizer(model)
         return apply_techniques("optimizer", optimizer, self.cfg, announce)
 
-    def build_train_loader(self) -> Any:
+    def build_train_loader(self, cfg: Optional[CfgNode] = None) -> Any:
+        """Build the loader, with its checks and techniques.
+
+        Args:
+            cfg: the job's config with its techniques for "config" applied; None applies them.
+        """
         says_all = isinstance(self.parts, TrainerParts)  # a LazyConfig gives keys of training only
-        cfg = apply_techniques("config", self.cfg, self.cfg, announce=False)
+        if cfg is None:
+            cfg = apply_techniques("config", self.cfg, self.cfg, announce=False)
         build = checked_loader(self.parts.with_cfg(cfg).build_train_loader, cfg, says_all)
         return apply_techniques("loader", build, cfg)()
 

@@ -4,7 +4,9 @@ import pytest
 from detectron2.data import build_detection_train_loader
 from tiny import tiny_cfg
 
+from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
+from d2_memfit.job import Job
 from d2_memfit.techniques import apply_techniques, get_technique, host_budget
 
 GB = 2**30
@@ -47,6 +49,15 @@ def test_images_ahead_are_given_up_before_workers():
     both, one = (host_budget.worker_bytes(cfg, p, num_ranks=1) * 8 / GB for p in (2, 1))
     cfg = plan(own_gb() + (both + one) / 2)
     assert (cfg.DATALOADER.NUM_WORKERS, cfg.MEMFIT.HOST.PREFETCH) == (8, 1)
+
+
+def test_a_trainer_decides_once(coins, log):
+    cfg = tiny_cfg()
+    cfg.DATASETS.TRAIN, cfg.DATALOADER.NUM_WORKERS = ("coins_train",), 8
+    cfg.MEMFIT.HOST.BUDGET_GB = own_gb() / 2
+    loader = build_trainer(Job.from_cfg(cfg)).data_loader
+    assert log.text.count("DATALOADER.NUM_WORKERS 0 of 8") == 1
+    assert getattr(loader, "dataset", loader).num_workers == 0
 
 
 @pytest.mark.parametrize("grouping", [True, False])
