@@ -11,7 +11,7 @@ from typing import Optional, Union
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
-from ..common.checks import check_positive_int, value_of
+from ..common.checks import check_positive_int
 from ..config import find_config_file, load_cfg
 from ..errors import ConfigError, UnknownKeyError
 from ..job import (
@@ -21,10 +21,9 @@ from ..job import (
     find_function,
     load_lazy_config,
     projects_of,
-    with_overrides,
 )
-from ..settings import check_settings, overrides_of
-from .options import check_opts, with_data
+from ..settings import check_settings
+from .options import check_opts, with_data, with_opts
 from .screen import show
 
 __all__ = ["files_read", "is_lazy", "job_of", "load_any_config"]
@@ -92,9 +91,7 @@ def _load_lazy(args: argparse.Namespace, opts: Sequence[str]) -> DictConfig:
     for name in args.project:
         find_function(name)
     args.config_file = find_config_file(args.config_file, ".py")
-    cfg = load_lazy_config(args.config_file, args.opts)
-    pairs = load_cfg("", opts)
-    return with_overrides(cfg, overrides_of({key: value_of(pairs, key) for key in opts[::2]}))
+    return with_opts(load_lazy_config(args.config_file, args.opts), opts)
 
 
 def job_of(args: argparse.Namespace, cfg: Config) -> Job:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
+from omegaconf import DictConfig
 
-from ..config import find_config_file, keys_in_own_files, merge_opts, preset_of_card
+from ..common.checks import value_of
+from ..config import find_config_file, keys_in_own_files, load_cfg, merge_opts, preset_of_card
 from ..data import (
     CocoFile,
     Setting,
@@ -18,8 +20,11 @@ from ..data import (
     register_coco,
 )
 from ..errors import ConfigError
+from ..job import with_overrides
+from ..settings import overrides_of
 
-__all__ = ["check_opts", "opts_of_budget", "opts_of_settings", "with_data"]
+__all__ = ["check_opts", "opts_of_budget", "opts_of_fit", "opts_of_settings", "with_data"]
+__all__ += ["with_opts"]
 
 
 def check_opts(opts: Sequence[str]) -> None:
@@ -59,6 +64,21 @@ def opts_of_budget(card: Optional[str], budget: Optional[str], opts: Sequence[st
             f"--budget must be a number of GB, such as 6, got {budget!r}. A card is --card 6GB"
         )
     return ["MEMFIT.BUDGET_GB", str(budget)]
+
+
+def opts_of_fit(cfg: CfgNode, eval_only: bool) -> dict[str, str]:
+    """Values of keys for ``--fit``."""
+    # A plan turns on "split", where the model can be split.
+    opts = {"MEMFIT.OOM.POLICY": "split"} if eval_only else {"MEMFIT.PLAN.ENABLED": "True"}
+    if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
+        opts["MEMFIT.BUDGET_GB"] = "auto"
+    return opts
+
+
+def with_opts(cfg: DictConfig, opts: Sequence[str]) -> DictConfig:
+    """A LazyConfig with the values of KEY VALUE pairs."""
+    values = load_cfg("", opts)
+    return with_overrides(cfg, overrides_of({key: value_of(values, key) for key in opts[::2]}))
 
 
 def _is_number(text: str) -> bool:

@@ -44,7 +44,7 @@ from ..settings.detectron2_keys import DETECTRON2_RULES, RULES_FOR_PROJECTS
 from . import train_lazy
 from .command_line import add_card_and_coco_options
 from .next_step import after_training
-from .options import check_opts, opts_of_budget, opts_of_settings, with_data
+from .options import check_opts, opts_of_budget, opts_of_fit, opts_of_settings, with_data
 from .run_folder import check_folder, set_up_rank
 from .screen import progress_hooks, say, show
 
@@ -142,7 +142,7 @@ def prepare(
         progress=say,
     )
     args.notes = [str(setting) for setting in settings]
-    wanted = _opts_of_fit(cfg, args.eval_only) if args.fit else {}
+    wanted = opts_of_fit(cfg, args.eval_only) if args.fit else {}
     of_fit = [text for key in wanted if key not in opts[::2] for text in (key, wanted[key])]
     merge_opts(cfg, of_fit)
     args.opts = [*of_fit, *opts_of_settings(settings), *opts]
@@ -150,14 +150,6 @@ def prepare(
     cfg.freeze()
     _check(args, cfg, trainer)
     return cfg, recipe.SOLVER.IMS_PER_BATCH * recipe.SOLVER.ACCUMULATION_STEPS
-
-
-def _opts_of_fit(cfg: CfgNode, eval_only: bool) -> dict[str, str]:
-    # A plan turns on "split", where the model can be split.
-    opts = {"MEMFIT.OOM.POLICY": "split"} if eval_only else {"MEMFIT.PLAN.ENABLED": "True"}
-    if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
-        opts["MEMFIT.BUDGET_GB"] = "auto"
-    return opts
 
 
 def _check(args: argparse.Namespace, cfg: CfgNode, trainer: type[Trainer]) -> None:

@@ -40,6 +40,7 @@ from ..memory import enforce_budget, use_expandable_segments
 from ..planner import fit_config
 from ..settings import Precision, cfg_of_lazy, check_settings, lazy_name, named
 from .next_step import after_training
+from .options import opts_of_budget, opts_of_fit, with_opts
 from .run_folder import check_folder, set_up_rank
 from .screen import progress_hooks, show
 
@@ -87,6 +88,10 @@ def train(cfg: DictConfig, job: Job, resume: bool, certificate: Optional[str]) -
 def load_config(args: argparse.Namespace) -> DictConfig:
     args.config_file = find_config_file(args.config_file, ".py")
     cfg = load_lazy_config(args.config_file, args.opts)
+    cfg = with_opts(cfg, opts_of_budget(args.card, args.budget, ()))
+    if args.fit:
+        values = opts_of_fit(cfg_of_lazy(cfg), args.eval_only)
+        cfg = with_opts(cfg, [text for pair in values.items() for text in pair])
     cfg.train.device = usable_device(cfg.train.device)
     if "evaluator" in cfg.dataloader:
         use_available_implementation(cfg.dataloader.evaluator)
@@ -117,13 +122,11 @@ def main(args: argparse.Namespace) -> None:
 
 def prepare(args: argparse.Namespace) -> None:
     """Check all that can be checked before a process starts. Nothing is written."""
-    for name in ("coco", "card", "budget", "fit", "training_only"):
+    for name in ("coco", "training_only"):
         if getattr(args, name):
             option = "--" + name.replace("_", "-")
             raise ConfigError(
-                f"{option} only works with yaml configs. A LazyConfig itself says what is built. "
-                "Set a budget and a plan with +train.memfit.preset=6GB "
-                "+train.memfit.plan.enabled=True"
+                f"{option} only works with yaml configs. A LazyConfig itself says what is built"
             )
     cfg = load_config(args)
     ranks = world_size(args.num_gpus, args.num_machines)

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from forks import FORKED_RANKS, run_forked
+from omegaconf import OmegaConf
 from tiny import ROOT, read_metrics, run_process
 
 from d2_memfit.cli.commands import main
@@ -177,8 +178,8 @@ def test_two_ranks_with_a_sharded_optimizer_end_on_a_signal_and_go_on(arguments,
         (["train.budget_gb=-1"], "train.budget_gb must be a number of GB above 0"),
         (["train.init_checkpoint=no.pth"], "the checkpoint no.pth cannot be read (No such file"),
         (
-            ["--card", "6GB"],
-            "--card only works with yaml configs. A LazyConfig itself says what is built",
+            ["--training-only"],
+            "--training-only only works with yaml configs. A LazyConfig itself says what is built",
         ),
         (["--config-file", "no.py"], "--config-file 'no.py' does not exist"),
         (["train.max_iter=2", "--resume"], "'train.max_iter=2 --resume' cannot be overrides of "),
@@ -193,6 +194,19 @@ def test_bad_input_is_one_line(arguments, tmp_path, capsys, options, message):
     assert printed.startswith(f"error: {message}")
     assert printed.count("\n") == 1
     assert not (tmp_path / "output").exists()
+
+
+def test_the_options_of_a_budget_are_those_of_yaml_configs(arguments, tmp_path):
+    def keys_of(*options):
+        output = tmp_path / options[0]
+        run(*options, *arguments, f"train.output_dir={output}")
+        return OmegaConf.load(output / "config.yaml").train
+
+    assert keys_of("--budget", "20").budget_gb == 20
+    assert keys_of("--card", "24GB").memfit.preset == "24GB"
+    keys = keys_of("--fit", "--budget", "20")
+    assert keys.memfit.plan.enabled
+    assert keys.budget_gb == 20
 
 
 def test_techniques_are_applied(arguments, tmp_path, log):
