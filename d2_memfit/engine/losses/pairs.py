@@ -45,6 +45,11 @@ class Pair:
         """Whether the value of a loss in parts is not that of the images together."""
         return not abs(self.off(name)) <= LIMIT * abs(self.whole.loss(name))
 
+    def values_off(self, names: Sequence[str]) -> float:
+        """Relative distance of the sum of some losses in parts from that of the images together."""
+        whole = sum(map(self.whole.loss, names))
+        return abs(sum(map(self.off, names))) / abs(whole) if whole else 0.0
+
     def is_right(self, names: Sequence[str]) -> bool:
         """Whether the gradient is right, or at least the values of these losses."""
         return self.distance <= LIMIT or not any(map(self.is_off, names))

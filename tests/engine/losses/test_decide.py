@@ -624,6 +624,23 @@ def test_batch_normalisation_that_needs_several_images_is_not_called_exact(kind,
     assert "atch normalisation" in log.text
 
 
+class DetrWithNorm(Detr):
+    """With batch normalisation that is trained, whose statistics are of a micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone.insert(1, nn.BatchNorm2d(CHANNELS))
+        self.attention.dropout = 0.1
+
+
+def test_batch_normalisation_does_not_hide_what_losses_are_divided_by(log):
+    _, trainer = train(DetrWithNorm, windows_of([(10, 3, 0, 5)]), steps=4)
+    assert "loss_bbox" in trainer.loss_rules.rules.weights
+    assert "batch normalisation takes the statistics of a micro-batch" in log.text
+    assert "depends on" not in log.text
+    assert "dropout" not in log.text
+
+
 class AlternatesDatasets(Detr):
     """Each loss is of one of two datasets, which take turns."""
 
@@ -785,6 +802,51 @@ def test_a_loss_that_needs_labels_is_named_before_it_ends_the_run(log):
     with pytest.raises(FloatingPointError, match="Likely a micro-batch without labels, for which"):
         train(MeanOverLabels, windows_of([(3, 1, 2, 4), (3, 1, 0, 4)]), steps=4)
     assert "loss_sem_seg: not finite for an image without labels" in log.text
+
+
+class Padded(Detector):
+    """A mean over padded maps, of features that see far into the padding, as in a deep model."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Conv2d(3, CHANNELS, 3, 4, 1)
+        self.deep = nn.Conv2d(CHANNELS, CHANNELS, 7, padding=3)
+
+    def forward(self, batch):
+        images = [image["image"] for image in batch]
+        height, width = (max(image.shape[d] for image in images) for d in (1, 2))
+        pads = [(0, width - i.shape[2], 0, height - i.shape[1]) for i in images]
+        padded = torch.stack([F.pad(i, pad) for i, pad in zip(images, pads)]).double()
+        maps = (self.deep(F.gelu(self.backbone(padded))) - 0.5).abs()
+        return {"loss_depth": self.loss(maps, batch)}
+
+    def loss(self, maps, batch):
+        return maps.mean()
+
+
+class OverObjects(Padded):
+    """A sum over objects, each of which has a cell of its image, divided by their number."""
+
+    def loss(self, maps, batch):
+        objects = [len(image["instances"]) for image in batch]
+        total = sum(own[:, 2, :number].sum() for own, number in zip(maps, objects))
+        return total / window_count(sum(objects))
+
+
+class SumWithPadding(Padded):
+    def loss(self, maps, batch):
+        return maps.sum() / len(batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"), [(Padded, NOT_KNOWN), (OverObjects, EXACT), (SumWithPadding, OTHER)]
+)
+def test_features_that_see_the_padding_are_not_taken_for_a_mean_over_it(kind, word):
+    window = [*annotated_images([3], size=32), *annotated_images([2], size=20)]
+    full, _ = train(kind, [window])
+    cut, trainer = train(kind, [window], steps=2)
+    assert (cut[0] - full[0]).norm() > 0.05 * full[0].norm()
+    assert trainer.loss_rules.rules.terms["loss_depth"].word == word
 
 
 # Ranks
