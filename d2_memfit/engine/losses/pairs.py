@@ -60,7 +60,7 @@ class Pairs:
     """Pairs with different random numbers, about the same losses.
 
     Attributes:
-        least: norm of a gradient with which a smaller one is compared.
+        least: norm of a gradient with which a smaller one is compared, if the values are right.
         is_noisy: whether values of its losses differ from pair to pair.
     """
 
@@ -113,4 +113,5 @@ class Pairs:
     @property
     def _scale(self) -> float:
         norms = [float(pair.whole.gradient.norm()) for pair in self.pairs]
-        return max(sum(norms) / len(norms), self.least) or 1.0
+        is_off = any(pair.is_off(name) for pair in self.pairs for name in self.names)
+        return max(sum(norms) / len(norms), 0.0 if is_off else self.least) or 1.0

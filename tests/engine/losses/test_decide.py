@@ -781,6 +781,20 @@ def test_each_loss_has_its_own_word_however_the_backward_is_made(kind):
     assert words == {"loss_mask": OTHER, "loss": EXACT}
 
 
+class HidesALoss(MeanOverObjects):
+    """One loss has a gradient so large that another one hides in the gradient of both."""
+
+    def forward(self, batch):
+        losses = super().forward(batch)
+        return {"loss_mask": losses["loss_mask"], "loss": losses["loss"] * 1e12}
+
+
+def test_a_small_loss_is_not_hidden_by_a_large_one():
+    _, trainer = train(HidesALoss, windows_of([(10, 3, 0, 5)]), steps=4)
+    words = {name: term.word for name, term in trainer.loss_rules.rules.terms.items()}
+    assert words == {"loss_mask": OTHER, "loss": EXACT}
+
+
 class RootOfObjects(Detector):
     """Its gradient is NaN for an image without objects, and its value is not."""
 
