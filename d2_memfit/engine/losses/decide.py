@@ -558,7 +558,7 @@ class GradientTest:
         if not images or not (names or way.rules.counts) or not self._has_time:
             return found, set()
         try:  # without a second rank first, which would be taken for the cause of an error
-            self._run([images], with_gradient=False)
+            self._run([images, *([image] for image in images)], with_gradient=False)
         except Exception:  # such as torch.stack: all images must have one size
             return found, set()
         [everything] = self._run_pairs(way, [names], images)

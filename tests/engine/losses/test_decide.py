@@ -781,6 +781,24 @@ def test_each_loss_has_its_own_word_however_the_backward_is_made(kind):
     assert words == {"loss_mask": OTHER, "loss": EXACT}
 
 
+class NeedsMultiples(MeanOverObjects):
+    """Takes images of some sizes only, if they are alone."""
+
+    def features(self, batch):
+        sides = [side for image in batch for side in image["image"].shape[1:]]
+        if max(sides) % 8:
+            raise ValueError("the size must be a multiple of 8")
+        least = min(sides)
+        return super().features([{"image": i["image"][:, :least, :least]} for i in batch])
+
+
+def test_a_size_that_a_model_does_not_take_hides_no_word():
+    images = annotated_images([10, 3, 0, 5], size=40)  # the test's other size is 28
+    _, trainer = train(NeedsMultiples, [images], steps=4)
+    words = {name: term.word for name, term in trainer.loss_rules.rules.terms.items()}
+    assert words == {"loss_mask": OTHER, "loss": EXACT}
+
+
 class HidesALoss(MeanOverObjects):
     """One loss has a gradient so large that another one hides in the gradient of both."""
 
