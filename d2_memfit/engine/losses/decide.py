@@ -84,12 +84,14 @@ class Way:
         pair: the images of the test with it, and all losses.
         unused: places of ``window_count`` on which no loss depends.
         broken: counts that do not add up: losses that depend on one, and a text about it.
+        counted: names of losses that depend on a declared count.
     """
 
     rules: Rules
     pair: Pair
     unused: Sequence[str] = ()
     broken: Sequence[tuple[Sequence[str], str]] = ()
+    counted: frozenset[str] = frozenset()
 
 
 def gradient_test(
@@ -290,7 +292,9 @@ class GradientTest:
             pretends=(pretends or self._subject.pretended is None)
             and any(site[0] == sites.SUM for site in counts),
         )
-        return Way(rules, Pair(self._whole, parts), [*map(sites.place_of, unused)], texts)
+        counted = frozenset().union(*(depends[site] for site in counts))
+        pair = Pair(self._whole, parts)
+        return Way(rules, pair, [*map(sites.place_of, unused)], texts, counted)
 
     def _answered(
         self,
@@ -548,12 +552,13 @@ class GradientTest:
         Other padding also changes features near borders. That is of the data, and no loss is named
         for a little of it. A loss is, if its images have other weights because of their sizes: if
         weights explain the distance, or values differ as much. Otherwise it is not known, because
-        borders can change a fifth of a gradient in a deep model. A loss that images alone have
-        wrong is divided by its count, and not by padded images. Random numbers, such as a
+        borders can change a fifth of a gradient in a deep model. A loss that depends on a count, or
+        that images alone have wrong, is not a mean over padded images. Random numbers, such as a
         sampler's, are others with other padding: then nothing is said.
         """
         found: dict[str, Term] = {}
-        names = [name for name in names if not self.ways[0].pair.is_off(name)]
+        means = [name for name in names if not self.ways[0].pair.is_off(name)]
+        names = [name for name in means if name not in way.counted]
         images = images_of_two_sizes(self._images)
         if not images or not (names or way.rules.counts) or not self._has_time:
             return found, set()

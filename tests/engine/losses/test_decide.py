@@ -865,13 +865,23 @@ class OverObjects(Padded):
         return total / window_count(sum(objects))
 
 
+class OneOverObjects(OverObjects):
+    """Each image has the same value, such as of boxes that are all empty, but needs objects."""
+
+    def loss(self, maps, batch):
+        if not all(len(image["instances"]) for image in batch):
+            raise IndexError("an image without objects")
+        return super().loss(maps - maps.detach() + 1, batch)
+
+
 class SumWithPadding(Padded):
     def loss(self, maps, batch):
         return maps.sum() / len(batch)
 
 
 @pytest.mark.parametrize(
-    ("kind", "word"), [(Padded, NOT_KNOWN), (OverObjects, EXACT), (SumWithPadding, OTHER)]
+    ("kind", "word"),
+    [(Padded, NOT_KNOWN), (OverObjects, EXACT), (OneOverObjects, EXACT), (SumWithPadding, OTHER)],
 )
 def test_features_that_see_the_padding_are_not_taken_for_a_mean_over_it(kind, word):
     window = [*annotated_images([3], size=32), *annotated_images([2], size=20)]
