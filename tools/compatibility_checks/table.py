@@ -26,13 +26,12 @@ COLUMNS = {
 }
 # Columns that show a figure of a line.
 _FIGURES = {
-    "accumulation": r"exact: (\S+ [^;.]+)",
+    "accumulation": r"one forward over them are (.*?)\. The largest distance",
     "estimate": r"\(([-+.\d]+%)\)",
     "plan": r"(.*)",
 }
 # Lines that are shorter in a cell.
 _REASONS = {
-    r"batch normalisation makes (\S+ \S+) from": "no, by its batch normalisation: {}",
     r"Its loader is an? (\S+),": "no, the order of its own {} is not known",
     r"^MEMFIT.OOM.POLICY split: .* because (.*?) communicates": (
         "y with `raise`; not with `split`, because {} communicates in each forward"
@@ -96,6 +95,9 @@ def _cell(findings: Mapping[str, Mapping[str, Any]], column: str) -> str:
         if wrong and reason:
             return cell.format(reason[1])
     figure = re.search(_FIGURES.get(column, "^$"), text, re.DOTALL)
-    if figure and (column == "accumulation" or not wrong):
-        return f"{'no' if wrong else 'y'}: {figure[1]}"
+    if figure and column == "accumulation":  # its words say whether it is well
+        others, exact, _ = figure[1].partition("exact: ")
+        return f"{others}exact: the others" if others and exact else others or "exact"
+    if figure and not wrong:
+        return f"y: {figure[1]}"
     return "y" if not wrong else text.replace("|", "/")[:_LONGEST]

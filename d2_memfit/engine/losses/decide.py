@@ -60,6 +60,10 @@ _PADDING = 0.05  # it is not named up to here
 _PADDED = (
     "in images of different sizes, it is a mean over padded images. Take the mean of each image"
 )
+_PADDED_OR_BORDERS = (
+    "in images of different sizes, padding changes it. Features near borders do that, which is of "
+    "the data, and so does a mean over padded images: take the mean of each image"
+)
 _FROZE = (
     "it could only be tested with the running statistics of batch normalisation, and training uses "
     "those of a micro-batch. Use MODEL.*.NORM FrozenBN or GN, or larger micro-batches"
@@ -80,12 +84,14 @@ class Way:
         pair: the images of the test with it, and all losses.
         unused: places of ``window_count`` on which no loss depends.
         broken: counts that do not add up: losses that depend on one, and a text about it.
+        counted: names of losses that depend on a declared count.
     """
 
     rules: Rules
     pair: Pair
     unused: Sequence[str] = ()
     broken: Sequence[tuple[Sequence[str], str]] = ()
+    counted: frozenset[str] = frozenset()
 
 
 def gradient_test(
@@ -156,6 +162,7 @@ class GradientTest:
 
     Attributes:
         ways: the first one is by images.
+        nearest: the one to take.
         changed, counters: names of what forwards change in the model, and of numbers among them
             that count forwards.
         names: of the losses.
@@ -210,30 +217,12 @@ class GradientTest:
             if site not in parts or not _is_same(self._counts[site], parts[site])
         ]
         self.ways = self._find_ways()
+        self.nearest = self._nearest()
 
     @property
     def forwards(self) -> int:
         """Images that went through the model."""
         return self._subject.forwards
-
-    @property
-    def nearest(self) -> Way:
-        """The way with the nearest gradient that spoils no loss which images alone have right.
-
-        One loss may hide in the gradient of all what others gain. If both ways are right, so are
-        counts for images that differ more than those of the test.
-        """
-        best = self.ways[0]
-        right = [name for name in self.names if not best.pair.is_off(name)]
-        for way in self.ways[1:]:
-            spoils = any(map(way.pair.is_off, right))
-            distances = way.pair.distance, best.pair.distance
-            wrong = [sum(map(w.pair.is_off, self.names)) for w in (way, best)]
-            is_no_worse = distances[0] <= _MUCH * distances[1]
-            is_nearer = is_no_worse and (wrong[0], distances[0]) < (wrong[1], distances[1])
-            if not spoils and (is_nearer or distances[0] <= _ROUNDING):
-                best = way
-        return best
 
     @property
     def unused(self) -> list[str]:
@@ -303,7 +292,9 @@ class GradientTest:
             pretends=(pretends or self._subject.pretended is None)
             and any(site[0] == sites.SUM for site in counts),
         )
-        return Way(rules, Pair(self._whole, parts), [*map(sites.place_of, unused)], texts)
+        counted = frozenset().union(*(depends[site] for site in counts))
+        pair = Pair(self._whole, parts)
+        return Way(rules, pair, [*map(sites.place_of, unused)], texts, counted)
 
     def _answered(
         self,
@@ -372,6 +363,29 @@ class GradientTest:
             weights[name] = kinds[told.pop()]
         return weights
 
+    def _nearest(self) -> Way:
+        """The way with the nearest gradient that spoils no loss which images alone have right.
+
+        One loss may hide in the gradient of all what others gain. If both ways are right, so are
+        counts for images that differ more than those of the test. The statistics of a micro-batch
+        would hide what all losses are divided by, so batch normalisation uses its running ones.
+        """
+        ways = self.ways
+        if len(ways) > 1 and not self._freezes and _trained_norms(self._subject.model):
+            pairs = [self._run_pairs(way, [self.names], freezes=True)[0] for way in ways]
+            ways = [replace(way, pair=pair) for way, pair in zip(ways, pairs)]
+        best = 0
+        right = [name for name in self.names if not ways[0].pair.is_off(name)]
+        for i, way in enumerate(ways):
+            pair, nearest = way.pair, ways[best].pair
+            spoils = any(map(pair.is_off, right))
+            wrong = [sum(map(p.is_off, self.names)) for p in (pair, nearest)]
+            is_no_worse = pair.distance <= _MUCH * nearest.distance
+            is_nearer = (wrong[0], pair.distance) < (wrong[1], nearest.distance)
+            if not spoils and ((is_no_worse and is_nearer) or pair.distance <= _ROUNDING):
+                best = i
+        return self.ways[best]
+
     # The words for losses.
 
     @property
@@ -405,7 +419,9 @@ class GradientTest:
         names = [name for name in self.names if name not in terms]
         [found] = self._pairs(way, [names], 2)
         if found.word == EXACT and found.distance <= self._rounding:
-            return {**terms, **dict.fromkeys(names, Term(EXACT, found.distance))}
+            terms.update(dict.fromkeys(names, Term(EXACT, found.distance)))
+            # The gradient of one loss may be so small that it hides in that of all.
+            names = [name for name in names if found.pairs[0].is_off(name)]
         off = {name: found.offset_and_noise(name) for name in names}
         noisy = [name for name, (_, noise) in off.items() if noise > LIMIT]
         fixed = [name for name in names if name not in noisy]
@@ -534,15 +550,20 @@ class GradientTest:
         """Test losses that are exact so far with images of two sizes, which are padded.
 
         Other padding also changes features near borders. That is of the data, and no loss is named
-        for a little of it. A loss is, if its images have other weights because of their sizes.
-        Random numbers, such as a sampler's, are others with other padding: then nothing is said.
+        for a little of it. A loss is, if its images have other weights because of their sizes: if
+        weights explain the distance, or values differ as much. Otherwise it is not known, because
+        borders can change a fifth of a gradient in a deep model. A loss that depends on a count, or
+        that images alone have wrong, is not a mean over padded images. Random numbers, such as a
+        sampler's, are others with other padding: then nothing is said.
         """
         found: dict[str, Term] = {}
+        means = [name for name in names if not self.ways[0].pair.is_off(name)]
+        names = [name for name in means if name not in way.counted]
         images = images_of_two_sizes(self._images)
         if not images or not (names or way.rules.counts) or not self._has_time:
             return found, set()
         try:  # without a second rank first, which would be taken for the cause of an error
-            self._run([images], with_gradient=False)
+            self._run([images, *([image] for image in images)], with_gradient=False)
         except Exception:  # such as torch.stack: all images must have one size
             return found, set()
         [everything] = self._run_pairs(way, [names], images)
@@ -554,8 +575,12 @@ class GradientTest:
         for group, pair in zip(groups, self._run_pairs(way, groups, images)):
             _, rest = weights_of_parts(pair.whole.gradient, pair.parts.gradients)
             distance = Pairs(group, [pair], least).distance
-            if distance > max(LIMIT, min(_BORDERS * rest, _PADDING)):
-                found.update(dict.fromkeys(group, Term(OTHER, distance, _PADDED)))
+            most = _BORDERS * rest
+            if distance <= max(LIMIT, min(most, _PADDING)):
+                continue
+            is_mean = distance > most or pair.values_off(group) > _PADDING
+            word, why = (OTHER, _PADDED) if is_mean else (NOT_KNOWN, _PADDED_OR_BORDERS)
+            found.update(dict.fromkeys(group, Term(word, distance, why)))
         return found, broken
 
 

@@ -45,6 +45,11 @@ class Pair:
         """Whether the value of a loss in parts is not that of the images together."""
         return not abs(self.off(name)) <= LIMIT * abs(self.whole.loss(name))
 
+    def values_off(self, names: Sequence[str]) -> float:
+        """Relative distance of the sum of some losses in parts from that of the images together."""
+        whole = sum(map(self.whole.loss, names))
+        return abs(sum(map(self.off, names))) / abs(whole) if whole else 0.0
+
     def is_right(self, names: Sequence[str]) -> bool:
         """Whether the gradient is right, or at least the values of these losses."""
         return self.distance <= LIMIT or not any(map(self.is_off, names))
@@ -55,7 +60,7 @@ class Pairs:
     """Pairs with different random numbers, about the same losses.
 
     Attributes:
-        least: norm of a gradient with which a smaller one is compared.
+        least: norm of a gradient with which a smaller one is compared, if the values are right.
         is_noisy: whether values of its losses differ from pair to pair.
     """
 
@@ -108,4 +113,5 @@ class Pairs:
     @property
     def _scale(self) -> float:
         norms = [float(pair.whole.gradient.norm()) for pair in self.pairs]
-        return max(sum(norms) / len(norms), self.least) or 1.0
+        is_off = any(pair.is_off(name) for pair in self.pairs for name in self.names)
+        return max(sum(norms) / len(norms), 0.0 if is_off else self.least) or 1.0

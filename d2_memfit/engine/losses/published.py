@@ -50,7 +50,7 @@ PUBLISHED: Mapping[tuple[str, str], Mapping[str, float]] = {
     ("centermask/mask_head.py", "mask_rcnn_loss"): {"loss_mask": 0.5},
     ("condinst/dynamic_mask_head.py", ""): {"loss_pairwise": 1.5},
     ("solov2/solov2.py", "loss"): {"loss_cate": 0.3, "loss_ins": 0.7},
-    ("oneformer/modeling/criterion.py", ""): {"loss_contrastive": 2.0, "loss_ce*": 0.05},
+    ("oneformer/modeling/criterion.py", ""): {"loss_contrastive": 2.0, "loss_ce*": 0.5},
     # DiffusionDet's matching has near ties, which the rounding of float32 decides.
     ("diffusiondet/loss.py", ""): {"*": 0.3},
     ("dino/modeling/dn_criterion.py", ""): _DENOISING,

@@ -195,8 +195,8 @@ class Subject:
                     # On the CPU, oneDNN would keep 30 MB of code for each new size of images.
                     torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
                 ):
-                    before = state_of(self.model) if looks else {}
                     self._fix(freezes)
+                    before = state_of(self.model) if looks else {}
                     images = sum(map(count_images, groups))
                     for group in groups:
                         share = count_images(group) / images

@@ -624,6 +624,23 @@ def test_batch_normalisation_that_needs_several_images_is_not_called_exact(kind,
     assert "atch normalisation" in log.text
 
 
+class DetrWithNorm(Detr):
+    """With batch normalisation that is trained, whose statistics are of a micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone.insert(1, nn.BatchNorm2d(CHANNELS))
+        self.attention.dropout = 0.1
+
+
+def test_batch_normalisation_does_not_hide_what_losses_are_divided_by(log):
+    _, trainer = train(DetrWithNorm, windows_of([(10, 3, 0, 5)]), steps=4)
+    assert "loss_bbox" in trainer.loss_rules.rules.weights
+    assert "batch normalisation takes the statistics of a micro-batch" in log.text
+    assert "depends on" not in log.text
+    assert "dropout" not in log.text
+
+
 class AlternatesDatasets(Detr):
     """Each loss is of one of two datasets, which take turns."""
 
@@ -764,6 +781,38 @@ def test_each_loss_has_its_own_word_however_the_backward_is_made(kind):
     assert words == {"loss_mask": OTHER, "loss": EXACT}
 
 
+class NeedsMultiples(MeanOverObjects):
+    """Takes images of some sizes only, if they are alone."""
+
+    def features(self, batch):
+        sides = [side for image in batch for side in image["image"].shape[1:]]
+        if max(sides) % 8:
+            raise ValueError("the size must be a multiple of 8")
+        least = min(sides)
+        return super().features([{"image": i["image"][:, :least, :least]} for i in batch])
+
+
+def test_a_size_that_a_model_does_not_take_hides_no_word():
+    images = annotated_images([10, 3, 0, 5], size=40)  # the test's other size is 28
+    _, trainer = train(NeedsMultiples, [images], steps=4)
+    words = {name: term.word for name, term in trainer.loss_rules.rules.terms.items()}
+    assert words == {"loss_mask": OTHER, "loss": EXACT}
+
+
+class HidesALoss(MeanOverObjects):
+    """One loss has a gradient so large that another one hides in the gradient of both."""
+
+    def forward(self, batch):
+        losses = super().forward(batch)
+        return {"loss_mask": losses["loss_mask"], "loss": losses["loss"] * 1e12}
+
+
+def test_a_small_loss_is_not_hidden_by_a_large_one():
+    _, trainer = train(HidesALoss, windows_of([(10, 3, 0, 5)]), steps=4)
+    words = {name: term.word for name, term in trainer.loss_rules.rules.terms.items()}
+    assert words == {"loss_mask": OTHER, "loss": EXACT}
+
+
 class RootOfObjects(Detector):
     """Its gradient is NaN for an image without objects, and its value is not."""
 
@@ -785,6 +834,61 @@ def test_a_loss_that_needs_labels_is_named_before_it_ends_the_run(log):
     with pytest.raises(FloatingPointError, match="Likely a micro-batch without labels, for which"):
         train(MeanOverLabels, windows_of([(3, 1, 2, 4), (3, 1, 0, 4)]), steps=4)
     assert "loss_sem_seg: not finite for an image without labels" in log.text
+
+
+class Padded(Detector):
+    """A mean over padded maps, of features that see far into the padding, as in a deep model."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Conv2d(3, CHANNELS, 3, 4, 1)
+        self.deep = nn.Conv2d(CHANNELS, CHANNELS, 7, padding=3)
+
+    def forward(self, batch):
+        images = [image["image"] for image in batch]
+        height, width = (max(image.shape[d] for image in images) for d in (1, 2))
+        pads = [(0, width - i.shape[2], 0, height - i.shape[1]) for i in images]
+        padded = torch.stack([F.pad(i, pad) for i, pad in zip(images, pads)]).double()
+        maps = (self.deep(F.gelu(self.backbone(padded))) - 0.5).abs()
+        return {"loss_depth": self.loss(maps, batch)}
+
+    def loss(self, maps, batch):
+        return maps.mean()
+
+
+class OverObjects(Padded):
+    """A sum over objects, each of which has a cell of its image, divided by their number."""
+
+    def loss(self, maps, batch):
+        objects = [len(image["instances"]) for image in batch]
+        total = sum(own[:, 2, :number].sum() for own, number in zip(maps, objects))
+        return total / window_count(sum(objects))
+
+
+class OneOverObjects(OverObjects):
+    """Each image has the same value, such as of boxes that are all empty, but needs objects."""
+
+    def loss(self, maps, batch):
+        if not all(len(image["instances"]) for image in batch):
+            raise IndexError("an image without objects")
+        return super().loss(maps - maps.detach() + 1, batch)
+
+
+class SumWithPadding(Padded):
+    def loss(self, maps, batch):
+        return maps.sum() / len(batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [(Padded, NOT_KNOWN), (OverObjects, EXACT), (OneOverObjects, EXACT), (SumWithPadding, OTHER)],
+)
+def test_features_that_see_the_padding_are_not_taken_for_a_mean_over_it(kind, word):
+    window = [*annotated_images([3], size=32), *annotated_images([2], size=20)]
+    full, _ = train(kind, [window])
+    cut, trainer = train(kind, [window], steps=2)
+    assert (cut[0] - full[0]).norm() > 0.05 * full[0].norm()
+    assert trainer.loss_rules.rules.terms["loss_depth"].word == word
 
 
 # Ranks
