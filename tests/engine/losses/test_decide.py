@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Counts are declared, and tested on the job's own images before they are used."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -972,12 +974,11 @@ def test_ranks_decide_the_same(kind, recovery, two_ranks):
 
 def on_ranks_tested_again(rank, num_ranks, windows):
     """Train; after the second window go on with another trainer, as a resumed run does."""
-    loss_rules._TESTED_AGAIN = (2, 3)
     trainers = [
         make_on_ranks(rank, num_ranks, LaterOverObjects, part, RecoveryOptions())
         for part in (windows[:2], windows[2:])
     ]
-    with EventStorage() as storage:
+    with mock.patch.object(loss_rules, "_TESTED_AGAIN", (2, 3)), EventStorage() as storage:
         for storage.iter in range(len(windows)):
             trainer = trainers[storage.iter // 2]
             if storage.iter == 2:
