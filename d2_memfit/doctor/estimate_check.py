@@ -72,7 +72,7 @@ def estimate_against_real_step(job: Job) -> RealStep:
     at_once = {"MEMFIT.MICRO_BATCH": None, "SOLVER.ACCUMULATION_STEPS": 1, "MODEL.DEVICE": "cpu"}
     job = job.with_settings(at_once)
     with one_line_errors():
-        images = worst_real_images(job.parts, job.geometry.micro_batch_sizes()[0])
+        images = worst_real_images(job.parts, job.geometry.largest_micro_batch)
         dry_job = DryJob(job, DeviceModel.load("cpu"), evaluates=False)
         estimated_bytes = sum(dry_job.training.peak().values())
         if estimated_bytes > available_host_bytes():

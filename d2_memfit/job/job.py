@@ -334,7 +334,7 @@ class Job:
         Args:
             batches: those to take it from, in place of the job's.
         """
-        num_images = self.geometry.micro_batch_sizes()[0] if num_images is None else num_images
+        num_images = self.geometry.largest_micro_batch if num_images is None else num_images
         return (batches or self.batches).training(num_images, self.geometry.crosses_batches)
 
     def evaluation_batch(self) -> Any:

@@ -17,11 +17,10 @@ from typing import Optional
 from detectron2.data import MetadataCatalog
 
 from .dataset_statistics import DatasetStatistics
-from .largest_images import DEFAULT_INSTANCES, Size, invented_dict
+from .largest_images import ANY_SIZE, DEFAULT_INSTANCES, Size, invented_dict
 
 __all__ = ["KnownDataset", "assumed_statistics", "known_dataset"]
 
-_ANY_SIZE = (800, 1333)
 _CROWDED = 9  # times the mean; a guess but for COCO
 _CROWDED_CLASSES = 4  # times the mean; a guess (docs/PUBLISHED_MEMORY.md)
 _MOST_CROWDED = 256  # images whose objects are counted
@@ -142,7 +141,7 @@ def assumed_statistics(names: Sequence[str], with_labels: bool = False) -> Datas
     name = (*names, "")[0]
     sizes = frozenset([known.largest] if known and known.has_one_size and known.largest else ())
     num = known.num_instances if known else DEFAULT_INSTANCES
-    crowded = invented_dict(_ANY_SIZE, num, name, with_labels)
+    crowded = invented_dict(ANY_SIZE, num, name, with_labels)
     statistics = DatasetStatistics(
         sizes,
         known.instances_per_image() if known else (num,),

@@ -15,6 +15,7 @@ from detectron2.structures import BoxMode
 from pycocotools import mask as coco_mask
 
 __all__ = [
+    "ANY_SIZE",
     "DEFAULT_INSTANCES",
     "Size",
     "WorstCase",
@@ -32,6 +33,7 @@ __all__ = [
 
 # Used if no dataset is there to count: the most crowded image of COCO's training set has 93.
 DEFAULT_INSTANCES = 100
+ANY_SIZE = (800, 1333)  # of an image, where nothing depends on it
 
 Size = tuple[int, int]  # height and width in pixels
 

@@ -16,6 +16,7 @@ from .capture import CapturedLoader, capture_loader, empty_images, with_proposal
 from .dataset_statistics import DatasetStatistics, statistics_of
 from .known_datasets import assumed_statistics
 from .largest_images import (
+    ANY_SIZE,
     Size,
     any_shape,
     dict_of_size,
@@ -27,7 +28,6 @@ from .parts import Parts
 
 __all__ = ["MappedBatches"]
 
-_ANY_SIZE = (800, 1333)
 _FIRST_DRAWS = 2  # draws of augmentations for each candidate size
 _MORE_DRAWS = 8  # draws for the sizes with the largest results
 _ALIKE = 3  # draws after which there are no more, if none is larger than those before
@@ -223,7 +223,7 @@ class _Mapper:
                 maps = self._maps * times
                 return [self._draw(map_func, files, size, is_crowded) for map_func in maps]
 
-            draw(_ANY_SIZE, 1, is_crowded=False)  # finds out how images are resized
+            draw(ANY_SIZE, 1, is_crowded=False)  # finds out how images are resized
             sizes = set(sizes) or self._any_shape(resizes, draw)
             largest: list[_Drawn] = []
             for size in largest_sizes(sizes, resizes):

@@ -86,7 +86,7 @@ def with_random_pixels(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def measured(item: Item, job: Job, device: torch.device, scale: Scale) -> Record:
     """Measure memory and time of a job's iterations and evaluation, under its budget if any."""
-    size = job.geometry.micro_batch_sizes()[0]
+    size = job.geometry.largest_micro_batch
     make: Callable[..., Any] = partial(AccumulatingTrainer, micro_batch_size=size)
     if item.name == "Detectron2":
         make = SimpleTrainer

@@ -12,7 +12,11 @@ from typing import Any, Optional, Union
 
 import torch
 
-__all__ = ["DeviceMemory", "ProcessMemory", "device_memory", "process_memory", "used_bytes"]
+__all__ = ["PEAK_LAG_BYTES", "DeviceMemory", "ProcessMemory", "device_memory"]
+__all__ += ["process_memory", "used_bytes"]
+
+# On Linux, the peak of a process may rise by this much after memory was freed.
+PEAK_LAG_BYTES = 2**20
 
 
 @dataclass(frozen=True)

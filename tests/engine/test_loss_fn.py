@@ -84,7 +84,9 @@ def test_recovery_runs_it_again(fail_at):
     full, _, _ = trained(8, **options)
 
     class FailingOnce(InjectedTrainer):
-        injector = Injector([fail_at])
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.injector = Injector([fail_at])
 
     actual, _, trainer = trained(8, FailingOnce, **options)
     assert trainer.recovery.oom_events == 1

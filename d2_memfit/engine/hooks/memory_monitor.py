@@ -13,12 +13,10 @@ from detectron2.utils.events import CommonMetricPrinter
 
 from ... import compat
 from ...common.units import GB
-from ...memory import device_memory
+from ...memory import PEAK_LAG_BYTES, device_memory
 from .memory_hook import MemoryHook
 
 __all__ = ["MemoryMonitor"]
-
-_LAG = 2**20  # bytes; Linux's peak of a process may rise this much after memory was freed
 
 
 class MemoryMonitor(MemoryHook):
@@ -86,7 +84,7 @@ class MemoryMonitor(MemoryHook):
 
     def _look(self) -> None:
         memory = device_memory(self._device)
-        lag = 0 if self._device.type == "cuda" else _LAG
+        lag = 0 if self._device.type == "cuda" else PEAK_LAG_BYTES
         now = (memory.allocated_bytes, memory.reserved_bytes)
         ever = (memory.peak_allocated_bytes, memory.peak_reserved_bytes)
         for i in range(2):

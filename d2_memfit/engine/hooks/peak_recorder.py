@@ -18,6 +18,7 @@ from ...common.units import GB
 from ...config import default_keys, keys_of
 from ...job import Job, padded_area, size_of
 from ...memory import (
+    PEAK_LAG_BYTES,
     RunRecord,
     cuda_context_bytes,
     device_and_software,
@@ -37,7 +38,6 @@ __all__ = ["PeakRecorder", "settings_of"]
 logger = logging.getLogger(__name__)
 
 _FEWEST = 3  # iterations after which optimizer states and kernels are there
-_LAG = 2**20  # bytes; Linux's peak of a process may rise this much after memory was freed
 
 
 class PeakRecorder(MemoryHook):
@@ -89,7 +89,7 @@ class PeakRecorder(MemoryHook):
     def after_step(self) -> None:
         memory = device_memory(self._device)
         peak = memory.peak_allocated_bytes
-        if peak <= self._before + (0 if self._is_gpu else _LAG):
+        if peak <= self._before + (0 if self._is_gpu else PEAK_LAG_BYTES):
             return
         self._peak_micro_batch = self._micro_batch
         if self._is_gpu:

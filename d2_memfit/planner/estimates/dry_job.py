@@ -231,7 +231,7 @@ class DryJob:
             from_run=self.device.from_run,
             num_gpus=geometry.ranks,
             images_per_gpu=geometry.images_per_batch,
-            micro_batch_size=geometry.micro_batch_sizes()[0],
+            micro_batch_size=geometry.largest_micro_batch,
             accumulation_steps=geometry.accumulation_steps,
             image_size=self.image_size,
             num_instances=self.num_instances,

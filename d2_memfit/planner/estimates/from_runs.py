@@ -127,7 +127,7 @@ def _with_tensors(device: DeviceModel, job: Job, record: RunRecord) -> DeviceMod
 def _what_ran(job: Job, device: DeviceModel, record: RunRecord) -> tuple[DryJob, bool]:
     """A dry run of the micro-batch that had the peak; or of the largest one, and False."""
     num_images, height, width, num_objects = record.micro_batch
-    if num_images and num_images == job.geometry.micro_batch_sizes()[0]:
+    if num_images and num_images == job.geometry.largest_micro_batch:
         case = WorstCase((height, width), max(round(num_objects / num_images), 1))
         try:
             dry_job = DryJob(job.with_batch(case), device, evaluates=False)

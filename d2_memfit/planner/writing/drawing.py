@@ -141,7 +141,7 @@ def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:
     """
     job = before.job
     knobs: dict[str, tuple[str, dict[str, Any]]] = {}
-    if job.geometry.micro_batch_sizes()[0] > 1:
+    if job.geometry.largest_micro_batch > 1:
         knobs["1 image at a time"] = ("", {"MEMFIT.MICRO_BATCH": 1})
     for name in sorted((n for n, t in TECHNIQUES if t.tier != "recipe"), key=preference):
         technique = get_technique(name)
