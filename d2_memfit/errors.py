@@ -4,6 +4,7 @@
 import functools
 import signal
 import sys
+import time
 from typing import Any, Callable
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
 
 START_HERE = "docs/OUT_OF_MEMORY.md"  # what to do after an out-of-memory error
 _LOGGED = "_d2_memfit_logged"
+_OTHERS_FIRST_S = 3.0  # a launcher has the status of the rank that ends first
 
 
 class MemfitError(Exception):
@@ -103,7 +105,8 @@ def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
 
     A :class:`MemfitError` is printed as one line, and the exit status is 2. Any other error whose
     traceback is in the log is printed as one line too, and the status is 1. If a rank ends this
-    way, the process that started it ends with the same status. If a signal ended a rank, one line
+    way, the process that started it ends with the same status, which is that of the rank that is
+    the cause: others wait a moment. If a signal ended a rank, one line
     names both, and the status is 128 + its number.
     """
 
@@ -114,6 +117,8 @@ def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
         except MemfitError as e:
             separator = "\nerror: " if isinstance(e, ConfigErrors) else "\n"
             print("error:", one_line(e).replace("\n", separator), file=sys.stderr)
+            if isinstance(e, RankError):
+                time.sleep(_OTHERS_FIRST_S)
             sys.exit(2)
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)

@@ -286,7 +286,7 @@ def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp
     run = run_forked(*command, "--output", tmp_path / "found", *keys)
     assert run.returncode == 3, run.stderr
     (line,) = [line for line in run.stderr.splitlines() if "memory" in line]
-    assert line.startswith(f"{photographs / 'large.jpg'} does not fit into the memory: ")
+    assert line.startswith(f"{photographs / 'large.jpg'} does not fit into memory: ")
     assert "2 images" in run.stdout
     run = run_forked(*command, "--output", tmp_path / "tiles", "--tile-size", "600", *keys)
     assert run.returncode == 0, run.stderr
