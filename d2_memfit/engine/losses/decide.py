@@ -54,7 +54,6 @@ _SMALLER = ((3, 1), (3, 4), (2, 4), (2, 16), (3, 16))
 # statistics. The next is tried where the model's code raises an error.
 _SAMPLES = ((1, True, False), (1, False, False), (2, False, False))
 _FROZEN = ((1, True, True), (1, False, True), (2, False, True))
-_OWN_IMAGES = 4
 _MOST_PIXELS = 2**17  # of the images together
 _BORDERS = 10  # the effect of padding, which no weights have, may make a distance so much larger
 _PADDING = 0.05  # it is not named up to here
@@ -285,13 +284,9 @@ class GradientTest:
             counts = {site: n for site, n in counts.items() if site not in broken}
             parts = self._answered(counts, depends, divided, pretends)
         of_each = [part.counts for part in parts.parts]
-        told_by = {site: rule_of(site, of_each) for site in counts}
-        if any(told_by.values()):
-            of_own = self._counts_of_own_images(counts, pretends)
-            told_by = {site: rule_of(site, [*of_each, *of_own]) for site in counts}
         rules = Rules(
             True,
-            told_by,
+            {site: rule_of(site, of_each) for site in counts},
             self._weights(counts, depends, divided),
             frozenset().union(*of_each),
             pretends=(pretends or self._subject.pretended is None)
@@ -300,20 +295,6 @@ class GradientTest:
         counted = frozenset().union(*(depends[site] for site in counts))
         pair = Pair(self._whole, parts)
         return Way(rules, pair, [*map(sites.place_of, unused)], texts, counted)
-
-    def _counts_of_own_images(self, counts: Counts, pretends: bool) -> list[Counts]:
-        """Counts of the job's images as they are, one by one.
-
-        The images of the test are alike, so counts of other things, such as labelled pixels, may
-        seem to follow from their objects.
-        """
-        groups = [[image] for image in self._images[:_OWN_IMAGES]]
-        totals = self._totals(counts)
-        try:
-            run = self._run(groups, totals=totals, pretends=pretends, with_gradient=False)
-        except Exception:  # of the model's code, such as for an image without labels
-            return []
-        return [part.counts for part in run.parts]
 
     def _answered(
         self,
