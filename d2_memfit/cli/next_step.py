@@ -140,9 +140,7 @@ def after_training(
         folder = Path(sys.argv[0]).parent
         if folder.resolve() != Path.cwd():  # where python looks for what the script imports
             found = f"export PYTHONPATH={shlex.quote(str(folder))}:$PYTHONPATH\n  "
-    if not any(
-        "<" in name for name in code
-    ):  # not defined in a function, where no command finds it
+    if not any("<" in name for name in code):  # no command finds what a function defines
         use = _line("d2-memfit", "predict", *code, "--output", "predictions", *files, *trained)
         lines.append(f"Next, find objects in {images}:\n  {found}{use}")
     return "\n".join(lines)

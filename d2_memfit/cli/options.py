@@ -21,7 +21,7 @@ from ..data import (
 )
 from ..errors import ConfigError
 from ..job import with_overrides
-from ..settings import overrides_of
+from ..settings import lazy_name, overrides_of
 
 __all__ = ["check_opts", "opts_of_budget", "opts_of_fit", "opts_of_settings", "with_data"]
 __all__ += ["with_opts"]
@@ -45,16 +45,19 @@ def opts_of_budget(card: Optional[str], budget: Optional[str], opts: Sequence[st
     Args:
         card: nominal memory or a name, as for :func:`preset_of_card`; None if it is not given.
         budget: a number of GB, or "auto"; None if it is not given.
+        opts: KEY VALUE pairs, or path.key=value for a LazyConfig.
 
     Raises:
-        ConfigError: there is no such card or number, or more than one of card, budget and ``opts``
-            name a budget.
+        ConfigError: there is no such card or number, or more than one of card, budget and
+            ``opts`` name a budget.
     """
     named = [f"--card {card}"] if card is not None else []
     named += [f"--budget {budget}"] if budget is not None else []
     if not named:
         return []
-    named += [key for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET") if key in opts[::2]]
+    given = {option.partition("=")[0].lstrip("+") for option in opts}
+    keys = ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET")
+    named += [key for key in (*keys, *map(lazy_name, keys)) if key in given]
     if len(named) > 1:
         raise ConfigError(f"{named[0]} and {named[1]} both set the budget: give only one")
     if card is not None:

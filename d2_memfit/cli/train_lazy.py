@@ -88,7 +88,7 @@ def train(cfg: DictConfig, job: Job, resume: bool, certificate: Optional[str]) -
 def load_config(args: argparse.Namespace) -> DictConfig:
     args.config_file = find_config_file(args.config_file, ".py")
     cfg = load_lazy_config(args.config_file, args.opts)
-    cfg = with_opts(cfg, opts_of_budget(args.card, args.budget, ()))
+    cfg = with_opts(cfg, opts_of_budget(args.card, args.budget, args.opts))
     if args.fit:
         values = opts_of_fit(cfg_of_lazy(cfg), args.eval_only)
         cfg = with_opts(cfg, [text for pair in values.items() for text in pair])

@@ -1,6 +1,9 @@
 # Copyright (c) the d2_memfit developers.
+import sys
+
 import pytest
 import torch
+from tiny import run_process
 
 from d2_memfit.engine import launch, usable_device, world_size
 from d2_memfit.errors import ConfigError
@@ -88,3 +91,29 @@ def test_only_ranks_with_a_gpu_each_use_nccl(num_gpus, backend, gpu, monkeypatch
         launch(print, 1)
     assert chosen == [backend]
     assert devices == ([] if gpu is None else [gpu])
+
+
+RANKS = """
+import sys, time
+from detectron2.utils import comm
+from d2_memfit.engine import launch
+from d2_memfit.errors import RankError, exit_on_error
+
+@exit_on_error
+def rank():
+    if comm.get_rank() == 0:
+        raise RankError("the connection is lost")
+    time.sleep(1)
+    sys.exit(7)
+
+if __name__ == "__main__":
+    exit_on_error(launch)(rank, 2, 1, 0, "auto")
+"""
+
+
+def test_the_status_is_that_of_the_rank_that_is_the_cause(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    run = run_process([sys.executable, script])
+    assert run.returncode == 7, run.stderr
+    assert run.stderr.count("error: the connection is lost") == 1

@@ -54,6 +54,7 @@ _SMALLER = ((3, 1), (3, 4), (2, 4), (2, 16), (3, 16))
 # statistics. The next is tried where the model's code raises an error.
 _SAMPLES = ((1, True, False), (1, False, False), (2, False, False))
 _FROZEN = ((1, True, True), (1, False, True), (2, False, True))
+_OWN_IMAGES = 4
 _MOST_PIXELS = 2**17  # of the images together
 _BORDERS = 10  # the effect of padding, which no weights have, may make a distance so much larger
 _PADDING = 0.05  # it is not named up to here
@@ -292,9 +293,26 @@ class GradientTest:
             pretends=(pretends or self._subject.pretended is None)
             and any(site[0] == sites.SUM for site in counts),
         )
+        if any(rules.counts.values()):
+            own = self._counts_of_own_images(counts, pretends)
+            rules = rules.without(set().union(*map(rules.broken, own)))
         counted = frozenset().union(*(depends[site] for site in counts))
         pair = Pair(self._whole, parts)
         return Way(rules, pair, [*map(sites.place_of, unused)], texts, counted)
+
+    def _counts_of_own_images(self, counts: Counts, pretends: bool) -> list[Counts]:
+        """Counts of the job's images as they are, one by one.
+
+        The images of the test are alike, so counts of other things, such as labelled pixels, may
+        seem to follow from their objects.
+        """
+        groups = [[image] for image in self._images[:_OWN_IMAGES]]
+        totals = self._totals(counts)
+        try:
+            run = self._run(groups, totals=totals, pretends=pretends, with_gradient=False)
+        except Exception:  # of the model's code, such as for an image without labels
+            return []
+        return [part.counts for part in run.parts]
 
     def _answered(
         self,
