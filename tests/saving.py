@@ -106,6 +106,32 @@ def read_for(pipe, seconds, until=None):
     return text
 
 
+def read_rest(pipe):
+    """What is in the pipe already."""
+    text = ""
+    while select.select([pipe], [], [], 0)[0] and (more := os.read(pipe, 2**16)):
+        text += more.decode()
+    return text
+
+
+def stop_within_a_save(child, pipe):
+    """What was written until the process stands still at a random moment of a save.
+
+    A save that was over before the process stopped is let go, however busy the machine is.
+    """
+    text = ""
+    for _ in range(200):
+        text += read_for(pipe, 10, until="begin\n")
+        time.sleep(random.uniform(0, 0.008))
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        text += read_rest(pipe)
+        if text.endswith("begin\n"):
+            return text
+        os.kill(child, signal.SIGCONT)
+    raise AssertionError("no save lasted until the process stopped")
+
+
 def main(kind, num_runs, seed, output_dir):
     torch.set_num_threads(1)
     random.seed(seed)
@@ -121,14 +147,11 @@ def main(kind, num_runs, seed, output_dir):
         os.close(there)
         text = read_for(here, 10, until="begin\n")
         text += read_for(here, random.uniform(0, 0.05))
-        if number % 2:  # within a save
-            text = text + read_for(here, 10, until="begin\n")
-            time.sleep(random.uniform(0, 0.008))
+        if number % 2:
+            text += stop_within_a_save(child, here)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        text += read_for(here, 0.001)
-        while select.select([here], [], [], 0)[0] and (more := os.read(here, 2**16)):
-            text += more.decode()
+        text += read_rest(here)
         os.close(here)
         lines = text.split()
         assert lines, "it did not begin"

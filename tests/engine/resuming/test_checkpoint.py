@@ -49,7 +49,7 @@ def test_kills_and_full_disks_lose_no_save_that_was_completed(tmp_path, kind, nu
     completed, failed, within = map(int, result.stdout.split()[-3:])
     assert completed > 0
     assert failed > 0 or kind == "kill"
-    assert within >= num_runs * 0.1
+    assert within >= num_runs // 2
 
 
 def damage(file, rng):
