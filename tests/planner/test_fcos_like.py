@@ -78,7 +78,9 @@ def test_that_nothing_is_detected_at_all_is_said():
     noted = []
     _, found = evaluate(0.01, noted.append)
     assert found == [0]
-    assert noted == ["MasksOfPoints detects nothing in a dry run; an image with objects needs more"]
+    assert noted == [
+        "MasksOfPoints detects nothing in a dry run; an image with objects needs more memory"
+    ]
 
 
 class Trained(MasksOfPoints):
@@ -108,7 +110,7 @@ def job():
 def test_an_estimate_of_what_is_not_known_is_at_least_with_the_reason(job):
     estimate = estimate_memory(job, device="cpu")
     (reason,) = estimate.at_least
-    assert reason == "Trained detects nothing in a dry run; an image with objects needs more"
+    assert reason == "Trained detects nothing in a dry run; an image with objects needs more memory"
     text = describe_estimate(estimate)
     assert f"At least: {reason}" in text
     assert "GB, at least" in text
