@@ -55,7 +55,7 @@ class AccumulatingTrainer(ResumableTrainer):
 
     Args:
         model, data_loader, optimizer: as for ``SimpleTrainer``.
-        accumulation_steps: batches from the loader behind one optimizer step.
+        accumulation_steps: batches from the loader per optimizer step.
         precision: a :class:`Precision`, or the name of one: "fp32", "fp16", "bf16".
         micro_batch_size: images in one forward; None for the loader's batches.
         cost_model: predicts the memory of micro-batches, which are cut to fit. It replaces
