@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Collectives in a forward that are not counts. A rank cannot repeat them alone."""
+"""Collectives in a forward that are not counts, which a rank cannot repeat alone."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class CommunicationError(Exception):
 
 
 class Spared(CommunicationError):
-    """A function of the model cannot work with what it is told of another rank."""
+    """A function of the model cannot work with the pretended second rank."""
 
 
 class Communication:
