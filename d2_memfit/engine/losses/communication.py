@@ -95,8 +95,8 @@ class Communication:
                 "MODEL.*.NORM GN in place of SyncBN; or set MEMFIT.OOM.POLICY raise"
             )
         logger.warning(
-            "The model communicates in its forward, %s. Each micro-batch does so, and gets there "
-            "what one micro-batch of each other rank sends. If losses are divided by it, use "
+            "The model communicates in its forward, %s. Each micro-batch communicates with one "
+            "micro-batch of every other rank. If losses are divided by the result, use "
             "d2_memfit.window_count",
             found,
         )

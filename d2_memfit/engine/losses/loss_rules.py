@@ -330,7 +330,7 @@ class LossRules:
             if not (self._has_tested or self._is_due):
                 logger.warning(
                     "not known: what losses are divided by could not be tested (%s). Micro-batches "
-                    "count by their images. See %s",
+                    "are weighted by their images. See %s",
                     found.error,
                     HELP,
                 )
