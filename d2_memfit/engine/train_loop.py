@@ -21,8 +21,8 @@ from ..iteration import AveragedWeights, CostModel
 from ..job import LossFn, losses_of
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from .attempts import Recovery, RecoveryReport, WindowRetries, observed, run_all
-from .hooks import likely_cause
 from .losses import CommunicationError, CountReport, LossRules
+from .not_finite import likely_cause
 from .rank_report import RankReport, Vote, check_finite, mean_losses, write_metrics
 from .reduce import average_gradients, check_ddp, image_share
 from .resuming import Progress, ResumableTrainer, raising_handlers_held_back

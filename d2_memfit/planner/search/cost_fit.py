@@ -13,8 +13,7 @@ from ...common.units import GB
 from ...compat.pytorch import BatchNorm
 from ...errors import ConfigError
 from ...iteration import MicroBatchShape, Padding, largest_sum
-from ...job import Job, size_of
-from ...techniques import resize_image
+from ...job import Job, resize_image, size_of
 from ..device import DeviceModel
 from ..dry_run import Event, Free, one_line_errors
 from ..estimates import DryJob, steps

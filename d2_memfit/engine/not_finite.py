@@ -10,7 +10,7 @@ from detectron2.structures import Boxes, RotatedBoxes
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
-from ..window import dataset_dicts
+from .window import dataset_dicts
 
 __all__ = ["likely_cause"]
 
