@@ -14,7 +14,7 @@ from PIL import Image
 from ..common.checks import check_choice, check_int, check_positive_number, fits, must
 from ..data import shorter_sides
 from ..errors import ConfigError
-from .rules import Rules
+from .rules import KeyRules
 
 __all__ = ["DETECTRON2_RULES", "RULES_FOR_PROJECTS"]
 
@@ -118,7 +118,7 @@ def _crop(cfg: CfgNode) -> None:
 
 _CHANNELS = must("one finite number per channel", lambda value: fits(value, list[float]))
 # A project's own trainer may implement other choices, such as a sampler or a way to clip gradients.
-RULES_FOR_PROJECTS = Rules(
+RULES_FOR_PROJECTS = KeyRules(
     {
         **{key: partial(check_int, at_least=number) for key, number in _AT_LEAST.items()},
         **dict.fromkeys(_SHARES, must("0 to 1", lambda value: 0 <= value <= 1)),

@@ -29,12 +29,12 @@ from ..techniques import TECHNIQUES, TIERS
 from .lazy import ARGUMENTS
 from .scaling import auto_scale_workers
 
-__all__ = ["Rules", "check_arguments", "check_settings"]
+__all__ = ["KeyRules", "check_arguments", "check_settings"]
 
 Rule = Callable[[str, Any], Any]
 
 
-class Rules(NamedTuple):
+class KeyRules(NamedTuple):
     """Rules for keys, which raise :class:`ConfigError`.
 
     Attributes:
@@ -47,7 +47,7 @@ class Rules(NamedTuple):
     relations: Sequence[tuple[Sequence[str], Callable[[CfgNode], Any]]] = ()
 
 
-_NO_MORE = Rules({})
+_NO_MORE = KeyRules({})
 
 
 def _or_none(rule: Rule) -> Rule:
@@ -179,7 +179,7 @@ def check_arguments(node: str, arguments: Mapping[str, Any]) -> None:
 
 
 def check_settings(
-    cfg: CfgNode, ranks: Optional[int] = None, more: Rules = _NO_MORE, trains: bool = True
+    cfg: CfgNode, ranks: Optional[int] = None, more: KeyRules = _NO_MORE, trains: bool = True
 ) -> CfgNode:
     """Check a config that has all keys of d2_memfit.
 

@@ -34,10 +34,10 @@ def write_coco(folder, number=10, images="images", **changes):
     return file
 
 
-def write_roboflow(folder, parts=("train", "valid", "test")):
-    for part in parts:
-        coco = coco_of(2, folder=folder / part)
-        (folder / part / "_annotations.coco.json").write_text(json.dumps(coco))
+def write_roboflow(folder, splits=("train", "valid", "test")):
+    for split in splits:
+        coco = coco_of(2, folder=folder / split)
+        (folder / split / "_annotations.coco.json").write_text(json.dumps(coco))
     return folder
 
 
@@ -83,7 +83,7 @@ DATASETS = {
         MASKS,
     ),
     "Roboflow": (write_roboflow, "", "train test val", BOXES),
-    "Roboflow's single part": (
+    "Roboflow's single split": (
         lambda folder: write_roboflow(folder, ["train"]),
         "--hold-out 0.5",
         "train val",

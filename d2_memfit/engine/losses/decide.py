@@ -35,7 +35,7 @@ from .causes import Evidence, cause_of, weights_of_parts
 from .pairs import LIMIT, MOST_PAIRS, Pair, Pairs
 from .published import Published, published
 from .rules import CLOSE, EXACT, NOT_KNOWN, OTHER, Rules, Term, rule_of
-from .runs import Run, Subject
+from .runs import Forwards, Subject
 from .sites import Counts, Site
 from .variants import images_of_one_size, images_of_two_sizes, shrunk
 
@@ -201,17 +201,17 @@ class GradientTest:
             self._apart = [chosen[i : i + of_part] for i in range(0, number, of_part)]
             self._whole = self._run(self._together)
             self._by_images = self._run(self._apart, looks=True)
-            last = self._by_images.parts[-1].losses
+            last = self._by_images.each[-1].losses
             bad = [name for name, loss in last.items() if not math.isfinite(loss)]
             if not (bad and with_empty and self._whole.is_finite):
                 break
             self.not_finite = bad
             with_empty = False
-        self._counts = self._whole.parts[0].counts
+        self._counts = self._whole.each[0].counts
         self.changed = self._by_images.changed
         self.counters = self._by_images.counters
-        self.names = list(self._whole.parts[0].losses)
-        parts = sites.added_up(part.counts for part in self._by_images.parts)
+        self.names = list(self._whole.each[0].losses)
+        parts = sites.added_up(part.counts for part in self._by_images.each)
         self.statistics = [
             text
             for site, text in self._whole.large.items()
@@ -246,19 +246,19 @@ class GradientTest:
             left_out=self._left_out,
         )
 
-    def _run(self, groups: Sequence[Sequence[Any]], **options: Any) -> Run:
+    def _run(self, groups: Sequence[Sequence[Any]], **options: Any) -> Forwards:
         freezes = options.pop("freezes", False) or self._freezes
         return self._subject.run(groups, freezes=freezes, **options)
 
     # The ways of weighting.
 
     def _find_ways(self) -> list[Way]:
-        places = frozenset().union(*(part.counts for part in self._by_images.parts))
+        places = frozenset().union(*(part.counts for part in self._by_images.each))
         ways = [Way(Rules(places=places), Pair(self._whole, self._by_images))]
         if self._subject.pretended is not None:
             told = self._run(self._together, pretends=True, with_gradient=False)
-            if any(site[0] == sites.SUM for site in told.parts[0].counts):
-                ways.append(self._way(told.parts[0].counts, pretends=True))
+            if any(site[0] == sites.SUM for site in told.each[0].counts):
+                ways.append(self._way(told.each[0].counts, pretends=True))
         nearest = min(way.pair.distance for way in ways)
         is_declared = self._whole.is_asked or self._patterns
         if is_declared and (len(ways) == 1 or nearest > self._rounding):
@@ -267,10 +267,10 @@ class GradientTest:
 
     def _way(self, told: Counts, pretends: bool) -> Way:
         """Test the parts with answers, which are what the images together have counted."""
-        of_parts = {site for part in self._by_images.parts for site in part.counts}
+        of_parts = {site for part in self._by_images.each for site in part.counts}
         if pretends:
             first = self._run(self._apart[:1], pretends=True, with_gradient=False)
-            of_parts.update(first.parts[0].counts)
+            of_parts.update(first.each[0].counts)
         # Where more is counted for several images, each of them is counted for itself.
         by_image = {site[:2] for site in told.keys() - of_parts}
         counts = {s: n for s, n in told.items() if s[0] in _KINDS and s[:2] not in by_image}
@@ -278,13 +278,13 @@ class GradientTest:
         unused = [s for s in counts if s[0] == sites.COUNT and not depends[s]]
         counts = {s: n for s, n in counts.items() if depends[s] or s[0] == sites.MEAN}
         parts = self._answered(counts, depends, divided, pretends)
-        sums = sites.added_up(part.counts for part in parts.parts)
+        sums = sites.added_up(part.counts for part in parts.each)
         broken = {s: n for s, n in counts.items() if s not in sums or not _is_same(n, sums[s])}
         texts = [(tuple(depends[s]), _sums(s, n, sums.get(s))) for s, n in broken.items()]
         if broken:
             counts = {site: n for site, n in counts.items() if site not in broken}
             parts = self._answered(counts, depends, divided, pretends)
-        of_each = [part.counts for part in parts.parts]
+        of_each = [part.counts for part in parts.each]
         rules = Rules(
             True,
             {site: rule_of(site, of_each) for site in counts},
@@ -312,7 +312,7 @@ class GradientTest:
             run = self._run(groups, totals=totals, pretends=pretends, with_gradient=False)
         except Exception:  # of the model's code, such as for an image without labels
             return []
-        return [part.counts for part in run.parts]
+        return [part.counts for part in run.each]
 
     def _answered(
         self,
@@ -320,7 +320,7 @@ class GradientTest:
         depends: Mapping[Site, frozenset[str]],
         divided: Sequence[str],
         pretends: bool,
-    ) -> Run:
+    ) -> Forwards:
         totals, weights = self._totals(counts), self._weights(counts, depends, divided)
         return self._run(self._apart, totals=totals, weights=weights, pretends=pretends)
 
@@ -340,7 +340,7 @@ class GradientTest:
         def losses_with(changed: Counts) -> Mapping[str, float]:
             totals = self._totals({**counts, **changed})
             options = {"totals": totals, "pretends": pretends, "with_gradient": False}
-            return self._run(self._apart[:1], **options).parts[0].losses
+            return self._run(self._apart[:1], **options).each[0].losses
 
         asked = {site: n for site, n in counts.items() if site[0] != sites.MEAN}
         depends: dict[Site, frozenset[str]] = dict.fromkeys(counts, frozenset())
@@ -431,7 +431,7 @@ class GradientTest:
         """The terms for images of one size."""
         terms = {
             name: Term(NOT_KNOWN, math.inf, "it is not finite")
-            for name, loss in self._whole.parts[0].losses.items()
+            for name, loss in self._whole.each[0].losses.items()
             if not math.isfinite(loss)
         }
         names = [name for name in self.names if name not in terms]
@@ -504,7 +504,7 @@ class GradientTest:
         if pretends:  # sums over ranks are seen only so
             told = self._run(together, pretends=True, with_gradient=False, **shared)
         known = {*way.rules.counts, sites.IMAGES, sites.OBJECTS}
-        counts = {site: n for site, n in told.parts[0].counts.items() if site in known}
+        counts = {site: n for site, n in told.each[0].counts.items() if site in known}
         number = len(together[0])
         totals = Totals(counts, number, number) if way.rules.is_answered else None
         weights = way.rules.weights
@@ -585,7 +585,7 @@ class GradientTest:
         except Exception:  # such as torch.stack: all images must have one size
             return found, set()
         [everything] = self._run_pairs(way, [names], images)
-        broken = set().union(*(way.rules.broken(part.counts) for part in everything.parts.parts))
+        broken = set().union(*(way.rules.broken(part.counts) for part in everything.parts.each))
         if everything.distance <= self._rounding or everything.has_drawn:
             return found, broken
         groups = _criteria(names, everything)
