@@ -643,6 +643,28 @@ def test_batch_normalisation_does_not_hide_what_losses_are_divided_by(log):
     assert "dropout" not in log.text
 
 
+class CountsPredictions(Detector):
+    """What it counts depends on the statistics of a micro-batch, as it does in YOLOF."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone.insert(1, nn.BatchNorm2d(CHANNELS))
+
+    def forward(self, batch):
+        scores = self.features(batch).sigmoid()
+        number = (scores > 0.55).sum().float()
+        if dist.is_initialized():
+            dist.all_reduce(number)
+            number = number / dist.get_world_size()
+        return {"loss_found": scores.pow(2).sum() / number.clamp(min=1)}
+
+
+def test_counts_that_depend_on_batch_normalisation_are_counts():
+    _, trainer = train(CountsPredictions, windows_of([(10, 3, 0, 5)]), steps=4)
+    assert trainer.loss_rules.rules.counts
+    assert trainer.loss_rules.rules.terms["loss_found"].word == OTHER
+
+
 class AlternatesDatasets(Detr):
     """Each loss is of one of two datasets, which take turns."""
 
