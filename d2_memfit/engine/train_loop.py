@@ -38,8 +38,8 @@ class AccumulatingTrainer(ResumableTrainer):
     """A ``SimpleTrainer`` with several forwards per iteration and one optimizer step.
 
     ``run_step`` runs ``accumulation_steps`` batches of the loader one after another. It then steps
-    with the mean gradient over all their images, on all ranks. Each micro-batch counts by its
-    images, so they need not be equal.
+    with the mean gradient over all their images, on all ranks. Each micro-batch is
+    weighted by its images, so they need not be equal.
 
     With one micro-batch per iteration, results equal those of Detectron2's ``SimpleTrainer`` and
     ``AMPTrainer`` to the last bit. On several ranks, DDP reduces gradients during the backward.
@@ -101,8 +101,8 @@ class AccumulatingTrainer(ResumableTrainer):
         ema_decay: Optional[float] = None,
     ) -> None:
         check_positive_int("gather_metric_period", gather_metric_period)
-        counts = {"accumulation_steps": accumulation_steps, "micro_batch_size": micro_batch_size}
-        check_arguments("MEMFIT", {**counts, "ema_decay": ema_decay})
+        given = {"accumulation_steps": accumulation_steps, "micro_batch_size": micro_batch_size}
+        check_arguments("MEMFIT", {**given, "ema_decay": ema_decay})
         if not isinstance(precision, Precision):
             precision = Precision(precision, next(model.parameters()).device)
         self.accumulation_steps = accumulation_steps
@@ -172,18 +172,18 @@ class AccumulatingTrainer(ResumableTrainer):
         """Run a window to the gradients of all ranks' images; return the reports of all ranks."""
         self._start(window)
         if self._reduces_in_backward:  # as in Detectron2
-            self._accumulate(window)
+            self._run_micro_batches(window)
             reports = self._vote(window, RankReport())
         else:
             with WindowStorage(get_event_storage()) as storage, self._no_sync():
                 reports = self._vote(window, self._attempt(window, storage))
             storage.write()
-            self.loss_rules.learn([r.counts for r in reports])
+            self.loss_rules.end_iteration([r.counts for r in reports])
             if self.recovery is not None:
                 self.recovery.end_iteration([r.recovery or RecoveryReport() for r in reports])
         check_finite(reports, self.iter)
         if not self._reduces_in_backward and any(r.num_images for r in reports):
-            with self._final_error("reduction", window):
+            with self._explained("reduction", window):
                 average_gradients(self.model, window, reports)
         return reports
 
@@ -196,15 +196,15 @@ class AccumulatingTrainer(ResumableTrainer):
         self._has_old_gradients = True
         if self.zero_grad_before_forward:  # frees their memory for the forward
             self._free_old_gradients()
-        with self._final_error("start", window):
-            self.progress.put_back = self.run_state.mark(is_watched=self.recovery is not None)
+        with self._explained("start", window):
+            self.progress.put_back = self.run_state.undo_point(is_watched=self.recovery is not None)
 
     def _step(self, window: Window, reports: list[RankReport]) -> None:
         """Write the metrics, clip, and change the weights."""
         compat.after_backward(self)
         if (self.iter + 1) % self.gather_metric_period == 0:
             write_metrics(reports)
-        with self._final_error("optimizer", window):
+        with self._explained("optimizer", window):
             self._clip()
             with raising_handlers_held_back():
                 self.progress = Progress(self.iter, is_stepping=True)
@@ -220,11 +220,11 @@ class AccumulatingTrainer(ResumableTrainer):
             bare, last = compat.without_ddp(self.model), self.run_state.at_start
             retries = WindowRetries(self.recovery, bare, window, storage, last)
         try:
-            with self._final_error("window", window):
+            with self._explained("window", window):
                 if retries is not None and self.run_state.loads_in_this_process:
                     window.load_all()  # a second run must not draw random numbers again
                 self._count(window)
-                self._accumulate(window, storage, retries)
+                self._run_micro_batches(window, storage, retries)
                 self._free_old_gradients()  # if all images were skipped
                 return RankReport(recovery=None if retries is None else retries.end())
         except OutOfMemoryError as e:
@@ -242,13 +242,13 @@ class AccumulatingTrainer(ResumableTrainer):
         self.cutter.cut(window)
         self.loss_rules.prepare(window, self._forward)
 
-    def _accumulate(
+    def _run_micro_batches(
         self,
         window: Window,
         storage: Optional[WindowStorage] = None,
         retries: Optional[WindowRetries] = None,
     ) -> None:
-        """Run a window's micro-batches one after another; each counts by its images."""
+        """Run a window's micro-batches one after another, each weighted by its images."""
 
         def take() -> Optional[MicroBatch]:
             has_failed = retries is not None and retries.report.oom_events > 0
@@ -303,7 +303,7 @@ class AccumulatingTrainer(ResumableTrainer):
             OutOfMemoryError: on every rank, if memory ran out for good on any.
         """
         try:
-            with self._final_error("vote", window):
+            with self._explained("vote", window):
                 if not mine.error:
                     mine.add(window, self._reduced_later(), self._likely_cause)
                     mine.counts = self.loss_rules.report(window, mine.counts.communicates)
@@ -345,7 +345,7 @@ class AccumulatingTrainer(ResumableTrainer):
     def _end_step(self, reports: list[RankReport]) -> None:
         """The iteration's state is whole: from here on, a checkpoint may have it."""
         self.progress = Progress(self.iter, has_stepped=True)
-        self.run_state.ranks.learn(self.iter, [r.run_state for r in reports])
+        self.run_state.ranks.receive(self.iter, [r.run_state for r in reports])
 
     def _clip(self) -> None:
         if self.clip_gradients is None:
@@ -355,7 +355,7 @@ class AccumulatingTrainer(ResumableTrainer):
         groups = self.optimizer.param_groups
         self.clip_gradients([p for g in groups for p in g["params"] if p.grad is not None])
 
-    def _final_error(self, phase: str, window: Window) -> AbstractContextManager[None]:
+    def _explained(self, phase: str, window: Window) -> AbstractContextManager[None]:
         """Explain an out-of-memory error where nothing can be run again."""
         if self.recovery is None:
             return contextlib.nullcontext()
@@ -371,10 +371,9 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), **self.precision.state_dict()}
-        own = self.learned()
-        limits = [(rank and rank.pop("learned", None)) or own for rank in state["run"]["ranks"]]
+        learned = [rank.pop("learned", None) if rank else None for rank in state["run"]["ranks"]]
         if self.recovery is not None:
-            state["recovery"] = self.recovery.state_dict(limits)
+            state["recovery"] = self.recovery.state_dict(learned)
         if rules := self.loss_rules.state_dict():
             state["loss_rules"] = rules
         if self.average is not None:

@@ -34,7 +34,7 @@ from .answers import Totals
 from .causes import Evidence, cause_of, weights_of_parts
 from .pairs import LIMIT, MOST_PAIRS, Pair, Pairs
 from .published import Published, published
-from .rules import CLOSE, EXACT, NOT_KNOWN, OTHER, Rules, Term, rule_of
+from .rules import CLOSE, EXACT, NOT_KNOWN, OTHER, Rules, Term, formula_of
 from .runs import Forwards, Subject
 from .sites import Counts, Site
 from .variants import images_of_one_size, images_of_two_sizes, shrunk
@@ -298,7 +298,7 @@ class GradientTest:
         of_each = [part.counts for part in parts.each]
         rules = Rules(
             True,
-            {site: rule_of(site, of_each) for site in counts},
+            {site: formula_of(site, of_each) for site in counts},
             self._weights(counts, depends, divided),
             frozenset().union(*of_each),
             pretends=(pretends or self._subject.pretended is None)
@@ -419,7 +419,7 @@ class GradientTest:
         return _OF_FLOAT64 if is_double else _ROUNDING
 
     def _judged(self, way: Way) -> tuple[dict[str, Term], set[Site]]:
-        """The terms, and counts whose rule does not hold for images of another size."""
+        """The terms, and counts whose formula does not hold for images of another size."""
         if not self._subject.has_gradients:
             why = "there was no memory for the gradient of two images"
             return dict.fromkeys(self.names, Term(NOT_KNOWN, 0.0, why)), set()

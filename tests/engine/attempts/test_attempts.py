@@ -126,11 +126,11 @@ def failing(fails, steps=1, model=None, num_batches=1, **kwargs):
 def test_on_another_number_of_ranks_the_smallest_size_goes_on():
     trainer = failing(lambda names: False, 1, CountingModel(2))
     state = trainer.recovery.state_dict()
-    (own,) = state["sizes"]
-    state["sizes"] = [{**own, "images": images} for images in (None, 1, 2)]
+    (own,) = state["cutters"]
+    state["cutters"] = [{**own, "images": images} for images in (None, 1, 2)]
     trainer.recovery.load_state_dict(state)
     assert trainer.cutter.images == 1
-    assert trainer.recovery.state_dict()["sizes"] == [{**own, "images": 1}]
+    assert trainer.recovery.state_dict()["cutters"] == [{**own, "images": 1}]
 
 
 class FailsTimes:
@@ -529,7 +529,7 @@ def test_an_attribute_that_became_a_number_is_nothing_again():
 def test_a_learned_size_does_not_put_batches_together():
     model = CountingModel(16)
     trainer = AccumulatingTrainer(model, batches(4), sgd(model), 4, recovery=RecoveryOptions())
-    learned = {"sizes": [{"images": 4, "_full": 8}]}
+    learned = {"cutters": [{"images": 4, "_full": 8}]}
     trainer.recovery.load_state_dict({**trainer.recovery.state_dict(), **learned})
     assert iterate(trainer).latest()["memfit/micro_batch"][0] == 2
 

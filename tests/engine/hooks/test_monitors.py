@@ -52,4 +52,4 @@ def test_a_value_that_cannot_work_is_an_error(key):
         monitors(key, 0.5)
     except ConfigError:
         return
-    pytest.fail(f"MEMFIT.MONITOR.{key} 0.5 is taken: add a rule (settings/rules.py)")
+    pytest.fail(f"MEMFIT.MONITOR.{key} 0.5 is taken: add a check (settings/key_checks.py)")

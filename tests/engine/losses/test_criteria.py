@@ -21,7 +21,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 
 from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.engine.losses import loss_rules
+from d2_memfit.engine.losses import schedule
 from d2_memfit.settings import NormalizerOptions
 from tests.engine.losses.criteria_list import (
     CRITERIA,
@@ -314,7 +314,7 @@ def test_every_remedy_helps(name, remedy, size):
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_count_of_pixels_is_not_taken_for_one_of_objects(size, monkeypatch):
     """In the test with the third window, labelled pixels happen to follow from the objects."""
-    monkeypatch.setattr(loss_rules, "_TESTED_AGAIN", (3,))
+    monkeypatch.setattr(schedule, "_AGAIN_AT", (3,))
     outcome = tried(find("LabelledPixels", "LabelledPixelsDeclared"), size)
     assert not outcome.wrong, outcome.distances
     assert not outcome.late
