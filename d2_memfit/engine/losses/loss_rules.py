@@ -78,11 +78,11 @@ class _Found:
 class LossRules:
     """Decides what the losses are weighted by, and counts each window accordingly.
 
-    Micro-batches are weighted by their images, which is right for a loss that is a mean over images. A
-    loss that is divided by objects, or the like, needs the count of the window. The model declares
-    a count by adding it up over ranks. An adapter of the criterion's class or the user can declare
-    it, too. Declared counts are the window's if they add up, and a :class:`GradientTest` on the
-    job's own images shows that the gradient is then right.
+    Micro-batches are weighted by their images, which is right for a loss that is a mean over
+    images. A loss that is divided by objects, or the like, needs the count of the window. The model
+    declares a count by adding it up over ranks. An adapter of the criterion's class or the user can
+    declare it, too. Declared counts are the window's if they add up, and a :class:`GradientTest` on
+    the job's own images shows that the gradient is then right.
 
     Args:
         model: without DDP around it.
